@@ -1,0 +1,166 @@
+"""From text to tokens on disk, in three passes over a corpus that is never held in memory.
+
+1. Survey: each document's digest and size; decides what is held out, and whether a finished store can be reused.
+2. A sample of the training documents trains the tokenizer.
+3. Every document is encoded, into the part it belongs to.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from octile.train.corpus import Corpus, Document, open_corpus
+from octile.train.store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter, sha256
+from octile.train.survey import Survey
+from octile.train.tokenizer import Tokenizer, check_vocab_size
+
+SAMPLE_BYTES = 16 * 2**20  # the tokenizer learns from so much text
+BATCH_CHARACTERS = 4 * 2**20  # encoded at a time
+
+Progress = Callable[[str, float], None]
+
+
+def prepare(
+    source: str | Path,
+    vocab_size: int,
+    folder: str | Path,
+    sequence_length: int,
+    *,
+    tokenizer: str | Path | None = None,
+    held_out_windows: int = 64,
+    progress: Progress = lambda stage, share: None,
+) -> TokenStore:
+    """Builds the token store of a corpus in a folder, or reuses the one there if its text and settings are the same.
+
+    Args:
+        source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.corpus`.
+        vocab_size: tokens the tokenizer may have.
+        folder: where the store lies; other files in it are left alone.
+        sequence_length: S; a window is S + 1 tokens.
+        tokenizer: a tokenizer.json, or its folder, to use instead of training one.
+        held_out_windows: at least so many windows are held out, if a tenth of the text suffices for them.
+        progress: called with the name of the stage and the share of it that is done, 0…1.
+
+    Raises:
+        FileNotFoundError: the source or the tokenizer does not exist, or the source is a folder without files.
+        ValueError: no text, too little of it, too small a vocabulary, or a damaged store.
+        RuntimeError: the text changed while it was read.
+    """
+    folder = Path(folder)
+    if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(f"folder {folder} lies inside the source {source}: what is written would be read as text")
+    _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
+    check_vocab_size(vocab_size)
+    given = None if tokenizer is None else Tokenizer.load(tokenizer)
+    if given is not None and given.vocab_size > vocab_size:
+        raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
+    settings = {
+        "vocab_size": vocab_size,
+        "sequence_length": sequence_length,
+        "held_out_windows": held_out_windows,
+        "tokenizer": given and given.fingerprint,
+    }
+
+    corpus = open_corpus(source)
+    progress("reading", 0.0)
+    survey = Survey.of(corpus)
+    if not _is_built(folder, corpus.source, settings, survey.fingerprint):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as building:
+            _build(Path(building), corpus, survey, settings, given, progress)
+            _publish(Path(building), folder)
+    return TokenStore.open(folder)
+
+
+def _check_positive(**arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+def _is_built(folder: Path, source: str, settings: dict[str, Any], fingerprint: str) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    there = Manifest.read(folder)
+    return (there.source, there.settings, there.fingerprint) == (source, settings, fingerprint)
+
+
+def _build(
+    folder: Path, corpus: Corpus, survey: Survey, settings: dict[str, Any], given: Tokenizer | None, progress: Progress
+) -> None:
+    held_out = survey.hold_out(settings["sequence_length"], settings["held_out_windows"])
+    if given is None:
+        progress("training the tokenizer", 0.0)
+        sample = survey.sample(held_out, SAMPLE_BYTES)
+        texts = (document.text for document in corpus.documents(Counter()) if document.digest in sample)
+        tokenizer = Tokenizer.train(texts, settings["vocab_size"])
+    else:
+        tokenizer = given
+    tokenizer.save(folder)
+    tokens = _encode(folder, corpus, survey, held_out, tokenizer, progress)
+
+    window = settings["sequence_length"] + 1
+    if min(tokens.values()) < window:
+        raise ValueError(
+            f"source {corpus.source!r} has too little text: {len(survey.sizes)} documents, {survey.total_bytes} bytes, "
+            f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}"
+        )
+    digests = {"train": survey.sizes.keys() - held_out, "val": held_out}
+    Manifest(
+        source=corpus.source,
+        settings=settings,
+        fingerprint=survey.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        documents={part: len(digests[part]) for part in digests},
+        bytes={part: sum(survey.sizes[digest] for digest in digests[part]) for part in digests},
+        tokens=tokens,
+        skipped=dict(survey.skipped),
+        sha256={name: sha256(folder / name) for name in FILES},
+    ).write(folder)
+
+
+def _encode(
+    folder: Path, corpus: Corpus, survey: Survey, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
+) -> dict[str, int]:
+    """Writes train.npy and val.npy; returns the tokens of each."""
+    read = hashlib.sha256()
+    done = 0
+    with (
+        TokenWriter(folder / "train.npy", tokenizer.vocab_size) as train,
+        TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val,
+    ):
+        for batch in _batches_of_text(corpus.documents(Counter())):
+            progress("encoding", done / survey.total_bytes)
+            ids = tokenizer.encode_batch([document.text for document in batch])
+            for document, tokens in zip(batch, ids, strict=True):
+                part = val if document.digest in held_out else train
+                part.append([tokenizer.begin, *tokens, tokenizer.end])
+                read.update(document.digest)
+                done += survey.sizes.get(document.digest, 0)
+    if read.hexdigest() != survey.fingerprint:
+        raise RuntimeError(f"source {corpus.source!r} changed while it was read; start again when it rests")
+    return {"train": train.length, "val": val.length}
+
+
+def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _publish(building: Path, folder: Path) -> None:
+    """Moves a built store to its place, the manifest last: at no moment does one describe files of another build."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in (*FILES, MANIFEST):
+        os.replace(building / name, folder / name)

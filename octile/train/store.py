@@ -1,0 +1,125 @@
+"""A folder of tokens: text that was encoded once and is read back through the page cache, however long it is.
+
+    tokenizer.json, tokenizer_config.json   what the numbers mean
+    train.npy, val.npy                      uint16 (or uint32) [tokens]: <|begin|> text <|end|> <|begin|> text <|end|> …
+    manifest.json                           where they come from, how many, and the SHA-256 of each file
+
+The manifest is written last: a folder without one was not finished, a folder that does not match its own is damaged.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from octile.train.tokenizer import Tokenizer
+
+PARTS = ("train", "val")
+FILES = ("tokenizer.json", "tokenizer_config.json", "train.npy", "val.npy")
+MANIFEST = "manifest.json"
+
+REMEDY = "delete it to have it built anew"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a store. `documents`, `bytes` and `tokens` count each of the parts "train" and "val".
+
+    source: the corpus, as it was named. settings: what else the tokens depend on.
+    fingerprint: SHA-256 of the corpus's documents in order. skipped: what was left out, by reason.
+    sha256: of every file of the store but this one.
+    """
+
+    source: str
+    settings: dict[str, Any]
+    fingerprint: str
+    vocab_size: int
+    documents: dict[str, int]
+    bytes: dict[str, int]
+    tokens: dict[str, int]
+    skipped: dict[str, int]
+    sha256: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises: FileNotFoundError, there is none; ValueError, it is damaged."""
+        file = folder / MANIFEST
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} is no finished token store: there is no {file}")
+        try:
+            return cls(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"token store {folder} is damaged: {file.name}: {error}; {REMEDY}") from error
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A finished store, its tokens memory-mapped: train and val are [tokens] uint16 or uint32."""
+
+    folder: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+    train: npt.NDArray[np.unsignedinteger]
+    val: npt.NDArray[np.unsignedinteger]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """Opens a store that `prepare` has written, after comparing every file with its checksum.
+
+        Raises:
+            FileNotFoundError: the folder holds no finished store.
+            ValueError: a file is missing or is not what was written.
+        """
+        folder = Path(folder)
+        manifest = Manifest.read(folder)
+        for name in FILES:
+            if not (folder / name).is_file():
+                raise ValueError(f"token store {folder} is damaged: {name} is missing; {REMEDY}")
+            if sha256(folder / name) != manifest.sha256.get(name):
+                raise ValueError(f"token store {folder} is damaged: {name} fails its checksum; {REMEDY}")
+        train, val = (np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS)
+        return cls(folder, manifest, Tokenizer.load(folder), train, val)
+
+
+class TokenWriter:
+    """Appends tokens to a .npy file; its header, which holds the length, is written again when that is known.
+
+    NumPy pads the header of an array that is open to growth so that every length fits into the same place.
+    """
+
+    def __init__(self, path: Path, vocab_size: int):
+        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self._file = path.open("wb")
+        self.length = 0
+        self._header_end = self._write_header()
+
+    def append(self, tokens: list[int]) -> None:
+        self._file.write(np.array(tokens, self._dtype).tobytes())
+        self.length += len(tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.seek(0)
+            if self._write_header() != self._header_end:
+                raise RuntimeError(f"NumPy {np.__version__} leaves no room in a .npy header for the length to grow")
+
+    def _write_header(self) -> int:
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        return self._file.tell()
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,146 @@
+"""Text to tokens and back: byte-level BPE.
+
+Every byte is a token, so any text can be written and nothing is unknown. Training repeats one step: the pair of
+neighbouring tokens that occurs most often becomes a token of its own. Words are never merged across their borders.
+Source: Sennrich et al. (arXiv 1508.07909); on bytes: Radford et al., "Language Models are Unsupervised Multitask
+Learners" (2019) §2.2.
+
+Two tokens stand for no bytes: <|begin|> opens a text, <|end|> closes it. Text that happens to contain these words
+is encoded as the plain characters they are.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import tokenizers
+
+BEGIN, END = "<|begin|>", "<|end|>"
+SMALLEST_VOCABULARY = 256 + 2  # the bytes, and the two special tokens
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer that knows how a text begins and ends.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer` itself.
+        config: what transformers calls `tokenizer_config.json`.
+        begin, end: the ids of the special tokens; the same id where a tokenizer has only one of them.
+        vocab_size: one more than the largest id.
+    """
+
+    def __init__(self, backend: "tokenizers.Tokenizer", config: dict[str, Any]):
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        end = _text_of(config.get("eos_token"))
+        begin = _text_of(config.get("bos_token")) or end
+        for token in (begin, end):
+            if token not in vocabulary:
+                raise ValueError(f"the tokenizer has no token {token!r}; eos_token in its config must name one")
+        backend.encode_special_tokens = True  # "<|end|>" inside a text is text
+        backend.no_truncation()  # a tokenizer.json may ask for both
+        backend.no_padding()
+        self.backend, self.config = backend, config
+        self.begin, self.end = vocabulary[begin], vocabulary[end]
+        self.vocab_size = max(vocabulary.values()) + 1
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
+        """Learns at most `vocab_size` tokens from texts; fewer if no pair occurs twice any more.
+
+        The same texts give the same tokenizer.
+
+        Raises:
+            ValueError: vocab_size has no room for the 256 bytes and the two special tokens.
+        """
+        check_vocab_size(vocab_size)
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[BEGIN, END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, backend.token_to_id(BEGIN))]
+        )
+        return cls(backend, _config(BEGIN, END))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a `tokenizer.json`, or the folder that holds it.
+
+        A `tokenizer_config.json` beside it names the special tokens; without one they are <|begin|> and <|end|>.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a file is damaged, or the special tokens are missing.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise FileNotFoundError(f"tokenizer {str(path)!r}: there is no file {file}")
+        from tokenizers import Tokenizer
+
+        try:
+            backend = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # `tokenizers` raises no narrower type
+            raise ValueError(f"tokenizer {file} cannot be read: {error}") from error
+        beside = file.with_name("tokenizer_config.json")
+        if not beside.is_file():
+            return cls(backend, _config(BEGIN, END))
+        try:
+            return cls(backend, json.loads(beside.read_text(encoding="utf-8")))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{beside} is no JSON: {error}") from error
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer reads."""
+        self.backend.save(str(Path(folder, "tokenizer.json")))
+        text = json.dumps(self.config, indent=2, ensure_ascii=False)
+        Path(folder, "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides the ids of a text."""
+        return hashlib.sha256(f"{self.backend.to_str()} {self.begin} {self.end}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without <|begin|> and <|end|>."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts, on all cores."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ids: what was encoded, character for character. Special tokens show as their names."""
+        return self.backend.decode(tokens, skip_special_tokens=False)
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes + 2), not {vocab_size}")
+
+
+def _config(begin: str, end: str) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,  # transformers would otherwise eat spaces before punctuation
+    }
+
+
+def _text_of(token: str | dict[str, Any] | None) -> str:
+    """A configuration writes a special token as its text, as a dict with its properties, or not at all."""
+    return token["content"] if isinstance(token, dict) else token or ""

@@ -1,0 +1,199 @@
+"""What counts as text, in which order it is read, and what is refused."""
+
+import json
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.train.corpus import LONG_FILE, open_corpus
+
+
+def write(root: Path, **texts: str | bytes) -> Path:
+    """Files below root; two underscores in a name stand for a slash."""
+    for name, text in texts.items():
+        file = root / (name.replace("__", "/") + ".txt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return root
+
+
+def test_folder_is_read_recursively_in_the_order_of_names(tmp_path):
+    write(tmp_path, b="second", a__z="first", c="third")
+    assert list(open_corpus(tmp_path).texts()) == ["first", "second", "third"]
+
+
+def test_texts_can_be_read_again(tmp_path):
+    corpus = open_corpus(write(tmp_path, a="one", b="two"))
+    assert list(corpus.texts()) == list(corpus.texts())
+
+
+def test_hidden_files_and_folders_are_no_text(tmp_path):
+    write(tmp_path, a="seen")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("ref")
+    (tmp_path / ".profile").write_text("export")
+    assert list(open_corpus(tmp_path).texts()) == ["seen"]
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9", b"PK\x03\x04\x00\x00"], ids=["not UTF-8", "NUL"])
+def test_what_is_not_text_is_skipped_and_counted(tmp_path, content):
+    corpus = open_corpus(write(tmp_path, a="text", b=content))
+    assert (list(corpus.texts()), corpus.skipped) == (["text"], {"not_text": 1})
+
+
+def test_link_to_nothing_is_skipped_and_counted(tmp_path):
+    write(tmp_path, a="text")
+    (tmp_path / "b").symlink_to(tmp_path / "nowhere")
+    assert open_corpus(tmp_path).skipped == {"unreadable": 1}
+
+
+def test_a_file_in_a_folder_is_one_document(tmp_path):
+    text = "a line\n" * 10_000
+    assert list(open_corpus(write(tmp_path, a=text)).texts()) == [text]
+
+
+def test_a_file_given_alone_is_cut_into_about_64_passages(tmp_path):
+    file = write(tmp_path, a="a line of text\n" * 10_000) / "a.txt"
+    assert 56 <= len(list(open_corpus(file).texts())) <= 64
+
+
+def test_passages_of_a_short_file_have_a_thousand_characters(tmp_path):
+    file = write(tmp_path, a="a line of text\n" * 200) / "a.txt"
+    assert [len(passage) for passage in open_corpus(file).texts()] == [1035, 1035, 930]
+
+
+def test_a_very_long_file_in_a_folder_is_cut(tmp_path):
+    corpus = open_corpus(write(tmp_path, a="a line of text\n" * (LONG_FILE // 10)))
+    assert len(list(corpus.texts())) > 1
+
+
+@given(text=st.text(st.sampled_from("ab\n\r\u2028é😀"), min_size=1, max_size=5000))
+def test_passages_together_are_the_file_line_ends_and_all(tmp_path_factory, text):
+    file = tmp_path_factory.mktemp("text") / "book.txt"
+    file.write_bytes(text.encode())
+    assert "".join(open_corpus(file).texts()) == text
+
+
+def test_repeated_and_empty_documents_are_dropped_and_counted(tmp_path):
+    corpus = open_corpus(write(tmp_path, a="one", b="one", c=" \n", d="", e="two"))
+    skipped = Counter()
+    assert [document.text for document in corpus.documents(skipped)] == ["one", "two"]
+    assert skipped == {"duplicate": 1, "empty": 2}
+
+
+def test_standard_library_is_this_interpreters_source():
+    assert Path(json.__file__).read_text() in set(open_corpus("stdlib").texts())
+
+
+def test_standard_library_leaves_out_packages_tests_and_other_files(tmp_path, monkeypatch):
+    for name in ["os.py", "email/mime.py", "README.txt", "site-packages/a.py", "test/b.py", "ctypes/test/c.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert list(open_corpus("stdlib").texts()) == ["email/mime.py", "os.py"]
+
+
+def test_missing_path_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere' is no file or folder"):
+        open_corpus(tmp_path / "nowhere")
+
+
+def test_empty_folder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no files"):
+        open_corpus(tmp_path)
+
+
+def test_folder_without_text_is_refused_with_its_count(tmp_path):
+    write(tmp_path, a=b"\xff", b=b"\xfe")
+    with pytest.raises(ValueError, match="holds no UTF-8 text: 2 not_text of 2 files"):
+        open_corpus(tmp_path)
+
+
+class FakeDataset:
+    """The part of `datasets.Dataset` that a corpus uses."""
+
+    def __init__(self, rows: list[dict[str, str | None]], **dtypes: str):
+        self.rows, self.features = rows, {name: SimpleNamespace(dtype=dtype) for name, dtype in dtypes.items()}
+
+    def select_columns(self, names: list[str]) -> list[dict[str, str | None]]:
+        return [{name: row[name] for name in names} for row in self.rows]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for the package `datasets`: serves hub.dataset, remembers in hub.asked what it was asked for."""
+    module = ModuleType("datasets")
+
+    def load_dataset(name: str, config: str | None, split: str):
+        module.asked = (name, config, split)
+        return module.dataset
+
+    module.load_dataset = load_dataset
+    module.dataset = FakeDataset([{"text": "one", "id": "1"}, {"text": None, "id": "2"}], text="string", id="string")
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("hf:imdb", ("imdb", None, "train")),
+        ("hf:org/name", ("org/name", None, "train")),
+        ("hf:org/name/part", ("org/name", "part", "train")),
+        ("hf:org/name:test", ("org/name", None, "test")),
+        ("hf:org/name/part:train[:1%]#text", ("org/name", "part", "train[:1%]")),
+    ],
+)
+def test_hub_source_names_dataset_config_and_split(hub, source, asked):
+    open_corpus(source)
+    assert hub.asked == asked
+
+
+def test_hub_column_named_text_is_found_and_missing_rows_are_empty(hub):
+    assert list(open_corpus("hf:org/name").texts()) == ["one", ""]
+
+
+def test_hub_column_can_be_named(hub):
+    assert list(open_corpus("hf:org/name#id").texts()) == ["1", "2"]
+
+
+def test_only_column_of_strings_is_found(hub):
+    hub.dataset = FakeDataset([{"story": "once", "stars": None}], story="large_string", stars="int64")
+    assert list(open_corpus("hf:org/name").texts()) == ["once"]
+
+
+def test_ambiguous_columns_are_refused_with_their_names(hub):
+    hub.dataset = FakeDataset([], question="string", answer="string")
+    with pytest.raises(ValueError, match=r"name the text column.*\['question', 'answer'\]"):
+        open_corpus("hf:org/name")
+
+
+def test_unknown_column_is_refused_with_the_known_ones(hub):
+    with pytest.raises(ValueError, match=r"'body' is no column of text; these are: \['text', 'id'\]"):
+        open_corpus("hf:org/name#body")
+
+
+def test_failure_of_the_hub_is_one_line(hub, monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise FileNotFoundError("no such dataset\nand a long explanation")
+
+    monkeypatch.setattr(hub, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"could not be loaded: no such dataset$"):
+        open_corpus("hf:org/name")
+
+
+def test_hub_without_the_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="needs the package `datasets`"):
+        open_corpus("hf:org/name")
+
+
+def test_malformed_hub_source_is_refused():
+    with pytest.raises(ValueError, match="must have the form hf:OWNER/NAME"):
+        open_corpus("hf:")
