@@ -1,0 +1,8 @@
+"""The model: DeepSeek-V3, and V2 as a setting of it.
+
+config.py        `ModelConfig` and the presets, without torch
+hf_config.py     reading a Hugging Face `config.json`
+deepseek_v3.py   `DeepseekV3`, the whole model
+names.py         its weights under Hugging Face's names, and back
+counts.py        parameters and FLOPs of a configuration
+"""

@@ -1,0 +1,288 @@
+"""The shape of a model, under the names that Hugging Face configurations use.
+
+`ModelConfig` is plain data and imports no torch, so a planner or a command line can read it in a millisecond.  Its
+presets are the published models and two of their shape that fit a laptop (`tiny`) and one GPU (`small`).
+
+Sources: the configurations published with DeepSeek-V2, V2-Lite and V3; DeepSeek-V3 (arXiv 2412.19437) §4.2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from octile.models import hf_config
+
+TopkMethod = Literal["noaux_tc", "group_limited_greedy", "greedy"]
+ScoringFunc = Literal["sigmoid", "softmax"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN: how a model trained on `original_max_position_embeddings` tokens reads `factor` times as many.
+
+    Rotary pairs that turn more than `beta_fast` times within the original length keep their speed, those that turn
+    less than `beta_slow` times are slowed down by `factor`, the rest lies between.  Source: arXiv 2309.00071.
+    """
+
+    factor: float = 40.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A DeepSeek-V2 or V3 model.  The defaults are DeepSeek-V3's.
+
+    Attributes:
+        first_k_dense_replace: how many layers, the first ones, have no experts.
+        num_nextn_predict_layers: depth of multi-token prediction, 0 or 1.
+        q_lora_rank: rank of the queries' compression; None (V2-Lite) projects them directly.
+        topk_method: "noaux_tc" is V3's gate, whose bias steers the choice; the two "greedy" ones are V2's.
+        aux_loss_alpha: weight of the sequence-wise balance loss.
+        mtp_loss_weight: weight of the multi-token prediction's loss (0.3, and 0.1 late in V3's training).
+        extra: what a configuration file said beyond these fields, written back as it came.
+
+    Raises:
+        ValueError: the numbers do not fit together.
+    """
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 61
+    first_k_dense_replace: int = 3
+    num_nextn_predict_layers: int = 1
+
+    num_attention_heads: int = 128
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    n_group: int = 8
+    topk_group: int = 4
+    topk_method: TopkMethod = "noaux_tc"
+    scoring_func: ScoringFunc = "sigmoid"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    aux_loss_alpha: float = 1e-4
+    mtp_loss_weight: float = 0.3
+
+    max_position_embeddings: int = 163840
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = RopeScaling()
+
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.006
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+    extra: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Length of a query and of a key of one head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """What the cache keeps of a token in a layer: the latent and the rotary key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts. The multi-token prediction layer comes last and has them."""
+        return layer >= self.first_k_dense_replace
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Reads the content of a Hugging Face `config.json`.
+
+        Raises:
+            ValueError: a key that is needed is missing, or asks for what this model does not compute.
+        """
+        values = hf_config.parse(config, [f.name for f in fields(cls)])
+        scaling = values.pop("rope_scaling")
+        return cls(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a Hugging Face `config.json`, with everything that was read."""
+        v3 = self.topk_method == "noaux_tc"
+        config: dict[str, Any] = {
+            "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v3" if v3 else "deepseek_v2",
+            "num_key_value_heads": self.num_attention_heads,
+            **hf_config.COMPUTED,
+            **asdict(replace(self, extra={})),
+        }
+        if self.rope_scaling is not None:
+            config["rope_scaling"]["type"] = "yarn"
+        del config["extra"]
+        return config | self.extra
+
+    @classmethod
+    def read(cls, path: str | Path) -> ModelConfig:
+        """Reads a `config.json`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no JSON object, or `from_hf` refuses it.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
+        return cls.from_hf(config)
+
+    def write(self, path: str | Path) -> None:
+        """Writes a `config.json` that transformers, vLLM and SGLang read."""
+        Path(path).write_text(json.dumps(self.to_hf(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def tiny(cls) -> ModelConfig:
+        """Every part of DeepSeek-V3 in a few million parameters, for two CPU cores."""
+        return cls(
+            vocab_size=4096,
+            hidden_size=256,
+            intermediate_size=512,
+            moe_intermediate_size=128,
+            num_hidden_layers=4,
+            first_k_dense_replace=1,
+            num_attention_heads=4,
+            q_lora_rank=128,
+            kv_lora_rank=128,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=32,
+            v_head_dim=32,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            max_position_embeddings=2048,
+            rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=512),
+            initializer_range=0.02,
+        )
+
+    @classmethod
+    def small(cls) -> ModelConfig:
+        """About 100M parameters, for one GPU."""
+        return cls(
+            vocab_size=8192,
+            hidden_size=768,
+            intermediate_size=2048,
+            moe_intermediate_size=256,
+            num_hidden_layers=8,
+            first_k_dense_replace=1,
+            num_attention_heads=6,
+            q_lora_rank=384,
+            kv_lora_rank=256,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            max_position_embeddings=16384,
+            rope_scaling=RopeScaling(factor=4.0),
+            initializer_range=0.02,
+        )
+
+    @classmethod
+    def v2_lite_16b(cls) -> ModelConfig:
+        """DeepSeek-V2-Lite: 15.7B parameters, 2.7B active, queries not compressed."""
+        return cls(
+            vocab_size=102400,
+            hidden_size=2048,
+            intermediate_size=10944,
+            moe_intermediate_size=1408,
+            num_hidden_layers=27,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
+            num_attention_heads=16,
+            q_lora_rank=None,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+            scoring_func="softmax",
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+            aux_loss_alpha=1e-3,
+            rope_scaling=RopeScaling(mscale=0.707, mscale_all_dim=0.707),
+            bos_token_id=100000,
+            eos_token_id=100001,
+        )
+
+    @classmethod
+    def v2_236b(cls) -> ModelConfig:
+        """DeepSeek-V2: 235.7B parameters, 21.4B active."""
+        return replace(
+            cls.v2_lite_16b(),
+            hidden_size=5120,
+            intermediate_size=12288,
+            moe_intermediate_size=1536,
+            num_hidden_layers=60,
+            num_attention_heads=128,
+            q_lora_rank=1536,
+            n_routed_experts=160,
+            n_group=8,
+            topk_group=3,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=16.0,
+        )
+
+    @classmethod
+    def v3_671b(cls) -> ModelConfig:
+        """DeepSeek-V3: 671.0B parameters, 37.6B active, beside them the multi-token prediction layer."""
+        return cls()
+
+
+PRESETS: dict[str, Callable[[], ModelConfig]] = {
+    "tiny": ModelConfig.tiny,
+    "small": ModelConfig.small,
+    "v2_lite_16b": ModelConfig.v2_lite_16b,
+    "v2_236b": ModelConfig.v2_236b,
+    "v3_671b": ModelConfig.v3_671b,
+}
+
+
+def _check(c: ModelConfig) -> None:
+    for name in (f.name for f in fields(c) if f.type == "int"):
+        least = 0 if name in ("first_k_dense_replace", "num_nextn_predict_layers") else 1
+        if getattr(c, name) < least:
+            raise ValueError(f"{name} must be at least {least}, not {getattr(c, name)}")
+    for name, allowed in (("topk_method", get_args(TopkMethod)), ("scoring_func", get_args(ScoringFunc))):
+        if getattr(c, name) not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(allowed)}, not {getattr(c, name)!r}")
+    if c.num_nextn_predict_layers > 1:
+        raise ValueError(f"num_nextn_predict_layers must be 0 or 1, not {c.num_nextn_predict_layers}")
+    if c.first_k_dense_replace > c.num_hidden_layers:
+        raise ValueError(f"first_k_dense_replace {c.first_k_dense_replace} exceeds the {c.num_hidden_layers} layers")
+    if c.qk_rope_head_dim % 2:
+        raise ValueError(f"qk_rope_head_dim must be even, it holds pairs, not {c.qk_rope_head_dim}")
+    if c.n_routed_experts % c.n_group:
+        raise ValueError(f"n_group must divide the {c.n_routed_experts} n_routed_experts, not be {c.n_group}")
+    if c.topk_group > c.n_group:
+        raise ValueError(f"topk_group must be at most n_group, {c.n_group}, not {c.topk_group}")
+    group = c.n_routed_experts // c.n_group
+    allowed_experts = c.n_routed_experts if c.topk_method == "greedy" else c.topk_group * group
+    if c.num_experts_per_tok > allowed_experts:
+        raise ValueError(f"num_experts_per_tok is {c.num_experts_per_tok}, but topk_group allows {allowed_experts}")
+    if c.topk_method == "noaux_tc" and c.topk_group < c.n_group and group < 2:
+        raise ValueError(f"noaux_tc needs groups of two experts, but {c.n_group} groups share {c.n_routed_experts}")

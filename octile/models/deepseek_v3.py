@@ -1,0 +1,211 @@
+"""DeepSeek-V3, and V2 as a setting of it: the whole model.
+
+    block      x + MLA(norm(x)), then x + MLP(norm(x)); after the first few layers the MLP is a mixture of experts
+    main       embedding → blocks → norm → head, which predicts the next token
+    MTP        one block more, from the main model's normalised output at t and the embedding of token t+1 → the same
+               head, which predicts token t+2: a denser signal in training, a draft in decoding
+
+Names of parameters are those of the published checkpoints, except that a layer's experts are stacked (`names.py`);
+the MTP block is the layer after the last.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §2, figures 2 and 3.  Shapes: B batch, S sequence, D model, V vocabulary.
+"""
+
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octile.models.config import ModelConfig
+from octile.nn.attention import MLA, LatentCache, LayerCache
+from octile.nn.gate import Gate
+from octile.nn.mlp import MLP
+from octile.nn.moe import MoE
+from octile.nn.norm import RMSNorm
+from octile.nn.rope import CosSin, Rope
+
+IGNORED = -100  # a label that is not predicted
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, c: ModelConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = _attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
+
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, cache)
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+
+
+class MTPBlock(Block):
+    """The layer that looks one token further: [emb(t+1); h(t)] of 2D channels → what the head reads, normalised."""
+
+    def __init__(self, c: ModelConfig, layer: int):
+        super().__init__(c, layer)
+        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
+
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
+        emb_BSD, h_BSD = x_BSD.chunk(2, dim=-1)
+        x_BSD = self.eh_proj(torch.cat((self.enorm(emb_BSD), self.hnorm(h_BSD)), dim=-1))
+        return self.shared_head["norm"](super().forward(x_BSD, cos_sin, cache))
+
+
+class Trunk(nn.Module):
+    """Everything before the head; the MTP block, if there is one, is the last of `layers`."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        blocks = [Block(c, layer) for layer in range(c.num_hidden_layers)]
+        blocks += [MTPBlock(c, c.num_hidden_layers + depth) for depth in range(c.num_nextn_predict_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class DeepseekV3(nn.Module):
+    """A DeepSeek-V3 or V2 language model.
+
+    Parameters are FP32 and drawn from N(0, initializer_range²); norms start at 1.
+
+    Attributes:
+        config: its `ModelConfig`.
+        last_losses: "main", "mtp" and "balance" of the last forward pass with labels, detached, in nats; "mtp" is not
+            yet weighted, "balance" is.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.rope = _rope(config)
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.last_losses: dict[str, Tensor] = {}
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=config.initializer_range)
+
+    def forward(
+        self, tokens_BS: Tensor, labels_BS: Tensor | None = None, *, cache: LatentCache | None = None
+    ) -> Tensor:
+        """Logits, or the loss if there are labels.
+
+        Args:
+            tokens_BS: int64 [B, S].
+            labels_BS: int64 [B, S], usually the tokens themselves: the model shifts them. −100 is not predicted.
+            cache: what a former call has read; these tokens come behind it. Made by `new_cache`.
+
+        Returns:
+            logits [B, S, V]; or the mean loss in nats, a scalar: the next token's cross-entropy, in training mode
+            plus `mtp_loss_weight` times that of the token after it, plus the experts' balance losses.
+
+        Raises:
+            ValueError: wrong shapes, labels together with a cache, more tokens than the model or the cache can hold.
+        """
+        self._check(tokens_BS, labels_BS, cache)
+        start = cache.length if cache is not None else 0
+        s = tokens_BS.shape[1]
+        cos_sin = self.rope.cos_sin(torch.arange(start, start + s, device=tokens_BS.device))
+
+        x_BSD = self.model.embed_tokens(tokens_BS)
+        for i, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
+            x_BSD = layer(x_BSD, cos_sin, cache[i] if cache is not None else None)
+        h_BSD = self.model.norm(x_BSD)
+        if cache is not None:
+            cache.length += s
+        if labels_BS is None:
+            self._pop_balance_loss()
+            return self.lm_head(h_BSD)
+        return self._loss(tokens_BS, labels_BS, h_BSD, cos_sin)
+
+    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
+        """An empty cache for `batch` texts of up to `max_length` tokens, on the model's device."""
+        layers, device = self.config.num_hidden_layers, self.lm_head.weight.device
+        return LatentCache(
+            layers, batch, max_length, self.config.latent_dim, device, dtype or self.lm_head.weight.dtype
+        )
+
+    def moe_layers(self) -> dict[str, MoE]:
+        """The mixtures of experts by their names, such as "model.layers.3.mlp"."""
+        layers = enumerate(self.model.layers)
+        return {f"model.layers.{i}.mlp": layer.mlp for i, layer in layers if isinstance(layer.mlp, MoE)}
+
+    def _loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        main = self._cross_entropy(h_BSD[:, :-1], labels_BS[:, 1:])
+        mtp = balance = torch.zeros_like(main)
+        if self.training:
+            if self.config.num_nextn_predict_layers:
+                mtp = self._mtp_loss(tokens_BS, labels_BS, h_BSD, cos_sin)
+            balance = balance + self._pop_balance_loss()
+        self.last_losses = {"main": main.detach(), "mtp": mtp.detach(), "balance": balance.detach()}
+        return main + self.config.mtp_loss_weight * mtp + balance
+
+    def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        next_BSD = self.model.embed_tokens(tokens_BS[:, 1:])
+        both_BSD = torch.cat((next_BSD, h_BSD[:, :-1].to(next_BSD.dtype)), dim=-1)
+        cos_SR, sin_SR = cos_sin
+        x_BSD = self.model.layers[-1](both_BSD, (cos_SR[:-1], sin_SR[:-1]))
+        return self._cross_entropy(x_BSD[:, :-1], labels_BS[:, 2:])
+
+    def _pop_balance_loss(self) -> Tensor | float:
+        return sum(moe.pop_balance_loss() for moe in self.moe_layers().values())
+
+    def _cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        logits_BSV = self.lm_head(h_BSD).float()
+        return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
+
+    def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None, cache: LatentCache | None) -> None:
+        if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
+            raise ValueError(f"tokens must be [batch, sequence] with at least one token, not {list(tokens_BS.shape)}")
+        length = tokens_BS.shape[1] + (cache.length if cache is not None else 0)
+        if length > self.config.max_position_embeddings:
+            limit = self.config.max_position_embeddings
+            raise ValueError(f"{length} tokens are more than the model's max_position_embeddings, {limit}")
+        if labels_BS is not None and (labels_BS.shape != tokens_BS.shape or cache is not None):
+            raise ValueError(
+                f"labels must have the tokens' shape {list(tokens_BS.shape)} and come without a cache, "
+                f"not {list(labels_BS.shape)}{' with a cache' if cache is not None else ''}"
+            )
+        if cache is not None:
+            cache.check(tokens_BS)
+
+
+def _rope(c: ModelConfig) -> Rope:
+    return Rope(c.qk_rope_head_dim, c.rope_theta, **(asdict(c.rope_scaling) if c.rope_scaling else {}))
+
+
+def _attention(c: ModelConfig) -> MLA:
+    return MLA(
+        c.hidden_size,
+        c.num_attention_heads,
+        q_lora_rank=c.q_lora_rank,
+        kv_lora_rank=c.kv_lora_rank,
+        qk_nope_head_dim=c.qk_nope_head_dim,
+        qk_rope_head_dim=c.qk_rope_head_dim,
+        v_head_dim=c.v_head_dim,
+        softmax_factor=_rope(c).softmax_factor,
+    )
+
+
+def _mixture(c: ModelConfig) -> MoE:
+    gate = Gate(
+        c.hidden_size,
+        c.n_routed_experts,
+        c.num_experts_per_tok,
+        n_group=c.n_group,
+        topk_group=c.topk_group,
+        topk_method=c.topk_method,
+        scoring_func=c.scoring_func,
+        norm_topk_prob=c.norm_topk_prob,
+        routed_scaling_factor=c.routed_scaling_factor,
+    )
+    shared = c.n_shared_experts * c.moe_intermediate_size
+    return MoE(gate, c.hidden_size, c.moe_intermediate_size, shared, c.aux_loss_alpha)

@@ -1,0 +1,79 @@
+"""A model's weights under Hugging Face's names, and back.
+
+Only two things differ.  A layer's experts are stacked here, since one product serves them all:
+
+    …mlp.experts.gate_up [E, 2I, D]     …mlp.experts.7.gate_proj.weight, …up_proj.weight    each [I, D]
+    …mlp.experts.down    [E, D, I]      …mlp.experts.7.down_proj.weight                     [D, I]
+
+And published checkpoints repeat the embedding and the head, which the multi-token prediction layer shares.
+Shapes: E experts, D model, I intermediate.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from octile.models.config import ModelConfig
+
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """A model's `state_dict` as a published checkpoint names it.
+
+    Nothing is copied: experts are views, and the prediction layer's embedding and head are the model's own tensors.
+    """
+    tensors = dict(_unstacked(state_dict))
+    for shared, own in _shared(config).items():
+        tensors[shared] = state_dict[own]
+    return tensors
+
+
+def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """A `state_dict` for `DeepseekV3` from a checkpoint's tensors; the experts are copied, the rest is not.
+
+    Raises:
+        ValueError: an expert is missing, or there is one more than `config` says.
+    """
+    shared = _shared(config)
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+        elif name not in shared:
+            state[name] = tensor
+
+    for prefix, parts in experts.items():
+        numbers = range(config.n_routed_experts)
+        expected = {(e, part) for e in numbers for part in ("gate", "up", "down")}
+        for e, part in sorted(expected ^ parts.keys()):
+            what = "lacks" if (e, part) in expected else f"has, beyond {len(numbers)} experts,"
+            raise ValueError(f"the checkpoint {what} {prefix}{e}.{part}_proj.weight")
+        state[f"{prefix}gate_up"] = torch.stack([torch.cat((parts[e, "gate"], parts[e, "up"])) for e in numbers])
+        state[f"{prefix}down"] = torch.stack([parts[e, "down"] for e in numbers])
+    return state
+
+
+def _unstacked(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state_dict.items():
+        prefix, _, last = name.rpartition(".")
+        if prefix.endswith(".experts") and last == "gate_up":
+            for e, gate_up_XD in enumerate(tensor):
+                gate_ID, up_ID = gate_up_XD.chunk(2)
+                yield f"{prefix}.{e}.gate_proj.weight", gate_ID
+                yield f"{prefix}.{e}.up_proj.weight", up_ID
+        elif prefix.endswith(".experts") and last == "down":
+            for e, down_DI in enumerate(tensor):
+                yield f"{prefix}.{e}.down_proj.weight", down_DI
+        else:
+            yield name, tensor
+
+
+def _shared(config: ModelConfig) -> dict[str, str]:
+    """Names of the prediction layer's copies, and whose copies they are."""
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    return {f"model.layers.{layer}.{copy}": own for layer in layers for copy, own in copies.items()}

@@ -1,0 +1,123 @@
+"""DeepSeekMoE: every token is sent to a few of many small experts, and to the shared ones.
+
+    gate       affinity of every token to every expert, and which K it goes to         gate.py
+    dispatch   the tokens' rows, sorted by expert; the counts stay on the device       dispatch.py
+    experts    one product for all of them: an expert without tokens costs nothing
+    combine    the K results of a token, weighted and summed                           dispatch.py
+
+No token is ever dropped, and none is padded.  Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
+Shapes: B batch, S sequence, T = B·S tokens, D model, E experts, K chosen experts, I intermediate, R = T·K rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octile.nn.dispatch import LocalDispatcher
+from octile.nn.functional import grouped_linear
+from octile.nn.gate import Gate
+from octile.nn.linear import history_for
+from octile.nn.mlp import MLP, power_of_2
+from octile.recipe import Recipe
+
+
+class Experts(nn.Module):
+    """E SwiGLU layers in two stacked weights: gate_up [E, 2I, D], the gates' rows first, and down [E, D, I]."""
+
+    def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(n_experts, 2 * intermediate_size, hidden_size).normal_(std=0.006))
+        self.down = nn.Parameter(torch.empty(n_experts, hidden_size, intermediate_size).normal_(std=0.006))
+        self.use_recipe(None)
+
+    def use_recipe(self, recipe: Recipe | None) -> int:
+        """Changes the formats of the products; returns how many linear layers these weights stand for."""
+        self.recipe = recipe
+        self.gate_up_history, self.down_history = history_for(recipe, self.gate_up), history_for(recipe, self.down)
+        return 3 * len(self.down)
+
+    def forward(self, x_RD: Tensor, offs_E: Tensor) -> Tensor:
+        """Rows sorted by expert, offs_E int32 the end of each expert's rows: [R, D] → [R, D]."""
+        gate_RI, up_RI = grouped_linear(x_RD, self.gate_up, offs_E, self.recipe, self.gate_up_history).chunk(2, dim=-1)
+        h_RI = F.silu(gate_RI) * up_RI
+        down_EDI: Tensor = self.down
+        if self.recipe is not None and self.recipe.smooths_swiglu:
+            h_RI, down_EDI = _smooth(h_RI, down_EDI, offs_E)
+        return grouped_linear(h_RI, down_EDI, offs_E, self.recipe, self.down_history)
+
+
+def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Moves each expert's channel sizes from h into the weight; see `mlp.py`."""
+    expert_R = torch.searchsorted(offs_E, torch.arange(len(h_RI), device=h_RI.device, dtype=offs_E.dtype), right=True)
+    amax_EI = h_RI.new_zeros(len(down_EDI), h_RI.shape[-1])
+    amax_EI.scatter_reduce_(0, expert_R[:, None].expand_as(h_RI), h_RI.detach().abs(), "amax")
+    scale_EI = power_of_2(amax_EI)
+    return h_RI / scale_EI[expert_R], down_EDI * scale_EI[:, None]
+
+
+class MoE(nn.Module):
+    """A mixture of experts of which each token uses a few, and shared ones that all use: x [B, S, D] → [B, S, D].
+
+    In training mode a forward pass leaves two things behind:
+
+        last_load_E     int64 [E], how many tokens each expert got: what `gate.balance` needs after the step
+        balance_loss    α · Σ f_i · P_i, the mean over the sequences, for the model to add to its loss (or None)
+
+    Args:
+        gate: chooses the experts; their number is its.
+        shared_intermediate_size: of the shared experts, which are one SwiGLU layer together.
+        alpha: weight α of the balance loss.
+    """
+
+    last_load_E: Tensor
+
+    def __init__(
+        self, gate: Gate, hidden_size: int, intermediate_size: int, shared_intermediate_size: int, alpha: float = 1e-4
+    ):
+        super().__init__()
+        n_experts = len(gate.weight)
+        self.gate = gate
+        self.experts = Experts(n_experts, hidden_size, intermediate_size)
+        self.shared_experts = MLP(hidden_size, shared_intermediate_size)
+        self.dispatcher = LocalDispatcher()
+        self.alpha = alpha
+        self.register_buffer("last_load_E", torch.zeros(n_experts, dtype=torch.int64), persistent=False)
+        self.balance_loss: Tensor | None = None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_TD = x_BSD.flatten(0, 1)
+        routing = self.gate(x_TD)
+        load_BE = self._load(routing.experts_TK, len(x_BSD))
+        if self.training:
+            self.last_load_E = load_BE.sum(0)
+            self.balance_loss = self.alpha * sequence_balance(routing.affinity_TE, load_BE)
+
+        rows = self.dispatcher.dispatch(x_TD, routing.experts_TK, load_BE.sum(0))
+        y_RD = self.experts(rows.x_RD, rows.offs_E)
+        y_TD = self.dispatcher.combine(y_RD, routing.weights_TK, rows) + self.shared_experts(x_TD)
+        return y_TD.view_as(x_BSD)
+
+    def pop_balance_loss(self) -> Tensor | float:
+        """The balance loss of the last forward pass in training mode, once; 0 if there was none."""
+        loss, self.balance_loss = self.balance_loss, None
+        return 0.0 if loss is None else loss
+
+    def _load(self, experts_TK: Tensor, batch: int) -> Tensor:
+        """How many tokens of each sequence go to each expert: int64 [B, E]."""
+        experts_BX = experts_TK.view(batch, -1)
+        zeros_BE = experts_BX.new_zeros(batch, len(self.gate.weight))
+        return zeros_BE.scatter_add_(1, experts_BX, torch.ones_like(experts_BX))
+
+
+def sequence_balance(affinity_TE: Tensor, load_BE: Tensor) -> Tensor:
+    """Σ_i f_i · P_i of each sequence, averaged over the batch; 1 if every expert is used alike.
+
+        f_i = E / (K · S) · how many tokens chose expert i        P_i = mean over tokens of s_i / Σ_j s_j
+
+    Only P carries a gradient. Source: DeepSeek-V3 (arXiv 2412.19437) equations 17 to 20.
+    """
+    b, e = load_BE.shape
+    share_TE = affinity_TE / affinity_TE.sum(-1, keepdim=True)
+    p_BE = share_TE.view(b, -1, e).mean(1)
+    f_BE = load_BE * e / load_BE.sum(1, keepdim=True)
+    return (f_BE * p_BE).sum(1).mean()

@@ -1,0 +1,23 @@
+"""Root mean square normalisation.  Source: Zhang and Sennrich (arXiv 1910.07467)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + eps) · weight over the last dimension, computed in FP32 whatever x is.
+
+    Shapes: x [..., dim] → [..., dim] in x's dtype.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"

@@ -1,0 +1,203 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from octile.models.config import PRESETS, ModelConfig, RopeScaling
+
+PUBLISHED_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+YARN_V2 = {**PUBLISHED_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707}
+PUBLISHED_V2_LITE = {
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN_V2,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+
+
+def same_shape(config, preset):
+    """Equal but for what the papers and the published files say differently, and for what is passed through."""
+    return replace(config, initializer_range=preset.initializer_range, extra={}) == preset
+
+
+def test_published_v3_reads_as_the_preset():
+    assert same_shape(ModelConfig.from_hf(PUBLISHED_V3), PRESETS["v3_671b"]())
+
+
+def test_published_v2_lite_reads_as_the_preset():
+    assert same_shape(ModelConfig.from_hf(PUBLISHED_V2_LITE), PRESETS["v2_lite_16b"]())
+
+
+@pytest.mark.parametrize("published", [PUBLISHED_V3, PUBLISHED_V2_LITE], ids=["V3", "V2-Lite"])
+def test_every_key_of_a_published_file_is_written_back(published):
+    written = ModelConfig.from_hf(published).to_hf()
+    assert {key: written[key] for key in published} == published
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_its_file(name, tmp_path):
+    config = PRESETS[name]()
+    config.write(tmp_path / "config.json")
+    assert replace(ModelConfig.read(tmp_path / "config.json"), extra={}) == config
+
+
+def test_transformers_5_spelling_of_rotary_positions_is_read():
+    spelled = {k: v for k, v in PUBLISHED_V2_LITE.items() if k not in ("rope_scaling", "rope_theta")}
+    yarn = {k: v for k, v in YARN_V2.items() if k != "type"}
+    spelled["rope_parameters"] = {**yarn, "rope_type": "yarn", "rope_theta": 10000}
+    assert ModelConfig.from_hf(spelled) == ModelConfig.from_hf(PUBLISHED_V2_LITE)
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default"}])
+def test_no_yarn_is_read_as_none(rope):
+    assert ModelConfig.from_hf({**PUBLISHED_V3, "rope_scaling": rope}).rope_scaling is None
+
+
+def test_absent_mscales_mean_what_transformers_makes_of_them():
+    rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    config = ModelConfig.from_hf({**PUBLISHED_V3, "rope_scaling": rope})
+    assert config.rope_scaling == RopeScaling(mscale=1.0, mscale_all_dim=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling is 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"lacks \['original_max_position_embeddings'\]"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1, not 2"),
+        ({"topk_method": "best"}, "topk_method must be noaux_tc or group_limited_greedy or greedy, not 'best'"),
+        ({"n_group": 7}, "n_group must divide the 256 n_routed_experts, not be 7"),
+        ({"topk_group": 9}, "topk_group must be at most n_group, 8, not 9"),
+        ({"num_experts_per_tok": 200}, "num_experts_per_tok is 200, but topk_group allows 128"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, not 0"),
+        ({"first_k_dense_replace": 62}, "first_k_dense_replace 62 exceeds the 61 layers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_the_model_does_not_compute_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**PUBLISHED_V3, **changes})
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ValueError, match="the configuration lacks kv_lora_rank"):
+        ModelConfig.from_hf({k: v for k, v in PUBLISHED_V3.items() if k != "kv_lora_rank"})
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]"])
+def test_a_file_that_is_no_json_object_is_refused(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelConfig.read(path)
+
+
+def test_unknown_keys_do_not_change_equality_of_the_written_json():
+    config = ModelConfig.from_hf({**PUBLISHED_V3, "pad_token_id": None, "note": {"a": [1]}})
+    again = ModelConfig.from_hf(json.loads(json.dumps(config.to_hf())))
+    assert again == config
+    assert again.extra["note"] == {"a": [1]}
+    assert "pad_token_id" in again.extra
+
+
+def test_the_configuration_needs_no_torch():
+    code = "import sys, octile.models.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,186 @@
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octile.models.config import PRESETS
+from octile.models.deepseek_v3 import DeepseekV3
+from tests.models.conftest import MINI_V2, MINI_V3, build
+
+
+def tokens(batch=2, length=24, seed=0):
+    return torch.randint(97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cross_entropy(logits, labels, ahead):
+    """The mean over all predictions, one at a time."""
+    losses = [
+        -logits[b, t].log_softmax(-1)[labels[b, t + ahead]]
+        for b in range(len(labels))
+        for t in range(labels.shape[1] - ahead)
+        if labels[b, t + ahead] != -100
+    ]
+    return torch.stack(losses).mean()
+
+
+def slow_mtp_logits(model, tokens_BS):
+    """The figure of the paper: an own embedding and hidden state for each position, joined, then one block."""
+    hidden = {}
+    model.model.norm.register_forward_hook(lambda _, __, output: hidden.update(h=output))
+    model(tokens_BS)
+    mtp, d = model.model.layers[-1], model.config.hidden_size
+    from_emb, from_h = mtp.eh_proj.weight[:, :d], mtp.eh_proj.weight[:, d:]
+    columns = []
+    for t in range(tokens_BS.shape[1] - 1):
+        emb = mtp.enorm(model.model.embed_tokens(tokens_BS[:, t + 1]))
+        columns.append(emb @ from_emb.T + mtp.hnorm(hidden["h"][:, t]) @ from_h.T)
+    x = torch.stack(columns, dim=1)
+    cos_sin = model.rope.cos_sin(torch.arange(x.shape[1]))
+    x = x + mtp.self_attn(mtp.input_layernorm(x), cos_sin)
+    x = x + mtp.mlp(mtp.post_attention_layernorm(x))
+    return model.lm_head(mtp.shared_head["norm"](x))
+
+
+# the loss
+
+
+def test_loss_outside_training_is_the_next_tokens_cross_entropy(mini):
+    t = tokens()
+    expected = cross_entropy(mini.eval()(t), t, 1)
+    torch.testing.assert_close(mini(t, t), expected)
+
+
+def test_a_label_of_minus_100_is_not_predicted(mini):
+    t = tokens()
+    labels = t.clone()
+    labels[0, 5:] = -100
+    torch.testing.assert_close(mini.eval()(t, labels), cross_entropy(mini(t), labels, 1))
+
+
+def test_mtp_loss_equals_a_slow_reference(mini):
+    t = tokens()
+    mini(t, t)
+    expected = cross_entropy(slow_mtp_logits(mini, t), t, 2)
+    torch.testing.assert_close(mini.last_losses["mtp"], expected.detach())
+
+
+def test_training_loss_is_the_weighted_sum_of_its_parts(mini):
+    t = tokens()
+    loss, parts = mini(t, t), mini.last_losses
+    torch.testing.assert_close(loss, parts["main"] + 0.3 * parts["mtp"] + parts["balance"])
+
+
+def test_balance_loss_is_the_sum_over_every_mixture(mini):
+    mini(tokens(), tokens())
+    one_layer = MINI_V3.aux_loss_alpha  # what even use costs
+    assert len(mini.moe_layers()) == 3
+    assert 3 * one_layer < mini.last_losses["balance"] < 6 * one_layer
+
+
+def test_every_parameter_gets_a_gradient(mini):
+    mini(tokens(), tokens()).backward()
+    missing = [name for name, p in mini.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not missing
+
+
+@pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["V3", "V2"])
+def test_training_lowers_the_loss(config):
+    torch.manual_seed(0)
+    model = DeepseekV3(replace(config, initializer_range=0.05))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    t, losses = tokens(batch=4), []
+    for _ in range(30):
+        loss = model(t, t)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_model_can_be_copied_after_a_training_pass(mini):
+    mini(tokens(), tokens())
+    mini(tokens())
+    assert torch.equal(copy.deepcopy(mini).eval()(tokens()), mini.eval()(tokens()))
+
+
+def test_bfloat16_autocast_stays_close(mini):
+    t = tokens()
+    expected = mini(t, t)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = mini(t, t)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=0)
+
+
+# decoding
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["V3", "V2"])
+def test_decoding_through_the_cache_equals_reading_at_once(config):
+    model, t = build(config).eval(), tokens()
+    cache = model.new_cache(2, 24)
+    pieces = [model(t[:, :5], cache=cache)]
+    pieces += [model(t[:, i : i + 1], cache=cache) for i in range(5, 24)]
+    expected = model(t)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@torch.no_grad()
+def test_the_cache_keeps_one_latent_a_token_and_layer(mini):
+    cache = mini.eval().new_cache(2, 24)
+    mini(tokens(length=6), cache=cache)
+    assert cache.data.shape == (3, 2, 24, 32 + 8)
+    assert cache.length == 6
+    assert (cache.data[:, :, 6:] == 0).all()
+
+
+# what it refuses
+
+
+@pytest.mark.parametrize("shape", [(24,), (2, 0), (1, 2, 3)])
+def test_tokens_must_be_a_batch_of_sequences(mini, shape):
+    with pytest.raises(ValueError, match=r"tokens must be \[batch, sequence\]"):
+        mini(torch.zeros(shape, dtype=torch.int64))
+
+
+def test_more_tokens_than_the_context_are_refused(mini):
+    with pytest.raises(ValueError, match="65 tokens are more than the model's max_position_embeddings, 64"):
+        mini(tokens(length=65))
+
+
+@torch.no_grad()
+def test_a_full_cache_is_left_as_it_was(mini):
+    cache = mini.eval().new_cache(2, 8)
+    mini(tokens(length=8), cache=cache)
+    before = cache.data.clone()
+    with pytest.raises(ValueError, match="1 tokens do not fit into the cache: 8 of 8 are in use"):
+        mini(tokens(length=1), cache=cache)
+    assert torch.equal(cache.data, before)
+    assert cache.length == 8
+
+
+def test_labels_of_another_shape_are_refused(mini):
+    with pytest.raises(ValueError, match=r"labels must have the tokens' shape \[2, 24\]"):
+        mini(tokens(), tokens(length=23))
+
+
+# how it begins
+
+
+def test_weights_begin_with_the_configured_deviation():
+    config = PRESETS["tiny"]()
+    torch.manual_seed(0)
+    model = DeepseekV3(config)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == 1).all(), name
+        else:
+            assert p.std().item() == pytest.approx(config.initializer_range, rel=0.1), name
+
+
+def test_the_same_seed_gives_the_same_model():
+    a, b = build(MINI_V3, seed=3), build(MINI_V3, seed=3)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

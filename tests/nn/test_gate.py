@@ -1,0 +1,131 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.nn.gate import Gate
+
+V3 = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+V2 = {
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 16.0,
+}
+V2_LITE = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+
+
+def gate(seed=0, **settings):
+    torch.manual_seed(seed)
+    built = Gate(32, 16, 4, **(settings or V3))
+    torch.nn.init.normal_(built.weight, std=0.3)
+    if built.e_score_correction_bias is not None:
+        built.e_score_correction_bias.uniform_(-0.2, 0.2)
+    return built
+
+
+def slow_gate(g, x):
+    """One token at a time, with Python's own sort."""
+    weights, chosen = [], []
+    for token in x:
+        logits = [float(token @ row) for row in g.weight.detach()]
+        s = torch.tensor(logits).sigmoid() if g.scoring_func == "sigmoid" else torch.tensor(logits).softmax(0)
+        score = s if g.e_score_correction_bias is None else s + g.e_score_correction_bias
+        groups = list(score.view(g.n_group, -1))
+        best = 2 if g.topk_method == "noaux_tc" else 1
+        rank = sorted(range(g.n_group), key=lambda i: -float(groups[i].sort(descending=True).values[:best].sum()))
+        size = len(score) // g.n_group
+        allowed = (
+            range(len(score))
+            if g.topk_method == "greedy"
+            else [e for e in range(len(score)) if e // size in rank[: g.topk_group]]
+        )
+        picked = sorted(allowed, key=lambda e: -float(score[e]))[: g.n_chosen]
+        w = torch.stack([s[e] for e in picked])
+        weights.append((w / w.sum() if g.norm_topk_prob else w) * g.routed_scaling_factor)
+        chosen.append(picked)
+    return torch.stack(weights), torch.tensor(chosen)
+
+
+@pytest.mark.parametrize("settings", [V3, V2, V2_LITE, {**V3, "norm_topk_prob": False}], ids=str)
+def test_gate_equals_a_slow_loop(settings):
+    g, x = gate(**settings), torch.randn(40, 32)
+    weights, experts = slow_gate(g, x)
+    routing = g(x)
+    assert torch.equal(routing.experts_TK, experts)
+    torch.testing.assert_close(routing.weights_TK, weights)
+
+
+@given(st.integers(0, 2**31))
+def test_a_token_stays_within_its_groups(seed):
+    experts_TK = gate(seed)(torch.randn(20, 32)).experts_TK
+    assert all(len({int(e) // 4 for e in chosen}) <= 2 for chosen in experts_TK)
+
+
+@given(st.integers(0, 2**31))
+def test_normalised_weights_sum_to_the_scaling_factor(seed):
+    weights_TK = gate(seed)(torch.randn(20, 32)).weights_TK
+    torch.testing.assert_close(weights_TK.sum(-1), torch.full((20,), 2.5))
+
+
+def test_the_bias_steers_the_choice_and_not_the_weights():
+    g, x = gate(n_group=1, topk_group=1, norm_topk_prob=False), torch.randn(20, 32)
+    g.e_score_correction_bias.zero_()
+    g.e_score_correction_bias[3] = 10.0
+    routing = g(x)
+    assert (routing.experts_TK[:, 0] == 3).all()
+    torch.testing.assert_close(routing.weights_TK[:, 0], (x @ g.weight[3]).sigmoid())
+
+
+def test_forbidden_experts_are_masked_with_minus_infinity_and_not_zero():
+    """Older transformers mask with 0: where biases make every allowed score negative, forbidden experts win."""
+    g, x = gate(), torch.randn(20, 32)
+    g.e_score_correction_bias.fill_(-2.0)
+    score_TE = (x @ g.weight.T).sigmoid() - 2.0
+    allowed_TE = g._within_best_groups(score_TE).isfinite()
+    zero_masked = score_TE.masked_fill(~allowed_TE, 0.0).topk(4).indices
+    assert allowed_TE.gather(1, g(x).experts_TK).all()
+    assert not allowed_TE.gather(1, zero_masked).any()
+
+
+def test_the_gate_is_float32_under_autocast():
+    g, x = gate(), torch.randn(20, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        routing = g(x)
+    assert torch.equal(routing.weights_TK, g(x).weights_TK)
+
+
+def test_the_gates_bias_stays_float32_in_a_bfloat16_model():
+    g = gate()
+    exact = g.e_score_correction_bias.clone()
+    g.bfloat16()
+    assert g.weight.dtype == torch.bfloat16
+    assert torch.equal(g.e_score_correction_bias, exact)
+
+
+@pytest.mark.parametrize("settings", [V2, V2_LITE], ids=str)
+def test_a_v2_gate_has_no_bias_in_its_checkpoint(settings):
+    assert list(gate(**settings).state_dict()) == ["weight"]
+
+
+def test_balance_moves_each_bias_by_the_speed_toward_the_mean():
+    g = gate()
+    g.e_score_correction_bias.zero_()
+    g.balance(torch.tensor([4] * 5 + [0] * 5 + [2] * 6), speed=0.001)
+    assert g.e_score_correction_bias.tolist() == pytest.approx([-0.001] * 5 + [0.001] * 5 + [0.0] * 6)
+
+
+def test_balance_drives_a_skewed_gate_toward_even_loads():
+    g, x = gate(), torch.randn(512, 32) + 1.5  # the offset makes some experts' affinity larger for every token
+    g.e_score_correction_bias.zero_()
+
+    def load():
+        return g(x).experts_TK.flatten().bincount(minlength=16)
+
+    before = load()
+    for _ in range(400):
+        g.balance(load(), speed=0.005)
+    assert before.max() > 3 * before.float().mean()
+    assert load().max() < 1.3 * load().float().mean()

@@ -1,0 +1,181 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from octile.nn.functional import grouped_linear
+from octile.nn.gate import Gate
+from octile.nn.moe import Experts, MoE, _smooth, sequence_balance
+
+V3 = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+V2 = {
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 16.0,
+}
+V2_LITE = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+
+
+def gate(seed=0, **settings):
+    torch.manual_seed(seed)
+    built = Gate(32, 16, 4, **(settings or V3))
+    torch.nn.init.normal_(built.weight, std=0.3)
+    if built.e_score_correction_bias is not None:
+        built.e_score_correction_bias.uniform_(-0.2, 0.2)
+    return built
+
+
+def moe(seed=0, **settings):
+    built = MoE(gate(seed, **settings), 32, 24, 48, alpha=1e-2)
+    for parameter in (built.experts.gate_up, built.experts.down):
+        torch.nn.init.normal_(parameter, std=0.2)
+    return built
+
+
+def slow_moe(m, x_BSD):
+    """Every token through each of its experts, by a loop."""
+    x_TD = x_BSD.flatten(0, 1)
+    routing = m.gate(x_TD)
+    out = []
+    for token, weights, experts in zip(x_TD, routing.weights_TK, routing.experts_TK, strict=True):
+        y = m.shared_experts(token[None])[0]
+        for w, e in zip(weights, experts, strict=True):
+            h_gate, h_up = (m.experts.gate_up[e] @ token).chunk(2)
+            y = y + w * (m.experts.down[e] @ (F.silu(h_gate) * h_up))
+        out.append(y)
+    return torch.stack(out).view_as(x_BSD)
+
+
+@pytest.mark.parametrize("settings", [V3, V2, V2_LITE], ids=str)
+def test_moe_equals_a_slow_loop(settings):
+    m, x = moe(**settings), torch.randn(2, 9, 32)
+    torch.testing.assert_close(m(x), slow_moe(m, x), rtol=1e-5, atol=1e-5)
+
+
+def test_moe_gradients_equal_a_slow_loops():
+    fast, slow, x = moe(), moe(), torch.randn(2, 9, 32)
+    fast(x).square().sum().backward()
+    slow_moe(slow, x).square().sum().backward()
+    for (name, p), q in zip(fast.named_parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_the_inputs_gradient_equals_a_slow_loops():
+    m, x = moe(), torch.randn(2, 9, 32)
+    (fast,) = torch.autograd.grad(m(leaf := x.clone().requires_grad_()).square().sum(), leaf)
+    (slow,) = torch.autograd.grad(slow_moe(m, leaf := x.clone().requires_grad_()).square().sum(), leaf)
+    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+
+
+def test_no_token_is_dropped_when_all_choose_the_same_experts():
+    m, x = moe(n_group=1, topk_group=1), torch.randn(2, 9, 32)
+    m.gate.e_score_correction_bias[:4] = 10.0
+    y = m(x)
+    assert m.last_load_E.tolist() == [18] * 4 + [0] * 12
+    torch.testing.assert_close(y, slow_moe(m, x), rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_without_tokens_gets_a_gradient_of_zeros():
+    m = moe(n_group=1, topk_group=1)
+    m.gate.e_score_correction_bias[:4] = 10.0
+    m(torch.randn(2, 9, 32)).square().sum().backward()
+    for weight in (m.experts.gate_up, m.experts.down):
+        assert (weight.grad[4:] == 0).all()
+        assert (weight.grad[:4].flatten(1).abs().sum(1) > 0).all()
+
+
+@given(st.integers(0, 2**31))
+def test_the_order_of_the_tokens_does_not_matter(seed):
+    m, x = moe(seed), torch.randn(1, 12, 32)
+    order = torch.randperm(12)
+    torch.testing.assert_close(m(x[:, order]), m(x)[:, order], rtol=1e-5, atol=1e-5)
+
+
+def test_the_order_of_the_experts_does_not_matter():
+    m, x = moe(n_group=1, topk_group=1), torch.randn(2, 9, 32)
+    y, order = m(x), torch.randperm(16)
+    for tensor in (m.gate.weight, m.gate.e_score_correction_bias, m.experts.gate_up, m.experts.down):
+        tensor.data = tensor.data[order]
+    torch.testing.assert_close(m(x), y, rtol=1e-5, atol=1e-5)
+
+
+def test_last_load_counts_every_choice_of_the_last_training_pass():
+    m, x = moe(), torch.randn(2, 9, 32)
+    m(x)
+    m.eval()(torch.randn(5, 5, 32))
+    expected = m.gate(x.flatten(0, 1)).experts_TK.flatten().bincount(minlength=16)
+    assert torch.equal(m.last_load_E, expected)
+
+
+def test_nothing_is_read_back_to_the_host():
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):  # a fake tensor has no value: reading one raises
+        m = moe()
+        m(torch.randn(2, 9, 32)).sum().backward()
+        m.gate.balance(m.last_load_E, 0.001)
+
+
+def test_smoothing_moves_each_experts_channel_sizes_into_its_weight():
+    experts, offs = Experts(3, 8, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
+    h = torch.randn(9, 8) * torch.tensor([1e-3, 1, 10, 1e3, 5, 7, 1e-9, 0])
+    smooth_h, smooth_down = _smooth(h, experts.down, offs)
+    for rows in (smooth_h[:4], smooth_h[4:]):
+        assert (rows.abs().amax(0)[:-1] > 0.5).all()
+    assert (smooth_h.abs() <= 1).all()
+    expected = grouped_linear(h, experts.down, offs)
+    torch.testing.assert_close(grouped_linear(smooth_h, smooth_down, offs), expected, rtol=1e-6, atol=1e-6)
+
+
+# the balance loss
+
+
+def slow_balance(affinity_BSE, chosen_BSK):
+    total = 0.0
+    b, s, e = affinity_BSE.shape
+    k = chosen_BSK.shape[-1]
+    for sequence, choices in zip(affinity_BSE, chosen_BSK, strict=True):
+        for i in range(e):
+            f = e / (k * s) * sum(int(i in token) for token in choices.tolist())
+            p = sum(float(token[i] / token.sum()) for token in sequence.detach()) / s
+            total += f * p
+    return total / b
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 7))
+def test_balance_loss_equals_a_slow_loop(seed, batch, length):
+    m = moe(seed)
+    x = torch.randn(batch, length, 32)
+    m(x)
+    routing = m.gate(x.flatten(0, 1))
+    expected = slow_balance(routing.affinity_TE.view(batch, length, -1), routing.experts_TK.view(batch, length, -1))
+    assert m.pop_balance_loss().item() == pytest.approx(1e-2 * expected, rel=1e-5)
+
+
+def test_balance_loss_of_even_use_is_one():
+    load_BE = torch.full((3, 16), 5)
+    assert sequence_balance(torch.rand(60, 16), load_BE).item() == pytest.approx(1.0)
+
+
+def test_descending_the_balance_loss_evens_the_load_within_a_sequence():
+    m, x = moe(n_group=1, topk_group=1), torch.randn(1, 256, 32) + 0.7
+    m.gate.e_score_correction_bias.zero_()
+    m(x)
+    before = m.last_load_E.max()
+    for _ in range(100):
+        (gradient,) = torch.autograd.grad(m.pop_balance_loss(), m.gate.weight)
+        m.gate.weight.data -= 10 * gradient
+        m(x)
+    assert m.last_load_E.max() < 0.7 * before
+
+
+def test_balance_loss_is_taken_once_and_only_in_training():
+    m = moe()
+    m(torch.randn(1, 4, 32))
+    assert m.pop_balance_loss() > 0
+    assert m.pop_balance_loss() == 0
+    m.eval()(torch.randn(1, 4, 32))
+    assert m.pop_balance_loss() == 0

@@ -1,0 +1,61 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.nn.rope import Rope, rotate
+
+V3 = Rope(64, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+
+
+def rotated(x, positions, rope):
+    return rotate(x, rope.cos_sin(torch.tensor(positions)))
+
+
+@given(st.integers(0, 2**31), st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 2000))
+def test_a_product_depends_on_the_distance_only(seed, query_at, key_at, shift):
+    q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(seed))
+    near = rotated(q, [query_at], V3).flatten() @ rotated(k, [key_at], V3).flatten()
+    far = rotated(q, [query_at + shift], V3).flatten() @ rotated(k, [key_at + shift], V3).flatten()
+    torch.testing.assert_close(near, far, rtol=0, atol=2e-2)  # angles of 4000 radians in FP32
+
+
+def test_neighbouring_channels_are_a_complex_number_that_turns():
+    rope, x = Rope(8), torch.randn(5, 2, 8)
+    turns = torch.exp(1j * torch.arange(5)[:, None] * rope.frequencies())
+    expected = torch.view_as_real(torch.view_as_complex(x.view(5, 2, 4, 2)) * turns[:, None]).flatten(-2)
+    torch.testing.assert_close(rotated(x, range(5), rope), expected)
+
+
+def test_factor_one_is_the_plain_rotation():
+    plain = torch.tensor([10000.0 ** (-i / 64) for i in range(0, 64, 2)])
+    torch.testing.assert_close(Rope(64).frequencies(), plain)
+
+
+def test_yarn_keeps_fast_pairs_and_slows_slow_ones_by_the_factor():
+    plain, slowed = Rope(64).frequencies(), V3.frequencies()
+    turns = plain * 4096 / (2 * math.pi)  # within the original length
+    assert torch.equal(slowed[turns > 40], plain[turns > 40])
+    torch.testing.assert_close(slowed[turns < 0.7], plain[turns < 0.7] / 40)
+    between = slowed[(turns < 32) & (turns > 1)] / plain[(turns < 32) & (turns > 1)]
+    assert (between.diff() <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("mscale", "expected"),
+    [(1.0, (0.1 * math.log(40) + 1) ** 2), (0.707, (0.0707 * math.log(40) + 1) ** 2), (0.0, 1.0)],
+)
+def test_softmax_factor_is_the_published_one(mscale, expected):
+    assert Rope(64, factor=40.0, mscale=mscale, mscale_all_dim=mscale).softmax_factor == pytest.approx(expected)
+
+
+def test_equal_mscales_leave_the_rotation_its_size():
+    cos, sin = V3.cos_sin(torch.arange(100))
+    torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
+
+
+def test_bfloat16_is_rotated_in_float32():
+    x = torch.randn(7, 2, 8).bfloat16()
+    assert torch.equal(rotated(x, range(7), Rope(8)), rotated(x.float(), range(7), Rope(8)).bfloat16())
