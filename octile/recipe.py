@@ -1,0 +1,224 @@
+"""A recipe says which operand of which product becomes which 8-bit number, and by which scale.
+
+A linear layer multiplies three times:
+
+    fprop   y  = x · wᵀ          x [T, K]  w [N, K]
+    dgrad   dx = dy · w          dy [T, N]
+    wgrad   dw = dyᵀ · x         both operands lie along the tokens T, which are summed over
+
+Each operand is described by a `Cast` (or None: it stays in the recipe's `compute` type).  `deepseek_v3` is the recipe
+that this library exists for; the others are what it is compared with, each one published and each one different in
+one thing that can be named.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313); Smooth-SwiGLU (arXiv 2409.12517);
+NVIDIA's hybrid and delayed scaling (arXiv 2209.05433).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
+
+Extent = int | None  # of a block along one side of a matrix; None is the whole side
+ScaleRule = Literal["float32", "power_of_2"]
+Amax = Literal["current", "delayed", "unscaled"]
+
+TILE: tuple[Extent, Extent] = (1, 128)  # one token, 128 channels
+COLUMN_TILE: tuple[Extent, Extent] = (128, 1)  # 128 tokens, one channel
+BLOCK: tuple[Extent, Extent] = (128, 128)
+TENSOR: tuple[Extent, Extent] = (None, None)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand becomes 8-bit numbers.
+
+    `amax` says where a block's largest magnitude comes from: the block itself (`current`), the largest one of the
+    last `AMAX_HISTORY` steps (`delayed`, whole tensors only), or nowhere: the scale is 1 (`unscaled`).
+    """
+
+    fmt: FloatFormat | IntFormat = E4M3
+    block: tuple[Extent, Extent] = TILE
+    scale: ScaleRule = "float32"
+    amax: Amax = "current"
+
+    def __post_init__(self) -> None:
+        if self.amax != "current" and self.block != TENSOR:
+            raise ValueError(f"amax={self.amax!r} needs one scale for the whole tensor, but block is {self.block}")
+        if self.amax != "current" and self.scale != "float32":
+            raise ValueError(f"scale={self.scale!r} has no meaning with amax={self.amax!r}")
+
+
+AMAX_HISTORY = 16  # steps that delayed scaling looks back
+
+
+@dataclass(frozen=True)
+class OptimizerFormats:
+    """What the optimizer keeps for each parameter, and the form in which a gradient reaches it."""
+
+    master: Literal["float32", "float16"] = "float32"
+    gradient: Literal["float32", "float8_e4m3fn"] = "float32"
+    exp_avg: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"
+    exp_avg_sq: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Casts:
+    """How the operands of the three products become 8-bit numbers.
+
+    Attributes:
+        x, w: operands of fprop. The input is kept for the backward pass as this cast leaves it.
+        dy: the gradient operand of dgrad; dgrad's other operand is fprop's `w`.
+        wgrad_x, wgrad_dy: operands of wgrad. `wgrad_x` is made from the kept `x`, not from the original.
+    """
+
+    x: Cast
+    w: Cast
+    dy: Cast
+    wgrad_x: Cast
+    wgrad_dy: Cast
+
+    def __post_init__(self) -> None:
+        if self.delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
+            raise ValueError("wgrad_x and wgrad_dy must be x and dy where a scale is delayed: a history has no others")
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from past steps, so that a layer must remember what it saw."""
+        return any(cast.amax == "delayed" for cast in (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy))
+
+    @classmethod
+    def whole_tensors(cls, forward: Cast, backward: Cast) -> Casts:
+        """One scale a tensor serves both layouts, so wgrad takes the same 8-bit tensors as fprop and dgrad."""
+        return cls(x=forward, w=forward, dy=backward, wgrad_x=forward, wgrad_dy=backward)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The casts of the three products of a linear layer, and what else a published recipe changes.
+
+    Attributes:
+        name: under which `octile compare --recipes` and a run's configuration know it.
+        casts: of the products' operands; None leaves them in `compute`.
+        compute: type of the products that have no casts.
+        loss_scale: "dynamic" multiplies the loss by a power of two that backs off on overflow.
+        smooths_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
+        optimizer: the formats of the optimizer's state.
+    """
+
+    name: str
+    casts: Casts | None = None
+    compute: torch.dtype = torch.bfloat16
+    loss_scale: Literal["dynamic"] | None = None
+    smooths_swiglu: bool = False
+    optimizer: OptimizerFormats = field(default_factory=OptimizerFormats)
+
+    @property
+    def delayed_scaling(self) -> bool:
+        """Whether a layer must remember what it saw."""
+        return self.casts is not None and self.casts.delayed
+
+    @classmethod
+    def deepseek_v3(cls) -> Recipe:
+        """E4M3 everywhere: 1×128 tiles for activations and gradients, 128×128 blocks for weights, 128×1 for wgrad.
+
+        The input's scales are powers of two because it is kept as 1×128 and requantised to 128×1 in the backward
+        pass: the values are then only shifted, and bits are lost only below the normal range of a new tile.
+        """
+        return cls("deepseek_v3", _fine_grained())
+
+    @classmethod
+    def bf16(cls) -> Recipe:
+        """The baseline: products of BF16 operands."""
+        return cls("bf16")
+
+    @classmethod
+    def float32(cls) -> Recipe:
+        """Nothing is rounded: what the other formats are an approximation of."""
+        return cls("float32", compute=torch.float32)
+
+    @classmethod
+    def per_tensor(cls) -> Recipe:
+        """E4M3 with one scale a tensor, from the tensor itself: one outlier sets the scale of everything."""
+        return cls("per_tensor", Casts.whole_tensors(Cast(block=TENSOR), Cast(block=TENSOR)))
+
+    @classmethod
+    def delayed(cls) -> Recipe:
+        """E4M3 with one scale a tensor, from the largest values of the past steps: a new outlier saturates."""
+        cast = Cast(block=TENSOR, amax="delayed")
+        return cls("delayed", Casts.whole_tensors(cast, cast))
+
+    @classmethod
+    def hybrid_e5m2(cls) -> Recipe:
+        """`deepseek_v3` with E5M2 for the gradients of the output: a wider range, one bit of precision less."""
+        return cls("hybrid_e5m2", _fine_grained(gradient=E5M2))
+
+    @classmethod
+    def global_scale(cls) -> Recipe:
+        """E4M3 forward and E5M2 backward without any scale but the loss's, as FP16 training does it."""
+        forward, backward = Cast(block=TENSOR, amax="unscaled"), Cast(E5M2, TENSOR, amax="unscaled")
+        return cls("global_scale", Casts.whole_tensors(forward, backward), loss_scale="dynamic")
+
+    @classmethod
+    def fp16_loss_scaling(cls) -> Recipe:
+        """Products of FP16 operands under a dynamic loss scale."""
+        return cls("fp16_loss_scaling", compute=torch.float16, loss_scale="dynamic")
+
+    @classmethod
+    def fp8_lm(cls) -> Recipe:
+        """FP8-LM: per-tensor E4M3 and E5M2 products, FP8 gradients, FP16 masters, FP8 and FP16 moments."""
+        formats = OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
+        casts = Casts.whole_tensors(Cast(block=TENSOR), Cast(E5M2, TENSOR))
+        return cls("fp8_lm", casts, optimizer=formats)
+
+    @classmethod
+    def smooth_swiglu(cls) -> Recipe:
+        """`delayed`, with SwiGLU's output smoothed channel by channel before it is quantised."""
+        return cls("smooth_swiglu", cls.delayed().casts, smooths_swiglu=True)
+
+    @classmethod
+    def int8_tiles(cls) -> Recipe:
+        """`deepseek_v3` in INT8: the same tiles, evenly spaced values."""
+        return cls("int8_tiles", _fine_grained(INT8, INT8))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The recipes that `named` knows, the library's own first."""
+        return (
+            "deepseek_v3",
+            "bf16",
+            "float32",
+            "per_tensor",
+            "delayed",
+            "hybrid_e5m2",
+            "global_scale",
+            "fp16_loss_scaling",
+            "fp8_lm",
+            "smooth_swiglu",
+            "int8_tiles",
+        )
+
+    @classmethod
+    def named(cls, name: str) -> Recipe:
+        """The recipe of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in cls.names():
+            raise ValueError(f"unknown recipe {name!r}; there are {', '.join(cls.names())}")
+        return getattr(cls, name)()
+
+
+def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | IntFormat = E4M3) -> Casts:
+    return Casts(
+        x=Cast(fmt, TILE, "power_of_2"),
+        w=Cast(fmt, BLOCK),
+        dy=Cast(gradient, TILE),
+        wgrad_x=Cast(fmt, COLUMN_TILE, "power_of_2"),
+        wgrad_dy=Cast(gradient, COLUMN_TILE),
+    )

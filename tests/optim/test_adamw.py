@@ -1,0 +1,144 @@
+"""AdamW's arithmetic is torch's, bit for bit, where the formats are FP32; what it refuses; that it learns."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.optim import AdamW, param_groups, update
+from tests.optim.conftest import ALL_FORMATS, FP32_MOMENTS, parameters, same_bits, train
+
+
+def test_equals_torch_bit_for_bit_with_fp32_moments():
+    ours, theirs = parameters(), parameters()
+    settings = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-7, "weight_decay": 0.2}
+    train(AdamW(ours, formats=FP32_MOMENTS, **settings), ours, range(10))
+    train(torch.optim.AdamW(theirs, fused=True, **settings), theirs, range(10))
+    assert same_bits(ours, theirs)
+
+
+def test_equals_torch_bit_for_bit_where_a_parameter_misses_steps():
+    def run(make, params: list[nn.Parameter]) -> None:
+        optimizer = make(params, lr=1e-2)
+        train(optimizer, params[:3], range(4))
+        train(optimizer, params, range(4, 8))
+
+    ours, theirs = parameters(), parameters()
+    run(lambda p, lr: AdamW(p, lr, formats=FP32_MOMENTS), ours)
+    run(lambda p, lr: torch.optim.AdamW(p, lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True), theirs)
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [64, 1024, 10_000])
+def test_size_of_batches_changes_no_bit(monkeypatch, size):
+    whole, cut = parameters(), parameters()
+    train(AdamW(whole, 1e-2), whole, range(3))
+    monkeypatch.setattr(update, "CPU_BATCH", size)
+    train(AdamW(cut, 1e-2), cut, range(3))
+    assert same_bits(whole, cut)
+
+
+def test_groups_have_their_own_settings():
+    params, alone = parameters(), parameters()
+    train(
+        AdamW([{"params": params[:2], "lr": 1e-3}, {"params": params[2:], "weight_decay": 0.0}], 1e-2), params, range(3)
+    )
+    train(AdamW(alone[:2], 1e-3), alone, range(3))
+    for param in alone[:2]:
+        param.requires_grad_(False)
+    fresh = parameters()
+    train(AdamW(fresh[2:], 1e-2, weight_decay=0.0), fresh, range(3))
+    assert same_bits(params, alone[:2] + fresh[2:])
+
+
+def test_weight_decay_is_decoupled():
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    AdamW(params, lr=0.1, weight_decay=0.5).step()
+    for p, old in zip(params, before, strict=True):
+        torch.testing.assert_close(p.detach(), old * 0.95)
+
+
+def test_a_parameter_without_a_gradient_stays_and_takes_no_memory():
+    params = parameters()
+    optimizer = AdamW(params, 0.1)
+    before = params[-1].detach().clone()
+    train(optimizer, params[:-1], range(2))
+    assert torch.equal(params[-1], before)
+    assert params[-1] not in optimizer.state
+
+
+@ALL_FORMATS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_seen_by_caches_keyed_by_version(formats, dtype):
+    params = parameters(dtype)
+    versions = [p._version for p in params]
+    train(AdamW(params, 1e-2, formats=formats), params, range(1))
+    assert all(p._version > old for p, old in zip(params, versions, strict=True))
+
+
+def test_closure_returns_its_loss():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], 0.1)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = param.square().sum()
+        value.backward()
+        return value
+
+    assert optimizer.step(loss) == 3.0
+
+
+@ALL_FORMATS
+def test_fits_a_linear_map(formats):
+    torch.manual_seed(0)
+    x, truth = torch.randn(256, 16), torch.randn(16, 4)
+    net = nn.Linear(16, 4)
+    optimizer = AdamW(param_groups(net, 0.0), 3e-2, formats=formats)
+    for step in range(300):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-2 * (1 - step / 300)
+        optimizer.zero_grad()
+        loss = (net(x) - x @ truth).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, not -1.0"),
+        ({"lr": 1.0, "eps": -1e-8}, "eps must be at least 0"),
+        ({"lr": 1.0, "weight_decay": float("nan")}, "weight_decay must be at least 0, not nan"),
+        ({"lr": 1.0, "betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), not 1.0"),
+    ],
+)
+def test_refuses_numbers_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(parameters(), **settings)
+
+
+def test_refuses_float64_parameters():
+    with pytest.raises(TypeError, match="float64; needs one of"):
+        AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))], 0.1)
+
+
+def test_refuses_a_parameter_that_is_not_contiguous():
+    with pytest.raises(ValueError, match="must be contiguous"):
+        AdamW([nn.Parameter(torch.zeros(2, 3).mT)], 0.1)
+
+
+def test_param_groups_decay_matrices_only():
+    net = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    net[1].bias.requires_grad_(False)
+    decayed, plain = param_groups(net, 0.1)
+    assert decayed == {"params": [net[0].weight], "weight_decay": 0.1}
+    assert [id(p) for p in plain["params"]] == [id(net[0].bias), id(net[1].weight)]
+    assert plain["weight_decay"] == 0.0
+
+
+def test_param_groups_leave_an_empty_group_out():
+    assert len(param_groups(nn.LayerNorm(4), 0.1)) == 1

@@ -1,0 +1,76 @@
+"""Clipping finds every kind of gradient and measures them in FP32."""
+
+import pytest
+import torch
+
+from octile.optim import clip_grad_norm_
+from octile.optim.gradient import gradient_of, keep_scaled, load
+
+
+def with_gradients(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(5, 7), (11,), ()]]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+    return params
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_equals_torch_on_plain_gradients(max_norm):
+    ours, theirs = with_gradients(), with_gradients()
+    norm = clip_grad_norm_(ours, max_norm)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_norm_of_bf16_gradients_is_computed_in_fp32():
+    params = with_gradients(torch.bfloat16)
+    exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    norm = clip_grad_norm_(params, float("inf"))
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_clips_main_gradients():
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    param.main_grad = torch.full((4,), 3.0)
+    assert clip_grad_norm_([param], 1.0) == 6.0
+    torch.testing.assert_close(param.main_grad, torch.full((4,), 0.5))
+
+
+def test_clips_scaled_gradients_by_their_scale_alone():
+    param = torch.nn.Parameter(torch.zeros(4))
+    keep_scaled(param, torch.float8_e4m3fn)
+    (param * 3.0).sum().backward()
+    data = param.scaled_grad.data.clone()
+    norm = clip_grad_norm_([param], 1.0)
+    torch.testing.assert_close(norm, torch.tensor(6.0))
+    torch.testing.assert_close(load(gradient_of(param)), torch.full((4,), 0.5))
+    assert torch.equal(param.scaled_grad.data.float(), data.float())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_is_returned_and_changes_nothing(broken):
+    params = with_gradients()
+    params[0].grad[2, 3] = broken
+    before = [p.grad.clone() for p in params]
+    assert not clip_grad_norm_(params, 1.0).isfinite()
+    for param, grad in zip(params, before, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_takes_an_iterator_of_parameters():
+    params = with_gradients()
+    clip_grad_norm_(iter(params), 1.0)
+    assert clip_grad_norm_(params, 1.0) <= 1.0
+
+
+def test_without_gradients_the_norm_is_zero():
+    assert clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0) == 0
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_refuses_a_norm_that_is_not_above_zero(max_norm):
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        clip_grad_norm_(with_gradients(), max_norm)
