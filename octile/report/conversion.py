@@ -1,0 +1,59 @@
+"""What `octile convert` shows: progress, and what became FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from octile.checkpoint.convert import ConversionReport, convert_checkpoint
+from octile.checkpoint.shares import Share
+from octile.checkpoint.size import SizePrediction, predict_size
+from octile.report.page import byte_size
+
+
+def convert_on_screen(src: Path, dst: Path | None, to: Literal["fp8", "bf16"]) -> None:
+    """Converts src into dst, or predicts the size where there is no dst.
+
+    Raises:
+        As `convert_checkpoint` and `predict_size`; ValueError where src has only a configuration but dst is given.
+    """
+    console = Console()
+    if dst is None:
+        _show_prediction(console, predict_size(src, to))
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console
+    ) as bar:
+        task = bar.add_task("reading", total=None)
+        report = convert_checkpoint(
+            src, dst, to, lambda done, total, file: bar.update(task, completed=done, total=total, description=file)
+        )
+    _show_report(console, report)
+    console.print(f"written to {dst}", highlight=False)
+
+
+def _show_prediction(console: Console, size: SizePrediction) -> None:
+    console.print(f"{size.share.parameters / 1e9:,.1f}B parameters, {byte_size(size.nbytes)} as {size.to}")
+    console.print(_share(size.share))
+
+
+def _show_report(console: Console, report: ConversionReport) -> None:
+    table = Table("weights", "tensors", "became", title=report.rule, title_justify="left")
+    for names, what in ((report.converted, report.to), (report.kept, "kept as they were")):
+        for name, count in names.items():
+            table.add_row(name, str(count), what)
+    console.print(table)
+    before, after = byte_size(report.bytes_before), byte_size(report.bytes_after)
+    console.print(f"{before} → {after}; {_share(report.share)}", highlight=False)
+    console.print(f"checked: every value lies within {report.max_error:.2%} of its block's range", highlight=False)
+    if report.resumed_files:
+        console.print(f"{report.resumed_files} of {report.files} files were finished before", highlight=False)
+
+
+def _share(share: Share) -> str:
+    flops = "unknown" if share.flops is None else f"{share.flops:.1%}"
+    return f"FP8: {share.of_parameters:.1%} of the parameters, {flops} of a token's matrix products"

@@ -1,0 +1,194 @@
+"""A run folder read back, whatever state it is in.
+
+metrics.jsonl has one JSON object a line; a line's keys tell its kind:
+
+    training      {"step", "loss", "main_loss", "mtp_loss", "balance_loss", "lr", "grad_norm", "tokens", …}
+    validation    {"step", "val_loss", "val_tokens"}
+    experts       {"step", "expert_load": {layer: [tokens of each expert]}}
+    tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
+
+A run that was stopped and resumed writes some steps twice. The file is a history: a training line at step s says that
+whatever was written before about later steps was undone, and of two lines about one step the later counts. A line that
+cannot be read (the last one of a killed run) is counted and left out.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Record = dict[str, Any]
+Floats = NDArray[np.float64]
+
+KINDS = {"training": "loss", "validation": "val_loss", "experts": "expert_load", "tile_scales": "tile_scales"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run wrote down. The four tuples hold records in order of their steps, each step once.
+
+    `summary` is summary.json or empty. All its keys are optional: `preset`, `recipe`, `parameters`,
+    `active_parameters` (a token), `bytes_per_token` (of the held-out text), `machine`, `prompt` (as sample.txt begins).
+    """
+
+    config: Record
+    summary: Record
+    sample: str | None
+    training: tuple[Record, ...]
+    validation: tuple[Record, ...]
+    experts: tuple[Record, ...]
+    tile_scales: tuple[Record, ...]
+    unreadable_lines: int
+
+    def series(self, key: str) -> tuple[Floats, Floats]:
+        """Steps and values (float64, NaN where a value is not a number) of the records that have `key`."""
+        records = [r for r in (*self.training, *self.validation) if key in r]
+        return np.array([r["step"] for r in records], dtype=np.float64), np.array([as_float(r[key]) for r in records])
+
+    def fact(self, key: str) -> Any:
+        """A fact from the summary, else from the configuration at whatever depth it stands, else None."""
+        return find(self.summary, key) if find(self.summary, key) is not None else find(self.config, key)
+
+    @property
+    def broken_steps(self) -> list[int]:
+        """The steps whose training loss was NaN or infinite."""
+        return [r["step"] for r in self.training if not math.isfinite(as_float(r["loss"]))]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a training or validation record; 0 before the first."""
+        return max((r["step"] for r in (*self.training, *self.validation)), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the recorded steps, in seconds; a clock that starts anew after a resume is added up."""
+        total = previous = 0.0
+        for now in (as_float(r["seconds"]) for r in self.training if "seconds" in r):
+            total += now - previous if now >= previous else now
+            previous = now
+        return total
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run folder: config.json, metrics.jsonl, and summary.json and sample.txt if they are there.
+
+    Raises:
+        FileNotFoundError: the folder, its config.json or its metrics.jsonl is missing.
+        ValueError: config.json or summary.json is not a JSON object.
+    """
+    folder = Path(folder)
+    for path in (folder, folder / "config.json", folder / "metrics.jsonl"):
+        if not path.exists():
+            raise FileNotFoundError(f"run must be a folder with config.json and metrics.jsonl: {path} does not exist")
+    config = _read_object(folder / "config.json")
+    summary = _read_object(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    sample_path = folder / "sample.txt"
+    sample = sample_path.read_text(encoding="utf-8", errors="replace") if sample_path.exists() else None
+    kinds, unreadable = _replay((folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+    return Run(config, summary, sample, **kinds, unreadable_lines=unreadable)
+
+
+def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
+    history: dict[str, dict[int, Record]] = {kind: {} for kind in KINDS}
+    latest, unreadable = -1, 0
+    for line in filter(str.strip, text.splitlines()):
+        record = _parse(line)
+        if record is None:
+            unreadable += 1
+            continue
+        step = record["step"]
+        if "loss" in record and step < latest:
+            latest = step
+            history = {kind: {s: r for s, r in by_step.items() if s <= step} for kind, by_step in history.items()}
+        latest = max(latest, step)
+        for kind, key in KINDS.items():
+            if record.get(key, {}) != {}:
+                history[kind][step] = record
+    return {kind: tuple(by_step[s] for s in sorted(by_step)) for kind, by_step in history.items()}, unreadable
+
+
+def _parse(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _read_object(path: Path) -> Record:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def find(tree: Mapping[str, Any], key: str) -> Any:
+    """The value of `key` nearest to the root of a nested mapping, or None."""
+    level = [tree]
+    while level:
+        for node in level:
+            if node.get(key) is not None:
+                return node[key]
+        level = [child for node in level for child in node.values() if isinstance(child, Mapping)]
+    return None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """A nested configuration as rows (dotted name, value as JSON text), in its own order."""
+    rows = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            rows += flatten(value, f"{prefix}{key}.")
+        else:
+            rows.append(
+                (
+                    f"{prefix}{key}",
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str),
+                )
+            )
+    return rows
+
+
+def as_float(value: Any) -> float:
+    """A number as it is; anything else (null, text) as NaN."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def last_known(values: Floats) -> float:
+    """The last finite value of a series, NaN if there is none."""
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else math.nan
+
+
+def smooth(values: Floats) -> Floats:
+    """The trend of a noisy series: twice the mean over a window around each sample.
+
+    The window is narrow at the beginning, where a loss falls steeply, and grows to n/40 samples on either side (to at
+    least 3, but no more than n/10 in a short series).
+
+    Args:
+        values: [n] float64; NaN and infinite values weigh nothing and stay NaN.
+    """
+    n = len(values)
+    if n == 0:
+        return values
+    index = np.arange(n)
+    half = np.minimum(max(n // 40, min(3, n // 10)), index // 3)
+    windows = np.stack([index - half, np.minimum(index + half + 1, n)], axis=1).ravel()
+    known = np.isfinite(values)
+
+    def window_sums(series: Floats) -> Floats:  # each on its own: one huge value must not blur those after it
+        return np.add.reduceat(np.append(series, 0.0), windows)[::2]
+
+    trend, weights = values, np.maximum(window_sums(known.astype(np.float64)), 1)
+    for _ in range(2):
+        trend = np.where(known, window_sums(np.where(known, trend, 0.0)) / weights, np.nan)
+    return trend

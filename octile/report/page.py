@@ -1,0 +1,75 @@
+"""From figures and facts to a page: templates, numbers as a person writes them, writing beside and renaming."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from octile.report.figures import PALETTE
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, **content: Any) -> str:
+    """Fills a template. Everything but a chart's SVG is escaped: a sample or a configuration may hold any text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(palette=PALETTE, **content)
+
+
+def write_beside(path: Path, text: str) -> Path:
+    """Writes a file under another name first and then renames it: a reader never meets half a page."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def printable(text: str) -> str:
+    """Text with its control characters, which HTML can't hold, shown as replacement characters."""
+    return "".join(c if c in "\n\t" or (ord(c) >= 32 and ord(c) != 127) else "\ufffd" for c in text)
+
+
+def amount(value: float) -> str:
+    """A count in three figures: 8_131_072 → "8.13M", 671e9 → "671B", 512 → "512"."""
+    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if value >= factor:
+            scaled = value / (1e3 if unit == "k" else factor)
+            return f"{scaled:.{max(0, 2 - int(math.log10(scaled)))}f}{unit}"
+    return f"{value:,.0f}"
+
+
+def byte_size(value: float) -> str:
+    """Bytes in decimal units: 1_240_000 → "1.24 MB"."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: 192.4 → "3 min 12 s"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    """A signed fraction in percent: 0.00113 → "+0.11%"; the minus sign is a real one."""
+    return f"{fraction:+.{digits}%}".replace("-", "−")

@@ -1,0 +1,141 @@
+"""A small run as `octile train` leaves it, and a page read as a browser reads it."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG = {
+    "preset": "tiny",
+    "recipe": "deepseek_v3",
+    "steps": 40,
+    "model": {"vocab_size": 4096, "rope_scaling": None},
+    "optim": {"lr": 0.003, "betas": [0.9, 0.95], "clip": 1.0},
+}
+SUMMARY = {
+    "parameters": 8_131_072,
+    "active_parameters": 3_204_096,
+    "bytes_per_token": 3.2,
+    "machine": "2 CPU cores",
+    "prompt": "def ",
+}
+
+
+def training(step: int, **changes: Any) -> dict[str, Any]:
+    """A training line: a loss that falls from 8.3 towards 2.9, with a wiggle."""
+    main = 2.9 + 5.4 * math.exp(-step / 12) + 0.05 * math.sin(2.4 * step)
+    return {
+        "step": step,
+        "loss": main + 0.3 * (main + 0.4),
+        "main_loss": main,
+        "mtp_loss": main + 0.4,
+        "balance_loss": 1e-4,
+        "lr": 0.003 * min(1, step / 5),
+        "grad_norm": 0.5 + 2 / step,
+        "tokens": 2048 * step,
+        "tokens_per_s": 6000.0 + step,
+        "seconds": 0.35 * step,
+    } | changes
+
+
+def validation(step: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "val_loss": loss, "val_tokens": 16384}
+
+
+def experts(step: int, **layers: list[int]) -> dict[str, Any]:
+    return {"step": step, "expert_load": {f"model.layers.{name[1:]}.mlp": load for name, load in layers.items()}}
+
+
+def tile_scales(step: int) -> dict[str, Any]:
+    operands = {"x": ([-8, -7, -6], [10, 80, 10]), "w": ([-13, -12], [60, 40]), "dy": ([-30, -28, -12], [20, 60, 20])}
+    return {"step": step, "tile_scales": {o: {"log2": log2, "count": count} for o, (log2, count) in operands.items()}}
+
+
+def complete_run() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 41):
+        lines.append(training(step))
+        if step % 10 == 0:
+            lines.append(validation(step, 2.9471 + 1 / step))
+            lines.append(experts(step, L1=[100, 100, 100, 100], L3=[50, 175, 75, 100]))
+            lines.append(tile_scales(step))
+    return lines
+
+
+def write_run(
+    folder: Path, metrics: list[dict[str, Any]] | str, config: Any = CONFIG, summary: Any = SUMMARY, sample: str = ""
+) -> Path:
+    """Writes a run folder from records, or from the text of metrics.jsonl."""
+    folder.mkdir(exist_ok=True)
+    text = metrics if isinstance(metrics, str) else "".join(json.dumps(record) + "\n" for record in metrics)
+    (folder / "metrics.jsonl").write_text(text)
+    (folder / "config.json").write_text(json.dumps(config))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    if sample:
+        (folder / "sample.txt").write_text(sample)
+    return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """`write_run` in a folder of this test."""
+    return partial(write_run, tmp_path / "run")
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a browser would find: elements with their attributes, and the text that a reader sees."""
+
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    text: str = ""
+    styles: str = ""
+    _inside: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._inside and self._inside.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._inside:
+            self.styles += data
+        else:
+            self.text += data + " "
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.elements]
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+    @property
+    def loads(self) -> list[str]:
+        """Every address that the browser would follow on its own, or that a style refers to."""
+        fetching = {"src", "href", "xlink:href", "data", "srcset", "poster", "action", "background"}
+        found = [v or "" for _, attributes in self.elements for name, v in attributes.items() if name in fetching]
+        styles = [self.styles, *(v or "" for _, attributes in self.elements for v in attributes.values())]
+        return found + [part.split(")")[0].strip("'\"") for text in styles for part in text.split("url(")[1:]]
+
+
+def read_page(path: Path) -> Page:
+    page = Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page

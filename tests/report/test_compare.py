@@ -1,0 +1,183 @@
+"""Recipes beside BF16: the gap, the noise band, the bar."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from octile.report import (
+    CompareResult,
+    Curve,
+    format_compare_table,
+    save_compare_figure,
+    verdict_sentence,
+    write_compare_report,
+)
+from tests.report.conftest import read_page
+
+STEPS, VAL_STEPS = tuple(range(1, 41)), (10, 20, 30, 40)
+
+
+def curve(recipe: str, final: float, seed: int = 0, **changes) -> Curve:
+    """A run whose held-out loss falls to `final`."""
+    train = tuple(2.9 + 5.4 * math.exp(-step / 12) for step in STEPS)
+    val = tuple(final + 40 / step - 1 for step in VAL_STEPS)
+    return replace(Curve(recipe, seed, STEPS, train, VAL_STEPS, val, 6000.0, 130_000_000), **changes)
+
+
+def compared(*recipes: Curve, **changes) -> CompareResult:
+    return CompareResult("tiny", curve("bf16", 3.0), curve("bf16", 3.006, seed=1), recipes, **changes)
+
+
+def diverged() -> Curve:
+    some = {"steps": STEPS[:25], "train_loss": (3.0,) * 25, "val_steps": (10, 20), "val_loss": (6.0, 1e30)}
+    return curve("global_scale", 9.0, diverged_at=26, **some)
+
+
+def printed(result: CompareResult) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(format_compare_table(result))
+    return console.file.getvalue()
+
+
+def test_the_noise_band_is_the_distance_of_two_seeds():
+    assert compared().noise_band == pytest.approx(0.002)
+
+
+def test_the_noise_band_has_no_sign():
+    assert replace(compared(), bf16_other_seed=curve("bf16", 2.994, seed=1)).noise_band == pytest.approx(0.002)
+
+
+def test_the_gap_is_relative_and_signed():
+    better = curve("deepseek_v3", 2.997)
+    assert compared(better).gap(better) == pytest.approx(-0.001)
+
+
+def test_the_gap_of_a_run_that_ended_early_is_not_a_number():
+    assert math.isnan(compared().gap(diverged()))
+
+
+def test_the_smoothed_gap_is_the_mean_of_the_last_quarter():
+    recipe = curve("deepseek_v3", 3.003)
+    sparse = replace(compared(recipe), bf16=curve("bf16", 3.0, val_steps=tuple(range(33, 41)), val_loss=(3.0,) * 8))
+    recipe = replace(recipe, val_steps=tuple(range(33, 41)), val_loss=(9.0,) * 6 + (3.006, 3.012))
+    assert sparse.smoothed_gap(recipe) == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize(
+    ("final", "verdict"),
+    [
+        (3.0030, "within bar and noise"),
+        (3.0069, "within the bar"),
+        (2.9931, "within the bar"),
+        (3.0120, "misses by 0.15 points"),
+        (2.9880, "misses by 0.15 points"),
+    ],
+)
+def test_the_verdict_follows_from_gap_bar_and_noise(final, verdict):
+    recipe = curve("deepseek_v3", final)
+    assert compared(recipe).verdict(recipe) == verdict
+
+
+def test_a_run_that_diverged_is_reported_as_diverged():
+    assert compared().verdict(diverged()) == "diverged at step 26"
+    assert not compared().within_bar(diverged())
+
+
+def test_the_sentence_gives_gap_bar_and_noise():
+    assert verdict_sentence(compared(curve("deepseek_v3", 3.003))) == (
+        "On held-out text deepseek_v3 ends 0.10% above BF16, within the bar of 0.25%."
+        " Two BF16 runs that differ only in their seed end 0.20% apart."
+    )
+
+
+def test_the_sentence_says_by_how_much_the_bar_is_missed():
+    sentence = verdict_sentence(compared(curve("per_tensor", 3.012)))
+    assert "0.40% above BF16, which misses the bar of 0.25% by 0.15 points" in sentence
+
+
+def test_nothing_measured_is_said_and_not_guessed():
+    blank = {"val_steps": (), "val_loss": ()}
+    result = CompareResult("tiny", curve("bf16", 3, **blank), curve("bf16", 3, 1, **blank), (curve("a", 3, **blank),))
+    assert "a: not measured." in verdict_sentence(result)
+    assert "was not measured" in verdict_sentence(result)
+
+
+def test_losses_without_steps_are_refused():
+    with pytest.raises(ValueError, match="each loss of bf16 needs its step"):
+        Curve("bf16", 0, (1, 2), (3.0,), (), (), 1.0)
+
+
+def test_the_table_holds_every_run():
+    table = printed(compared(curve("deepseek_v3", 3.003), diverged()))
+    for cell in ("bf16, seed 0", "bf16, seed 1", "3.0060", "+0.20%", "deepseek_v3", "+0.10%", "130 MB", "diverged"):
+        assert cell in table
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    result = compared(curve("deepseek_v3", 3.003), curve("per_tensor", 3.3), diverged(), machine="2 CPU cores",
+                      config={"steps": 40})  # fmt: skip
+    return read_page(write_compare_report(tmp_path_factory.mktemp("compared"), result))
+
+
+def test_the_page_loads_nothing(page):
+    assert all(address.startswith(("#", "data:")) for address in page.loads)
+    assert not {"script", "link", "iframe", "img"} & set(page.tags)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "bf16, seed 1 +0.20% noise band +0.20% 3.0060 6,000 130 MB",
+        "deepseek_v3 +0.10% within bar and noise +0.10% 3.0030 6,000 130 MB",
+        "per_tensor +10.00% misses by 9.75 points +10.00% 3.3000",
+        "global_scale – diverged at step 26 – –",
+    ],
+)
+def test_the_page_holds_the_numbers(page, row):
+    assert row in page.words
+
+
+def test_labels_stand_at_the_curves(page):
+    assert {"deepseek_v3 +0.10%", "global_scale diverged", "bar −0.25%"} <= {
+        line.strip() for line in page.text.split("\n")
+    }
+
+
+def test_the_same_result_gives_the_same_page(tmp_path):
+    result = compared(curve("deepseek_v3", 3.003))
+    first = write_compare_report(tmp_path, result).read_bytes()
+    assert write_compare_report(tmp_path, result).read_bytes() == first
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        (),
+        (curve("own_recipe", 3.0, val_steps=(), val_loss=()),),
+        (curve("a", 3.0, train_loss=(math.nan,) * 40, val_loss=(math.nan,) * 4),),
+        (curve("a", 3.0, steps=(), train_loss=(), val_steps=(), val_loss=(), diverged_at=1, state_bytes=None),),
+    ],
+    ids=["no recipe", "not measured", "NaN", "diverged at once"],
+)
+def test_odd_results_get_a_page(tmp_path, recipes):
+    assert write_compare_report(tmp_path, compared(*recipes)).exists()
+
+
+def test_a_hostile_name_stays_text(tmp_path):
+    page = read_page(write_compare_report(tmp_path, compared(curve("<script>1</script>", 3.0))))
+    assert "script" not in page.tags
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="folder must exist"):
+        write_compare_report(tmp_path / "no", compared())
+
+
+def test_the_figure_can_be_saved_as_a_file(tmp_path):
+    path = save_compare_figure(compared(curve("deepseek_v3", 3.003)), tmp_path / "compare.png")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,190 @@
+"""The page of one training run."""
+
+import math
+
+import pytest
+
+from octile.report import save_figure, write_run_report
+from tests.report.conftest import complete_run, experts, read_page, training, validation, write_run
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("complete")
+    return read_page(write_run_report(write_run(folder, complete_run(), sample="def total(x):\n    return x\n")))
+
+
+def test_the_page_loads_nothing(page):
+    assert all(address.startswith(("#", "data:")) for address in page.loads)
+    assert not {"script", "link", "iframe", "object", "embed", "img"} & set(page.tags)
+
+
+def test_the_page_holds_no_address(make_run):
+    assert "://" not in write_run_report(make_run(complete_run())).read_text()
+
+
+def test_references_inside_the_page_have_exactly_one_target(page):
+    targets = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(targets) == len(set(targets))
+    assert {address[1:] for address in page.loads if address.startswith("#")} <= set(targets)
+
+
+def test_every_figure_has_a_sentence_and_names_itself_to_a_screen_reader(page):
+    figures = page.tags.count("figure")
+    assert figures == page.tags.count("figcaption") == 7
+    assert all(attributes.get("aria-label") for tag, attributes in page.elements if tag == "svg")
+
+
+def test_the_headline_gives_the_last_held_out_loss(page):
+    loss = 2.9471 + 1 / 40
+    assert f"{loss:.4f} nats a token · perplexity {math.exp(loss):.2f}" in page.words
+
+
+def test_the_headline_gives_bits_a_byte(page):
+    assert f"{(2.9471 + 1 / 40) / math.log(2) / 3.2:.3f} bits a byte" in page.words
+
+
+@pytest.mark.parametrize("fact", ["8.13M 3.20M active a token", "81.9k in 40 recorded steps", "14.0 s", "6,020"])
+def test_the_headline_gives_what_was_recorded(page, fact):
+    assert fact in page.words
+
+
+def test_the_lead_names_recipe_steps_and_machine(page):
+    assert "trained with the recipe deepseek_v3 for 40 steps on 2 CPU cores." in page.words
+
+
+def test_the_busiest_expert_is_named(page):
+    assert "The busiest expert of layer 3 got 1.75× the mean load" in page.words
+
+
+def test_the_span_of_the_tile_scales_is_named(page):
+    assert "output gradients dy lie between 2⁻³⁰ and 2⁻¹², a factor of 262k: under one scale" in page.words
+
+
+def test_the_learning_rate_is_named(page):
+    assert "peaks at 0.003 at step 5" in page.words
+
+
+def test_clipping_is_counted(page):
+    assert "Clipping shortened 8% of the steps to length 1." in page.words  # 0.5 + 2 / step > 1 in 3 steps of 40
+
+
+def test_every_setting_is_in_the_page(page):
+    for setting in ("model.vocab_size 4096", "optim.betas [0.9, 0.95]", "model.rope_scaling null"):
+        assert setting in page.words
+
+
+def test_the_prompt_is_told_from_what_the_model_wrote(page):
+    assert ("b", {}) in page.elements[page.tags.index("pre") :]
+
+
+def test_hostile_text_stays_text(make_run):
+    hostile = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x00\x1b[31m"
+    config = {"preset": "<b>tiny</b>", "recipe": "<script>1</script>", "steps": 3}
+    run = make_run([training(1), experts(1, **{"L<script>": [1, 2]})], config=config, sample=hostile)
+    page = read_page(write_run_report(run))
+    assert not {"script", "img"} & set(page.tags)
+    assert "<script>alert(1)</script>" in page.text
+    assert not {"\x00", "\x1b"} & set(page.text)
+
+
+def test_the_same_files_give_the_same_page(make_run):
+    run = make_run(complete_run())
+    first = write_run_report(run).read_bytes()
+    assert write_run_report(run).read_bytes() == first
+
+
+def test_a_page_is_written_beside_and_renamed(make_run):
+    run = make_run([training(1)])
+    write_run_report(run)
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+        "summary.json",
+    ]
+
+
+def test_a_figure_that_fails_leaves_the_old_page(make_run, monkeypatch):
+    run = make_run([training(1)])
+    old = write_run_report(run).read_bytes()
+    monkeypatch.setattr("octile.report.svg.to_svg", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_run_report(run)
+    assert (run / "report.html").read_bytes() == old
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        [training(1)],
+        [training(1, grad_norm=0.0, lr=0.0)],
+        [training(step) for step in range(1, 30)],
+        [training(1), training(2, loss=math.nan, main_loss=math.nan, mtp_loss=math.nan, grad_norm=math.inf)],
+        [training(1, loss=math.nan, main_loss=math.nan, mtp_loss=math.nan), validation(1, 8.0)],
+        [training(1), validation(1, 1e4), training(2), validation(2, 1e5)],
+        [training(1), validation(1, math.nan)],
+        [{"step": 1, "loss": 8.0}],
+        [validation(0, 8.3)],
+        [training(1), experts(1, L1=[0, 0, 0])],
+        [training(1), experts(1, L1=[0, 7, 0]), experts(2, L1=[1, 2, 3, 4], L2=[1, 1])],
+        [training(1), {"step": 1, "tile_scales": {"x": {"log2": [], "count": []}}}],
+        [training(1), {"step": 1, "tile_scales": {"new": {"log2": [3, 9], "count": [1, 2]}}}],
+        [training(step) for step in range(1, 2000)],
+    ],
+    ids=[
+        "empty", "one step", "zero norm and rate", "no validation", "NaN", "only NaN", "hopeless", "NaN validation",
+        "only a loss", "only a validation", "no token routed", "experts changed", "no tile", "new operand", "long",
+    ],
+)  # fmt: skip
+def test_a_partial_run_gets_a_page(make_run, metrics):
+    assert "Configuration" in read_page(write_run_report(make_run(metrics, summary=None))).words
+
+
+def test_a_run_without_validation_says_so(make_run):
+    assert "has not been measured yet" in read_page(write_run_report(make_run([training(1), training(2)]))).words
+
+
+def test_an_unfinished_run_says_how_far_it_came(make_run):
+    assert "for 2 of 40 steps" in read_page(write_run_report(make_run([training(1), training(2)]))).words
+
+
+def test_a_broken_loss_is_announced(make_run):
+    lines = [training(1), training(2, loss=math.nan), training(3, loss=math.nan)]
+    page = read_page(write_run_report(make_run(lines)))
+    assert "not a finite number at step 2 and at 1 other step." in page.words
+
+
+def test_unreadable_lines_are_announced(make_run):
+    assert "1 line of metrics.jsonl could not be read" in read_page(write_run_report(make_run('{"st'))).words
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_figure_can_be_saved_as_a_file(make_run, tmp_path, suffix, magic):
+    path = save_figure(make_run(complete_run()), "loss", tmp_path / f"loss.{suffix}")
+    assert path.read_bytes().startswith(magic)
+
+
+def test_an_unknown_figure_is_refused_with_the_known_ones(make_run, tmp_path):
+    with pytest.raises(ValueError, match=r"loss, learning_rate.*'speed'"):
+        save_figure(make_run([training(1)]), "speed", tmp_path / "a.png")
+
+
+def test_a_figure_without_data_is_refused(make_run, tmp_path):
+    with pytest.raises(ValueError, match="recorded no tile_scales"):
+        save_figure(make_run([training(1)]), "tile_scales", tmp_path / "a.png")
+
+
+def test_an_unknown_suffix_is_refused(make_run, tmp_path):
+    with pytest.raises(ValueError, match=r"\.png or \.svg, not 'a\.gif'"):
+        save_figure(make_run([training(1)]), "loss", tmp_path / "a.gif")
+
+
+def test_drawing_leaves_the_users_matplotlib_settings_alone(make_run):
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 17.0}):
+        write_run_report(make_run([training(1)]))
+        assert matplotlib.rcParams["font.size"] == 17.0
