@@ -6,7 +6,7 @@ A source is named by one string:
     PATH                                      a text file, or a folder of them
     hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]   a dataset of the Hugging Face Hub, if the package `datasets` is installed
 
-A file is a document. A file that is given alone, or that is longer than 1 MiB, is more like a book: it is cut at line
+A file is a document. A file that is alone, or that is longer than 1 MiB, is more like a book: it is cut at line
 ends into about 64 passages, each a document of its own, so that a part of it can be held out. Text is whatever decodes
 as UTF-8 and has no NUL; everything else is left out and counted.
 """
@@ -109,7 +109,7 @@ def _from_files(source: str, root: Path, files: list[Path]) -> Corpus:
 
     def texts() -> Iterator[str]:
         for file in readable:
-            yield from _passages(file, cut=file == root or file.stat().st_size > LONG_FILE)
+            yield from _passages(file, cut=len(readable) == 1 or file.stat().st_size > LONG_FILE)
 
     return Corpus(source, skipped, texts)
 

@@ -53,9 +53,13 @@ def test_link_to_nothing_is_skipped_and_counted(tmp_path):
     assert open_corpus(tmp_path).skipped == {"unreadable": 1}
 
 
-def test_a_file_in_a_folder_is_one_document(tmp_path):
+def test_a_file_beside_others_is_one_document(tmp_path):
     text = "a line\n" * 10_000
-    assert list(open_corpus(write(tmp_path, a=text)).texts()) == [text]
+    assert list(open_corpus(write(tmp_path, a=text, b="other")).texts()) == [text, "other"]
+
+
+def test_a_file_alone_in_a_folder_is_cut_into_passages(tmp_path):
+    assert len(list(open_corpus(write(tmp_path, a="a line\n" * 10_000)).texts())) > 1
 
 
 def test_a_file_given_alone_is_cut_into_about_64_passages(tmp_path):
