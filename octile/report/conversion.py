@@ -16,12 +16,13 @@ from octile.report.page import byte_size
 
 
 def convert_on_screen(src: Path, dst: Path | None, to: Literal["fp8", "bf16"]) -> None:
-    """Converts src into dst, or predicts the size where there is no dst.
+    """Converts src, a Hugging Face folder or a run, into dst, or predicts the size where there is no dst.
 
     Raises:
         As `convert_checkpoint` and `predict_size`; ValueError where src has only a configuration but dst is given.
     """
     console = Console()
+    src = src / "model" if (src / "model" / "config.json").exists() else src  # a run holds its model there
     if dst is None:
         _show_prediction(console, predict_size(src, to))
         return

@@ -1,0 +1,131 @@
+"""A folder of safetensors files read as one: a small model in `model.safetensors`, a large one in shards.
+
+    model-00001-of-00003.safetensors …      each a part of the tensors
+    model.safetensors.index.json            {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
+    octile.json                             {"files": {file: {"bytes": …, "sha256": …}}}, where octile wrote them
+
+The files' headers are the truth about which tensors there are; the index is checked against them.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from octile.checkpoint.files import finish_interrupted, read_json, read_record, verify, write_json
+from octile.checkpoint.tensor_file import TensorFile, TensorSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD = 5_000_000_000  # bytes, as other writers cut them
+
+
+class Shards:
+    """The tensors of a Hugging Face folder, read when asked for.
+
+    All headers are checked at once. A file's checksum, if octile.json has one, is checked when it is first read.
+
+    Attributes:
+        folder: where the files lie.
+        files: file name → TensorFile, in the order of their names.
+        specs: tensor name → TensorSpec, over all files.
+
+    Raises:
+        FileNotFoundError: the folder, its weights, or a file that the index names is missing.
+        ValueError: a file is damaged, the index does not fit the files, or two files hold one tensor.
+    """
+
+    def __init__(self, folder: Path):
+        finish_interrupted(folder)
+        self.folder = folder
+        self._unverified = read_record(folder)
+        self.files = {name: TensorFile(folder / name) for name in _weight_files(folder)}
+        self._file_of: dict[str, str] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for name, file in self.files.items():
+            for tensor, spec in file.specs.items():
+                if tensor in self.specs:
+                    raise ValueError(f"{tensor} is in two files of {folder}: {self._file_of[tensor]} and {name}")
+                self._file_of[tensor], self.specs[tensor] = name, spec
+        _check_index(folder, self._file_of)
+
+    def read(self, tensor: str) -> Tensor:
+        """A whole tensor, on the CPU."""
+        return self._file(tensor).read(tensor)
+
+    def rows(self, tensor: str, start: int, stop: int) -> Tensor:
+        """Rows start … stop − 1 of a tensor, fewer if it ends before."""
+        return self._file(tensor).rows(tensor, start, stop)
+
+    def read_bytes(self, tensor: str, start: int, stop: int) -> Tensor:
+        """Bytes of a tensor of any type, uint8."""
+        return self._file(tensor).read_bytes(tensor, start, stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, which is what an index calls total_size."""
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    def _file(self, tensor: str) -> TensorFile:
+        name = self._file_of[tensor]
+        if name in self._unverified:
+            verify(self.folder / name, self._unverified[name])
+            del self._unverified[name]
+        return self.files[name]
+
+
+def plan_shards(sizes: Mapping[str, int], max_bytes: int = MAX_SHARD) -> dict[str, list[str]]:
+    """Distributes tensors of these sizes, in order, over files of at most max_bytes, or of one tensor if it is larger.
+
+    Returns:
+        file name → tensors: `model.safetensors`, or `model-00001-of-0000n.safetensors` and so on.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for tensor, size in sizes.items():
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_size: int) -> None:
+    """Writes the index of a checkpoint in shards; `model.safetensors` alone has none."""
+    if set(files) != {SINGLE}:
+        weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+        write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder at {folder}")
+    if (folder / INDEX).exists():
+        names = sorted(set(_weight_map(folder).values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{folder / INDEX} is damaged: {name!r} is not a file beside it")
+            if not (folder / name).exists():
+                raise FileNotFoundError(f"{folder / name} is missing, but {INDEX} names it")
+        return names
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{folder / INDEX} is damaged: it must map each tensor to its file under 'weight_map'")
+    return weight_map
+
+
+def _check_index(folder: Path, file_of: Mapping[str, str]) -> None:
+    if not (folder / INDEX).exists():
+        return
+    for tensor, file in _weight_map(folder).items():
+        if file_of.get(tensor) != file:
+            raise ValueError(f"{folder / file} is damaged or of another checkpoint: {INDEX} expects {tensor} in it")

@@ -1,0 +1,133 @@
+import json
+import os
+
+import pytest
+
+from octile.checkpoint import files
+from octile.checkpoint.files import (
+    RECORD,
+    STAGING,
+    finish_interrupted,
+    read_json,
+    read_record,
+    staged,
+    verify,
+    write_json,
+    write_record,
+)
+
+OLD = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json")
+NEW = ("model.safetensors", "config.json")
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir() if path.name != RECORD}
+
+
+def put(folder, names=NEW, text="new", failure=None, before_renames=lambda staging: None):
+    with staged(folder) as staging:
+        assert not list(staging.iterdir())
+        for name in names:
+            (staging / name).write_text(text)
+        if failure is not None:
+            raise failure
+        before_renames(staging)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of two shards, and a file of someone else."""
+    put(tmp_path / "model", OLD, "old")
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    return tmp_path / "model"
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_disk):
+    write_json(tmp_path / "a", {"old": 1})
+    full_disk(10)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'a'}'"):
+        write_json(tmp_path / "a", {"new": 1})
+    assert read_json(tmp_path / "a") == {"old": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_json_that_is_cut_off_is_damage(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": ')
+    with pytest.raises(ValueError, match=r"config\.json is damaged: not JSON"):
+        read_json(tmp_path / "config.json")
+
+
+def test_json_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, not list"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("record", [{}, {"files": []}, {"files": {"a": {"sha256": "0"}}}, {"files": {"a": 1}}])
+def test_a_record_without_checksums_is_damage(tmp_path, record):
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"octile\.json is damaged"):
+        read_record(tmp_path)
+
+
+def test_one_changed_byte_is_found(folder, flip_byte):
+    name = "model-00001-of-00002.safetensors"
+    flip_byte(folder / name, 1)
+    with pytest.raises(ValueError, match=f"{name} is damaged: its SHA-256 is"):
+        verify(folder / name, read_record(folder)[name])
+
+
+def test_new_files_replace_the_old_checkpoint_and_nothing_else(folder):
+    put(folder)
+    assert contents(folder) == {"model.safetensors": "new", "config.json": "new", "notes.txt": "mine"}
+    assert read_record(folder).keys() == {"model.safetensors"}
+
+
+def test_a_failure_leaves_the_old_checkpoint(folder):
+    before = contents(folder)
+    with pytest.raises(RuntimeError, match="no"):
+        put(folder, failure=RuntimeError("no"))
+    assert contents(folder) == before
+
+
+def test_a_failure_leaves_no_folder_where_there_was_none(tmp_path):
+    with pytest.raises(RuntimeError, match="no"):
+        put(tmp_path / "model", failure=RuntimeError("no"))
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("renames", range(3))
+def test_a_crash_among_the_renames_is_completed_later(folder, monkeypatch, renames):
+    replace = os.replace
+
+    def dying(source, target):
+        nonlocal renames
+        if renames == 0:
+            raise KeyboardInterrupt
+        renames -= 1
+        replace(source, target)
+
+    def die_in_renames(staging):
+        write_record(staging, ["model.safetensors"])  # now, so that only the renames are left
+        monkeypatch.setattr(files, "write_record", lambda *_: None)
+        monkeypatch.setattr(os, "replace", dying)
+
+    with pytest.raises(KeyboardInterrupt):
+        put(folder, before_renames=die_in_renames)
+    monkeypatch.undo()
+    finish_interrupted(folder)
+    assert contents(folder) == {"model.safetensors": "new", "config.json": "new", "notes.txt": "mine"}
+
+
+def test_what_a_killed_writer_left_is_not_taken_for_a_checkpoint(folder):
+    (folder / STAGING).mkdir()
+    (folder / STAGING / "model.safetensors").write_text("half")
+    finish_interrupted(folder)
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_what_a_killed_writer_left_is_gone_after_the_next_one(folder):
+    (folder / STAGING).mkdir()
+    (folder / STAGING / "half").write_text("half")
+    put(folder)
+    assert contents(folder).keys() == {"model.safetensors", "config.json", "notes.txt"}

@@ -1,0 +1,268 @@
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, FineGrainedFP8Config
+from transformers.quantizers import quantizer_finegrained_fp8
+
+from octile.checkpoint import hugging_face as hugging_face_module
+from octile.checkpoint import load, save
+from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, becomes_fp8
+from octile.checkpoint.shards import plan_shards
+from octile.models.config import ModelConfig, RopeScaling
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.names import to_hf
+from octile.nn.linear import Linear
+from octile.scaled import quantize
+
+MICRO = ModelConfig(
+    vocab_size=64,
+    hidden_size=96,
+    intermediate_size=256,  # transformers dequantises two blocks of 128, but takes 160 for two of 80
+    moe_intermediate_size=48,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    q_lora_rank=40,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+    max_position_embeddings=64,
+    rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=16),
+    initializer_range=0.05,
+)
+GATE_PROJ = "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = DeepseekV3(MICRO).eval()
+    for moe in model.moe_layers().values():
+        moe.gate.e_score_correction_bias.normal_()
+    return model
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, MICRO.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def folder(tmp_path, model):
+    save(model, tmp_path / "model", weights="float32")
+    return tmp_path / "model"
+
+
+def change(folder, edit):
+    """Applies edit to the tensors of a folder, as another program would write it."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "octile.json").unlink()
+
+
+def test_float32_comes_back_bit_for_bit(folder, model, same):
+    found = load(folder).state_dict()
+    assert found.keys() == model.state_dict().keys()
+    assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_bf16_comes_back_rounded(tmp_path, model):
+    save(model, tmp_path, weights="bf16")
+    found = load(tmp_path)
+    assert found.lm_head.weight.equal(model.lm_head.weight.bfloat16().float())
+    assert found.model.layers[1].mlp.experts.down.equal(model.model.layers[1].mlp.experts.down.bfloat16().float())
+
+
+def test_the_gates_bias_is_always_float32(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert load(tmp_path, dtype=torch.bfloat16).model.layers[1].mlp.gate.e_score_correction_bias.equal(bias)
+
+
+def test_fp8_folders_have_the_published_layout(tmp_path, model, same):
+    save(model, tmp_path, weights="fp8")
+    found, own = load_file(tmp_path / "model.safetensors"), to_hf(model.state_dict(), MICRO)
+    projections = {name for name, tensor in own.items() if becomes_fp8(name, tensor.shape)}
+    assert found.keys() == own.keys() | {f"{name}_scale_inv" for name in projections}
+    q = quantize(own[GATE_PROJ], (128, 128))
+    assert same(found[GATE_PROJ], q.data)
+    assert same(found[GATE_PROJ + "_scale_inv"], q.scale)
+    assert {str(found[name].dtype) for name in own.keys() - projections} == {"torch.bfloat16", "torch.float32"}
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == QUANTIZATION_CONFIG
+
+
+def test_fp8_folders_load_as_a_model_that_computes_in_fp8(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    found = load(tmp_path)
+    assert isinstance(found.model.layers[0].mlp.gate_proj, Linear)
+    assert found.model.layers[1].mlp.experts.recipe.name == "deepseek_v3"
+    assert type(found.lm_head) is torch.nn.Linear
+
+
+def test_fp8_folders_load_the_dequantised_weights(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    found, own = to_hf(load(tmp_path).state_dict(), MICRO), to_hf(model.state_dict(), MICRO)
+    expected = quantize(own[GATE_PROJ], (128, 128)).dequantize()
+    assert found[GATE_PROJ].equal(expected)
+
+
+def test_fp8_survives_a_second_save_bit_for_bit(tmp_path, model):
+    save(model, tmp_path / "once", weights="fp8")
+    save(load(tmp_path / "once"), tmp_path / "twice", weights="fp8")
+    once, twice = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("once", "twice"))
+    assert once == twice
+
+
+def test_a_quantised_parameter_takes_at_most_1_05_bytes(tmp_path):
+    save(DeepseekV3(ModelConfig.tiny()), tmp_path, weights="fp8")
+    tensors = load_file(tmp_path / "model.safetensors")
+    fp8 = [name for name in tensors if name + "_scale_inv" in tensors]
+    nbytes = sum(tensors[name].nbytes + tensors[name + "_scale_inv"].nbytes for name in fp8)
+    assert nbytes <= 1.05 * sum(tensors[name].numel() for name in fp8)
+
+
+def test_a_run_folder_is_loaded_by_its_model(tmp_path, model):
+    save(model, tmp_path / "model", weights="float32")
+    (tmp_path / "config.json").write_text('{"steps": 1}')
+    assert load(tmp_path).lm_head.weight.equal(model.lm_head.weight)
+
+
+def test_parameters_take_the_asked_dtype(folder):
+    assert {p.dtype for p in load(folder, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_a_loaded_model_can_go_on_training(folder, tokens):
+    model = load(folder).train()
+    model(tokens, tokens).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_large_models_are_written_in_shards(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(hugging_face_module, "plan_shards", lambda sizes: plan_shards(sizes, 40_000))
+    save(model, tmp_path, weights="fp8")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert load(tmp_path).lm_head.weight.equal(model.lm_head.weight.bfloat16().float())
+
+
+def test_files_are_passed_through(tmp_path, model):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save(model, tmp_path / "model", files=[tmp_path / "tokenizer.json"])
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_missing_file_is_named_before_anything_is_written(tmp_path, model):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json, which does not exist"):
+        save(model, tmp_path / "model", files=[tmp_path / "tokenizer.json"])
+    assert not (tmp_path / "model").exists()
+
+
+def test_unknown_weights_are_refused(tmp_path, model):
+    with pytest.raises(ValueError, match="weights must be 'fp8', 'bf16', 'float32', not 'int4'"):
+        save(model, tmp_path, weights="int4")
+
+
+def test_a_full_disk_leaves_the_model_that_was_there(folder, model, full_disk, monkeypatch):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    full_disk(50_000)
+    with pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors"):
+        save(model, folder, weights="bf16")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_that_was_read_in_fp8_can_be_written_in_bf16(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    save(load(tmp_path), tmp_path, weights="bf16")
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_transformers_computes_the_same_from_our_bf16(tmp_path, model, tokens):
+    save(model, tmp_path, weights="bf16")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, load(tmp_path)(tokens)
+    assert (found - expected).abs().amax() <= 1e-5 * expected.abs().amax()
+
+
+def test_transformers_reads_our_fp8(tmp_path, model, monkeypatch):
+    # transformers asks for accelerate, which it needs to place models on devices, not to dequantise them
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    save(model, tmp_path, weights="fp8")
+    dequantize = FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=dequantize)
+    ours = load(tmp_path).state_dict()
+    for name, weight in theirs.state_dict().items():
+        stacked = name.replace("experts.gate_up_proj", "experts.gate_up")
+        stacked = re.sub(r"mlp\.experts\.down_proj$", "mlp.experts.down", stacked)
+        assert weight.equal(ours[stacked]), name
+
+
+def test_we_compute_the_same_from_what_transformers_writes(tmp_path, tokens):
+    torch.manual_seed(0)
+    without_mtp = replace(MICRO, num_nextn_predict_layers=0).to_hf()
+    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**without_mtp)).eval()
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, load(tmp_path)(tokens)
+    assert (found - expected).abs().amax() <= 1e-5 * expected.abs().amax()
+
+
+def test_a_prediction_layer_that_is_not_there_is_told(folder):
+    def drop_mtp(tensors):
+        for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+            del tensors[name]
+
+    change(folder, drop_mtp)
+    with pytest.warns(UserWarning, match="has no multi-token prediction layer"):
+        assert load(folder).config.num_nextn_predict_layers == 0
+
+
+def test_a_missing_tensor_is_named(folder):
+    change(folder, lambda tensors: tensors.pop(GATE_PROJ))
+    with pytest.raises(ValueError, match=rf"lacks {GATE_PROJ}, \[48, 96\] by its config\.json"):
+        load(folder)
+
+
+def test_another_shape_is_named_with_both_shapes(folder):
+    change(folder, lambda tensors: tensors.update({GATE_PROJ: torch.ones(47, 96)}))
+    with pytest.raises(ValueError, match=rf"{GATE_PROJ} in .* is \[47, 96\], but \[48, 96\] by its config\.json"):
+        load(folder)
+
+
+def test_an_unknown_tensor_is_named(folder):
+    change(folder, lambda tensors: tensors.update({"who.knows": torch.ones(1)}))
+    with pytest.raises(ValueError, match=r"holds who\.knows, which the model of its config\.json does not have"):
+        load(folder)
+
+
+def test_a_missing_scale_is_named(tmp_path, model):
+    save(model, tmp_path, weights="fp8")
+    change(tmp_path, lambda tensors: tensors.pop(GATE_PROJ + "_scale_inv"))
+    with pytest.raises(ValueError, match=f"{GATE_PROJ} is FP8, but the checkpoint has no {GATE_PROJ}_scale_inv"):
+        load(tmp_path)
+
+
+def test_a_flipped_bit_is_found(folder, flip_byte):
+    flip_byte(folder / "model.safetensors", -1)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: its SHA-256"):
+        load(folder)
+
+
+def test_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint at {tmp_path}"):
+        load(tmp_path)
+
+
+def test_an_unsafe_file_is_not_even_looked_at(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor"):
+        load(folder)

@@ -1,0 +1,142 @@
+import json
+import struct
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from octile.checkpoint.tensor_file import DTYPE_NAMES, TensorFile, TensorSpec, writing
+
+
+def write(path, tensors):
+    with writing(path, {n: TensorSpec.of(t.dtype, t.shape) for n, t in tensors.items()}) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
+
+
+@pytest.fixture
+def every_dtype():
+    torch.manual_seed(0)
+    tensors = {}
+    for dtype, name in DTYPE_NAMES.items():
+        bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+        tensors[name] = bits.view(dtype).view(2, 3)
+    return tensors
+
+
+def test_safetensors_reads_what_we_write_in_every_dtype(tmp_path, every_dtype, same):
+    write(tmp_path / "a.safetensors", every_dtype)
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == every_dtype.keys()
+    assert all(same(found[name], every_dtype[name]) for name in found)
+
+
+def test_we_read_what_safetensors_writes_in_every_dtype(tmp_path, every_dtype, same):
+    save_file(every_dtype, tmp_path / "a.safetensors")
+    file = TensorFile(tmp_path / "a.safetensors")
+    assert file.specs.keys() == every_dtype.keys()
+    assert all(same(file.read(name), every_dtype[name]) for name in every_dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (2, 0, 3)])
+def test_scalars_and_empty_tensors_keep_their_shape(tmp_path, shape):
+    write(tmp_path / "a.safetensors", {"x": torch.ones(shape), "y": torch.ones(3)})
+    assert TensorFile(tmp_path / "a.safetensors").read("x").equal(torch.ones(shape))
+
+
+def test_a_tensor_that_is_not_contiguous_is_written_in_its_order(tmp_path):
+    x = torch.arange(6.0).view(2, 3).T
+    write(tmp_path / "a.safetensors", {"x": x})
+    assert TensorFile(tmp_path / "a.safetensors").read("x").equal(x)
+
+
+def test_rows_are_a_slice(tmp_path):
+    x = torch.arange(30).view(10, 3)
+    write(tmp_path / "a.safetensors", {"other": torch.ones(5), "x": x})
+    assert TensorFile(tmp_path / "a.safetensors").rows("x", 4, 99).equal(x[4:])
+
+
+def test_pieces_may_be_written_in_any_order(tmp_path):
+    x, y = torch.arange(30).view(10, 3), torch.ones(4)
+    with writing(tmp_path / "a", {"x": TensorSpec.of(x.dtype, x.shape), "y": TensorSpec.of(y.dtype, y.shape)}) as out:
+        out.write("x", x[6:], row=6)
+        out.write("y", y)
+        out.write("x", x[:6])
+    assert TensorFile(tmp_path / "a").read("x").equal(x)
+
+
+def write_four_integers(path, data):
+    with writing(path, {"x": TensorSpec.of(torch.int64, (4,))}) as out:
+        out.write("x", data)
+
+
+def test_a_file_with_a_missing_piece_does_not_appear(tmp_path):
+    with pytest.raises(RuntimeError, match="x was announced, but 24 of its bytes"):
+        write_four_integers(tmp_path / "a", torch.arange(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_dtype_than_announced_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"x must be I64, not torch\.float32"):
+        write_four_integers(tmp_path / "a", torch.ones(4))
+
+
+def test_more_than_announced_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="x must have 32 bytes, not 40"):
+        write_four_integers(tmp_path / "a", torch.arange(5))
+
+
+def test_a_dtype_that_torch_lacks_can_be_read_as_bytes(tmp_path):
+    header = json.dumps({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + b"\x01\x02")
+    file = TensorFile(tmp_path / "a")
+    assert file.read_bytes("x", 0, 2).tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"x in .* is of type F4, which torch does not have"):
+        file.read("x")
+
+
+@given(st.data())
+def test_a_truncated_file_is_named_with_both_lengths(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("cut") / "a.safetensors"
+    write(path, {"x": torch.ones(4, 5), "y": torch.ones(3)})
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    path.write_bytes(whole[:cut])
+    with pytest.raises(ValueError, match=rf"a\.safetensors is damaged: {cut} bytes found, \d+ expected"):
+        TensorFile(path)
+
+
+@given(st.integers(0, 200), st.integers(1, 255))
+def test_a_changed_byte_is_read_or_refused_but_never_crashes(tmp_path_factory, index, change):
+    path = tmp_path_factory.mktemp("flip") / "a.safetensors"
+    write(path, {"x": torch.ones(4, 5), "y": torch.ones(3)})
+    changed = bytearray(path.read_bytes())
+    changed[index] ^= change
+    path.write_bytes(changed)
+    with suppress(ValueError):
+        file = TensorFile(path)
+        for name in file.specs:
+            file.read(name)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]},
+        {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]},
+        {"dtype": "F32", "shape": [1]},
+        "x",
+    ],
+)
+def test_a_header_that_makes_no_sense_is_damage(tmp_path, entry):
+    header = json.dumps({"x": entry}).encode()
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(ValueError, match="a is damaged"):
+        TensorFile(tmp_path / "a")

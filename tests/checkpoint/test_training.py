@@ -1,0 +1,134 @@
+import json
+import math
+
+import pytest
+import torch
+
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+
+
+def steps(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def save(folder, step, keep=2):
+    return save_checkpoint(folder, step, {"w": torch.full((3,), float(step))}, {"step": step}, keep)
+
+
+def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path, same):
+    torch.manual_seed(0)
+    tensors = {
+        "model.w": torch.randn(4, 5),
+        "exp_avg": torch.randn(4, 5).bfloat16(),
+        "codes": torch.randn(7).to(torch.float8_e4m3fn),
+        "step": torch.tensor(12),
+        "generator": torch.get_rng_state(),
+        "nan": torch.tensor([math.nan, math.inf, -0.0]),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+    }
+    found, _ = load_checkpoint(save_checkpoint(tmp_path, 1, tensors, {}))
+    assert found.keys() == tensors.keys()
+    assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_state_comes_back_bit_for_bit(tmp_path):
+    state = {"lr": 0.1 + 0.2, "tokens": 2**60, "inf": math.inf, "nested": {"text": "é", "list": [1, None, True]}}
+    assert load_checkpoint(save_checkpoint(tmp_path, 1, {}, state))[1] == state
+
+
+def test_the_folder_carries_the_step(tmp_path):
+    assert save(tmp_path / "checkpoints", 100) == tmp_path / "checkpoints" / "step_00000100"
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (8, 9, 10):
+        save(tmp_path, step)
+    assert steps(tmp_path) == ["step_00000009", "step_00000010"]
+
+
+def test_the_newest_is_found(tmp_path):
+    for step in (9, 10):
+        save(tmp_path, step)
+    assert latest_checkpoint(tmp_path).name == "step_00000010"
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "state.json", "octile.json"])
+def test_a_damaged_newest_is_reported_and_the_one_before_used(tmp_path, flip_byte, file):
+    save(tmp_path, 1)
+    flip_byte(save(tmp_path, 2) / file, -4)
+    with pytest.warns(UserWarning, match=f"step_00000002 cannot be used, trying the one before: .*{file} is damaged"):
+        assert latest_checkpoint(tmp_path).name == "step_00000001"
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "state.json", "octile.json"])
+def test_an_incomplete_newest_is_reported_and_the_one_before_used(tmp_path, file):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / file).unlink()
+    with pytest.warns(UserWarning, match=f"step_00000002 cannot be used.*{file}"):
+        assert latest_checkpoint(tmp_path).name == "step_00000001"
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint step")
+def test_it_is_an_error_when_all_are_damaged(tmp_path, flip_byte):
+    flip_byte(save(tmp_path, 1) / "tensors.safetensors", -1)
+    with pytest.raises(ValueError, match="all 1 checkpoints in"):
+        latest_checkpoint(tmp_path)
+
+
+def test_loading_a_damaged_one_is_refused(tmp_path, flip_byte):
+    path = save(tmp_path, 1)
+    flip_byte(path / "tensors.safetensors", -1)
+    with pytest.raises(ValueError, match=r"tensors\.safetensors is damaged: its SHA-256"):
+        load_checkpoint(path)
+
+
+def test_loading_something_else_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+def test_what_a_killed_writer_left_is_ignored_and_then_removed(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step_00000002.partial").mkdir()
+    assert latest_checkpoint(tmp_path).name == "step_00000001"
+    save(tmp_path, 3)
+    assert steps(tmp_path) == ["step_00000001", "step_00000003"]
+
+
+def test_a_step_can_be_written_again(tmp_path):
+    save(tmp_path, 1)
+    save_checkpoint(tmp_path, 1, {"w": torch.zeros(2)}, {})
+    assert steps(tmp_path) == ["step_00000001"]
+    assert load_checkpoint(tmp_path / "step_00000001")[0]["w"].equal(torch.zeros(2))
+
+
+def test_a_full_disk_loses_nothing(tmp_path, full_disk):
+    save(tmp_path, 1, keep=1)
+    full_disk(150)
+    with pytest.raises(OSError, match=r"No space left on device: .*step_00000002"):
+        save(tmp_path, 2, keep=1)
+    assert steps(tmp_path) == ["step_00000001"]
+    assert load_checkpoint(tmp_path / "step_00000001")[0]["w"].equal(torch.ones(3))
+
+
+def test_a_state_that_json_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save_checkpoint(tmp_path, 1, {}, {"x": torch.ones(1)})
+    assert not steps(tmp_path)
+
+
+@pytest.mark.parametrize(("step", "keep"), [(-1, 1), (1, 0)])
+def test_impossible_numbers_are_refused(tmp_path, step, keep):
+    with pytest.raises(ValueError, match=f"not {step} and {keep}"):
+        save(tmp_path, step, keep)
+
+
+def test_nothing_is_pickled(tmp_path):
+    path = save(tmp_path, 1)
+    assert steps(path) == ["octile.json", "state.json", "tensors.safetensors"]
+    assert json.loads((path / "state.json").read_text()) == {"step": 1}
