@@ -1,0 +1,57 @@
+"""octile: DeepSeek-V3-style mixture-of-experts models in fine-grained FP8.
+
+The public names and nothing else; each is imported when it is first used, so that `import octile` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from octile import nn, optim
+    from octile.checkpoint.hugging_face import load, save
+    from octile.formats import BF16, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0, FloatFormat
+    from octile.nn.convert import convert
+    from octile.recipe import Recipe
+    from octile.scaled import (
+        ScaledTensor,
+        dequantize,
+        grouped_matmul_nt,
+        grouped_wgrad,
+        masked_grouped_matmul_nt,
+        matmul_nt,
+        quantize,
+    )
+
+_HOME = {
+    "octile.formats": ("BF16", "E4M3", "E5M2", "E5M6", "FP16", "FP32", "INT8", "UE8M0", "FloatFormat"),
+    "octile.recipe": ("Recipe",),
+    "octile.scaled": (
+        "ScaledTensor",
+        "dequantize",
+        "grouped_matmul_nt",
+        "grouped_wgrad",
+        "masked_grouped_matmul_nt",
+        "matmul_nt",
+        "quantize",
+    ),
+    "octile.nn.convert": ("convert",),
+    "octile.checkpoint.hugging_face": ("load", "save"),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+_ROOMS = ("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint", "report", "train", "bench")
+
+__all__ = ["__version__", *sorted(_WHERE)]
+
+
+def __getattr__(name: str) -> object:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    if name in _ROOMS:
+        return import_module(f"octile.{name}")
+    raise AttributeError(f"module 'octile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""`python -m octile`."""
+
+from octile.cli import main
+
+main()

@@ -1,0 +1,105 @@
+"""`convert`: any model's linear layers in FP8, and a line that says what was converted and what was not."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from torch import nn
+
+from octile.nn.linear import Linear
+from octile.recipe import Recipe
+
+log = logging.getLogger("octile")
+
+Filter = Callable[[str, nn.Module], bool]
+
+# What DeepSeek-V3 (§3.3.1) keeps in high precision among the linear layers, by the last part of a module's name.
+KEPT = {
+    "lm_head": "output head",
+    "head": "output head",
+    "classifier": "output head",
+    "score": "output head",
+    "gate": "gate",
+    "router": "gate",
+    "eh_proj": "MTP projection",
+}
+LEFT_OUT = "left out by filter"
+
+
+def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
+    """Replaces the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
+
+    Output heads, gates, the MTP projection and weights tied to an embedding stay as they are, like everything that is
+    no linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as experts, are given the
+    recipe. What was done is logged (logger `octile`) and kept as `model.conversion_summary`: "converted n of m linear
+    layers to deepseek_v3, skipped k: why".
+
+    Args:
+        model: any module; if it is itself an `nn.Linear`, the new layer is returned.
+        recipe: `Recipe.deepseek_v3()` if not given.
+        filter: called with the name and the module of each layer (and of experts, which are one module); False leaves
+            it as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: model is no module, or recipe no Recipe.
+        ValueError: there is no linear layer in it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
+    recipe = recipe or Recipe.deepseek_v3()
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    places = list(model.named_modules(remove_duplicate=False))  # a layer used twice is replaced at both places
+    done: dict[nn.Module, nn.Module] = {}
+    converted, skipped = 0, Counter[str]()
+
+    for name, module in places:
+        if module in done:
+            model = _replace(model, name, done[module])
+        elif isinstance(module, nn.Linear):
+            reason = _reason_to_skip(name, module, tied, filter)
+            done[module] = module if reason else Linear.from_linear(module, recipe)
+            model = _replace(model, name, done[module])
+            converted += not reason
+            skipped.update([reason] if reason else [])
+        elif hasattr(module, "use_recipe"):
+            done[module] = module
+            if filter is None or filter(name, module):
+                converted += module.use_recipe(recipe)
+            else:
+                skipped[LEFT_OUT] += module.use_recipe(module.recipe)  # changes nothing and says how many there are
+
+    total = converted + skipped.total()
+    if total == 0:
+        raise ValueError(f"model {type(model).__name__} has no linear layer to convert")
+    why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common())
+    summary = f"converted {converted} of {total} linear layers to {recipe.name}, skipped {skipped.total()}"
+    summary += f": {why}" if why else ""
+    object.__setattr__(model, "conversion_summary", summary)
+    log.info(summary)
+    return model
+
+
+def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter | None) -> str | None:
+    if type(layer) not in (nn.Linear, Linear):
+        return f"{type(layer).__name__} (a subclass with ways of its own)"
+    if id(layer.weight) in tied:
+        return "tied to an embedding"
+    last = name.rpartition(".")[2]
+    if last in KEPT:
+        return KEPT[last]
+    if filter is not None and not filter(name, layer):
+        return LEFT_OUT
+    return None
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    if not name:
+        return new
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+    return model

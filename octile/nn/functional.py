@@ -1,0 +1,223 @@
+"""The three products of a linear layer in 8 bits, with autograd.
+
+    forward     x → 1×128, kept for the backward pass in 8 bits only       y  = x · wᵀ
+    backward    dy → 1×128                                                 dx = dy · w
+                dy → 128×1, kept x → 128×1                                 dw = dyᵀ · x, summed in FP32
+
+How each operand is cast is the recipe's to say; one without casts takes the products of `plain`.  A dense layer and
+the experts of a mixture differ only in which product they call, so both are one autograd function.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1, figure 6.  Shapes: T tokens, K inputs, N outputs, G experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.nn.delayed import AmaxHistory, unscaled
+from octile.nn.plain import PlainProduct
+from octile.nn.weight_cache import is_cached, quantized_weight
+from octile.ops.grouped import check_sizes
+from octile.ops.quantize import INPUT_DTYPES
+from octile.recipe import Cast, Casts, Recipe
+from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
+
+Watcher = Callable[[str, ScaledTensor], None]
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watch_casts(watcher: Watcher) -> Iterator[None]:
+    """Calls watcher(operand, quantised) for all that is cast inside: "x", "w", "dy", "wgrad_x", "wgrad_dy"."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe | None = None,
+    history: AmaxHistory | None = None,
+) -> Tensor:
+    """y = x · weightᵀ + bias in the recipe's formats, differentiable.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16.
+        weight: [N, K]. If it has a buffer `main_grad` [N, K] float32, its gradient is added there and `.grad` stays
+            as it is; otherwise the gradient is computed in FP32 and given to autograd.
+        bias: [N] or None.
+        recipe: None is `torch.nn.functional.linear`, which knows no main_grad.
+        history: where a recipe with delayed scaling keeps what it saw.
+
+    Returns:
+        [..., N] in autocast's dtype where autocast is on, else in x's.
+
+    Raises:
+        TypeError: x, weight or main_grad is of another dtype.
+        ValueError: shapes or devices do not fit together; history is missing for a delayed recipe.
+    """
+    if recipe is None:
+        return F.linear(x, weight, bias)
+    _check(x, weight, recipe, history, weight_dims=2)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{len(weight)}], not {list(bias.shape)}")
+    out_dtype = _out_dtype(x)
+    y_TN = _product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, None, recipe, history, out_dtype)
+    y = y_TN.reshape(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias.to(out_dtype)
+
+
+def grouped_linear(
+    x_TK: Tensor,
+    weight_GNK: Tensor,
+    offs: Tensor,
+    recipe: Recipe | None = None,
+    history: AmaxHistory | None = None,
+) -> Tensor:
+    """y[rows of g] = x[rows of g] · weight[g]ᵀ: the linear layers of all experts at once, differentiable.
+
+    Args:
+        x_TK: [T, K], rows sorted by expert.
+        weight_GNK: [G, N, K], `main_grad` as in `linear`.
+        offs: int32 [G] on x's device, the end of each expert's rows; rows past the last give zeros.
+        recipe: None is a product of operands in the dtype that is returned.
+        history: as in `linear`.
+
+    Returns:
+        [T, N] in autocast's dtype where autocast is on, else in x's.
+
+    Raises:
+        TypeError, ValueError: as in `linear`; offs is not int32 [G].
+    """
+    _check(x_TK, weight_GNK, recipe, history, weight_dims=3)
+    if x_TK.dim() != 2:
+        raise ValueError(f"x must be [T, K], not {list(x_TK.shape)}")
+    check_sizes("offs", offs, len(weight_GNK), x_TK.device)
+    return _product(x_TK, weight_GNK, offs, recipe, history, _out_dtype(x_TK))
+
+
+def _product(
+    x_TK: Tensor,
+    weight: Tensor,
+    offs: Tensor | None,
+    recipe: Recipe | None,
+    history: AmaxHistory | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if recipe is None or recipe.casts is None:
+        compute = out_dtype if recipe is None else recipe.compute
+        return PlainProduct.apply(x_TK, weight, offs, compute, out_dtype)
+    return _Product.apply(x_TK, weight, offs, recipe.casts, history, out_dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight: Tensor,
+        offs: Tensor | None,
+        casts: Casts,
+        history: AmaxHistory | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        x = _cast(x_TK, casts.x, "x", history)
+        w = _cast(weight, casts.w, "w", history)
+        x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
+        ctx.w = w if is_cached(weight, casts.w) else None  # it lives on in the cache: nothing more to keep
+        saved_x = (x.data, x.scale) if w_has_gradient else (None, None)
+        saved_w = (w.data, w.scale) if x_has_gradient and ctx.w is None else (None, None)
+        ctx.save_for_backward(*saved_x, *saved_w, offs)
+        ctx.blocks = x.block, w.block
+        ctx.casts, ctx.history, ctx.x_dtype, ctx.w_dtype = casts, history, x_TK.dtype, weight.dtype
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return _nt(x, w, offs, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_data, x_scale, w_data, w_scale, offs = ctx.saved_tensors
+        casts = ctx.casts
+        x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
+        w = ctx.w or ScaledTensor(w_data, w_scale, ctx.blocks[1])
+        dy = _cast(dy_TN, casts.dy, "dy", ctx.history)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _nt(dy, w.mT, offs, ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            if casts.wgrad_dy != casts.dy:
+                dy = _cast(dy_TN, casts.wgrad_dy, "wgrad_dy", ctx.history)
+            if casts.wgrad_x != casts.x:
+                x = _cast(x.dequantize(), casts.wgrad_x, "wgrad_x", ctx.history)
+            dw = _wgrad(dy, x, offs, ctx.w_dtype, ctx.main_grad)
+        return dx, dw, None, None, None, None
+
+
+def _nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # FP16 could overflow on the way
+    y = matmul_nt(a, b, product_dtype) if offs is None else grouped_matmul_nt(a, b, offs, product_dtype)
+    return y.to(dtype)
+
+
+def _wgrad(
+    dy: ScaledTensor, x: ScaledTensor, offs: Tensor | None, dtype: torch.dtype, main_grad: Tensor | None
+) -> Tensor | None:
+    """The weight's gradient, summed in FP32 and then in dtype, or None where it went into main_grad."""
+    if main_grad is not None and offs is None:
+        matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)
+        return None
+    dw = matmul_nt(dy.mT, x.mT, torch.float32) if offs is None else grouped_wgrad(dy, x, offs, torch.float32)
+    if main_grad is None:
+        return dw.to(dtype)
+    main_grad.add_(dw)
+    return None
+
+
+def _cast(t: Tensor, cast: Cast, operand: str, history: AmaxHistory | None) -> ScaledTensor:
+    if cast.amax == "delayed":
+        assert history is not None  # checked before the forward pass
+        q = history.quantize(t, operand, cast)
+    else:
+        q = quantized_weight(t, cast, _quantize) if operand == "w" else _quantize(t, cast)
+    for watcher in _watchers:
+        watcher(operand, q)
+    return q
+
+
+def _quantize(t: Tensor, cast: Cast) -> ScaledTensor:
+    return unscaled(t, cast) if cast.amax == "unscaled" else quantize(t, cast.block, cast.fmt, cast.scale)
+
+
+def _out_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
+def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:
+    for name, t in (("x", x), ("weight", weight)):
+        if t.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, not {t.dtype}")
+    if weight.dim() != weight_dims:
+        raise ValueError(f"weight must have {weight_dims} dimensions, not the shape {list(weight.shape)}")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"x {list(x.shape)} must end in the K = {weight.shape[-1]} of weight {list(weight.shape)}")
+    if x.device != weight.device:
+        raise ValueError(f"x lies on {x.device} but weight on {weight.device}")
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.dtype != torch.float32:
+        raise TypeError(f"weight.main_grad must be float32, not {main_grad.dtype}")
+    if main_grad is not None and main_grad.shape != weight.shape:
+        raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
+    if recipe is not None and recipe.delayed_scaling and history is None:
+        raise ValueError(f"recipe {recipe.name!r} scales by past steps and needs a history")

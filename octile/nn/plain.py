@@ -1,0 +1,69 @@
+"""The three products of a linear layer in an ordinary dtype: what the 8-bit ones are compared with.
+
+Operands are cast to BF16, FP16 or FP32 and nothing else happens to them. Groups, `main_grad` and autocast mean what
+they mean in `functional`, so a baseline differs from a recipe in its numbers only.
+
+Shapes: T tokens, K inputs, N outputs, G experts.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.ops.matmul import without_autocast
+
+
+class PlainProduct(torch.autograd.Function):
+    """y = x · weightᵀ, both cast to `compute`; with offs, every group of rows has its own weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, weight: Tensor, offs: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype
+    ) -> Tensor:
+        x, w = x_TK.to(compute), weight.to(compute).contiguous()
+        x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
+        ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return _nt(x, w, offs).to(out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, offs = ctx.saved_tensors
+        dy = dy_TN.to(ctx.compute)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _nt(dy, w.mT, offs).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            dw = _tn(dy, x, offs).to(ctx.w_dtype if ctx.main_grad is None else torch.float32)
+        if dw is not None and ctx.main_grad is not None:
+            ctx.main_grad.add_(dw)
+            dw = None
+        return dx, dw, None, None, None
+
+
+def _nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """a[T, K] · bᵀ, b[N, K] or [G, N, K], also where autocast is on; rows past the last group are zero."""
+    with without_autocast(a.device):
+        if offs is None:
+            return a @ b.mT
+        y = F.grouped_mm(_aligned(a).contiguous(), _aligned(b, rows=True).mT, offs=offs)[:, : b.shape[1]]
+        past = torch.arange(a.shape[0], device=a.device) >= offs[-1]
+        return y.masked_fill_(past[:, None], 0)
+
+
+def _tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
+    with without_autocast(a.device):
+        if offs is None:
+            return a.mT @ b
+        dw = F.grouped_mm(_aligned(a).contiguous().mT, _aligned(b).contiguous(), offs=offs)
+        return dw[:, : a.shape[1], : b.shape[1]]
+
+
+def _aligned(t: Tensor, rows: bool = False) -> Tensor:
+    """t with zeros appended to its columns, and rows, up to a multiple of 8: grouped_mm wants strides of 16 bytes."""
+    missing = (0, -t.shape[-1] % 8, 0, -t.shape[-2] % 8 if rows else 0)
+    return F.pad(t, missing) if any(missing) else t

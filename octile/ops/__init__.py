@@ -1,0 +1,1 @@
+"""What is computed: `octile::` operators, each with its CPU reference (the specification), fake and GPU kernel."""

@@ -1,0 +1,178 @@
+"""Products of a mixture of experts: every group of rows has its own weight.
+
+    grouped          rows sorted by group, `offs[g]` is where group g ends: nothing is padded, groups may be empty
+    masked           [G, M_max, K] with `counts[g]` rows in use: for decoding, where sizes are not known on the host
+    wgrad            groups along the summed dimension: dw[g] = dy[rows of g]ᵀ · x[rows of g]
+
+Offsets and counts stay on the device.  Shapes: T rows of all groups together, G groups, N and K sides of a weight.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from octile.ops.matmul import Block, check_operand, check_pair, nt_float32
+from octile.ops.quantize import dequantize
+
+
+@torch.library.custom_op("octile::grouped_matmul_nt", mutates_args=())
+def grouped_matmul_nt(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rows of group g times b[g]ᵀ: a[T, K], b[G, N, K] → [T, N]. Rows past the last group are zero.
+
+    Args:
+        a, a_scale, a_block: as in `matmul_nt`; blocks count from the first row of all, whatever the groups.
+        b, b_scale, b_block: [G, N, K] with scale [G, ⌈N/R⌉, ⌈K/C⌉].
+        offs: int32 [G], never falling: the rows of group g are offs[g−1] … offs[g].
+        out_dtype: bfloat16 or float32.
+    """
+    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    groups = _rows(offs, a.shape[0])
+    a_TK = dequantize(a, a_scale, *a_block, torch.float32)
+    b_GNK = dequantize(b, b_scale, *b_block, torch.float32)
+    out_TN = torch.zeros(a.shape[0], b.shape[1], device=a.device)
+    for g, rows in enumerate(groups):
+        torch.mm(a_TK[rows], b_GNK[g].mT, out=out_TN[rows])
+    return out_TN.to(out_dtype)
+
+
+@grouped_matmul_nt.register_fake
+def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+@grouped_matmul_nt.register_kernel("cuda")
+def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
+    from octile.kernels.triton import grouped  # late: a machine without a GPU has no Triton
+
+    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    return grouped.launch(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+
+
+@torch.library.custom_op("octile::masked_grouped_matmul_nt", mutates_args=())
+def masked_grouped_matmul_nt(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    counts: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N].
+
+    Rows past the count are zero here; a GPU kernel may leave anything in them, and nobody may read them.
+
+    Args:
+        counts: int32 [G], each from 0 to M.
+    """
+    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    product = nt_float32(
+        dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
+    )
+    unused = torch.arange(a.shape[1], device=a.device) >= counts[:, None]
+    return product.masked_fill_(unused[..., None], 0.0).to(out_dtype)
+
+
+@masked_grouped_matmul_nt.register_fake
+def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype):
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+
+
+@masked_grouped_matmul_nt.register_kernel("cuda")
+def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype):
+    from octile.kernels.triton import grouped
+
+    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    return grouped.launch_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+
+
+@torch.library.custom_op("octile::grouped_wgrad", mutates_args=())
+def grouped_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    dy_block: Block,
+    x: Tensor,
+    x_scale: Tensor,
+    x_block: Block,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K] → [G, N, K]; a group without rows gives zeros.
+
+    Args:
+        dy, x: quantised along the tokens, in blocks such as 128×1; a block may reach over the end of a group.
+        offs: int32 [G], as in `grouped_matmul_nt`.
+    """
+    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    groups = _rows(offs, dy.shape[0])
+    dy_TN = dequantize(dy, dy_scale, *dy_block, torch.float32)
+    x_TK = dequantize(x, x_scale, *x_block, torch.float32)
+    out_GNK = torch.empty(offs.numel(), dy.shape[1], x.shape[1], device=x.device)
+    for g, rows in enumerate(groups):
+        torch.mm(dy_TN[rows].mT, x_TK[rows], out=out_GNK[g])
+    return out_GNK.to(out_dtype)
+
+
+@grouped_wgrad.register_fake
+def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
+    return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
+
+
+@grouped_wgrad.register_kernel("cuda")
+def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
+    from octile.kernels.triton import grouped
+
+    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    return grouped.launch_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+
+
+def _rows(offs: Tensor, t: int) -> list[slice]:
+    """The rows of each group. Only the reference reads offsets on the host, so only it can refuse wrong ones."""
+    bounds = [0, *offs.tolist()]
+    if bounds != sorted(bounds) or bounds[-1] > t:
+        raise ValueError(f"offs must rise from 0 to at most the {t} rows there are, not {bounds[1:]}")
+    return [slice(start, end) for start, end in pairwise(bounds)]
+
+
+def _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype) -> None:
+    check_operand("a", a, a_scale, a_block, ndim=2)
+    check_operand("b", b, b_scale, b_block, ndim=3)
+    check_pair(a, b, out_dtype)
+    check_sizes("offs", offs, b.shape[0], a.device)
+
+
+def _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype) -> None:
+    check_operand("a", a, a_scale, a_block, ndim=3)
+    check_operand("b", b, b_scale, b_block, ndim=3)
+    check_pair(a, b, out_dtype)
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"a and b must have the same number of groups: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
+    check_sizes("counts", counts, b.shape[0], a.device)
+
+
+def _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype) -> None:
+    check_operand("dy", dy, dy_scale, dy_block, ndim=2)
+    check_operand("x", x, x_scale, x_block, ndim=2)
+    check_pair(dy, x, out_dtype, names=("dy", "x"), summed=("T", 0))
+    check_sizes("offs", offs, offs.numel(), x.device)
+
+
+def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> None:
+    """Refuses offsets or counts that are not one int32 a group."""
+    if sizes.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, not {sizes.dtype}")
+    if tuple(sizes.shape) != (groups,):
+        raise ValueError(f"{name} must be [{groups}], one for each group, not {tuple(sizes.shape)}")
+    if sizes.device != device:
+        raise ValueError(f"{name} lies on {sizes.device}, but the operands on {device}")

@@ -1,0 +1,153 @@
+"""Products of block-scaled 8-bit matrices: y = x · wᵀ, summed in FP32.
+
+On tensor cores the 8-bit numbers are multiplied as they are, and every 128 along K the partial sum is multiplied by
+its scales and added to an FP32 sum.  The reference below is that sum with the scales multiplied in beforehand; the
+order of FP32 additions is not part of the specification.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.  Shapes: M, N rows of x and w, K summed over, G groups, T rows
+of all groups together.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from octile.ops.quantize import check_scale, dequantize
+
+Block = Sequence[int]
+OPERAND_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+OUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@torch.library.custom_op("octile::matmul_nt", mutates_args=())
+def matmul_nt(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, out_dtype: torch.dtype
+) -> Tensor:
+    """a[M, K] · b[N, K]ᵀ → [M, N]. This form is the specification.
+
+    Args:
+        a, b: float8_e4m3fn, float8_e5m2 or int8, any strides.
+        a_scale, b_scale: float32, one scale a block; blocks count from the first row and column.
+        a_block, b_block: extents (rows, columns) of a block.
+        out_dtype: bfloat16 or float32.
+
+    Raises:
+        TypeError: a dtype is none of these.
+        ValueError: shapes, blocks or devices do not fit together.
+    """
+    _check_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    return _reference(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
+
+
+@matmul_nt.register_fake
+def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@matmul_nt.register_kernel("cuda")
+def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
+    from octile.kernels.triton import matmul  # late: a machine without a GPU has no Triton
+
+    _check_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    matmul.launch(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=False)
+    return out
+
+
+@torch.library.custom_op("octile::matmul_nt_out", mutates_args=("out",))
+def matmul_nt_out(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    accumulate: bool,
+) -> None:
+    """`matmul_nt` into out [M, N] (bfloat16 or float32), or added to what out holds, summed in FP32."""
+    _check_product(a, a_scale, a_block, b, b_scale, b_block, torch.float32)
+    _check_out(out, a, b)
+    product = _reference(a, a_scale, a_block, b, b_scale, b_block)
+    out.copy_(out.float() + product if accumulate else product)
+
+
+@matmul_nt_out.register_fake
+def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
+    return None
+
+
+@matmul_nt_out.register_kernel("cuda")
+def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
+    from octile.kernels.triton import matmul
+
+    _check_product(a, a_scale, a_block, b, b_scale, b_block, torch.float32)
+    _check_out(out, a, b)
+    matmul.launch(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=accumulate)
+
+
+def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
+    a, b = dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
+    return nt_float32(a, b)
+
+
+def nt_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a · bᵀ in FP32, also where autocast is on."""
+    with without_autocast(a.device):
+        return a @ b.mT
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Products inside are made in the dtype of their operands; autocast would make BF16 ones of them."""
+    if not torch.amp.is_autocast_available(device.type):  # the meta device
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _check_product(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, out_dtype: torch.dtype
+) -> None:
+    check_operand("a", a, a_scale, a_block, ndim=2)
+    check_operand("b", b, b_scale, b_block, ndim=2)
+    check_pair(a, b, out_dtype)
+
+
+def check_operand(name: str, data: Tensor, scale: Tensor, block: Block, ndim: int) -> None:
+    """Refuses an operand of a product that is not block-scaled as said."""
+    if data.dtype not in OPERAND_DTYPES:
+        raise TypeError(f"{name} must be float8_e4m3fn, float8_e5m2 or int8, not {data.dtype}")
+    if data.dim() != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, not the shape {tuple(data.shape)}")
+    if len(block) != 2:
+        raise ValueError(f"{name}'s block must be two extents (rows, columns), not {tuple(block)}")
+    check_scale(name, data, scale, *block)
+
+
+def check_pair(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    names: tuple[str, str] = ("a", "b"),
+    summed: tuple[str, int] = ("K", -1),
+) -> None:
+    """Refuses operands that cannot be multiplied with one another, summed over the named dimension of both."""
+    (first, second), (side, dim) = names, summed
+    if a.shape[dim] != b.shape[dim]:
+        raise ValueError(
+            f"{first} and {second} must agree in {side}: {first} is {tuple(a.shape)}, {second} is {tuple(b.shape)}"
+        )
+    if a.device != b.device:
+        raise ValueError(f"{first} lies on {a.device} but {second} on {b.device}")
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype}")
+
+
+def _check_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if out.dtype not in OUT_DTYPES:
+        raise TypeError(f"out must be bfloat16 or float32, not {out.dtype}")
+    if out.shape != (*a.shape[:-1], b.shape[-2]):
+        raise ValueError(f"out must be {(*a.shape[:-1], b.shape[-2])}, not {tuple(out.shape)}")
+    if out.device != a.device:
+        raise ValueError(f"out lies on {out.device}, but the operands on {a.device}")

@@ -1,0 +1,243 @@
+"""A block-scaled tensor, data · scale, and the functions that make, move and multiply it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
+from octile.ops import grouped as grouped_ops
+from octile.ops import matmul as matmul_ops
+from octile.ops import quantize as quantize_ops
+from octile.recipe import Extent, ScaleRule
+
+_FORMATS: dict[torch.dtype, FloatFormat | IntFormat] = {
+    torch.float8_e4m3fn: E4M3,
+    torch.float8_e5m2: E5M2,
+    torch.int8: INT8,
+    torch.uint8: E5M6,
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaledTensor:
+    """Matrices in 8 bits (or 12: E5M6) with one FP32 scale a block; the value is data × scale.
+
+    Attributes:
+        data: float8_e4m3fn, float8_e5m2 or int8 [..., M, K]; E5M6 as uint8 [..., M, 3K/2].
+        scale: float32 [..., ⌈M/R⌉, ⌈K/C⌉].
+        block: extents (R, C) of a block.
+
+    It is a plain container and a pytree, so it passes through `torch.compile`, `torch.save` and `torch.load` with
+    `weights_only=True`, and can be a value of a `state_dict`.
+    """
+
+    data: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+    @property
+    def fmt(self) -> FloatFormat | IntFormat:
+        return _FORMATS[self.data.dtype]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.data.shape[:-1], quantize_ops.columns(self.data)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales together."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ScaledTensor:
+        """The same tensor on another device."""
+        data = self.data.to(device, non_blocking=non_blocking)
+        return ScaledTensor(data, self.scale.to(device, non_blocking=non_blocking), self.block)
+
+    def cpu(self) -> ScaledTensor:
+        return self.to("cpu")
+
+    def cuda(self) -> ScaledTensor:
+        return self.to("cuda")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, [..., M, K]."""
+        return dequantize(self, dtype)
+
+    def requantize(self, block: tuple[Extent, Extent], scale: ScaleRule = "float32") -> ScaledTensor:
+        """The same values in other blocks.
+
+        Where both quantisations have power-of-two scales the values are only shifted: bits are lost only where a
+        value falls below the normal range of its new block.
+        """
+        return quantize(self.dequantize(), block, self.fmt, scale)
+
+    @property
+    def mT(self) -> ScaledTensor:
+        """The same numbers seen from the other side: [..., K, M] in blocks of C×R. A view, exact for every block."""
+        if self.fmt is E5M6:
+            raise TypeError("mT of packed E5M6 has no view: dequantize it first")
+        return ScaledTensor(self.data.mT, self.scale.mT, self.block[::-1])
+
+    def transpose(self) -> ScaledTensor:
+        """[..., K, M] in blocks of the same shape as here, as a product along the other side needs it.
+
+        Exact for square blocks and for one scale a tensor. Tiles, 1×128 say, cut the matrix the other way, so the
+        values are quantised again, with a warning; `requantize` chooses the scales and does not warn.
+        """
+        rows, cols = self.block
+        if rows == cols or (rows >= self.shape[-2] and cols >= self.shape[-1]):
+            return self.mT
+        warnings.warn(f"transposing {rows}×{cols} tiles quantises the values again", stacklevel=2)
+        powers_of_2 = bool((self.scale.frexp().mantissa == 0.5).all())
+        again = self.requantize((cols, rows), "power_of_2" if powers_of_2 else "float32")
+        return ScaledTensor(again.mT.data.contiguous(), again.mT.scale.contiguous(), self.block)
+
+    def state_dict(self, name: str = "weight") -> dict[str, Tensor]:
+        """Two plain tensors under the names of published FP8 checkpoints: `name` and `name_scale_inv`."""
+        return {name: self.data, f"{name}_scale_inv": self.scale}
+
+    @classmethod
+    def from_state_dict(
+        cls, state: dict[str, Tensor], name: str = "weight", block: tuple[int, int] = (128, 128)
+    ) -> ScaledTensor:
+        """The inverse of `state_dict`; published checkpoints have blocks of 128×128.
+
+        Raises:
+            KeyError: state lacks one of the two names.
+            ValueError: the scale does not fit the data in such blocks.
+        """
+        data, scale = state[name], state[f"{name}_scale_inv"]
+        matmul_ops.check_operand(name, data, scale, block, ndim=data.dim())
+        return cls(data, scale, block)
+
+    def __repr__(self) -> str:
+        rows, cols = self.block
+        size = f"{self.nbytes / max(self.shape.numel(), 1):.3f} bytes a value"
+        return f"ScaledTensor({list(self.shape)} {self.fmt.name}, {rows}×{cols} blocks, {size}, {self.device})"
+
+
+def _from_leaves(leaves: Iterable[Any], block: Any) -> ScaledTensor:
+    data, scale = leaves
+    return ScaledTensor(data, scale, block)
+
+
+pytree.register_pytree_node(
+    ScaledTensor,
+    lambda q: ([q.data, q.scale], q.block),
+    _from_leaves,
+    serialized_type_name="octile.ScaledTensor",
+)
+torch.serialization.add_safe_globals([ScaledTensor])
+
+
+def quantize(
+    x: Tensor,
+    block: tuple[Extent, Extent] = (1, 128),
+    fmt: FloatFormat | IntFormat = E4M3,
+    scale: ScaleRule = "float32",
+) -> ScaledTensor:
+    """Quantises matrices block by block: scale = amax / fmt.max, data = x / scale rounded to nearest even.
+
+    A block of zeros gives zeros and scale 1. A NaN or an Inf makes its whole block NaN. Nothing else is NaN, and
+    nothing saturates: the largest value of a block becomes the format's largest number (at most half of it less
+    where scales are powers of two, since they are rounded up).
+
+    Args:
+        x: [..., M, K], float32, bfloat16 or float16.
+        block: extents (rows, columns) of a block; None is the whole side, so (1, None) has one scale a row and
+            (None, None) one a matrix. Blocks at the edge are smaller.
+        fmt: E4M3, E5M2, INT8, or E5M6 (K even).
+        scale: "float32", or "power_of_2": rounded up to one.
+
+    Raises:
+        TypeError: x is of another dtype.
+        ValueError: x is no matrix; block, fmt or scale is not one of these.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"x must be a matrix [..., M, K], not {tuple(x.shape)}")
+    if scale not in ("float32", "power_of_2"):
+        raise ValueError(f"scale must be 'float32' or 'power_of_2', not {scale!r}")
+    extents = resolve(block, x.shape)
+    data, scales = quantize_ops.quantize(x, *extents, fmt.name, scale == "power_of_2")
+    return ScaledTensor(data, scales, extents)
+
+
+def resolve(block: tuple[Extent, Extent], shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """A block's extents for a matrix [..., M, K]: None becomes the whole side."""
+    rows, cols = block
+    return max(shape[-2], 1) if rows is None else rows, max(shape[-1], 1) if cols is None else cols
+
+
+def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values data × scale, [..., M, K], multiplied in FP32 and rounded to dtype."""
+    return quantize_ops.dequantize(q.data, q.scale, *q.block, dtype)
+
+
+def matmul_nt(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """a[M, K] · b[N, K]ᵀ → [M, N], summed in FP32.
+
+    Args:
+        a, b: E4M3, E5M2 or INT8 in any blocks; 1×128 with 128×128 and 1×128 with 1×128 are the fast ones.
+        out_dtype: bfloat16 (default) or float32; out's dtype where out is given.
+        out: [M, N], written in place and returned.
+        accumulate: add to what out holds.
+
+    Raises:
+        TypeError, ValueError: an operand, dtype, shape or device does not fit; accumulate without out.
+    """
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate=True needs out, the tensor to add to")
+        return matmul_ops.matmul_nt(*_parts(a), *_parts(b), out_dtype or torch.bfloat16)
+    if out_dtype not in (None, out.dtype):
+        raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
+    matmul_ops.matmul_nt_out(out, *_parts(a), *_parts(b), accumulate)
+    return out
+
+
+def grouped_matmul_nt(
+    a: ScaledTensor, b: ScaledTensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Rows of group g times b[g]ᵀ: a[T, K], b[G, N, K], offs int32 [G] (end of each group) → [T, N].
+
+    Groups need no alignment and may be empty; rows past the last group are zero. offs stays on the device.
+    """
+    return grouped_ops.grouped_matmul_nt(*_parts(a), *_parts(b), offs, out_dtype)
+
+
+def masked_grouped_matmul_nt(
+    a: ScaledTensor, b: ScaledTensor, counts: Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K], counts int32 [G] → [G, M, N].
+
+    What lies in the rows past the count is not specified.
+    """
+    return grouped_ops.masked_grouped_matmul_nt(*_parts(a), *_parts(b), counts, out_dtype)
+
+
+def grouped_wgrad(dy: ScaledTensor, x: ScaledTensor, offs: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K]."""
+    return grouped_ops.grouped_wgrad(*_parts(dy), *_parts(x), offs, out_dtype)
+
+
+def _parts(q: ScaledTensor) -> tuple[Any, Any, Any]:
+    return q.data, q.scale, q.block

@@ -1,0 +1,254 @@
+"""convert: which layers of which models become 8-bit ones, and what is said about the others."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octile.nn.convert import convert
+from octile.nn.delayed import end_step
+from octile.nn.linear import Linear
+from octile.nn.moe import Experts
+from octile.recipe import Recipe
+
+
+def names_of(model: nn.Module, kind: type[nn.Module] = Linear) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, kind)]
+
+
+class Block(nn.Module):
+    """One of everything that a transformer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.gate = nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.ModuleDict({"up": nn.Linear(8, 8)})])
+        self.lm_head = nn.Linear(8, 11, bias=False)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.body = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+
+# Which layers
+
+
+def test_linear_layers_at_any_depth_are_converted():
+    assert names_of(convert(Block())) == ["layers.0.0", "layers.1.up"]
+
+
+def test_heads_and_gates_stay_as_they_are():
+    model = convert(Block())
+    assert (type(model.lm_head), type(model.gate)) == (nn.Linear, nn.Linear)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "head", "classifier", "score", "gate", "router", "eh_proj"])
+def test_a_layer_is_kept_for_its_name(name):
+    model = convert(nn.ModuleDict({name: nn.Linear(3, 2), "other": nn.Linear(3, 2)}))
+    assert names_of(model) == ["other"]
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "head_proj", "multihead"])
+def test_a_layer_with_a_similar_name_is_converted(name):
+    assert names_of(convert(nn.ModuleDict({name: nn.Linear(3, 2)}))) == [name]
+
+
+def test_a_lone_linear_layer_becomes_the_new_one():
+    linear = nn.Linear(3, 2)
+    layer = convert(linear)
+    assert isinstance(layer, Linear)
+    assert layer.weight is linear.weight
+
+
+def test_a_weight_tied_to_an_embedding_stays_and_stays_tied():
+    model = convert(Tied())
+    assert names_of(model) == ["body"]
+    assert model.out.weight is model.embed.weight
+
+
+def test_a_layer_at_two_places_stays_one_layer():
+    shared = nn.Linear(3, 3)
+    model = convert(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
+    assert model["a"] is model["b"][0]
+    assert isinstance(model["a"], Linear)
+
+
+def test_a_layer_at_two_places_counts_once():
+    shared = nn.Linear(3, 3)
+    assert convert(nn.ModuleList([shared, shared])).conversion_summary.startswith("converted 1 of 1 ")
+
+
+def test_a_parameter_of_two_layers_stays_one_parameter():
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[1].weight = model[0].weight
+    convert(model)
+    assert model[0].weight is model[1].weight
+
+
+def test_subclasses_with_ways_of_their_own_stay():
+    model = convert(nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)}))
+    assert names_of(model) == ["mlp"]
+    assert "1 × NonDynamicallyQuantizableLinear (a subclass with ways of its own)" in model.conversion_summary
+
+
+def test_a_filter_leaves_layers_out():
+    model = convert(Block(), filter=lambda name, layer: name != "layers.0.0")
+    assert names_of(model) == ["layers.1.up"]
+
+
+def test_a_filter_is_asked_about_names_and_layers():
+    asked = []
+    convert(Block(), filter=lambda name, layer: bool(asked.append((name, type(layer)))) or True)
+    assert asked == [("layers.0.0", nn.Linear), ("layers.1.up", nn.Linear)]
+
+
+# Experts
+
+
+@pytest.fixture
+def experts() -> nn.ModuleDict:
+    return nn.ModuleDict({"experts": Experts(4, 8, 6), "shared": nn.Linear(8, 8)})
+
+
+def test_experts_get_the_recipe(experts):
+    assert convert(experts, Recipe.per_tensor())["experts"].recipe == Recipe.per_tensor()
+
+
+def test_experts_count_as_the_layers_they_stand_for(experts):
+    assert convert(experts).conversion_summary == "converted 13 of 13 linear layers to deepseek_v3, skipped 0"
+
+
+def test_a_filter_leaves_experts_out(experts):
+    model = convert(experts, filter=lambda name, layer: name != "experts")
+    assert model["experts"].recipe is None
+    assert model.conversion_summary == (
+        "converted 1 of 13 linear layers to deepseek_v3, skipped 12: 12 × left out by filter"
+    )
+
+
+# What stays the same
+
+
+def test_parameters_are_the_same_objects_under_the_same_names():
+    model = Block()
+    before = dict(model.named_parameters())
+    after = dict(convert(model).named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_the_state_dict_has_the_same_names():
+    assert convert(Block(), Recipe.delayed()).state_dict().keys() == Block().state_dict().keys()
+
+
+def test_the_model_is_converted_in_place():
+    model = Block()
+    assert convert(model) is model
+
+
+def test_layers_in_eval_mode_stay_in_it():
+    assert not convert(Block().eval()).layers[0][0].training
+
+
+# Again, to another recipe
+
+
+def test_a_converted_model_is_converted_to_another_recipe():
+    model = convert(convert(Block(), Recipe.deepseek_v3()), Recipe.delayed())
+    assert {model.get_submodule(name).recipe.name for name in names_of(model)} == {"delayed"}
+
+
+def test_a_model_converted_back_computes_as_before():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(5, 8)
+    before = model(x)
+    for recipe in (Recipe.delayed(), Recipe.deepseek_v3(), Recipe.float32()):
+        convert(model, recipe)
+    torch.testing.assert_close(model(x), before)
+
+
+# What is said
+
+
+def test_the_summary_says_what_was_skipped_and_why():
+    assert convert(Block()).conversion_summary == (
+        "converted 2 of 4 linear layers to deepseek_v3, skipped 2: 1 × gate, 1 × output head"
+    )
+
+
+def test_the_summary_counts_each_reason():
+    model = nn.ModuleList([Tied(), Block()])
+    assert convert(model, Recipe.bf16(), lambda name, layer: "up" in name).conversion_summary == (
+        "converted 1 of 6 linear layers to bf16, skipped 5: "
+        "2 × left out by filter, 1 × tied to an embedding, 1 × gate, 1 × output head"
+    )
+
+
+def test_the_summary_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="octile"):
+        model = convert(Block())
+    assert [record.getMessage() for record in caplog.records] == [model.conversion_summary]
+
+
+# A model of another library
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_a_transformers_model_is_converted_but_for_its_head(llama):
+    assert convert(llama).conversion_summary == (
+        "converted 14 of 15 linear layers to deepseek_v3, skipped 1: 1 × output head"
+    )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "delayed"])
+def test_a_converted_transformers_model_trains(name, llama):
+    model, tokens = convert(llama, Recipe.named(name)), torch.randint(64, (2, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_step(model)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+# Refusals
+
+
+def test_only_modules_are_converted():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str"):
+        convert("model")
+
+
+def test_a_recipe_is_no_name():
+    with pytest.raises(TypeError, match=r"recipe must be an octile\.Recipe, not str"):
+        convert(Block(), "deepseek_v3")
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with pytest.raises(ValueError, match="model LayerNorm has no linear layer to convert"):
+        convert(nn.LayerNorm(3))

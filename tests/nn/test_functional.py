@@ -1,0 +1,462 @@
+"""linear and grouped_linear against the slow definition: quantise and decode as each recipe says, multiply in FP64.
+
+fprop, dgrad and wgrad must be within the bound of FP32 summation of the exact products of those operands, see
+tests/ops/test_matmul.py: |error| ≤ (K + 2) · 2⁻²⁴ · Σ|a||b|. Shapes: T tokens, K inputs, N outputs, G experts.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
+from octile.nn.delayed import AmaxHistory
+from octile.nn.functional import grouped_linear, linear, watch_casts
+from octile.recipe import Recipe
+from octile.scaled import ScaledTensor, quantize
+
+T, K, N = 140, 200, 150  # no multiples of 128
+COUNTS = [60, 0, 50, 20]  # rows of the experts; ten are left over
+WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).casts is not None]
+WITHOUT_CASTS = [name for name in Recipe.names() if Recipe.named(name).casts is None]
+
+every_recipe = pytest.mark.parametrize("name", Recipe.names())
+every_cast = pytest.mark.parametrize("name", WITH_CASTS)
+every_dtype = pytest.mark.parametrize("name", WITHOUT_CASTS)
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w, dy, and x, dy as wgrad takes them
+Format = FloatFormat | IntFormat
+
+
+@pytest.fixture
+def x() -> Tensor:
+    """[T, K] with an outlier channel and an outlier token, so that every tile has a scale of its own."""
+    x = torch.randn(T, K, generator=torch.Generator().manual_seed(0))
+    x[:, 7] *= 300
+    x[11] *= 50
+    return x.requires_grad_()
+
+
+@pytest.fixture
+def w() -> Tensor:
+    return (torch.randn(N, K, generator=torch.Generator().manual_seed(1)) / 8).requires_grad_()
+
+
+@pytest.fixture
+def w_GNK() -> Tensor:
+    return (torch.randn(len(COUNTS), N, K, generator=torch.Generator().manual_seed(2)) / 8).requires_grad_()
+
+
+@pytest.fixture
+def dy() -> Tensor:
+    return torch.randn(T, N, generator=torch.Generator().manual_seed(3)) * 1e-2
+
+
+@pytest.fixture
+def offs() -> Tensor:
+    return torch.tensor(COUNTS, dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+# The slow definition
+
+
+def tiles(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
+    """mission.md §4: 1×128 tiles of x and dy, 128×128 blocks of w; wgrad's operands in tiles along the tokens."""
+
+    def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+        kept_x = quantize(x, (1, 128), forward, "power_of_2").dequantize()
+        return (
+            kept_x,
+            quantize(w, (128, 128), forward).dequantize(),
+            quantize(dy, (1, 128), backward).dequantize(),
+            quantize(kept_x, (128, 1), forward, "power_of_2").dequantize(),
+            quantize(dy, (128, 1), backward).dequantize(),
+        )
+
+    return operands
+
+
+def tensors(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
+    """One scale for each matrix, and wgrad takes the same numbers as fprop and dgrad."""
+
+    def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+        x, w = (quantize(t, (None, None), forward).dequantize() for t in (x, w))
+        dy = quantize(dy, (None, None), backward).dequantize()
+        return x, w, dy, x, dy
+
+    return operands
+
+
+def delayed(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+    """One scale for all experts' weights together; its own, while there is no past (see test_delayed.py)."""
+    x, w, dy = (quantize(t.reshape(1, -1), (None, None), E4M3).dequantize().view_as(t) for t in (x, w, dy))
+    return x, w, dy, x, dy
+
+
+def unscaled(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+    x, w, dy = E4M3.round(x), E4M3.round(w), E5M2.round(dy)
+    return x, w, dy, x, dy
+
+
+SLOW = {
+    "deepseek_v3": tiles(E4M3, E4M3),
+    "hybrid_e5m2": tiles(E4M3, E5M2),
+    "int8_tiles": tiles(INT8, INT8),
+    "per_tensor": tensors(E4M3, E4M3),
+    "fp8_lm": tensors(E4M3, E5M2),
+    "global_scale": unscaled,
+    "delayed": delayed,
+    "smooth_swiglu": delayed,  # what it smooths belongs to SwiGLU
+}
+
+
+def history_of(recipe: Recipe) -> AmaxHistory | None:
+    return AmaxHistory() if recipe.delayed_scaling else None
+
+
+def assert_product(found: Tensor, a: Tensor, b: Tensor) -> None:
+    """found = a · b but for FP32 summation."""
+    a, b = a.detach().double(), b.detach().double()
+    bound = (a.shape[-1] + 2) * 2.0**-24 * (a.abs() @ b.abs()) * (1 + 1e-4)
+    assert ((found.double() - a @ b).abs() <= bound).all()
+
+
+def test_every_recipe_with_casts_has_a_slow_definition():
+    assert set(SLOW) == set(WITH_CASTS)
+
+
+@every_cast
+def test_fprop_is_the_slow_definition(name, x, w, dy):
+    recipe = Recipe.named(name)
+    slow_x, slow_w, *_ = SLOW[name](x, w, dy)
+    assert_product(linear(x, w, None, recipe, history_of(recipe)), slow_x, slow_w.T)
+
+
+@every_cast
+def test_dgrad_is_the_slow_definition(name, x, w, dy):
+    recipe = Recipe.named(name)
+    linear(x, w, None, recipe, history_of(recipe)).backward(dy)
+    _, slow_w, slow_dy, *_ = SLOW[name](x, w, dy)
+    assert_product(x.grad, slow_dy, slow_w)
+
+
+@every_cast
+def test_wgrad_is_the_slow_definition(name, x, w, dy):
+    recipe = Recipe.named(name)
+    linear(x, w, None, recipe, history_of(recipe)).backward(dy)
+    *_, slow_x, slow_dy = SLOW[name](x, w, dy)
+    assert_product(w.grad, slow_dy.T, slow_x)
+
+
+@every_dtype
+def test_products_without_casts_are_those_of_the_dtype(name, x, w, dy):
+    dtype = Recipe.named(name).compute
+    y = linear(x, w, None, Recipe.named(name))
+    y.backward(dy)
+    assert torch.equal(y, (x.to(dtype) @ w.to(dtype).T).float())
+    assert torch.equal(x.grad, (dy.to(dtype) @ w.to(dtype)).float())
+    assert torch.equal(w.grad, (dy.to(dtype).T @ x.to(dtype)).float())
+
+
+def test_no_recipe_is_torchs_own_linear(x, w):
+    bias = torch.randn(N)
+    assert torch.equal(linear(x, w, bias), torch.nn.functional.linear(x, w, bias))
+
+
+@every_recipe
+def test_the_bias_is_added_after_the_product(name, x, w):
+    recipe, bias = Recipe.named(name), torch.randn(N)
+    y = linear(x, w, None, recipe, history_of(recipe))
+    assert torch.equal(linear(x, w, bias, recipe, history_of(recipe)), y + bias)
+
+
+# Experts: rows of x and dy are quantised all together, so that tiles along the tokens may straddle two experts
+
+
+def parts(t: Tensor) -> list[Tensor]:
+    """The rows of each expert."""
+    return list(t[: sum(COUNTS)].split(COUNTS))
+
+
+@every_cast
+def test_fprop_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
+    recipe = Recipe.named(name)
+    slow_x, slow_w, *_ = SLOW[name](x, w_GNK, dy)
+    y = grouped_linear(x, w_GNK, offs, recipe, history_of(recipe))
+    for y_g, x_g, w_g in zip(parts(y), parts(slow_x), slow_w, strict=True):
+        assert_product(y_g, x_g, w_g.T)
+
+
+@every_cast
+def test_dgrad_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
+    recipe = Recipe.named(name)
+    grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
+    _, slow_w, slow_dy, *_ = SLOW[name](x, w_GNK, dy)
+    for dx_g, dy_g, w_g in zip(parts(x.grad), parts(slow_dy), slow_w, strict=True):
+        assert_product(dx_g, dy_g, w_g)
+
+
+@every_cast
+def test_wgrad_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
+    recipe = Recipe.named(name)
+    grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
+    *_, slow_x, slow_dy = SLOW[name](x, w_GNK, dy)
+    for dw_g, dy_g, x_g in zip(w_GNK.grad, parts(slow_dy), parts(slow_x), strict=True):
+        assert_product(dw_g, dy_g.T, x_g)
+
+
+@every_recipe
+def test_rows_past_the_last_expert_are_zero_in_both_passes(name, x, w_GNK, dy, offs):
+    recipe = Recipe.named(name)
+    y = grouped_linear(x, w_GNK, offs, recipe, history_of(recipe))
+    y.backward(dy)
+    assert not y[sum(COUNTS) :].any()
+    assert not x.grad[sum(COUNTS) :].any()
+
+
+@every_recipe
+def test_experts_without_rows_have_a_gradient_of_zero(name, x, w_GNK, dy, offs):
+    recipe = Recipe.named(name)
+    grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
+    assert not w_GNK.grad[1].any()
+
+
+@every_recipe
+def test_no_rows_at_all_are_no_error(name, w_GNK):
+    recipe, x = Recipe.named(name), torch.zeros(0, K, requires_grad=True)
+    offs = torch.zeros(len(COUNTS), dtype=torch.int32)
+    grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).sum().backward()
+    assert not w_GNK.grad.any()
+
+
+# What is cast, and how
+
+
+def casts_of(name: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, ScaledTensor]:
+    seen: dict[str, ScaledTensor] = {}
+    recipe = Recipe.named(name)
+    with watch_casts(seen.__setitem__):
+        linear(x, w, None, recipe, history_of(recipe)).backward(dy)
+    return seen
+
+
+def is_power_of_2(t: Tensor) -> bool:
+    return bool((t.frexp().mantissa == 0.5).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [("deepseek_v3", E4M3, E4M3), ("hybrid_e5m2", E4M3, E5M2), ("int8_tiles", INT8, INT8)],
+)
+def test_fine_grained_recipes_tile_every_operand(name, forward, backward, x, w, dy):
+    seen = casts_of(name, x, w, dy)
+    assert {operand: (q.fmt, q.block, is_power_of_2(q.scale)) for operand, q in seen.items()} == {
+        "x": (forward, (1, 128), True),
+        "w": (forward, (128, 128), False),
+        "dy": (backward, (1, 128), False),
+        "wgrad_x": (forward, (128, 1), True),
+        "wgrad_dy": (backward, (128, 1), False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [("per_tensor", E4M3), ("delayed", E4M3), ("smooth_swiglu", E4M3), ("fp8_lm", E5M2), ("global_scale", E5M2)],
+)
+def test_recipes_of_whole_tensors_cast_every_operand_once(name, backward, x, w, dy):
+    seen = casts_of(name, x, w, dy)
+    assert {operand: (q.fmt, q.scale.numel()) for operand, q in seen.items()} == {
+        "x": (E4M3, 1),
+        "w": (E4M3, 1),
+        "dy": (backward, 1),
+    }
+
+
+def test_the_global_scale_recipe_has_no_scale_of_its_own(x, w, dy):
+    assert [q.scale.item() for q in casts_of("global_scale", x, w, dy).values()] == [1, 1, 1]
+
+
+@every_dtype
+def test_recipes_without_casts_cast_nothing(name, x, w, dy):
+    assert casts_of(name, x, w, dy) == {}
+
+
+def test_a_watcher_sees_nothing_once_its_context_is_left(x, w):
+    seen: dict[str, ScaledTensor] = {}
+    with watch_casts(seen.__setitem__):
+        pass
+    linear(x, w, None, Recipe.deepseek_v3())
+    assert seen == {}
+
+
+# NaN, Inf and overflow
+
+
+@every_recipe
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_no_number_in_x_is_none_in_y(name, number, x, w):
+    x.data[3, 5] = number
+    recipe = Recipe.named(name)
+    history = history_of(recipe)
+    if history is not None:  # a past that would make the scale finite
+        linear(torch.ones(T, K), w, None, recipe, history)
+        history.end_step()
+    assert not linear(x, w, None, recipe, history)[3].isfinite().any()
+
+
+@every_recipe
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_no_number_in_dy_is_none_in_both_gradients(name, number, x, w, dy):
+    dy[3, 5] = number
+    recipe = Recipe.named(name)
+    linear(x, w, None, recipe, history_of(recipe)).backward(dy)
+    assert not x.grad[3].isfinite().any()
+    assert not w.grad[5].isfinite().any()
+
+
+def test_a_gradient_too_large_for_e5m2_is_seen_by_the_loss_scale(x, w, dy):
+    linear(x, w, None, Recipe.global_scale()).backward(dy * 1e9)
+    assert not w.grad.isfinite().any()
+
+
+def test_an_activation_too_large_for_e4m3_saturates_without_a_scale(w):
+    x = torch.full((1, K), 1e6)
+    assert_product(linear(x, w, None, Recipe.global_scale()), torch.full((1, K), 448.0), E4M3.round(w).T)
+
+
+# dtypes and autocast
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_result_and_the_gradient_have_the_inputs_dtype(name, dtype, x, w, dy):
+    recipe, x = Recipe.named(name), (x / 300).to(dtype).detach().requires_grad_()
+    y = linear(x, w, None, recipe, history_of(recipe))
+    y.backward(dy.to(dtype))
+    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (dtype, dtype, torch.float32)
+
+
+def test_a_bf16_input_gives_the_fp32_result_rounded(x, w):
+    x = x.bfloat16()
+    recipe = Recipe.deepseek_v3()
+    assert torch.equal(linear(x, w, None, recipe), linear(x.float(), w, None, recipe).bfloat16())
+
+
+@every_recipe
+def test_autocast_rounds_the_result_and_nothing_else(name, x, w):
+    recipe = Recipe.named(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, None, recipe, history_of(recipe))
+    assert torch.equal(y, linear(x, w, None, recipe, history_of(recipe)).bfloat16())
+
+
+@every_recipe
+def test_autocast_rounds_the_experts_result_and_nothing_else(name, x, w_GNK, offs):
+    recipe = Recipe.named(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_linear(x, w_GNK, offs, recipe, history_of(recipe))
+    assert torch.equal(y, grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).bfloat16())
+
+
+@every_recipe
+def test_a_backward_pass_under_autocast_computes_the_same(name, x, w, dy):
+    recipe, grads = Recipe.named(name), []
+    for enabled in (False, True):
+        x.grad = w.grad = None
+        y = linear(x, w, None, recipe, history_of(recipe))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.backward(dy)
+        grads.append((x.grad, w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# Gradients that are added to a buffer
+
+
+@every_recipe
+def test_main_grad_takes_the_gradient_in_place_of_grad(name, x, w, dy):
+    recipe = Recipe.named(name)
+    linear(x, w, None, recipe, history_of(recipe)).backward(dy)
+    expected, w.grad = w.grad, None
+    w.main_grad = torch.ones(N, K)
+    linear(x, w, None, recipe, history_of(recipe)).backward(dy)
+    assert w.grad is None
+    assert torch.equal(w.main_grad, 1 + expected)
+
+
+@every_recipe
+def test_main_grad_of_experts_takes_the_gradient_in_place_of_grad(name, x, w_GNK, dy, offs):
+    recipe = Recipe.named(name)
+    grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
+    expected, w_GNK.grad = w_GNK.grad, None
+    w_GNK.main_grad = torch.ones_like(w_GNK)
+    grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
+    assert w_GNK.grad is None
+    assert torch.equal(w_GNK.main_grad, 1 + expected)
+
+
+# Refusals
+
+
+def meta(*shape: int) -> Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "error", "message"),
+    [
+        (torch.zeros(4, 3), torch.zeros(2, 5), ValueError, r"x \[4, 3\] must end in the K = 5 of weight \[2, 5\]"),
+        (torch.tensor(1.0), torch.zeros(2, 5), ValueError, r"x \[\] must end in the K = 5 of weight"),
+        (torch.zeros(4, 5), torch.zeros(5), ValueError, r"weight must have 2 dimensions, not the shape \[5\]"),
+        (torch.zeros(4, 5).double(), torch.zeros(2, 5), TypeError, r"x must be float32, .* not torch\.float64"),
+        (torch.zeros(4, 5), torch.zeros(2, 5).int(), TypeError, r"weight must be float32, .* not torch\.int32"),
+        (torch.zeros(4, 5), meta(2, 5), ValueError, "x lies on cpu but weight on meta"),
+    ],
+    ids=["K", "0-D", "1-D weight", "dtype of x", "dtype of weight", "device"],
+)
+@pytest.mark.parametrize("recipe", [Recipe.deepseek_v3(), Recipe.bf16()], ids=lambda recipe: recipe.name)
+def test_operands_that_do_not_fit_are_refused(recipe, x, weight, error, message):
+    with pytest.raises(error, match=message):
+        linear(x, weight, None, recipe)
+
+
+def test_a_bias_of_another_length_is_refused(x, w):
+    with pytest.raises(ValueError, match=r"bias must be \[150\], not \[1\]"):
+        linear(x, w, torch.zeros(1), Recipe.deepseek_v3())
+
+
+def test_a_main_grad_of_another_shape_is_refused_before_the_forward_pass(x, w):
+    w.main_grad = torch.zeros(K, N)
+    with pytest.raises(ValueError, match=r"weight\.main_grad must be \[150, 200\] as weight, not \[200, 150\]"):
+        linear(x, w, None, Recipe.deepseek_v3())
+
+
+def test_a_main_grad_is_float32(x, w):
+    w.main_grad = torch.zeros(N, K, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"weight\.main_grad must be float32, not torch\.bfloat16"):
+        linear(x, w, None, Recipe.deepseek_v3())
+
+
+def test_delayed_scaling_needs_a_history(x, w):
+    with pytest.raises(ValueError, match="recipe 'delayed' scales by past steps and needs a history"):
+        linear(x, w, None, Recipe.delayed())
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe.deepseek_v3()], ids=["plain", "deepseek_v3"])
+def test_rows_of_experts_are_a_matrix(recipe, w_GNK, offs):
+    with pytest.raises(ValueError, match=r"x must be \[T, K\], not \[2, 3, 200\]"):
+        grouped_linear(torch.zeros(2, 3, K), w_GNK, offs, recipe)
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe.deepseek_v3()], ids=["plain", "deepseek_v3"])
+def test_offsets_of_experts_are_int32(recipe, x, w_GNK, offs):
+    with pytest.raises(TypeError, match=r"offs must be int32, not torch\.int64"):
+        grouped_linear(x, w_GNK, offs.long(), recipe)
+
+
+def test_a_second_derivative_is_an_error_and_no_wrong_number(x, w):
+    y = linear(x, w, None, Recipe.deepseek_v3()).square().sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()

@@ -1,0 +1,145 @@
+"""A weight is quantised again exactly when it may have changed."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.nn.weight_cache import is_cached, quantized_weight
+from octile.optim import AdamW
+from octile.recipe import BLOCK, TENSOR, Cast
+from octile.scaled import ScaledTensor, quantize
+
+CAST = Cast(block=BLOCK)
+
+
+class Counter:
+    """Quantises, and counts how often."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, t: Tensor, cast: Cast) -> ScaledTensor:
+        self.calls += 1
+        return quantize(t, cast.block, cast.fmt, cast.scale)
+
+
+@pytest.fixture
+def counter() -> Counter:
+    return Counter()
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.randn(5, 7))
+
+
+def test_a_weight_that_did_not_change_is_quantised_once(weight, counter):
+    first = quantized_weight(weight, CAST, counter)
+    assert quantized_weight(weight, CAST, counter) is first
+    assert counter.calls == 1
+
+
+def test_the_quantised_weight_is_the_weight_quantised(weight, counter):
+    found, expected = quantized_weight(weight, CAST, counter), quantize(weight.detach(), CAST.block)
+    assert torch.equal(found.dequantize(), expected.dequantize())
+
+
+def test_a_gradient_does_not_change_the_weight(weight, counter):
+    quantized_weight(weight, CAST, counter)
+    weight.square().sum().backward()
+    quantized_weight(weight, CAST, counter)
+    assert counter.calls == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW], ids=["SGD", "torch AdamW", "AdamW"])
+def test_an_optimizer_step_changes_the_weight(optimizer, weight, counter):
+    step = optimizer([weight], lr=0.1)
+    weight.grad = torch.randn_like(weight)
+    quantized_weight(weight, CAST, counter)
+    step.step()
+    found = quantized_weight(weight, CAST, counter)
+    assert torch.equal(found.dequantize(), quantize(weight.detach(), CAST.block).dequantize())
+    assert counter.calls == 2
+
+
+def test_writing_in_place_changes_the_weight(weight, counter):
+    quantized_weight(weight, CAST, counter)
+    with torch.no_grad():
+        weight.mul_(2)
+    quantized_weight(weight, CAST, counter)
+    assert counter.calls == 2
+
+
+def test_other_data_change_the_weight(weight, counter):
+    quantized_weight(weight, CAST, counter)
+    weight.data = torch.randn(5, 7)
+    quantized_weight(weight, CAST, counter)
+    assert counter.calls == 2
+
+
+def test_data_at_the_same_address_as_others_before_change_the_weight(counter):
+    layer = nn.Linear(256, 256)
+    quantized_weight(layer.weight, CAST, counter)
+    layer.to(torch.bfloat16).to(torch.float32)  # the allocator likes to hand out the memory that was just freed
+    quantized_weight(layer.weight, CAST, counter)
+    assert counter.calls == 2
+
+
+def test_loading_a_state_dict_changes_the_weight(counter):
+    layer = nn.Linear(7, 5)
+    quantized_weight(layer.weight, CAST, counter)
+    layer.load_state_dict(nn.Linear(7, 5).state_dict())
+    quantized_weight(layer.weight, CAST, counter)
+    assert counter.calls == 2
+
+
+def test_another_cast_is_made_anew(weight, counter):
+    quantized_weight(weight, CAST, counter)
+    assert quantized_weight(weight, Cast(block=TENSOR), counter).scale.numel() == 1
+
+
+def test_a_copy_has_its_own(weight, counter):
+    copied = copy.deepcopy(weight)
+    quantized_weight(weight, CAST, counter)
+    with torch.no_grad():
+        copied.mul_(2)
+    assert torch.equal(
+        quantized_weight(copied, CAST, counter).dequantize(), 2 * quantized_weight(weight, CAST, counter).dequantize()
+    )
+
+
+def test_nothing_is_kept_of_a_weight_that_is_gone(counter):
+    weight = nn.Parameter(torch.randn(5, 7))
+    kept = weakref.ref(quantized_weight(weight, CAST, counter))
+    del weight
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_is_computed_from_a_weight_is_not_kept(weight, counter):
+    scaled = weight * 2
+    quantized_weight(scaled, CAST, counter)
+    quantized_weight(scaled, CAST, counter)
+    assert counter.calls == 2
+
+
+def test_weights_whose_writes_are_not_counted_are_not_kept(counter):
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.randn(5, 7))
+    assert not is_cached(weight, CAST)
+    assert quantized_weight(weight, CAST, counter).shape == (5, 7)
+
+
+def test_a_delayed_scale_is_not_the_weights_own(weight):
+    assert not is_cached(weight, Cast(block=TENSOR, amax="delayed"))
+
+
+def test_a_fused_optimizer_that_writes_without_counting_invalidates_too(weight, counter):
+    before = quantized_weight(weight, CAST, counter)
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.5, fused=True).step()
+    assert not torch.equal(quantized_weight(weight, CAST, counter).data.float(), before.data.float())

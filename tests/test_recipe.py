@@ -1,0 +1,152 @@
+"""What the recipes say; what they compute is in tests/nn/test_linear.py."""
+
+from dataclasses import FrozenInstanceError, astuple, replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from octile.formats import E4M3, E5M2, INT8
+from octile.recipe import BLOCK, COLUMN_TILE, TENSOR, TILE, Cast, Casts, OptimizerFormats, Recipe
+
+every_name = pytest.mark.parametrize("name", Recipe.names())
+
+PUBLISHED = (
+    "bf16",
+    "per_tensor",
+    "delayed",
+    "hybrid_e5m2",
+    "global_scale",
+    "fp16_loss_scaling",
+    "fp8_lm",
+    "smooth_swiglu",
+    "int8_tiles",
+)
+
+
+@every_name
+def test_a_recipe_is_found_by_its_name(name):
+    assert Recipe.named(name).name == name
+
+
+@every_name
+def test_a_name_means_the_same_recipe_every_time(name):
+    assert Recipe.named(name) == Recipe.named(name)
+
+
+@every_name
+def test_a_recipe_can_be_a_key(name):
+    assert {Recipe.named(name): 1}[Recipe.named(name)] == 1
+
+
+@every_name
+def test_a_recipe_says_what_it_is(name):
+    assert getattr(Recipe, name).__doc__
+
+
+def test_the_librarys_own_recipe_comes_first():
+    assert Recipe.names()[0] == "deepseek_v3"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_the_paper_compares_with_is_there(name):
+    assert name in Recipe.names()
+
+
+@pytest.mark.parametrize("pair", list(combinations(Recipe.names(), 2)), ids="-".join)
+def test_two_recipes_differ_in_more_than_their_names(pair):
+    one, other = (replace(Recipe.named(name), name="") for name in pair)
+    assert one != other
+
+
+@pytest.mark.parametrize("name", ["nothing", "names", "named", "__init__", ""])
+def test_an_unknown_name_is_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match=f"unknown recipe {name!r}; there are deepseek_v3, bf16"):
+        Recipe.named(name)
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        Recipe.bf16().name = "mine"
+
+
+# The casts
+
+
+def test_deepseek_v3_tiles_tokens_forward_and_channels_for_the_weight_gradient():
+    casts = Recipe.deepseek_v3().casts
+    assert (casts.x.block, casts.w.block, casts.dy.block) == (TILE, BLOCK, TILE)
+    assert (casts.wgrad_x.block, casts.wgrad_dy.block) == (COLUMN_TILE, COLUMN_TILE)
+
+
+def test_deepseek_v3_is_e4m3_everywhere():
+    assert {cast.fmt for cast in vars(Recipe.deepseek_v3().casts).values()} == {E4M3}
+
+
+def test_what_is_requantised_has_powers_of_2_for_scales():
+    casts = Recipe.deepseek_v3().casts
+    assert (casts.x.scale, casts.wgrad_x.scale) == ("power_of_2", "power_of_2")
+
+
+@pytest.mark.parametrize("name", ["hybrid_e5m2", "fp8_lm", "global_scale"])
+def test_gradients_are_e5m2_where_the_forward_pass_is_e4m3(name):
+    casts = Recipe.named(name).casts
+    assert [cast.fmt for cast in (casts.x, casts.w, casts.wgrad_x)] == [E4M3] * 3
+    assert [cast.fmt for cast in (casts.dy, casts.wgrad_dy)] == [E5M2] * 2
+
+
+@pytest.mark.parametrize("name", ["per_tensor", "delayed", "global_scale", "fp8_lm", "smooth_swiglu"])
+def test_one_scale_a_tensor(name):
+    assert {cast.block for cast in vars(Recipe.named(name).casts).values()} == {TENSOR}
+
+
+def test_int8_tiles_are_those_of_deepseek_v3():
+    assert {cast.fmt for cast in vars(Recipe.int8_tiles().casts).values()} == {INT8}
+    for ours, theirs in zip(astuple(Recipe.int8_tiles().casts), astuple(Recipe.deepseek_v3().casts), strict=True):
+        assert ours[1:] == theirs[1:]
+
+
+@pytest.mark.parametrize("name", Recipe.names())
+def test_scales_from_past_steps(name):
+    assert Recipe.named(name).delayed_scaling == (name in ("delayed", "smooth_swiglu"))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16_loss_scaling", torch.float16)])
+def test_recipes_without_casts_compute_in_16_bits(name, dtype):
+    assert (Recipe.named(name).casts, Recipe.named(name).compute) == (None, dtype)
+
+
+# The rest
+
+
+@every_name
+def test_the_loss_is_scaled_where_small_gradients_would_vanish(name):
+    assert (Recipe.named(name).loss_scale == "dynamic") == (name in ("global_scale", "fp16_loss_scaling"))
+
+
+def test_fp8_lm_keeps_6_bytes_a_parameter():
+    assert Recipe.fp8_lm().optimizer == OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
+
+
+def test_masters_are_float32_and_moments_bfloat16_by_default():
+    assert Recipe.deepseek_v3().optimizer == OptimizerFormats("float32", "float32", "bfloat16", "bfloat16")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("amax", ["delayed", "unscaled"])
+def test_only_whole_tensors_have_a_scale_from_elsewhere(amax):
+    with pytest.raises(ValueError, match=rf"amax='{amax}' needs one scale for the whole tensor, .* \(1, 128\)"):
+        Cast(amax=amax)
+
+
+def test_a_scale_from_elsewhere_is_not_rounded():
+    with pytest.raises(ValueError, match="scale='power_of_2' has no meaning with amax='delayed'"):
+        Cast(block=TENSOR, scale="power_of_2", amax="delayed")
+
+
+def test_a_history_serves_both_layouts():
+    delayed, current = Cast(block=TENSOR, amax="delayed"), Cast(block=TENSOR)
+    with pytest.raises(ValueError, match="wgrad_x and wgrad_dy must be x and dy where a scale is delayed"):
+        Casts(delayed, delayed, delayed, wgrad_x=current, wgrad_dy=delayed)
