@@ -1,0 +1,102 @@
+"""`octile doctor`: this machine, its versions, and which kernel serves which operator, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from octile import __version__
+from octile.bench.rows import machine
+
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "cuda-core", "cuda-bindings")
+OPERATORS = (
+    "quantize",
+    "quantize_with_scale",
+    "dequantize",
+    "matmul_nt",
+    "matmul_nt_out",
+    "grouped_matmul_nt",
+    "masked_grouped_matmul_nt",
+    "grouped_wgrad",
+)
+
+
+def examine() -> dict[str, Any]:
+    """{"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "advice": [line]}."""
+    kernel, why = _kernel()
+    operators = [{"operator": f"octile::{name}", "kernel": kernel, "why": why} for name in OPERATORS]
+    if kernel == "Triton":
+        reference = {"kernel": "reference (torch)", "why": "one given scale: a plain elementwise cast"}
+        operators[1] |= reference
+    return {
+        "octile": __version__,
+        "machine": {
+            **machine(),
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "executable": sys.executable,
+        },
+        "packages": {name: _version(name) for name in PACKAGES},
+        "operators": operators,
+        "advice": _advice(),
+    }
+
+
+def show(found: dict[str, Any], as_json: bool) -> None:
+    """Prints what `examine` found, for a person or as JSON."""
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console()
+    for title in ("machine", "packages"):
+        table = Table(title=title, show_header=False, title_justify="left")
+        for name, value in found[title].items():
+            table.add_row(name, "not there" if value is None else str(value))
+        console.print(table)
+    table = Table("operator", "kernel", title="operators", title_justify="left")
+    for row in found["operators"]:
+        table.add_row(row["operator"], row["kernel"])
+    console.print(table)
+    for kernel, why in dict.fromkeys((row["kernel"], row["why"]) for row in found["operators"]):
+        console.print(f"{kernel}: {why}", highlight=False)
+    for line in found["advice"]:
+        console.print(line, highlight=False)
+
+
+def _kernel() -> tuple[str, str]:
+    """The kernels that the operators take on tensors of the best device here, and the reason."""
+    if not torch.cuda.is_available():
+        return "reference (torch, CPU)", "torch finds no GPU: the same code runs on the operators' specification"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 0):
+        return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
+    if find_spec("triton") is None:
+        return "none", "Triton is not installed: pip install octile[cuda]"
+    if (major, minor) >= (8, 9):
+        return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128"
+    return "Triton", f"sm_{major}{minor} has no FP8 product: operands are converted to FP16, exactly"
+
+
+def _advice() -> list[str]:
+    lines = []
+    if torch.cuda.is_available() and find_spec("triton") is None:
+        lines.append("install Triton to use the GPU: pip install octile[cuda]")
+    if torch.get_num_threads() > len(os.sched_getaffinity(0)):
+        lines.append(f"torch uses {torch.get_num_threads()} threads on fewer cores: set OMP_NUM_THREADS")
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,40 @@
+"""Times that can be compared: alternating candidates, medians, a cold cache on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+FLUSH_BYTES = 512 * 2**20  # several times a GPU's L2
+
+
+def seconds(candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, float]:
+    """The median time of each candidate in seconds; they take turns, so that what slows the machine slows all alike."""
+    for candidate in candidates.values():
+        for _ in range(warm_up):
+            candidate()
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    clock = _gpu_seconds if torch.cuda.is_available() else _cpu_seconds
+    for _ in range(rounds):
+        for name, candidate in candidates.items():
+            times[name].append(clock(candidate))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _cpu_seconds(candidate: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    candidate()
+    return time.perf_counter() - start
+
+
+def _gpu_seconds(candidate: Callable[[], object]) -> float:
+    torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    candidate()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,108 @@
+"""Text from a model, a token at a time: the prompt is read at once, then each token attends to the cached latents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octile.checkpoint.hugging_face import load
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.train.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most; the end-of-text token ends earlier.
+        temperature: 0 takes the likeliest token; 1 draws from the model's distribution; above, more evenly.
+        top_p: draws only from the likeliest tokens that together have this probability.
+        seed: of the drawing.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must not be negative, but is {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+
+def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """As `generate_text`, with the model and the tokenizer of a run folder or a Hugging Face folder.
+
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+        ValueError: a file is damaged, or the prompt is too long.
+    """
+    inside = folder / "model"
+    tokenizer = Tokenizer.load(inside if inside.is_dir() else folder)
+    model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    return generate_text(model, tokenizer, prompt, sampling)
+
+
+def generate_text(model: DeepseekV3, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """What the model continues the prompt with, in pieces as they come; together they are the text.
+
+    Raises:
+        ValueError: prompt and new tokens are more than the model's context.
+    """
+    tokens: list[int] = []
+    shown = ""
+    for token in generate(model, [tokenizer.begin, *tokenizer.encode(prompt)], sampling, tokenizer.end):
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose bytes are not all there yet
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(tokens)[len(shown) :]
+
+
+@torch.inference_mode()
+def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int) -> Iterator[int]:
+    """The tokens after the prompt, up to `end`, which is not among them.
+
+    Raises:
+        ValueError: the prompt is empty, or prompt and new tokens are more than the model's context.
+    """
+    length, context = len(prompt) + sampling.max_new_tokens, model.config.max_position_embeddings
+    if not prompt:
+        raise ValueError("prompt must have at least one token")
+    if length > context:
+        raise ValueError(
+            f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "
+            f"exceed the model's context of {context}"
+        )
+    model.eval()
+    device = next(model.parameters()).device
+    random = torch.Generator().manual_seed(sampling.seed)
+    cache = model.new_cache(1, length)
+    next_tokens = torch.tensor([prompt], device=device)
+    for _ in range(sampling.max_new_tokens):
+        logits_V = model(next_tokens, cache=cache)[0, -1].float().cpu()
+        token = choose(logits_V, sampling, random)
+        if token == end:
+            return
+        yield token
+        next_tokens = torch.tensor([[token]], device=device)
+
+
+def choose(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """The next token, from logits [V] float32: greedy, or from the nucleus (Holtzman et al., arXiv 1904.09751)."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    probabilities_V, tokens_V = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)
+    before_V = probabilities_V.cumsum(-1) - probabilities_V
+    probabilities_V[before_V >= sampling.top_p] = 0.0  # the likeliest token always stays
+    return int(tokens_V[torch.multinomial(probabilities_V, 1, generator=random)])

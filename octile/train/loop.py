@@ -1,0 +1,232 @@
+"""`octile train`: from text to a run folder with a model, a report and a sample.
+
+The loop itself is short; what surrounds it makes sure that nothing is lost: a signal ends it after the step under way,
+with a checkpoint, and so does an error of the disk leave the last checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+
+from octile.checkpoint.hugging_face import save
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from octile.formats import E4M3
+from octile.models.counts import count_parameters
+from octile.recipe import BLOCK, Cast, Recipe
+from octile.report.train import write_run_report
+from octile.train.config import TrainConfig, changed
+from octile.train.data import prepare
+from octile.train.generate import Sampling, generate_text
+from octile.train.run_folder import MetricsWriter, RunFolder, Stopped, write_atomically
+from octile.train.screen import Screen
+from octile.train.store import TokenStore
+from octile.train.trainer import Trainer
+
+SAMPLE_TOKENS = 128
+
+
+def train(config: TrainConfig, resume: bool, screen: Screen) -> Path:
+    """Trains a model and leaves a run folder.
+
+    Args:
+        config: of the run; `config.out` is where a resumed run lies.
+        resume: continue from the newest checkpoint that is whole.
+        screen: where progress is shown.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        FileExistsError: a new run would overwrite another; FileNotFoundError: there is none to resume, or no data.
+        ValueError: the data, the configuration or a checkpoint is not what it should be.
+        FloatingPointError: the loss became NaN or Inf.
+        Stopped: by Ctrl-C or SIGTERM.
+    """
+    device = pick_device(config.device)
+    Recipe.named(config.recipe)  # an unknown one is refused before anything is written
+    run = _resumed(config) if resume else RunFolder.create(config)
+    screen.say(f"run folder: {run.path}")
+    store = _tokens(config, run, resume, screen)
+    trainer = build(config, store, device)
+    run.write_config(config)
+    if resume:
+        _continue(trainer, run, screen)
+    screen.model(trainer)
+
+    with _signals() as stop, _measuring(run) as metrics, screen.progress(config.steps, trainer.steps_done) as shown:
+        while trainer.steps_done < config.steps and not stop:
+            line = trainer.step()
+            metrics.write(line)
+            shown.step(line)
+            last = trainer.steps_done == config.steps
+            if last or trainer.steps_done % config.validate_every == 0:
+                line = _look(trainer, metrics)
+                shown.validation(line)
+            if last or stop or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
+                _checkpoint(trainer, run)
+    if trainer.steps_done < config.steps:
+        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: octile train --resume --out {run.path}")
+
+    _finish(trainer, run, store, screen)
+    return run.path
+
+
+def build(config: TrainConfig, store: TokenStore, device: torch.device) -> Trainer:
+    """A trainer whose vocabulary is as large as the configuration's, whatever the tokenizer used of it."""
+    if store.manifest.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the data has {store.manifest.vocab_size} tokens, the model's vocab_size is {config.model.vocab_size}"
+        )
+    return Trainer(config, store, device)
+
+
+def prepare_tokens(config: TrainConfig, folder: Path, screen: Screen) -> TokenStore:
+    """The tokens of the configuration's data, built in folder or found there."""
+    with screen.stages() as progress:
+        store = prepare(
+            config.data,
+            config.model.vocab_size,
+            folder,
+            config.sequence_length - 1,  # a window is one token longer than that
+            held_out_windows=config.val_sequences,
+            progress=progress,
+        )
+    screen.data(store)
+    return store
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU where there is one.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no GPU here: use --device cpu or auto")
+    return torch.device(name)
+
+
+def _resumed(config: TrainConfig) -> RunFolder:
+    if config.out is None:
+        raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
+    run = RunFolder.open(config.out)
+    different = changed(run.read_config(), config)
+    if different:
+        raise ValueError(
+            f"a resumed run keeps its configuration, but {', '.join(different)} would differ from {run.path}"
+        )
+    return run
+
+
+def _tokens(config: TrainConfig, run: RunFolder, resume: bool, screen: Screen) -> TokenStore:
+    """A resumed run reads the tokens that it began with, whatever became of their source."""
+    if resume and (run.data / "manifest.json").exists():
+        return TokenStore.open(run.data)
+    return prepare_tokens(config, run.data, screen)
+
+
+def _continue(trainer: Trainer, run: RunFolder, screen: Screen) -> None:
+    checkpoint = latest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        screen.say("no checkpoint was written yet: starting from the beginning")
+    else:
+        trainer.load(*load_checkpoint(checkpoint))
+        screen.say(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
+    run.forget_after(trainer.steps_done)
+
+
+def _look(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
+    """Measures what is measured now and then; returns the validation's line."""
+    step = trainer.steps_done
+    line = {"step": step, "val_loss": trainer.validate(), "val_tokens": trainer.held_out.numel()}
+    metrics.write({"step": step, "expert_load": trainer.expert_load()})
+    metrics.write(line)
+    scales = trainer.tile_scales()
+    if scales:
+        metrics.write({"step": step, "tile_scales": scales})
+    return line
+
+
+def _checkpoint(trainer: Trainer, run: RunFolder) -> None:
+    tensors, state = trainer.state()
+    save_checkpoint(run.checkpoints, trainer.steps_done, tensors, state)
+
+
+def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen) -> None:
+    """Leaves the model, the sample and the report."""
+    casts = trainer.recipe.casts
+    as_trained: Literal["fp8", "bf16"] = "fp8" if casts and casts.w == Cast(E4M3, BLOCK) else "bf16"
+    save(trainer.model, run.model, as_trained, [store.folder / n for n in ("tokenizer.json", "tokenizer_config.json")])
+    _write_summary(trainer, run, store)
+    sample = sample_text(trainer, store)
+    write_atomically(run.sample_file, sample)
+    report = write_run_report(run.path)
+    screen.finish(run, sample, report)
+
+
+def sample_text(trainer: Trainer, store: TokenStore) -> str:
+    """The prompt and what the model continues it with, greedily."""
+    prompt = trainer.config.prompt
+    room = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
+    greedy = Sampling(max_new_tokens=max(0, min(SAMPLE_TOKENS, room)))
+    return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, greedy))
+
+
+def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
+    counts = count_parameters(trainer.config.model)
+    summary = {
+        "preset": trainer.config.preset,
+        "recipe": trainer.config.recipe,
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "bytes_per_token": store.manifest.bytes["val"] / store.manifest.tokens["val"],
+        "machine": machine(trainer.device),
+        "prompt": trainer.config.prompt,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    write_atomically(run.summary_file, json.dumps(summary, indent=2) + "\n")
+
+
+def machine(device: torch.device) -> str:
+    """One line that says what a figure was measured on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+@contextmanager
+def _measuring(run: RunFolder) -> Iterator[MetricsWriter]:
+    writer = MetricsWriter(run)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM instead of dying of them; a second one kills as usual."""
+    caught: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,223 @@
+"""One training run as an object: what it is made of, a step, a look at held-out text, and its whole state.
+
+A step is a function of the state and of the step's number, so a run that is saved, killed and loaded continues with
+the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.convert import convert
+from octile.nn.delayed import AmaxHistory, end_step
+from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
+from octile.recipe import Recipe
+from octile.train.batches import Batches, validation
+from octile.train.config import TrainConfig
+from octile.train.run_folder import Metrics
+from octile.train.store import TokenStore
+from octile.train.watch import first_non_finite, tile_scales
+
+VALIDATION_BATCH = 8  # sequences at a time: only memory depends on it
+
+
+class Trainer:
+    """A model, its optimizer and its data.
+
+    Args:
+        config: of the run; its seed decides the initial weights and the order of the data.
+        store: the tokens.
+        device: where the model lives.
+    """
+
+    def __init__(self, config: TrainConfig, store: TokenStore, device: torch.device):
+        self.config, self.device = config, device
+        self.recipe = Recipe.named(config.recipe)
+        torch.manual_seed(config.seed)
+        self.model = DeepseekV3(config.model).to(device)
+        convert(self.model, self.recipe)
+        optim = config.optim
+        self.optimizer = AdamW(
+            param_groups(self.model, optim.weight_decay),
+            lr=optim.lr,
+            betas=optim.betas,
+            formats=self.recipe.optimizer,
+        )
+        self.schedule = schedule(config)
+        self.loss_scale = DynamicLossScale() if self.recipe.loss_scale else None
+        self.ema = EMA(self.model, optim.ema_decay, self.optimizer) if optim.ema_decay else None
+        self.batches = Batches(store.train, config.batch_size, config.sequence_length - 1, config.seed)
+        self.held_out = validation(store.val, config.sequence_length - 1, config.val_sequences)
+        self.moes = self.model.moe_layers()
+        self.steps_done = 0
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def step(self) -> Metrics:
+        """One optimizer step; returns its line of metrics.
+
+        Raises:
+            FloatingPointError: the loss or a gradient is NaN or Inf. The weights are as they were before the step.
+        """
+        start = time.perf_counter()
+        config, number = self.config, self.steps_done
+        tokens_BS = self.batches.batch(number)
+        learning_rate = self.schedule(number)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = {"loss": 0.0, "main": 0.0, "mtp": 0.0, "balance": 0.0}
+        load = {name: torch.zeros(config.model.n_routed_experts, dtype=torch.int64) for name in self.moes}
+
+        for piece_BS in tokens_BS.chunk(config.micro_batches):
+            loss = self._loss(piece_BS)
+            if not math.isfinite(loss.item()):
+                where = first_non_finite(self.model, partial(self._loss, piece_BS))
+                raise FloatingPointError(
+                    f"the loss is {loss.item()} at step {number + 1}; the first to break is {where}"
+                )
+            scaled = loss / config.micro_batches
+            (self.loss_scale.scale(scaled) if self.loss_scale else scaled).backward()
+            losses["loss"] += loss.item() / config.micro_batches
+            for name, value in self.model.last_losses.items():
+                losses[name] += float(value) / config.micro_batches
+            for name, moe in self.moes.items():
+                load[name] += moe.last_load_E.cpu()
+
+        grad_norm = self._update(learning_rate)
+        for name, moe in self.moes.items():
+            moe.gate.balance(load[name].to(self.device), config.optim.balance_speed)
+        self.steps_done += 1
+        self.tokens += tokens_BS.numel()
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        return {
+            "step": self.steps_done,
+            "loss": losses["loss"],
+            **{f"{name}_loss": losses[name] for name in ("main", "mtp", "balance")},
+            "lr": learning_rate,
+            "grad_norm": grad_norm,
+            "tokens": self.tokens,
+            "tokens_per_s": tokens_BS.numel() / seconds,
+            "seconds": self.seconds,
+        }
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """How many tokens each expert of each layer got in the last micro-batch."""
+        return {name: moe.last_load_E.tolist() for name, moe in self.moes.items()}
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The loss on held-out text, nats a token; the main head only."""
+        self.model.eval()
+        total = 0.0
+        for piece_BS in self.held_out.split(VALIDATION_BATCH):
+            self._loss(piece_BS)
+            total += float(self.model.last_losses["main"]) * len(piece_BS)
+        return total / len(self.held_out)
+
+    def tile_scales(self) -> dict[str, Any]:
+        """Histograms of the scales in one forward and backward pass; leaves no trace in weights and gradients."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        with tile_scales() as histograms:
+            self._loss(self.held_out[:1]).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        return histograms()
+
+    def _loss(self, tokens_BS: Tensor) -> Tensor:
+        tokens_BS = tokens_BS.to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model(tokens_BS, tokens_BS)
+
+    def _update(self, learning_rate: float) -> float:
+        """Clips and steps, unless a dynamic loss scale found that the gradients overflowed. Returns their norm."""
+        parameters = list(self.model.parameters())
+        finite = self.loss_scale.unscale_(parameters) if self.loss_scale else True
+        grad_norm = clip_grad_norm_(parameters, self.config.optim.clip).item()
+        if self.loss_scale is None and not math.isfinite(grad_norm):
+            broken = (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
+            where = next(broken, "the sum of the gradients' squares")
+            raise FloatingPointError(f"a gradient is not finite at step {self.steps_done + 1}; the first is {where}")
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            end_step(self.model)
+            if self.ema:
+                self.ema.update()
+        if self.loss_scale:
+            self.loss_scale.update()
+        return grad_norm
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that a later step depends on: tensors, and what JSON can hold."""
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        for index, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": t for name, t in moments.items()}
+        tensors |= {f"history.{name}": m.amax_OH for name, m in self._histories().items()}
+        if self.ema:
+            tensors |= {f"ema.{name}": t for name, t in self.ema.state_dict().items()}
+        state = {
+            "steps_done": self.steps_done,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+        }
+        return tensors, state
+
+    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Continues from `state`'s result.
+
+        Raises:
+            ValueError: it belongs to a model of another shape.
+        """
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        _load_exactly(self.model, parts["model"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in parts["optimizer"].items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        for name, history in self._histories().items():
+            history.amax_OH.copy_(parts["history"][name])
+        if self.ema:
+            self.ema.load_state_dict(parts["ema"])
+        if self.loss_scale:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self.steps_done, self.tokens, self.seconds = state["steps_done"], state["tokens"], state["seconds"]
+
+    def _histories(self) -> dict[str, AmaxHistory]:
+        return {name: m for name, m in self.model.named_modules() if isinstance(m, AmaxHistory)}
+
+
+def schedule(config: TrainConfig) -> WarmupConstantCosine:
+    """Warm-up, constant and cosine as shares of the run's steps."""
+    optim = config.optim
+    warmup, decay = round(config.steps * optim.warmup), round(config.steps * optim.decay)
+    return WarmupConstantCosine(
+        peak=optim.lr,
+        warmup_steps=warmup,
+        constant_steps=max(config.steps - warmup - decay, 0),
+        decay_steps=decay,
+        floor=optim.lr * optim.final_lr,
+    )
+
+
+def _load_exactly(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ tensors.keys()):
+        raise ValueError(f"the checkpoint {'lacks' if name in own else 'has in excess'} the tensor {name}")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} in the checkpoint but {tuple(own[name].shape)} here")
+    model.load_state_dict(tensors)

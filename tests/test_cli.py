@@ -1,0 +1,229 @@
+"""The command line as a script calls it: exit codes, one line on errors, results where they were said to be."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import octile.cli
+from octile.checkpoint.hugging_face import save
+from octile.cli import COMMANDS, main
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.train.tokenizer import Tokenizer
+from tests.train.conftest import MICRO
+
+MICRO_RUN = [
+    *("--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--val-sequences", "2", "--device", "cpu"),
+    *("--model.vocab-size", "320", "--model.hidden-size", "64", "--model.num-hidden-layers", "2"),
+    *("--model.n-routed-experts", "4", "--model.num-experts-per-tok", "2", "--model.n-group", "2"),
+    *("--model.topk-group", "1"),
+]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    try:
+        main(arguments)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command refuses its arguments."""
+    code, _, err = call(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("octile: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def hf_folder(text, tmp_path_factory):
+    """A BF16 checkpoint with its tokenizer."""
+    folder = tmp_path_factory.mktemp("hf") / "bf16"
+    torch.manual_seed(0)
+    save(DeepseekV3(MICRO), folder, weights="bf16")
+    Tokenizer.train((text / "argparse.txt").read_text().splitlines(), MICRO.vocab_size).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    import argparse
+    import inspect
+
+    folder = tmp_path_factory.mktemp("cli-text")
+    (folder / "argparse.txt").write_text(inspect.getsource(argparse))
+    return folder
+
+
+def test_help_names_every_command(capsys):
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0
+    assert "usage: octile " + command in out
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys, octile.cli\ntry: octile.cli.main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_version(capsys):
+    assert call(capsys, "--version")[1].startswith("octile 0.")
+
+
+def test_unknown_command(capsys):
+    assert "unknown command 'trian'; there are train, compare" in refused(capsys, "trian")
+
+
+def test_unknown_preset(capsys):
+    assert "unknown preset 'huge'; there are tiny" in refused(capsys, "train", "--preset", "huge")
+
+
+def test_unknown_recipe(capsys, text, tmp_path):
+    line = refused(capsys, "train", "--recipe", "fp9", "--data", str(text), "--out", str(tmp_path / "run"), *MICRO_RUN)
+    assert "unknown recipe 'fp9'; there are deepseek_v3" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_option(capsys):
+    assert call(capsys, "train", "--stepz", "4")[0] == 2
+
+
+def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
+    run = str(tmp_path / "run")
+    refused(capsys, "train", "--data", str(tmp_path / "none"), "--out", run, *MICRO_RUN)
+    assert call(capsys, "train", "--data", str(text), "--out", run, *MICRO_RUN)[0] == 0
+
+
+def test_missing_data(capsys, tmp_path):
+    line = refused(capsys, "train", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "run"), *MICRO_RUN)
+    assert "is no file or folder" in line
+
+
+def test_empty_data(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = refused(capsys, "train", "--data", str(tmp_path / "empty"), "--out", str(tmp_path / "run"), *MICRO_RUN)
+    assert "holds no files to read" in line
+
+
+def test_resume_without_a_run(capsys):
+    assert "--resume needs --out RUN" in refused(capsys, "train", "--resume")
+
+
+def test_train_then_generate(capsys, text, tmp_path):
+    run = str(tmp_path / "run")
+    assert call(capsys, "train", "--data", str(text), "--out", run, *MICRO_RUN)[0] == 0
+    code, out, _ = call(capsys, "generate", run, "--prompt", "def ", "--max-new-tokens", "4")
+    assert code == 0
+    assert out.startswith("def ")
+
+
+def test_generate_without_a_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "no finished run under runs/" in refused(capsys, "generate")
+
+
+def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
+    line = refused(capsys, "generate", str(hf_folder), "--prompt", "def " * 200)
+    assert "exceed the model's context of 128" in line
+
+
+def test_generate_from_a_truncated_file(capsys, hf_folder, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(hf_folder, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors" in refused(capsys, "generate", str(broken))
+
+
+def test_generate_from_a_checkpoint_of_another_shape(capsys, hf_folder, tmp_path):
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(hf_folder, other)
+    replace(MICRO, hidden_size=128).write(other / "config.json")
+    assert "by its config.json" in refused(capsys, "generate", str(other))
+
+
+def test_convert_there_and_back(capsys, hf_folder, tmp_path):
+    fp8, bf16 = str(tmp_path / "fp8"), str(tmp_path / "bf16")
+    code, out, _ = call(capsys, "convert", str(hf_folder), fp8, "--to", "fp8")
+    assert code == 0
+    assert "of the parameters" in out
+    assert call(capsys, "convert", fp8, bf16, "--to", "bf16")[0] == 0
+    assert (tmp_path / "bf16" / "tokenizer.json").exists()
+
+
+def test_convert_predicts_the_size_of_a_bare_configuration(capsys, tmp_path):
+    ModelConfig.v3_671b().write(tmp_path / "config.json")
+    code, out, _ = call(capsys, "convert", str(tmp_path), "--to", "fp8")
+    assert code == 0
+    assert "684.5B parameters, 689 GB as fp8" in out  # the published files are 688.6 GB
+
+
+def test_convert_what_is_fp8_already(capsys, hf_folder, tmp_path):
+    fp8 = str(tmp_path / "fp8")
+    call(capsys, "convert", str(hf_folder), fp8)
+    assert "already" in refused(capsys, "convert", fp8, str(tmp_path / "again"))
+
+
+def test_doctor_names_the_kernel_of_every_operator(capsys):
+    code, out, _ = call(capsys, "doctor", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert {row["operator"] for row in found["operators"]} >= {"octile::quantize", "octile::matmul_nt"}
+
+
+def failing(monkeypatch, error):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setitem(octile.cli.COMMANDS, "train", fail)
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    failing(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/model"))
+    code, _, err = call(capsys, "train")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "No space left on device: run/model" in err
+
+
+def test_a_nan_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    failing(monkeypatch, FloatingPointError("the loss is nan at step 4"))
+    code, _, err = call(capsys, "train")
+    assert (code, err) == (1, "octile: the loss is nan at step 4\n")
+
+
+def test_a_defect_of_ours_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    failing(monkeypatch, AssertionError("never"))
+    code, _, err = call(capsys, "train")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "OCTILE_TRACEBACK=1" in err
+
+
+def test_a_traceback_is_shown_when_asked_for(monkeypatch):
+    failing(monkeypatch, AssertionError("never"))
+    monkeypatch.setenv("OCTILE_TRACEBACK", "1")
+    with pytest.raises(AssertionError):
+        main(["train"])

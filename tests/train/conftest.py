@@ -1,0 +1,73 @@
+"""A model of a few thousand parameters and a text of 200 kB: a whole run takes a second."""
+
+import argparse
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from octile.models.config import ModelConfig
+from octile.train.config import OptimConfig, TrainConfig
+from octile.train.data import prepare
+from octile.train.store import TokenStore
+from octile.train.trainer import Trainer
+
+MICRO = ModelConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    max_position_embeddings=128,
+    rope_scaling=None,
+    initializer_range=0.02,
+)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one text, the source of argparse."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "argparse.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
+    for part in range(8):
+        (folder / f"part{part}.txt").write_text(inspect.getsource(argparse)[part * 4000 :][:4000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    return prepare(text, MICRO.vocab_size, tmp_path_factory.mktemp("store"), 31, held_out_windows=4)
+
+
+def micro(**changes) -> TrainConfig:
+    """A run of the micro model."""
+    settings = {
+        "recipe": "deepseek_v3",
+        "steps": 6,
+        "checkpoint_every": 2,
+        "validate_every": 3,
+        "batch_size": 4,
+        "sequence_length": 32,
+        "val_sequences": 4,
+        "device": "cpu",
+        "model": MICRO,
+        "optim": OptimConfig(lr=3e-3),
+    }
+    return TrainConfig(**{**settings, **changes})
+
+
+@pytest.fixture
+def new_trainer(store: TokenStore):
+    return lambda **changes: Trainer(micro(**changes), store, torch.device("cpu"))

@@ -1,0 +1,52 @@
+"""BF16 twice and a recipe, from one beginning."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from octile.train.compare import compare
+from octile.train.screen import Screen
+from tests.train.conftest import micro
+
+
+@pytest.fixture(scope="module")
+def compared(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare")
+    screen = Screen(Console(file=io.StringIO(), width=120))
+    return compare(micro(data=str(text), steps=4, validate_every=2), ("deepseek_v3", "bf16"), out, screen), out, screen
+
+
+def test_every_run_starts_from_the_same_weights_on_the_same_batch(compared):
+    result, _, _ = compared
+    assert result.recipes[0].train_loss[0] == pytest.approx(result.bf16.train_loss[0], rel=1e-3)
+
+
+def test_the_other_seed_is_another_run(compared):
+    result, _, _ = compared
+    assert result.bf16_other_seed.seed == result.bf16.seed + 1
+    assert result.bf16_other_seed.train_loss[0] != result.bf16.train_loss[0]
+
+
+def test_bf16_is_trained_twice_and_not_three_times(compared):
+    result, _, _ = compared
+    assert [curve.recipe for curve in result.recipes] == ["deepseek_v3"]
+
+
+def test_the_page_and_the_numbers_are_written(compared):
+    result, out, _ = compared
+    assert (out / "report.html").stat().st_size > 10_000
+    written = json.loads((out / "compare.json").read_text())
+    assert written["bf16"]["val_loss"] == list(result.bf16.val_loss)
+
+
+def test_the_screen_says_the_gap_and_the_band(compared):
+    _, _, screen = compared
+    assert "differ only in their seed" in " ".join(screen.console.file.getvalue().split())
+
+
+def test_an_unknown_recipe_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
+        compare(micro(), ("fp9",), tmp_path / "out", Screen())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,52 @@
+"""A run's configuration: presets, what is refused, and the way to a file and back."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from octile.models.config import PRESETS
+from octile.train.config import TrainConfig, changed, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_the_way_to_json_and_back(name):
+    config = replace(preset(name), out=Path("runs/x"))
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+def test_an_unknown_preset_is_refused_with_the_names_that_exist():
+    with pytest.raises(ValueError, match=r"unknown preset 'huge'.*tiny, small, v2_lite_16b"):
+        preset("huge")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"seed": -1}, "seed must not be negative, but is -1"),
+        ({"batch_size": 8, "micro_batches": 3}, "batch_size 8 must be divisible by micro_batches 3"),
+        ({"sequence_length": 4096}, "sequence_length 4096 exceeds"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(preset("tiny"), **change)
+
+
+def test_a_file_that_is_no_configuration_is_refused():
+    with pytest.raises(ValueError, match="not a run's configuration"):
+        TrainConfig.from_json("{}")
+
+
+def test_a_resumed_run_may_change_its_steps_but_not_its_seed():
+    saved = preset("tiny")
+    assert changed(saved, replace(saved, steps=7)) == []
+    assert changed(saved, replace(saved, seed=1)) == ["seed"]
+
+
+def test_reading_a_configuration_loads_no_torch():
+    code = "import sys, octile.train.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,97 @@
+"""Text from a model: what is chosen, what is shown, what is refused."""
+
+import pytest
+import torch
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.train.generate import Sampling, choose, generate, generate_text
+from tests.train.conftest import MICRO
+
+LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return DeepseekV3(MICRO).eval()
+
+
+def draws(sampling, n=200):
+    random = torch.Generator().manual_seed(sampling.seed)
+    return [choose(LOGITS, sampling, random) for _ in range(n)]
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert set(draws(Sampling(temperature=0.0))) == {1}
+
+
+def test_temperature_one_draws_every_token_sometimes():
+    assert set(draws(Sampling(temperature=1.0))) == {0, 1, 2, 3}
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    assert set(draws(Sampling(temperature=1.0, top_p=0.7))) == {1, 2}
+
+
+def test_top_p_always_keeps_the_likeliest():
+    assert set(draws(Sampling(temperature=1.0, top_p=0.01))) == {1}
+
+
+def test_a_seed_repeats_itself():
+    assert draws(Sampling(temperature=1.0, seed=3)) == draws(Sampling(temperature=1.0, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens must not be negative"),
+        ({"temperature": -0.5}, "temperature must be at least 0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+def test_the_cache_changes_no_token(model):
+    prompt = [5, 9, 2, 7]
+    tokens = list(generate(model, prompt, Sampling(max_new_tokens=8), end=-1))
+    for _ in range(8):
+        prompt.append(int(model(torch.tensor([prompt]))[0, -1].argmax()))
+    assert tokens == prompt[4:]
+
+
+def test_the_end_token_ends_the_text_and_is_not_shown(model):
+    first = next(generate(model, [5], Sampling(max_new_tokens=1), end=-1))
+    assert list(generate(model, [5], Sampling(max_new_tokens=8), end=first)) == []
+
+
+def test_a_prompt_longer_than_the_context_is_refused(model):
+    with pytest.raises(ValueError, match=r"prompt has 120 tokens and max_new_tokens is 9.* context of 128"):
+        next(generate(model, [1] * 120, Sampling(max_new_tokens=9), end=-1))
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="at least one token"):
+        next(generate(model, [], Sampling(), end=-1))
+
+
+def test_the_pieces_together_are_the_text(model, store):
+    sampling = Sampling(max_new_tokens=40, temperature=1.0, seed=1)
+    tokenizer = store.tokenizer
+    tokens = list(generate(model, [tokenizer.begin, *tokenizer.encode("def ")], sampling, tokenizer.end))
+    assert "".join(generate_text(model, tokenizer, "def ", sampling)) == tokenizer.decode(tokens)
+
+
+def test_a_served_model_can_be_trained_on(store):
+    from octile.nn.convert import convert
+
+    model = convert(DeepseekV3(MICRO))
+    next(generate(model, [1, 2], Sampling(max_new_tokens=1), end=-1))
+    model.train()
+    tokens = torch.randint(MICRO.vocab_size, (2, 16))
+    model(tokens, tokens).backward()
+    assert model.lm_head.weight.grad.isfinite().all()

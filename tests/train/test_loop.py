@@ -1,0 +1,203 @@
+"""A whole run: what it leaves, and that nothing is lost when it is killed, stopped or out of space."""
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import octile.train.loop
+from octile.checkpoint.hugging_face import load
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.train.loop import train
+from octile.train.screen import Screen
+from octile.train.trainer import Trainer
+from tests.train.conftest import micro
+
+
+def quiet() -> Screen:
+    return Screen(Console(file=io.StringIO(), width=120))
+
+
+def metrics(run: Path, key: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def final(run: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(latest_checkpoint(run / "checkpoints"))[0]
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    screen = quiet()
+    train(micro(data=str(text), out=out), False, screen)
+    return out, screen
+
+
+LEFT = (
+    "config.json model/config.json model/tokenizer.json metrics.jsonl report.html sample.txt tensorboard summary.json"
+)
+
+
+@pytest.mark.parametrize("name", LEFT.split())
+def test_a_run_leaves(finished, name):
+    assert (finished[0] / name).exists()
+
+
+def test_every_step_is_measured(finished):
+    assert list(metrics(finished[0], "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_held_out_text_is_measured_now_and_then_and_at_the_end(finished):
+    assert list(metrics(finished[0], "val_loss")) == [3, 6]
+
+
+def test_the_model_takes_a_byte_a_quantised_parameter(finished):
+    from safetensors import safe_open
+
+    with safe_open(finished[0] / "model" / "model.safetensors", "pt") as tensors:
+        weight = tensors.get_tensor("model.layers.0.mlp.up_proj.weight")
+    assert weight.dtype == torch.float8_e4m3fn
+
+
+def test_the_model_can_be_loaded_and_predicts_as_well_as_the_run_did(finished, store):
+    out, _ = finished
+    model = load(out)
+    trained = metrics(out, "val_loss")[6]
+    from octile.train.batches import validation
+    from octile.train.store import TokenStore
+
+    held_out = validation(TokenStore.open(out / "data").val, 31, 4)
+    with torch.no_grad():
+        assert float(model(held_out, held_out)) == pytest.approx(trained, rel=2e-3)
+
+
+def test_the_screen_shows_loss_speed_time_left_and_the_sample(finished):
+    shown = finished[1].console.file.getvalue()
+    assert "tokens/s" in shown
+    assert "s left" in shown
+    assert "held-out loss" in shown
+    assert "a sample of what the model learned" in shown
+
+
+def test_a_resumed_run_keeps_its_configuration(finished):
+    config = micro(data="elsewhere", out=finished[0])
+    with pytest.raises(ValueError, match="keeps its configuration, but data would differ"):
+        train(config, True, quiet())
+
+
+def test_resume_needs_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        train(micro(out=tmp_path / "nothing"), True, quiet())
+
+
+def test_more_tokens_than_the_model_knows_are_refused(text, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from tests.train.conftest import MICRO
+
+    config = micro(data=str(text), out=tmp_path / "run")
+    store = octile.train.loop.prepare_tokens(config, tmp_path / "data", quiet())
+    small = replace(config, model=replace(MICRO, vocab_size=300))
+    with pytest.raises(ValueError, match="the data has 320 tokens, the model's vocab_size is 300"):
+        octile.train.loop.build(small, store, torch.device("cpu"))
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    write = octile.train.loop.save_checkpoint
+
+    def full_at_step_4(folder, step, tensors, state):
+        if step == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        return write(folder, step, tensors, state)
+
+    monkeypatch.setattr(octile.train.loop, "save_checkpoint", full_at_step_4)
+    with pytest.raises(OSError, match="No space left"):
+        train(micro(data=str(text), out=out), False, quiet())
+    assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
+
+
+def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    step = Trainer.step
+
+    def break_after_3(self):
+        if self.steps_done == 3:
+            with torch.no_grad():
+                self.model.model.norm.weight.fill_(float("nan"))
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", break_after_3)
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
+        train(micro(data=str(text), out=out), False, quiet())
+    assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
+
+
+RUN = """
+import sys
+from pathlib import Path
+from octile.train.loop import train
+from octile.train.screen import Screen
+from octile.train.trainer import Trainer
+from tests.train.conftest import micro
+import torch, time
+torch.set_num_threads(1)
+step = Trainer.step
+def slow(self):
+    time.sleep(0.1)
+    return step(self)
+Trainer.step = slow
+train(micro(data=sys.argv[1], out=Path(sys.argv[2])), sys.argv[3] == "resume", Screen())
+"""
+
+
+def start(text: Path, out: Path, how: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", RUN, str(text), str(out), how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (run / "metrics.jsonl").read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
+
+
+def test_a_run_that_is_killed_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):
+    straight, _ = finished
+    out = tmp_path / "run"
+    process = start(text, out, "new")
+    wait_for_step(out, 3, process)
+    process.kill()
+    process.wait()
+
+    resumed = start(text, out, "resume")
+    assert resumed.wait(120) == 0, resumed.stderr.read()
+    assert metrics(out, "loss") == metrics(straight, "loss")
+    assert metrics(out, "val_loss") == metrics(straight, "val_loss")
+    ours, theirs = final(out), final(straight)
+    assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
+
+
+def test_ctrl_c_saves_the_step_under_way_and_says_how_to_continue(text, tmp_path):
+    out = tmp_path / "run"
+    process = start(text, out, "new")
+    wait_for_step(out, 1, process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    done = max(metrics(out, "loss"))
+    assert latest_checkpoint(out / "checkpoints").name == f"step_{done:08d}"
+    assert "to continue: octile train --resume --out" in stderr

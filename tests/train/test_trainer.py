@@ -1,0 +1,146 @@
+"""A training step, its state, and what happens when numbers break."""
+
+import math
+
+import pytest
+import torch
+
+from octile.checkpoint.training import load_checkpoint, save_checkpoint
+from octile.recipe import Recipe
+from octile.train.trainer import schedule
+from tests.train.conftest import micro
+
+
+def run(trainer, steps):
+    return [trainer.step()["loss"] for _ in range(steps)]
+
+
+def weights(trainer):
+    return {name: t.clone() for name, t in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("recipe", Recipe.names())
+def test_the_loss_falls_under_every_recipe(new_trainer, recipe):
+    losses = run(new_trainer(recipe=recipe, steps=12), 12)
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_two_runs_of_one_seed_are_the_same_to_the_bit(new_trainer):
+    assert run(new_trainer(), 3) == run(new_trainer(), 3)
+
+
+def test_another_seed_is_another_run(new_trainer):
+    assert run(new_trainer(), 1) != run(new_trainer(seed=1), 1)
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp8_lm", "fp16_loss_scaling"])
+def test_a_run_continues_from_its_saved_state_to_the_bit(new_trainer, tmp_path, recipe):
+    straight = new_trainer(recipe=recipe)
+    run(straight, 3)
+    tensors, state = straight.state()
+    path = save_checkpoint(tmp_path, 3, tensors, state)
+    expected = run(straight, 3)
+
+    resumed = new_trainer(recipe=recipe)
+    resumed.load(*load_checkpoint(path))
+    assert run(resumed, 3) == expected
+    for name, t in weights(straight).items():
+        assert torch.equal(t, resumed.model.state_dict()[name]), name
+
+
+def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
+    from dataclasses import replace
+
+    from octile.train.trainer import Trainer
+
+    config = micro()
+    config = replace(config, optim=replace(config.optim, ema_decay=0.9))
+    first = Trainer(config, store, torch.device("cpu"))
+    run(first, 2)
+    path = save_checkpoint(tmp_path, 2, *first.state())
+    second = Trainer(config, store, torch.device("cpu"))
+    second.load(*load_checkpoint(path))
+    ours, theirs = first.ema.state_dict(), second.ema.state_dict()
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+def test_micro_batches_add_up_to_the_whole_batch(new_trainer):
+    whole, pieces = new_trainer(recipe="float32"), new_trainer(recipe="float32", micro_batches=2)
+    assert math.isclose(whole.step()["grad_norm"], pieces.step()["grad_norm"], rel_tol=1e-4)
+
+
+def test_a_state_of_another_shape_is_refused(new_trainer):
+    trainer = new_trainer()
+    tensors, state = trainer.state()
+    tensors["model.lm_head.weight"] = tensors["model.lm_head.weight"][:-1]
+    with pytest.raises(ValueError, match=r"lm_head\.weight is \(319, 64\) in the checkpoint but \(320, 64\) here"):
+        new_trainer().load(tensors, state)
+
+
+def test_a_broken_weight_stops_the_run_and_is_named(new_trainer):
+    trainer = new_trainer()
+    with torch.no_grad():
+        trainer.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"step 1; .* parameter model\.layers\.1\.self_attn\.o_proj\.weight"):
+        trainer.step()
+
+
+def test_the_first_layer_to_break_is_named(new_trainer):
+    trainer = new_trainer(recipe="float32")
+    with torch.no_grad():
+        trainer.model.model.layers[0].mlp.up_proj.weight.mul_(1e30)
+        trainer.model.model.layers[0].mlp.gate_proj.weight.mul_(1e30)
+    with pytest.raises(FloatingPointError, match=r"the first to break is model\.layers\.0\.mlp"):
+        trainer.step()
+
+
+def test_an_infinite_gradient_stops_the_run_before_the_weights_change(new_trainer):
+    trainer = new_trainer()
+    before = weights(trainer)
+    trainer.model.lm_head.weight.register_hook(lambda g: g * float("inf"))
+    with pytest.raises(FloatingPointError, match=r"gradient is not finite at step 1; the first is lm_head\.weight"):
+        trainer.step()
+    assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
+
+
+def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
+    trainer = new_trainer(recipe="fp16_loss_scaling")
+    before, scale = weights(trainer), trainer.loss_scale.value
+    handle = trainer.model.lm_head.weight.register_hook(lambda g: g * float("inf"))
+    trainer.step()
+    handle.remove()
+    assert trainer.loss_scale.value == scale / 2
+    assert torch.equal(trainer.model.lm_head.weight, before["lm_head.weight"])
+
+
+def test_validation_changes_nothing(new_trainer):
+    with_look, without = new_trainer(), new_trainer()
+    with_look.step()
+    without.step()
+    with_look.validate()
+    with_look.tile_scales()
+    assert with_look.step()["loss"] == without.step()["loss"]
+
+
+def test_tile_scales_are_counted_for_all_three_operands(new_trainer):
+    assert set(new_trainer().tile_scales()) == {"x", "w", "dy"}
+
+
+def test_every_token_is_counted_in_the_expert_load(new_trainer):
+    trainer = new_trainer()
+    trainer.step()
+    assert {sum(load) for load in trainer.expert_load().values()} <= {4 * 32 * 2, 4 * 31 * 2}  # MTP has one fewer
+
+
+def test_the_balance_bias_moves_by_its_speed(new_trainer):
+    trainer = new_trainer()
+    trainer.step()
+    for moe in trainer.moes.values():
+        load = moe.last_load_E.float()
+        assert torch.equal(moe.gate.e_score_correction_bias, 0.001 * torch.sign(load.mean() - load))
+
+
+def test_the_schedule_ends_at_its_floor():
+    config = micro(steps=100)
+    rates = schedule(config)
+    assert rates(99) == pytest.approx(config.optim.lr * config.optim.final_lr, rel=0.05)
