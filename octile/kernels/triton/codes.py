@@ -1,0 +1,67 @@
+# mypy: allow-untyped-defs
+"""8-bit codes in integer arithmetic: exact, and the same on every GPU and in Triton's interpreter.
+
+GPUs from sm_89 on convert FP32 to FP8 by an instruction, which `quantize` uses where it can; sm_80 has none, and Triton
+no E4M3 there.
+
+Every code is exactly an FP16 number: E5M2 is the upper half of one, E4M3 lies within its range (2⁻⁹ … 448), and so do
+the integers up to 127. Tensor cores without FP8 therefore multiply them as FP16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
+
+FORMAT_OF: dict[torch.dtype, FloatFormat | IntFormat] = {
+    torch.float8_e4m3fn: E4M3,
+    torch.float8_e5m2: E5M2,
+    torch.int8: INT8,
+}
+
+
+def constants(fmt: FloatFormat | IntFormat) -> dict[str, int]:
+    """What `encode` and `to_half` need to know of a format; an integer has no mantissa."""
+    if isinstance(fmt, IntFormat):
+        return {"MANTISSA": 0, "BIAS": 0}
+    return {"MANTISSA": fmt.mantissa_bits, "BIAS": fmt.bias}
+
+
+@triton.jit
+def encode(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """float32 within ±max → codes (INT8: the integers) in int32, ties to even. NaN stays one; as INT8 it becomes 0."""
+    if MANTISSA == 0:
+        integer = (value + 12582912.0) - 12582912.0  # 1.5 · 2²³ leaves no bit for a fraction
+        return tl.where(value == value, integer, 0.0).to(tl.int32)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+
+        # a normal number: add just under half of what is cut off, half after an odd digit; a carry may run through
+        CUT: tl.constexpr = 23 - MANTISSA
+        odd = (magnitude >> CUT) & 1
+        normal = ((magnitude + ((1 << (CUT - 1)) - 1) + odd) >> CUT) - ((127 - BIAS) << MANTISSA)
+
+        # a subnormal one: above this power of two FP32 has the format's smallest spacing, so the sum's bits count it
+        EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
+        spaced = magnitude.to(tl.float32, bitcast=True) + 2.0**EXPONENT
+        subnormal = spaced.to(tl.int32, bitcast=True) - ((127 + EXPONENT) << 23)
+
+        code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+        return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def to_half(code, MANTISSA: tl.constexpr):
+    """Codes in any integer type (INT8: the integers) → float16, exactly."""
+    if MANTISSA == 0:
+        return code.to(tl.float16)
+    elif MANTISSA == 3:
+        # exponent and mantissa where FP16 has them; its bias is larger by 8, so the number comes out 2⁸ too small
+        code = code.to(tl.int16)
+        small = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), small * 256.0)
+    else:
+        return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True)

@@ -1,0 +1,155 @@
+"""Compiles the kernels without a GPU, and says what each one uses.
+
+The launches are those of training and serving, made with tensors that have a shape but no memory: instead of being
+run, each is compiled to machine code for the architecture asked for.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from octile.kernels.triton import grouped, matmul, quantize
+from octile.kernels.triton.machine import Machine, assume
+
+ARCHITECTURES = {
+    "sm_80": Machine(multiprocessors=108, shared_bytes=163 * 1024, fp8=False),  # A100
+    "sm_86": Machine(multiprocessors=84, shared_bytes=99 * 1024, fp8=False),  # A40, RTX 3090
+    "sm_89": Machine(multiprocessors=142, shared_bytes=99 * 1024, fp8=True),  # L40, RTX 4090
+    "sm_90": Machine(multiprocessors=132, shared_bytes=227 * 1024, fp8=True),  # H100, H200
+    "sm_100": Machine(multiprocessors=148, shared_bytes=227 * 1024, fp8=True),  # B200
+}
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
+TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel uses: registers and bytes of stack a thread (the stack holds what did not fit), shared memory."""
+
+    kernel: str
+    case: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_all(architecture: str) -> list[Compiled]:
+    """Compiles every kernel, in each of the forms that training and serving use.
+
+    Args:
+        architecture: one of `ARCHITECTURES`, such as "sm_90".
+
+    Raises:
+        ValueError: another one.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}, not {architecture!r}")
+    compiled = {}
+    for case, launch in _cases().items():
+        with assume(ARCHITECTURES[architecture]), _recorded_launches() as launches:
+            launch()
+        for function, arguments, options in launches:
+            usage = _compile(architecture, case, function, arguments, options)
+            compiled[usage.kernel, case] = usage  # both operands of a product may be copied: once is enough
+    return list(compiled.values())
+
+
+def _cases() -> dict[str, Callable[[], object]]:
+    t, n, k, groups = 8192, 4096, 7168, 32
+    bf16, fp32 = torch.bfloat16, torch.float32
+    offs = _empty(groups, dtype=torch.int32)
+
+    def dense(block: Sequence[int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
+        out = _empty(m, n, dtype=fp32 if accumulate else bf16)
+        matmul.launch(out, *_operand(m, k, TILE, dtype), *_operand(n, k, block, dtype), accumulate=accumulate)
+
+    return {
+        "quantize 1×128": lambda: quantize.launch(_empty(t, k), *TILE, E4M3, True),
+        "quantize 128×1": lambda: quantize.launch(_empty(t, k), *COLUMN_TILE, E4M3, False),
+        "quantize 128×128": lambda: quantize.launch(_empty(n, k, dtype=fp32), *BLOCK, E4M3, False),
+        "quantize a row": lambda: quantize.launch(_empty(t, k), 1, k, E4M3, False),
+        "quantize a tensor": lambda: quantize.launch(_empty(t, k), t, k, E4M3, False),
+        "dequantize": lambda: quantize.launch_dequantize(*_operand(n, k, BLOCK)[:2], *BLOCK, bf16),
+        "x · wᵀ": lambda: dense(BLOCK, E4M3, k),
+        "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
+        "x · wᵀ INT8": lambda: dense(BLOCK, INT8, k),
+        "dyᵀ · x": lambda: dense(TILE, E4M3, t, accumulate=True),
+        "grouped, ragged K": lambda: grouped.launch(
+            *_operand(t, 10944, TILE), *_operand(n, 10944, BLOCK, E4M3, groups), offs, bf16
+        ),
+        "masked": lambda: grouped.launch_masked(
+            *_operand(512, k, TILE, E4M3, groups), *_operand(n, k, BLOCK, E4M3, groups), offs, bf16
+        ),
+        "grouped dyᵀ · x": lambda: grouped.launch_wgrad(
+            *_operand(t, n, COLUMN_TILE), *_operand(t, k, COLUMN_TILE), offs, fp32
+        ),
+    }
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _operand(
+    rows: int, cols: int, block: Sequence[int], dtype: torch.dtype = E4M3, groups: int | None = None
+) -> tuple[Tensor, Tensor, Sequence[int]]:
+    batch = () if groups is None else (groups,)
+    scale = _empty(*batch, triton.cdiv(rows, block[0]), triton.cdiv(cols, block[1]), dtype=torch.float32)
+    return _empty(*batch, rows, cols, dtype=dtype), scale, block
+
+
+@contextmanager
+def _recorded_launches() -> Iterator[list[Launch]]:
+    """Kernels started inside are not run: their function, arguments and compile options are kept."""
+    launches: list[Launch] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        arguments = dict(zip(self.arg_names, args, strict=False))
+        arguments |= {name: kwargs.pop(name) for name in self.arg_names if name in kwargs}
+        launches.append((self, arguments, kwargs))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def _compile(
+    architecture: str, case: str, function: JITFunction, arguments: dict[str, Any], options: dict[str, Any]
+) -> Compiled:
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(function.arg_names):
+        value, parameter = arguments[name], function.params[index]
+        # Triton compiles anew for an integer 1 and for integers that are multiples of 16, unless told not to
+        specialized = not isinstance(value, Tensor) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (specialized and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = mangle_type(value)
+            if isinstance(value, Tensor) or (specialized and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", int(architecture[3:]), 32), options=options)
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {what: int(count) for what, count in re.findall(r"(\w+):(\d+)", usage)}
+    return Compiled(function.__name__.lstrip("_"), case, used["REG"], used["STACK"], kernel.metadata.shared)

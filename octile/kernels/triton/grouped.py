@@ -1,0 +1,227 @@
+# mypy: allow-untyped-defs
+"""Products of a mixture of experts, whose group sizes lie on the device.
+
+The host knows only shapes, so it starts as many programs as any sizes could need, and each finds from the offsets which
+rows of which group are its own. Programs that find none leave at once. A tile begins where its group begins, wherever
+that is: nothing is padded.
+
+Shapes: T rows of all groups together, G groups, N and K sides of a weight.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.machine import machine
+from octile.kernels.triton.product import choose_tile, operands, store_tile, sum_of_products, tile_of_program
+
+
+def launch(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero.
+
+    Raises:
+        ValueError: the blocks do not suit the kernel; see `choose_tile`.
+    """
+    (t, k), (groups, n, _) = a.shape, b.shape
+    gpu = machine(a.device)
+    mean_rows = triton.cdiv(t, max(groups, 1))
+    tile = choose_tile(mean_rows, n, k, max(groups, 1), a_block, b_block, gpu)
+    out = a.new_empty(t, n, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    # the groups and the rows past them each end in a tile that may hold a single row
+    most_tiles = (t + (groups + 1) * (tile["TILE_M"] - 1)) // tile["TILE_M"]
+    with torch.cuda.device_of(a):
+        _grouped[(most_tiles * triton.cdiv(n, tile["TILE_N"]),)](
+            out=out,
+            offs=offs,
+            T=t,
+            N=n,
+            G=groups,
+            ENDS=triton.next_power_of_2(groups + 1),
+            most_tiles=most_tiles,
+            **operands(a, a_scale, a_block, b, b_scale, b_block, tile["STEP"], gpu),
+            **tile,
+        )
+    return out
+
+
+def launch_masked(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    counts: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N]; other rows hold anything.
+
+    Raises:
+        ValueError: the blocks do not suit the kernel; see `choose_tile`.
+    """
+    (groups, m, k), n = a.shape, b.shape[1]
+    gpu = machine(a.device)
+    tile = choose_tile(m, n, k, groups, a_block, b_block, gpu)
+    out = a.new_empty(groups, m, n, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    grid = (groups * triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
+    with torch.cuda.device_of(a):
+        _masked[grid](
+            out=out,
+            counts=counts,
+            M=m,
+            N=n,
+            **operands(a, a_scale, a_block, b, b_scale, b_block, tile["STEP"], gpu),
+            **tile,
+        )
+    return out
+
+
+def launch_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    dy_block: Sequence[int],
+    x: Tensor,
+    x_scale: Tensor,
+    x_block: Sequence[int],
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dy[rows of g]ᵀ · x[rows of g] of dy[T, N] and x[T, K] → [G, N, K]; a group without rows gives zeros.
+
+    Raises:
+        ValueError: the blocks do not suit the kernel; see `choose_tile`.
+    """
+    (t, n), k, groups = dy.shape, x.shape[1], offs.shape[0]
+    a_block, b_block = (dy_block[1], dy_block[0]), (x_block[1], x_block[0])
+    gpu = machine(x.device)
+    tile = choose_tile(n, k, t, groups, a_block, b_block, gpu)
+    out = x.new_empty(groups, n, k, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    grid = (groups * triton.cdiv(n, tile["TILE_M"]) * triton.cdiv(k, tile["TILE_N"]),)
+    with torch.cuda.device_of(x):
+        _wgrad[grid](
+            out=out,
+            offs=offs,
+            T=t,
+            M=n,
+            N=k,
+            **operands(dy.mT, dy_scale.mT, a_block, x.mT, x_scale.mT, b_block, tile["STEP"], gpu)
+            | {"PARTIAL_STEPS": True},
+            **tile,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["T", "most_tiles"])
+def _grouped(
+    out, offs, T, N, K, G, most_tiles,
+    a, a_scale, a_group, a_row, a_scale_group, a_scale_row, a_scale_col,
+    b, b_scale, b_group, b_row, b_scale_group, b_scale_row, b_scale_col,
+    A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
+    B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """One program: up to TILE_M rows of one group, TILE_N columns. The rows past the groups are group G, times 0."""
+    m_tile, n_tile = tile_of_program(tl.program_id(0), most_tiles, tl.cdiv(N, TILE_N))
+
+    # all groups at once: where they end, how many tiles they take, and in whose tiles ours lies
+    g = tl.arange(0, ENDS)
+    starts = _row(tl.load(offs + g - 1, mask=(g > 0) & (g <= G), other=0), T)
+    ends = tl.where(g < G, _row(tl.load(offs + g, mask=g < G, other=0), T), T)
+    tiles = tl.where(g <= G, tl.cdiv(tl.maximum(ends - starts, 0), TILE_M), 0)
+    tiles_before = tl.cumsum(tiles, axis=0) - tiles
+    ours = (tiles_before <= m_tile) & (m_tile < tiles_before + tiles)
+    group = tl.sum(tl.where(ours, g, 0), axis=0)
+    m_first = tl.sum(tl.where(ours, starts + (m_tile - tiles_before) * TILE_M, 0), axis=0)
+    m_end = tl.sum(tl.where(ours, ends, 0), axis=0)
+    if m_first >= m_end:
+        return
+
+    n_first = n_tile * TILE_N
+    group_b = b + group.to(tl.int64) * b_group
+    group_b_scale = b_scale + group.to(tl.int64) * b_scale_group
+    total = sum_of_products(
+        a, a_row, a_scale, a_scale_row, a_scale_col, m_first, m_end,
+        group_b, b_row, group_b_scale, b_scale_row, b_scale_col, n_first, N, K, 0, tl.where(group < G, K, 0),
+        A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, STEP, PARTIAL_STEPS,
+    )  # fmt: skip
+    store_tile(out, N, 1, total, m_first, m_end, n_first, N, False)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _masked(
+    out, counts, M, N, K,
+    a, a_scale, a_group, a_row, a_scale_group, a_scale_row, a_scale_col,
+    b, b_scale, b_group, b_row, b_scale_group, b_scale_row, b_scale_col,
+    A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
+    B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr,
+):  # fmt: skip
+    """One program: TILE_M × TILE_N of one group's result, if the group has rows there."""
+    m_tiles = tl.cdiv(M, TILE_M)
+    n_tiles = tl.cdiv(N, TILE_N)
+    group = (tl.program_id(0) // (m_tiles * n_tiles)).to(tl.int64)
+    m_tile, n_tile = tile_of_program(tl.program_id(0) % (m_tiles * n_tiles), m_tiles, n_tiles)
+    m_first = m_tile * TILE_M
+    n_first = n_tile * TILE_N
+    m_end = tl.minimum(tl.load(counts + group), M)
+    if m_first >= m_end:
+        return
+    total = sum_of_products(
+        a + group * a_group, a_row, a_scale + group * a_scale_group, a_scale_row, a_scale_col, m_first, m_end,
+        b + group * b_group, b_row, b_scale + group * b_scale_group, b_scale_row, b_scale_col, n_first, N, K, 0, K,
+        A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, STEP, PARTIAL_STEPS,
+    )  # fmt: skip
+    store_tile(out + group * M * N, N, 1, total, m_first, m_end, n_first, N, False)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _wgrad(
+    out, offs, T, M, N, K,
+    a, a_scale, a_group, a_row, a_scale_group, a_scale_row, a_scale_col,
+    b, b_scale, b_group, b_row, b_scale_group, b_scale_row, b_scale_col,
+    A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
+    B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr,
+):  # fmt: skip
+    """One program: TILE_M × TILE_N of one group's result, summed over the group's tokens.
+
+    The steps lie where the blocks of the scales lie, not where the group begins: its first and last step are masked.
+    """
+    m_tiles = tl.cdiv(M, TILE_M)
+    n_tiles = tl.cdiv(N, TILE_N)
+    group = (tl.program_id(0) // (m_tiles * n_tiles)).to(tl.int64)
+    m_tile, n_tile = tile_of_program(tl.program_id(0) % (m_tiles * n_tiles), m_tiles, n_tiles)
+    m_first = m_tile * TILE_M
+    n_first = n_tile * TILE_N
+    start = _row(tl.load(offs + group - 1, mask=group > 0, other=0), T)
+    end = _row(tl.load(offs + group), T)
+    total = sum_of_products(
+        a, a_row, a_scale, a_scale_row, a_scale_col, m_first, M,
+        b, b_row, b_scale, b_scale_row, b_scale_col, n_first, N, K, start, end,
+        A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, STEP, PARTIAL_STEPS,
+    )  # fmt: skip
+    store_tile(out + group * M * N, N, 1, total, m_first, M, n_first, N, False)
+
+
+@triton.jit
+def _row(offset, T):
+    """An offset on the device cannot be refused, but it must not reach outside of the tensors."""
+    return tl.minimum(tl.maximum(offset, 0), T)

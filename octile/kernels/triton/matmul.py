@@ -1,0 +1,68 @@
+# mypy: allow-untyped-defs
+"""The dense product x[M, K] · w[N, K]ᵀ of block-scaled operands."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.machine import machine
+from octile.kernels.triton.product import choose_tile, operands, store_tile, sum_of_products, tile_of_program
+
+
+def launch(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    accumulate: bool,
+) -> None:
+    """a[M, K] · b[N, K]ᵀ into out [M, N], or added to it in FP32. Any sizes and strides.
+
+    Raises:
+        ValueError: the blocks do not suit the kernel; see `choose_tile`.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    gpu = machine(a.device)
+    tile = choose_tile(m, n, k, 1, a_block, b_block, gpu)
+    if out.numel() == 0:
+        return
+    grid = (triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
+    with torch.cuda.device_of(a):
+        _matmul[grid](
+            out=out,
+            out_row=out.stride(0),
+            out_col=out.stride(1),
+            M=m,
+            N=n,
+            ACCUMULATE=accumulate,
+            **operands(a, a_scale, a_block, b, b_scale, b_block, tile["STEP"], gpu),
+            **tile,
+        )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul(
+    out, out_row, out_col, M, N, K,
+    a, a_scale, a_group, a_row, a_scale_group, a_scale_row, a_scale_col,
+    b, b_scale, b_group, b_row, b_scale_group, b_scale_row, b_scale_col,
+    A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
+    B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """One program: TILE_M × TILE_N of the result."""
+    m_tile, n_tile = tile_of_program(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N))
+    m_first = m_tile * TILE_M
+    n_first = n_tile * TILE_N
+    total = sum_of_products(
+        a, a_row, a_scale, a_scale_row, a_scale_col, m_first, M,
+        b, b_row, b_scale, b_scale_row, b_scale_col, n_first, N, K, 0, K,
+        A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, STEP, PARTIAL_STEPS,
+    )  # fmt: skip
+    store_tile(out, out_row, out_col, total, m_first, M, n_first, N, ACCUMULATE)

@@ -1,0 +1,19 @@
+"""Tests of the operators on a GPU. `pytest tests/gpu` runs them all; without a GPU each is skipped and says so."""
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    import triton  # noqa: F401  (before tests/kernels/triton chooses the interpreter for the process)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_that_runs_the_kernels() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip(f"needs a GPU of sm_80 or later, not {torch.cuda.get_device_name()}")
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set in this process: run `pytest tests/gpu` by itself")

@@ -1,0 +1,55 @@
+"""The kernels run in Triton's interpreter on the CPU.
+
+It has to be chosen before Triton is imported, and then holds for the whole process: where these tests run together with
+those of a GPU, they are skipped.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+if "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.language as tl
+from triton import knobs
+from triton.runtime import interpreter
+
+from octile.kernels.triton.machine import Machine, assume
+
+GPUS = {
+    "sm_80": Machine(multiprocessors=1, shared_bytes=163 * 1024, fp8=False),
+    "sm_90": Machine(multiprocessors=1, shared_bytes=227 * 1024, fp8=True),
+}
+TORCH = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Launches are made for a GPU without and for one with FP8."""
+    if not knobs.runtime.interpret:
+        pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` by itself")
+    with assume(GPUS[request.param]), np.errstate(all="ignore"):
+        yield GPUS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def exact_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter loses carries, ties, subnormals and NaN when it rounds; torch's casts do what the GPU does."""
+
+    def convert(numbers: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
+        stored = torch.from_numpy(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8))
+        cast = stored.view(TORCH[source]).to(TORCH[target])
+        return cast.view(torch.uint8).numpy().view(f"u{cast.element_size()}").reshape(numbers.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

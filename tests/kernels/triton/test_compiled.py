@@ -1,0 +1,52 @@
+"""Every kernel compiles for every generation of GPUs, and fits into its registers and shared memory.
+
+In processes of their own: in this one, Triton interprets.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from octile.kernels.triton.compiled import ARCHITECTURES, Compiled, compile_all
+
+CHECKED = ("sm_80", "sm_89", "sm_90")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Compiled]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return dict(zip(CHECKED, pool.map(compile_all, CHECKED), strict=True))
+
+
+@pytest.mark.parametrize("architecture", CHECKED)
+def test_nothing_spills(compiled: dict[str, list[Compiled]], architecture: str):
+    assert [c for c in compiled[architecture] if c.stack_bytes] == []
+
+
+@pytest.mark.parametrize("architecture", CHECKED)
+def test_shared_memory_suffices(compiled: dict[str, list[Compiled]], architecture: str):
+    available = ARCHITECTURES[architecture].shared_bytes
+    assert [c for c in compiled[architecture] if c.shared_bytes > available] == []
+
+
+def test_all_kernels_are_compiled(compiled: dict[str, list[Compiled]]):
+    kernels = {
+        "quantize_blocks",
+        "block_amax",
+        "cast_block",
+        "dequantize",
+        "copy",
+        "matmul",
+        "grouped",
+        "masked",
+        "wgrad",
+    }
+    assert {c.kernel for c in compiled["sm_90"]} == kernels
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(ValueError, match="not 'sm_75'"):
+        compile_all("sm_75")
