@@ -175,18 +175,25 @@ class Doctor:
     """Say what this machine is and which kernel serves which operator.
 
     Attributes:
+        kernels: compile the kernels and list their registers, stack and shared memory; needs no GPU.
+        compile: for which architecture: sm_80, sm_86, sm_89, sm_90a or sm_100; the GPU here, or sm_90a, if not given.
         json: print JSON.
     """
 
+    kernels: bool = False
+    compile: str | None = None
     json: bool = False
 
 
 def doctor(arguments: list[str]) -> None:
     """Say what this machine is, which kernel serves which operator, and why."""
     asked = tyro.cli(Doctor, args=arguments, prog="octile doctor")
-    from octile.bench.doctor import examine, show
+    from octile.bench.doctor import compile_kernels, examine, show
 
-    show(examine(), as_json=asked.json)
+    found = examine()
+    if asked.kernels or asked.compile:
+        found["kernels"] = compile_kernels(asked.compile)
+    show(found, as_json=asked.json)
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -51,6 +52,26 @@ def examine() -> dict[str, Any]:
     }
 
 
+def compile_kernels(architecture: str | None) -> list[dict[str, Any]]:
+    """What each Triton kernel uses: {"kernel", "case", "registers", "stack_bytes", "shared_bytes"}; needs no GPU.
+
+    Args:
+        architecture: "sm_80", "sm_86", "sm_89", "sm_90" (or "sm_90a"), "sm_100"; None is the GPU here, else sm_90.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: the architecture is none of these.
+    """
+    if find_spec("triton") is None:
+        raise ImportError("compiling the kernels needs Triton: pip install octile[cuda]")
+    from octile.kernels.triton.compiled import compile_all
+
+    if architecture is None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        architecture = f"sm_{major}{minor}"
+    return [asdict(kernel) for kernel in compile_all((architecture or "sm_90").removesuffix("a"))]
+
+
 def show(found: dict[str, Any], as_json: bool) -> None:
     """Prints what `examine` found, for a person or as JSON."""
     if as_json:
@@ -70,6 +91,13 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         console.print(f"{kernel}: {why}", highlight=False)
     for line in found["advice"]:
         console.print(line, highlight=False)
+    if "kernels" in found:
+        table = Table(title="kernels", title_justify="left")
+        for name in found["kernels"][0]:
+            table.add_column(name.replace("_", " "), justify="left" if name in ("kernel", "case") else "right")
+        for row in found["kernels"]:
+            table.add_row(*map(str, row.values()))
+        console.print(table)
 
 
 def _kernel() -> tuple[str, str]:

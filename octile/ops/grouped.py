@@ -12,8 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.ops.matmul import Block, check_operand, check_pair, nt_float32
-from octile.ops.quantize import dequantize
+from octile.ops.matmul import Block, check_operand, check_pair, in_float32, nt_float32
 
 
 @torch.library.custom_op("octile::grouped_matmul_nt", mutates_args=())
@@ -37,8 +36,8 @@ def grouped_matmul_nt(
     """
     _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
     groups = _rows(offs, a.shape[0])
-    a_TK = dequantize(a, a_scale, *a_block, torch.float32)
-    b_GNK = dequantize(b, b_scale, *b_block, torch.float32)
+    a_TK = in_float32(a, a_scale, a_block)
+    b_GNK = in_float32(b, b_scale, b_block)
     out_TN = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for g, rows in enumerate(groups):
         torch.mm(a_TK[rows], b_GNK[g].mT, out=out_TN[rows])
@@ -77,9 +76,7 @@ def masked_grouped_matmul_nt(
         counts: int32 [G], each from 0 to M.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-    product = nt_float32(
-        dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
-    )
+    product = nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
     unused = torch.arange(a.shape[1], device=a.device) >= counts[:, None]
     return product.masked_fill_(unused[..., None], 0.0).to(out_dtype)
 
@@ -116,8 +113,8 @@ def grouped_wgrad(
     """
     _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
     groups = _rows(offs, dy.shape[0])
-    dy_TN = dequantize(dy, dy_scale, *dy_block, torch.float32)
-    x_TK = dequantize(x, x_scale, *x_block, torch.float32)
+    dy_TN = in_float32(dy, dy_scale, dy_block)
+    x_TK = in_float32(x, x_scale, x_block)
     out_GNK = torch.empty(offs.numel(), dy.shape[1], x.shape[1], device=x.device)
     for g, rows in enumerate(groups):
         torch.mm(dy_TN[rows].mT, x_TK[rows], out=out_GNK[g])

@@ -89,8 +89,14 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
-    a, b = dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
-    return nt_float32(a, b)
+    return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
+
+
+def in_float32(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """An operand's values, float32, stored as data is: a transposed view is decoded as it lies and turned again."""
+    if data.mT.is_contiguous():
+        return dequantize(data.mT, scale.mT, block[1], block[0], torch.float32).mT
+    return dequantize(data, scale, *block, torch.float32)
 
 
 def nt_float32(a: Tensor, b: Tensor) -> Tensor:
