@@ -18,7 +18,7 @@ from octile.bench.rows import Row, beside
 from octile.bench.timing import seconds
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.convert import convert
+from octile.nn.convert import apply_recipe
 from octile.recipe import Recipe
 from octile.train.config import preset
 from octile.train.loop import pick_device, prepare_tokens
@@ -54,7 +54,7 @@ def _kept_bytes() -> list[Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens, width, depth = 2048, 1024, 8
     plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(device)
-    fp8 = convert(copy.deepcopy(plain), Recipe.deepseek_v3())
+    fp8 = apply_recipe(copy.deepcopy(plain), Recipe.deepseek_v3())
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
 
     def run(model: nn.Module) -> Callable[[], Tensor]:

@@ -39,7 +39,7 @@ from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, Tensor
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
-from octile.nn.convert import convert
+from octile.nn.convert import apply_recipe
 from octile.recipe import Recipe
 
 CONFIG = "config.json"
@@ -121,7 +121,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     for name, target in _own_tensors(model).items():
         target.copy_(_read(shards, name, dtype))
     if any(is_fp8(spec) for spec in shards.specs.values()):
-        convert(model, Recipe.deepseek_v3())
+        apply_recipe(model, Recipe.deepseek_v3())
     return model.eval()
 
 

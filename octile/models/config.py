@@ -162,7 +162,7 @@ class ModelConfig:
             hidden_size=256,
             intermediate_size=512,
             moe_intermediate_size=128,
-            num_hidden_layers=4,
+            num_hidden_layers=3,
             first_k_dense_replace=1,
             num_attention_heads=4,
             q_lora_rank=128,

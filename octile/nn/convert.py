@@ -1,6 +1,7 @@
 """`convert`: any model's linear layers in FP8, and a line that says what was converted and what was not."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -31,8 +32,8 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
 
     Output heads, gates, the MTP projection and weights tied to an embedding stay as they are, like everything that is
     no linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as experts, are given the
-    recipe. What was done is logged (logger `octile`) and kept as `model.conversion_summary`: "converted n of m linear
-    layers to deepseek_v3, skipped k: why".
+    recipe. Says what was done, "converted n of m linear layers to deepseek_v3, skipped k: why": through the logger
+    `octile` where logging is set up, else on stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
@@ -41,12 +42,22 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
             it as it is.
 
     Returns:
-        The model.
+        The model, with the line that was said as `model.conversion_summary`.
 
     Raises:
         TypeError: model is no module, or recipe no Recipe.
         ValueError: there is no linear layer in it.
     """
+    model = apply_recipe(model, recipe, filter)
+    if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
+        log.info(model.conversion_summary)
+    else:
+        print(model.conversion_summary, file=sys.stderr)
+    return model
+
+
+def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
+    """`convert` without a word."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -80,7 +91,6 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
     summary = f"converted {converted} of {total} linear layers to {recipe.name}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
     object.__setattr__(model, "conversion_summary", summary)
-    log.info(summary)
     return model
 
 

@@ -66,15 +66,15 @@ class TrainConfig:
     preset: str = "tiny"
     recipe: str = "deepseek_v3"
     data: str = "stdlib"
-    steps: int = 200
+    steps: int = 500
     seed: int = 0
     out: Path | None = None
-    checkpoint_every: int = 50
-    validate_every: int = 40
+    checkpoint_every: int = 100
+    validate_every: int = 50
     batch_size: int = 8
     micro_batches: int = 1
-    sequence_length: int = 256
-    val_sequences: int = 64
+    sequence_length: int = 128
+    val_sequences: int = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
     prompt: str = "def "
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -2,7 +2,8 @@
 
 A source is named by one string:
 
-    stdlib                                    the source text of the Python standard library that runs this program
+    stdlib                                    the source text of the Python standard library that runs this program,
+                                              without its tests and its tables of character encodings
     PATH                                      a text file, or a folder of them
     hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]   a dataset of the Hugging Face Hub, if the package `datasets` is installed
 
@@ -29,7 +30,7 @@ HUB = re.compile(
 LONG_FILE = 2**20  # bytes; above it a file is cut into passages
 SHORTEST_PASSAGE, LONGEST_PASSAGE = 2**10, 2**16  # characters
 
-NOT_PART_OF_THE_LANGUAGE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+NOT_PART_OF_THE_LANGUAGE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
 @dataclass(frozen=True, slots=True)

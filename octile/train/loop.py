@@ -177,11 +177,11 @@ def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen)
 
 
 def sample_text(trainer: Trainer, store: TokenStore) -> str:
-    """The prompt and what the model continues it with, greedily."""
+    """The prompt and a continuation, drawn: the likeliest text of a young model runs in circles."""
     prompt = trainer.config.prompt
     room = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
-    greedy = Sampling(max_new_tokens=max(0, min(SAMPLE_TOKENS, room)))
-    return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, greedy))
+    sampling = Sampling(max(0, min(SAMPLE_TOKENS, room)), temperature=0.8, top_p=0.95)
+    return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, sampling))
 
 
 def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.convert import convert
+from octile.nn.convert import apply_recipe
 from octile.nn.delayed import AmaxHistory, end_step
 from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.recipe import Recipe
@@ -42,7 +42,7 @@ class Trainer:
         self.recipe = Recipe.named(config.recipe)
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(config.model).to(device)
-        convert(self.model, self.recipe)
+        apply_recipe(self.model, self.recipe)
         optim = config.optim
         self.optimizer = AdamW(
             param_groups(self.model, optim.weight_decay),

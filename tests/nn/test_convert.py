@@ -252,3 +252,15 @@ def test_a_recipe_is_no_name():
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(ValueError, match="model LayerNorm has no linear layer to convert"):
         convert(nn.LayerNorm(3))
+
+
+def test_the_summary_is_said_on_stderr_where_logging_is_not_set_up(capsys, caplog):
+    with caplog.at_level(logging.WARNING), caplog.at_level(logging.NOTSET, logger="octile"):
+        model = convert(nn.Sequential(nn.Linear(4, 4)))
+    assert capsys.readouterr().err == model.conversion_summary + "\n"
+
+
+def test_a_logger_that_was_told_to_be_quiet_is_quiet(capsys, caplog):
+    with caplog.at_level(logging.ERROR, logger="octile"):
+        convert(nn.Sequential(nn.Linear(4, 4)))
+    assert capsys.readouterr().err == ""
