@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from octile import nn, optim
     from octile.checkpoint.hugging_face import load, save
     from octile.formats import BF16, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0, FloatFormat
-    from octile.nn.convert import convert
+    from octile.nn.conversion import convert
     from octile.recipe import Recipe
     from octile.scaled import (
         ScaledTensor,
@@ -36,7 +36,7 @@ _HOME = {
         "matmul_nt",
         "quantize",
     ),
-    "octile.nn.convert": ("convert",),
+    "octile.nn.conversion": ("convert",),
     "octile.checkpoint.hugging_face": ("load", "save"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
@@ -54,4 +54,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

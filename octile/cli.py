@@ -8,16 +8,21 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from io import StringIO
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import tyro
 
 from octile import __version__
 from octile.train.config import TrainConfig, preset
+
+Form = TypeVar("Form")
 
 USER, FAILURE, INTERRUPTED = 2, 1, 130
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -44,13 +49,7 @@ def train(arguments: list[str]) -> None:
     else:
         default = preset(_value_of("--preset", arguments) or "tiny")
     names = [f.name for f in fields(TrainConfig)]
-    asked = tyro.cli(
-        Train,
-        default=Train(**{name: getattr(default, name) for name in names}),
-        args=arguments,
-        prog="octile train",
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
+    asked = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.train.loop import train as run
     from octile.train.screen import Screen
 
@@ -67,7 +66,7 @@ class Compare:
         steps: of each run; the preset's if not given.
         data: as for train.
         seed: of the first BF16 run and of every recipe; the second BF16 run has the next one.
-        out: folder for the report and the curves.
+        out: folder for the report and the curves; chosen under runs/ if not given.
         device: auto takes a GPU where there is one.
     """
 
@@ -76,13 +75,13 @@ class Compare:
     steps: int | None = None
     data: str = "stdlib"
     seed: int = 0
-    out: Path = Path("runs/compare")
+    out: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def compare(arguments: list[str]) -> None:
     """Train recipes beside BF16 and its noise band, and say what each one costs in loss."""
-    asked = tyro.cli(Compare, args=arguments, prog="octile compare")
+    asked = _parse(Compare, arguments, "compare")
     config = replace(preset(asked.preset), data=asked.data, seed=asked.seed, device=asked.device)
     if asked.steps is not None:
         config = replace(config, steps=asked.steps)
@@ -115,7 +114,7 @@ class Generate:
 
 def generate(arguments: list[str]) -> None:
     """Continue a prompt with a trained model, printing as it goes."""
-    asked = tyro.cli(Generate, args=arguments, prog="octile generate")
+    asked = _parse(Generate, arguments, "generate")
     run = asked.run or _newest_run()
     from octile.train.generate import Sampling, generate_from
 
@@ -143,7 +142,7 @@ class Convert:
 
 def convert(arguments: list[str]) -> None:
     """Convert a checkpoint between BF16 and FP8, or predict the size from a configuration."""
-    asked = tyro.cli(Convert, args=arguments, prog="octile convert")
+    asked = _parse(Convert, arguments, "convert")
     from octile.report.conversion import convert_on_screen
 
     convert_on_screen(asked.src, asked.dst, asked.to)
@@ -164,7 +163,7 @@ class Bench:
 
 def bench(arguments: list[str]) -> None:
     """Measure products, casts or a training step on this machine, beside a peer."""
-    asked = tyro.cli(Bench, args=arguments, prog="octile bench")
+    asked = _parse(Bench, arguments, "bench")
     from octile.bench import run
 
     run(asked.what, asked.json)
@@ -187,7 +186,7 @@ class Doctor:
 
 def doctor(arguments: list[str]) -> None:
     """Say what this machine is, which kernel serves which operator, and why."""
-    asked = tyro.cli(Doctor, args=arguments, prog="octile doctor")
+    asked = _parse(Doctor, arguments, "doctor")
     from octile.bench.doctor import compile_kernels, examine, show
 
     found = examine()
@@ -221,6 +220,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     _run(COMMANDS[name], arguments[1:])
 
 
+def _parse(form: type[Form], arguments: list[str], command: str, default: Form | None = None) -> Form:
+    """Reads arguments into a dataclass. What tyro says in a box about a mistake becomes one line.
+
+    Raises:
+        ValueError: the arguments are not such a command's.
+    """
+    said = StringIO()
+    marks = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
+    try:
+        with redirect_stderr(said):
+            usual = tyro.MISSING_NONPROP if default is None else default
+            return tyro.cli(form, args=arguments, prog=f"octile {command}", default=usual, config=marks)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        lines = [line.strip("│ ") for line in said.getvalue().splitlines() if line.startswith("│")]
+        first = " ".join(takewhile(lambda line: not line.startswith("─"), lines)) or said.getvalue()
+        raise ValueError(f"{first} (see octile {command} --help)") from None
+
+
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Turns exceptions into one line and an exit code. OCTILE_TRACEBACK=1 shows where they came from."""
     try:
@@ -242,11 +261,17 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), INTERRUPTED
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is kept", FAILURE
-    if isinstance(error, ValueError | TypeError | OSError | ImportError):
-        return str(error), USER
     if isinstance(error, FloatingPointError):
         return str(error), FAILURE
+    if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_us(error)):
+        return str(error), USER
     return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether the innermost frame is octile's own: a check that says what the user can mend, not a defect."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and Path(frames[-1].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -10,6 +10,10 @@ Each operand is described by a `Cast` (or None: it stays in the recipe's `comput
 that this library exists for; the others are what it is compared with, each one published and each one different in
 one thing that can be named.
 
+Two things of DeepSeek-V3's §3.3.3 are not in `deepseek_v3` yet: the attention's output, which there reaches its
+projection as E5M6 with power-of-two scales, is E4M3 here as every other input, and SwiGLU's inputs, kept there in FP8
+for the backward pass, are kept as they are.
+
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313); Smooth-SwiGLU (arXiv 2409.12517);
 NVIDIA's hybrid and delayed scaling (arXiv 2209.05433).
 """

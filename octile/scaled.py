@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
+from octile.formats import E4M3, E5M6, FloatFormat, IntFormat, by_name
 from octile.ops import grouped as grouped_ops
 from octile.ops import matmul as matmul_ops
 from octile.ops import quantize as quantize_ops
 from octile.recipe import Extent, ScaleRule
 
-_FORMATS: dict[torch.dtype, FloatFormat | IntFormat] = {
-    torch.float8_e4m3fn: E4M3,
-    torch.float8_e5m2: E5M2,
-    torch.int8: INT8,
-    torch.uint8: E5M6,
-}
+_FORMATS = {dtype: by_name[name] for name, dtype in quantize_ops.DATA_DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,7 +30,8 @@ class ScaledTensor:
         block: extents (R, C) of a block.
 
     It is a plain container and a pytree, so it passes through `torch.compile`, `torch.save` and `torch.load` with
-    `weights_only=True`, and can be a value of a `state_dict`.
+    `weights_only=True`, and can be a value of a `state_dict`. torch has to know the class before it loads one:
+    `import octile` alone, which loads nothing, does not tell it, `from octile import ScaledTensor` does.
     """
 
     data: Tensor
@@ -60,7 +56,13 @@ class ScaledTensor:
         return self.data.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ScaledTensor:
-        """The same tensor on another device."""
+        """The same tensor on another device.
+
+        Raises:
+            TypeError: device is a dtype; `dequantize` gives the values in another one.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"device must be a device, not {device}: dequantize({device}) gives the values in it")
         data = self.data.to(device, non_blocking=non_blocking)
         return ScaledTensor(data, self.scale.to(device, non_blocking=non_blocking), self.block)
 
@@ -161,7 +163,7 @@ def quantize(
         scale: "float32", or "power_of_2": rounded up to one.
 
     Raises:
-        TypeError: x is of another dtype.
+        TypeError: x is of another dtype, block no pair, fmt no format.
         ValueError: x is no matrix; block, fmt or scale is not one of these.
 
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
@@ -170,6 +172,10 @@ def quantize(
         raise ValueError(f"x must be a matrix [..., M, K], not {tuple(x.shape)}")
     if scale not in ("float32", "power_of_2"):
         raise ValueError(f"scale must be 'float32' or 'power_of_2', not {scale!r}")
+    if not isinstance(block, tuple | list) or len(block) != 2:
+        raise TypeError(f"block must be two extents (rows, columns), not {block!r}")
+    if not isinstance(fmt, FloatFormat | IntFormat):
+        raise TypeError(f"fmt must be a format such as octile.E4M3, not {fmt!r}")
     extents = resolve(block, x.shape)
     data, scales = quantize_ops.quantize(x, *extents, fmt.name, scale == "power_of_2")
     return ScaledTensor(data, scales, extents)
@@ -196,7 +202,8 @@ def matmul_nt(
     """a[M, K] · b[N, K]ᵀ → [M, N], summed in FP32.
 
     Args:
-        a, b: E4M3, E5M2 or INT8 in any blocks; 1×128 with 128×128 and 1×128 with 1×128 are the fast ones.
+        a, b: E4M3, E5M2 or INT8 in any blocks (on a GPU: all of K or multiples of 32 of it); 1×128 with 128×128 and
+            1×128 with 1×128 are the fast ones.
         out_dtype: bfloat16 (default) or float32; out's dtype where out is given.
         out: [M, N], written in place and returned.
         accumulate: add to what out holds.
@@ -207,10 +214,10 @@ def matmul_nt(
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True needs out, the tensor to add to")
-        return matmul_ops.matmul_nt(*_parts(a), *_parts(b), out_dtype or torch.bfloat16)
+        return matmul_ops.matmul_nt(*_parts("a", a), *_parts("b", b), out_dtype or torch.bfloat16)
     if out_dtype not in (None, out.dtype):
         raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
-    matmul_ops.matmul_nt_out(out, *_parts(a), *_parts(b), accumulate)
+    matmul_ops.matmul_nt_out(out, *_parts("a", a), *_parts("b", b), accumulate)
     return out
 
 
@@ -221,7 +228,7 @@ def grouped_matmul_nt(
 
     Groups need no alignment and may be empty; rows past the last group are zero. offs stays on the device.
     """
-    return grouped_ops.grouped_matmul_nt(*_parts(a), *_parts(b), offs, out_dtype)
+    return grouped_ops.grouped_matmul_nt(*_parts("a", a), *_parts("b", b), offs, out_dtype)
 
 
 def masked_grouped_matmul_nt(
@@ -231,13 +238,15 @@ def masked_grouped_matmul_nt(
 
     What lies in the rows past the count is not specified.
     """
-    return grouped_ops.masked_grouped_matmul_nt(*_parts(a), *_parts(b), counts, out_dtype)
+    return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype)
 
 
 def grouped_wgrad(dy: ScaledTensor, x: ScaledTensor, offs: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K]."""
-    return grouped_ops.grouped_wgrad(*_parts(dy), *_parts(x), offs, out_dtype)
+    return grouped_ops.grouped_wgrad(*_parts("dy", dy), *_parts("x", x), offs, out_dtype)
 
 
-def _parts(q: ScaledTensor) -> tuple[Any, Any, Any]:
+def _parts(name: str, q: ScaledTensor) -> tuple[Any, Any, Any]:
+    if not isinstance(q, ScaledTensor):
+        raise TypeError(f"{name} must be a ScaledTensor, as octile.quantize makes them, not {type(q).__name__}")
     return q.data, q.scale, q.block

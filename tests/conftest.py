@@ -3,8 +3,12 @@
 Without a GPU Triton's kernels run in its interpreter, which has to be chosen before Triton is imported by anyone.
 """
 
+import errno
+import io
 import os
+from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +20,28 @@ settings.register_profile(
     "octile", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("octile")
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """full_disk(n): from now on only n more bytes fit on the disk."""
+
+    from octile.checkpoint import files
+
+    class Limited(io.BufferedRandom):
+        free = 0
+
+        def write(self, data) -> int:
+            Limited.free -= memoryview(data).nbytes
+            if Limited.free < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    def fill(free: int) -> None:
+        Limited.free = free
+        monkeypatch.setattr(files, "open", open_on_full_disk, raising=False)
+
+    def open_on_full_disk(path, mode="r"):
+        return Limited(io.FileIO(path, mode)) if "w" in mode else open(path, mode)
+
+    return fill

@@ -104,8 +104,16 @@ def test_unknown_recipe(capsys, text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_unknown_option(capsys):
-    assert call(capsys, "train", "--stepz", "4")[0] == 2
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stepz", "4"], "Unrecognized options: --stepz"),
+        (["--steps", "abc"], "'abc'"),
+        (["--steps", "0"], "steps must be at least 1, not 0"),
+    ],
+)
+def test_options_that_are_wrong(capsys, options, message):
+    assert message in refused(capsys, "train", *options)
 
 
 def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
@@ -220,6 +228,11 @@ def test_a_defect_of_ours_is_one_line_and_exit_code_1(capsys, monkeypatch):
     code, _, err = call(capsys, "train")
     assert (code, err.count("\n")) == (1, 1)
     assert "OCTILE_TRACEBACK=1" in err
+
+
+def test_a_value_error_that_is_not_one_of_our_checks_is_not_the_users_fault(capsys, monkeypatch):
+    monkeypatch.setitem(octile.cli.COMMANDS, "train", lambda arguments: torch.zeros(2).reshape(3) and int("x"))
+    assert call(capsys, "train")[0] == 1
 
 
 def test_a_traceback_is_shown_when_asked_for(monkeypatch):

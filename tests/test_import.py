@@ -60,6 +60,11 @@ def test_public_names_can_be_listed():
     assert set(octile.__all__) <= set(dir(octile))
 
 
+def test_the_modules_of_nn_are_not_hidden_by_functions():
+    for name in ("functional", "linear", "conversion"):
+        assert getattr(octile.nn, name).__name__ == f"octile.nn.{name}"
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'octile' has no attribute 'quantise'"):
         _ = octile.quantise

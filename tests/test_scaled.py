@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -218,6 +220,15 @@ def test_it_is_saved_and_loaded_without_arbitrary_pickles(fmt):
     assert_same(torch.load(file, weights_only=True)["w"], q)
 
 
+def test_a_fresh_process_loads_it_once_it_has_named_the_class(tmp_path):
+    torch.save({"w": quantize(matrix(5, 130))}, tmp_path / "w.pt")
+    program = (
+        f"import octile, torch; octile.ScaledTensor; print(torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True))"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert printed.startswith("{'w': ScaledTensor([5, 130] e4m3")
+
+
 def test_it_is_a_value_of_a_modules_state_dict():
     class Holder(torch.nn.Module):
         q = quantize(matrix(5, 130))
@@ -392,3 +403,28 @@ def test_operands_must_agree_in_k(pair):
 def test_packed_values_are_no_operands(pair):
     with pytest.raises(TypeError, match=r"a must be float8_e4m3fn, float8_e5m2 or int8, not torch\.uint8"):
         matmul_nt(quantize(torch.ones(5, 300), fmt=E5M6), pair[1])
+
+
+@pytest.mark.parametrize("block", [128, (128,), None], ids=str)
+def test_a_block_is_two_extents(block):
+    with pytest.raises(TypeError, match=r"block must be two extents \(rows, columns\), not"):
+        quantize(torch.zeros(2, 2), block)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", torch.float8_e4m3fn], ids=str)
+def test_a_format_is_no_name_and_no_dtype(fmt):
+    with pytest.raises(TypeError, match=r"fmt must be a format such as octile\.E4M3, not"):
+        quantize(torch.zeros(2, 2), fmt=fmt)
+
+
+@pytest.mark.parametrize("operand", [torch.zeros(2, 2), (torch.zeros(2, 2), torch.ones(1, 1))], ids=["Tensor", "tuple"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_operands_are_scaled_tensors(name, operand):
+    operands = {"a": quantize(torch.ones(2, 2)), "b": quantize(torch.ones(2, 2)), name: operand}
+    with pytest.raises(TypeError, match=f"{name} must be a ScaledTensor, .*, not {type(operand).__name__}"):
+        matmul_nt(**operands)
+
+
+def test_it_is_moved_to_no_dtype():
+    with pytest.raises(TypeError, match=r"device must be a device, not torch\.bfloat16: dequantize"):
+        quantize(torch.ones(2, 2)).to(torch.bfloat16)

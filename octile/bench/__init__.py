@@ -14,12 +14,18 @@ def run(what: str, json: Path | None = None) -> None:
     Args:
         what: "gemm", "casts" or "step".
         json: file for the rows, with machine, versions and commit.
-    """
-    from octile.bench.rows import machine, show, write
 
+    Raises:
+        FileNotFoundError: there is no folder for the file; nothing was measured then.
+    """
+    from octile.bench.rows import table, write
+    from octile.report.machine import in_words, machine
+
+    if json and not json.parent.is_dir():
+        raise FileNotFoundError(f"json must lie in a folder that exists: {json.parent} does not")
     rows = import_module(f"octile.bench.{what}").rows()
-    m = machine()
-    show(f"{TITLES[what]} on {m['gpu'] or m['cpu']}, {m['threads']} threads, torch {m['torch']}", rows)
+    measured_on = machine()
+    print(f"{TITLES[what]} on {in_words(measured_on)}\n\n{table(rows)}")
     if json:
-        write(json, rows)
-        print(f"written to {json}")
+        write(json, rows, measured_on)
+        print(f"\nwritten to {json}")

@@ -25,10 +25,10 @@ def rows() -> list[Row]:
         moved = x.nbytes + q.nbytes
         name = "×".join("all" if side is None else str(side) for side in block)
         for what, cast in (
-            ("quantize", lambda block=block: quantize(x, block)),
-            ("dequantize", lambda q=q: dequantize(q, dtype)),
+            (f"quantize {name}", lambda block=block: quantize(x, block)),
+            (f"dequantize {name}", lambda q=q: dequantize(q, dtype)),
         ):
             times = seconds({"cast": cast, "copy": lambda: target.copy_(x)}, rounds=20)
             speed, peer = moved / times["cast"] / 1e9, copied / times["copy"] / 1e9
-            found.append(beside(f"{m}×{k}, blocks {name}", what, speed, "GB/s", "copy", peer))
+            found.append(beside(f"{m}×{k}", what, speed, "GB/s", "copy", peer))
     return found

@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octile import __version__
-from octile.bench.rows import machine
+from octile.report.machine import machine, version_of
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "cuda-core", "cuda-bindings")
 OPERATORS = (
@@ -29,25 +28,25 @@ OPERATORS = (
     "masked_grouped_matmul_nt",
     "grouped_wgrad",
 )
+WITHOUT_TRITON = {  # on a GPU too these run in torch, several launches where a kernel would need one
+    "quantize, to E5M6": "12 bits, two values packed in three bytes: there is no Triton kernel",
+    "quantize_with_scale": "the scale is given, so it is a plain elementwise cast: there is no Triton kernel",
+    "dequantize, of E5M6": "12 bits, two values packed in three bytes: there is no Triton kernel",
+}
 
 
 def examine() -> dict[str, Any]:
     """{"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "advice": [line]}."""
-    kernel, why = _kernel()
-    operators = [{"operator": f"octile::{name}", "kernel": kernel, "why": why} for name in OPERATORS]
-    if kernel == "Triton":
-        reference = {"kernel": "reference (torch)", "why": "one given scale: a plain elementwise cast"}
-        operators[1] |= reference
     return {
         "octile": __version__,
         "machine": {
             **machine(),
             "platform": platform.platform(),
-            "cores": os.cpu_count(),
+            "cores": _cores(),
             "executable": sys.executable,
         },
-        "packages": {name: _version(name) for name in PACKAGES},
-        "operators": operators,
+        "packages": {name: version_of(name) for name in PACKAGES},
+        "operators": _operators(),
         "advice": _advice(),
     }
 
@@ -100,6 +99,14 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         console.print(table)
 
 
+def _operators() -> list[dict[str, str]]:
+    kernel, why = _kernel()
+    served = dict.fromkeys(OPERATORS, (kernel, why))
+    if kernel == "Triton":
+        served |= {name: ("reference (torch, GPU)", reason) for name, reason in WITHOUT_TRITON.items()}
+    return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(served.items())]
+
+
 def _kernel() -> tuple[str, str]:
     """The kernels that the operators take on tensors of the best device here, and the reason."""
     if not torch.cuda.is_available():
@@ -118,13 +125,11 @@ def _advice() -> list[str]:
     lines = []
     if torch.cuda.is_available() and find_spec("triton") is None:
         lines.append("install Triton to use the GPU: pip install octile[cuda]")
-    if torch.get_num_threads() > len(os.sched_getaffinity(0)):
+    if torch.get_num_threads() > _cores():
         lines.append(f"torch uses {torch.get_num_threads()} threads on fewer cores: set OMP_NUM_THREADS")
     return lines
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _cores() -> int:
+    """The cores that this process may use; where the system does not tell, as on macOS, all that there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,7 @@
-"""`octile bench gemm`: the products beside the vendor's BF16 product (on a CPU: FP32, its fastest exact one)."""
+"""`octile bench gemm`: the products beside the vendor's BF16 product (on a CPU: FP32, its fastest exact one).
+
+Operands are cast beforehand, x in tiles of 1×128 and w in blocks of 128×128.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _dense(m: int, n: int, k: int, device: str, peer_dtype: torch.dtype) -> Row:
     q_x, q_w = quantize(x), quantize(w, (128, 128))
     x, w = x.to(peer_dtype), w.to(peer_dtype)
     times = seconds({"fp8": lambda: matmul_nt(q_x, q_w), "peer": lambda: x @ w.mT}, rounds=20)
-    return _row(f"{m}×{n}×{k}", 2 * m * n * k, times, peer_dtype)
+    return _row(f"{m}×{n}×{k}", "FP8", 2 * m * n * k, times, peer_dtype)
 
 
 def _grouped(groups: int, rows: int, n: int, k: int, device: str, peer_dtype: torch.dtype) -> Row:
@@ -53,11 +56,9 @@ def _grouped(groups: int, rows: int, n: int, k: int, device: str, peer_dtype: to
         },
         rounds=20,
     )
-    return _row(f"{groups} groups of {rows}×{n}×{k}", 2 * groups * rows * n * k, times, peer_dtype)
+    return _row(f"{groups}×{rows}×{n}×{k}", "FP8, grouped", 2 * groups * rows * n * k, times, peer_dtype)
 
 
-def _row(case: str, flops: int, times: dict[str, float], peer_dtype: torch.dtype) -> Row:
-    peer = f"torch {str(peer_dtype).removeprefix('torch.')}"
-    return beside(
-        case, "FP8 1×128 · 128×128", flops / times["fp8"] / 1e12, "TFLOP/s", peer, flops / times["peer"] / 1e12
-    )
+def _row(case: str, what: str, flops: int, times: dict[str, float], peer_dtype: torch.dtype) -> Row:
+    peer = "torch BF16" if peer_dtype == torch.bfloat16 else "torch FP32"
+    return beside(case, what, flops / times["fp8"] / 1e12, "TFLOP/s", peer, flops / times["peer"] / 1e12)

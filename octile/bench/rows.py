@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
-import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
+from octile.checkpoint.files import write_json
 
-from octile import __version__
+COLUMNS = ("case", "what", "ours", "theirs", "ratio", "unit", "peer")
+RIGHT = {"ours", "theirs", "ratio"}
 
 
 @dataclass(frozen=True)
@@ -42,52 +38,32 @@ def beside(case: str, what: str, value: float, unit: str, peer: str, peer_value:
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value))
 
 
-def show(title: str, rows: list[Row]) -> None:
-    """Prints rows as a table."""
-    table = Table(title=title, title_justify="left")
-    for name in ("case", "what", "value", "unit", "peer", "its value", "ratio"):
-        table.add_column(name, justify="right" if name in ("value", "its value", "ratio") else "left")
-    for row in rows:
-        peer = (row.against.peer, f"{row.against.value:,.4g}", f"{row.against.ratio:.3f}") if row.against else ("",) * 3
-        table.add_row(row.case, row.what, f"{row.value:,.4g}", row.unit, *peer)
-    Console().print(table)
+def table(rows: list[Row]) -> str:
+    """Rows as aligned text, one line each however wide the screen is, so that it reads the same in a pipe."""
+    cells = [COLUMNS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(_line(line, widths) for line in cells)
 
 
-def write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: list[Row], machine: Mapping[str, Any]) -> None:
     """Writes rows and what they were measured on."""
-    content = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(path, {"machine": machine, "rows": [asdict(row) for row in rows]})
 
 
-def machine() -> dict[str, Any]:
-    """What a figure was measured on: hardware, versions, commit, date."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "octile": __version__,
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-    }
+def _cells(row: Row) -> tuple[str, ...]:
+    theirs, ratio, peer = "", "", ""
+    if row.against:
+        theirs, ratio, peer = _figure(row.against.value), f"{row.against.ratio:.3f}", row.against.peer
+    return row.case, row.what, _figure(row.value), theirs, ratio, row.unit, peer
 
 
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    aligned = (
+        cell.rjust(width) if name in RIGHT else cell.ljust(width)
+        for name, cell, width in zip(COLUMNS, cells, widths, strict=True)
     )
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, with "+" where files differ from it; None in an installed package."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return "  ".join(aligned).rstrip()

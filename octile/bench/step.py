@@ -18,7 +18,7 @@ from octile.bench.rows import Row, beside
 from octile.bench.timing import seconds
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.convert import apply_recipe
+from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
 from octile.train.config import preset
 from octile.train.loop import pick_device, prepare_tokens
@@ -44,13 +44,12 @@ def _speed() -> list[Row]:
         trainers = {name: Trainer(replace(config, recipe=name), store, device) for name in names}
         times = seconds({name: trainer.step for name, trainer in trainers.items()}, ROUNDS)
     tokens = config.batch_size * config.sequence_length
-    case = f"train {config.preset}, {device.type}"
     speeds = {name: tokens / time for name, time in times.items()}
-    return [beside(case, "deepseek_v3", speeds["deepseek_v3"], "tokens/s", baseline, speeds[baseline])]
+    return [beside(config.preset, "train deepseek_v3", speeds["deepseek_v3"], "tokens/s", baseline, speeds[baseline])]
 
 
 def _kept_bytes() -> list[Row]:
-    """A stack of linear layers under BF16 autocast, before and after `convert`."""
+    """2048 tokens through a stack of linear layers under BF16 autocast, before and after `convert`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens, width, depth = 2048, 1024, 8
     plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(device)
@@ -66,17 +65,10 @@ def _kept_bytes() -> list[Row]:
 
     bf16, ours = kept_for_backward(plain, run(plain)), kept_for_backward(fp8, run(fp8))
     copies = sum(p.numel() for p in fp8.parameters())  # the cached FP8 weights, one byte each
-    case = f"{depth} × Linear({width}, {width}), {tokens} tokens"
+    case, mib = f"{depth} Linear {width}", 2**20
     return [
-        beside(case, "kept for backward", ours / 2**20, "MiB", "BF16 autocast", bf16 / 2**20),
-        beside(
-            case,
-            "kept for backward, with the FP8 weights",
-            (ours + copies) / 2**20,
-            "MiB",
-            "BF16 autocast",
-            bf16 / 2**20,
-        ),
+        beside(case, "kept for backward", ours / mib, "MiB", "bf16", bf16 / mib),
+        beside(case, "kept + FP8 weights", (ours + copies) / mib, "MiB", "bf16", bf16 / mib),
     ]
 
 
@@ -112,4 +104,4 @@ def _checkpoint_bytes() -> Row:
                 for name in (n for n in names if f"{n}_scale_inv" in names):
                     weight, scale = tensors.get_tensor(name), tensors.get_tensor(f"{name}_scale_inv")
                     size, count = size + weight.nbytes + scale.nbytes, count + weight.numel()
-    return beside("checkpoint, tiny", "quantised weights", size / count, "bytes a parameter", "BF16", 2.0)
+    return beside("tiny, saved", "quantised weights", size / count, "bytes a weight", "bf16", 2.0)

@@ -105,7 +105,7 @@ def convert_checkpoint(
             record["files"][name] = _convert_file(file, dst / name, plan, tick)
             write_json(dst / RECORD, record)
 
-    copied = _copy_other_files(src, dst, plan)
+    copied = _copy_other_files(dst, plan)
     write_index(dst, plan.files, sum(spec.nbytes for spec in plan.specs.values()))
     write_json(dst / CONFIG, plan.result_config)
     _check_result(dst, plan)
@@ -154,6 +154,8 @@ def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
 
 def _check_space(dst: Path, plan: Plan, finished: Mapping[str, Any]) -> None:
     needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
+    src = plan.source.folder
+    needed += sum((src / path).stat().st_size for path in _other_files(plan) if not (dst / path).exists())
     free = shutil.disk_usage(dst).free
     if needed > free:
         reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free"
@@ -185,14 +187,18 @@ def _convert_file(file: TensorFile, path: Path, plan: Plan, tick: Callable[[int,
     return {**checksum(path), "max_error": max_error}
 
 
-def _copy_other_files(src: Path, dst: Path, plan: Plan) -> tuple[str, ...]:
-    """Copies what is neither weights nor config.json, hidden files excepted. Returns their names within the folder."""
-    own = {CONFIG, INDEX, RECORD, *plan.files}
+def _other_files(plan: Plan) -> list[Path]:
+    """What is neither weights nor config.json, hidden files excepted, as paths within the source's folder."""
+    own, src = {CONFIG, INDEX, RECORD, *plan.files}, plan.source.folder
     found = [path.relative_to(src) for path in sorted(src.rglob("*")) if path.is_file()]
-    others = [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
+    return [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
+
+
+def _copy_other_files(dst: Path, plan: Plan) -> tuple[str, ...]:
+    others = _other_files(plan)
     for path in others:
         (dst / path).parent.mkdir(parents=True, exist_ok=True)
-        with open(src / path, "rb") as original, replacing(dst / path) as copy:
+        with open(plan.source.folder / path, "rb") as original, replacing(dst / path) as copy:
             shutil.copyfileobj(original, copy)
     return tuple(map(str, others))
 

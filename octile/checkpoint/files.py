@@ -46,11 +46,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes value as indented JSON, beside and renamed."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+def write_text(path: Path, text: str) -> None:
+    """Writes text as UTF-8, beside and renamed."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes value as indented JSON, beside and renamed."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

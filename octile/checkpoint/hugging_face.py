@@ -39,7 +39,7 @@ from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, Tensor
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
-from octile.nn.convert import apply_recipe
+from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
 
 CONFIG = "config.json"

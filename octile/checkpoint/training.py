@@ -4,7 +4,8 @@
                               state.json                numbers and text
                               octile.json               checksums of both
 
-A checkpoint is written as step_00000100.partial and renamed once it is on the disk. Nothing is pickled.
+A checkpoint is written as step_00000100.partial and renamed once it is on the disk. One of the same step moves aside to
+step_00000100.replaced first, and is read from there if a crash came between the two renames. Nothing is pickled.
 """
 
 import os
@@ -22,12 +23,15 @@ from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
+PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def save_checkpoint(
     folder: str | Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int = 2
 ) -> Path:
-    """Writes the checkpoint of a step and removes all but the `keep` newest ones.
+    """Writes the checkpoint of a step; only it and the `keep` - 1 before it stay.
+
+    Checkpoints of later steps are removed: a run that resumed before them has left that future.
 
     Args:
         folder: the run's `checkpoints/`; made if it is not there.
@@ -49,7 +53,7 @@ def save_checkpoint(
     specs = {name: TensorSpec.of(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     target = Path(folder) / f"step_{step:08d}"
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(target.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -62,8 +66,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for old in [*_steps(target.parent)[:-keep], *target.parent.glob("step_*.partial")]:
-        shutil.rmtree(old)
+    _prune(target.parent, step, keep)
     return target
 
 
@@ -76,7 +79,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
         ValueError: there are checkpoints, and all are damaged.
     """
     steps = _steps(Path(folder))
-    for path in reversed(steps):
+    for path in reversed(steps.values()):
         try:
             _verify(path)
         except (ValueError, OSError) as error:
@@ -88,15 +91,20 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return None
 
 
-def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_checkpoint(path: str | Path, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads the tensors (on the CPU) and the state that `save_checkpoint` was given.
+
+    Args:
+        path: the checkpoint's folder.
+        check: compare the checksums first; `latest_checkpoint` has done so for the one that it found.
 
     Raises:
         FileNotFoundError: path is not a checkpoint.
         ValueError: a file of it is damaged.
     """
     path = Path(path)
-    _verify(path)
+    if check:
+        _verify(path)
     file = TensorFile(path / TENSORS)
     return {name: file.read(name) for name in file.specs}, read_json(path / STATE)
 
@@ -113,7 +121,7 @@ def _verify(path: Path) -> None:
 
 def _replace_folder(partial: Path, target: Path) -> None:
     """Renames partial to target. A checkpoint of the same step moves aside first and is deleted last."""
-    replaced = target.with_name(target.name + ".replaced")
+    replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(target, replaced)
@@ -122,7 +130,20 @@ def _replace_folder(partial: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _steps(folder: Path) -> list[Path]:
-    """The folders of steps, oldest first."""
-    found = [path for path in folder.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Leaves the newest `keep` checkpoints up to a step, and nothing that an interrupted writer left."""
+    kept = [path for number, path in _steps(folder).items() if number <= step][-keep:]
+    for path in folder.glob("step_*"):
+        name = path.name.removesuffix(PARTIAL).removesuffix(REPLACED)
+        if STEP_FOLDER.fullmatch(name) and path not in kept:
+            shutil.rmtree(path)
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    """Step → folder, oldest first. One that moved aside counts where nothing took its place."""
+    found: dict[int, Path] = {}
+    for suffix in (REPLACED, ""):
+        for path in folder.glob(f"step_*{suffix}"):
+            if match := STEP_FOLDER.fullmatch(path.name.removesuffix(suffix)):
+                found[int(match[1])] = path
+    return dict(sorted(found.items()))

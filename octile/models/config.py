@@ -166,7 +166,7 @@ class ModelConfig:
             first_k_dense_replace=1,
             num_attention_heads=4,
             q_lora_rank=128,
-            kv_lora_rank=96,  # with the rotary key 128 rows: transformers reads a partial block of rows wrongly on a CPU
+            kv_lora_rank=96,  # with the rotary key 128 rows: transformers misreads partial blocks on a CPU
             qk_nope_head_dim=32,
             qk_rope_head_dim=32,
             v_head_dim=32,

@@ -1,4 +1,4 @@
-"""How many parameters a configuration has, how many a token uses, and what that costs.
+"""How many parameters a configuration has, and how many a token uses.
 
 Counted on the real modules, on torch's meta device, which holds shapes and no numbers: 671B parameters take a second.
 
@@ -60,31 +60,6 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     return ParameterCount(dict(main), _used(main, config), dict(mtp))
 
 
-def forward_flops(config: ModelConfig, sequence_length: int, mtp: bool = False) -> dict[str, float]:
-    """Floating-point operations a token of the matrix products, forward, by kind; training takes three times as many.
-
-    A multiplication and an addition count as two. "attention scores" are the products of queries, keys and values in
-    the naive form, averaged over the positions of a sequence, of which a token sees those before it.
-
-    Args:
-        config: of the model.
-        sequence_length: tokens a sequence.
-        mtp: count the multi-token prediction layer too, and the second use of the head.
-    """
-    count = count_parameters(config)
-    used = Counter(count.main_active)
-    layers = config.num_hidden_layers
-    if mtp and config.num_nextn_predict_layers:
-        used += Counter(_used(count.mtp, config)) + Counter({"head": count.main["head"]})
-        layers += config.num_nextn_predict_layers
-    flops = {kind: 2.0 * numel for kind, numel in used.items() if kind not in ("embedding", "norms")}
-    keys = (sequence_length + 1) / 2
-    flops["attention scores"] = (
-        2.0 * layers * config.num_attention_heads * (config.qk_head_dim + config.v_head_dim) * keys
-    )
-    return flops
-
-
 def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:
     """(layer, kind, number of elements) of every parameter."""
     with torch.device("meta"):
@@ -94,7 +69,7 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:
         yield layer, next(kind for part, kind in KINDS.items() if part in name), parameter.numel()
 
 
-def _used(numel: dict[str, int] | Counter[str], config: ModelConfig) -> dict[str, int]:
+def _used(numel: Counter[str], config: ModelConfig) -> dict[str, int]:
     return {
         kind: n * config.num_experts_per_tok // config.n_routed_experts if kind == "routed experts" else n
         for kind, n in numel.items()

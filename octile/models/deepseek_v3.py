@@ -174,6 +174,9 @@ class DeepseekV3(nn.Module):
                 f"labels must have the tokens' shape {list(tokens_BS.shape)} and come without a cache, "
                 f"not {list(labels_BS.shape)}{' with a cache' if cache is not None else ''}"
             )
+        shortest = 3 if self.training and self.config.num_nextn_predict_layers else 2
+        if labels_BS is not None and tokens_BS.shape[1] < shortest:
+            raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")
         if cache is not None:
             cache.check(tokens_BS)
 

@@ -1,4 +1,4 @@
-"""A model's weights under Hugging Face's names, and back.
+"""A model's weights under Hugging Face's names; loading fills the views that `to_hf` gives.
 
 Only two things differ.  A layer's experts are stacked here, since one product serves them all:
 
@@ -9,15 +9,11 @@ And published checkpoints repeat the embedding and the head, which the multi-tok
 Shapes: E experts, D model, I intermediate.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from octile.models.config import ModelConfig
-
-_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -29,32 +25,6 @@ def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
     for shared, own in _shared(config).items():
         tensors[shared] = state_dict[own]
     return tensors
-
-
-def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """A `state_dict` for `DeepseekV3` from a checkpoint's tensors; the experts are copied, the rest is not.
-
-    Raises:
-        ValueError: an expert is missing, or there is one more than `config` says.
-    """
-    shared = _shared(config)
-    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
-    state: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if match := _EXPERT.fullmatch(name):
-            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
-        elif name not in shared:
-            state[name] = tensor
-
-    for prefix, parts in experts.items():
-        numbers = range(config.n_routed_experts)
-        expected = {(e, part) for e in numbers for part in ("gate", "up", "down")}
-        for e, part in sorted(expected ^ parts.keys()):
-            what = "lacks" if (e, part) in expected else f"has, beyond {len(numbers)} experts,"
-            raise ValueError(f"the checkpoint {what} {prefix}{e}.{part}_proj.weight")
-        state[f"{prefix}gate_up"] = torch.stack([torch.cat((parts[e, "gate"], parts[e, "up"])) for e in numbers])
-        state[f"{prefix}down"] = torch.stack([parts[e, "down"] for e in numbers])
-    return state
 
 
 def _unstacked(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

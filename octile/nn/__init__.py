@@ -1,9 +1,9 @@
-"""Layers with autograd: what a model is built of."""
+"""Layers with autograd: what a model is built of. Their products as functions are in `functional`."""
 
+from octile.nn import functional
 from octile.nn.attention import MLA
-from octile.nn.convert import convert
+from octile.nn.conversion import convert
 from octile.nn.delayed import end_step
-from octile.nn.functional import grouped_linear, linear
 from octile.nn.gate import Gate
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
@@ -20,6 +20,5 @@ __all__ = [
     "RMSNorm",
     "convert",
     "end_step",
-    "grouped_linear",
-    "linear",
+    "functional",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, rotate
+from octile.nn.together import together
 
 
 class LatentCache:
@@ -112,9 +113,10 @@ class MLA(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
         """Attends from S new tokens to themselves and, with a cache, to the tokens before them: [B, S, D]."""
-        q_nope_BSHN, q_rope_BSHR = self._queries(x_BSD).split(self.q_split, dim=-1)
+        q_BSHX, latent_BSW = self._projections(x_BSD)
+        q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
         q_rope_BSHR = rotate(q_rope_BSHR, cos_sin)
-        latent_BSC, k_rope_BSR = self.kv_a_proj_with_mqa(x_BSD).split(self.latent_split, dim=-1)
+        latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
         latent_BSC = self.kv_a_layernorm(latent_BSC)
         k_rope_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
 
@@ -126,10 +128,13 @@ class MLA(nn.Module):
             o_BSHV = self._absorbed(q_nope_BSHN, q_rope_BSHR, cached_BTW)
         return self.o_proj(o_BSHV.flatten(-2))
 
-    def _queries(self, x_BSD: Tensor) -> Tensor:
+    def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries [B, S, H, N + R], and the latents with the rotary key beside them [B, S, W]."""
         compressed = hasattr(self, "q_a_proj")
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))) if compressed else self.q_proj(x_BSD)
-        return q.unflatten(-1, (self.num_heads, -1))
+        q, latent_BSW = together(x_BSD, self.q_a_proj if compressed else self.q_proj, self.kv_a_proj_with_mqa)
+        if compressed:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        return q.unflatten(-1, (self.num_heads, -1)), latent_BSW
 
     def _naive(self, q_nope_BSHN: Tensor, q_rope_BSHR: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor) -> Tensor:
         kv_BSHX = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))

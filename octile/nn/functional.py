@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octile.nn.delayed import AmaxHistory, unscaled
 from octile.nn.plain import PlainProduct
+from octile.nn.together import Shared, once, shared_by_layers
 from octile.nn.weight_cache import is_cached, quantized_weight
 from octile.ops.grouped import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
@@ -73,7 +74,8 @@ def linear(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{len(weight)}], not {list(bias.shape)}")
     out_dtype = _out_dtype(x)
-    y_TN = _product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, None, recipe, history, out_dtype)
+    x_TK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y_TN = _product(x_TK, weight, None, recipe, history, out_dtype, shared_by_layers(x))
     y = y_TN.reshape(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.to(out_dtype)
 
@@ -114,11 +116,12 @@ def _product(
     recipe: Recipe | None,
     history: AmaxHistory | None,
     out_dtype: torch.dtype,
+    shared: Shared | None = None,
 ) -> Tensor:
     if recipe is None or recipe.casts is None:
         compute = out_dtype if recipe is None else recipe.compute
-        return PlainProduct.apply(x_TK, weight, offs, compute, out_dtype)
-    return _Product.apply(x_TK, weight, offs, recipe.casts, history, out_dtype)
+        return PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
+    return _Product.apply(x_TK, weight, offs, recipe.casts, history, out_dtype, shared)
 
 
 class _Product(torch.autograd.Function):
@@ -131,8 +134,9 @@ class _Product(torch.autograd.Function):
         casts: Casts,
         history: AmaxHistory | None,
         out_dtype: torch.dtype,
+        shared: Shared | None,
     ) -> Tensor:
-        x = _cast(x_TK, casts.x, "x", history)
+        x = once(None if casts.delayed else shared, casts.x, lambda: _cast(x_TK, casts.x, "x", history))
         w = _cast(weight, casts.w, "w", history)
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.w = w if is_cached(weight, casts.w) else None  # it lives on in the cache: nothing more to keep
@@ -150,8 +154,9 @@ class _Product(torch.autograd.Function):
         casts = ctx.casts
         x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
         w = ctx.w or ScaledTensor(w_data, w_scale, ctx.blocks[1])
-        dy = _cast(dy_TN, casts.dy, "dy", ctx.history)
         dx = dw = None
+        if ctx.needs_input_grad[0] or casts.wgrad_dy == casts.dy:
+            dy = _cast(dy_TN, casts.dy, "dy", ctx.history)
         if ctx.needs_input_grad[0]:
             dx = _nt(dy, w.mT, offs, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
@@ -160,7 +165,7 @@ class _Product(torch.autograd.Function):
             if casts.wgrad_x != casts.x:
                 x = _cast(x.dequantize(), casts.wgrad_x, "wgrad_x", ctx.history)
             dw = _wgrad(dy, x, offs, ctx.w_dtype, ctx.main_grad)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def _nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -219,5 +224,7 @@ def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistor
         raise TypeError(f"weight.main_grad must be float32, not {main_grad.dtype}")
     if main_grad is not None and main_grad.shape != weight.shape:
         raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
+    if main_grad is not None and main_grad.device != weight.device:
+        raise ValueError(f"weight lies on {weight.device} but weight.main_grad on {main_grad.device}")
     if recipe is not None and recipe.delayed_scaling and history is None:
         raise ValueError(f"recipe {recipe.name!r} scales by past steps and needs a history")

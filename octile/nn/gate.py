@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.ops.matmul import without_autocast
+
 
 class Routing(NamedTuple):
     """What a gate decides: weights [T, K] float32, experts [T, K] int64, affinity [T, E] float32."""
@@ -64,7 +66,7 @@ class Gate(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(n_experts) if steered else None)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             logit_TE = F.linear(x_TD.float(), self.weight.float())
         affinity_TE = logit_TE.sigmoid() if self.scoring_func == "sigmoid" else logit_TE.softmax(-1)
         score_TE = affinity_TE.detach()

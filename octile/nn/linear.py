@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from octile.nn import functional
 from octile.nn.delayed import AmaxHistory
+from octile.nn.smooth import scale_columns
 from octile.recipe import Recipe
 
 
@@ -51,8 +52,10 @@ class Linear(nn.Linear):
         self.history = history_for(recipe, self.weight)
         self.train(self.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias, self.recipe, self.history)
+    def forward(self, x: Tensor, column_scale: Tensor | None = None) -> Tensor:
+        """x · weightᵀ + bias; with column_scale [in_features], the weight's columns are multiplied by it before."""
+        weight = self.weight if column_scale is None else scale_columns(self.weight, column_scale)
+        return functional.linear(x, weight, self.bias, self.recipe, self.history)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

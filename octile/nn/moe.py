@@ -17,7 +17,8 @@ from octile.nn.dispatch import LocalDispatcher
 from octile.nn.functional import grouped_linear
 from octile.nn.gate import Gate
 from octile.nn.linear import history_for
-from octile.nn.mlp import MLP, power_of_2
+from octile.nn.mlp import MLP
+from octile.nn.smooth import power_of_2, scale_columns
 from octile.recipe import Recipe
 
 
@@ -30,11 +31,15 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, hidden_size, intermediate_size).normal_(std=0.006))
         self.use_recipe(None)
 
-    def use_recipe(self, recipe: Recipe | None) -> int:
-        """Changes the formats of the products; returns how many linear layers these weights stand for."""
+    @property
+    def linear_layers(self) -> int:
+        """How many linear layers these weights stand for."""
+        return 3 * len(self.down)
+
+    def use_recipe(self, recipe: Recipe | None) -> None:
+        """Changes the formats of the products; what a delayed recipe has seen so far is forgotten."""
         self.recipe = recipe
         self.gate_up_history, self.down_history = history_for(recipe, self.gate_up), history_for(recipe, self.down)
-        return 3 * len(self.down)
 
     def forward(self, x_RD: Tensor, offs_E: Tensor) -> Tensor:
         """Rows sorted by expert, offs_E int32 the end of each expert's rows: [R, D] → [R, D]."""
@@ -47,12 +52,13 @@ class Experts(nn.Module):
 
 
 def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves each expert's channel sizes from h into the weight; see `mlp.py`."""
+    """Moves each expert's channel sizes from h into the weight; see `smooth.py`."""
     expert_R = torch.searchsorted(offs_E, torch.arange(len(h_RI), device=h_RI.device, dtype=offs_E.dtype), right=True)
-    amax_EI = h_RI.new_zeros(len(down_EDI), h_RI.shape[-1])
+    amax_EI = h_RI.new_zeros(len(down_EDI) + 1, h_RI.shape[-1])  # the last for rows that belong to no expert
     amax_EI.scatter_reduce_(0, expert_R[:, None].expand_as(h_RI), h_RI.detach().abs(), "amax")
     scale_EI = power_of_2(amax_EI)
-    return h_RI / scale_EI[expert_R], down_EDI * scale_EI[:, None]
+    smooth_RI = (h_RI / scale_EI[expert_R]).to(h_RI.dtype)
+    return smooth_RI, scale_columns(down_EDI, scale_EI[:-1, None])
 
 
 class MoE(nn.Module):

@@ -3,6 +3,9 @@
 Operands are cast to BF16, FP16 or FP32 and nothing else happens to them. Groups, `main_grad` and autocast mean what
 they mean in `functional`, so a baseline differs from a recipe in its numbers only.
 
+On a GPU torch has a grouped product for BF16 only.  In FP16 and FP32 it reads the offsets on the host, so experts in
+these dtypes cannot be captured in a CUDA graph.
+
 Shapes: T tokens, K inputs, N outputs, G experts.
 """
 
@@ -12,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.nn.together import Shared, once
 from octile.ops.matmul import without_autocast
 
 
@@ -20,9 +24,15 @@ class PlainProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight: Tensor, offs: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype
+        ctx: Any,
+        x_TK: Tensor,
+        weight: Tensor,
+        offs: Tensor | None,
+        compute: torch.dtype,
+        out_dtype: torch.dtype,
+        shared: Shared | None = None,
     ) -> Tensor:
-        x, w = x_TK.to(compute), weight.to(compute).contiguous()
+        x, w = once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
         ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
@@ -41,7 +51,7 @@ class PlainProduct(torch.autograd.Function):
         if dw is not None and ctx.main_grad is not None:
             ctx.main_grad.add_(dw)
             dw = None
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:

@@ -2,10 +2,12 @@
 
 A parameter counts its in-place writes (`_version`), so every micro-batch of a step, and fprop and dgrad of each, share
 one quantised copy.  torch's fused optimizers write without counting (seen in 2.13), so every step of any
-`torch.optim.Optimizer` empties the cache besides.  Other writes that go around the counter (`p.data.add_(…)` in a
-training loop) go around the cache as well: use `with torch.no_grad(): p.add_(…)`.
+`torch.optim.Optimizer` empties the cache besides, but for frozen weights that it does not hold.  Other writes that go
+around the counter (`p.data.add_(…)` in a training loop) go around the cache as well: use `with torch.no_grad():
+p.add_(…)`.
 
-Under `torch.compile` the cast is part of the graph.
+Under `torch.compile`, and while a CUDA graph is captured, the cast is part of the graph: each replay casts the weight
+as it is then.
 """
 
 from collections.abc import Callable
@@ -40,11 +42,16 @@ def is_cached(weight: Tensor, cast: Cast) -> bool:
     """Whether the quantised copy is kept: of parameters, whose writes are counted, by scales that are their own."""
     if torch.compiler.is_compiling() or cast.amax == "delayed":
         return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
     return weight.is_leaf and not weight.is_inference()
 
 
 def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _kept.clear()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for weight in list(_kept):
+        if weight.requires_grad or id(weight) in held:  # a wrapper may train another tensor in the weight's place
+            del _kept[weight]
 
 
 register_optimizer_step_post_hook(_forget)

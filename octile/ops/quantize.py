@@ -50,7 +50,7 @@ def _quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2:
     amax = blocks.abs().amax(dim=(-3, -1))
     scale = (amax / formats.by_name[fmt].max).clamp_(min=SMALLEST_SCALE)  # clamp keeps NaN
     if power_of_2:
-        scale = _round_up_to_power_of_2(scale)
+        scale = round_up_to_power_of_2(scale)
     scale = torch.where(amax == 0, 1.0, scale)
     return _cast(blocks / scale[..., :, None, :, None], x.shape, fmt), scale
 
@@ -109,11 +109,13 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
         scale: [..., ⌈M/R⌉, ⌈K/C⌉] float32.
         block_rows, block_cols: extent R×C of a block.
 
+        out_dtype: float32, bfloat16 or float16.
+
     Raises:
-        TypeError: scale is of another dtype.
+        TypeError: data, scale or out_dtype is none of these dtypes.
         ValueError: the scale does not fit the data in such blocks.
     """
-    check_scale("data", data, scale, block_rows, block_cols)
+    _check_dequantize(data, scale, block_rows, block_cols, out_dtype)
     return _dequantize(data, scale, block_rows, block_cols, out_dtype)
 
 
@@ -133,6 +135,7 @@ def _(data, scale, block_rows, block_cols, out_dtype):
 def _(data, scale, block_rows, block_cols, out_dtype):
     from octile.kernels.triton import quantize as kernel
 
+    _check_dequantize(data, scale, block_rows, block_cols, out_dtype)
     if data.dtype == torch.uint8:
         return _dequantize(data, scale, block_rows, block_cols, out_dtype)
     return kernel.launch_dequantize(data, scale, block_rows, block_cols, out_dtype)
@@ -163,6 +166,16 @@ def _check(x: Tensor, block_rows: int, block_cols: int, fmt: str) -> None:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2', 'e5m6' or 'int8', not {fmt!r}")
     if fmt == "e5m6" and x.shape[-1] % 2:
         raise ValueError(f"x must have an even number of columns to be packed as E5M6, not {x.shape[-1]}")
+
+
+def _check_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> None:
+    if data.dtype not in DATA_DTYPES.values():
+        raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
+    if out_dtype not in INPUT_DTYPES:
+        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, not {out_dtype}")
+    if data.dim() < 2:
+        raise ValueError(f"data must be a matrix [..., M, K], not {tuple(data.shape)}")
+    check_scale("data", data, scale, block_rows, block_cols)
 
 
 def check_scale(name: str, data: Tensor, scale: Tensor, block_rows: int, block_cols: int) -> None:
@@ -208,7 +221,10 @@ def _empty_data(x: Tensor, fmt: str) -> Tensor:
     return x.new_empty(*batch, m, k // 2 * 3 if fmt == "e5m6" else k, dtype=DATA_DTYPES[fmt])
 
 
-def _round_up_to_power_of_2(x: Tensor) -> Tensor:
-    """Adding an all-ones mantissa carries into the exponent unless x is a power of two already. NaN stays NaN."""
+def round_up_to_power_of_2(x: Tensor) -> Tensor:
+    """The normal power of two at or above each number, float32, not negative. NaN and Inf stay.
+
+    Adding an all-ones mantissa carries into the exponent unless x is a power of two already.
+    """
     rounded = ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)

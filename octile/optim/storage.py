@@ -3,7 +3,7 @@
 FP8-LM (arXiv 2310.18313 §2) keeps gradients, moments and master weights in 8 and 16 bits. Their range is narrow, so
 each tensor comes with one scale that maps its largest magnitude to the upper half of the format's range:
 
-    scale = the power of two above amax / max of the format        data = round(x / scale)        x ≈ data · scale
+    scale = amax / max of the format, rounded up to a power of two      data = round(x / scale)      x ≈ data · scale
 
 It is a power of two because a tensor is stored again at each step and one of its numbers may change the scale of all: a
 weight that rests is then only shifted, where any other scale would round it anew and let it drift.
@@ -17,9 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octile.kernels.cpu import decode_e4m3
-
-SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32
+from octile.ops.quantize import SMALLEST_SCALE, decode, round_up_to_power_of_2
 
 
 class Scaled(NamedTuple):
@@ -35,7 +33,6 @@ class Scaled(NamedTuple):
 
     def load(self) -> Tensor:
         """data · scale, a new float32 tensor."""
-        decode = decode_e4m3 if self.data.is_cpu and self.data.dtype == torch.float8_e4m3fn else Tensor.float
         return decode(self.data).mul_(self.scale)
 
     def store_(self, x: Tensor, tiny: Literal["nearest", "toward_zero", "up"] = "nearest") -> None:
@@ -50,7 +47,7 @@ class Scaled(NamedTuple):
         """
         limits = torch.finfo(self.data.dtype)
         ratio = (x.abs().max() / limits.max).clamp(min=SMALLEST_SCALE)  # clamp keeps NaN
-        self.scale.copy_(ratio / torch.frexp(ratio).mantissa)  # mantissa in [½, 1), so the quotient is a power of two
+        self.scale.copy_(round_up_to_power_of_2(ratio))
         x = x / self.scale
         if tiny != "nearest":
             spacing = limits.smallest_normal * limits.eps

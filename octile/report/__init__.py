@@ -6,7 +6,8 @@ and nothing is fetched from a network. Every figure carries one sentence, writte
     metrics.py      a run folder read back, whatever state it is in
     figures.py      the drawing style: colours, axes, direct labels
     svg.py          a figure as part of a page
-    page.py         templates, numbers as a person writes them, writing beside and renaming
+    page.py         templates, numbers as a person writes them
+    machine.py      what figures were measured on: hardware, versions, commit, date
     run_curves.py   loss, learning rate, gradient norm, throughput of one run
     run_inside.py   its experts' load and its tiles' scales
     train.py        its page

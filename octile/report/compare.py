@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octile.checkpoint.files import write_text
 from octile.report.compare_figure import draw_compare, say_compare
 from octile.report.figures import PHONE, WIDE, palette_name, save_drawing
 from octile.report.metrics import Floats, flatten
-from octile.report.page import byte_size, percent, render, write_beside
+from octile.report.page import byte_size, percent, render
 from octile.report.svg import make_chart
 
 if TYPE_CHECKING:
@@ -157,7 +158,9 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
         machine=result.machine,
         configuration=flatten(result.config),
     )
-    return write_beside(folder / "report.html", page)
+    path = folder / "report.html"
+    write_text(path, page)
+    return path
 
 
 def save_compare_figure(result: CompareResult, path: Path) -> Path:

@@ -38,7 +38,7 @@ def convert_on_screen(src: Path, dst: Path | None, to: Literal["fp8", "bf16"]) -
 
 
 def _show_prediction(console: Console, size: SizePrediction) -> None:
-    console.print(f"{size.share.parameters / 1e9:,.1f}B parameters, {byte_size(size.nbytes)} as {size.to}")
+    console.print(f"{_amount(size.share.parameters)} parameters, {byte_size(size.nbytes)} as {size.to}")
     console.print(_share(size.share))
 
 
@@ -53,6 +53,10 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     console.print(f"checked: every value lies within {report.max_error:.2%} of its block's range", highlight=False)
     if report.resumed_files:
         console.print(f"{report.resumed_files} of {report.files} files were finished before", highlight=False)
+
+
+def _amount(parameters: int) -> str:
+    return f"{parameters / 1e9:,.1f}B" if parameters >= 1e8 else f"{parameters / 1e6:,.1f}M"
 
 
 def _share(share: Share) -> str:

@@ -1,7 +1,6 @@
-"""From figures and facts to a page: templates, numbers as a person writes them, writing beside and renaming."""
+"""From figures and facts to a page: templates, and numbers as a person writes them."""
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,6 @@ def render(template: str, **content: Any) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template(template).render(palette=PALETTE, **content)
-
-
-def write_beside(path: Path, text: str) -> Path:
-    """Writes a file under another name first and then renames it: a reader never meets half a page."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return path
 
 
 def printable(text: str) -> str:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from octile.checkpoint.files import write_text
 from octile.report import run_curves as curves
 from octile.report import run_inside as inside
 from octile.report.figures import HALF, PHONE, THIRD, WIDE, save_drawing
 from octile.report.metrics import Run, as_float, find, flatten, last_known, read_run
-from octile.report.page import amount, duration, printable, render, write_beside
+from octile.report.page import amount, duration, printable, render
 from octile.report.svg import Chart, make_chart
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def write_run_report(run: Path) -> Path:
         sample=_sample(records),
         configuration=flatten(records.config),
     )
-    return write_beside(Path(run) / "report.html", page)
+    path = Path(run) / "report.html"
+    write_text(path, page)
+    return path
 
 
 def save_figure(run: Path, name: str, path: Path) -> Path:

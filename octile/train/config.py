@@ -77,8 +77,8 @@ class TrainConfig:
     val_sequences: int = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
     prompt: str = "def "
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    model: ModelConfig = field(default_factory=MODELS["tiny"])
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, balance_speed=0.01))
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "micro_batches", "sequence_length", "val_sequences", "validate_every"):
@@ -87,6 +87,9 @@ class TrainConfig:
         for name in ("seed", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        shortest = 3 if self.model.num_nextn_predict_layers else 2  # a token, the next one, and the one after that
+        if self.sequence_length < shortest:
+            raise ValueError(f"sequence_length must be at least {shortest} for this model, not {self.sequence_length}")
         if self.batch_size % self.micro_batches:
             raise ValueError(f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}")
         if self.sequence_length > self.model.max_position_embeddings:
@@ -122,8 +125,8 @@ class TrainConfig:
 
 
 def tiny() -> TrainConfig:
-    """Two to four minutes on two CPU cores. Few steps balance the experts, so each is ten times the published one."""
-    return TrainConfig(preset="tiny", model=MODELS["tiny"](), optim=OptimConfig(lr=2e-3, balance_speed=0.01))
+    """Three to four minutes on two CPU cores. Few steps balance the experts, so each is ten times the published one."""
+    return TrainConfig()
 
 
 def small() -> TrainConfig:
@@ -141,7 +144,7 @@ def small() -> TrainConfig:
 
 
 def published(preset: str) -> TrainConfig:
-    """A published model with the hyper-parameters of its paper, a batch that one host may hold."""
+    """A published model with DeepSeek-V3's hyper-parameters, and a batch that one host may hold."""
     return TrainConfig(
         preset=preset,
         steps=1000,
@@ -149,6 +152,7 @@ def published(preset: str) -> TrainConfig:
         micro_batches=8,
         sequence_length=4096,
         model=MODELS[preset](),
+        optim=OptimConfig(),
     )
 
 

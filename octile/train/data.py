@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from octile.checkpoint.files import checksum
 from octile.train.corpus import Corpus, Document, open_corpus
-from octile.train.store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter, sha256
+from octile.train.store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.survey import Survey
 from octile.train.tokenizer import Tokenizer, check_vocab_size
 
@@ -119,7 +120,7 @@ def _build(
         bytes={part: sum(survey.sizes[digest] for digest in digests[part]) for part in digests},
         tokens=tokens,
         skipped=dict(survey.skipped),
-        sha256={name: sha256(folder / name) for name in FILES},
+        sha256={name: checksum(folder / name)["sha256"] for name in FILES},
     ).write(folder)
 
 

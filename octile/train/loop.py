@@ -6,28 +6,27 @@ with a checkpoint, and so does an error of the disk leave the last checkpoint as
 
 from __future__ import annotations
 
-import json
-import platform
 import signal
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 import torch
 
+from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.recipe import BLOCK, Cast, Recipe
+from octile.report.machine import in_words, machine
 from octile.report.train import write_run_report
 from octile.train.config import TrainConfig, changed
 from octile.train.data import prepare
 from octile.train.generate import Sampling, generate_text
-from octile.train.run_folder import MetricsWriter, RunFolder, Stopped, write_atomically
+from octile.train.run_folder import MetricsWriter, RunFolder, Stopped
 from octile.train.screen import Screen
 from octile.train.store import TokenStore
 from octile.train.trainer import Trainer
@@ -54,30 +53,38 @@ def train(config: TrainConfig, resume: bool, screen: Screen) -> Path:
     """
     device = pick_device(config.device)
     Recipe.named(config.recipe)  # an unknown one is refused before anything is written
-    run = _resumed(config) if resume else RunFolder.create(config)
+    run = _resumed(config, screen) if resume else RunFolder.create(config)
     screen.say(f"run folder: {run.path}")
     store = _tokens(config, run, resume, screen)
+    _check_prompt(config, store)
     trainer = build(config, store, device)
     run.write_config(config)
     if resume:
         _continue(trainer, run, screen)
     screen.model(trainer)
 
-    with _signals() as stop, _measuring(run) as metrics, screen.progress(config.steps, trainer.steps_done) as shown:
+    with (
+        _signals() as stop,
+        closing(MetricsWriter(run, trainer.steps_done)) as metrics,
+        screen.progress(config.steps, trainer.steps_done) as shown,
+    ):
         while trainer.steps_done < config.steps and not stop:
             line = trainer.step()
             metrics.write(line)
             shown.step(line)
             last = trainer.steps_done == config.steps
             if last or trainer.steps_done % config.validate_every == 0:
-                line = _look(trainer, metrics)
-                shown.validation(line)
-            if last or stop or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
+                shown.validation(_look(trainer, metrics))
+            if last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
                 _checkpoint(trainer, run)
+    again = f"octile train --resume --out {run.path}"
     if trainer.steps_done < config.steps:
-        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: octile train --resume --out {run.path}")
-
-    _finish(trainer, run, store, screen)
+        _checkpoint(trainer, run)
+        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {again}")
+    try:
+        _finish(trainer, run, store, screen)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped when all steps were done; to write the model and the report: {again}") from None
     return run.path
 
 
@@ -105,6 +112,12 @@ def prepare_tokens(config: TrainConfig, folder: Path, screen: Screen) -> TokenSt
     return store
 
 
+def _check_prompt(config: TrainConfig, store: TokenStore) -> None:
+    length, context = 1 + len(store.tokenizer.encode(config.prompt)), config.model.max_position_embeddings
+    if length >= context:
+        raise ValueError(f"prompt has {length} tokens, which leave no room in the model's context of {context}")
+
+
 def pick_device(name: str) -> torch.device:
     """The device of that name; "auto" is a GPU where there is one.
 
@@ -118,15 +131,18 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _resumed(config: TrainConfig) -> RunFolder:
+def _resumed(config: TrainConfig, screen: Screen) -> RunFolder:
     if config.out is None:
         raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
     run = RunFolder.open(config.out)
-    different = changed(run.read_config(), config)
+    saved = run.read_config()
+    different = changed(saved, config)
     if different:
         raise ValueError(
             f"a resumed run keeps its configuration, but {', '.join(different)} would differ from {run.path}"
         )
+    if saved.steps != config.steps:
+        screen.say(f"steps were {saved.steps} and are now {config.steps}: the learning rate follows the new number")
     return run
 
 
@@ -142,7 +158,7 @@ def _continue(trainer: Trainer, run: RunFolder, screen: Screen) -> None:
     if checkpoint is None:
         screen.say("no checkpoint was written yet: starting from the beginning")
     else:
-        trainer.load(*load_checkpoint(checkpoint))
+        trainer.load(*load_checkpoint(checkpoint, check=False))  # it was checked when it was chosen
         screen.say(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
     run.forget_after(trainer.steps_done)
 
@@ -150,7 +166,7 @@ def _continue(trainer: Trainer, run: RunFolder, screen: Screen) -> None:
 def _look(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
     """Measures what is measured now and then; returns the validation's line."""
     step = trainer.steps_done
-    line = {"step": step, "val_loss": trainer.validate(), "val_tokens": trainer.held_out.numel()}
+    line = {"step": step, **trainer.validate()}
     metrics.write({"step": step, "expert_load": trainer.expert_load()})
     metrics.write(line)
     scales = trainer.tile_scales()
@@ -168,10 +184,14 @@ def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen)
     """Leaves the model, the sample and the report."""
     casts = trainer.recipe.casts
     as_trained: Literal["fp8", "bf16"] = "fp8" if casts and casts.w == Cast(E4M3, BLOCK) else "bf16"
-    save(trainer.model, run.model, as_trained, [store.folder / n for n in ("tokenizer.json", "tokenizer_config.json")])
+    tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    save(trainer.model, run.model, as_trained, tokenizer)
+    if trainer.ema:
+        with trainer.ema.applied(trainer.model):
+            save(trainer.model, run.path / "model_ema", as_trained, tokenizer)
     _write_summary(trainer, run, store)
     sample = sample_text(trainer, store)
-    write_atomically(run.sample_file, sample)
+    write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     screen.finish(run, sample, report)
 
@@ -186,33 +206,18 @@ def sample_text(trainer: Trainer, store: TokenStore) -> str:
 
 def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
     counts = count_parameters(trainer.config.model)
+    measured_on = machine(trainer.device)
     summary = {
         "preset": trainer.config.preset,
         "recipe": trainer.config.recipe,
         "parameters": counts.total,
         "active_parameters": counts.active,
         "bytes_per_token": store.manifest.bytes["val"] / store.manifest.tokens["val"],
-        "machine": machine(trainer.device),
+        "machine": in_words(measured_on),
+        "measured_on": measured_on,
         "prompt": trainer.config.prompt,
-        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    write_atomically(run.summary_file, json.dumps(summary, indent=2) + "\n")
-
-
-def machine(device: torch.device) -> str:
-    """One line that says what a figure was measured on."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-@contextmanager
-def _measuring(run: RunFolder) -> Iterator[MetricsWriter]:
-    writer = MetricsWriter(run)
-    try:
-        yield writer
-    finally:
-        writer.close()
+    write_json(run.summary_file, summary)
 
 
 @contextmanager

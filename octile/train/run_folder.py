@@ -9,10 +9,11 @@ summary.json   facts for the report             report.html, sample.txt
 from __future__ import annotations
 
 import json
-import os
+import math
 from pathlib import Path
 from typing import Any
 
+from octile.checkpoint.files import write_text
 from octile.train.config import TrainConfig
 
 Metrics = dict[str, Any]
@@ -38,15 +39,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """Makes the folder of a new run. It counts as a run once `write_config` was called.
+        """Finds the folder of a new run. It is made by what is first written into it.
 
         Raises:
             FileExistsError: config.out holds a run already.
         """
-        run = cls(config.out or _free_place(Path("runs"), f"{config.preset}-{config.recipe}"))
+        run = cls(config.out or free_place(Path("runs"), f"{config.preset}-{config.recipe}"))
         if run.config_file.exists():
             raise FileExistsError(f"out {str(run.path)!r} holds a run already: add --resume, or choose another --out")
-        run.path.mkdir(parents=True, exist_ok=True)
         return run
 
     @classmethod
@@ -62,7 +62,8 @@ class RunFolder:
         return run
 
     def write_config(self, config: TrainConfig) -> None:
-        write_atomically(self.config_file, config.to_json())
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.config_file, config.to_json())
 
     def read_config(self) -> TrainConfig:
         try:
@@ -81,20 +82,21 @@ class RunFolder:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # the line that a crash cut short
-        write_atomically(self.metrics_file, "".join(kept))
+        write_text(self.metrics_file, "".join(kept))
 
 
 class MetricsWriter:
     """Appends measurements to metrics.jsonl and to TensorBoard; a line is in the file when `write` returns."""
 
-    def __init__(self, run: RunFolder):
+    def __init__(self, run: RunFolder, steps_done: int):
         from torch.utils.tensorboard import SummaryWriter  # late: only a run needs it
 
         self._file = run.metrics_file.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run.tensorboard), purge_step=None)
+        self._board = SummaryWriter(str(run.tensorboard), purge_step=steps_done + 1)
 
     def write(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
+        numbers = {name: None if _is_nan(value) else value for name, value in metrics.items()}  # JSON has no NaN
+        self._file.write(json.dumps(numbers, allow_nan=False) + "\n")
         self._file.flush()
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
@@ -105,14 +107,11 @@ class MetricsWriter:
         self._board.close()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The file holds either what it held before or the whole text."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
-def _free_place(parent: Path, name: str) -> Path:
+def free_place(parent: Path, name: str) -> Path:
     path, number = parent / name, 1
     while path.exists():
         number += 1

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from octile.models.counts import count_parameters
 from octile.train.run_folder import Metrics, RunFolder
 
 if TYPE_CHECKING:
@@ -32,8 +33,12 @@ class Screen:
 
     def model(self, trainer: Trainer) -> None:
         """What is going to be trained."""
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        self.say(f"model: {parameters / 1e6:.1f}M parameters on {trainer.device.type}, recipe {trainer.recipe.name}")
+        counts = count_parameters(trainer.config.model)
+        mtp = sum(counts.mtp.values()) / 1e6
+        self.say(
+            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active a token, and {mtp:.1f}M "
+            f"for multi-token prediction, on {trainer.device.type}"
+        )
         self.say(str(trainer.model.conversion_summary))
 
     def data(self, store: TokenStore) -> None:

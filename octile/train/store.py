@@ -7,7 +7,6 @@
 The manifest is written last: a folder without one was not finished, a folder that does not match its own is damaged.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from octile.checkpoint.files import checksum
 from octile.train.tokenizer import Tokenizer
 
 PARTS = ("train", "val")
@@ -83,7 +83,7 @@ class TokenStore:
         for name in FILES:
             if not (folder / name).is_file():
                 raise ValueError(f"token store {folder} is damaged: {name} is missing; {REMEDY}")
-            if sha256(folder / name) != manifest.sha256.get(name):
+            if checksum(folder / name)["sha256"] != manifest.sha256.get(name):
                 raise ValueError(f"token store {folder} is damaged: {name} fails its checksum; {REMEDY}")
         train, val = (np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS)
         return cls(folder, manifest, Tokenizer.load(folder), train, val)
@@ -118,8 +118,3 @@ class TokenWriter:
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
         return self._file.tell()
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

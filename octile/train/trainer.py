@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.convert import apply_recipe
+from octile.nn.conversion import apply_recipe
 from octile.nn.delayed import AmaxHistory, end_step
 from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
+from octile.optim.gradient import gradient_of
+from octile.optim.gradient import load as load_gradient
 from octile.recipe import Recipe
 from octile.train.batches import Batches, validation
 from octile.train.config import TrainConfig
 from octile.train.run_folder import Metrics
 from octile.train.store import TokenStore
 from octile.train.watch import first_non_finite, tile_scales
-
-VALIDATION_BATCH = 8  # sequences at a time: only memory depends on it
 
 
 class Trainer:
@@ -38,10 +38,13 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, store: TokenStore, device: torch.device):
-        self.config, self.device = config, device
+        # what ends a text is the tokenizer's to say
+        tokenizer = store.tokenizer
+        model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
+        self.config, self.device = replace(config, model=model), device
         self.recipe = Recipe.named(config.recipe)
         torch.manual_seed(config.seed)
-        self.model = DeepseekV3(config.model).to(device)
+        self.model = DeepseekV3(self.config.model).to(device)
         apply_recipe(self.model, self.recipe)
         optim = config.optim
         self.optimizer = AdamW(
@@ -61,46 +64,45 @@ class Trainer:
         self.seconds = 0.0
 
     def step(self) -> Metrics:
-        """One optimizer step; returns its line of metrics.
+        """One optimizer step; returns its line of metrics. The host waits for the device once, before the update.
 
         Raises:
             FloatingPointError: the loss or a gradient is NaN or Inf. The weights are as they were before the step.
         """
         start = time.perf_counter()
-        config, number = self.config, self.steps_done
-        tokens_BS = self.batches.batch(number)
-        learning_rate = self.schedule(number)
+        config = self.config
+        tokens_BS = self.batches.batch(self.steps_done)
+        learning_rate = self.schedule(self.steps_done)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        losses = {"loss": 0.0, "main": 0.0, "mtp": 0.0, "balance": 0.0}
-        load = {name: torch.zeros(config.model.n_routed_experts, dtype=torch.int64) for name in self.moes}
+        sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
+        load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
 
         for piece_BS in tokens_BS.chunk(config.micro_batches):
-            loss = self._loss(piece_BS)
-            if not math.isfinite(loss.item()):
-                where = first_non_finite(self.model, partial(self._loss, piece_BS))
-                raise FloatingPointError(
-                    f"the loss is {loss.item()} at step {number + 1}; the first to break is {where}"
-                )
-            scaled = loss / config.micro_batches
-            (self.loss_scale.scale(scaled) if self.loss_scale else scaled).backward()
-            losses["loss"] += loss.item() / config.micro_batches
+            loss = self._loss(piece_BS) / config.micro_batches
+            (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
+            sums["loss"] = sums["loss"] + loss.detach()
             for name, value in self.model.last_losses.items():
-                losses[name] += float(value) / config.micro_batches
+                sums[name] = sums[name] + value / config.micro_batches
             for name, moe in self.moes.items():
-                load[name] += moe.last_load_E.cpu()
+                load[name] += moe.last_load_E
 
-        grad_norm = self._update(learning_rate)
+        parameters = list(self.model.parameters())
+        unscaled = self.loss_scale.unscale_(parameters) if self.loss_scale else True
+        norm = clip_grad_norm_(parameters, config.optim.clip)
+        *losses, grad_norm = torch.stack([*sums.values(), norm.to(self.device)]).tolist()
+        self._check(losses[0], grad_norm, tokens_BS)
+        self._update(learning_rate, unscaled)
         for name, moe in self.moes.items():
-            moe.gate.balance(load[name].to(self.device), config.optim.balance_speed)
+            moe.gate.balance(load[name], config.optim.balance_speed)
+
         self.steps_done += 1
         self.tokens += tokens_BS.numel()
         seconds = time.perf_counter() - start
         self.seconds += seconds
         return {
             "step": self.steps_done,
-            "loss": losses["loss"],
-            **{f"{name}_loss": losses[name] for name in ("main", "mtp", "balance")},
+            **dict(zip(("loss", "main_loss", "mtp_loss", "balance_loss"), losses, strict=True)),
             "lr": learning_rate,
             "grad_norm": grad_norm,
             "tokens": self.tokens,
@@ -113,21 +115,31 @@ class Trainer:
         return {name: moe.last_load_E.tolist() for name, moe in self.moes.items()}
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """The loss on held-out text, nats a token; the main head only."""
+    def validate(self) -> dict[str, Any]:
+        """The loss on held-out text, nats a token, the main head only; and that of the averaged weights, if any."""
+        line = {"val_loss": self._held_out_loss(), "val_tokens": self.held_out.numel()}
+        if self.ema:
+            with self.ema.applied(self.model):
+                line["ema_val_loss"] = self._held_out_loss()
+        return line
+
+    def _held_out_loss(self) -> float:
         self.model.eval()
-        total = 0.0
-        for piece_BS in self.held_out.split(VALIDATION_BATCH):
+        total = torch.zeros((), device=self.device)
+        for piece_BS in self.held_out.split(self.config.batch_size // self.config.micro_batches):
             self._loss(piece_BS)
-            total += float(self.model.last_losses["main"]) * len(piece_BS)
-        return total / len(self.held_out)
+            total += self.model.last_losses["main"] * len(piece_BS)
+        return total.item() / len(self.held_out)
 
     def tile_scales(self) -> dict[str, Any]:
-        """Histograms of the scales in one forward and backward pass; leaves no trace in weights and gradients."""
+        """Histograms of the scales in one forward and backward pass; leaves no trace in weights and scales."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        seen = {name: history.amax_OH.clone() for name, history in self._histories().items()}
         with tile_scales() as histograms:
             self._loss(self.held_out[:1]).backward()
+        for name, history in self._histories().items():
+            history.amax_OH.copy_(seen[name])
         self.optimizer.zero_grad(set_to_none=True)
         return histograms()
 
@@ -136,16 +148,21 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model(tokens_BS, tokens_BS)
 
-    def _update(self, learning_rate: float) -> float:
-        """Clips and steps, unless a dynamic loss scale found that the gradients overflowed. Returns their norm."""
-        parameters = list(self.model.parameters())
-        finite = self.loss_scale.unscale_(parameters) if self.loss_scale else True
-        grad_norm = clip_grad_norm_(parameters, self.config.optim.clip).item()
-        if self.loss_scale is None and not math.isfinite(grad_norm):
-            broken = (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
-            where = next(broken, "the sum of the gradients' squares")
-            raise FloatingPointError(f"a gradient is not finite at step {self.steps_done + 1}; the first is {where}")
-        if finite:
+    def _check(self, loss: float, grad_norm: float, tokens_BS: Tensor) -> None:
+        """Stops a run that broke. A loss scale that can still back off is left to do so."""
+        at = f"at step {self.steps_done + 1}"
+        if not math.isfinite(loss):
+            pieces = tokens_BS.chunk(self.config.micro_batches)
+            where = first_non_finite(self.model, lambda: [self._loss(piece_BS) for piece_BS in pieces])
+            raise FloatingPointError(f"the loss is {loss} {at}; the first to break is {where}")
+        if not math.isfinite(grad_norm) and (self.loss_scale is None or self.loss_scale.value == 1.0):
+            gradients = ((name, gradient_of(p)) for name, p in self.model.named_parameters())
+            broken = (name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all())
+            raise FloatingPointError(f"a gradient is not finite {at}; the first is {next(broken, 'their norm')}")
+
+    def _update(self, learning_rate: float, unscaled: bool) -> None:
+        """Steps, unless a dynamic loss scale found that the gradients overflowed."""
+        if unscaled:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
@@ -154,7 +171,6 @@ class Trainer:
                 self.ema.update()
         if self.loss_scale:
             self.loss_scale.update()
-        return grad_norm
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a later step depends on: tensors, and what JSON can hold."""

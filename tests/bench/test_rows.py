@@ -2,7 +2,12 @@
 
 import json
 
-from octile.bench.rows import Row, beside, machine, write
+import pytest
+
+from octile import bench
+from octile.bench.rows import Row, beside, table, write
+
+ROWS = [Row("a", "b", 1.0, "s"), beside("a long case", "c", 23456.0, "tokens/s", "p", 4.0)]
 
 
 def test_a_ratio_is_ours_over_the_peers():
@@ -10,8 +15,29 @@ def test_a_ratio_is_ours_over_the_peers():
 
 
 def test_the_file_has_the_rows_and_what_they_were_measured_on(tmp_path):
-    write(tmp_path / "rows.json", [Row("a", "b", 1.0, "s"), beside("a", "c", 2.0, "s", "p", 4.0)])
+    write(tmp_path / "rows.json", ROWS, {"cpu": "fast"})
     content = json.loads((tmp_path / "rows.json").read_text())
     assert content["rows"][0] == {"case": "a", "what": "b", "value": 1.0, "unit": "s", "against": None}
-    assert content["rows"][1]["against"] == {"peer": "p", "value": 4.0, "ratio": 0.5}
-    assert content["machine"] == machine()
+    assert content["rows"][1]["against"] == {"peer": "p", "value": 4.0, "ratio": 5864.0}
+    assert content["machine"] == {"cpu": "fast"}
+
+
+def test_a_row_is_one_aligned_line():
+    assert table(ROWS).splitlines() == [
+        "case         what    ours  theirs     ratio  unit      peer",
+        "a            b          1                    s",
+        "a long case  c     23,456       4  5864.000  tokens/s  p",
+    ]
+
+
+def test_a_narrow_screen_breaks_no_row(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("octile.bench.gemm.rows", lambda: ROWS)
+    bench.run("gemm")
+    assert table(ROWS) in capsys.readouterr().out
+
+
+def test_a_missing_folder_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("octile.bench.gemm.rows", lambda: pytest.fail("it was measured"))
+    with pytest.raises(FileNotFoundError, match="json must lie in a folder that exists"):
+        bench.run("gemm", tmp_path / "none" / "rows.json")

@@ -1,7 +1,5 @@
-"""A disk that is full, a file that is damaged, and a folder as other programs write it."""
+"""A file that is damaged, and a folder as other programs write it."""
 
-import errno
-import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,31 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-from octile.checkpoint import files
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """full_disk(n): from now on only n more bytes fit on the disk."""
-
-    class Limited(io.BufferedRandom):
-        free = 0
-
-        def write(self, data) -> int:
-            Limited.free -= memoryview(data).nbytes
-            if Limited.free < 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(data)
-
-    def fill(free: int) -> None:
-        Limited.free = free
-        monkeypatch.setattr(files, "open", open_on_full_disk, raising=False)
-
-    def open_on_full_disk(path, mode="r"):
-        return Limited(io.FileIO(path, mode)) if "w" in mode else open(path, mode)
-
-    return fill
 
 
 @pytest.fixture

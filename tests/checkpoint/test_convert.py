@@ -199,6 +199,14 @@ def test_too_little_space_is_told_before_the_work(src, dst, monkeypatch):
     assert [path.name for path in dst.iterdir()] == ["octile.json"]
 
 
+def test_space_is_needed_for_the_other_files_too(src, dst, monkeypatch):
+    (src / "pytorch_model.bin").write_bytes(bytes(10**6))
+    weights = sum(spec.nbytes for spec in Shards(src).specs.values())  # more than FP8 needs
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, weights))
+    with pytest.raises(OSError, match="No space left on device"):
+        convert_checkpoint(src, dst, "fp8")
+
+
 def test_a_result_that_reads_back_wrongly_is_not_accepted(src, dst, monkeypatch):
     def careless(name, tensor):
         q = quantize_weight(name, tensor)

@@ -1,9 +1,12 @@
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from octile.checkpoint import files
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 
 
@@ -45,6 +48,24 @@ def test_only_the_newest_are_kept(tmp_path):
     for step in (8, 9, 10):
         save(tmp_path, step)
     assert steps(tmp_path) == ["step_00000009", "step_00000010"]
+
+
+def test_steps_after_the_one_written_are_removed(tmp_path):
+    """A run resumed at 1 past a damaged 20; what it writes must not fall victim to that future."""
+    for step in (1, 20, 2):
+        save(tmp_path, step)
+    assert steps(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_the_one_just_written_stays(tmp_path):
+    save(tmp_path, 10)
+    assert save(tmp_path, 5, keep=1).is_dir()
+
+
+def test_folders_of_other_names_stay(tmp_path):
+    (tmp_path / "step_by_step").mkdir()
+    save(tmp_path, 1)
+    assert steps(tmp_path) == ["step_00000001", "step_by_step"]
 
 
 def test_the_newest_is_found(tmp_path):
@@ -105,6 +126,43 @@ def test_a_step_can_be_written_again(tmp_path):
     save_checkpoint(tmp_path, 1, {"w": torch.zeros(2)}, {})
     assert steps(tmp_path) == ["step_00000001"]
     assert load_checkpoint(tmp_path / "step_00000001")[0]["w"].equal(torch.zeros(2))
+
+
+@pytest.fixture
+def crashed(tmp_path, monkeypatch):
+    """A folder whose only step was being written again when the process ended between the two renames."""
+
+    def dying(source, target, replace=os.replace):
+        if Path(target).name == "step_00000001":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, 1, {"w": torch.zeros(3)}, {})
+    assert steps(tmp_path) == ["step_00000001.replaced"]
+    return tmp_path
+
+
+def test_after_a_crash_between_the_renames_the_one_that_moved_aside_is_read(crashed):
+    assert load_checkpoint(latest_checkpoint(crashed))[0]["w"].equal(torch.ones(3))
+
+
+def test_one_that_moved_aside_stays_until_another_takes_its_place(crashed):
+    save(crashed, 2)
+    assert latest_checkpoint(crashed).name == "step_00000002"
+    assert steps(crashed) == ["step_00000001.replaced", "step_00000002"]
+    save(crashed, 1)
+    assert steps(crashed) == ["step_00000001"]
+
+
+def test_what_was_found_whole_need_not_be_read_twice(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    path = latest_checkpoint(tmp_path)
+    monkeypatch.setattr(files, "checksum", lambda _: pytest.fail("the checksum was computed again"))
+    assert load_checkpoint(path, check=False)[1] == {"step": 1}
 
 
 def test_a_full_disk_loses_nothing(tmp_path, full_disk):

@@ -1,7 +1,12 @@
-"""Tests of the operators on a GPU. `pytest tests/gpu` runs them all; without a GPU each is skipped and says so."""
+"""Tests on a GPU, from the operators up to training.
+
+`pytest tests/gpu` runs them all; without a GPU each is skipped and says so.
+"""
 
 import pytest
 import torch
+
+from tests.train.conftest import store, text  # noqa: F401  (fixtures)
 
 if torch.cuda.is_available():
     import triton  # noqa: F401  (before tests/kernels/triton chooses the interpreter for the process)

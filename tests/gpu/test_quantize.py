@@ -84,3 +84,31 @@ def test_dequantize(fmt: str, block: tuple[int, int], out_dtype: torch.dtype):
     values = dequantize(data.cuda(), scale.cuda(), *block, out_dtype)
     expected = dequantize(data, scale, *block, out_dtype)
     torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        (torch.ones(4, 1), ValueError, r"data's scale must be \(4, 2\) for \(4, 256\)"),
+        (torch.ones(2, 4, 2), ValueError, r"data's scale must be \(4, 2\)"),
+        (torch.ones(4, 2, dtype=torch.float64), TypeError, "data's scale must be float32"),
+    ],
+    ids=["shape", "batch", "dtype"],
+)
+def test_a_scale_that_does_not_fit_is_refused(scale: Tensor, error: type[Exception], message: str):
+    data, _ = quantize(torch.ones(4, 256, device="cuda"), 1, 128, "e4m3", False)
+    with pytest.raises(error, match=message):
+        dequantize(data, scale.cuda(), 1, 128, torch.float32)
+
+
+def test_a_scale_on_the_cpu_is_refused():
+    data, scale = quantize(torch.ones(4, 256, device="cuda"), 1, 128, "e4m3", False)
+    with pytest.raises(ValueError, match="data lies on cuda:0 but its scale on cpu"):
+        dequantize(data, scale.cpu(), 1, 128, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_values_in_another_dtype_are_refused(dtype: torch.dtype):
+    data, scale = quantize(torch.ones(4, 256, device="cuda"), 1, 128, "e4m3", False)
+    with pytest.raises(TypeError, match=f"out_dtype must be float32, bfloat16 or float16, not {dtype}"):
+        dequantize(data, scale, 1, 128, dtype)

@@ -167,6 +167,14 @@ def test_labels_of_another_shape_are_refused(mini):
         mini(tokens(), tokens(length=23))
 
 
+@pytest.mark.parametrize(("training", "shortest"), [(True, 3), (False, 2)], ids=["with MTP", "without"])
+def test_sequences_too_short_for_a_loss_are_refused(mini, training, shortest):
+    mini.train(training)
+    with pytest.raises(ValueError, match=f"a loss needs sequences of at least {shortest} tokens, not {shortest - 1}"):
+        mini(tokens(length=shortest - 1), tokens(length=shortest - 1))
+    assert mini(tokens(length=shortest), tokens(length=shortest)).isfinite()
+
+
 # how it begins
 
 

@@ -1,8 +1,7 @@
-import pytest
 import torch
 
-from octile.models.names import from_hf, to_hf
-from tests.models.conftest import MINI_V2, MINI_V3, build
+from octile.models.names import to_hf
+from tests.models.conftest import MINI_V3, build
 
 BLOCK = {"input_layernorm.weight", "post_attention_layernorm.weight"}
 ATTENTION = {
@@ -28,14 +27,6 @@ def test_names_are_those_of_the_published_weights():
     assert set(to_hf(build(MINI_V3).state_dict(), MINI_V3)) == expected
 
 
-@pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["V3", "V2"])
-def test_there_and_back_is_the_same(config):
-    state = build(config).state_dict()
-    again = from_hf(to_hf(state, config), config)
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[name], state[name]) for name in state)
-
-
 def test_gate_and_up_keep_their_order():
     state = build(MINI_V3).state_dict()
     tensors = to_hf(state, MINI_V3)
@@ -48,17 +39,3 @@ def test_to_hf_copies_nothing():
     state = build(MINI_V3).state_dict()
     storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
     assert {tensor.untyped_storage().data_ptr() for tensor in to_hf(state, MINI_V3).values()} == storages
-
-
-def test_a_missing_expert_is_named():
-    tensors = to_hf(build(MINI_V3).state_dict(), MINI_V3)
-    del tensors["model.layers.2.mlp.experts.7.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"lacks model\.layers\.2\.mlp\.experts\.7\.up_proj\.weight"):
-        from_hf(tensors, MINI_V3)
-
-
-def test_an_expert_too_many_is_named():
-    tensors = to_hf(build(MINI_V3).state_dict(), MINI_V3)
-    tensors["model.layers.2.mlp.experts.16.up_proj.weight"] = torch.zeros(32, 64)
-    with pytest.raises(ValueError, match=r"has, beyond 16 experts, model\.layers\.2\.mlp\.experts\.16\.up_proj"):
-        from_hf(tensors, MINI_V3)

@@ -273,6 +273,11 @@ def test_recipes_of_whole_tensors_cast_every_operand_once(name, backward, x, w, 
     }
 
 
+def test_the_gradient_is_cast_for_the_products_that_are_made_and_no_more(x, w, dy):
+    assert casts_of("deepseek_v3", x.detach(), w, dy).keys() == {"x", "w", "wgrad_x", "wgrad_dy"}
+    assert casts_of("deepseek_v3", x, w.detach(), dy).keys() == {"x", "w", "dy"}
+
+
 def test_the_global_scale_recipe_has_no_scale_of_its_own(x, w, dy):
     assert [q.scale.item() for q in casts_of("global_scale", x, w, dy).values()] == [1, 1, 1]
 
@@ -435,6 +440,12 @@ def test_a_main_grad_of_another_shape_is_refused_before_the_forward_pass(x, w):
 def test_a_main_grad_is_float32(x, w):
     w.main_grad = torch.zeros(N, K, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"weight\.main_grad must be float32, not torch\.bfloat16"):
+        linear(x, w, None, Recipe.deepseek_v3())
+
+
+def test_a_main_grad_lies_where_its_weight_does(x, w):
+    w.main_grad = meta(N, K)
+    with pytest.raises(ValueError, match=r"weight lies on cpu but weight\.main_grad on meta"):
         linear(x, w, None, Recipe.deepseek_v3())
 
 

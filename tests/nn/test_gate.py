@@ -129,3 +129,7 @@ def test_balance_drives_a_skewed_gate_toward_even_loads():
         g.balance(load(), speed=0.005)
     assert before.max() > 3 * before.float().mean()
     assert load().max() < 1.3 * load().float().mean()
+
+
+def test_on_the_meta_device_it_has_shapes():
+    assert gate().to("meta")(torch.empty(5, 32, device="meta")).weights_TK.shape == (5, gate().n_chosen)

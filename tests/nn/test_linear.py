@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from octile.nn.convert import convert
+from octile.nn.conversion import convert
 from octile.nn.delayed import end_step
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP

@@ -1,14 +1,9 @@
-import math
-
-import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from octile.nn import functional
-from octile.nn.convert import convert
-from octile.nn.mlp import MLP, power_of_2
+from octile.nn.conversion import convert
+from octile.nn.mlp import MLP
 from octile.recipe import Recipe
 
 
@@ -21,27 +16,6 @@ def test_equals_the_formula():
     mlp, x = layer(), torch.randn(2, 5, 32)
     gate, up, down = (p.weight for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     torch.testing.assert_close(mlp(x), (F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
-
-
-@given(st.floats(2.0**-100, 2.0**100, width=32))
-def test_power_of_2_is_the_next_one_up(value):
-    scale = power_of_2(torch.tensor(value)).item()
-    assert math.frexp(scale)[0] == 0.5
-    assert scale / 2 < value <= scale
-
-
-def test_power_of_2_of_zero_is_one():
-    assert power_of_2(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
-
-
-def test_power_of_2_leaves_a_power_of_two():
-    exact = 2.0 ** torch.arange(-120, 120)
-    assert torch.equal(power_of_2(exact), exact)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_power_of_2_does_not_hide(bad):
-    assert not power_of_2(torch.tensor([bad])).isfinite().any()
 
 
 def without_quantisation(mlp, x, monkeypatch):
@@ -80,3 +54,29 @@ def test_smooth_swiglu_keeps_the_gradients(monkeypatch):
     without_quantisation(smooth, x, monkeypatch)[0].square().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), smooth.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_smooth_swiglu_adds_to_main_grad_what_it_would_give_as_grad():
+    smooth, x = convert(layer(), Recipe.smooth_swiglu()).eval(), torch.randn(7, 32)
+    weight = smooth.down_proj.weight
+    smooth(x).square().sum().backward()
+    expected, weight.grad = weight.grad, None
+    weight.main_grad = torch.ones_like(weight)
+    smooth(x).square().sum().backward()
+    assert weight.grad is None
+    assert torch.equal(weight.main_grad, 1 + expected)
+
+
+def test_main_grad_of_a_bf16_weight_is_not_rounded_on_the_way():
+    smooth = convert(layer().bfloat16(), Recipe.smooth_swiglu())
+    weight = smooth.down_proj.weight
+    weight.main_grad = torch.zeros(weight.shape)
+    smooth(torch.randn(7, 32, dtype=torch.bfloat16)).square().sum().backward()
+    assert not torch.equal(weight.main_grad, weight.main_grad.bfloat16().float())
+
+
+def test_hooks_of_the_down_projection_are_called_under_smooth_swiglu():
+    smooth, calls = convert(layer(), Recipe.smooth_swiglu()), []
+    smooth.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    smooth(torch.randn(7, 32))
+    assert calls == [1]

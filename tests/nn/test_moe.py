@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 from octile.nn.functional import grouped_linear
 from octile.nn.gate import Gate
 from octile.nn.moe import Experts, MoE, _smooth, sequence_balance
+from octile.recipe import Recipe
 
 V3 = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 V2 = {
@@ -128,6 +129,26 @@ def test_smoothing_moves_each_experts_channel_sizes_into_its_weight():
     assert (smooth_h.abs() <= 1).all()
     expected = grouped_linear(h, experts.down, offs)
     torch.testing.assert_close(grouped_linear(smooth_h, smooth_down, offs), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_smoothing_leaves_room_for_rows_that_belong_to_no_expert():
+    experts, offs = Experts(2, 8, 8), torch.tensor([4, 6], dtype=torch.int32)
+    h = torch.randn(9, 8) * 100
+    found = grouped_linear(*_smooth(h, experts.down, offs), offs)
+    torch.testing.assert_close(found, grouped_linear(h, experts.down, offs), rtol=1e-6, atol=1e-6)
+    assert not found[6:].any()
+
+
+def test_smoothed_experts_add_to_main_grad_what_they_would_give_as_grad():
+    experts, x, offs = Experts(2, 8, 8), torch.randn(6, 8), torch.tensor([4, 6], dtype=torch.int32)
+    experts.use_recipe(Recipe.smooth_swiglu())
+    experts.eval()
+    experts(x, offs).square().sum().backward()
+    expected, experts.down.grad = experts.down.grad, None
+    experts.down.main_grad = torch.ones_like(experts.down)
+    experts(x, offs).square().sum().backward()
+    assert experts.down.grad is None
+    assert torch.equal(experts.down.main_grad, 1 + expected)
 
 
 # the balance loss

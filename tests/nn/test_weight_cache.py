@@ -143,3 +143,37 @@ def test_a_fused_optimizer_that_writes_without_counting_invalidates_too(weight, 
     weight.grad = torch.ones_like(weight)
     torch.optim.AdamW([weight], lr=0.5, fused=True).step()
     assert not torch.equal(quantized_weight(weight, CAST, counter).data.float(), before.data.float())
+
+
+def test_a_step_of_another_model_leaves_a_frozen_weight_alone(weight, counter):
+    weight.requires_grad_(False)
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    quantized_weight(weight, CAST, counter)
+    torch.optim.SGD([other], lr=0.1).step()
+    quantized_weight(weight, CAST, counter)
+    assert counter.calls == 1
+
+
+def test_a_step_invalidates_a_weight_that_another_tensor_may_be_trained_for(weight, counter):
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    quantized_weight(weight, CAST, counter)
+    torch.optim.SGD([other], lr=0.1).step()
+    quantized_weight(weight, CAST, counter)
+    assert counter.calls == 2
+
+
+def test_a_step_invalidates_a_frozen_weight_that_its_optimizer_holds(weight, counter):
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight.requires_grad_(False)], lr=0.5, fused=True)
+    before = quantized_weight(weight, CAST, counter)
+    optimizer.step()
+    assert not torch.equal(quantized_weight(weight, CAST, counter).data.float(), before.data.float())
+
+
+def test_a_weight_is_not_kept_while_a_graph_is_captured(weight, monkeypatch):
+    assert is_cached(weight, CAST)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not is_cached(weight, CAST)

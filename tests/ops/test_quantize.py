@@ -341,3 +341,23 @@ def test_e5m6_needs_an_even_number_of_columns():
 def test_a_scale_is_given_for_8_bit_floats_only(fmt):
     with pytest.raises(ValueError, match=f"'e4m3' or 'e5m2' where the scale is given, not '{fmt}'"):
         quantize_with_scale(torch.zeros(2, 2), torch.ones(1), fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_data_of_another_dtype_are_not_dequantised_and_stay_as_they_were(dtype):
+    data = torch.ones(4, 256, dtype=dtype)
+    with pytest.raises(TypeError, match=f"data must be float8_e4m3fn, .* not {dtype}"):
+        dequantize(data, torch.full((4, 2), 2.0), 1, 128, torch.float32)
+    assert (data == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_values_in_another_dtype_are_refused(dtype):
+    data, scale = quantize(torch.ones(4, 256), 1, 128, "e4m3", False)
+    with pytest.raises(TypeError, match=f"out_dtype must be float32, bfloat16 or float16, not {dtype}"):
+        dequantize(data, scale, 1, 128, dtype)
+
+
+def test_only_matrices_are_dequantised():
+    with pytest.raises(ValueError, match=r"data must be a matrix \[..., M, K\], not \(5,\)"):
+        dequantize(torch.zeros(5, dtype=torch.int8), torch.ones(1), 1, 128, torch.float32)

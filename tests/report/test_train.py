@@ -114,6 +114,16 @@ def test_a_figure_that_fails_leaves_the_old_page(make_run, monkeypatch):
     assert (run / "report.html").read_bytes() == old
 
 
+def test_a_full_disk_leaves_the_old_page_and_is_named(make_run, full_disk):
+    run = make_run([training(1)])
+    old = write_run_report(run).read_bytes()
+    full_disk(1000)
+    with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"):
+        write_run_report(run)
+    assert (run / "report.html").read_bytes() == old
+    assert not list(run.glob("*.partial"))
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "metrics",

@@ -23,6 +23,12 @@ def test_every_run_starts_from_the_same_weights_on_the_same_batch(compared):
     assert result.recipes[0].train_loss[0] == pytest.approx(result.bf16.train_loss[0], rel=1e-3)
 
 
+def test_trainers_of_one_seed_have_the_same_weights_and_the_same_batches(new_trainer):
+    bf16, fp8 = new_trainer(recipe="bf16"), new_trainer(recipe="deepseek_v3")
+    assert all(a.equal(b) for a, b in zip(bf16.model.parameters(), fp8.model.parameters(), strict=True))
+    assert all(bf16.batches.batch(n).equal(fp8.batches.batch(n)) for n in range(5))
+
+
 def test_the_other_seed_is_another_run(compared):
     result, _, _ = compared
     assert result.bf16_other_seed.seed == result.bf16.seed + 1
@@ -50,3 +56,26 @@ def test_an_unknown_recipe_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
         compare(micro(), ("fp9",), tmp_path / "out", Screen())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_is_not_overwritten(compared):
+    _, out, _ = compared
+    with pytest.raises(FileExistsError, match="holds a comparison already"):
+        compare(micro(), ("deepseek_v3",), out, Screen())
+
+
+def test_what_is_finished_is_there_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
+    import octile.train.compare
+
+    curve = octile.train.compare._curve
+
+    def interrupted(config, store, screen):
+        if config.recipe == "per_tensor":
+            raise KeyboardInterrupt
+        return curve(config, store, screen)
+
+    monkeypatch.setattr(octile.train.compare, "_curve", interrupted)
+    config = micro(data=str(text), steps=2, validate_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, ("deepseek_v3", "per_tensor"), tmp_path, Screen(Console(file=io.StringIO())))
+    assert len(json.loads((tmp_path / "compare.json").read_text())["recipes"]) == 1

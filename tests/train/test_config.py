@@ -29,6 +29,7 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
         ({"seed": -1}, "seed must not be negative, but is -1"),
         ({"batch_size": 8, "micro_batches": 3}, "batch_size 8 must be divisible by micro_batches 3"),
         ({"sequence_length": 4096}, "sequence_length 4096 exceeds"),
+        ({"sequence_length": 2}, "sequence_length must be at least 3"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(change, message):
@@ -50,3 +51,7 @@ def test_a_resumed_run_may_change_its_steps_but_not_its_seed():
 def test_reading_a_configuration_loads_no_torch():
     code = "import sys, octile.train.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_default_run_is_the_tiny_one():
+    assert TrainConfig() == preset("tiny")

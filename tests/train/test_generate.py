@@ -87,7 +87,7 @@ def test_the_pieces_together_are_the_text(model, store):
 
 
 def test_a_served_model_can_be_trained_on(store):
-    from octile.nn.convert import convert
+    from octile.nn.conversion import convert
 
     model = convert(DeepseekV3(MICRO))
     next(generate(model, [1, 2], Sampling(max_new_tokens=1), end=-1))

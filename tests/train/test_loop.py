@@ -1,9 +1,8 @@
 """A whole run: what it leaves, and that nothing is lost when it is killed, stopped or out of space."""
 
-import errno
+import dataclasses
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from rich.console import Console
 import octile.train.loop
 from octile.checkpoint.hugging_face import load
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.train.config import TrainConfig
 from octile.train.loop import train
 from octile.train.screen import Screen
 from octile.train.trainer import Trainer
@@ -113,19 +113,33 @@ def test_more_tokens_than_the_model_knows_are_refused(text, tmp_path, monkeypatc
         octile.train.loop.build(small, store, torch.device("cpu"))
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(text, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_last_checkpoint(text, tmp_path, monkeypatch, full_disk):
     out = tmp_path / "run"
-    write = octile.train.loop.save_checkpoint
+    step = Trainer.step
 
-    def full_at_step_4(folder, step, tensors, state):
-        if step == 4:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        return write(folder, step, tensors, state)
+    def fill_after_3(self):
+        if self.steps_done == 3:
+            full_disk(1000)
+        return step(self)
 
-    monkeypatch.setattr(octile.train.loop, "save_checkpoint", full_at_step_4)
+    monkeypatch.setattr(Trainer, "step", fill_after_3)
     with pytest.raises(OSError, match="No space left"):
         train(micro(data=str(text), out=out), False, quiet())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
+
+
+def test_a_prompt_without_room_is_refused_before_training(text, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="no room in the model's context of 128"):
+        train(micro(data=str(text), out=out, prompt="def " * 200), False, quiet())
+    assert not (out / "config.json").exists()
+
+
+def test_another_number_of_steps_is_said(finished):
+    out, _ = finished
+    screen = quiet()
+    train(micro(data=json.loads((out / "config.json").read_text())["data"], out=out, steps=7), True, screen)
+    assert "steps were 6 and are now 7" in screen.console.file.getvalue()
 
 
 def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(text, tmp_path, monkeypatch):
@@ -144,27 +158,41 @@ def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(text, tmp_path, monk
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
 
 
-RUN = """
-import sys
-from pathlib import Path
-from octile.train.loop import train
-from octile.train.screen import Screen
+SLOW = """
+import sys, time, torch
+from octile.cli import main
 from octile.train.trainer import Trainer
-from tests.train.conftest import micro
-import torch, time
 torch.set_num_threads(1)
 step = Trainer.step
 def slow(self):
     time.sleep(0.1)
     return step(self)
 Trainer.step = slow
-train(micro(data=sys.argv[1], out=Path(sys.argv[2])), sys.argv[3] == "resume", Screen())
+main(sys.argv[1:])
 """
 
 
-def start(text: Path, out: Path, how: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", RUN, str(text), str(out), how]
+def start(out: Path, *arguments: str) -> subprocess.Popen:
+    """octile train in a process of its own, slowed down so that it can be hit at a chosen step."""
+    command = [sys.executable, "-c", SLOW, "train", "--out", str(out), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def new_run(text: Path, out: Path) -> subprocess.Popen:
+    """The micro run, by its options."""
+    config, options = micro(data=str(text)), []
+    for path, value in _differences(config, TrainConfig()):
+        options += [f"--{path.replace('_', '-')}", "None" if value is None else str(value)]
+    return start(out, *options)
+
+
+def _differences(config, default, path=""):
+    for field in dataclasses.fields(config):
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _differences(value, usual, f"{path}{field.name}.")
+        elif value != usual and field.name != "rope_scaling":  # a part that the command line can't take away
+            yield path + field.name, value
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
@@ -176,28 +204,30 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
 
 
-def test_a_run_that_is_killed_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):
-    straight, _ = finished
-    out = tmp_path / "run"
-    process = start(text, out, "new")
-    wait_for_step(out, 3, process)
+def test_a_run_that_is_killed_resumes_to_the_same_losses_and_weights(text, tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    reference = new_run(text, straight)
+    process = new_run(text, killed)
+    wait_for_step(killed, 3, process)
     process.kill()
     process.wait()
+    assert reference.wait(120) == 0, reference.stderr.read()
 
-    resumed = start(text, out, "resume")
+    resumed = start(killed, "--resume")
     assert resumed.wait(120) == 0, resumed.stderr.read()
-    assert metrics(out, "loss") == metrics(straight, "loss")
-    assert metrics(out, "val_loss") == metrics(straight, "val_loss")
-    ours, theirs = final(out), final(straight)
+    assert metrics(killed, "loss") == metrics(straight, "loss")
+    assert metrics(killed, "val_loss") == metrics(straight, "val_loss")
+    ours, theirs = final(killed), final(straight)
     assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
 
 
 def test_ctrl_c_saves_the_step_under_way_and_says_how_to_continue(text, tmp_path):
     out = tmp_path / "run"
-    process = start(text, out, "new")
+    process = new_run(text, out)
     wait_for_step(out, 1, process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     done = max(metrics(out, "loss"))
     assert latest_checkpoint(out / "checkpoints").name == f"step_{done:08d}"
-    assert "to continue: octile train --resume --out" in stderr
+    assert process.returncode == 130
+    assert stderr == f"octile: stopped after step {done}; to continue: octile train --resume --out {out}\n"

@@ -8,6 +8,13 @@ from octile.train.run_folder import MetricsWriter, RunFolder
 from tests.train.conftest import micro
 
 
+def started(tmp_path) -> RunFolder:
+    config = micro(out=tmp_path / "run")
+    run = RunFolder.create(config)
+    run.write_config(config)
+    return run
+
+
 def test_a_run_is_not_overwritten(tmp_path):
     config = micro(out=tmp_path / "run")
     RunFolder.create(config).write_config(config)
@@ -17,7 +24,11 @@ def test_a_run_is_not_overwritten(tmp_path):
 
 def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = [RunFolder.create(micro()).path.name for _ in range(3)]
+    names = []
+    for _ in range(3):
+        run = RunFolder.create(micro())
+        run.write_config(micro())
+        names.append(run.path.name)
     assert names == ["tiny-deepseek_v3", "tiny-deepseek_v3-2", "tiny-deepseek_v3-3"]
 
 
@@ -34,15 +45,15 @@ def test_the_configuration_is_read_back(tmp_path):
 
 
 def test_what_was_measured_after_the_checkpoint_is_forgotten_with_a_line_cut_short(tmp_path):
-    run = RunFolder.create(micro(out=tmp_path / "run"))
+    run = started(tmp_path)
     run.metrics_file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
     run.forget_after(1)
     assert run.metrics_file.read_text() == '{"step": 1, "loss": 3.0}\n'
 
 
 def test_a_measurement_is_in_the_file_when_write_returns(tmp_path):
-    run = RunFolder.create(micro(out=tmp_path / "run"))
-    writer = MetricsWriter(run)
+    run = started(tmp_path)
+    writer = MetricsWriter(run, 0)
     writer.write({"step": 1, "loss": 2.5})
     assert json.loads(run.metrics_file.read_text()) == {"step": 1, "loss": 2.5}
     writer.close()
@@ -51,9 +62,30 @@ def test_a_measurement_is_in_the_file_when_write_returns(tmp_path):
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = RunFolder.create(micro(out=tmp_path / "run"))
-    writer = MetricsWriter(run)
+    run = started(tmp_path)
+    writer = MetricsWriter(run, 0)
     writer.write({"step": 4, "loss": 2.5})
     writer.close()
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(4, 2.5)]
+
+
+def test_what_is_no_number_is_null_in_the_file(tmp_path):
+    run = started(tmp_path)
+    writer = MetricsWriter(run, 0)
+    writer.write({"step": 1, "grad_norm": float("inf")})
+    writer.close()
+    assert run.metrics_file.read_text() == '{"step": 1, "grad_norm": null}\n'
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = started(tmp_path)
+    for done, steps in ((0, (1, 2, 3)), (1, (2, 3))):
+        writer = MetricsWriter(run, done)
+        for step in steps:
+            writer.write({"step": step, "loss": done + step})
+        writer.close()
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 3.0), (3, 4.0)]

@@ -60,6 +60,7 @@ def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
     path = save_checkpoint(tmp_path, 2, *first.state())
     second = Trainer(config, store, torch.device("cpu"))
     second.load(*load_checkpoint(path))
+    assert "ema_val_loss" in first.validate()
     ours, theirs = first.ema.state_dict(), second.ema.state_dict()
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
@@ -103,6 +104,26 @@ def test_an_infinite_gradient_stops_the_run_before_the_weights_change(new_traine
     assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
 
 
+def test_a_loss_scale_that_can_back_off_no_further_stops_the_run(new_trainer):
+    trainer = new_trainer(recipe="fp16_loss_scaling")
+    trainer.loss_scale.value = 1.0
+    trainer.model.lm_head.weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"the first is lm_head\.weight"):
+        trainer.step()
+
+
+def test_a_broken_gradient_in_8_bits_is_named_too(new_trainer):
+    trainer = new_trainer(recipe="fp8_lm")
+    trainer.model.lm_head.weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"the first is lm_head\.weight"):
+        trainer.step()
+
+
+def test_the_tokenizer_says_what_ends_a_text(new_trainer, store):
+    config = new_trainer().model.config
+    assert (config.bos_token_id, config.eos_token_id) == (store.tokenizer.begin, store.tokenizer.end)
+
+
 def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
     trainer = new_trainer(recipe="fp16_loss_scaling")
     before, scale = weights(trainer), trainer.loss_scale.value
@@ -113,8 +134,9 @@ def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
     assert torch.equal(trainer.model.lm_head.weight, before["lm_head.weight"])
 
 
-def test_validation_changes_nothing(new_trainer):
-    with_look, without = new_trainer(), new_trainer()
+@pytest.mark.parametrize("recipe", Recipe.names())
+def test_looking_changes_nothing(new_trainer, recipe):
+    with_look, without = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
     with_look.step()
     without.step()
     with_look.validate()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from torch import nn
 
 from octile.nn.linear import Linear
+from octile.nn.mlp import MLP
+from octile.nn.moe import Experts
 from octile.recipe import Recipe
 
 log = logging.getLogger("octile")
@@ -25,15 +27,16 @@ KEPT = {
     "eh_proj": "MTP projection",
 }
 LEFT_OUT = "left out by filter"
+STACKED = "stacked weights that octile cannot convert"
 
 
 def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
     """Replaces the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
 
     Output heads, gates, the MTP projection and weights tied to an embedding stay as they are, like everything that is
-    no linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as experts, are given the
-    recipe. Says what was done, "converted n of m linear layers to deepseek_v3, skipped k: why": through the logger
-    `octile` where logging is set up, else on stderr.
+    no linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, are given the
+    recipe; other stacked weights [E, N, K] stay and count as E layers. Says what was done, "converted n of m linear
+    layers to deepseek_v3, skipped k: why": through the logger `octile` where logging is set up, else on stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
@@ -80,16 +83,22 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
         elif hasattr(module, "use_recipe"):
             done[module] = module
             if filter is None or filter(name, module):
-                converted += module.use_recipe(recipe)
+                module.use_recipe(recipe)
+                converted += module.linear_layers
             else:
-                skipped[LEFT_OUT] += module.use_recipe(module.recipe)  # changes nothing and says how many there are
+                skipped[LEFT_OUT] += module.linear_layers
+        else:
+            done[module] = module
+            skipped.update({STACKED: _stacked(module)})
 
     total = converted + skipped.total()
     if total == 0:
         raise ValueError(f"model {type(model).__name__} has no linear layer to convert")
-    why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common())
+    why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common() if n)
     summary = f"converted {converted} of {total} linear layers to {recipe.name}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
+    if recipe.smooths_swiglu and not any(isinstance(module, MLP | Experts) for module in model.modules()):
+        summary += "; nothing is smoothed, no octile.nn.MLP or Experts was found"
     object.__setattr__(model, "conversion_summary", summary)
     return model
 
@@ -105,6 +114,13 @@ def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter 
     if filter is not None and not filter(name, layer):
         return LEFT_OUT
     return None
+
+
+def _stacked(module: nn.Module) -> int:
+    """How many matrices lie in a module's own stacked weights [E, N, K]; torch's with three dimensions are no stack."""
+    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
+        return 0
+    return sum(len(p) for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) > 1)
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> nn.Module:

@@ -5,11 +5,12 @@ import logging
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from octile.nn.convert import convert
+from octile.nn.conversion import convert
 from octile.nn.delayed import end_step
 from octile.nn.linear import Linear
+from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
 from octile.recipe import Recipe
 
@@ -135,6 +136,13 @@ def test_a_filter_leaves_experts_out(experts):
     )
 
 
+def test_experts_that_a_filter_leaves_out_keep_what_they_have_seen(experts):
+    convert(experts, Recipe.delayed())
+    history = experts["experts"].down_history
+    convert(experts, Recipe.deepseek_v3(), filter=lambda name, layer: name != "experts")
+    assert experts["experts"].down_history is history
+
+
 # What stays the same
 
 
@@ -234,6 +242,47 @@ def test_a_converted_transformers_model_trains(name, llama):
         end_step(model)
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
+
+
+def test_stacked_experts_of_transformers_are_counted_as_skipped():
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+    )
+    assert convert(DeepseekV3ForCausalLM(config)).conversion_summary == (
+        "converted 16 of 25 linear layers to deepseek_v3, skipped 9: "
+        "8 × stacked weights that octile cannot convert, 1 × output head"
+    )
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Conv1d(4, 4, 3), nn.Bilinear(3, 3, 3), nn.ParameterDict({"position": torch.zeros(1, 7, 8)})]
+)
+def test_three_dimensions_alone_are_no_stack_of_layers(module):
+    model = convert(nn.ModuleList([nn.Linear(8, 8), module]))
+    assert model.conversion_summary.startswith("converted 1 of 1 linear layers")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(nn.Sequential(nn.Linear(4, 4)), True), (MLP(4, 4), False)], ids=["Sequential", "MLP"]
+)
+def test_it_is_said_where_there_is_nothing_to_smooth(model, said):
+    assert ("nothing is smoothed" in convert(model, Recipe.smooth_swiglu()).conversion_summary) == said
 
 
 # Refusals

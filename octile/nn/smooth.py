@@ -1,0 +1,46 @@
+"""Smooth-SwiGLU: channel sizes go from an activation into the weight that it meets, before both are quantised.
+
+The product of SwiGLU's two projections has rare, very large values in a few channels, which cost every other value of
+an FP8 tensor its precision.  Each channel is divided by its largest value and the down-projection's weight multiplied
+by the same number: the product is the same and both operands are tame.
+
+Source: arXiv 2409.12517.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octile.ops.quantize import round_up_to_power_of_2
+
+LARGEST = 2.0**127  # power of two in FP32
+
+
+def power_of_2(amax: Tensor) -> Tensor:
+    """The power of two at or above each number (2¹²⁷ at most), float32; 1 for 0. NaN and Inf stay."""
+    amax = amax.float()
+    finite = round_up_to_power_of_2(amax.clamp(max=LARGEST))
+    return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), finite, amax))
+
+
+def scale_columns(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight · scale in float32, differentiable in the weight; its gradient goes to `main_grad` where it has one."""
+    return _ScaleColumns.apply(weight, scale)
+
+
+class _ScaleColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.dtype, ctx.main_grad = weight.dtype, getattr(weight, "main_grad", None)
+        return weight.float() * scale
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        (scale,) = ctx.saved_tensors
+        dw = dy * scale
+        if ctx.main_grad is None:
+            return dw.to(ctx.dtype), None
+        ctx.main_grad.add_(dw)
+        return None, None

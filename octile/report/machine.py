@@ -1,0 +1,66 @@
+"""What a figure was measured on. A figure without its machine, versions and commit says little."""
+
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octile import __version__
+
+SOURCE = Path(__file__).parents[2]  # the repository, where octile is not installed but runs from its source tree
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """{"date", "octile", "commit", "torch", "triton", "python", "cpu", "threads", "gpu"}; None where there is no such.
+
+    Args:
+        device: where the work runs; the GPU, if there is one, where it is not given.
+    """
+    gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "octile": __version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if gpu else None,
+    }
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What `machine` found, in one short phrase."""
+    return f"{found['gpu'] or found['cpu']}, {found['threads']} threads, torch {found['torch']}"
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, with "+" where files differ from it; None in an installed package."""
+    if not (SOURCE / ".git").exists():  # git itself would go on looking above it, and find someone else's repository
+        return None
+    command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty=+", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

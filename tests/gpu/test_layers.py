@@ -1,0 +1,95 @@
+"""Layers on a GPU compute what they do on the CPU, and captured in a graph what they do without one.
+
+A layer's operands are the same bits, but a product sums them in another order and promotes every 128 along K, so that
+between two layers a few numbers round to the neighbouring 8-bit code. Shapes: T tokens, K inputs, N outputs, E experts.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.nn.conversion import apply_recipe
+from octile.nn.linear import Linear
+from octile.nn.mlp import MLP
+from octile.nn.moe import Experts
+from octile.nn.weight_cache import is_cached
+from octile.recipe import BLOCK, Cast, Recipe
+
+WORST = 0.03  # of a tensor's norm
+T, K, N = 140, 256, 192
+OFFS = [60, 60, 110, 130]
+
+every_recipe = pytest.mark.parametrize("name", Recipe.names())
+
+
+def results(layer: nn.Module, x: Tensor, *more: Tensor) -> list[Tensor]:
+    """The output and all gradients of one forward and backward pass, on the CPU."""
+    x = x.detach().requires_grad_()
+    y = layer(x, *more)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
+    return [t.detach().cpu().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def assert_same_on_gpu(layer: nn.Module, *inputs: Tensor) -> None:
+    on_gpu = copy.deepcopy(layer).cuda()
+    for found, expected in zip(results(on_gpu, *(t.cuda() for t in inputs)), results(layer, *inputs), strict=True):
+        assert (found - expected).norm() <= WORST * expected.norm()
+
+
+@every_recipe
+def test_linear(name: str):
+    torch.manual_seed(0)
+    assert_same_on_gpu(Linear(K, N, recipe=Recipe.named(name)), torch.randn(T, K))
+
+
+@every_recipe
+def test_mlp(name: str):
+    torch.manual_seed(0)
+    assert_same_on_gpu(apply_recipe(MLP(K, N), Recipe.named(name)), torch.randn(2, T, K))
+
+
+@every_recipe
+def test_experts(name: str):
+    torch.manual_seed(0)
+    experts = Experts(len(OFFS), K, N)
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.06)
+    experts.use_recipe(Recipe.named(name))
+    assert_same_on_gpu(experts, torch.randn(T, K), torch.tensor(OFFS, dtype=torch.int32))
+
+
+def test_main_grad_is_added_to_in_place():
+    torch.manual_seed(0)
+    layer, x = Linear(K, N, device="cuda"), torch.randn(T, K, device="cuda")
+    layer(x).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    layer.weight.main_grad = torch.ones_like(layer.weight)
+    layer(x).sum().backward()
+    torch.testing.assert_close(layer.weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_is_not_cached_while_a_graph_is_captured():
+    weight, cast = nn.Parameter(torch.randn(N, K, device="cuda")), Cast(block=BLOCK)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        captured = is_cached(weight, cast)
+        weight.detach().clone()  # an empty graph warns
+    assert (captured, is_cached(weight, cast)) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor", "int8_tiles", "bf16"])
+def test_a_graphed_layer_follows_its_weight(name: str):
+    torch.manual_seed(0)
+    eager = Linear(K, N, device="cuda", recipe=Recipe.named(name))
+    graphed = copy.deepcopy(eager)
+    x = torch.randn(T, K, device="cuda")
+    graphed(x)  # the cache holds its weight from here on
+    graphed = torch.cuda.make_graphed_callables(graphed, (x.clone().requires_grad_(),))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (eager, graphed)]
+    for _ in range(3):
+        for found, expected in zip(results(graphed, x), results(eager, x), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

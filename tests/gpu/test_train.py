@@ -1,0 +1,93 @@
+"""Training on a GPU: every recipe takes steps, and everything around a step reads and writes CUDA tensors."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octile.checkpoint.hugging_face import load, save
+from octile.checkpoint.training import load_checkpoint, save_checkpoint
+from octile.recipe import Recipe
+from octile.train.generate import Sampling, generate
+from octile.train.store import TokenStore
+from octile.train.trainer import Trainer
+from tests.train.conftest import MICRO, micro
+
+every_recipe = pytest.mark.parametrize("recipe", Recipe.names())
+
+
+@pytest.fixture
+def trainer_of(store: TokenStore) -> Callable[..., Trainer]:
+    def new(recipe: str = "deepseek_v3", device: str = "cuda", **optim) -> Trainer:
+        config = micro(recipe=recipe)
+        return Trainer(replace(config, optim=replace(config.optim, **optim)), store, torch.device(device))
+
+    return new
+
+
+@every_recipe
+def test_two_steps_have_the_losses_of_the_cpu(trainer_of, recipe: str):
+    gpu, cpu = trainer_of(recipe), trainer_of(recipe, "cpu")
+    for _ in range(2):
+        assert gpu.step()["loss"] == pytest.approx(cpu.step()["loss"], rel=0.01)
+
+
+@every_recipe
+def test_a_step_changes_every_weight(trainer_of, recipe: str):
+    trainer = trainer_of(recipe)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for _ in range(2):
+        trainer.step()
+    unchanged = [name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])]
+    assert unchanged == []
+
+
+@every_recipe
+def test_a_run_continues_from_its_checkpoint(trainer_of, recipe: str, tmp_path):
+    straight, resumed = trainer_of(recipe), trainer_of(recipe)
+    straight.step()
+    path = save_checkpoint(tmp_path, 1, *straight.state())
+    resumed.load(*load_checkpoint(path))
+    for (name, ours), theirs in zip(
+        straight.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    assert resumed.step()["loss"] == pytest.approx(straight.step()["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
+def test_a_look_at_held_out_text_gives_a_loss_and_scales(trainer_of, recipe: str):
+    trainer = trainer_of(recipe)
+    trainer.step()
+    assert trainer.validate()["val_loss"] == pytest.approx(math.log(MICRO.vocab_size), rel=0.05)
+    assert set(trainer.tile_scales()) == {"x", "w", "dy"}
+
+
+def test_the_moving_average_is_that_of_the_weights(trainer_of):
+    trainer = trainer_of(ema_decay=0.9)
+    expected = {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters()}
+    for _ in range(3):
+        trainer.step()
+        for name, p in trainer.model.named_parameters():
+            expected[name] = 0.9 * expected[name] + 0.1 * p.detach().cpu()
+    trainer.ema.synchronize()
+    for name, average in trainer.ema.average.items():
+        torch.testing.assert_close(average, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bf16", "float32"])
+def test_a_model_on_the_gpu_is_saved_as_one_on_the_cpu(trainer_of, weights: str, tmp_path):
+    trainer = trainer_of()
+    trainer.step()
+    save(trainer.model, tmp_path / "gpu", weights)
+    save(trainer.model.cpu(), tmp_path / "cpu", weights)
+    ours, theirs = (load(tmp_path / place).state_dict() for place in ("gpu", "cpu"))
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+@every_recipe
+def test_tokens_are_generated(trainer_of, recipe: str):
+    model = trainer_of(recipe).model
+    assert len(list(generate(model, [1, 2, 3], Sampling(max_new_tokens=4), end=-1))) == 4
