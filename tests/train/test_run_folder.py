@@ -1,6 +1,7 @@
 """A run's folder keeps what was measured, and nothing twice."""
 
 import json
+import time
 
 import pytest
 
@@ -87,5 +88,6 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
         for step in steps:
             writer.write({"step": step, "loss": done + step})
         writer.close()
+        time.sleep(1.1)  # TensorBoard orders files by the second in which they were made
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 3.0), (3, 4.0)]
