@@ -11,11 +11,11 @@ integer, and add it to the code at which this spacing begins. A count that is ro
 carries into the exponent field by itself.
 
 What the largest codes mean is where formats differ. IEEE formats (E5M2, FP16, ...) give the whole top exponent to Inf
-and NaN; E4M3 gives only its last code to NaN, so that it reaches 448, and has no Inf. UE8M0 stores powers of two, the
-scales of blocks: no sign, no mantissa, no zero.
+and NaN; E4M3 gives only its last code to NaN, so that it reaches 448, and has no Inf. E2M1 has neither: all of its 16
+codes are numbers. UE8M0 stores powers of two, the scales of blocks: no sign, no mantissa, no zero.
 
 Sources: Micikevicius et al., "FP8 formats for deep learning" (arXiv 2209.05433) for E4M3 and E5M2; OCP Microscaling
-Formats v1.0 §5.4 for UE8M0; E5M6 is DeepSeek-V3's (arXiv 2412.19437 §3.3.3), its details not published: IEEE-like here.
+Formats v1.0 §5.3.3 for E2M1, §5.4 for UE8M0; E5M6 is DeepSeek-V3's (arXiv 2412.19437 §3.3.3), its details not published: IEEE-like here.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class FloatFormat:
         dtype: the torch dtype that stores it, or None (E5M6: see `pack12`).
         has_inf: the top exponent means Inf and NaN, as in IEEE 754; otherwise only the last code is NaN.
         signed: False for UE8M0, which has neither negative numbers nor zero.
+        has_nan: False for E2M1, whose last code is a number too.
     """
 
     name: str
@@ -49,7 +50,7 @@ class FloatFormat:
     dtype: torch.dtype | None
     has_inf: bool = True
     signed: bool = True
-    has_nan: ClassVar[bool] = True
+    has_nan: bool = True
 
     @property
     def bits(self) -> int:
@@ -84,7 +85,7 @@ class FloatFormat:
     @property
     def _max_code(self) -> int:
         top = 1 << (self.exponent_bits + self.mantissa_bits)
-        return top - (1 << self.mantissa_bits) - 1 if self.has_inf else top - 2
+        return top - (1 << self.mantissa_bits) - 1 if self.has_inf else top - 1 - self.has_nan
 
     @property
     def _nan_code(self) -> int:
@@ -102,7 +103,8 @@ class FloatFormat:
             saturate: what is too large, Inf too, becomes ±max; otherwise Inf, or NaN in a format without Inf.
 
         Returns:
-            codes of x's shape in `code_dtype`. A NaN stays NaN, with its sign and the format's one quiet code.
+            codes of x's shape in `code_dtype`. A NaN stays NaN, with its sign and the format's one quiet code. E2M1,
+            which can't express it, always saturates, and makes +max of a NaN as NVIDIA's GPUs do (PTX ISA, `cvt`).
 
         Raises:
             TypeError: x is float64 or not floating-point.
@@ -121,11 +123,12 @@ class FloatFormat:
         count = (2 * significand + (1 << shift) - 1 + odd) >> shift + 1  # doubled, so that a shift by 0 rounds too
         code = ((field - first_field).clamp(min=0) << self.mantissa_bits) + count
 
-        too_large = self._max_code if saturate else self._max_code + 1  # the code after the largest: Inf, or else NaN
+        too_large = self._max_code + (self.has_nan and not saturate)  # the code after the largest: Inf, or else NaN
         code = code.clamp(max=too_large)
         invalid = x.isnan() if self.signed else ~(x > 0)
-        code = code.masked_fill(invalid, self._nan_code).to(self.code_dtype)
-        return torch.where(x.signbit(), code | 1 << self.bits - 1, code) if self.signed else code
+        code = code.masked_fill(invalid, self._nan_code if self.has_nan else self._max_code).to(self.code_dtype)
+        negative = x.signbit() if self.has_nan else x.signbit() & ~invalid
+        return torch.where(negative, code | 1 << self.bits - 1, code) if self.signed else code
 
     def decode(self, codes: Tensor) -> Tensor:
         """The values of codes, float32, exactly.
@@ -240,10 +243,11 @@ def _check_input(x: Tensor) -> None:
 E4M3 = FloatFormat("e4m3", 4, 3, 7, torch.float8_e4m3fn, has_inf=False)
 E5M2 = FloatFormat("e5m2", 5, 2, 15, torch.float8_e5m2)
 E5M6 = FloatFormat("e5m6", 5, 6, 15, None)
+E2M1 = FloatFormat("e2m1", 2, 1, 1, None, has_inf=False, has_nan=False)
 UE8M0 = FloatFormat("ue8m0", 8, 0, 127, torch.float8_e8m0fnu, has_inf=False, signed=False)
 FP16 = FloatFormat("fp16", 5, 10, 15, torch.float16)
 BF16 = FloatFormat("bf16", 8, 7, 127, torch.bfloat16)
 FP32 = FloatFormat("fp32", 8, 23, 127, torch.float32)
 INT8 = IntFormat("int8", 8, torch.int8)
 
-by_name: dict[str, FloatFormat | IntFormat] = {f.name: f for f in (E4M3, E5M2, E5M6, UE8M0, FP16, BF16, FP32, INT8)}
+by_name: dict[str, FloatFormat | IntFormat] = {f.name: f for f in (E4M3, E5M2, E5M6, E2M1, UE8M0, FP16, BF16, FP32, INT8)}

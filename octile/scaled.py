@@ -103,7 +103,7 @@ class ScaledTensor:
         warnings.warn(f"transposing {rows}×{cols} tiles quantises the values again", stacklevel=2)
         powers_of_2 = bool((self.scale.frexp().mantissa == 0.5).all())
         again = self.requantize((cols, rows), "power_of_2" if powers_of_2 else "float32")
-        return ScaledTensor(again.mT.data.contiguous(), again.mT.scale.contiguous(), self.block)
+        return ScaledTensor(again.mT.data.contiguous(), again.mT.scale, self.block)
 
     def state_dict(self, name: str = "weight") -> dict[str, Tensor]:
         """Two plain tensors under the names of published FP8 checkpoints: `name` and `name_scale_inv`."""
@@ -162,22 +162,28 @@ def quantize(
         fmt: E4M3, E5M2, INT8, or E5M6 (K even).
         scale: "float32", or "power_of_2": rounded up to one.
 
+    No gradient passes: what trains through 8 bits is octile.nn.Linear.
+
     Raises:
-        TypeError: x is of another dtype, block no pair, fmt no format.
+        TypeError: x is no tensor or of another dtype, block no pair, fmt no format.
         ValueError: x is no matrix; block, fmt or scale is not one of these.
 
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
     if x.dim() < 2:
         raise ValueError(f"x must be a matrix [..., M, K], not {tuple(x.shape)}")
     if scale not in ("float32", "power_of_2"):
         raise ValueError(f"scale must be 'float32' or 'power_of_2', not {scale!r}")
     if not isinstance(block, tuple | list) or len(block) != 2:
         raise TypeError(f"block must be two extents (rows, columns), not {block!r}")
+    if not all(extent is None or isinstance(extent, int) for extent in block):
+        raise TypeError(f"block's extents must be whole numbers or None, not {block!r}")
     if not isinstance(fmt, FloatFormat | IntFormat):
         raise TypeError(f"fmt must be a format such as octile.E4M3, not {fmt!r}")
     extents = resolve(block, x.shape)
-    data, scales = quantize_ops.quantize(x, *extents, fmt.name, scale == "power_of_2")
+    data, scales = quantize_ops.quantize(x.detach(), *extents, fmt.name, scale == "power_of_2")
     return ScaledTensor(data, scales, extents)
 
 

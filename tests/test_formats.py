@@ -10,7 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.formats import BF16, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0, FloatFormat, by_name, pack12, unpack12
+from octile.formats import (
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    E5M6,
+    FP16,
+    FP32,
+    INT8,
+    UE8M0,
+    FloatFormat,
+    by_name,
+    pack12,
+    unpack12,
+)
 
 PEERS = {  # what numpy calls them
     E4M3: ml_dtypes.float8_e4m3fn,
@@ -102,7 +116,7 @@ def test_codes_are_as_wide_as_the_torch_dtype(fmt):
 
 
 def test_formats_are_found_by_name():
-    assert list(by_name) == ["e4m3", "e5m2", "e5m6", "ue8m0", "fp16", "bf16", "fp32", "int8"]
+    assert list(by_name) == ["e4m3", "e5m2", "e5m6", "e2m1", "ue8m0", "fp16", "bf16", "fp32", "int8"]
 
 
 # Decoding
@@ -364,3 +378,23 @@ def test_unpacking_refuses_other_dtypes():
 def test_unpacking_refuses_another_length(n):
     with pytest.raises(ValueError, match=f"for n = {n} codes, not 6"):
         unpack12(torch.zeros(6, dtype=torch.uint8), n)
+
+
+# E2M1 has no NaN, so it stands beside the others
+
+
+def test_e2m1_has_sixteen_numbers():
+    assert np.array_equal(E2M1.values().numpy(), np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float))
+    assert (E2M1.bits, E2M1.max, E2M1.smallest_normal, E2M1.smallest_subnormal) == (4, 6.0, 1.0, 0.5)
+
+
+@pytest.mark.parametrize("saturate", [True, False])
+def test_e2m1_encodes_as_its_peer(saturate):
+    x = np.concatenate([adversarial(E2M1), random_bits(100_000)])
+    x = x[~np.isnan(x)]
+    peer = x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    assert np.array_equal(E2M1.encode(torch.from_numpy(x), saturate).numpy(), peer)
+
+
+def test_e2m1_makes_the_largest_number_of_a_nan():
+    assert E2M1.encode(floats(float("nan"), -float("nan"))).tolist() == [7, 7]

@@ -411,6 +411,23 @@ def test_a_block_is_two_extents(block):
         quantize(torch.zeros(2, 2), block)
 
 
+@pytest.mark.parametrize("block", [("a", 128), (1, 128.0)], ids=str)
+def test_extents_are_whole_numbers(block):
+    with pytest.raises(TypeError, match="block's extents must be whole numbers or None, not"):
+        quantize(torch.zeros(2, 2), block)
+
+
+def test_a_list_is_no_tensor():
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not list"):
+        quantize([[1.0, 2.0]])
+
+
+def test_a_quantised_parameter_is_data_like_any_other(tmp_path):
+    q = quantize(torch.nn.Parameter(torch.randn(4, 200)))
+    torch.save(q, tmp_path / "q.pt")
+    assert_same(torch.load(tmp_path / "q.pt"), copy.deepcopy(q))
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", torch.float8_e4m3fn], ids=str)
 def test_a_format_is_no_name_and_no_dtype(fmt):
     with pytest.raises(TypeError, match=r"fmt must be a format such as octile\.E4M3, not"):

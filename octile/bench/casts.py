@@ -1,34 +1,80 @@
-"""`octile bench casts`: quantisation beside a copy of the same bytes, the least that a cast must do."""
+"""`octile bench casts`: every cast beside a copy in the same run; it moves bytes as well, and does nothing else.
+
+Bytes are counted once: what a cast reads and what it writes, however often the kernel does.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from octile.bench.rows import Row, beside
-from octile.bench.timing import seconds
-from octile.scaled import dequantize, quantize
+import torch
+from torch import Tensor
+
+from octile.bench import goals
+from octile.bench.kernel_time import work_seconds
+from octile.bench.rows import LEGEND, Row, beside, table
+from octile.ops.norm import rms_norm_quantize
+from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 GPU_SHAPE, CPU_SHAPE = (4096, 7168), (2048, 1024)
-BLOCKS = [(1, 128), (128, 1), (128, 128), (None, None)]
+BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
+
+Case = tuple[str, Callable[..., Tensor | Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def rows() -> list[Row]:
-    """Measures each block; input is BF16 on a GPU, FP32 on a CPU."""
+    """Measures each cast; input is BF16 on a GPU, FP32 on a CPU."""
     gpu = torch.cuda.is_available()
     device, dtype, (m, k) = ("cuda", torch.bfloat16, GPU_SHAPE) if gpu else ("cpu", torch.float32, CPU_SHAPE)
     torch.manual_seed(0)
     x = torch.randn(m, k, device=device, dtype=dtype)
     target, found = torch.empty_like(x), []
-    copied = 2 * x.nbytes
-    for block in BLOCKS:
-        q = quantize(x, block)
-        moved = x.nbytes + q.nbytes
-        name = "×".join("all" if side is None else str(side) for side in block)
-        for what, cast in (
-            (f"quantize {name}", lambda block=block: quantize(x, block)),
-            (f"dequantize {name}", lambda q=q: dequantize(q, dtype)),
-        ):
-            times = seconds({"cast": cast, "copy": lambda: target.copy_(x)}, rounds=20)
-            speed, peer = moved / times["cast"] / 1e9, copied / times["copy"] / 1e9
-            found.append(beside(f"{m}×{k}", what, speed, "GB/s", "copy", peer))
+    for what, cast, inputs in _cases(x):
+        made = cast(*inputs)
+        moved = sum(t.nbytes for t in (*inputs, *([made] if isinstance(made, Tensor) else made)))
+        times = work_seconds({"cast": partial(cast, *inputs), "copy": lambda: target.copy_(x)}, rounds=20)
+        speed, peer = moved / times["cast"] / 1e9, 2 * x.nbytes / times["copy"] / 1e9
+        found.append(beside(f"{m}×{k}", what, speed, "GB/s", "copy", peer))
     return found
+
+
+def show(rows: Sequence[Row]) -> str:
+    """The table, and on a GPU how the goals are met."""
+    met = goals.casts_in_words(rows) if torch.cuda.is_available() else ""
+    return "\n\n".join(filter(None, (table(rows), LEGEND, met)))
+
+
+def _cases(x: Tensor) -> list[Case]:
+    cases: list[Case] = []
+    for name, block in {**BLOCKS, "all×all": tuple(x.shape)}.items():
+        cases += _there_and_back(name, x, block, "e4m3")
+    cases += _there_and_back("1×128 E5M6", x, BLOCKS["1×128"], "e5m6")
+    tiles = quantize(x, 1, 128, "e4m3", False)
+    scale = torch.ones(1, device=x.device)
+    gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
+    weight = torch.randn(x.shape[1], device=x.device, dtype=x.dtype)
+    return [
+        *cases,
+        ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
+        ("1×128 and turned", lambda x: quantize_rows_and_columns(x, "e4m3", False), (x,)),
+        ("requantize 1×128 turned", lambda *q: requantize_transposed(*q, False), tiles),
+        ("128×128 and turned", lambda x: quantize_and_transpose(x, "e4m3", False), (x,)),
+        ("SwiGLU, 1×128", lambda g, u: swiglu_quantize(g, u, "e4m3", False), (gate, up)),
+        (
+            "SwiGLU backward, 1×128 and turned",
+            lambda d, g, u: swiglu_backward_quantize(d, g, u, "e4m3", False),
+            (dh, gate, up),
+        ),
+        ("RMSNorm, 1×128", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False), (x, weight)),
+    ]
+
+
+def _there_and_back(name: str, x: Tensor, block: Sequence[int], fmt: str) -> list[Case]:
+    power_of_2 = fmt == "e5m6"  # what the recipe casts to E5M6 has such scales
+    return [
+        (f"quantize {name}", lambda x: quantize(x, *block, fmt, power_of_2), (x,)),
+        (f"dequantize {name}", lambda *q: dequantize(*q, *block, x.dtype), quantize(x, *block, fmt, power_of_2)),
+    ]

@@ -10,19 +10,23 @@ weight gradient.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.
 Shapes: [..., M, K]; with blocks of R×C the scale is [..., ⌈M/R⌉, ⌈K/C⌉].  Blocks at the edge are smaller.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octile import formats
 from octile.kernels import cpu
+from octile.kernels.storage import new_scale
+from octile.ops.operator import operator
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: x / scale stays exact for it
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DATA_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e5m6": torch.uint8, "int8": torch.int8}
 
 
-@torch.library.custom_op("octile::quantize", mutates_args=())
+@operator()
 def quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """Quantises matrices, one FP32 scale a block. This form is the specification.
 
@@ -35,7 +39,7 @@ def quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: 
     Returns:
         data [..., M, K] in the format's dtype (e5m6: uint8 [..., M, 3K/2]) and scale [..., ⌈M/R⌉, ⌈K/C⌉] float32,
         with x ≈ data · scale. A block of zeros has scale 1. A NaN or an Inf makes its whole block NaN: it is never
-        hidden.
+        hidden. The scales of 1×C tiles are stored column by column, padded to 16 bytes, as products read them.
 
     Raises:
         TypeError: x is of another dtype.
@@ -46,20 +50,19 @@ def quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: 
 
 
 def _quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    blocks = _in_blocks(x.float(), block_rows, block_cols)
+    blocks = in_blocks(x.float(), block_rows, block_cols)
     amax = blocks.abs().amax(dim=(-3, -1))
     scale = (amax / formats.by_name[fmt].max).clamp_(min=SMALLEST_SCALE)  # clamp keeps NaN
     if power_of_2:
         scale = round_up_to_power_of_2(scale)
     scale = torch.where(amax == 0, 1.0, scale)
-    return _cast(blocks / scale[..., :, None, :, None], x.shape, fmt), scale
+    data = _cast(blocks / scale[..., :, None, :, None], x.shape, fmt)
+    return data, new_scale(x, block_rows, block_cols).copy_(scale)
 
 
 @quantize.register_fake
 def _(x, block_rows, block_cols, fmt, power_of_2):
-    *batch, m, k = x.shape
-    scale = x.new_empty(*batch, -(-m // block_rows), -(-k // block_cols), dtype=torch.float32)
-    return _empty_data(x, fmt), scale
+    return _empty_data(x, fmt), new_scale(x, block_rows, block_cols)
 
 
 @quantize.register_kernel("cuda")
@@ -67,12 +70,10 @@ def _(x, block_rows, block_cols, fmt, power_of_2):
     from octile.kernels.triton import quantize as kernel  # late: a machine without a GPU has no Triton
 
     _check(x, block_rows, block_cols, fmt)
-    if fmt == "e5m6":
-        return _quantize(x, block_rows, block_cols, fmt, power_of_2)
     return kernel.launch(x, block_rows, block_cols, DATA_DTYPES[fmt], power_of_2)
 
 
-@torch.library.custom_op("octile::quantize_with_scale", mutates_args=())
+@operator()
 def quantize_with_scale(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """Quantises with one scale that is already known; what is too large saturates, Inf too, and NaN stays NaN.
 
@@ -87,12 +88,8 @@ def quantize_with_scale(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     Raises:
         TypeError, ValueError: x, scale or fmt is none of these.
     """
-    _check(x, 1, 1, fmt)
-    if fmt not in ("e4m3", "e5m2"):
-        raise ValueError(f"fmt must be 'e4m3' or 'e5m2' where the scale is given, not {fmt!r}")
-    if scale.dtype != torch.float32 or scale.shape != (1,):
-        raise ValueError(f"scale must be float32 [1], not {scale.dtype} {list(scale.shape)}")
-    return _cast(_in_blocks(x.float() / scale, 1, 1), x.shape, fmt)
+    _check_with_scale(x, scale, fmt)
+    return _cast(in_blocks(x.float() / scale, 1, 1), x.shape, fmt)
 
 
 @quantize_with_scale.register_fake
@@ -100,7 +97,15 @@ def _(x, scale, fmt):
     return _empty_data(x, fmt)
 
 
-@torch.library.custom_op("octile::dequantize", mutates_args=())
+@quantize_with_scale.register_kernel("cuda")
+def _(x, scale, fmt):
+    from octile.kernels.triton import quantize as kernel
+
+    _check_with_scale(x, scale, fmt)
+    return kernel.launch_with_scale(x, scale, DATA_DTYPES[fmt])
+
+
+@operator()
 def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> Tensor:
     """The values data · scale, [..., M, K] in out_dtype; the inverse of `quantize` up to rounding.
 
@@ -120,7 +125,7 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
 
 
 def _dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> Tensor:
-    values = _in_blocks(decode(data), block_rows, block_cols)
+    values = in_blocks(decode(data), block_rows, block_cols)
     values *= scale[..., :, None, :, None]
     m, k = data.shape[-2], columns(data)
     return _out_of_blocks(values, m, k).to(out_dtype)
@@ -136,8 +141,6 @@ def _(data, scale, block_rows, block_cols, out_dtype):
     from octile.kernels.triton import quantize as kernel
 
     _check_dequantize(data, scale, block_rows, block_cols, out_dtype)
-    if data.dtype == torch.uint8:
-        return _dequantize(data, scale, block_rows, block_cols, out_dtype)
     return kernel.launch_dequantize(data, scale, block_rows, block_cols, out_dtype)
 
 
@@ -152,7 +155,12 @@ def decode(data: Tensor) -> Tensor:
 
 def columns(data: Tensor) -> int:
     """K, the number of values in a row of data."""
-    return data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
+    return _values(data.shape, data.dtype)[-1]
+
+
+def _values(shape: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of what data of this shape holds."""
+    return (*shape[:-1], shape[-1] // 3 * 2) if dtype == torch.uint8 else shape
 
 
 def _check(x: Tensor, block_rows: int, block_cols: int, fmt: str) -> None:
@@ -168,6 +176,16 @@ def _check(x: Tensor, block_rows: int, block_cols: int, fmt: str) -> None:
         raise ValueError(f"x must have an even number of columns to be packed as E5M6, not {x.shape[-1]}")
 
 
+def _check_with_scale(x: Tensor, scale: Tensor, fmt: str) -> None:
+    _check(x, 1, 1, fmt)
+    if fmt not in ("e4m3", "e5m2"):
+        raise ValueError(f"fmt must be 'e4m3' or 'e5m2' where the scale is given, not {fmt!r}")
+    if scale.dtype != torch.float32 or scale.shape != (1,):
+        raise ValueError(f"scale must be float32 [1], not {scale.dtype} {list(scale.shape)}")
+    if scale.device != x.device:
+        raise ValueError(f"x lies on {x.device} but its scale on {scale.device}")
+
+
 def _check_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> None:
     if data.dtype not in DATA_DTYPES.values():
         raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
@@ -180,20 +198,26 @@ def _check_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: 
 
 def check_scale(name: str, data: Tensor, scale: Tensor, block_rows: int, block_cols: int) -> None:
     """Refuses a scale that does not fit the data [..., M, K] in such blocks."""
-    if min(block_rows, block_cols) < 1:
-        raise ValueError(f"{name}'s block must be at least 1×1, not {block_rows}×{block_cols}")
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}'s scale must be float32, not {scale.dtype}")
-    *batch, m, _ = data.shape
-    shape = (*batch, -(-m // block_rows), -(-columns(data) // block_cols))
-    if scale.shape != shape:
-        size, blocks = (*batch, m, columns(data)), f"{block_rows}×{block_cols}"
-        raise ValueError(f"{name}'s scale must be {shape} for {size} in blocks of {blocks}, not {tuple(scale.shape)}")
+    _check_scale_shape(name, data.shape, data.dtype, scale.shape, block_rows, block_cols)
     if scale.device != data.device:
         raise ValueError(f"{name} lies on {data.device} but its scale on {scale.device}")
 
 
-def _in_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
+@functools.lru_cache(4096)  # in front of every product, whose shapes come again and again
+def _check_scale_shape(
+    name: str, data: torch.Size, dtype: torch.dtype, scale: torch.Size, rows: int, cols: int
+) -> None:
+    if min(rows, cols) < 1:
+        raise ValueError(f"{name}'s block must be at least 1×1, not {rows}×{cols}")
+    *batch, m, k = shape = tuple(_values(data, dtype))
+    fitting = (*batch, -(-m // rows), -(-k // cols))
+    if scale != fitting:
+        raise ValueError(f"{name}'s scale must be {fitting} for {shape} in blocks of {rows}×{cols}, not {tuple(scale)}")
+
+
+def in_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
     """[..., M, K] as [..., ⌈M/R⌉, R, ⌈K/C⌉, C], padded with zeros; a view where it can be."""
     *batch, m, k = x.shape
     if m % rows or k % cols:

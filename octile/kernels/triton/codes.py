@@ -1,23 +1,26 @@
 # mypy: allow-untyped-defs
-"""8-bit codes in integer arithmetic: exact, and the same on every GPU and in Triton's interpreter.
+"""8- and 12-bit codes in integer arithmetic: exact, and the same on every GPU and in Triton's interpreter.
 
 GPUs from sm_89 on convert FP32 to FP8 by an instruction, which `quantize` uses where it can; sm_80 has none, and Triton
 no E4M3 there.
 
-Every code is exactly an FP16 number: E5M2 is the upper half of one, E4M3 lies within its range (2⁻⁹ … 448), and so do
-the integers up to 127. Tensor cores without FP8 therefore multiply them as FP16.
+Every code is exactly an FP16 number: E5M2 and E5M6 are the upper bits of one, E4M3 lies within its range (2⁻⁹ … 448),
+and so do the integers up to 127. Tensor cores without FP8 therefore multiply them as FP16.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
+from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
+from octile.kernels.triton.machine import machine
 
 FORMAT_OF: dict[torch.dtype, FloatFormat | IntFormat] = {
     torch.float8_e4m3fn: E4M3,
     torch.float8_e5m2: E5M2,
     torch.int8: INT8,
+    torch.uint8: E5M6,  # packed: two codes in three bytes
 }
 
 
@@ -26,6 +29,18 @@ def constants(fmt: FloatFormat | IntFormat) -> dict[str, int]:
     if isinstance(fmt, IntFormat):
         return {"MANTISSA": 0, "BIAS": 0}
     return {"MANTISSA": fmt.mantissa_bits, "BIAS": fmt.bias}
+
+
+def cast_constants(dtype: torch.dtype) -> dict[str, float]:
+    """What a kernel that casts to the dtype's format is compiled with: 1 / max in two FP32 numbers, and `constants`."""
+    fmt = FORMAT_OF[dtype]
+    inverse = torch.tensor(1 / fmt.max, dtype=torch.float32).item()
+    return {"INVERSE": inverse, "REST": 1 / fmt.max - inverse} | constants(fmt)
+
+
+def as_codes(data: Tensor) -> Tensor:
+    """The same memory, as integers where the GPU has no cast to FP8."""
+    return data if machine(data.device).fp8 or data.dtype == torch.int8 else data.view(torch.uint8)
 
 
 @triton.jit
@@ -49,8 +64,10 @@ def encode(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
         subnormal = spaced.to(tl.int32, bitcast=True) - ((127 + EXPONENT) << 23)
 
         code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
-        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-        return code | ((bits >> 24) & 0x80)
+        if MANTISSA == 6:
+            return tl.where(magnitude > 0x7F800000, 0x7E0, code) | ((bits >> 20) & 0x800)
+        else:
+            return tl.where(magnitude > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
@@ -64,4 +81,13 @@ def to_half(code, MANTISSA: tl.constexpr):
         small = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
         return tl.where((code & 0x7F) == 0x7F, float("nan"), small * 256.0)
     else:
-        return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+        return (code.to(tl.int16) << (10 - MANTISSA)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def to_float(code, MANTISSA: tl.constexpr):
+    """Codes in any integer type, or FP8 where the GPU converts it → float32, exactly."""
+    if code.dtype.is_fp8():
+        return code.to(tl.float32)
+    else:
+        return to_half(code, MANTISSA).to(tl.float32)

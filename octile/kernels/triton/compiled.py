@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from octile.kernels.triton import grouped, matmul, quantize
+from octile.kernels.storage import new_scale
+from octile.kernels.triton import grouped, matmul, norm, quantize, swiglu, tensor_core, transpose
 from octile.kernels.triton.machine import Machine, assume
 
 ARCHITECTURES = {
@@ -71,10 +72,16 @@ def _cases() -> dict[str, Callable[[], object]]:
     t, n, k, groups = 8192, 4096, 7168, 32
     bf16, fp32 = torch.bfloat16, torch.float32
     offs = _empty(groups, dtype=torch.int32)
+    gate, up = _empty(t, 2 * n).chunk(2, dim=1)
 
     def dense(block: Sequence[int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
         out = _empty(m, n, dtype=fp32 if accumulate else bf16)
         matmul.launch(out, *_operand(m, k, TILE, dtype), *_operand(n, k, block, dtype), accumulate=accumulate)
+
+    def modelled(dtype: torch.dtype, terms: int, bits: int) -> None:
+        a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
+        scales = _empty(t, k // 128, dtype=fp32), _empty(n, k // 128, dtype=fp32)
+        tensor_core.launch(_empty(t, n, dtype=fp32), a, b, scales, 128, True, terms, bits, min(bits, 23), -133)
 
     return {
         "quantize 1×128": lambda: quantize.launch(_empty(t, k), *TILE, E4M3, True),
@@ -83,6 +90,17 @@ def _cases() -> dict[str, Callable[[], object]]:
         "quantize a row": lambda: quantize.launch(_empty(t, k), 1, k, E4M3, False),
         "quantize a tensor": lambda: quantize.launch(_empty(t, k), t, k, E4M3, False),
         "dequantize": lambda: quantize.launch_dequantize(*_operand(n, k, BLOCK)[:2], *BLOCK, bf16),
+        "quantize to E5M6": lambda: quantize.launch(_empty(t, k), *TILE, torch.uint8, True),
+        "dequantize E5M6": lambda: quantize.launch_dequantize(
+            _empty(t, k * 3 // 2, dtype=torch.uint8), _empty(t, k // 128, dtype=fp32), *TILE, bf16
+        ),
+        "scale given": lambda: quantize.launch_with_scale(_empty(t, k), _empty(1, dtype=fp32), E4M3),
+        "rows and columns": lambda: transpose.launch_rows_and_columns(_empty(t, k), E4M3, False),
+        "requantise, turned": lambda: transpose.launch_requantize(*_operand(t, k, TILE)[:2], True),
+        "weight, both ways": lambda: transpose.launch_block(_empty(n, k, dtype=fp32), E4M3, False),
+        "SwiGLU": lambda: swiglu.launch(gate, up, E4M3, False),
+        "SwiGLU backward": lambda: swiglu.launch_backward(_empty(t, n), gate, up, E4M3, False),
+        "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False),
         "x · wᵀ": lambda: dense(BLOCK, E4M3, k),
         "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
         "x · wᵀ INT8": lambda: dense(BLOCK, INT8, k),
@@ -96,6 +114,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "grouped dyᵀ · x": lambda: grouped.launch_wgrad(
             *_operand(t, n, COLUMN_TILE), *_operand(t, k, COLUMN_TILE), offs, fp32
         ),
+        "Hopper's tensor core, FP8": lambda: modelled(fp32, 32, 13),
+        "Hopper's tensor core, BF16": lambda: modelled(torch.float64, 16, 25),
     }
 
 
@@ -107,8 +127,8 @@ def _operand(
     rows: int, cols: int, block: Sequence[int], dtype: torch.dtype = E4M3, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Sequence[int]]:
     batch = () if groups is None else (groups,)
-    scale = _empty(*batch, triton.cdiv(rows, block[0]), triton.cdiv(cols, block[1]), dtype=torch.float32)
-    return _empty(*batch, rows, cols, dtype=dtype), scale, block
+    data = _empty(*batch, rows, cols, dtype=dtype)
+    return data, new_scale(data, *block), block
 
 
 @contextmanager

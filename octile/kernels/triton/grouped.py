@@ -28,8 +28,12 @@ def launch(
     b_block: Sequence[int],
     offs: Tensor,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero.
+
+    Given out, contiguous and of out_dtype, it is written and returned, here and in the two functions below; the rows
+    past offs[-1] then stay as they are.
 
     Raises:
         ValueError: the blocks do not suit the kernel; see `choose_tile`.
@@ -38,7 +42,8 @@ def launch(
     gpu = machine(a.device)
     mean_rows = triton.cdiv(t, max(groups, 1))
     tile = choose_tile(mean_rows, n, k, max(groups, 1), a_block, b_block, gpu)
-    out = a.new_empty(t, n, dtype=out_dtype)
+    rest = t if out is None else 0
+    out = a.new_empty(t, n, dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     # the groups and the rows past them each end in a tile that may hold a single row
@@ -50,6 +55,7 @@ def launch(
             T=t,
             N=n,
             G=groups,
+            rest=rest,
             ENDS=triton.next_power_of_2(groups + 1),
             most_tiles=most_tiles,
             **operands(a, a_scale, a_block, b, b_scale, b_block, tile["STEP"], gpu),
@@ -67,8 +73,9 @@ def launch_masked(
     b_block: Sequence[int],
     counts: Tensor,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N]; other rows hold anything.
+    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N]; other rows are not written.
 
     Raises:
         ValueError: the blocks do not suit the kernel; see `choose_tile`.
@@ -76,7 +83,7 @@ def launch_masked(
     (groups, m, k), n = a.shape, b.shape[1]
     gpu = machine(a.device)
     tile = choose_tile(m, n, k, groups, a_block, b_block, gpu)
-    out = a.new_empty(groups, m, n, dtype=out_dtype)
+    out = a.new_empty(groups, m, n, dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     grid = (groups * triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
@@ -101,8 +108,12 @@ def launch_wgrad(
     x_block: Sequence[int],
     offs: Tensor,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """dy[rows of g]ᵀ · x[rows of g] of dy[T, N] and x[T, K] → [G, N, K]; a group without rows gives zeros.
+
+    With accumulate it is added to out in FP32.
 
     Raises:
         ValueError: the blocks do not suit the kernel; see `choose_tile`.
@@ -111,7 +122,7 @@ def launch_wgrad(
     a_block, b_block = (dy_block[1], dy_block[0]), (x_block[1], x_block[0])
     gpu = machine(x.device)
     tile = choose_tile(n, k, t, groups, a_block, b_block, gpu)
-    out = x.new_empty(groups, n, k, dtype=out_dtype)
+    out = x.new_empty(groups, n, k, dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     grid = (groups * triton.cdiv(n, tile["TILE_M"]) * triton.cdiv(k, tile["TILE_N"]),)
@@ -122,6 +133,7 @@ def launch_wgrad(
             T=t,
             M=n,
             N=k,
+            ACCUMULATE=accumulate,
             **operands(dy.mT, dy_scale.mT, a_block, x.mT, x_scale.mT, b_block, tile["STEP"], gpu)
             | {"PARTIAL_STEPS": True},
             **tile,
@@ -129,22 +141,22 @@ def launch_wgrad(
     return out
 
 
-@triton.jit(do_not_specialize=["T", "most_tiles"])
+@triton.jit(do_not_specialize=["T", "rest", "most_tiles"])
 def _grouped(
-    out, offs, T, N, K, G, most_tiles,
+    out, offs, T, N, K, G, rest, most_tiles,
     a, a_scale, a_group, a_row, a_scale_group, a_scale_row, a_scale_col,
     b, b_scale, b_group, b_row, b_scale_group, b_scale_row, b_scale_col,
     A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
     B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to TILE_M rows of one group, TILE_N columns. The rows past the groups are group G, times 0."""
+    """One program: up to TILE_M rows of one group, TILE_N columns. Rows past the groups, up to rest, are G, × 0."""
     m_tile, n_tile = tile_of_program(tl.program_id(0), most_tiles, tl.cdiv(N, TILE_N))
 
     # all groups at once: where they end, how many tiles they take, and in whose tiles ours lies
     g = tl.arange(0, ENDS)
     starts = _row(tl.load(offs + g - 1, mask=(g > 0) & (g <= G), other=0), T)
-    ends = tl.where(g < G, _row(tl.load(offs + g, mask=g < G, other=0), T), T)
+    ends = tl.where(g < G, _row(tl.load(offs + g, mask=g < G, other=0), T), rest)
     tiles = tl.where(g <= G, tl.cdiv(tl.maximum(ends - starts, 0), TILE_M), 0)
     tiles_before = tl.cumsum(tiles, axis=0) - tiles
     ours = (tiles_before <= m_tile) & (m_tile < tiles_before + tiles)
@@ -200,6 +212,7 @@ def _wgrad(
     A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
     B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """One program: TILE_M × TILE_N of one group's result, summed over the group's tokens.
 
@@ -218,7 +231,7 @@ def _wgrad(
         b, b_row, b_scale, b_scale_row, b_scale_col, n_first, N, K, start, end,
         A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, STEP, PARTIAL_STEPS,
     )  # fmt: skip
-    store_tile(out + group * M * N, N, 1, total, m_first, M, n_first, N, False)
+    store_tile(out + group * M * N, N, 1, total, m_first, M, n_first, N, ACCUMULATE)
 
 
 @triton.jit

@@ -11,12 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-VECTOR = 16
-
-
-def padded(k: int) -> int:
-    """K rounded up to whole vectors."""
-    return triton.cdiv(k, VECTOR) * VECTOR
+from octile.kernels.storage import VECTOR, padded
 
 
 def k_major(data: Tensor) -> Tensor:

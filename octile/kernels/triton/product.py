@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.storage import padded
 from octile.kernels.triton.codes import FORMAT_OF, constants, to_half
-from octile.kernels.triton.layout import k_major, padded
+from octile.kernels.triton.layout import k_major
 from octile.kernels.triton.machine import Machine, tile
 
 LONGEST_STEP = 128  # between two promotions

@@ -1,44 +1,37 @@
 # mypy: allow-untyped-defs
 """What runs on the GPU to quantise and dequantise; `quantize` chooses and launches it.
 
-Magnitudes are compared as integers: without their sign, FP32 numbers sort like their bits, and NaN lies above all. So a
-NaN wins every maximum, where floating-point comparisons would lose it.
-
 Shapes: x [B, M, K] with all leading dimensions in B, blocks R×C; a program takes ROWS×COLS.
 """
 
 import triton
 import triton.language as tl
 
-from octile.kernels.triton.codes import encode, to_half
+from octile.kernels.triton.codes import encode, to_float
+from octile.kernels.triton.packed12 import load_packed, store_packed
+from octile.kernels.triton.scaling import divide, magnitude, scale_of, to_codes
 
 
 @triton.jit(do_not_specialize=["M", "m_blocks"])
 def quantize_blocks(
-    x, data, scale, M, K, x_batch, x_row, x_col, m_blocks, k_blocks,
+    x, data, scale, M, K, x_batch, x_row, x_col, m_blocks, k_blocks, scale_batch, scale_row, scale_col,
     R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, POWER_OF_2: tl.constexpr,
-    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of ROWS×COLS, a whole number of R×C blocks each way."""
-    k_tiles = tl.cdiv(K, COLS)
-    m_tiles = tl.cdiv(M, ROWS)
-    tile = tl.program_id(0)
-    batch = tile // (m_tiles * k_tiles)
-    m_tile = tile // k_tiles % m_tiles
-    k_tile = tile % k_tiles
-
+    batch, m_tile, k_tile = place(tl.program_id(0), M, K, ROWS, COLS)
     rows = m_tile * ROWS + tl.arange(0, ROWS)
     cols = k_tile * COLS + tl.arange(0, COLS)
-    value = _load(x, batch, rows, cols, M, K, x_batch, x_row, x_col)
+    value = load(x, batch, rows, cols, M, K, x_batch, x_row, x_col)
     blocks = tl.reshape(value, [ROWS // R, R, COLS // C, C])
-    amax = tl.max(tl.max(_magnitude(blocks), axis=3), axis=1)
-    block_scale = _scale(amax, MAX, POWER_OF_2)
-    scaled = _divide(blocks, block_scale[:, None, :, None], POWER_OF_2)
-    _store(data, tl.reshape(scaled, [ROWS, COLS]), batch, rows, cols, M, K, M, K, MAX, MANTISSA, BIAS)
+    amax = tl.max(tl.max(magnitude(blocks), axis=3), axis=1)
+    block_scale = scale_of(amax, INVERSE, REST, POWER_OF_2)
+    scaled = divide(blocks, block_scale[:, None, :, None], POWER_OF_2)
+    _store(data, tl.reshape(scaled, [ROWS, COLS]), batch, rows, cols, M, K, M, K, MANTISSA, BIAS)
 
-    m_block = m_tile * (ROWS // R) + tl.arange(0, ROWS // R)
-    k_block = k_tile * (COLS // C) + tl.arange(0, COLS // C)
-    at = (batch.to(tl.int64) * m_blocks + m_block[:, None]) * k_blocks + k_block[None, :]
+    m_block = (m_tile * (ROWS // R) + tl.arange(0, ROWS // R)).to(tl.int64)
+    k_block = (k_tile * (COLS // C) + tl.arange(0, COLS // C)).to(tl.int64)
+    at = batch * scale_batch + m_block[:, None] * scale_row + k_block[None, :] * scale_col
     tl.store(scale + at, block_scale, mask=(m_block < m_blocks)[:, None] & (k_block < k_blocks)[None, :])
 
 
@@ -46,23 +39,40 @@ def quantize_blocks(
 def block_amax(x, amax, M, K, x_batch, x_row, x_col, m_blocks, k_blocks, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
     """One program: ROWS×COLS of one block raise its amax (FP32 bits in int32, zero before)."""
     block, batch, rows, cols, row_end, col_end = _part_of_block(m_blocks, k_blocks, M, K, R, C, ROWS, COLS)
-    value = _load(x, batch, rows, cols, row_end, col_end, x_batch, x_row, x_col)
-    tl.atomic_max(amax + block, tl.max(tl.max(_magnitude(value), axis=1), axis=0))
+    value = load(x, batch, rows, cols, row_end, col_end, x_batch, x_row, x_col)
+    tl.atomic_max(amax + block, tl.max(tl.max(magnitude(value), axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["M", "m_blocks"])
 def cast_block(
-    x, amax, M, K, x_batch, x_row, x_col, m_blocks, k_blocks, R, C, data, scale,
+    x, amax, M, K, x_batch, x_row, x_col, m_blocks, k_blocks, R, C, data, scale, scale_batch, scale_row, scale_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, POWER_OF_2: tl.constexpr,
-    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program: casts ROWS×COLS of one block, by its amax."""
     block, batch, rows, cols, row_end, col_end = _part_of_block(m_blocks, k_blocks, M, K, R, C, ROWS, COLS)
-    block_scale = _scale(tl.load(amax + block), MAX, POWER_OF_2)
-    tl.store(scale + block, block_scale)  # every program of the block stores the same
-    value = _load(x, batch, rows, cols, row_end, col_end, x_batch, x_row, x_col)
-    scaled = _divide(value, block_scale, POWER_OF_2)
-    _store(data, scaled, batch, rows, cols, row_end, col_end, M, K, MAX, MANTISSA, BIAS)
+    block_scale = scale_of(tl.load(amax + block), INVERSE, REST, POWER_OF_2)
+    m_block = (block // k_blocks % m_blocks).to(tl.int64)
+    k_block = (block % k_blocks).to(tl.int64)
+    at = batch * scale_batch + m_block * scale_row + k_block * scale_col
+    tl.store(scale + at, block_scale)  # every program of the block stores the same
+    value = load(x, batch, rows, cols, row_end, col_end, x_batch, x_row, x_col)
+    scaled = divide(value, block_scale, POWER_OF_2)
+    _store(data, scaled, batch, rows, cols, row_end, col_end, M, K, MANTISSA, BIAS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def cast_with_scale(
+    x, M, K, x_batch, x_row, x_col, data, scale,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS×COLS. The scale may suit other numbers than these, so the division is a full one."""
+    batch, m_tile, k_tile = place(tl.program_id(0), M, K, ROWS, COLS)
+    rows = m_tile * ROWS + tl.arange(0, ROWS)
+    cols = k_tile * COLS + tl.arange(0, COLS)
+    scaled = tl.div_rn(load(x, batch, rows, cols, M, K, x_batch, x_row, x_col), tl.load(scale))
+    scaled = tl.clamp(scaled, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    _store(data, scaled, batch, rows, cols, M, K, M, K, MANTISSA, BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -71,22 +81,31 @@ def dequantize(
     MANTISSA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS×COLS of the result."""
-    k_tiles = tl.cdiv(K, COLS)
-    m_tiles = tl.cdiv(M, ROWS)
-    batch = (tl.program_id(0) // (m_tiles * k_tiles)).to(tl.int64)
-    rows = (tl.program_id(0) // k_tiles % m_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    cols = (tl.program_id(0) % k_tiles * COLS + tl.arange(0, COLS)).to(tl.int64)
+    batch, m_tile, k_tile = place(tl.program_id(0), M, K, ROWS, COLS)
+    rows = (m_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    cols = (k_tile * COLS + tl.arange(0, COLS)).to(tl.int64)
     inside = (rows < M)[:, None] & (cols < K)[None, :]
 
     base = data + batch * data_batch + rows[:, None] * data_row
-    code = tl.load(base + cols[None, :] * data_col, mask=inside, other=0)
+    if MANTISSA == 6:
+        code = load_packed(base, cols, data_col, inside)
+    else:
+        code = tl.load(base + cols[None, :] * data_col, mask=inside, other=0.0)
     block_scale = tl.load(
         scale + batch * scale_batch + (rows // R)[:, None] * scale_row + (cols // C)[None, :] * scale_col,
         mask=inside,
         other=0.0,
     )
-    value = to_half(code, MANTISSA).to(tl.float32) * block_scale
+    value = to_float(code, MANTISSA) * block_scale
     tl.store(out + (batch * M + rows)[:, None] * K + cols[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def place(program, M, K, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The matrix, and where in it a program's ROWS×COLS are: programs that run together are neighbours along K."""
+    m_tiles = tl.cdiv(M, ROWS)
+    k_tiles = tl.cdiv(K, COLS)
+    return (program // (m_tiles * k_tiles)).to(tl.int64), program // k_tiles % m_tiles, program % k_tiles
 
 
 @triton.jit
@@ -104,49 +123,21 @@ def _part_of_block(m_blocks, k_blocks, M, K, R, C, ROWS: tl.constexpr, COLS: tl.
 
 
 @triton.jit
-def _load(x, batch, rows, cols, row_end, col_end, x_batch, x_row, x_col):
+def load(x, batch, rows, cols, row_end, col_end, x_batch, x_row, x_col):
     """x at rows × cols as float32; zero past the ends."""
-    at = batch.to(tl.int64) * x_batch + rows.to(tl.int64)[:, None] * x_row + cols.to(tl.int64)[None, :] * x_col
+    at = tl.cast(batch, tl.int64) * x_batch + rows.to(tl.int64)[:, None] * x_row + cols.to(tl.int64)[None, :] * x_col
     return tl.load(x + at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _magnitude(value):
-    """|value| as integers that sort like the numbers, NaN above all."""
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _scale(amax, MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """From the bits of the largest magnitude, float32: amax / MAX but a normal number, or 1 for zeros. NaN stays."""
-    number = amax.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(number, MAX)
-    scale = tl.where(scale < 2.0**-126, 2.0**-126, scale)
-    if POWER_OF_2:
-        # an all-ones mantissa carries into the exponent unless the number is a power of two already
-        rounded_up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, rounded_up, scale)
-    return tl.where(amax == 0, 1.0, scale)
-
-
-@triton.jit
-def _divide(value, scale, POWER_OF_2: tl.constexpr):
-    """value / scale, rounded correctly. The reciprocal of a power of two is exact, so one division a block will do."""
-    if POWER_OF_2:
-        return value * tl.div_rn(1.0, scale)
-    else:
-        return tl.div_rn(value, scale)
-
-
-@triton.jit
 def _store(
-    data, scaled, batch, rows, cols, row_end, col_end, M, K,
-    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    data, scaled, batch, rows, cols, row_end, col_end, M, K, MANTISSA: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Saturates, rounds and stores. `data` is FP8 where the GPU casts to it, else the integers of the codes."""
-    scaled = tl.clamp(scaled, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
-    if data.dtype.element_ty == tl.uint8 or data.dtype.element_ty == tl.int8:
-        scaled = encode(scaled, MANTISSA, BIAS)
-    at = (batch.to(tl.int64) * M + rows.to(tl.int64))[:, None] * K + cols[None, :]
-    mask = (rows < row_end)[:, None] & (cols < col_end)[None, :]
-    tl.store(data + at, scaled.to(data.dtype.element_ty), mask=mask)
+    """Rounds and stores."""
+    row = batch.to(tl.int64) * M + rows.to(tl.int64)
+    if MANTISSA == 6:
+        store_packed(data, encode(scaled, MANTISSA, BIAS), row, cols, rows < row_end, col_end, K)
+    else:
+        mask = (rows < row_end)[:, None] & (cols < col_end)[None, :]
+        codes = to_codes(scaled, data.dtype.element_ty, MANTISSA, BIAS)
+        tl.store(data + row[:, None] * K + cols[None, :], codes, mask=mask)

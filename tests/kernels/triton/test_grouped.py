@@ -109,3 +109,34 @@ def test_wgrad_of_no_tokens():
     dy, x = _quantized((0, N), COLUMN_TILE), _quantized((0, 50), COLUMN_TILE)
     out = grouped.launch_wgrad(*dy, COLUMN_TILE, *x, COLUMN_TILE, _offs([0, 0]), torch.float32)
     assert torch.equal(out, torch.zeros(2, N, 50))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())
+def test_grouped_into_a_given_tensor_leaves_the_rows_past_all_groups(ends: list[int]):
+    a, b, offs = _quantized((T, K), TILE), _quantized((4, N, K), BLOCK), _offs(ends)
+    out = torch.full((T, N), 7.0)
+    grouped.launch(*a, TILE, *b, BLOCK, offs, torch.float32, out)
+    assert torch.equal(out[: ends[-1]], grouped.launch(*a, TILE, *b, BLOCK, offs, torch.float32)[: ends[-1]])
+    assert (out[ends[-1] :] == 7).all()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_masked_into_a_given_tensor_leaves_the_rows_past_the_counts():
+    a, b, counts = _quantized((3, 20, K), TILE), _quantized((3, N, K), BLOCK), [0, 3, 20]
+    out = torch.full((3, 20, N), 7.0)
+    grouped.launch_masked(*a, TILE, *b, BLOCK, _offs(counts), torch.float32, out)
+    expected = reference.masked_grouped_matmul_nt(*a, TILE, *b, BLOCK, _offs(counts), torch.float32)
+    for g, count in enumerate(counts):
+        _assert_close(out[g, :count], expected[g, :count])
+        assert (out[g, count:] == 7).all()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wgrad_added_to_a_given_tensor(dtype: torch.dtype):
+    dy, x, offs = _quantized((T, N), COLUMN_TILE), _quantized((T, 50), COLUMN_TILE), _offs(OFFSETS["some empty"])
+    out = torch.randn(4, N, 50).to(dtype)
+    expected = out.float() + grouped.launch_wgrad(*dy, COLUMN_TILE, *x, COLUMN_TILE, offs, torch.float32)
+    grouped.launch_wgrad(*dy, COLUMN_TILE, *x, COLUMN_TILE, offs, dtype, out, accumulate=True)
+    assert torch.equal(out, expected.to(dtype))

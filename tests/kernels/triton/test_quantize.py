@@ -4,32 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile import formats
 from octile.kernels.triton import quantize
 from octile.ops import quantize as reference
+from octile.ops.quantize import DATA_DTYPES
+from tests.kernels.triton.comparison import assert_same, finite, ugly
 
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+FORMATS = ["e4m3", "e5m2", "int8"]
 
 
 def _assert_same(x: Tensor, block: tuple[int, int], fmt: str, power_of_2: bool = False) -> None:
-    data, scale = quantize.launch(x, *block, DTYPES[fmt], power_of_2)
-    expected_data, expected_scale = reference.quantize(x, *block, fmt, power_of_2)
-    assert (data.dtype, data.shape, data.is_contiguous()) == (DTYPES[fmt], x.shape, True)
-    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(data.float(), expected_data.float(), rtol=0, atol=0, equal_nan=True)
-    sign, expected_sign = data.view(torch.int8) < 0, expected_data.view(torch.int8) < 0
-    assert torch.equal(sign[~data.float().isnan()], expected_sign[~data.float().isnan()]), "the sign of a zero differs"
-
-
-def _ugly(*shape: int) -> Tensor:
-    """Magnitudes from FP32's subnormals up to its largest numbers, zeros and ties."""
-    torch.manual_seed(0)
-    x = torch.randn(shape) * torch.exp2(torch.randint(-149, 128, shape).float())
-    x[torch.rand(shape) < 0.1] = 0.0
-    return x.clamp(-3e38, 3e38)
+    found = quantize.launch(x, *block, DATA_DTYPES[fmt], power_of_2)
+    assert_same(found, reference.quantize(x, *block, fmt, power_of_2))
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
     "block",
     [(1, 128), (128, 1), (128, 128), (1, 200), (131, 200), (16, 32), (50, 70)],
@@ -41,18 +31,18 @@ def test_blocks_on_a_ragged_matrix(block: tuple[int, int], fmt: str):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_magnitudes_of_all_of_fp32(fmt: str, power_of_2: bool):
-    _assert_same(_ugly(40, 128), (1, 1), fmt, power_of_2)
-    _assert_same(_ugly(3, 256), (1, 128), fmt, power_of_2)
+    _assert_same(ugly(40, 128), (1, 1), fmt, power_of_2)
+    _assert_same(ugly(3, 256), (1, 128), fmt, power_of_2)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_number_that_rounds_differently_in_a_block_with_scale_one(fmt: str):
     # all values, the midpoints between them, and what lies just beside a midpoint; the largest value makes the scale 1
-    values = torch.arange(256, dtype=torch.uint8).view(DTYPES[fmt]).float()
+    values = torch.arange(256, dtype=torch.uint8).view(DATA_DTYPES[fmt]).float()
     values = values[values.isfinite()].sort().values
     middle = (values[1:] + values[:-1]) / 2
     inf = torch.tensor(float("inf"))
@@ -61,7 +51,7 @@ def test_every_number_that_rounds_differently_in_a_block_with_scale_one(fmt: str
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("block", [(1, 128), (6, 200)], ids=["one pass", "two passes"])
 def test_nan_and_inf_stay_visible(block: tuple[int, int], bad: float, fmt: str):
@@ -96,11 +86,11 @@ def test_empty_tensors(shape: tuple[int, ...]):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (3, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dequantize(block: tuple[int, int], fmt: str, dtype: torch.dtype):
-    data, scale = reference.quantize(_ugly(2, 140, 150)[:, 3:].mT, *block, fmt, False)
+    data, scale = reference.quantize(ugly(2, 140, 150)[:, 3:].mT, *block, fmt, False)
     values = quantize.launch_dequantize(data, scale, *block, dtype)
     expected = reference.dequantize(data, scale, *block, dtype)
     torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
@@ -112,3 +102,76 @@ def test_every_code_dequantizes(dtype: torch.dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256).view(dtype)
     values = quantize.launch_dequantize(codes, torch.ones(1, 1), 1, 256, torch.float32)
     torch.testing.assert_close(values, codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+# E5M6: two codes in three bytes
+
+
+def _same_values(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """The same bytes, but that a NaN may be any."""
+    (data, scale), (expected_data, expected_scale) = found, expected
+    assert (data.dtype, data.shape) == (expected_data.dtype, expected_data.shape)
+    numbers, expected_numbers = reference.decode(data), reference.decode(expected_data)
+    torch.testing.assert_close(numbers, expected_numbers, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+    if not expected_numbers.isnan().any():
+        assert torch.equal(data, expected_data)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("k", [200, 130])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 50), (1, 200)])
+def test_e5m6(block: tuple[int, int], k: int, power_of_2: bool):
+    x = finite(2, 5, k)
+    _same_values(quantize.launch(x, *block, torch.uint8, power_of_2), reference.quantize(x, *block, "e5m6", power_of_2))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_e5m6_of_ugly_numbers(bad: float):
+    x = ugly(30, 256)
+    x[3, 200] = bad
+    _same_values(quantize.launch(x, 1, 128, torch.uint8, True), reference.quantize(x, 1, 128, "e5m6", True))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_every_e5m6_code_is_written_and_read():
+    codes = torch.arange(4096)
+    x = formats.E5M6.decode(codes)[None]
+    x = x.masked_fill(~x.isfinite(), 0.0)
+    data, scale = quantize.launch(x, 1, 4096, torch.uint8, False)
+    assert scale.item() == 1
+    assert torch.equal(reference.decode(data), x)
+    packed = formats.pack12(codes)[None]
+    values = quantize.launch_dequantize(packed, torch.ones(1, 1), 1, 4096, torch.float32)
+    torch.testing.assert_close(values, reference.decode(packed), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("block", [(1, 128), (3, 50)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantize_e5m6(block: tuple[int, int], dtype: torch.dtype):
+    data, scale = reference.quantize(ugly(2, 30, 150)[:, 3:], *block, "e5m6", False)
+    values = quantize.launch_dequantize(data, scale, *block, dtype)
+    expected = reference.dequantize(data, scale, *block, dtype)
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_e5m6_in_blocks_of_odd_width_is_refused():
+    with pytest.raises(ValueError, match="even number of columns on a GPU, not 75"):
+        quantize.launch(torch.zeros(3, 150), 3, 75, torch.uint8, False)
+
+
+# A scale that is given
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", [0.37, 2.0**-10, float("nan"), float("inf")])
+def test_a_given_scale(fmt: str, scale: float):
+    x, given = ugly(2, 35, 130)[..., 1:].mT, torch.tensor([scale])
+    x[0, 3, 4], x[0, 5, 6] = float("nan"), float("-inf")
+    found = quantize.launch_with_scale(x, given, DATA_DTYPES[fmt])
+    assert_same([found], [reference.quantize_with_scale(x, given, fmt)])

@@ -1,0 +1,184 @@
+# mypy: allow-untyped-defs
+"""One GPU's tensor core modelled on any other, bit for bit: an A100 sums FP8 products as Hopper does.
+
+The algorithm is `octile.lab.reference`'s: the terms of a step are cut to F fraction bits below the largest exponent and
+added as integers. Nothing here runs on a tensor core, and nothing is fast; it makes experiments possible at the size
+of a model, and ~10⁹ outputs of a real tensor core comparable in minutes.
+
+A program sums a tile of outputs. Operands come as values and exponents, [K, M] and [K, N], so that a step's row of
+either is read in whole vectors.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_M, TILE_N = 32, 64
+
+
+def launch(
+    out: Tensor,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None,
+    interval: int,
+    promote: bool,
+    terms: int,
+    fraction_bits: int,
+    output_bits: int,
+    floor: int,
+    cut_down: bool = False,
+) -> None:
+    """Adds a · bᵀ to out [M, N] float32, contiguous, as `octile.lab.vectorised.sum_products` does.
+
+    Args:
+        a, b: values (float32, or float64 where fraction_bits > 13) and exponents (int16) [M, K] and [N, K], K whole
+            steps.
+        scales: of a and b, float32 [M, intervals] and [N, intervals], contiguous.
+        cut_down: terms are cut toward −∞ instead of toward zero.
+        interval, promote, terms, fraction_bits, output_bits, floor: as in `octile.lab.vectorised.Sum` and
+            `octile.lab.architectures.Instruction`.
+    """
+    (m, n), k = out.shape, a[0].shape[1]
+    a_value, a_exponent, b_value, b_exponent = (t.T.contiguous() for t in (*a, *b))
+    a_scale, b_scale = scales or (out, out)  # not read
+    tensor_core[(triton.cdiv(m, TILE_M) * triton.cdiv(n, TILE_N),)](
+        out,
+        a_value,
+        a_exponent,
+        a_scale,
+        b_value,
+        b_exponent,
+        b_scale,
+        m,
+        n,
+        k,
+        interval,
+        terms,
+        FLOOR=floor,
+        FRACTION_BITS=fraction_bits,
+        CUT_BITS=23 - output_bits,
+        CUT_DOWN=cut_down,
+        PROMOTE=promote,
+        SCALED=scales is not None,
+        TILE_M=TILE_M,
+        TILE_N=TILE_N,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def tensor_core(
+    out, a_value, a_exponent, a_scale, b_value, b_exponent, b_scale, M, N, K, interval, terms,
+    FLOOR: tl.constexpr, FRACTION_BITS: tl.constexpr, CUT_BITS: tl.constexpr, CUT_DOWN: tl.constexpr,
+    PROMOTE: tl.constexpr, SCALED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(N, TILE_N)
+    m = tl.program_id(0) // columns * TILE_M + tl.arange(0, TILE_M)
+    n = tl.program_id(0) % columns * TILE_N + tl.arange(0, TILE_N)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    at = out + m.to(tl.int64)[:, None] * N + n[None, :]
+    m = tl.minimum(m, M - 1)
+    n = tl.minimum(n, N - 1)
+
+    total = tl.load(at, mask=inside, other=0.0)
+    accumulator = total
+    scale = tl.full([TILE_M, TILE_N], 1.0, tl.float32)
+    intervals = tl.cdiv(K, interval)
+    for i in range(intervals):
+        previous = scale
+        if SCALED:
+            scale = tl.load(a_scale + m * intervals + i)[:, None] * tl.load(b_scale + n * intervals + i)[None, :]
+        if PROMOTE:
+            accumulator = tl.zeros([TILE_M, TILE_N], tl.float32)
+        elif SCALED:
+            ratio = tl.div_rn(previous, scale)
+            accumulator = tl.where(i > 0, accumulator * ratio, accumulator)
+        for k in range(i * interval, tl.minimum(i * interval + interval, K), terms):
+            accumulator = _step(
+                accumulator, a_value, a_exponent, b_value, b_exponent, m, n, M, N, k, terms,
+                FLOOR, FRACTION_BITS, CUT_BITS, CUT_DOWN, TILE_M, TILE_N,
+            )  # fmt: skip
+        if PROMOTE:
+            total = _fma(accumulator, scale, total)
+    if not PROMOTE:
+        total = accumulator * scale
+    total = tl.where(
+        total != total, tl.full([TILE_M, TILE_N], 0x7FFFFFFF, tl.int32).to(tl.float32, bitcast=True), total
+    )
+    tl.store(at, total, mask=inside)
+
+
+@triton.jit
+def _step(
+    c, a_value, a_exponent, b_value, b_exponent, m, n, M, N, first, terms,
+    FLOOR: tl.constexpr, FRACTION_BITS: tl.constexpr, CUT_BITS: tl.constexpr, CUT_DOWN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """One step of `octile.lab.reference` for a tile of accumulators."""
+    c_bits = c.to(tl.int32, bitcast=True)
+    e_c = tl.maximum((c_bits >> 23) & 0xFF, 1) - 127
+    e_max = tl.maximum(tl.where((c_bits & 0x7FFFFFFF) == 0, -4096, e_c), FLOOR)
+    for k in range(first, first + terms):
+        e_a = tl.load(a_exponent + _row(k, M) + m).to(tl.int32)
+        e_b = tl.load(b_exponent + _row(k, N) + n).to(tl.int32)
+        e_max = tl.maximum(e_max, e_a[:, None] + e_b[None, :])
+
+    unit = _power_of_2(FRACTION_BITS - e_max)
+    term = c.to(tl.float64) * unit
+    if FRACTION_BITS > 13:
+        total = _integer(term, CUT_DOWN).to(tl.int64)
+        factor = unit
+    else:
+        # as FP32 the factor would overflow where e_max is tiny; there all FP8 products are zero
+        total = _integer(term, CUT_DOWN).to(tl.int32)
+        factor = tl.minimum(unit, 2.0**100).to(tl.float32)
+    ieee = tl.zeros([TILE_M, TILE_N], factor.dtype) + c.to(factor.dtype)
+    for k in range(first, first + terms):
+        a = tl.load(a_value + _row(k, M) + m)
+        b = tl.load(b_value + _row(k, N) + n)
+        product = a[:, None] * b[None, :]
+        total += _integer(product * factor, CUT_DOWN).to(total.dtype)
+        ieee += product
+
+    x = total.to(tl.float64) * _power_of_2(e_max - FRACTION_BITS)
+    magnitude = tl.abs(x)
+    rounded = magnitude.to(tl.float32)
+    up = (rounded.to(tl.float64) > magnitude) & (magnitude < 2.0**128)
+    bits = (rounded.to(tl.int32, bitcast=True) - up.to(tl.int32)) >> CUT_BITS << CUT_BITS
+    cut = bits.to(tl.float32, bitcast=True)
+    result = tl.where(x < 0, -cut, cut) + 0.0  # + 0.0: there is no −0
+    finite = tl.abs(ieee) < float("inf")
+    return tl.where(finite, result, ieee.to(tl.float32))
+
+
+@triton.jit
+def _integer(x, CUT_DOWN: tl.constexpr):
+    """What conversion to an integer, which is toward zero, makes of it is cut the right way."""
+    return tl.floor(x) if CUT_DOWN else x
+
+
+@triton.jit
+def _row(k, columns):
+    """Where row k begins, in 64 bits: the interpreter's loops count in Python's integers, which have no type."""
+    return (tl.zeros([1], tl.int64) + k) * columns
+
+
+@triton.jit
+def _power_of_2(exponent):
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _fma(a, b, c):
+    """a · b + c, rounded once: in FP64 the product is exact, and an inexact sum, made odd, rounds as the exact one."""
+    product = a.to(tl.float64) * b.to(tl.float64)
+    c = c.to(tl.float64)
+    total = product + c
+    virtual = total - product
+    error = (product - (total - virtual)) + (c - virtual)
+    bits = total.to(tl.int64, bitcast=True)
+    away = tl.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & (tl.abs(error) < float("inf")) & ((bits & 1) == 0)
+    return tl.where(inexact, bits + away, bits).to(tl.float64, bitcast=True).to(tl.float32)

@@ -1,0 +1,28 @@
+"""The sizes that the casts' speed depends on, in one place: a sweep on a GPU sets other ones here and measures again.
+
+Chosen by arithmetic and by the compiler's count of registers; none is measured yet.
+"""
+
+from typing import Any
+
+EXACT = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where the specification rounds twice
+
+# Numbers that a program takes at least and at most, and one of its warps: 32 a thread, which is 64 bytes of BF16 under
+# way for each of the many threads that a multiprocessor runs. To keep up with its memory, an H200 needs about 30 KB on
+# their way to each.
+CAST_NUMBERS = 4096
+LARGEST_TILE = 16384
+NUMBERS_A_WARP = 1024
+
+ELEMENTWISE: dict[str, Any] = {"ROWS": 32, "COLS": 128, "num_warps": 4}  # dequantize, and casts by a given scale
+SWIGLU: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
+NORM_NUMBERS = 8192  # of a program, which takes whole rows
+
+# How many warps share a square of 128×128, by kernel. Two programs of 8 warps or one of 16 fill a multiprocessor at 128
+# registers a thread: two overlap one's loads with the other's arithmetic, one has registers for twice the numbers.
+SQUARES: dict[str, dict[str, Any]] = {
+    "quantize_both": {"num_warps": 16},
+    "requantize": {"num_warps": 8},
+    "quantize_block": {"num_warps": 16},
+    "swiglu_backward": {"num_warps": 16},
+}

@@ -1,0 +1,117 @@
+"""The casts that turn, normalise or gate on a GPU: bit for bit the CPU's, or within the stated bound of them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.ops.norm import normalised, rms_norm_quantize
+from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
+
+FORMATS = ["e4m3", "e5m2", "int8"]
+SHAPES = [(1000, 1152), (4096, 7168), (1, 5), (3, 130, 300), (128, 128), (0, 256)]
+
+every_format = pytest.mark.parametrize("fmt", FORMATS)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+
+
+def _tiles(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, ...]:
+    data, scale = (t.to(x.device) for t in quantize(x.cpu(), 1, 128, fmt, power_of_2))
+    return requantize_transposed(data, scale, power_of_2)
+
+
+every_cast = pytest.mark.parametrize(
+    "cast", [quantize_rows_and_columns, quantize_and_transpose, _tiles], ids=["rows and columns", "blocks", "tiles"]
+)
+
+
+def _cpu(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Copies with the strides they have on the GPU."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in tensors]
+
+
+@every_cast
+@every_shape
+@every_format
+@both_scales
+def test_turned_casts(cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], fmt: str, power_of_2: bool):
+    x = finite(*shape).bfloat16()
+    assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
+
+
+@every_cast
+@every_format
+@both_scales
+def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool):
+    x = ugly(700, 1000)
+    x[3, 5], x[200, 300], x[600, 999] = float("nan"), float("inf"), float("-inf")
+    assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
+
+
+@every_format
+def test_quotients_near_the_middle_between_two_codes(fmt: str):
+    """Scales close to numbers of few bits, where a quotient that is not FP32's own could round to another code."""
+    largest = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}[fmt]
+    scale = (torch.arange(128, 256)[:, None] * 2.0**16 + torch.arange(-8, 8)).flatten()[:, None] * 2.0**-23
+    middle = torch.arange(128, 257) * 2.0**-8
+    x = torch.cat([scale * largest, (scale.double() * middle).float()], dim=1)
+    for steps in range(-2, 3):
+        near = (x.view(torch.int32) + torch.tensor([0] + 129 * [steps], dtype=torch.int32)).view(torch.float32)
+        assert_same(_cpu(quantize(near.cuda(), 1, 256, fmt, False)), quantize(near, 1, 256, fmt, False))
+
+
+@both_scales
+@pytest.mark.parametrize("k", [1024, 1030])
+def test_e5m6(k: int, power_of_2: bool):
+    x = ugly(300, k)
+    data, scale = quantize(x, 1, 128, "e5m6", power_of_2)
+    found, found_scale = quantize(x.cuda(), 1, 128, "e5m6", power_of_2)
+    assert torch.equal(found.cpu(), data)
+    assert torch.equal(found_scale.cpu(), scale)
+    values = dequantize(found, found_scale, 1, 128, torch.bfloat16).cpu()
+    torch.testing.assert_close(values, dequantize(data, scale, 1, 128, torch.bfloat16), rtol=0, atol=0)
+
+
+def test_e5m6_of_nan_is_nan():
+    x = torch.ones(2, 256)
+    x[1, 200] = float("nan")
+    data, _ = quantize(x.cuda(), 1, 128, "e5m6", True)
+    assert decode(data).isnan().any(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", [0.37, 2.0**-10, float("nan")])
+def test_a_given_scale(fmt: str, scale: float):
+    x, given = ugly(300, 1000), torch.tensor([scale])
+    x[3, 5], x[200, 300] = float("nan"), float("-inf")
+    assert_same(_cpu((quantize_with_scale(x.cuda(), given.cuda(), fmt),)), [quantize_with_scale(x, given, fmt)])
+
+
+@every_format
+@both_scales
+@pytest.mark.parametrize("shape", [(4096, 2048), (999, 256), (1, 128)], ids=str)
+def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2: bool):
+    m, h = shape
+    dh, (gate, up) = torch.randn(shape).bfloat16(), (4 * torch.randn(m, 2 * h)).bfloat16().chunk(2, 1)
+    assert_close_codes(
+        _cpu(swiglu_quantize(gate.cuda(), up.cuda(), fmt, power_of_2)), swiglu_quantize(gate, up, fmt, power_of_2)
+    )
+    found = _cpu(swiglu_backward_quantize(dh.cuda(), gate.cuda(), up.cuda(), fmt, power_of_2))
+    expected = swiglu_backward_quantize(dh, gate, up, fmt, power_of_2)
+    assert_close_codes(found[:2], expected[:2])
+    assert_close_codes(found[2:], expected[2:])
+
+
+@every_format
+@both_scales
+@pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (1, 128), (5, 32768)], ids=str)
+def test_rms_norm_is_bit_for_bit_after_its_rstd(shape: tuple[int, int], fmt: str, power_of_2: bool):
+    x, weight = finite(*shape).bfloat16(), torch.rand(shape[1]) + 0.5
+    *found, rstd = _cpu(rms_norm_quantize(x.cuda(), weight.cuda(), 1e-6, fmt, power_of_2))
+    torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, fmt, power_of_2)[2], rtol=2.0**-20, atol=0)
+    assert_same(found, quantize(normalised(x, rstd, weight), 1, 128, fmt, power_of_2))

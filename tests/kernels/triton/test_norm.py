@@ -1,0 +1,43 @@
+"""RMSNorm's kernel: bit for bit the reference, given the rstd that it found."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import norm
+from octile.ops.norm import normalised, rms_norm_quantize
+from octile.ops.quantize import DATA_DTYPES, quantize
+from tests.kernels.triton.comparison import assert_same, finite
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+def _check(x: Tensor, weight: Tensor, fmt: str = "e4m3", power_of_2: bool = False, eps: float = 1e-6) -> None:
+    *found, rstd = norm.launch(x, weight, eps, DATA_DTYPES[fmt], power_of_2)
+    torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, eps, fmt, False)[2], rtol=2.0**-20, atol=0)
+    assert_same(found, quantize(normalised(x, rstd, weight), 1, 128, fmt, power_of_2))
+
+
+@pytest.mark.parametrize("shape", [(5, 300), (37, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
+@pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+def test_any_shape(shape: tuple[int, int], power_of_2: bool):
+    _check(finite(*shape), torch.rand(shape[1]) + 0.5, power_of_2=power_of_2)
+
+
+@pytest.mark.parametrize("fmt", ["e5m2", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_and_strides(fmt: str, dtype: torch.dtype):
+    x = torch.randn(300, 20).to(dtype).mT
+    _check(x, torch.rand(600)[::2].to(dtype), fmt)
+
+
+def test_a_row_of_zeros_is_zeros():
+    _check(torch.zeros(2, 200), torch.ones(200))
+
+
+def test_nan_stays_in_its_row():
+    x = torch.randn(3, 200)
+    x[1, 3] = float("nan")
+    data, scale, rstd = norm.launch(x, torch.ones(200), 1e-6, torch.float8_e4m3fn, False)
+    assert rstd.isnan().tolist() == scale.isnan().all(1).tolist() == data.float().isnan().all(1).tolist()
+    assert rstd.isnan().tolist() == [False, True, False]

@@ -1,0 +1,75 @@
+"""The Triton form of the tensor core against plain torch, bit for bit, in Triton's interpreter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from triton import knobs
+
+from octile.kernels.triton import tensor_core
+from octile.lab.architectures import instruction
+from octile.lab.operand import decode
+from octile.lab.vectorised import Sum, sum_products
+from tests.lab.products import normal, random_bits, same_bits
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS = [("sm_90", E4M3, E5M2), ("sm_89", E5M2, E5M2), ("sm_100", E4M3, E4M3), ("sm_90", torch.bfloat16, torch.bfloat16)]
+
+
+def launched(a, b, start, how: Sum):
+    out = start.clone()
+    row = how.row
+    scales = None if how.a_scale is None or how.b_scale is None else (how.a_scale, how.b_scale)
+    tensor_core.launch(
+        out,
+        (a.value, a.exponent),
+        (b.value, b.exponent),
+        scales,
+        how.interval,
+        how.promote,
+        row.terms,
+        row.fraction_bits,
+        row.output_bits,
+        row.floor,
+        row.cut == "down",
+    )
+    return out
+
+
+@pytest.fixture
+def interpreter():
+    """One GPU is as good as another: the kernel uses nothing that only some have."""
+    if not knobs.runtime.interpret:
+        pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` by itself")
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
+@pytest.mark.parametrize("make", [normal, random_bits])
+def test_a_chain_is_the_plain_form(interpreter, make, arch, a_dtype, b_dtype):
+    row = instruction(arch, a_dtype, b_dtype)
+    a, b = decode(make(a_dtype, (9, 64), 0), row), decode(make(b_dtype, (65, 64), 1), row)
+    start = torch.randn(9, 65)
+    start[0, 0], start[1, 1] = 2.0**-149, 2.0**100
+    how = Sum(row, 64, promote=False)
+    assert same_bits(launched(a, b, start, how), sum_products(a, b, start, how))
+
+
+def test_terms_can_be_cut_down(interpreter):
+    row = replace(instruction("sm_90", E4M3, E4M3), cut="down")
+    a, b = decode(random_bits(E4M3, (3, 64), 0), row), decode(random_bits(E4M3, (5, 64), 1), row)
+    how = Sum(row, 64, promote=False)
+    assert same_bits(launched(a, b, torch.zeros(3, 5), how), sum_products(a, b, torch.zeros(3, 5), how))
+
+
+@pytest.mark.parametrize(("promote", "scaled"), [(True, False), (True, True), (False, True)])
+def test_what_happens_between_chains_is_the_plain_form(interpreter, promote, scaled):
+    row = instruction("sm_90", E4M3, E4M3)
+    a, b = decode(normal(E4M3, (33, 96), 0), row), decode(random_bits(E4M3, (5, 96), 1), row)
+    generator = torch.Generator().manual_seed(2)
+    a_scale, b_scale = (torch.rand(side, 2, generator=generator) if scaled else None for side in (33, 5))
+    start = torch.randn(33, 5, generator=generator)
+    how = Sum(row, 64, promote, a_scale, b_scale)
+    assert same_bits(launched(a, b, start, how), sum_products(a, b, start, how))

@@ -1,0 +1,68 @@
+"""The kernels that also turn the matrix are bit for bit the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import transpose
+from octile.ops import transpose as reference
+from octile.ops.quantize import DATA_DTYPES, quantize
+from tests.kernels.triton.comparison import assert_same, ugly
+
+FORMATS = ["e4m3", "e5m2", "int8"]
+SHAPES = [(130, 200), (128, 128), (1, 5), (2, 20, 130), (0, 128), (5, 0)]
+
+pytestmark = [pytest.mark.usefixtures("gpu"), pytest.mark.parametrize("fmt", FORMATS)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+
+
+def _ordinary(shape: tuple[int, ...]) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(shape) * torch.exp2(torch.randn(*shape[:-1], 1) * 8)
+
+
+def _both(x: Tensor, fmt: str, power_of_2: bool) -> None:
+    found = transpose.launch_rows_and_columns(x, DATA_DTYPES[fmt], power_of_2)
+    assert_same(found, reference.quantize_rows_and_columns(x, fmt, power_of_2))
+
+
+def _block(x: Tensor, fmt: str, power_of_2: bool) -> None:
+    found = transpose.launch_block(x, DATA_DTYPES[fmt], power_of_2)
+    assert_same(found, reference.quantize_and_transpose(x, fmt, power_of_2))
+
+
+def _again(x: Tensor, fmt: str, power_of_2: bool) -> None:
+    data, scale = quantize(x, 1, 128, fmt, power_of_2)
+    found = transpose.launch_requantize(data, scale, power_of_2)
+    assert_same(found, reference.requantize_transposed(data, scale, power_of_2))
+
+
+every_cast = pytest.mark.parametrize("cast", [_both, _block, _again], ids=["both", "block", "again"])
+
+
+@every_cast
+@every_shape
+def test_any_shape(cast, shape: tuple[int, ...], fmt: str):
+    cast(_ordinary(shape), fmt, False)
+
+
+@every_cast
+@both_scales
+def test_magnitudes_of_all_of_fp32(cast, fmt: str, power_of_2: bool):
+    cast(ugly(20, 150), fmt, power_of_2)
+
+
+@every_cast
+@both_scales
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_stay_visible(cast, bad: float, fmt: str, power_of_2: bool):
+    x = _ordinary((10, 130))
+    x[1, 7] = bad
+    cast(x, fmt, power_of_2)
+
+
+@every_cast
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_strides(cast, dtype: torch.dtype, fmt: str):
+    cast(torch.randn(2, 140, 9).to(dtype)[..., 1:].mT, fmt, True)

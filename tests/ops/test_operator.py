@@ -1,0 +1,166 @@
+"""What an operator is to torch: the dispatcher's tests of each one are beside it, here is what they share."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.ops import operator as operators
+from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.ops.operator import Operator, operator
+from octile.ops.quantize import quantize
+
+TILE = (1, 128)
+
+
+@pytest.fixture
+def plus(monkeypatch: pytest.MonkeyPatch) -> Operator:
+    """out += x, in a library of its own, without a kernel for any device."""
+    monkeypatch.setattr(operators, "LIBRARY", torch.library.Library("octile", "FRAGMENT"))
+
+    @operator(writes=("out",))
+    def plus(out: Tensor, x: Tensor) -> None:
+        """Adds."""
+        out.data.add_(x)  # .data hides the writing from torch, as a kernel does
+
+    @plus.register_fake
+    def _(out, x):
+        return None
+
+    return plus
+
+
+def operands() -> tuple[object, ...]:
+    def operand(rows: int) -> tuple[object, ...]:
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
+        return *quantize(x, *TILE, "e4m3", False), TILE
+
+    return *operand(5), *operand(7)
+
+
+def test_it_keeps_the_name_and_the_docstring_of_its_reference():
+    assert quantize.__name__ == "quantize"
+    assert quantize.__doc__.startswith("Quantises matrices")
+
+
+def test_it_is_found_by_name_among_torchs_operators():
+    assert torch.ops.octile.quantize.default is quantize.overload
+
+
+def test_arguments_may_be_named():
+    x = torch.randn(5, 256)
+    named = quantize(x, block_rows=1, block_cols=128, fmt="int8", power_of_2=False)
+    assert torch.equal(named[0], quantize(x, 1, 128, "int8", False)[0])
+
+
+def test_a_kernel_takes_the_place_of_the_reference_on_its_device(plus):
+    seen = []
+    plus.register_kernel("cpu")(lambda out, x: seen.append(x))
+    plus(torch.zeros(3), x := torch.ones(3))
+    assert seen[0] is x
+
+
+def test_writing_counts_as_a_new_version(plus):
+    out = torch.zeros(3)
+    plus(out, torch.ones(3))
+    assert (out.tolist(), out._version) == ([1, 1, 1], 1)
+
+
+def test_what_autograd_keeps_may_not_be_written_over(plus):
+    factor, kept = torch.ones(3, requires_grad=True), torch.ones(3)
+    product = factor * kept
+    plus(kept, torch.ones(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_inference_tensors_are_written_in_inference_mode(plus):
+    with torch.inference_mode():
+        plus(out := torch.zeros(3), torch.ones(3))
+        assert out.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("call", [quantize, torch.compile(quantize, backend="eager")], ids=["eager", "compiled"])
+def test_a_gradient_is_refused_by_the_name_of_what_has_one(call):
+    with pytest.raises(RuntimeError, match=r"octile::quantize has no gradient: octile\.nn\.Linear"):
+        call(torch.randn(5, 256, requires_grad=True), *TILE, "e4m3", False)
+
+
+def test_without_grad_mode_a_parameter_is_an_argument_like_others():
+    with torch.no_grad():
+        data, _ = quantize(torch.nn.Parameter(torch.randn(5, 256)), *TILE, "e4m3", False)
+    assert not data.requires_grad
+
+
+def test_meta_tensors_give_meta_tensors():
+    product = matmul_nt(*(t.to("meta") if isinstance(t, Tensor) else t for t in operands()), torch.bfloat16)
+    assert (product.device.type, product.shape, product.dtype) == ("meta", (5, 7), torch.bfloat16)
+
+
+def test_a_compiled_graph_gives_the_strides_of_the_eager_one():
+    def scale(x):
+        return quantize(x.sin(), *TILE, "e4m3", False)[1]
+
+    x = torch.randn(6, 300)
+    found, expected = torch.compile(scale, fullgraph=True)(x), scale(x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride() == (1, 8)
+
+
+def test_a_compiled_graph_writes_into_its_input():
+    def step(out, *operands):
+        matmul_nt_out(out, *operands, True)
+        return out * 2
+
+    outs = torch.ones(5, 7), torch.ones(5, 7)
+    expected = step(outs[0], *operands())
+    assert torch.equal(torch.compile(step, fullgraph=True)(outs[1], *operands()), expected)
+    assert torch.equal(*outs)
+    assert outs[1]._version > 0
+
+
+def test_a_compiled_graph_may_write_into_what_it_made():
+    def step(*operands):
+        out = torch.zeros(5, 7)
+        matmul_nt_out(out, *operands, True)
+        kept = out + 0
+        matmul_nt_out(out, *operands, True)
+        return kept, out
+
+    for found, expected in zip(torch.compile(step, fullgraph=True)(*operands()), step(*operands()), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_kernel_is_not_traced_where_compilation_gave_up_on_its_caller(plus):
+    compiling = []
+    plus.register_kernel("cpu")(lambda out, x: compiling.append(torch.compiler.is_compiling()))
+
+    @torch.compile(backend="eager")
+    def step(out, x):
+        for _ in range(2):  # a break inside a loop: the rest of the function runs in Python
+            torch._dynamo.graph_break()
+            plus(out, x)
+
+    step(torch.zeros(3), torch.ones(3))
+    assert compiling == [False, False]
+
+
+def test_an_exported_program_is_saved_and_loaded():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return quantize(x, *TILE, "e4m3", False)[1]
+
+    x, file = torch.randn(5, 256), io.BytesIO()
+    torch.export.save(torch.export.export(Model(), (x,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x), Model()(x))
+
+
+def test_vmap_is_refused_where_an_argument_is_written():
+    def write(out):
+        matmul_nt_out(out, *operands(), False)
+        return out
+
+    with pytest.raises(RuntimeError, match="octile::matmul_nt_out"):
+        torch.vmap(write)(torch.zeros(3, 5, 7))

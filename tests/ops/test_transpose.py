@@ -1,0 +1,132 @@
+"""Casts that also turn the matrix are the casts they are made of, laid out as products read them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.ops.quantize import dequantize, quantize
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+
+SHAPES = [(130, 300), (128, 128), (1, 5), (64, 1000), (2, 140, 130), (0, 128), (5, 0)]
+FORMATS = ["e4m3", "e5m2", "int8"]
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+every_format = pytest.mark.parametrize("fmt", FORMATS)
+both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+
+
+def matrix(shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * 8)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_rows_of_whole_vectors(t: Tensor) -> None:
+    """Contiguous along the last side, rows beginning at multiples of 16 bytes."""
+    *batch, rows, _ = t.stride()
+    assert t.stride(-1) == 1
+    assert all(step * t.element_size() % 16 == 0 for step in (rows, *batch))
+
+
+@every_shape
+@every_format
+@both_scales
+def test_rows_and_columns_are_two_casts(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+    x = matrix(shape)
+    data, scale, data_t, scale_t = quantize_rows_and_columns(x, fmt, power_of_2)
+    columns, columns_scale = quantize(x, 128, 1, fmt, power_of_2)
+    for found, expected in zip((data, scale), quantize(x, 1, 128, fmt, power_of_2), strict=True):
+        assert_same(found, expected)
+    assert_same(data_t, columns.mT)
+    assert_same(scale_t, columns_scale.mT)
+
+
+@every_shape
+@every_format
+@both_scales
+def test_requantising_is_a_cast_of_the_values(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+    data, scale = quantize(matrix(shape), 1, 128, fmt, True)
+    data_t, scale_t = requantize_transposed(data, scale, power_of_2)
+    columns, columns_scale = quantize(dequantize(data, scale, 1, 128, torch.float32), 128, 1, fmt, power_of_2)
+    assert_same(data_t, columns.mT)
+    assert_same(scale_t, columns_scale.mT)
+
+
+@every_shape
+@every_format
+@both_scales
+def test_blocks_are_cast_once_and_turned(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+    x = matrix(shape)
+    data, scale, data_t = quantize_and_transpose(x, fmt, power_of_2)
+    for found, expected in zip((data, scale), quantize(x, 128, 128, fmt, power_of_2), strict=True):
+        assert_same(found, expected)
+    assert_same(data_t, data.mT)
+
+
+@pytest.mark.parametrize("shape", [(130, 300), (3, 5, 77)], ids=str)
+def test_what_is_turned_lies_in_whole_vectors(shape: tuple[int, ...]):
+    _, scale, data_t, scale_t = quantize_rows_and_columns(matrix(shape), "e4m3", False)
+    for t in (data_t, scale.mT, scale_t.mT):
+        assert_rows_of_whole_vectors(t)
+
+
+CALLS: dict[str, Any] = {
+    "quantize_rows_and_columns": lambda: (quantize_rows_and_columns, (matrix((5, 130)), "int8", False)),
+    "requantize_transposed": lambda: (
+        requantize_transposed,
+        (*quantize(matrix((5, 130)), 1, 128, "int8", False), False),
+    ),
+    "quantize_and_transpose": lambda: (quantize_and_transpose, (matrix((2, 5, 130)), "int8", False)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_they_are_well_formed_operators(name: str):
+    operator, arguments = CALLS[name]()
+    torch.library.opcheck(operator.overload, arguments)  # INT8: torch's comparison of an operator's inputs knows no FP8
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
+    operator, arguments = CALLS[name]()
+    meta = operator(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
+    for m, real in zip(meta, operator(*arguments), strict=True):
+        assert (m.shape, m.dtype, m.stride()) == (real.shape, real.dtype, real.stride())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("operator", [quantize_rows_and_columns, quantize_and_transpose])
+@pytest.mark.parametrize(
+    ("x", "fmt", "error", "message"),
+    [
+        (torch.zeros(4, 4, dtype=torch.float64), "e4m3", TypeError, "x must be float32, bfloat16 or float16, not"),
+        (torch.zeros(4), "e4m3", ValueError, r"x must be a matrix \[..., M, K\], not \(4,\)"),
+        (torch.zeros(4, 4), "e5m6", ValueError, "where the result is turned, not 'e5m6'"),
+    ],
+    ids=["dtype", "vector", "format"],
+)
+def test_what_cannot_be_cast_is_refused(operator: Any, x: Tensor, fmt: str, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        operator(x, fmt, False)
+
+
+@pytest.mark.parametrize(
+    ("data", "scale", "error", "message"),
+    [
+        (torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 1), TypeError, "int8, not torch.uint8"),
+        (torch.zeros(4, dtype=torch.int8), torch.ones(1), ValueError, r"data must be a matrix .* not \(4,\)"),
+        (torch.zeros(4, 200, dtype=torch.int8), torch.ones(4, 1), ValueError, r"scale must be \(4, 2\)"),
+    ],
+    ids=["dtype", "vector", "scale"],
+)
+def test_what_is_not_in_tiles_is_refused(data: Tensor, scale: Tensor, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        requantize_transposed(data, scale, False)
