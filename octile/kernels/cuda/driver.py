@@ -1,0 +1,197 @@
+"""Loads machine code on a GPU and starts it, in a few microseconds of host time.
+
+A launch is one call of cuLaunchKernelEx. What stays the same between launches of one shape class (grid, cluster,
+threads, shared memory, stream) is built once a thread; what changes (pointers, tensor maps, sizes) is packed into one
+buffer by one call of struct. The driver copies the buffer before it returns.
+
+Everything happens in the device's primary context, which is torch's.
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from cuda.bindings import driver
+
+Argument = bytes | int | float  # a tensor map; a pointer or a size; a number
+
+SUCCESS = driver.CUresult.CUDA_SUCCESS
+WRONG_CONTEXT = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
+PREPARED = 1024  # launches that a kernel keeps ready
+CODES = {(bytes, 128): "128s", (int, 8): "q", (int, 4): "i", (float, 4): "f"}  # for struct, by type and size
+
+
+class _Prepared(NamedTuple):
+    """A launch without its arguments: what packs them into which buffer, a table of where each lies, its address."""
+
+    pack_into: Callable[..., None]
+    buffer: Any
+    table: Any
+    table_address: int
+    config: Any
+
+
+class Kernel:
+    """A kernel on one GPU."""
+
+    def __init__(self, name: str, image: bytes, device: int) -> None:
+        """Loads machine code.
+
+        Args:
+            name: of its entry point.
+            image: the cubin.
+            device: torch's index of the GPU.
+
+        Raises:
+            RuntimeError: the driver refuses it (another architecture, a driver older than the compiler).
+        """
+        torch.cuda.init()
+        self.name, self.device = name, device
+        self.context = checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+        checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.context))
+        try:
+            module = checked(f"loading {name}", driver.cuModuleLoadData(image))
+            self.function = checked(f"finding {name}", driver.cuModuleGetFunction(module, name.encode()))
+            self._allow_shared_memory()
+            self.parameters = _parameters(self.function)
+        finally:
+            driver.cuCtxPopCurrent()
+        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+
+    def launch(
+        self,
+        grid: int,
+        cluster: int,
+        threads: int,
+        shared_bytes: int,
+        arguments: Sequence[Argument],
+        stream: int,
+    ) -> None:
+        """Starts the kernel. Never waits for the GPU; may be captured in a CUDA graph.
+
+        Args:
+            grid: blocks, a multiple of cluster.
+            cluster: blocks that share their shared memory.
+            threads: of a block.
+            shared_bytes: dynamic shared memory of a block.
+            arguments: one for each parameter of the kernel: the 128 bytes of a tensor map, an address or a size as an
+                int, a float. What they point to must live until the kernel has run: torch's tensors do, on one stream.
+            stream: as `current_stream` gives it.
+
+        Raises:
+            TypeError: number or types of the arguments are not those of the kernel's parameters.
+            ValueError: grid is no multiple of cluster.
+            struct.error: a value does not fit its parameter.
+            RuntimeError: the driver refuses the launch.
+        """
+        key = (grid, cluster, threads, shared_bytes, stream, threading.get_ident())
+        prepared = self._prepared.get(key) or self._prepare(key, arguments)
+        prepared.pack_into(prepared.buffer, 0, *arguments)
+        (error,) = driver.cuLaunchKernelEx(prepared.config, self.function, prepared.table_address, 0)
+        if error != SUCCESS:
+            self._launch_in_context(prepared, error)
+
+    def _launch_in_context(self, prepared: _Prepared, error: Any) -> None:
+        """The first launch of a thread, or one for a GPU that is not the current one, finds another context or none."""
+        if error in WRONG_CONTEXT:
+            checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.context))
+            try:
+                (error,) = driver.cuLaunchKernelEx(prepared.config, self.function, prepared.table_address, 0)
+            finally:
+                driver.cuCtxPopCurrent()
+        checked(f"launching {self.name}", (error,))
+
+    def _prepare(self, key: tuple[int, ...], arguments: Sequence[Argument]) -> _Prepared:
+        grid, cluster, threads, shared_bytes, stream, _ = key
+        if grid < 1 or cluster < 1 or grid % cluster:
+            raise ValueError(f"grid must be a positive multiple of cluster: {grid} blocks, {cluster} a cluster")
+        lies = layout(self.name, self.parameters, arguments)
+        if len(self._prepared) >= PREPARED:
+            self._prepared.clear()
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, threads, shared_bytes
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.hStream = driver.CUstream(stream)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            shape = attribute.value.clusterDim
+            shape.x, shape.y, shape.z = cluster, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
+
+        buffer = ctypes.create_string_buffer(lies.size)
+        pointers = [ctypes.addressof(buffer) + offset for offset, _ in self.parameters]
+        table = (ctypes.c_void_p * len(pointers))(*pointers)
+        prepared = self._prepared[key] = _Prepared(lies.pack_into, buffer, table, ctypes.addressof(table), config)
+        return prepared
+
+    def _allow_shared_memory(self) -> None:
+        """Permits all the shared memory that a block can have; a launch takes what it asks for."""
+        most = checked(
+            "cuDeviceGetAttribute",
+            driver.cuDeviceGetAttribute(
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, self.device
+            ),
+        )
+        function_attribute = driver.CUfunction_attribute
+        static = checked(
+            "cuFuncGetAttribute",
+            driver.cuFuncGetAttribute(function_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self.function),
+        )
+        dynamic = function_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self.function, dynamic, most - static))
+
+
+def current_stream(device: int) -> int:
+    """torch's current stream on a GPU, as the driver knows it."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def layout(name: str, parameters: Sequence[tuple[int, int]], arguments: Sequence[Argument]) -> struct.Struct:
+    """How arguments lie in a kernel's parameters.
+
+    Args:
+        name: of the kernel.
+        parameters: (offset, size) of each in bytes.
+        arguments: values of the types that later ones will have.
+
+    Raises:
+        TypeError: number or types of the arguments are not those of the parameters.
+    """
+    if len(arguments) != len(parameters):
+        raise TypeError(f"{name} takes {len(parameters)} arguments, not {len(arguments)}")
+    form, end = "<", 0
+    for index, ((offset, size), argument) in enumerate(zip(parameters, arguments, strict=True)):
+        code = CODES.get((type(argument), size))
+        if code is None:
+            raise TypeError(f"argument {index} of {name} has {size} bytes and cannot be {type(argument).__name__}")
+        form += f"{offset - end}x{code}"
+        end = offset + size
+    return struct.Struct(form)
+
+
+def checked(what: str, result: tuple[Any, ...]) -> Any:
+    """The value of a driver call.
+
+    Raises:
+        RuntimeError: it failed; says how.
+    """
+    error, *values = result
+    if error != SUCCESS:
+        _, text = driver.cuGetErrorString(error)
+        raise RuntimeError(f"{what}: {error.name}: {text.decode() if text else 'unknown error'}")
+    return values[0] if values else None
+
+
+def _parameters(function: Any) -> list[tuple[int, int]]:
+    """(offset, size) in bytes of each parameter; the driver refuses the index after the last one."""
+    parameters: list[tuple[int, int]] = []
+    while True:
+        error, offset, size = driver.cuFuncGetParamInfo(function, len(parameters))
+        if error != SUCCESS:
+            return parameters
+        parameters.append((offset, size))
