@@ -1,0 +1,187 @@
+"""Runs octile's CUDA kernels on a CPU, from their unchanged source, to test their logic without a GPU.
+
+Each CUDA thread is a fiber; turns are random, from a seed, at every point where threads synchronise. mbarriers, the
+copy engine, wgmma, named barriers, clusters and register hand-over follow the PTX specification; copies and products
+happen at some random moment between the instruction and the wait for it. What a GPU leaves undefined is an error here,
+or garbage (NaN): a missing wait, a stage given back too early, a wrong byte count, a barrier that nobody completes.
+
+Not seen: that a thread forgot fence_async_shared after ordinary stores when another one called it (after stmatrix it is
+seen); weaker orders of memory than one access after another; bank conflicts; speed; what the CUDA compiler makes of the
+source. Refused: `__shared__` variables, tiles without swizzle, operands of wgmma that are not K-major.
+
+    emulator.run("product", constants, grid=1, threads=384, shared_bytes=…, arguments=[…], headers=…, seed=3)
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from octile.kernels.cuda import tensor_map
+from octile.kernels.cuda.tensor_map import TensorMap
+from tests.kernels.cuda.emulator import build
+from tests.kernels.cuda.emulator.memory import Guarded
+
+Argument = Tensor | TensorMap | int | float | bytes
+MOST_SHARED = 227 * 1024  # bytes, of a block on Hopper
+_running = threading.Lock()
+
+
+class EmulatorError(RuntimeError):
+    """The kernel did what a GPU does not allow, or never ends; says which thread and what."""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("call", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("grid", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("lazy", ctypes.c_int32),
+        ("hopper", ctypes.c_int32),
+        ("resident", ctypes.c_int32),
+        ("switches", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("message", ctypes.c_char * 8192),
+    ]
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = [
+        ("call", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_size_t)),
+        ("count", ctypes.c_size_t),
+    ]
+
+
+def run(
+    name: str,
+    constants: Mapping[str, int | bool],
+    *,
+    grid: int,
+    cluster: int = 1,
+    threads: int,
+    shared_bytes: int,
+    arguments: Sequence[Argument],
+    memory: Iterable[Tensor] = (),
+    headers: Mapping[str, str] | None = None,
+    seed: int = 0,
+    lazy: bool | None = None,
+    arithmetic: Literal["float32", "hopper"] = "float32",
+    resident: bool = False,
+) -> None:
+    """Launches a kernel and returns when all its blocks have ended.
+
+    Args:
+        name, constants, headers: as for `jit.source`; a header that holds a wgmma instruction is replaced.
+        grid, cluster, threads, shared_bytes: as for `Kernel.launch`.
+        arguments: as for `Kernel.launch`; or a tensor for its address, a TensorMap for the 128 bytes of its encoding.
+        memory: tensors that addresses among the arguments point into. Theirs and the arguments' storages are copied
+            between forbidden pages, so that whoever leaves them is caught.
+        seed: of all that is random.
+        lazy: copies and products happen as late as is allowed (True), as early (False), or as the seed says.
+        arithmetic: of wgmma: exact products, summed in double precision and rounded once an instruction, or what
+            Hopper's tensor core does.
+        resident: all blocks live together, which a kernel needs whose blocks wait for each other.
+
+    Raises:
+        EmulatorError: see there.
+        MemoryError: the kernel wrote just before a tensor, or between its end and the next 16 bytes.
+        RuntimeError: the kernel does not compile.
+        TypeError, ValueError: number or types of the arguments, or the launch, are not possible.
+        FileNotFoundError: there is no C++ compiler.
+    """
+    if grid < 1 or cluster < 1 or grid % cluster or cluster > 8:
+        raise ValueError(f"grid must be a positive multiple of cluster, 1 … 8: {grid} blocks, {cluster} a cluster")
+    if threads < 1 or threads > 1024:
+        raise ValueError(f"a block has 1 to 1024 threads, not {threads}")
+    if not 0 <= shared_bytes <= MOST_SHARED:
+        raise ValueError(f"shared_bytes must be at most {MOST_SHARED}, not {shared_bytes}")
+    library = build.kernel(name, constants, headers or {})
+    library.octile_entry.restype = ctypes.POINTER(_Entry)
+    entry = library.octile_entry().contents
+    guarded = Guarded([*memory, *(argument for argument in arguments if isinstance(argument, Tensor))])
+    values = _pack(name, list(entry.sizes[: entry.count]), arguments, guarded)
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    launch = _Launch(
+        entry.call,
+        addresses,
+        grid,
+        cluster,
+        threads,
+        shared_bytes,
+        seed,
+        -1 if lazy is None else lazy,
+        arithmetic == "hopper",
+        resident,
+    )
+    with _running:
+        failed = build.core().octile_emulate(ctypes.byref(launch))
+    try:
+        if failed:
+            where = f": {guarded.describe(launch.fault)}" if launch.fault else ""
+            raise EmulatorError(f"{launch.message.decode()}{where}\n(seed {seed})")
+        guarded.give_back()
+    finally:
+        guarded.close()
+
+
+def _pack(
+    name: str, sizes: Sequence[int], arguments: Sequence[Argument], memory: Guarded
+) -> list[ctypes.Array[ctypes.c_char]]:
+    """Each argument as the bytes of its parameter, 64-byte aligned."""
+    if len(arguments) != len(sizes):
+        raise TypeError(f"{name} takes {len(sizes)} arguments, not {len(arguments)}")
+    values = []
+    for index, (size, argument) in enumerate(zip(sizes, arguments, strict=True)):
+        if isinstance(argument, TensorMap):
+            raw = _encode(argument._replace(pointer=memory.address(argument.pointer)))
+        elif isinstance(argument, Tensor):
+            raw = struct.pack("<q", memory.address(argument.data_ptr()))
+        elif isinstance(argument, float):
+            raw = struct.pack("<f", argument)
+        elif isinstance(argument, int):
+            raw = (
+                struct.pack("<q", memory.address(argument))
+                if size == 8
+                else struct.pack("<i" if size == 4 else "<?", argument)
+            )
+        else:
+            raw = argument
+        if len(raw) != size:
+            raise TypeError(f"argument {index} of {name} has {size} bytes and cannot be {type(argument).__name__}")
+        room = ctypes.create_string_buffer(size + 64)
+        parameter = (ctypes.c_char * size).from_buffer(room, -ctypes.addressof(room) % 64)
+        parameter.raw = raw
+        values.append(parameter)
+    return values
+
+
+def _encode(described: TensorMap) -> bytes:
+    """The emulator's own encoding: struct Map of core/copies.cpp."""
+    tensor_map.check(described)
+    pointer, dtype, shape, strides, box, swizzle = described
+    rank, size = len(shape), dtype.itemsize
+    if swizzle and box[-1] * size != swizzle:
+        raise ValueError(f"a row of the box must be as long as its swizzle, {swizzle} bytes, not {box[-1] * size}")
+
+    def inner_first(values: Sequence[int], length: int) -> list[int]:
+        return [*reversed(values), *[0] * (length - len(values))]
+
+    return struct.pack(
+        "<Q4Q5I5H3B55s",
+        pointer,
+        *inner_first([stride * size for stride in strides[:-1]], 4),
+        *inner_first(shape, 5),
+        *inner_first(box, 5),
+        rank,
+        size,
+        swizzle,
+        b"octile",
+    )

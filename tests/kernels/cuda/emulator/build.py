@@ -1,0 +1,100 @@
+"""Compiles the emulator's core once, and each kernel once for each set of constants, with the system's C++ compiler."""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from octile.kernels.cuda import jit
+
+HERE = Path(__file__).parent
+# Contraction would fuse what the kernel keeps apart; kernels read memory as other types than it was written.
+OPTIONS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-g1")
+SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic")  # many kernels of one name live in one process
+WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+)")
+
+
+def compiler() -> str | None:
+    """The path of a C++ compiler."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """The emulator itself, whose names a kernel's library finds when it is loaded."""
+    sources = sorted((HERE / "core").glob("*.cpp"))
+    text = "".join(f'#include "{path}"\n' for path in sources)  # headers are read once
+    library = _compile("core", text, _stamp("core") + _stamp("device"), "-O3", "-Wall")
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def kernel(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str]) -> ctypes.CDLL:
+    """A kernel of octile as a library for the CPU; its PTX functions are the emulator's."""
+    core()
+    own = {"ptx.cuh": "#include <ptx.cuh>\n"}
+    own |= {file: _wgmma(text) if WGMMA.search(text) else text for file, text in headers.items()}
+    entry = f"""
+#include <entry.h>
+extern "C" const emulator::Entry* octile_entry() {{
+    static const emulator::Entry entry = emulator::entry_of<{name}>({name});
+    return &entry;
+}}
+"""
+    text = "#include <ptx.cuh>\n" + jit.source(name, constants, own) + entry
+    return ctypes.CDLL(str(_compile(name, text, _stamp("device"), "-O2", "-w", f"-I{HERE / 'device'}")))
+
+
+def _wgmma(header: str) -> str:
+    """What stands in for wgmma.py's header: a call of the core with the instruction's types."""
+    n, a, b = WGMMA.search(header).groups()  # type: ignore[union-attr]
+    return f"""\
+#pragma once
+namespace ptx {{
+inline void wgmma(float (&d)[{int(n) // 2}], uint64_t a, uint64_t b, bool accumulate) {{
+    emulator::wgmma(d, {int(n) // 2}, a, b, accumulate, emulator::{a}, emulator::{b});
+}}
+}}  // namespace ptx
+"""
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir(), f"octile-emulator-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _stamp(folder: str) -> str:
+    return "".join(path.read_text() for path in sorted((HERE / folder).iterdir()))
+
+
+def _compile(name: str, text: str, stamp: str, *options: str) -> Path:
+    """A shared library, compiled unless it was before; `stamp` is what the text includes."""
+    found = compiler()
+    if found is None:
+        raise FileNotFoundError("the emulator needs a C++ compiler: install g++, or set CXX")
+    key = hashlib.sha256(repr((text, stamp, found, OPTIONS, SHARED, options)).encode()).hexdigest()[:16]
+    library = _folder() / f"{name}-{key}.so"
+    if library.exists():
+        return library
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other test workers want the same
+        if not library.exists():
+            source, built = library.with_suffix(".cpp"), library.with_suffix(".new")
+            source.write_text(text)
+            done = subprocess.run(
+                [found, *OPTIONS, *SHARED, *options, "-o", str(built), str(source)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                raise RuntimeError(f"{found} cannot compile {name}:\n{done.stderr}")
+            built.rename(library)
+    return library

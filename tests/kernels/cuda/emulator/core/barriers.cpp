@@ -1,0 +1,159 @@
+// Where threads meet: mbarriers, named barriers, clusters, and registers that change hands.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace emulator {
+
+// ---- mbarrier ----------------------------------------------------------------------------------------------------
+
+static uint64_t word(size_t index) { return 0x0C711EBA221E0000ull + index; }
+static uint32_t offset_of(const Block* block, const void* p) { return static_cast<const uint8_t*>(p) - block->shared; }
+
+static std::string state_of(const MBarrier& barrier) {
+    return text("mbarrier at offset %u (phase %llu lacks %u of %u arrivals and %d bytes)", barrier.offset,
+                static_cast<unsigned long long>(barrier.phase), barrier.pending, barrier.count, barrier.bytes);
+}
+
+MBarrier& barrier_of(Block* block, const uint64_t& state) {
+    const uint32_t offset = offset_of(block, &state);
+    shared_range(block, &state, 8, "mbarrier");
+    const uint64_t index = state - word(0);
+    if (index >= block->barriers.size() || block->barriers[index]->offset != offset)
+        fail("the mbarrier at offset %u of %s was not initialised, or something was written over it", offset,
+             name(block).c_str());
+    return *block->barriers[index];
+}
+
+void init(uint64_t& state, uint32_t count) {
+    may_switch();
+    Block* block = me()->home;
+    shared_range(block, &state, 8, "mbarrier");
+    if (reinterpret_cast<uintptr_t>(&state) % 8) fail("an mbarrier is 8-byte aligned");
+    if (count < 1 || count >= 1 << 20) fail("an mbarrier counts to 1 … 2^20 − 1, not %u", count);
+    const uint32_t offset = offset_of(block, &state);
+    for (const auto& other : block->barriers)
+        if (other->offset == offset) fail("the mbarrier at offset %u is initialised a second time", offset);
+    state = word(block->barriers.size());
+    block->barriers.push_back(std::make_unique<MBarrier>(MBarrier{offset, count, count, 0, 0, me(), {}}));
+}
+
+void fence_barrier_init() {
+    for (const auto& barrier : me()->home->barriers)
+        if (barrier->fence_due == me()) barrier->fence_due = nullptr;
+}
+
+static void check_life(Block* block, const char* what) {
+    if (!block->live) fail("%s %s, whose threads have all ended", what, name(block).c_str());
+}
+
+void complete(Block* block, MBarrier& barrier) {
+    if (barrier.pending) return;
+    if (barrier.bytes < 0)
+        fail("more bytes landed at the %s of %s than were expected", state_of(barrier).c_str(), name(block).c_str());
+    if (barrier.bytes) return;
+    Threads woken;
+    for (const auto& waiter : barrier.waiters) {
+        if (waiter.phase < barrier.phase)
+            fail("the %s of %s ends while %s may still wait for the end of phase %llu: it would miss it",
+                 state_of(barrier).c_str(), name(block).c_str(), name(waiter.thread).c_str(),
+                 static_cast<unsigned long long>(waiter.phase));
+        woken.push_back(waiter.thread);
+    }
+    ++barrier.phase;
+    barrier.pending = barrier.count;
+    wake(woken);
+}
+
+void land(Block* block, MBarrier& barrier, uint32_t bytes) {
+    barrier.bytes -= static_cast<int>(bytes);
+    if (barrier.bytes <= -(1 << 20)) fail("the transaction count of the %s left its range", state_of(barrier).c_str());
+    complete(block, barrier);
+}
+
+void arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
+    may_switch();
+    Block* own = me()->home;
+    if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
+    Block* block = (*own->cluster)[rank];
+    check_life(block, "an arrival at an mbarrier of");
+    const uint32_t offset = offset_of(own, &state);
+    MBarrier& barrier = barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + offset));
+    if (barrier.fence_due && block != own)
+        fail("the %s was initialised without fence_barrier_init", state_of(barrier).c_str());
+    if (!barrier.pending) fail("one arrival too many at the %s of %s", state_of(barrier).c_str(), name(block).c_str());
+    if (barrier.bytes + int64_t(bytes) >= 1 << 20)
+        fail("the transaction count of the %s left its range", state_of(barrier).c_str());
+    barrier.bytes += static_cast<int>(bytes);
+    --barrier.pending;
+    complete(block, barrier);
+}
+
+void wait(uint64_t& state, uint32_t parity) {
+    may_switch();
+    MBarrier& barrier = barrier_of(me()->home, state);
+    if (parity > 1) fail("an mbarrier's parity is 0 or 1, not %u", parity);
+    while ((barrier.phase & 1) == parity) {
+        barrier.waiters.push_back({me(), barrier.phase});
+        park([&barrier, parity] { return text("waits with parity %u for the ", parity) + state_of(barrier); });
+        std::erase_if(barrier.waiters, [](const auto& waiter) { return waiter.thread == me(); });
+    }
+}
+
+// ---- Named barriers, __syncthreads, clusters ---------------------------------------------------------------------
+
+static void come(NamedBarrier& barrier, uint32_t threads, bool wait, const std::string& title) {
+    if (barrier.threads && barrier.threads != threads)
+        fail("comes to %s with %u threads, others came with %u", title.c_str(), threads, barrier.threads);
+    barrier.threads = threads;
+    if (++barrier.arrived == threads) {
+        barrier.threads = barrier.arrived = 0;
+        wake(barrier.waiters);
+        return;
+    }
+    if (!wait) return;
+    barrier.waiters.push_back(me());
+    park([&barrier, title] {
+        return text("waits at %s, where %u of %u threads are", title.c_str(), barrier.arrived, barrier.threads);
+    });
+}
+
+void named_barrier(uint32_t id, uint32_t threads, bool wait) {
+    may_switch();
+    Block* block = me()->home;
+    if (id > 15) fail("named barriers are 0 … 15, not %u", id);
+    if (threads % 32 || !threads || threads > machine.launch.threads)
+        fail("barrier %u cannot wait for %u of %u threads: it takes whole warps", id, threads, machine.launch.threads);
+    come(block->named[id], threads, wait, id ? text("named barrier %u", id) : "__syncthreads");
+    may_switch();
+}
+
+void cluster_sync() {
+    may_switch();
+    const Block* block = me()->home;
+    come(*block->cluster_barrier, machine.launch.threads * block->cluster->size(), true, "cluster_sync");
+}
+
+// ---- setmaxnreg --------------------------------------------------------------------------------------------------
+
+void set_registers(int count, bool give) {
+    Thread* thread = me();
+    Block* block = thread->home;
+    const uint32_t registers = count;
+    if (count < 24 || count > 256 || count % 8) fail("setmaxnreg takes a multiple of 8 from 24 to 256, not %d", count);
+    if (give ? registers > thread->registers : registers < thread->registers)
+        fail("%s_registers<%d>, but it has %u", give ? "give" : "take", count, thread->registers);
+    ++thread->register_changes;
+    if (give) {
+        block->register_pool += thread->registers - registers;
+        wake(block->register_waiters);
+    }
+    while (!give && block->register_pool < registers - thread->registers) {
+        block->register_waiters.push_back(thread);
+        park([count] { return text("waits for registers to take, up to %d", count); });
+    }
+    if (!give) block->register_pool -= registers - thread->registers;
+    thread->registers = registers;
+}
+
+}  // namespace emulator

@@ -1,0 +1,218 @@
+// The copy engine (TMA). A copy happens at a random moment after its instruction; a load first fills its destination
+// with 0xFF (NaN), because from the instruction on nobody may count on what lay there.
+//
+// Source: PTX ISA, "Tensors" and "Swizzling modes"; CUDA driver API, cuTensorMapEncodeTiled.
+#include "machine.h"
+
+#include <algorithm>
+
+namespace emulator {
+
+// What __init__.py writes into the 128 opaque bytes.
+struct Map {
+    uint8_t* base;
+    uint64_t strides[4];  // bytes, of dimensions 1 …
+    uint32_t sizes[5];
+    uint16_t box[5];
+    uint8_t rank, element, swizzle;  // bytes of an element; 0, 32, 64 or 128
+    uint8_t magic[55];
+};
+static_assert(sizeof(Map) == sizeof(TensorMap));
+
+struct Copy {
+    enum { load, store, add } kind;
+    Map map;
+    int place[5] = {};
+    Block* block;       // whose shared memory
+    uint32_t offset;    // there
+    MBarrier* barrier;  // told when a load has landed
+    std::string issuer;
+    enum { issued, read, written } state = issued;
+    std::vector<uint8_t> box;
+
+    uint32_t row_bytes() const { return map.box[0] * map.element; }
+    uint32_t rows() const {
+        uint32_t rows = 1;
+        for (int i = 1; i < map.rank; ++i) rows *= map.box[i];
+        return rows;
+    }
+    uint32_t bytes() const { return rows() * row_bytes(); }
+
+    // Where 16 bytes of the box lie in shared memory: address bits 4 … are mixed with bits 7 … of the same address.
+    uint32_t at(uint32_t chunk) const {
+        const uint32_t address = shared_start + offset + 16 * chunk;
+        const uint32_t mask = map.swizzle ? map.swizzle / 16 - 1 : 0;
+        return (address ^ (address >> 7 & mask) << 4) - shared_start;
+    }
+
+    // Calls f(global memory, bytes into the box, bytes) for the part of each row that lies inside of the tensor.
+    template <class F>
+    void each_row(F f) const {
+        for (uint32_t row = 0; row < rows(); ++row) {
+            uint32_t rest = row;
+            uint8_t* global = map.base;
+            bool inside = true;
+            for (int i = 1; i < map.rank; ++i) {
+                const int64_t at = int64_t(place[i]) + rest % map.box[i];
+                rest /= map.box[i];
+                inside &= at >= 0 && at < map.sizes[i];
+                global += at * int64_t(map.strides[i - 1]);
+            }
+            const int64_t first = std::max<int64_t>(0, -int64_t(place[0]));
+            const int64_t last = std::min<int64_t>(map.box[0], int64_t(map.sizes[0]) - place[0]);
+            if (inside && first < last)
+                f(global + (place[0] + first) * map.element, row * row_bytes() + first * map.element,
+                  (last - first) * map.element);
+        }
+    }
+
+    void land() {
+        box.assign(bytes(), 0);
+        each_row([&](const uint8_t* global, uint32_t at, uint32_t n) { memcpy(&box[at], global, n); });
+        for (uint32_t i = 0; i < bytes() / 16; ++i) {
+            memcpy(block->shared + at(i), &box[16 * i], 16);
+            memcpy(block->async + at(i), &box[16 * i], 16);
+        }
+        if (!block->live)
+            fail("TMA: a copy of %s lands in %s, whose threads have all ended", issuer.c_str(), name(block).c_str());
+        emulator::land(block, *barrier, bytes());
+    }
+
+    void read_shared() {
+        box.resize(bytes());
+        for (uint32_t i = 0; i < bytes() / 16; ++i) memcpy(&box[16 * i], block->async + at(i), 16);
+        state = read;
+    }
+
+    void write() {
+        each_row([&](uint8_t* global, uint32_t at, uint32_t n) {
+            if (kind == store) {
+                memcpy(global, &box[at], n);
+                return;
+            }
+            for (uint32_t i = 0; i < n; i += 4) {
+                float sum, term;
+                memcpy(&sum, global + i, 4);
+                memcpy(&term, &box[at + i], 4);
+                sum += term;
+                memcpy(global + i, &sum, 4);
+            }
+        });
+        state = written;
+    }
+
+    void advance(int to) {
+        if (state < read && to >= read) {
+            if (kind == load) {
+                land();
+                state = written;
+                return;
+            }
+            read_shared();
+        }
+        if (state < written && to >= written) write();
+    }
+};
+
+static void drop_written() {
+    std::erase_if(machine.copies, [](const auto& copy) { return copy->state == Copy::written; });
+}
+
+void advance_copy(size_t index) {
+    machine.progress = machine.switches;
+    const auto copy = machine.copies[index];
+    copy->advance(copy->state + 1);
+    drop_written();
+}
+
+static Map checked(const TensorMap* tensor_map, int dimensions) {
+    Map map;
+    memcpy(&map, tensor_map, sizeof map);
+    if (reinterpret_cast<uintptr_t>(tensor_map) % 64) fail("a tensor map is 64-byte aligned");
+    if (memcmp(map.magic, "octile", 6)) fail("this is no tensor map");
+    if (map.rank != dimensions) fail("a copy in %d dimensions with a tensor map of %u", dimensions, map.rank);
+    return map;
+}
+
+static std::shared_ptr<Copy> new_copy(const Map& map, const int* place, Block* block, const void* shared) {
+    auto copy = std::make_shared<Copy>();
+    copy->map = map;
+    std::copy_n(place, map.rank, copy->place);
+    copy->block = block;
+    copy->issuer = name(me());
+    const uint8_t* start = shared_range(me()->home, shared, copy->bytes(), "TMA");
+    copy->offset = start - me()->home->shared;
+    if ((shared_start + copy->offset) % 128)
+        fail("TMA: shared memory at offset %u is not 128-byte aligned", copy->offset);
+    return copy;
+}
+
+void load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* place, int dimensions, uint32_t blocks) {
+    may_switch();
+    const Map map = checked(tensor_map, dimensions);
+    const Block* own = me()->home;
+    if (!blocks || blocks >> own->cluster->size())
+        fail("multicast to blocks %x of a cluster of %zu", blocks, own->cluster->size());
+    const ptrdiff_t barrier_offset = reinterpret_cast<uint8_t*>(&state) - own->shared;
+    for (Block* block : *own->cluster) {
+        if (!(blocks >> block->rank & 1)) continue;
+        if (!block->live) fail("TMA: multicast to %s, whose threads have all ended", name(block).c_str());
+        auto copy = new_copy(map, place, block, to);
+        copy->kind = Copy::load;
+        copy->barrier = &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + barrier_offset));
+        if (copy->barrier->fence_due)
+            fail("TMA: the mbarrier at offset %u was initialised without fence_barrier_init", copy->barrier->offset);
+        memset(block->shared + copy->offset, 0xFF, copy->bytes());
+        memset(block->async + copy->offset, 0xFF, copy->bytes());
+        machine.copies.push_back(copy);
+    }
+    if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
+}
+
+void store(const TensorMap* tensor_map, const void* from, const int* place, int dimensions, bool add) {
+    may_switch();
+    const Map map = checked(tensor_map, dimensions);
+    if (add && map.element != 4) fail("add_3d adds float32, not elements of %u bytes", map.element);
+    auto copy = new_copy(map, place, me()->home, from);
+    copy->kind = add ? Copy::add : Copy::store;
+    for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
+        if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])
+            fail("stores offset %u of shared memory, which stmatrix of warp %u wrote without fence_async_shared",
+                 copy->at(i), warp - 1);
+    me()->open_group.push_back(copy);
+    machine.copies.push_back(copy);
+    if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
+}
+
+void commit_stores() { me()->groups.push_back(std::move(me()->open_group)), me()->open_group.clear(); }
+
+void wait_stores(int groups, bool read_only) {
+    may_switch();
+    Thread* thread = me();
+    for (size_t i = 0; i + groups < thread->groups.size(); ++i)
+        for (const auto& copy : thread->groups[i]) copy->advance(read_only ? Copy::read : Copy::written);
+    drop_written();
+}
+
+// Shared memory goes back to the system with the block: nothing may still read it or land in it.
+void check_exit(Thread* thread) {
+    if (!thread->open_group.empty()) fail("ends with stores that were not committed");
+    for (const auto& group : thread->groups)
+        for (const auto& copy : group)
+            if (copy->state == Copy::issued)
+                fail("ends while its stores may still read shared memory: wait_stores_read is missing");
+    if (!thread->flights.empty()) fail("ends while its wgmma products are under way: wgmma_wait is missing");
+}
+
+void check_block_exit(Block* block) {
+    for (const auto& copy : machine.copies)
+        if (copy->kind == Copy::load && copy->block == block)
+            fail("is the last of its block to end, and a load of %s has not landed yet", copy->issuer.c_str());
+    for (const auto& thread : block->threads) {
+        const Thread* first = block->threads[thread->index / 128 * 128].get();
+        if (thread->register_changes != first->register_changes || thread->registers != first->registers)
+            fail("setmaxnreg: warps of warpgroup %u did not all execute the same", thread->index / 128);
+    }
+}
+
+}  // namespace emulator

@@ -1,0 +1,175 @@
+// The state of an emulated GPU during one launch.
+//
+// Threads are fibers on one CPU thread. Each runs until it calls a function of the core that blocks, or that lets
+// others run; then the scheduler picks another at random. Copies and products are asynchronous, as on the GPU: they
+// happen at some random moment between the instruction and the wait for it. A seed fixes all that is random.
+#pragma once
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../device/ptx.cuh"
+
+namespace emulator {
+
+struct Block;
+struct Copy;
+struct Thread;
+
+using Threads = std::vector<Thread*>;
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// An mbarrier. Its 8 bytes of shared memory hold `word(i)` only, so that stray writes to them are noticed.
+struct MBarrier {
+    uint32_t offset, count, pending;
+    int bytes = 0;
+    uint64_t phase = 0;
+    const Thread* fence_due;  // who initialised it and has not yet called fence_barrier_init
+    struct Waiter {
+        Thread* thread;
+        uint64_t phase;
+    };
+    std::vector<Waiter> waiters;
+};
+
+struct NamedBarrier {
+    uint32_t threads = 0, arrived = 0;
+    Threads waiters;
+};
+
+// Lanes that come to the same instruction with the same mask.
+struct Meet {
+    Meeting kind;
+    uint32_t mask, arrived;
+};
+
+struct Warp {
+    std::deque<Meet> meetings;  // under way
+    Thread* lanes[32] = {};
+    std::vector<uint32_t> unfenced;  // pieces of 16 bytes of shared memory that stmatrix wrote
+    uint32_t fenced = 0;             // lanes that called fence_async_shared since
+};
+
+// An accumulator that products are under way to: while it is, the registers themselves hold `poison`.
+struct Flight {
+    int n;
+    float* homes[128] = {};
+    std::vector<float> matrix;  // [64][n]
+};
+
+struct Product {
+    uint64_t a, b;
+    bool accumulate;
+    int n, a_format, b_format;
+    uint32_t issued = 0, done = 0;  // of 128 threads, of 4 warps
+    std::shared_ptr<Flight> flight;
+};
+
+struct Warpgroup {
+    std::vector<Product> products;
+    size_t done[4] = {};          // products, each warp for its 16 rows
+    std::vector<size_t> commits;  // products before each commit
+    Threads waiters;
+};
+
+struct Thread : Place {
+    Block* home;
+    Warpgroup* warpgroup;
+    Warp* warp;
+    uint32_t index, lane;
+    void* stack_pointer = nullptr;
+    bool done = false;
+    std::function<std::string()> why;  // what it waits for, for the report of a deadlock
+
+    uint64_t brought, answer;  // at a meeting of lanes
+    uint32_t argument, width;
+    Rows rows;
+    uint32_t registers = 0, register_changes = 0;
+
+    std::vector<std::shared_ptr<Copy>> open_group;
+    std::deque<std::vector<std::shared_ptr<Copy>>> groups;
+
+    bool fenced = false;  // wgmma_fence since its registers were last its own
+    size_t issued = 0, commits = 0;
+    struct InFlight {
+        std::shared_ptr<Flight> flight;
+        size_t last;  // product
+    };
+    std::vector<InFlight> flights;
+};
+
+struct Block {
+    uint32_t rank, live;
+    uint8_t *window, *shared, *async;  // `async` is shared memory as the copy engine and wgmma see it
+    std::vector<uint8_t> unfenced;     // for each 16 bytes: 1 + the warp whose stmatrix wrote them, until it fences
+    std::vector<std::unique_ptr<MBarrier>> barriers;
+    NamedBarrier named[16];
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::vector<std::unique_ptr<Warpgroup>> warpgroups;
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<Block*>* cluster;
+    NamedBarrier* cluster_barrier;
+    uint32_t register_pool = 0;
+    Threads register_waiters;
+};
+
+// What Python asks for; the order is that of the ctypes structure in __init__.py.
+struct Launch {
+    void (*call)(void** arguments);
+    void** arguments;
+    uint32_t grid, cluster, threads, shared_bytes;
+    uint64_t seed;
+    int32_t lazy;      // 1: copies and products as late as allowed, 0: as early, −1: the seed decides
+    int32_t hopper;    // sums as Hopper's tensor core makes them
+    int32_t resident;  // all blocks live together
+    uint64_t switches;
+    uint64_t fault;  // the address of an invalid access
+    char message[8192];
+};
+
+// How this run leans, from its seed: chances of 256.
+struct Leaning {
+    unsigned switch_early, copy_early, product_early;
+    unsigned contest;  // candidates for the next turn, of which the one with the highest priority gets it
+    unsigned deal;     // warps get new priorities every 2^deal turns
+};
+
+struct Machine {
+    Launch launch;
+    Leaning leaning;
+    uint64_t random_state;
+    Threads ready;
+    std::vector<std::shared_ptr<Copy>> copies;  // not finished yet
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<std::vector<Block*>> clusters;
+    std::vector<NamedBarrier> cluster_barriers;
+    void* scheduler;              // its stack pointer
+    uint64_t switches, progress;  // progress: the switch at which something last happened
+    uint32_t live;
+};
+extern Machine machine;
+
+inline Thread* me() { return static_cast<Thread*>(self); }
+uint32_t random_below(uint32_t n);
+inline bool chance(unsigned of_256) { return random_below(256) < of_256; }
+
+[[noreturn]] void report(const std::string& message);  // ends the launch
+void run();                                            // all of machine.blocks, until their last thread has ended
+void thread_main();                                    // what a fiber runs
+void park(std::function<std::string()> why);           // the running thread stops until `wake`
+void wake(Threads& threads);
+std::string name(const Thread* thread);
+std::string name(const Block* block);
+uint8_t* shared_range(Block* block, const void* start, size_t bytes, const char* what);  // checked
+
+MBarrier& barrier_of(Block* block, const uint64_t& state);
+void complete(Block* block, MBarrier& barrier);
+void land(Block* block, MBarrier& barrier, uint32_t bytes);
+void advance_copy(size_t index);
+void check_exit(Thread* thread);
+void check_block_exit(Block* block);
+
+}  // namespace emulator

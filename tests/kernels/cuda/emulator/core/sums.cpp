@@ -1,0 +1,96 @@
+// Two ways to sum: exactly, rounded once; and as Hopper's tensor core does.
+#include "sums.h"
+
+#include <algorithm>
+#include <bit>
+#include <cfenv>
+#include <cmath>
+
+namespace emulator {
+
+int exponent_of(float x, int least) { return x == 0 ? nothing : std::max(std::ilogb(x), least); }
+
+Operands operands;
+
+// Exact products, summed in double precision, rounded once.
+void sum_plain(float* d, int row) {
+    static double sums[256];
+    const int n = operands.n, k = operands.k;
+    std::copy_n(d, n, sums);
+    for (int i = 0; i < k; ++i) {
+        const double factor = operands.a[row * k + i];
+        for (int column = 0; column < n; ++column) sums[column] += factor * operands.b[i * n + column];
+    }
+    for (int column = 0; column < n; ++column) d[column] = float(sums[column]);
+}
+
+// Hopper's sum of k products and c: each term is cut to `fraction` bits below the largest exponent, and so is the exact
+// sum of them. Source: MMA-Sim, arXiv 2511.10909.
+static float sum_hopper(float c, int row, int column, int largest, int fraction) {
+    const float *a = operands.a + row * operands.k, *b = operands.b + column;
+    double plain = c;
+    for (int i = 0; i < operands.k; ++i) plain += double(a[i]) * b[i * operands.n];
+    if (std::isnan(plain)) return std::bit_cast<float>(0x7FFFFFFFu);
+    if (std::isinf(plain)) return plain;
+    if (largest <= nothing / 2) return 0;
+    auto term = [&](double x) { return static_cast<int64_t>(std::ldexp(x, fraction - largest)); };
+    int64_t sum = term(c);
+    for (int i = 0; i < operands.k; ++i) sum += term(double(a[i]) * b[i * operands.n]);
+    if (!sum) return 0;
+    const double exact = std::ldexp(double(sum), largest - fraction);
+    const int keep = std::min(fraction, 23) - std::max(std::ilogb(exact), -126);
+    const double cut = std::ldexp(std::trunc(std::ldexp(exact, keep)), -keep);
+    return std::abs(cut) > 3.4028234663852886e38 ? std::copysign(INFINITY, cut) : float(cut);
+}
+
+// The same for 8-bit operands, quickly: with the FPU rounding toward zero, a positive number that is added to
+// 2^(largest + 10) loses just what lies below 2^(largest − 13).
+__attribute__((noinline)) static void sum_hopper_8_bits(float* d, int row, const int16_t* largest) {
+    static float base[256], positive[256], negative[256];
+    const int n = operands.n, k = operands.k;
+    for (int column = 0; column < n; ++column) {
+        base[column] = std::bit_cast<float>(uint32_t(largest[column] + 10 + 127) << 23);
+        positive[column] = base[column] + (d[column] > 0 ? d[column] : 0);
+        negative[column] = base[column] + (d[column] < 0 ? -d[column] : 0);
+    }
+    for (int i = 0; i < k; ++i) {
+        const float factor = operands.a[row * k + i];
+        for (int column = 0; column < n; ++column) {
+            const float product = factor * operands.b[i * n + column];
+            positive[column] += product > 0 ? product : 0;
+            negative[column] += product < 0 ? -product : 0;
+        }
+    }
+    for (int column = 0; column < n; ++column) {
+        const float sum = positive[column] - negative[column];
+        d[column] = std::bit_cast<float>(std::bit_cast<uint32_t>(sum) & ~0x3FFu);
+    }
+}
+
+void sum_as_hopper(float* d, int row, bool eight_bits) {
+    static int16_t largest[256];
+    const int n = operands.n, k = operands.k;
+    for (int column = 0; column < n; ++column) largest[column] = exponent_of(d[column], -126);
+    for (int i = 0; i < k; ++i) {
+        const int16_t exponent = operands.a_exponents[row * k + i];
+        for (int column = 0; column < n; ++column) {
+            const int16_t both = exponent + operands.b_exponents[i * n + column];
+            largest[column] = largest[column] < both ? both : largest[column];
+        }
+    }
+    const auto [least, most] = std::minmax_element(largest, largest + n);
+    float plain = 0;  // not finite if any operand is not
+    for (int i = 0; i < k; ++i) plain += operands.a[row * k + i] * 0;
+    for (int i = 0; i < k * n; ++i) plain += operands.b[i] * 0;
+    if (eight_bits && plain == 0 && *least >= -126 && *most <= 116 &&
+        std::all_of(d, d + n, [](float c) { return std::isfinite(c); })) {
+        std::fesetround(FE_TOWARDZERO);
+        sum_hopper_8_bits(d, row, largest);
+        std::fesetround(FE_TONEAREST);
+        return;
+    }
+    for (int column = 0; column < n; ++column)
+        d[column] = sum_hopper(d[column], row, column, largest[column], eight_bits ? 13 : 25);
+}
+
+}  // namespace emulator

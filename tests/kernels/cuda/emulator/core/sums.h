@@ -1,0 +1,21 @@
+// How the tensor core sums: each of 16 rows and n columns of d becomes d + Σ a·b over the k of one instruction.
+#pragma once
+#include <stdint.h>
+
+namespace emulator {
+
+constexpr int nothing = -1000;  // the exponent of zero
+int exponent_of(float x, int least);
+
+// The operands of a warp's part of a product: a[16, k], b[k, n], and the exponents of Hopper's significands.
+struct Operands {
+    int n, k;
+    float a[16 * 32], b[32 * 256];
+    int16_t a_exponents[16 * 32], b_exponents[32 * 256];
+};
+extern Operands operands;
+
+void sum_plain(float* d, int row);
+void sum_as_hopper(float* d, int row, bool eight_bits);
+
+}  // namespace emulator

@@ -1,0 +1,38 @@
+// A box from a tensor to shared memory, and its bytes as they lie there to `raw`; or the way back.
+#include "ptx.cuh"
+
+enum Kind { load_flat, load, store, add };
+
+extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t* raw, int bytes, int room, int kind,
+                                  int fence, int x, int y, int z) {
+    uint8_t* shared = ptx::dynamic_shared();
+    auto* barrier = reinterpret_cast<ptx::Barrier*>(shared + room);
+    if (threadIdx.x == 0) {
+        barrier->init(1);
+        ptx::fence_barrier_init();
+    }
+    __syncthreads();
+    if (kind == load_flat || kind == load) {
+        if (threadIdx.x == 0) {
+            barrier->arrive_and_expect(bytes);
+            if (kind == load)
+                ptx::load_3d(shared, &map, barrier, x, y, z);
+            else
+                ptx::load_2d(shared, &map, barrier, x, y);
+        }
+        barrier->wait(0);
+        for (int i = threadIdx.x; i < bytes; i += blockDim.x) raw[i] = shared[i];
+    } else {
+        for (int i = threadIdx.x; i < bytes; i += blockDim.x) shared[i] = raw[i];
+        if (fence) ptx::fence_async_shared();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            if (kind == store)
+                ptx::store_3d(&map, shared, x, y, z);
+            else
+                ptx::add_3d(&map, shared, x, y, z);
+            ptx::commit_stores();
+            ptx::wait_stores();
+        }
+    }
+}

@@ -1,0 +1,211 @@
+"""The emulator's copy engine, wgmma and lanes, each against torch or against the lab's tensor core."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from octile.kernels.cuda import jit, wgmma
+from octile.kernels.cuda.tensor_map import describe
+from octile.lab.tensor_core import tensor_core_matmul
+from tests.kernels.cuda import emulator
+from tests.kernels.cuda.emulator import EmulatorError, build
+from tests.kernels.cuda.emulator.examples import SOURCES
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+
+# ---- The copy engine ----
+
+
+def copy(
+    kind: str,
+    box: tuple[int, ...],
+    swizzle: int,
+    tensor: torch.Tensor,
+    raw: torch.Tensor,
+    at: tuple[int, ...],
+    fence: bool = True,
+) -> None:
+    kinds = ["load_flat", "load", "store", "add"]
+    size = math.prod(box) * tensor.element_size()
+    settings = [size, size, kinds.index(kind), int(fence)]  # the barrier lies behind the box
+    emulator.run(
+        "copies",
+        {},
+        grid=1,
+        threads=64,
+        shared_bytes=size + 8,
+        arguments=[describe(tensor, box, swizzle), raw, *settings, *reversed(at), *[0] * (3 - len(at))],
+        headers=SOURCES,
+    )
+
+
+def swizzled(rows: torch.Tensor, swizzle: int) -> torch.Tensor:
+    """Bytes [rows, swizzle] as the copy engine puts them: pieces of 16 bytes change places within a row."""
+    count = swizzle // 16
+    out = torch.empty_like(rows)
+    for row in range(rows.shape[0]):
+        for piece in range(count):
+            other = piece ^ (row * swizzle // 128) % count
+            out[row, other * 16 : other * 16 + 16] = rows[row, piece * 16 : piece * 16 + 16]
+    return out
+
+
+@pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
+@pytest.mark.parametrize("at", [(0, 0), (7, 32), (30, -16), (-3, 150)])
+def test_a_load_swizzles_and_fills_with_zeros(swizzle: int, at: tuple[int, int]) -> None:
+    tensor = torch.randint(1, 255, (37, 160), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    columns = swizzle or 48
+    raw = torch.empty(16 * columns, dtype=torch.uint8)
+    copy("load_flat", (16, columns), swizzle, tensor, raw, at)
+    padded = torch.nn.functional.pad(tensor, (256, 256, 256, 256))
+    expected = padded[256 + at[0] :, 256 + at[1] :][:16, :columns]
+    assert torch.equal(raw.view(16, columns), swizzled(expected, swizzle) if swizzle else expected)
+
+
+def test_a_load_in_three_dimensions_takes_strides() -> None:
+    tensor = torch.arange(3 * 20 * 24, dtype=torch.float32).view(20, 3, 24).transpose(0, 1)
+    raw = torch.empty(2, 4, 8)
+    copy("load", (2, 4, 8), 32, tensor, raw, (1, 18, 20))
+    expected = torch.zeros(2, 4, 8)
+    expected[:, :2, :4] = tensor[1:3, 18:20, 20:24]
+    assert torch.equal(raw.view(torch.uint8).view(8, 32), swizzled(expected.view(torch.uint8).view(8, 32), 32))
+
+
+@pytest.mark.parametrize("kind", ["store", "add"])
+def test_a_store_leaves_alone_what_lies_outside(kind: str) -> None:
+    box = torch.arange(1.0, 2 * 4 * 8 + 1).view(2, 4, 8)
+    raw = swizzled(box.view(torch.uint8).view(8, 32), 32).view(-1)
+    tensor = torch.full((3, 20, 24), 0.5)
+    expected = tensor.clone()
+    expected[2, 18:20, :4] = box[0, :2, 4:] + (0.5 if kind == "add" else 0)
+    copy(kind, (2, 4, 8), 32, tensor, raw, (2, 18, -4))
+    assert torch.equal(tensor, expected)
+
+
+def test_a_store_does_not_see_what_was_not_fenced() -> None:
+    tensor = torch.zeros(1, 4, 8)
+    copy("store", (1, 4, 8), 0, tensor, torch.ones(32), (0, 0, 0), fence=False)
+    assert tensor.isnan().all()
+
+
+def test_a_map_of_another_rank_is_refused() -> None:
+    with pytest.raises(EmulatorError, match="a copy in 2 dimensions with a tensor map of 3"):
+        copy("load_flat", (1, 4, 8), 0, torch.zeros(1, 4, 8), torch.empty(32), (0, 0, 0))
+
+
+# ---- wgmma ----
+
+TYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+}
+
+
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, types: tuple[str, str], arithmetic: str
+) -> torch.Tensor:
+    """c[64, n] + a[64, k] · b[n, k]ᵀ by tiles.cu."""
+    out, n = c.clone(), b.shape[0]
+    a_bytes, b_bytes = a.view(torch.uint8), b.view(torch.uint8)
+    emulator.run(
+        "tiles",
+        {"n": n},
+        grid=1,
+        threads=128,
+        shared_bytes=(64 + n) * 128 + 8,
+        arguments=[describe(a_bytes, (64, 128), 128), describe(b_bytes, (n, 128), 128), out, a_bytes.shape[1] // 128],
+        headers=SOURCES | {"wgmma.cuh": wgmma.header(n, *types)},
+        arithmetic=arithmetic,  # type: ignore[arg-type]
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("a_type", "b_type", "n"),
+    [("e4m3", "e4m3", 256), ("e5m2", "e4m3", 152), ("f16", "f16", 8), ("bf16", "bf16", 8), ("tf32", "tf32", 8)],
+)
+@pytest.mark.parametrize("arithmetic", ["float32", "hopper"])
+def test_small_whole_numbers_are_multiplied_exactly(a_type: str, b_type: str, n: int, arithmetic: str) -> None:
+    generator = torch.Generator().manual_seed(n)
+    k = 256 // TYPES[a_type].itemsize
+    a, b = (torch.randint(-4, 5, (rows, k), generator=generator).float() for rows in (64, n))
+    c = torch.randint(-100, 101, (64, n), generator=generator).float()
+    got = multiply(a.to(TYPES[a_type]), b.to(TYPES[b_type]), c, (a_type, b_type), arithmetic)
+    assert torch.equal(got, c + a @ b.T)
+
+
+@pytest.mark.parametrize(
+    ("a_type", "b_type"), [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("f16", "f16"), ("bf16", "bf16"), ("tf32", "tf32")]
+)
+def test_hopper_sums_bit_for_bit_as_the_lab_does(a_type: str, b_type: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def ugly(rows: int, columns: int) -> torch.Tensor:
+        exponents = torch.randint(-12, 6, (rows, columns), generator=generator).float()
+        x = torch.randn(rows, columns, generator=generator) * exponents.exp2()
+        return x * (torch.rand(rows, columns, generator=generator) < 0.9)
+
+    k = 256 // TYPES[a_type].itemsize
+    a, b, c = ugly(64, k).to(TYPES[a_type]), ugly(8, k).to(TYPES[b_type]), ugly(64, 8)
+    c[0], c[1, 0], c[1, 1] = 0, 1e-42, -0.0
+    a[2, 5], a[3, 0], c[4, 1], c[5, 1] = math.nan, 300, math.inf, 3e38
+    expected = tensor_core_matmul(a, b, c, "sm_90")
+    assert expected.isnan().any()
+    assert expected.isinf().any()
+    assert torch.equal(multiply(a, b, c, (a_type, b_type), "hopper").view(torch.int32), expected.view(torch.int32))
+
+
+# ---- Lanes ----
+
+
+def test_lanes_of_a_warp_exchange_values() -> None:
+    values = torch.randint(-1000, 1000, (32,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    answers = torch.full((9, 32), -1, dtype=torch.int32)
+    matrices = torch.zeros(640, dtype=torch.int16)
+    pair = torch.tensor([1.0, 1.00390625, 1.01171875, math.nan, math.inf, -0.0, 1e-45, 3.4e38, *range(56)])
+    packed = torch.zeros(32, dtype=torch.int32)
+    emulator.run(
+        "lanes",
+        {},
+        grid=1,
+        threads=32,
+        shared_bytes=1536,
+        arguments=[values, answers, matrices, pair, packed],
+        headers=SOURCES,
+    )
+    lane = torch.arange(32)
+    ballot = sum(1 << i for i in range(32) if values[i] % 2)
+    expected = [
+        values[5].expand(32),
+        values[lane // 8 * 8 + (lane + 1) % 8],
+        values[lane ^ 3],
+        torch.where(lane < 4, values, values[(lane - 4) % 32]),
+        torch.where(lane > 27, values, values[(lane + 4) % 32]),
+        torch.tensor(ballot).int().expand(32),
+        values.sum().int().expand(32),
+        values.max().expand(32),
+        torch.where(lane < 8, values[lane ^ 1], -1),
+    ]
+    assert torch.equal(answers, torch.stack(expected).int())
+    whole = torch.arange(256, dtype=torch.int16).view(4, 8, 8)
+    assert torch.equal(matrices, torch.cat([whole.flatten(), whole.transpose(1, 2).flatten(), whole[:2].flatten()]))
+    rounded = pair.bfloat16().view(torch.int16).view(32, 2).clone()
+    rounded[1, 1] = 0x7FFF  # the hardware's NaN
+    assert torch.equal(packed.view(torch.int16).view(32, 2), rounded)
+
+
+def test_every_ptx_function_has_its_double() -> None:
+    def normal(text: str) -> str:
+        return re.sub(r"\s+", " ", re.sub(r"(?<=\()\s+", "", text))
+
+    real = normal((jit.FOLDER / "include" / "ptx.cuh").read_text())
+    double = normal((Path(emulator.__file__).parent / "device" / "ptx.cuh").read_text())
+    signatures = re.findall(r"__forceinline__ (?:[\w]+\*? )+(\w+\([^)]*\)) {", real)
+    assert len(signatures) > 30
+    assert [signature for signature in signatures if signature not in double] == []
