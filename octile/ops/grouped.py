@@ -4,6 +4,8 @@
     masked           [G, M_max, K] with `counts[g]` rows in use: for decoding, where sizes are not known on the host
     wgrad            groups along the summed dimension: dw[g] = dy[rows of g]ᵀ · x[rows of g]
 
+Each has a form that writes into a tensor that exists already, `…_out`; wgrad's can add to it.
+
 Offsets and counts stay on the device.  Shapes: T rows of all groups together, G groups, N and K sides of a weight.
 """
 
@@ -12,10 +14,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.ops.matmul import Block, check_operand, check_pair, in_float32, nt_float32
+from octile.kernels import dispatch
+from octile.ops import accumulator
+from octile.ops.accumulator import product_for
+from octile.ops.matmul import OUT_DTYPES, Block, check_operand, check_pair, in_float32, nt_float32
+from octile.ops.operator import operator
 
 
-@torch.library.custom_op("octile::grouped_matmul_nt", mutates_args=())
+@operator()
 def grouped_matmul_nt(
     a: Tensor,
     a_scale: Tensor,
@@ -35,13 +41,19 @@ def grouped_matmul_nt(
         out_dtype: bfloat16 or float32.
     """
     _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    return _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out_dtype)
+
+
+def _grouped(a, a_scale, a_block, b, b_scale, b_block, offs) -> Tensor:
     groups = _rows(offs, a.shape[0])
+    if product := product_for(a, b):
+        return accumulator.grouped(product, a, a_scale, a_block, b, b_scale, b_block, groups)
     a_TK = in_float32(a, a_scale, a_block)
     b_GNK = in_float32(b, b_scale, b_block)
     out_TN = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for g, rows in enumerate(groups):
         torch.mm(a_TK[rows], b_GNK[g].mT, out=out_TN[rows])
-    return out_TN.to(out_dtype)
+    return out_TN
 
 
 @grouped_matmul_nt.register_fake
@@ -51,13 +63,47 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
 
 @grouped_matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
-    from octile.kernels.triton import grouped  # late: a machine without a GPU has no Triton
-
     _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
-    return grouped.launch(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    if product_for(a, b):
+        return _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out_dtype)
+    return dispatch.grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
 
 
-@torch.library.custom_op("octile::masked_grouped_matmul_nt", mutates_args=())
+@operator(writes=("out",))
+def grouped_matmul_nt_out(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    offs: Tensor,
+) -> None:
+    """`grouped_matmul_nt` into out [T, N], contiguous, bfloat16 or float32; rows past the groups stay as they are."""
+    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, torch.float32)
+    _check_out(out, (a.shape[0], b.shape[1]), a.device)
+    past = (torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.numel() else 0))[:, None]
+    out.copy_(torch.where(past, out, _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out.dtype)))
+
+
+@grouped_matmul_nt_out.register_fake
+def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
+    return None
+
+
+@grouped_matmul_nt_out.register_kernel("cuda")
+def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
+    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, torch.float32)
+    _check_out(out, (a.shape[0], b.shape[1]), a.device)
+    if product_for(a, b):
+        rows = int(offs[-1]) if offs.numel() else 0
+        out[:rows] = _grouped(a, a_scale, a_block, b, b_scale, b_block, offs)[:rows]
+        return
+    dispatch.grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
+
+
+@operator()
 def masked_grouped_matmul_nt(
     a: Tensor,
     a_scale: Tensor,
@@ -76,9 +122,19 @@ def masked_grouped_matmul_nt(
         counts: int32 [G], each from 0 to M.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-    product = nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
-    unused = torch.arange(a.shape[1], device=a.device) >= counts[:, None]
-    return product.masked_fill_(unused[..., None], 0.0).to(out_dtype)
+    product = _masked(a, a_scale, a_block, b, b_scale, b_block)
+    return product.masked_fill_(_unused(a, counts), 0.0).to(out_dtype)
+
+
+def _masked(a, a_scale, a_block, b, b_scale, b_block) -> Tensor:
+    if product := product_for(a, b):
+        return accumulator.masked(product, a, a_scale, a_block, b, b_scale, b_block)
+    return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
+
+
+def _unused(a: Tensor, counts: Tensor) -> Tensor:
+    """[G, M, 1]: the rows past the counts."""
+    return (torch.arange(a.shape[1], device=a.device) >= counts[:, None])[..., None]
 
 
 @masked_grouped_matmul_nt.register_fake
@@ -88,13 +144,49 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype):
 
 @masked_grouped_matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype):
-    from octile.kernels.triton import grouped
-
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-    return grouped.launch_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    if product_for(a, b):
+        return _masked(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
+    return dispatch.masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
 
 
-@torch.library.custom_op("octile::grouped_wgrad", mutates_args=())
+@operator(writes=("out",))
+def masked_grouped_matmul_nt_out(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    counts: Tensor,
+) -> None:
+    """`masked_grouped_matmul_nt` into out [G, M, N], contiguous, bfloat16 or float32.
+
+    Rows past the count stay as they are here; a GPU kernel may leave anything in them.
+    """
+    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, torch.float32)
+    _check_out(out, (*a.shape[:2], b.shape[1]), a.device)
+    product = _masked(a, a_scale, a_block, b, b_scale, b_block)
+    out.copy_(torch.where(_unused(a, counts), out, product.to(out.dtype)))
+
+
+@masked_grouped_matmul_nt_out.register_fake
+def _(out, a, a_scale, a_block, b, b_scale, b_block, counts):
+    return None
+
+
+@masked_grouped_matmul_nt_out.register_kernel("cuda")
+def _(out, a, a_scale, a_block, b, b_scale, b_block, counts):
+    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, torch.float32)
+    _check_out(out, (*a.shape[:2], b.shape[1]), a.device)
+    if product_for(a, b):
+        out.copy_(_masked(a, a_scale, a_block, b, b_scale, b_block))
+        return
+    dispatch.masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
+
+
+@operator()
 def grouped_wgrad(
     dy: Tensor,
     dy_scale: Tensor,
@@ -112,13 +204,19 @@ def grouped_wgrad(
         offs: int32 [G], as in `grouped_matmul_nt`.
     """
     _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    return _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs).to(out_dtype)
+
+
+def _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs) -> Tensor:
     groups = _rows(offs, dy.shape[0])
+    if product := product_for(dy, x):
+        return accumulator.wgrad(product, dy, dy_scale, dy_block, x, x_scale, x_block, groups)
     dy_TN = in_float32(dy, dy_scale, dy_block)
     x_TK = in_float32(x, x_scale, x_block)
     out_GNK = torch.empty(offs.numel(), dy.shape[1], x.shape[1], device=x.device)
     for g, rows in enumerate(groups):
         torch.mm(dy_TN[rows].mT, x_TK[rows], out=out_GNK[g])
-    return out_GNK.to(out_dtype)
+    return out_GNK
 
 
 @grouped_wgrad.register_fake
@@ -128,10 +226,45 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
 
 @grouped_wgrad.register_kernel("cuda")
 def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
-    from octile.kernels.triton import grouped
-
     _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
-    return grouped.launch_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    if product_for(dy, x):
+        return _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs).to(out_dtype)
+    return dispatch.wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+
+
+@operator(writes=("out",))
+def grouped_wgrad_out(
+    out: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    dy_block: Block,
+    x: Tensor,
+    x_scale: Tensor,
+    x_block: Block,
+    offs: Tensor,
+    accumulate: bool,
+) -> None:
+    """`grouped_wgrad` into out [G, N, K], contiguous, bfloat16 or float32, or added to what out holds, in FP32."""
+    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, torch.float32)
+    _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
+    dw = _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs)
+    out.copy_(out.float() + dw if accumulate else dw)
+
+
+@grouped_wgrad_out.register_fake
+def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
+    return None
+
+
+@grouped_wgrad_out.register_kernel("cuda")
+def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
+    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, torch.float32)
+    _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
+    if product_for(dy, x):
+        dw = _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs)
+        out.copy_(out.float() + dw if accumulate else dw)
+        return
+    dispatch.wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out, accumulate)
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:
@@ -163,6 +296,17 @@ def _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype) -
     check_operand("x", x, x_scale, x_block, ndim=2)
     check_pair(dy, x, out_dtype, names=("dy", "x"), summed=("T", 0))
     check_sizes("offs", offs, offs.numel(), x.device)
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if out.dtype not in OUT_DTYPES:
+        raise TypeError(f"out must be bfloat16 or float32, not {out.dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must be {shape}, not {tuple(out.shape)}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
+    if out.device != device:
+        raise ValueError(f"out lies on {out.device}, but the operands on {device}")
 
 
 def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> None:

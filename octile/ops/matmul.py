@@ -14,6 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from octile.kernels import dispatch
+from octile.ops.accumulator import product_for
+from octile.ops.operator import operator
 from octile.ops.quantize import check_scale, dequantize
 
 Block = Sequence[int]
@@ -21,7 +24,7 @@ OPERAND_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
-@torch.library.custom_op("octile::matmul_nt", mutates_args=())
+@operator()
 def matmul_nt(
     a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, out_dtype: torch.dtype
 ) -> Tensor:
@@ -48,15 +51,15 @@ def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
 
 @matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
-    from octile.kernels.triton import matmul  # late: a machine without a GPU has no Triton
-
     _check_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    if product_for(a, b):
+        return _reference(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    matmul.launch(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=False)
+    dispatch.matmul(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=False)
     return out
 
 
-@torch.library.custom_op("octile::matmul_nt_out", mutates_args=("out",))
+@operator(writes=("out",))
 def matmul_nt_out(
     out: Tensor,
     a: Tensor,
@@ -81,14 +84,18 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
 
 @matmul_nt_out.register_kernel("cuda")
 def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
-    from octile.kernels.triton import matmul
-
     _check_product(a, a_scale, a_block, b, b_scale, b_block, torch.float32)
     _check_out(out, a, b)
-    matmul.launch(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=accumulate)
+    if product_for(a, b):
+        product = _reference(a, a_scale, a_block, b, b_scale, b_block)
+        out.copy_(out.float() + product if accumulate else product)
+        return
+    dispatch.matmul(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=accumulate)
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
+    if product := product_for(a, b):
+        return product(a, a_scale, a_block, b, b_scale, b_block)
     return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
 
 

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.ops.grouped import grouped_matmul_nt, grouped_wgrad, masked_grouped_matmul_nt
+from octile.ops.grouped import (
+    grouped_matmul_nt,
+    grouped_matmul_nt_out,
+    grouped_wgrad,
+    grouped_wgrad_out,
+    masked_grouped_matmul_nt,
+    masked_grouped_matmul_nt_out,
+)
 from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import dequantize, quantize
 
@@ -154,6 +161,51 @@ def test_no_rows_at_all_are_no_error(counts):
     )
 
 
+# Into a given tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_in_a_group_are_written_and_rows_past_all_stay_as_they_are(dtype):
+    arguments = (*operand(20, 130), *operand(2, 30, 130, block=BLOCK), ends([5, 10]))
+    out = torch.full((20, 30), 7.0, dtype=dtype)
+    grouped_matmul_nt_out(out, *arguments)
+    assert torch.equal(out[:15], grouped_matmul_nt(*arguments, dtype)[:15])
+    assert (out[15:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_within_the_count_are_written_and_others_stay_as_they_are(dtype):
+    arguments = (*operand(2, 8, 130), *operand(2, 30, 130, block=BLOCK), torch.tensor([8, 3], dtype=torch.int32))
+    out = torch.full((2, 8, 30), 7.0, dtype=dtype)
+    masked_grouped_matmul_nt_out(out, *arguments)
+    assert torch.equal(out[1, :3], masked_grouped_matmul_nt(*arguments, dtype)[1, :3])
+    assert (out[1, 3:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_wgrad_is_stored_or_added_in_fp32(dtype, accumulate):
+    dy, x = operand(20, 5, block=COLUMN_TILE), operand(20, 7, block=COLUMN_TILE, seed=1)
+    out = torch.randn(2, 5, 7).to(dtype)
+    expected = grouped_wgrad(*dy, *x, ends([5, 0]), torch.float32) + accumulate * out.float()
+    grouped_wgrad_out(out, *dy, *x, ends([5, 0]), accumulate)
+    assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (torch.zeros(20, 30, dtype=torch.float16), TypeError, "out must be bfloat16 or float32"),
+        (torch.zeros(20, 31), ValueError, r"out must be \(20, 30\), not \(20, 31\)"),
+        (torch.zeros(30, 20).mT, ValueError, "out must be contiguous"),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_an_out_that_does_not_fit_is_refused(out, error, message):
+    with pytest.raises(error, match=message):
+        grouped_matmul_nt_out(out, *operand(20, 130), *operand(2, 30, 130, block=BLOCK), ends([5, 10]))
+
+
 # As torch operators; see test_matmul.py for the checks that FP8 can't pass on a CPU
 
 
@@ -165,21 +217,21 @@ def checks(fmt: str):
 @pytest.mark.parametrize("counts", [[3, 0, 4], [7], [0]], ids=str)
 def test_grouped_matmul_nt_is_a_well_formed_operator(fmt, counts):
     a, b = operand(sum(counts) + 2, 130, fmt=fmt), operand(len(counts), 5, 130, fmt=fmt, block=BLOCK)
-    torch.library.opcheck(grouped_matmul_nt, (*a, *b, ends(counts), torch.bfloat16), test_utils=checks(fmt))
+    torch.library.opcheck(grouped_matmul_nt.overload, (*a, *b, ends(counts), torch.bfloat16), test_utils=checks(fmt))
 
 
 @every_format
 def test_grouped_matmul_nt_takes_transposed_weights_as_a_well_formed_operator(fmt):
     b, b_scale, _ = operand(2, 130, 5, fmt=fmt, block=BLOCK)
     arguments = (*operand(9, 130, fmt=fmt), b.mT, b_scale.mT, BLOCK, ends([4, 5]), torch.float32)
-    torch.library.opcheck(grouped_matmul_nt, arguments, test_utils=checks(fmt))
+    torch.library.opcheck(grouped_matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
 @every_format
 def test_masked_grouped_matmul_nt_is_a_well_formed_operator(fmt):
     a, b = operand(2, 6, 130, fmt=fmt), operand(2, 5, 130, fmt=fmt, block=BLOCK)
     arguments = (*a, *b, torch.tensor([6, 0], dtype=torch.int32), torch.bfloat16)
-    torch.library.opcheck(masked_grouped_matmul_nt, arguments, test_utils=checks(fmt))
+    torch.library.opcheck(masked_grouped_matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
 @every_format
@@ -187,7 +239,20 @@ def test_masked_grouped_matmul_nt_is_a_well_formed_operator(fmt):
 def test_grouped_wgrad_is_a_well_formed_operator(fmt, counts):
     dy = operand(sum(counts) + 2, 5, fmt=fmt, block=COLUMN_TILE)
     x = operand(sum(counts) + 2, 130, fmt=fmt, block=COLUMN_TILE)
-    torch.library.opcheck(grouped_wgrad, (*dy, *x, ends(counts), torch.float32), test_utils=checks(fmt))
+    torch.library.opcheck(grouped_wgrad.overload, (*dy, *x, ends(counts), torch.float32), test_utils=checks(fmt))
+
+
+@every_format
+def test_the_forms_that_write_into_a_tensor_are_well_formed_operators(fmt):
+    a, b = operand(9, 130, fmt=fmt), operand(2, 5, 130, fmt=fmt, block=BLOCK)
+    torch.library.opcheck(
+        grouped_matmul_nt_out.overload, (torch.zeros(9, 5), *a, *b, ends([3, 4])), test_utils=checks(fmt)
+    )
+    masked = (torch.zeros(2, 6, 5), *operand(2, 6, 130, fmt=fmt), *b, torch.tensor([6, 0], dtype=torch.int32))
+    torch.library.opcheck(masked_grouped_matmul_nt_out.overload, masked, test_utils=checks(fmt))
+    dy, x = operand(9, 5, fmt=fmt, block=COLUMN_TILE), operand(9, 130, fmt=fmt, block=COLUMN_TILE)
+    wgrad = (torch.zeros(2, 5, 130), *dy, *x, ends([3, 4]), True)
+    torch.library.opcheck(grouped_wgrad_out.overload, wgrad, test_utils=checks(fmt))
 
 
 # Refusals

@@ -152,21 +152,21 @@ def checks(fmt: str):
 def test_matmul_nt_is_a_well_formed_operator(fmt, shape):
     m, n, k = shape
     arguments = (*operand(m, k, fmt), *operand(n, k, fmt, (128, 128)), torch.bfloat16)
-    torch.library.opcheck(matmul_nt, arguments, test_utils=checks(fmt))
+    torch.library.opcheck(matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
 @every_format
 def test_matmul_nt_takes_transposed_views_as_a_well_formed_operator(fmt):
     (a, a_scale, _), (b, b_scale, _) = operand(130, 5, fmt, (128, 1)), operand(130, 6, fmt, (128, 1))
     arguments = (a.mT, a_scale.mT, (1, 128), b.mT, b_scale.mT, (1, 128), torch.float32)
-    torch.library.opcheck(matmul_nt, arguments, test_utils=checks(fmt))
+    torch.library.opcheck(matmul_nt.overload, arguments, test_utils=checks(fmt))
 
 
 @every_format
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_matmul_nt_out_is_a_well_formed_operator(fmt, accumulate):
     arguments = (torch.zeros(5, 6), *operand(5, 130, fmt), *operand(6, 130, fmt), accumulate)
-    torch.library.opcheck(matmul_nt_out, arguments, test_utils=checks(fmt))
+    torch.library.opcheck(matmul_nt_out.overload, arguments, test_utils=checks(fmt))
 
 
 # Refusals

@@ -1,0 +1,54 @@
+"""Every kernel that DeepSeek-V3's shapes need, compiled without a GPU, with what each one uses."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+
+from octile.kernels.cuda import choose, jit
+from octile.kernels.cuda.config import Config
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel uses; registers, stack, spills, seconds and warnings as in `compiler.Cubin`.
+
+    Attributes:
+        case: the first of the shapes that take it.
+        shared_bytes: of a block, with what the launch adds.
+    """
+
+    kernel: str
+    case: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    seconds: float
+    warnings: str
+
+
+def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
+    """Compiles every kernel, or reads it from the disk.
+
+    Raises:
+        ValueError: the architecture is not sm_90a: the kernels are written for Hopper.
+        RuntimeError: a kernel does not compile.
+    """
+    if architecture != "sm_90a":
+        raise ValueError(f"architecture must be sm_90a, not {architecture!r}")
+    cases: dict[Config, list[str]] = {}  # several shapes may take one kernel
+    for case, config in choose.plans_for_v3().items():
+        cases.setdefault(config, []).append(case)
+    names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(_compile, names, cases, repeat(architecture)))
+
+
+def _compile(case: str, config: Config, architecture: str) -> Compiled:
+    cubin = jit.compile("product", config.constants(), architecture, config.headers())
+    shared = cubin.static_shared_bytes + config.shared_bytes
+    warnings = "; ".join(cubin.warnings)
+    return Compiled(
+        "product", case, cubin.registers, cubin.stack_bytes, cubin.spill_bytes, shared, cubin.seconds, warnings
+    )

@@ -1,0 +1,248 @@
+"""Which kernel for which product: arithmetic on the shape and the chip, no table and no trial.
+
+A tile's time is what its steps take, plus what it takes to store it; a product's, the tiles that one multiprocessor
+makes one after the other. A step of 128 along K takes as long as the slowest of
+
+    multiplying     64 rows × n columns: 2n cycles on the tensor cores, or 64 + n to read both from shared memory
+    one warpgroup   its own multiplication and then the additions on the CUDA cores, which two accumulators overlap
+    loading         both tiles from the L2 cache, half of the one that a cluster shares; and, of all, from memory
+
+so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
+of reading the weights from all multiprocessors at once. The constants are estimates; `octile bench tune` measures
+`candidates` and keeps what it finds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from octile.kernels.cuda import tuned
+from octile.kernels.cuda.config import SHARED_BYTES, STEP, Config, Scales, Schedule, Store
+from octile.kernels.cuda.problem import Chip, Problem, rounded
+
+LAUNCH = 3000  # cycles until the first products, and after the last
+L2_BYTES = 46  # a cycle, for each of the multiprocessors when all load
+MEMORY_BYTES = 2450  # a cycle, of all
+STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
+LATENCY = 1200  # cycles from asking for a stage to having it
+STAGING = 400  # cycles to fill a part of the staging, and to wait until it was emptied
+WAIT = 100  # cycles between the last multiplication of a step and the first addition
+MASKED_ROWS = 192  # of a group, supposed
+MOST_STAGES = 12
+IN_FLIGHT = 3.0e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
+H200 = 132  # multiprocessors
+
+
+def choose(problem: Problem, chip: Chip) -> Config:
+    """The kernel that should be fastest; or that was, where `octile bench tune` measured."""
+    return tuned.lookup(rounded(problem), chip) or _choose(rounded(problem), chip)
+
+
+@lru_cache(4096)
+def _choose(problem: Problem, chip: Chip) -> Config:
+    return candidates(problem, chip)[0]
+
+
+def candidates(problem: Problem, chip: Chip) -> list[Config]:
+    """Every kernel worth trying, the most promising first."""
+    return sorted(_possible(problem, chip), key=lambda config: cycles(problem, config, chip))
+
+
+def _possible(problem: Problem, chip: Chip) -> Iterator[Config]:
+    for turned in (False, True) if problem.transposable and problem.m <= 256 else (False,):
+        p = transposed(problem) if turned else problem
+        for tile_m, warpgroups, ping_pong in (
+            (128, 2, False),
+            (256, 2, False),
+            (64, 1, False),
+            (64, 2, True),
+            (128, 2, True),
+        ):
+            for tile_n in _widths(p):
+                for cluster, multicast_a in ((1, False), (2, True), (2, False))[: 3 if chip.multiprocessors > 1 else 1]:
+                    for accumulators in (1, 2):
+                        shape = (tile_m, tile_n, warpgroups, ping_pong, cluster, multicast_a, accumulators)
+                        yield from _with_splits(p, turned, shape, chip)
+
+
+def transposed(p: Problem) -> Problem:
+    """b · aᵀ, whose result is the transposed one."""
+    return replace(p, m=p.n, n=p.m, a_scales=p.b_scales, b_scales=p.a_scales, a_e5m2=p.b_e5m2, b_e5m2=p.a_e5m2)
+
+
+def _widths(p: Problem) -> tuple[int, ...]:
+    wide = (144, 160, 192) if p.b_scales is Scales.PER_BLOCK else (144, 160)
+    return tuple(n for n in (16, 32, 48, 64, 80, 96, 112, 128, *wide) if n < 2 * p.n or n == 16)
+
+
+def _with_splits(
+    p: Problem, turned: bool, shape: tuple[int, int, int, bool, int, bool, int], chip: Chip
+) -> Iterator[Config]:
+    tile_m, tile_n, warpgroups, ping_pong, cluster, multicast_a, accumulators = shape
+    if turned and p.store is Store.PAIRS:
+        p = replace(p, store=Store.SINGLE)
+    try:
+        first = Config(
+            tile_m,
+            tile_n,
+            stages=2,
+            warpgroups=warpgroups,
+            ping_pong=ping_pong,
+            accumulators=accumulators,
+            cluster=cluster,
+            multicast_a=multicast_a,
+            a_scales=p.a_scales,
+            b_scales=p.b_scales,
+            schedule=p.schedule,
+            out_float=p.out_float,
+            accumulate=p.accumulate,
+            promote=p.promote,
+            transposed=turned,
+            store=p.store,
+            staged_pieces=1 if p.store is Store.TMA else 0,
+            band=_band(tile_m * (1 if multicast_a else cluster), tile_n * (cluster if multicast_a else 1), chip),
+            max_groups=0 if p.schedule is Schedule.DENSE else max(32, 1 << (p.groups - 1).bit_length()),
+            a_e5m2=p.a_e5m2,
+            b_e5m2=p.b_e5m2,
+        )
+    except ValueError:
+        return
+    steps, tiles = -(-p.k // STEP), _tiles(p, first)
+    for filled in _filled(first):
+        yield filled
+        if p.schedule is Schedule.DENSE and tiles < chip.multiprocessors and not ping_pong:
+            for split_k in (2, 3, 4, 6, 8, 12, 16):
+                if tiles * split_k <= chip.multiprocessors and steps >= 2 * split_k:
+                    yield replace(filled, split_k=split_k)
+
+
+def _filled(config: Config) -> Iterator[Config]:
+    """With as many stages as there is room for, and with those that leave room to stage all of the result at once."""
+    stage = config.teams * config.stage_bytes
+    piece = config.warpgroups * config.piece_bytes
+    room = SHARED_BYTES - config.other_bytes
+    seen = set()
+    for pieces in (config.staged_pieces, config.pieces) if config.store is Store.TMA else (0,):
+        stages = min((room - (pieces - config.staged_pieces) * piece) // stage, MOST_STAGES)
+        if stages >= 2 and stages not in seen:
+            seen.add(stages)
+            left = (room - stages * stage) // piece if pieces else 0
+            yield replace(
+                config, stages=stages, staged_pieces=min(config.staged_pieces + left, config.pieces) if pieces else 0
+            )
+
+
+def _band(unit_m: int, unit_n: int, chip: Chip) -> int:
+    """band² = W · unit_n / unit_m, a power of two."""
+    band = 1
+    while (2 * band) ** 2 * unit_m <= 2 * chip.multiprocessors * unit_n:
+        band *= 2
+    return band
+
+
+def _tiles(p: Problem, c: Config) -> int:
+    """Units of a cluster's blocks, times those: what the grid has to make."""
+    along_n = -(-p.n // c.unit_n)
+    if p.schedule is Schedule.GROUPED:
+        along_m = max(p.groups, 1) * -(-_rows(p) // c.unit_m)
+    elif p.schedule is Schedule.DENSE:
+        along_m = -(-p.m // c.unit_m)
+    else:
+        along_m = p.groups * -(-p.m // c.unit_m)
+    return along_m * along_n * c.cluster
+
+
+def _rows(p: Problem) -> int:
+    """Of an ordinary group."""
+    return max(-(-p.m // max(p.groups, 1)), 1)
+
+
+def cycles(p: Problem, c: Config, chip: Chip) -> float:
+    """An estimate of a product's time."""
+    if c.transposed:
+        p = transposed(p)
+    if p.schedule is Schedule.MASKED:  # how many rows are in use is not known here; often few
+        p = replace(p, m=min(p.m, MASKED_ROWS))
+    tiles = _tiles(p, c) * c.split_k
+    workers = chip.multiprocessors // c.cluster * c.cluster
+    rounds = -(-tiles // (workers * c.teams))
+    busy = min(tiles, workers)
+    k = p.k / max(p.groups, 1) if p.schedule is Schedule.ALONG_K else p.k
+    steps = -(-max(k, 1) // STEP) / c.split_k
+
+    waves = c.tile_m // 64  # of the team
+    multiply = waves * max(2 * c.tile_n, 64 + c.tile_n)
+    operations = {Scales.PER_ROW: 2, Scales.PER_BLOCK: 1, Scales.PER_TENSOR: 1}[c.b_scales]
+    add = (c.waves * c.tile_n // 2 * operations + 45) if c.promote else 20
+    own = multiply * c.waves // waves  # by one warpgroup
+    alone = own + (add + WAIT * c.waves) / c.accumulators
+    load = (
+        c.tile_m / (2 if c.multicast_a else 1) + c.tile_n / (2 if c.cluster == 2 and not c.multicast_a else 1)
+    ) * STEP
+    slow = L2_BYTES * min(chip.multiprocessors / busy, 2)
+    step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1))
+    if c.ping_pong:  # two tiles at once
+        step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
+    stored = c.tile_m * c.tile_n * (4 if c.out_float or c.split_k > 1 else 2) / STORE_BYTES
+    if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
+        stored *= 2
+    times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
+    epilogue = 300 + STAGING * times + stored * (2 if c.split_k > 1 else 1)
+    hidden = 0.2 if c.ping_pong and rounds > 1 else 1
+    tile = steps * step + epilogue * hidden
+
+    weights = p.groups if p.schedule is not Schedule.DENSE else 1
+    memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
+    under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
+    memory *= max(1.0, IN_FLIGHT / under_way)
+    made = rounds * tile
+    return LAUNCH + max(made, memory) + 0.1 * min(made, memory)  # of two that take as long, the one that does less
+
+
+LARGE = (
+    (4096, 2112, 7168), (4096, 576, 7168), (4096, 24576, 1536), (4096, 32768, 512),
+    (4096, 7168, 16384), (4096, 4096, 7168), (4096, 7168, 2048), (8192, 8192, 8192),
+)  # fmt: skip
+SMALL = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))
+EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+FLOAT: dict[str, Any] = {"out_float": True, "store": Store.PAIRS}
+WGRAD: dict[str, Any] = {"b_scales": Scales.PER_ROW}
+ONE_SCALE: dict[str, Any] = {"a_scales": Scales.PER_TENSOR, "b_scales": Scales.PER_TENSOR}
+
+
+def plans_for_v3() -> dict[str, Config]:
+    """The kernels that DeepSeek-V3's shapes take on an H200, by what they are for."""
+    problems = {f"dense {m}×{n}×{k}": Problem(m, n, k) for m, n, k in LARGE}
+    problems |= {
+        f"dense {m}×{n}×{k}": Problem(m, n, k, transposable=True)
+        for m in (1, 8, 16, 32, 64, 128, 256)
+        for n, k in SMALL
+    }
+    for m, n, k in LARGE:
+        shape = f"{m}×{n}×{k}"
+        problems[f"wgrad, adding, {shape}"] = Problem(m, n, k, accumulate=True, **WGRAD, **FLOAT)
+        problems[f"wgrad, float32, {shape}"] = Problem(m, n, k, **WGRAD, **FLOAT)
+        problems[f"wgrad, bfloat16, {shape}"] = Problem(m, n, k, **WGRAD)
+        problems[f"dense, float32, {shape}"] = Problem(m, n, k, **FLOAT)
+        problems[f"one scale, {shape}"] = Problem(m, n, k, **ONE_SCALE)
+    for n, k in EXPERTS:
+        for groups, rows in ((4, 8192), (8, 4096), (256, 16)):
+            name = f"grouped, {groups} of {rows}×{n}×{k}"
+            problems[name] = Problem(groups * rows, n, k, groups, Schedule.GROUPED)
+        for groups, rows in ((32, 4096), (6, 1024), (32, 128)):
+            problems[f"masked, {groups} of {rows}×{n}×{k}"] = Problem(rows, n, k, groups, Schedule.MASKED)
+    for groups, tokens in ((4, 8192), (8, 4096), (16, 2048)):
+        for m, n in ((4096, 7168), (7168, 2048)):
+            for accumulate in (False, True):
+                name = f"grouped wgrad{', adding' if accumulate else ''}, {groups} of {m}×{n}×{tokens}"
+                all_tokens = groups * tokens
+                problems[name] = Problem(
+                    m, n, all_tokens, groups, Schedule.ALONG_K, accumulate=accumulate, **WGRAD, **FLOAT
+                )
+    problems |= {
+        "dense, any strides": Problem(4096, 2111, 7168, store=Store.SINGLE),
+        "dense, no promotion": Problem(4096, 4096, 7168, promote=False, **ONE_SCALE),
+        "dense, E5M2 times E4M3": Problem(4096, 4096, 7168, a_e5m2=True),
+    }
+    return {name: _choose(rounded(problem), Chip(H200)) for name, problem in problems.items()}

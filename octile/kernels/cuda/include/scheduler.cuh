@@ -1,0 +1,149 @@
+// Which tile a team of warps makes next. The grid is persistent: each team takes every so-and-so-many-th tile.
+//
+//   dense     tiles of one result, its sum over K perhaps cut into `split_k` parts
+//   grouped   rows sorted by group, sizes[g] is where group g ends; a tile begins where its group begins, wherever that
+//             is, and the rows past the last group are one more group, whose sum is empty: zeros
+//   masked    [groups, m, …], of which the first sizes[g] rows are wanted
+//   along_k   one result a group, the sum over K cut at sizes[g], wherever that is
+//
+// NOTES
+// - The blocks of a cluster share the rows of one operand, so a cluster takes a unit: two tiles beside or below each
+//   other. A unit may reach over the end; nothing is stored there, and the copy engine fills it with zeros.
+// - Tiles that run at the same time should share operands in the L2 cache. Units are taken in bands of config::band
+//   units along m, column by column: W teams then touch `band` row panels and W / band column panels, and their sum of
+//   bytes is least where the two are equal, band² = W · unit_n / unit_m.
+// - Sizes lie on the device and cannot be refused, but they must not lead outside of the tensors: they are clamped.
+#pragma once
+#include "ptx.cuh"
+
+enum Schedule { dense, grouped, masked, along_k };
+
+struct Sizes {
+    int m, n, k, groups;
+    const int* groups_end;  // offsets or counts
+};
+
+struct Tile {
+    int group;           // `groups` itself: rows past the last group
+    int m, n, m_end;     // first row and column; the row from which on they belong to others
+    int k_begin, k_end;  // what is summed
+    int index, split;    // which tile, and which part of its sum
+};
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+constexpr bool multicast_b = config::cluster > 1 && !config::multicast_a;
+constexpr bool multicast_a = config::cluster > 1 && config::multicast_a;
+constexpr int unit_m = config::tile_m * (multicast_b ? config::cluster : 1);
+constexpr int unit_n = config::tile_n * (multicast_a ? config::cluster : 1);
+constexpr bool rows_grouped = config::schedule == grouped || config::schedule == masked;
+
+// What is the same in all lanes of a warp, so that the compiler knows it, too: it then keeps addresses of tiles in the
+// registers that a warp shares, where wgmma wants them.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// Where groups begin, in shared memory.
+struct Groups {
+    int row[config::max_groups + 1];   // grouped, along_k: the first of group g; masked: of group g−1, how many
+    int unit[config::max_groups + 2];  // grouped, masked: units along m before group g
+};
+
+__device__ __forceinline__ int count_groups(const Sizes& sizes) {
+    return sizes.groups + (config::schedule == grouped);  // and the rows past them
+}
+
+__device__ __forceinline__ int rows_of(const Groups& groups, const Sizes& sizes, int g) {
+    if constexpr (config::schedule == masked) return groups.row[g + 1];
+    return (g < sizes.groups ? groups.row[g + 1] : sizes.m) - groups.row[g];
+}
+
+// One warp lists the groups.
+__device__ __forceinline__ void list_groups(Groups& groups, const Sizes& sizes) {
+    const int limit = rows_grouped ? sizes.m : sizes.k;
+    for (int g = ptx::lane(); g <= sizes.groups; g += 32)
+        groups.row[g] = g == 0 ? 0 : max(0, min(sizes.groups_end[g - 1], limit));
+    __syncwarp();
+    if constexpr (!rows_grouped) return;
+
+    int before = 0;
+    for (int first = 0; first < count_groups(sizes); first += 32) {
+        const int g = first + ptx::lane();
+        int units = g < count_groups(sizes) ? ceil_div(max(rows_of(groups, sizes, g), 0), unit_m) : 0;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int left = __shfl_up_sync(~0u, units, distance);
+            if (ptx::lane() >= distance) units += left;
+        }
+        if (g < count_groups(sizes)) groups.unit[g + 1] = before + units;
+        before += __shfl_sync(~0u, units, 31);
+    }
+    if (ptx::lane() == 0) groups.unit[0] = 0;
+}
+
+class Scheduler {
+public:
+    __device__ __forceinline__ Scheduler(const Sizes& sizes, const Groups& groups, int team, int teams)
+        : sizes(sizes), groups(groups) {
+        const int clusters = gridDim.x / config::cluster;
+        next = team * clusters + blockIdx.x / config::cluster;
+        step = teams * clusters;
+        rank = config::cluster > 1 ? ptx::cluster_rank() : 0;
+    }
+
+    // The next tile of this team, for a whole warp; false when there is none.
+    __device__ __forceinline__ bool take(Tile& tile) {
+        const int n_units = ceil_div(sizes.n, unit_n);
+        int m_units = ceil_div(sizes.m, unit_m), m_begin = 0, unit = next;
+        next += step;
+        tile.group = tile.split = 0;
+        tile.m_end = sizes.m;
+        tile.k_begin = 0;
+        tile.k_end = sizes.k;
+
+        if constexpr (rows_grouped) {
+            while (group < count_groups(sizes) && unit >= uniform(groups.unit[group + 1]) * n_units) ++group;
+            if (group == count_groups(sizes)) return false;
+            const int before = uniform(groups.unit[group]);
+            m_units = uniform(groups.unit[group + 1]) - before;
+            unit -= before * n_units;
+            tile.group = group;
+            m_begin = config::schedule == grouped ? uniform(groups.row[group]) : 0;
+            tile.m_end = m_begin + uniform(rows_of(groups, sizes, group));
+            if (group == sizes.groups) tile.k_end = 0;
+        } else if constexpr (config::schedule == along_k) {
+            tile.group = unit / (m_units * n_units);
+            unit %= m_units * n_units;
+            if (tile.group >= sizes.groups) return false;
+            tile.k_begin = uniform(groups.row[tile.group]);
+            tile.k_end = uniform(groups.row[tile.group + 1]);
+        } else {
+            if (unit >= m_units * n_units * config::split_k) return false;
+            if constexpr (config::split_k > 1) {
+                const int part = ceil_div(ceil_div(sizes.k, 128), config::split_k) * 128;
+                tile.split = unit % config::split_k;
+                unit /= config::split_k;
+                tile.k_begin = min(tile.split * part, sizes.k);
+                tile.k_end = min(tile.k_begin + part, sizes.k);
+            }
+        }
+
+        const int band = unit / (config::band * n_units), in_band = unit % (config::band * n_units);
+        const int height = min(config::band, m_units - band * config::band);
+        const int m_unit = band * config::band + in_band % height, n_unit = in_band / height;
+        tile.m = m_begin + m_unit * unit_m + (multicast_b ? rank * config::tile_m : 0);
+        tile.n = n_unit * unit_n + (multicast_a ? rank * config::tile_n : 0);
+        tile.index = unit * config::cluster + rank;
+        return true;
+    }
+
+private:
+    const Sizes& sizes;
+    const Groups& groups;
+    int next, step, rank, group = 0;
+};
+
+// The steps of 128 along K that a tile sums over. They lie where the blocks of the scales lie: the first and the last
+// may reach over what is summed.
+__device__ __forceinline__ int first_step(const Tile& tile) { return tile.k_begin / 128; }
+__device__ __forceinline__ int count_steps(const Tile& tile) {
+    return tile.k_begin < tile.k_end ? ceil_div(tile.k_end, 128) - first_step(tile) : 0;
+}

@@ -1,0 +1,102 @@
+"""Products made by the kernel in the emulator, and what they should be: bit for bit what Hopper's tensor core gives."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.config import Config, Scales, Schedule
+from octile.kernels.cuda.plan import Product, plan
+from octile.kernels.cuda.problem import Chip
+from octile.kernels.storage import new_scale, padded
+from octile.lab.tensor_core import product
+from octile.ops.quantize import quantize
+from tests.kernels.cuda import emulator
+
+Operand = tuple[Tensor, Tensor, Scales]
+SIGNED_NAN = 0xFF  # in either format
+
+
+def operand(shape: tuple[int, ...], scales: Scales, seed: int = 0, fmt: str = "e4m3") -> Operand:
+    """Random numbers, quantised, as the casts store them: rows at multiples of 16 bytes, scales of rows contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(*shape[:-1], 1, generator=generator))
+    block = block_of(scales, x)
+    data, scale = quantize(x, *block, fmt, False)
+    return aligned(data), new_scale(x, *block).copy_(scale), scales
+
+
+def aligned(data: Tensor) -> Tensor:
+    room = torch.full((*data.shape[:-1], padded(data.shape[-1])), SIGNED_NAN, dtype=torch.uint8)  # nobody may read it
+    return room.view(data.dtype)[..., : data.shape[-1]].copy_(data)
+
+
+def block_of(scales: Scales, x: Tensor) -> tuple[int, int]:
+    whole = (x.shape[-2], x.shape[-1])
+    return {Scales.PER_ROW: (1, 128), Scales.PER_BLOCK: (128, 128), Scales.PER_TENSOR: whole}[scales]
+
+
+def poisoned(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
+    """NaN, with rows that have room behind them."""
+    return torch.full((*shape[:-1], shape[-1] + room), math.nan, dtype=dtype)[..., : shape[-1]]
+
+
+def emulate(
+    config: Config,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    sizes: Tensor | None = None,
+    seed: int = 0,
+    multiprocessors: int = 4,
+) -> Tensor:
+    """Makes a product on a GPU of few multiprocessors, into out."""
+    p = Product(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote)
+    made = plan(p, Chip(multiprocessors), config)
+    parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
+    addresses = parts.data_ptr(), arrivals.data_ptr()
+    emulator.run(
+        "product",
+        config.constants(),
+        grid=made.grid,
+        cluster=config.cluster,
+        threads=config.threads,
+        shared_bytes=config.shared_bytes,
+        arguments=made.arguments(p.pointers(), *addresses, lambda tensor, pointer: tensor._replace(pointer=pointer)),
+        headers=config.headers(),
+        memory=[*a[:2], *b[:2], out, parts, arrivals, *([] if sizes is None else [sizes])],
+        seed=seed,
+        arithmetic="hopper",
+    )
+    assert not arrivals.any(), "counts of parts must be zero again for the next launch"
+    return out
+
+
+def exact(a: Operand, b: Operand, promote: bool = True) -> Tensor:
+    """a[M, K] · b[N, K]ᵀ in float32, bit for bit."""
+    (a_data, a_scale, a_kind), (b_data, b_scale, b_kind) = a, b
+    blocks = block_of(a_kind, a_data), block_of(b_kind, b_data)
+    return product(a_data, a_scale, blocks[0], b_data, b_scale, blocks[1], promote_every=128 if promote else None)
+
+
+def group(x: Operand, g: int) -> Operand:
+    return x[0][g], x[1][g], x[2]
+
+
+def rows(x: Operand, which: slice) -> Operand:
+    return x[0][which], x[1][which], x[2]
+
+
+def between(x: Operand, k: slice) -> Operand:
+    """With zeros outside of k."""
+    data = torch.zeros_like(x[0].view(torch.uint8))
+    data[:, k] = x[0].view(torch.uint8)[:, k]
+    return data.view(x[0].dtype), x[1], x[2]
+
+
+def config(tile_m: int, tile_n: int, stages: int = 3, **others) -> Config:
+    """A kernel that stores through shared memory unless others say otherwise."""
+    others.setdefault("staged_pieces", 0 if "store" in others else 1)
+    if others.get("schedule", Schedule.DENSE) is not Schedule.DENSE:
+        others.setdefault("max_groups", 32)
+    return Config(tile_m, tile_n, stages, **others)

@@ -1,0 +1,40 @@
+"""Every CUDA kernel that DeepSeek-V3's shapes need compiles for Hopper, and keeps everything in registers."""
+
+import pytest
+
+from octile.kernels.cuda.catalogue import Compiled, compile_all
+from octile.kernels.cuda.choose import plans_for_v3
+from octile.kernels.cuda.config import SHARED_BYTES
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[Compiled]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "kernels"))
+        patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
+        return compile_all("sm_90a")
+
+
+def test_there_is_a_kernel_for_each_plan(compiled):
+    assert len(compiled) == len(set(plans_for_v3().values())) > 0
+
+
+def test_nothing_spills(compiled):
+    assert [kernel for kernel in compiled if kernel.spill_bytes] == []
+
+
+def test_nothing_lies_in_local_memory(compiled):
+    assert [kernel for kernel in compiled if kernel.stack_bytes] == []
+
+
+def test_the_compiler_warns_of_nothing(compiled):
+    assert [kernel for kernel in compiled if kernel.warnings] == []
+
+
+def test_shared_memory_suffices(compiled):
+    assert [kernel for kernel in compiled if kernel.shared_bytes > SHARED_BYTES] == []
+
+
+def test_another_architecture_is_refused():
+    with pytest.raises(ValueError, match="architecture must be sm_90a, not 'sm_80'"):
+        compile_all("sm_80")

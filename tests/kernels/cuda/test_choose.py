@@ -1,0 +1,81 @@
+"""The choice of a kernel follows from shape and chip alone, and there is always one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.kernels.cuda import tuned
+from octile.kernels.cuda.choose import candidates, choose, cycles, plans_for_v3
+from octile.kernels.cuda.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.problem import Chip, Problem, rounded
+
+H200 = Chip(132)
+
+
+@pytest.fixture(autouse=True)
+def nothing_tuned(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+
+
+@given(
+    sides=st.tuples(*[st.integers(1, 20000)] * 3),
+    groups=st.integers(1, 1024),
+    schedule=st.sampled_from(Schedule),
+    of_b=st.sampled_from([Scales.PER_BLOCK, Scales.PER_ROW]),
+    store=st.sampled_from(Store),
+    multiprocessors=st.integers(1, 132),
+)
+def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, multiprocessors):
+    dense = schedule is Schedule.DENSE
+    problem = Problem(*sides, 1 if dense else groups, schedule, b_scales=of_b, store=store, transposable=dense)
+    config = choose(problem, Chip(multiprocessors))
+    assert (config.schedule, config.store is Store.TMA) == (schedule, store is Store.TMA)
+    assert {config.a_scales, config.b_scales} == {Scales.PER_ROW, of_b}
+    assert config.max_groups >= (0 if dense else groups)
+
+
+def test_large_products_take_large_tiles():
+    config = choose(Problem(8192, 8192, 8192), H200)
+    assert config.tile_m * config.tile_n >= 128 * 160
+    assert config.split_k == 1
+
+
+def test_a_weight_for_few_rows_is_read_by_all_multiprocessors():
+    problem = Problem(16, 2112, 7168, transposable=True)
+    config = choose(problem, H200)
+    assert config.transposed
+    assert -(-2112 // config.tile_m) * config.split_k > 132 // 3
+
+
+def test_neighbouring_sizes_share_a_kernel():
+    assert choose(Problem(4001, 4096, 7168), H200) == choose(Problem(4090, 4096, 7168), H200)
+    assert len({rounded(Problem(m, 7168, 2048)).m for m in range(1, 257)}) == 17
+    assert len({rounded(Problem(m, 7168, 2048)).m for m in range(2049, 4097)}) == 8
+
+
+def test_rounding_never_makes_a_product_smaller():
+    assert all(rounded(Problem(m, 1, 1)).m >= m for m in range(1, 3000))
+
+
+def test_the_chosen_one_is_the_best_candidate():
+    problem = rounded(Problem(4096, 7168, 2048))
+    best = min(cycles(problem, config, H200) for config in candidates(problem, H200))
+    assert cycles(problem, choose(problem, H200), H200) == best
+
+
+def test_a_measured_kernel_comes_first():
+    problem = Problem(4096, 7168, 2048)
+    measured = Config(128, 64, 3, staged_pieces=1)
+    tuned.store(rounded(problem), H200, measured, 12.5)
+    assert choose(problem, H200) == measured
+    assert choose(problem, Chip(100)) != measured
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": {"config": {"tile_m": 3}}}', "{"])
+def test_a_file_of_measured_kernels_that_makes_no_sense_is_left_aside(text: str):
+    tuned.path().write_text(text)
+    assert choose(Problem(4096, 7168, 2048), H200).stages > 1
+
+
+def test_deepseek_v3_has_plans():
+    assert len(plans_for_v3()) > 100
