@@ -5,9 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from octile.ops.grouped import grouped_matmul_nt, grouped_wgrad, masked_grouped_matmul_nt
+from octile.ops.grouped import (
+    grouped_matmul_nt,
+    grouped_matmul_nt_out,
+    grouped_wgrad,
+    grouped_wgrad_out,
+    masked_grouped_matmul_nt,
+    masked_grouped_matmul_nt_out,
+)
 from octile.ops.matmul import matmul_nt, matmul_nt_out
-from octile.ops.quantize import dequantize, quantize
+from octile.ops.norm import rms_norm_quantize
+from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 
@@ -24,6 +34,19 @@ def _offs() -> torch.Tensor:
 CASES = {
     "quantize": lambda: (quantize, (torch.randn(2, 5, 130, device="cuda"), *TILE, "int8", True)),
     "dequantize": lambda: (dequantize, (*_operand((5, 130), TILE)[:2], *TILE, torch.bfloat16)),
+    "quantize_with_scale": lambda: (
+        quantize_with_scale,
+        (torch.randn(5, 130, device="cuda"), torch.ones(1, device="cuda"), "e4m3"),
+    ),
+    "rows and columns": lambda: (quantize_rows_and_columns, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
+    "blocks": lambda: (quantize_and_transpose, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
+    "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
+    "swiglu": lambda: (swiglu_quantize, (*torch.randn(2, 5, 130, device="cuda"), "int8", False)),
+    "swiglu backward": lambda: (swiglu_backward_quantize, (*torch.randn(3, 5, 128, device="cuda"), "int8", False)),
+    "rms_norm": lambda: (
+        rms_norm_quantize,
+        (torch.randn(5, 130, device="cuda"), torch.ones(130, device="cuda"), 1e-6, "int8", False),
+    ),
     "matmul_nt": lambda: (matmul_nt, (*_operand((5, 130), TILE), *_operand((7, 130), BLOCK), torch.bfloat16)),
     "matmul_nt_out": lambda: (
         matmul_nt_out,
@@ -41,10 +64,33 @@ CASES = {
         grouped_wgrad,
         (*_operand((90, 7), COLUMN_TILE), *_operand((90, 9), COLUMN_TILE), _offs(), torch.float32),
     ),
+    "grouped_out": lambda: (
+        grouped_matmul_nt_out,
+        (torch.zeros(90, 7, device="cuda"), *_operand((90, 130), TILE), *_operand((3, 7, 130), BLOCK), _offs()),
+    ),
+    "masked_out": lambda: (
+        masked_grouped_matmul_nt_out,
+        (
+            torch.zeros(3, 90, 7, device="cuda"),
+            *_operand((3, 90, 130), TILE),
+            *_operand((3, 7, 130), BLOCK),
+            _offs() * 0 + 90,
+        ),
+    ),
+    "wgrad_out": lambda: (
+        grouped_wgrad_out,
+        (
+            torch.zeros(3, 7, 9, device="cuda"),
+            *_operand((90, 7), COLUMN_TILE),
+            *_operand((90, 9), COLUMN_TILE),
+            _offs(),
+            True,
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case: str):
     operator, arguments = CASES[case]()
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator.overload, arguments)

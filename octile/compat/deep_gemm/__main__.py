@@ -1,0 +1,30 @@
+"""`python -m octile.compat.deep_gemm FILE` runs a script of DeepGEMM's, a test of it say, on octile's functions.
+
+    python -m octile.compat.deep_gemm ~/DeepGEMM/tests/test_fp8_fp4.py
+
+Its tests time kernels by their names in DeepGEMM's sources; that is switched off, so what they print as times is not
+one. What they assert stays as it is.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from octile.compat.deep_gemm.stand_in import install
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        raise SystemExit("usage: python -m octile.compat.deep_gemm FILE [its arguments]")
+    script = Path(sys.argv[1]).resolve()
+    checkout = next((folder for folder in script.parents if (folder / "deep_gemm" / "utils").is_dir()), None)
+    os.environ.setdefault("DG_USE_NVIDIA_TOOLS", "1")
+    install(checkout)
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

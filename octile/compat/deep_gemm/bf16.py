@@ -1,0 +1,197 @@
+"""The same products in BF16, through the vendor's library: `torch.mm`, `torch.bmm`, `F.grouped_mm`.
+
+Shapes as in `dense`, `grouped` and `k_grouped`. Sums are FP32, and so is what c is added to, everywhere.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate as running_sum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.compat.deep_gemm.grouped import check_layout, offsets, padding
+from octile.compat.deep_gemm.operands import begin, check_d
+from octile.nn.plain import nt
+from octile.ops.grouped import check_sizes
+from octile.ops.matmul import without_autocast
+
+
+def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
+    """d = a · bᵀ, or c + a · bᵀ: a[M, K], b[N, K] bfloat16, d[M, N] bfloat16 or float32.
+
+    Raises:
+        TypeError, ValueError: an operand, c or d does not fit.
+    """
+    _check(a, b, torch.bfloat16, dims=(2, 2))
+    _product(a, b, d, begin(d, c, (a.shape[0], b.shape[0]), a.device))
+
+
+def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
+    """`bf16_gemm_nt` with b given as [K, N]."""
+    bf16_gemm_nt(a, b.mT, d, c)
+
+
+def bf16_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
+    """`bf16_gemm_nt` with a given as [K, M] and b as [K, N]."""
+    bf16_gemm_nt(a.mT, b.mT, d, c)
+
+
+def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
+    """`bf16_gemm_nt` with a given as [K, M]."""
+    bf16_gemm_nt(a.mT, b, d, c)
+
+
+def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """d = a · bᵀ by the vendor's library, for comparison: a[M, K], b[N, K] both bfloat16 or E4M3 without scales.
+
+    E4M3 on a GPU: K and N multiples of 16, as the library wants them.
+
+    Raises:
+        TypeError, ValueError: an operand, c or d does not fit.
+    """
+    _check(a, b, torch.float8_e4m3fn if a.dtype == torch.float8_e4m3fn else torch.bfloat16, dims=(2, 2))
+    accumulate = begin(d, c, (a.shape[0], b.shape[0]), a.device)
+    if a.dtype == torch.bfloat16 or not a.is_cuda:
+        return _product(a, b, d, accumulate)
+    y = _per_tensor(a, b, torch.float32 if accumulate else d.dtype)
+    d.copy_(d.float() + y if accumulate else y)
+
+
+def _per_tensor(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    one, scaling = torch.ones((), device=a.device), F.ScalingType.TensorWise
+    return F.scaled_mm(a.contiguous(), b.contiguous().mT, one, scaling, one, scaling, output_dtype=out_dtype)
+
+
+def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` with b given as [K, N]."""
+    cublaslt_gemm_nt(a, b.mT, d, c)
+
+
+def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` with a given as [K, M] and b as [K, N]."""
+    cublaslt_gemm_nt(a.mT, b.mT, d, c)
+
+
+def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` with a given as [K, M]."""
+    cublaslt_gemm_nt(a.mT, b, d, c)
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """d[rows of g] = a[rows of g] · b[g]ᵀ: a[M, K], b[G, N, K] bfloat16, d[M, N] bfloat16 or float32.
+
+    grouped_layout, use_psum_layout and ensure_zero_padding as in `m_grouped_fp8_gemm_nt_contiguous`.  The library has
+    no product into a given tensor, so the result is copied, in BF16.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    _check(a, b, torch.bfloat16, dims=(2, 3))
+    (m, _), (groups, n, _) = a.shape, b.shape
+    check_d(d, (m, n), a.device)
+    check_layout(grouped_layout, m, groups, a.device, use_psum_layout)
+    if m == 0 or groups == 0:
+        return
+    d.copy_(nt(a, b, offsets(grouped_layout, m, groups, use_psum_layout)))
+    if use_psum_layout and ensure_zero_padding:
+        d.masked_fill_(padding(grouped_layout, m)[:, None], 0)
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+) -> None:
+    """`m_grouped_bf16_gemm_nt_contiguous` with b given as [G, K, N]."""
+    m_grouped_bf16_gemm_nt_contiguous(
+        a, b.mT, d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
+    )  # fmt: skip
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, compiled_dims: str = "nk"
+) -> None:
+    """d[g] = a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K], d[G, M, N] bfloat16.
+
+    The library has no masked product: all M rows are computed. Those past masked_m[g] hold anything.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    _check(a, b, torch.bfloat16, dims=(3, 3))
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"a and b must have the same number of groups, not {a.shape[0]} and {b.shape[0]}")
+    check_d(d, (*a.shape[:2], b.shape[1]), a.device)
+    if d.dtype != torch.bfloat16:
+        raise TypeError(f"d must be bfloat16, not {d.dtype}")
+    check_sizes("masked_m", masked_m, a.shape[0], a.device)
+    with without_autocast(a.device):
+        torch.bmm(a, b.mT, out=d)
+
+
+def k_grouped_bf16_gemm_tn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    ks_cpu: Sequence[int],
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
+) -> None:
+    """d[g] = aᵀ · b over the tokens of group g, added to c[g]: a[K, m], b[K, n] bfloat16, d[G, m, n].
+
+    One product a group, since the library's grouped one rounds to BF16 before anything is added: ks_cpu says where the
+    groups lie, any sizes, and grouped_layout is not read.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; a psum layout, which has no sizes on the host.
+    """
+    if use_psum_layout or ks_cpu is None or len(ks_cpu) != len(d):
+        raise ValueError(f"ks_cpu must have {len(d)} sizes, one for each group, and no psum layout, not {ks_cpu}")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != sum(ks_cpu) or b.shape[0] != sum(ks_cpu):
+        raise ValueError(f"a and b must have {sum(ks_cpu)} tokens, not {tuple(a.shape)} and {tuple(b.shape)}")
+    _check(a.mT, b.mT, torch.bfloat16, dims=(2, 2))
+    add = begin(d, c, (len(ks_cpu), a.shape[1], b.shape[1]), a.device)
+    for g, (k, end) in enumerate(zip(ks_cpu, running_sum(ks_cpu), strict=True)):
+        _product(a[end - k : end].mT, b[end - k : end].mT, d[g], add)
+
+
+def _product(a: Tensor, b: Tensor, d: Tensor, accumulate: bool) -> None:
+    """a · bᵀ into d, or added to it, in FP32."""
+    with without_autocast(a.device):
+        if not a.is_cuda:
+            y = a.float() @ b.float().mT
+            d.copy_(d.float() + y if accumulate else y)
+        elif d.dtype == torch.bfloat16:
+            torch.addmm(d, a, b.mT, out=d, beta=int(accumulate))
+        elif accumulate:
+            d.add_(torch.mm(a, b.mT, out_dtype=torch.float32))
+        else:
+            d.copy_(torch.mm(a, b.mT, out_dtype=torch.float32))
+
+
+def _check(a: Tensor, b: Tensor, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    for name, t, ndim in (("a", a, dims[0]), ("b", b, dims[1])):
+        if t.dtype != dtype:
+            raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, not {t.dtype}")
+        if t.dim() != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, not the shape {tuple(t.shape)}")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"a and b must agree in K: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
+    if a.device != b.device:
+        raise ValueError(f"a lies on {a.device} but b on {b.device}")

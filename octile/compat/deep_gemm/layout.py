@@ -1,0 +1,131 @@
+"""Where scales lie: the layouts of `octile.ops.scale_layouts` under DeepGEMM's names."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octile.compat.deep_gemm.dense import multiplies_mx
+from octile.compat.deep_gemm.grouped import padding
+from octile.compat.deep_gemm.operands import Block, Recipe
+from octile.ops.scale_layouts import (
+    PER_INT,
+    SMALLEST,
+    mn_major,
+    most_packed_rows,
+    pack_grouped_ue8m0,
+    pack_ue8m0,
+    tma_aligned,
+)
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """x elements rounded up to a multiple of 16 bytes."""
+    return tma_aligned(x, element_size)
+
+
+def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
+    """Scales float32 [MN, k] or [G, MN, k] → the same with rows next to each other, columns at multiples of 16 bytes.
+
+    Raises:
+        TypeError, ValueError: sf is not float32, or of other dimensions.
+    """
+    _check(sf)
+    return mn_major(sf)
+
+
+def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor | None = None) -> Tensor:
+    """Scales float32 [MN, k] or [G, MN, k] → int32 [..., MN, ⌈k/4⌉], four UE8M0 codes in each, MN-major and aligned.
+
+    Scales are powers of two, or 0, which becomes code 0. With psum_layout, int32 [G] ends of groups, the rows between
+    groups may hold anything.
+
+    Raises:
+        TypeError, ValueError: sf is not float32, of other dimensions, or no powers of two.
+    """
+    _check(sf)
+    ignored = sf == 0
+    if psum_layout is not None:
+        row = torch.arange(sf.shape[-2], device=sf.device)
+        ignored = ignored | (padding(psum_layout, sf.shape[-2]) | (row >= psum_layout[-1]))[:, None]
+    return pack_ue8m0(sf.masked_fill(ignored, SMALLEST))
+
+
+def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: Tensor,
+    grouped_layout: Tensor,
+    ks_cpu: Sequence[int] | None,
+    gran_k: int,
+    k_alignment: int,
+    use_psum_layout: bool = False,
+) -> Tensor:
+    """Scales of the weight gradients' operands, float32 [Σ ⌈K_g/gran_k⌉, MN] → int32 [Σ ⌈⌈K_g/gran_k⌉/4⌉, MN].
+
+    Args:
+        grouped_layout: int32 [G]: the tokens of each group, or with use_psum_layout where it ends, the next group
+            beginning at the next multiple of k_alignment.
+        ks_cpu: the tokens of each group; None or [] with use_psum_layout: the result then has rows to spare.
+
+    Raises:
+        TypeError, ValueError: sf is not float32 [k, MN], or no powers of two; ks_cpu is missing.
+    """
+    _check(sf)
+    if not ks_cpu and not use_psum_layout:
+        raise ValueError("ks_cpu must be given unless use_psum_layout is")
+    sizes = grouped_layout
+    if use_psum_layout:
+        begins = (grouped_layout[:-1] + k_alignment - 1) // k_alignment * k_alignment
+        sizes = grouped_layout - torch.cat([grouped_layout.new_zeros(1), begins])
+    if ks_cpu:
+        rows = sum(-(-k // (gran_k * PER_INT)) for k in ks_cpu)
+    else:
+        rows = most_packed_rows(sf.shape[0], len(grouped_layout))
+    return pack_grouped_ue8m0(sf.masked_fill(sf == 0, SMALLEST), (sizes + gran_k - 1) // gran_k, rows)
+
+
+def transform_sf_into_required_layout(
+    sf: Tensor,
+    mn: int,
+    k: int,
+    recipe: Recipe | Block,
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: Tensor | None = None,
+) -> Tensor:
+    """The scales of an operand [mn, k] as a product reads them fastest; every product takes any layout.
+
+    On sm_100 that is packed UE8M0, one a row, unless disable_ue8m0_cast; elsewhere MN-major for one scale a row, and as
+    it is for one scale a block of rows.
+
+    Args:
+        sf: float32 [⌈mn/gran_mn⌉, ⌈k/gran_k⌉], with num_groups [G, …]; or packed already.
+        recipe: (gran_mn, gran_k), or (gran_m, gran_n, gran_k), of which is_sfa chooses.
+
+    Raises:
+        ValueError: sf does not have this shape, or is_sfa is missing.
+    """
+    if len(recipe) == 3:
+        if is_sfa is None:
+            raise ValueError("is_sfa must say which operand a recipe of three is for")
+        gran_mn, gran_k = recipe[0 if is_sfa else 1], recipe[2]
+    else:
+        gran_mn, gran_k = recipe
+    per_element = PER_INT if sf.dtype == torch.int32 else 1
+    shape = (*(() if num_groups is None else (num_groups,)), -(-mn // gran_mn), -(-k // (gran_k * per_element)))
+    if tuple(sf.shape) != shape:
+        raise ValueError(f"sf must be {shape}, not {tuple(sf.shape)}")
+    if sf.dtype == torch.int32:
+        return mn_major(sf)
+    if multiplies_mx(sf) and not disable_ue8m0_cast:
+        if gran_mn != 1:
+            sf = sf.repeat_interleave(gran_mn, dim=-2)[..., :mn, :]
+        return get_mn_major_tma_aligned_packed_ue8m0_tensor(sf, psum_layout)
+    return get_mn_major_tma_aligned_tensor(sf) if gran_mn == 1 else sf
+
+
+def _check(sf: Tensor) -> None:
+    if sf.dtype != torch.float32:
+        raise TypeError(f"sf must be float32, not {sf.dtype}")
+    if sf.dim() not in (2, 3):
+        raise ValueError(f"sf must have 2 or 3 dimensions, not the shape {tuple(sf.shape)}")

@@ -1,0 +1,114 @@
+"""What every product does first: pairs (data, scale) become operands in blocks, and everything is checked.
+
+A recipe (gran_m, gran_n, gran_k) says that a has one scale for gran_m × gran_k values and b for gran_n × gran_k;
+recipe_a and recipe_b say it as (rows, gran_k), one each.  The default is 1×128 and 128×128.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.ops.matmul import OUT_DTYPES, check_operand, check_pair
+from octile.ops.scale_layouts import unpack_ue8m0
+
+Pair = tuple[Tensor, Tensor]
+Recipe = tuple[int, int, int]
+Block = tuple[int, int]
+
+
+class Operand(NamedTuple):
+    """What octile's operators take: data, its FP32 scales, the extents of a block."""
+
+    data: Tensor
+    scale: Tensor
+    block: Block
+
+
+def operands(
+    a: Pair,
+    b: Pair,
+    recipe: Recipe | None,
+    recipe_a: Block | None,
+    recipe_b: Block | None,
+    dims: tuple[int, int] = (2, 2),
+) -> tuple[Operand, Operand]:
+    """a and b, checked as far as they can be without d.
+
+    Raises:
+        TypeError: no pair, data that is not E4M3, scales neither float32 nor int32 (packed UE8M0).
+        ValueError: shapes, scales, recipes or devices do not fit.
+    """
+    check_pairs(a, b)
+    block_a, block_b = blocks(b, recipe, recipe_a, recipe_b)
+    left, right = operand("a", a, block_a, dims[0]), operand("b", b, block_b, dims[1])
+    check_pair(left.data, right.data, torch.float32)
+    return left, right
+
+
+def check_pairs(a: Pair, b: Pair) -> None:
+    for name, pair in (("a", a), ("b", b)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
+
+
+def blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Block | None) -> tuple[Block, Block]:
+    """The blocks that a recipe, or recipe_a and recipe_b, give a and b."""
+    if (recipe_a is None) != (recipe_b is None):
+        raise ValueError("recipe_a and recipe_b must be given both or not at all")
+    if recipe is not None and recipe_a is not None:
+        raise ValueError("recipe must not be given beside recipe_a and recipe_b")
+    if recipe_a is not None and recipe_b is not None:
+        return recipe_a, recipe_b
+    gran_m, gran_n, gran_k = recipe or (1, 1 if b[1].dtype == torch.int32 else 128, 128)
+    return (gran_m, gran_k), (gran_n, gran_k)
+
+
+def operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
+    """One operand. Packed scales are unpacked."""
+    data, scale = pair
+    if data.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}; FP4 (two values in an int8) is not offered")
+    if scale.dtype == torch.int32:
+        if block[0] != 1:
+            raise ValueError(f"{name}'s packed scales must be one for each row, not for {block[0]}")
+        scale = unpack_ue8m0(scale, -(-data.shape[-1] // block[1]))
+    check_operand(name, data, scale, block, ndim)
+    return Operand(data, scale, block)
+
+
+def transposed(pair: Pair) -> Pair:
+    """The same numbers seen from the other side."""
+    return pair[0].mT, pair[1].mT
+
+
+def begin(d: Tensor, c: Tensor | None, shape: tuple[int, ...], device: torch.device, contiguous: bool = False) -> bool:
+    """Checks d and c, writes c into d, and says whether the product is to be added to it.
+
+    Raises:
+        TypeError: d is not bfloat16 or float32, or c not the same.
+        ValueError: a shape or a device is wrong, or c is d in other strides.
+    """
+    check_d(d, shape, device, contiguous)
+    if c is None:
+        return False
+    if c.dtype != d.dtype:
+        raise TypeError(f"c must be {d.dtype} as d is, not {c.dtype}")
+    if c.shape != d.shape or c.device != d.device:
+        raise ValueError(f"c must be {tuple(d.shape)} on {d.device} as d is, not {tuple(c.shape)} on {c.device}")
+    if c.data_ptr() != d.data_ptr():
+        d.copy_(c)
+    elif c.stride() != d.stride():
+        raise ValueError(f"c lies where d does, so it must have d's strides {d.stride()}, not {c.stride()}")
+    return True
+
+
+def check_d(d: Tensor, shape: tuple[int, ...], device: torch.device, contiguous: bool = False) -> None:
+    if d.dtype not in OUT_DTYPES:
+        raise TypeError(f"d must be bfloat16 or float32, not {d.dtype}")
+    if tuple(d.shape) != tuple(shape):
+        raise ValueError(f"d must be {tuple(shape)}, not {tuple(d.shape)}")
+    if d.device != device:
+        raise ValueError(f"d lies on {d.device}, but the operands on {device}")
+    if contiguous and not d.is_contiguous():
+        raise ValueError(f"d must be contiguous, not of strides {d.stride()}")

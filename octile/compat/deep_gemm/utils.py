@@ -1,0 +1,70 @@
+"""`deep_gemm.utils`: casts to E4M3, and the layout functions once more.
+
+The casts are `octile.quantize`: a scale is amax / 448 whatever the size of the values, where DeepGEMM's never falls
+below 1e-4 / 448; a block of zeros has scale 1.
+"""
+
+from torch import Tensor
+
+import octile.scaled as scaled
+from octile.compat.deep_gemm.layout import (
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_mn_major_tma_aligned_tensor,
+    get_tma_aligned_size,
+)
+from octile.compat.deep_gemm.operands import Pair
+from octile.compat.deep_gemm.settings import (
+    get_k_alignment_for_contiguous_layout,
+    get_m_alignment_for_contiguous_layout,
+    get_mk_alignment_for_contiguous_layout,
+    get_theoretical_mk_alignment_for_contiguous_layout,
+    set_mk_alignment_for_contiguous_layout,
+)
+
+__all__ = [
+    "align",
+    "ceil_div",
+    "get_k_alignment_for_contiguous_layout",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "get_mn_major_tma_aligned_tensor",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    "get_tma_aligned_size",
+    "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "set_mk_alignment_for_contiguous_layout",
+]
+
+
+def ceil_div(x: int, y: int) -> int:
+    """⌈x/y⌉."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """x rounded up to a multiple of y."""
+    return ceil_div(x, y) * y
+
+
+def per_token_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:
+    """x[M, K] → E4M3 and scales float32 [M, ⌈K/gran_k⌉], powers of two with use_ue8m0."""
+    return _cast(x, (1, gran_k), use_ue8m0)
+
+
+def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:
+    """x[K, N] → E4M3 and scales float32 [⌈K/gran_k⌉, N]."""
+    return _cast(x, (gran_k, 1), use_ue8m0)
+
+
+def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:
+    """x[N, K] → E4M3 and scales float32 [⌈N/gran_k⌉, ⌈K/gran_k⌉]."""
+    return _cast(x, (gran_k, gran_k), use_ue8m0)
+
+
+def _cast(x: Tensor, block: tuple[int, int], use_ue8m0: bool) -> Pair:
+    q = scaled.quantize(x, block, scale="power_of_2" if use_ue8m0 else "float32")
+    return q.data, q.scale

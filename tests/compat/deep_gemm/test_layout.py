@@ -1,0 +1,99 @@
+"""Scales under DeepGEMM's names: what `octile.ops.scale_layouts` does, zeros and padding besides."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import octile.compat.deep_gemm as deep_gemm
+from octile.compat.deep_gemm import layout
+from octile.ops.scale_layouts import pack_ue8m0, unpack_ue8m0
+from tests.compat.deep_gemm.conftest import random
+
+sizes = {"mn": st.integers(1, 130), "k": st.integers(1, 20), "groups": st.sampled_from([(), (1,), (3,)])}
+
+
+def powers_of_2(*shape: int) -> torch.Tensor:
+    return torch.exp2((10 * random(*shape)).round())
+
+
+@given(**sizes)
+def test_aligned_scales_are_the_same_in_columns_of_16_bytes(mn, k, groups):
+    sf = random(*groups, mn, k)
+    moved = deep_gemm.get_mn_major_tma_aligned_tensor(sf)
+    column = deep_gemm.get_tma_aligned_size(mn, 4)
+    assert torch.equal(moved, sf)
+    assert moved.stride() == (*(column * k for _ in groups), 1, column)
+
+
+@given(**sizes)
+def test_packed_scales_hold_the_scales(mn, k, groups):
+    sf = powers_of_2(*groups, mn, k)
+    assert torch.equal(unpack_ue8m0(deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf), k), sf)
+
+
+def test_a_scale_of_zero_is_packed_as_code_0():
+    sf = torch.tensor([[2.0, 0.0]])
+    assert deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf).tolist() == [[0x0080]]
+
+
+def test_what_lies_between_groups_is_not_looked_at():
+    deep_gemm.set_mk_alignment_for_contiguous_layout(8)
+    sf = powers_of_2(24, 5)
+    sf[3:8], sf[12:] = 3.0, float("nan")
+    ends = torch.tensor([3, 12], dtype=torch.int32)
+    packed = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf, ends)
+    within = torch.tensor([*range(3), *range(8, 12)])
+    assert torch.equal(packed[within], pack_ue8m0(sf[within]))
+    assert not packed[3:8].any()
+    assert not packed[12:].any()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_groups_that_end_where_the_device_says_are_packed_one_by_one(told):
+    ks, alignment, gran_k = [100, 0, 700], 160, 32
+    ends = torch.tensor([100, 160, 860], dtype=torch.int32)
+    counts = [-(-k // gran_k) for k in ks]
+    sf = powers_of_2(sum(counts), 6)
+    packed = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
+        sf, ends, ks if told else None, gran_k, alignment, use_psum_layout=True
+    )
+    alone = torch.cat([pack_ue8m0(group.mT).mT for group in sf.split(counts) if len(group)])
+    assert torch.equal(packed[: len(alone)], alone)
+
+
+# The layout that products read
+
+
+def test_tiles_are_aligned_and_squares_stay():
+    tiles, squares = random(37, 3), random(2, 3)
+    required = deep_gemm.transform_sf_into_required_layout(tiles, 37, 300, (1, 128, 128), is_sfa=True)
+    assert required.stride() == (1, 40)
+    assert deep_gemm.transform_sf_into_required_layout(squares, 150, 300, (1, 128, 128), is_sfa=False) is squares
+
+
+def test_a_recipe_of_two_is_the_operands_own():
+    sf = random(3, 37, 10)
+    required = deep_gemm.transform_sf_into_required_layout(sf, 37, 300, (1, 32), num_groups=3)
+    assert torch.equal(required, sf)
+    assert required.stride() == (400, 1, 40)
+
+
+def test_on_sm_100_squares_become_packed_tiles(monkeypatch):
+    monkeypatch.setattr(layout, "multiplies_mx", lambda t: True)
+    squares = powers_of_2(2, 3)
+    required = deep_gemm.transform_sf_into_required_layout(squares, 150, 300, (128, 128))
+    assert torch.equal(unpack_ue8m0(required, 3), squares.repeat_interleave(128, dim=0)[:150])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": (1, 128, 128)}, "is_sfa must say which operand"),
+        ({"recipe": (128, 128)}, r"sf must be \(1, 3\), not \(37, 3\)"),
+        ({"recipe": (1, 128), "num_groups": 2}, r"sf must be \(2, 37, 3\), not \(37, 3\)"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        deep_gemm.transform_sf_into_required_layout(random(37, 3), 37, 300, **arguments)

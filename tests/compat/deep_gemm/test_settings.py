@@ -1,0 +1,60 @@
+"""Settings reach what they are for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import octile.compat.deep_gemm as deep_gemm
+from octile.kernels.cuda import limits
+
+
+@pytest.fixture
+def a_gpu_of_132(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132)
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    limits._multiprocessors.cache_clear()
+    yield
+    limits.set_num_sms(None)
+    limits._multiprocessors.cache_clear()
+
+
+@pytest.mark.usefixtures("a_gpu_of_132")
+def test_multiprocessors_that_are_set_are_those_that_kernels_may_use():
+    deep_gemm.set_num_sms(78)
+    assert deep_gemm.get_num_sms() == limits.num_sms() == 78
+
+
+@pytest.mark.usefixtures("a_gpu_of_132")
+def test_zero_multiprocessors_mean_all():
+    deep_gemm.set_num_sms(78)
+    deep_gemm.set_num_sms(0)
+    assert deep_gemm.get_num_sms() == 132
+
+
+@pytest.mark.usefixtures("a_gpu_of_132")
+@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (133, ValueError), (1.5, TypeError)])
+def test_other_numbers_of_multiprocessors_are_refused(count, error):
+    with pytest.raises(error):
+        deep_gemm.set_num_sms(count)
+    assert deep_gemm.get_num_sms() == 132
+
+
+def test_without_a_gpu_there_are_no_multiprocessors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="there is no GPU"):
+        deep_gemm.get_num_sms()
+
+
+def test_the_alignment_is_what_was_set_under_every_name():
+    deep_gemm.set_mk_alignment_for_contiguous_layout(96)
+    assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 96
+    assert deep_gemm.get_m_alignment_for_contiguous_layout() == deep_gemm.utils.get_k_alignment_for_contiguous_layout()
+
+
+def test_an_alignment_of_zero_is_refused():
+    with pytest.raises(ValueError, match="new_value must be at least 1, not 0"):
+        deep_gemm.set_mk_alignment_for_contiguous_layout(0)

@@ -1,0 +1,85 @@
+"""`import deep_gemm` gives octile's functions, alone or under the Python of a checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octile.compat.deep_gemm as ours
+
+SCRIPT = """\
+import sys
+import deep_gemm
+from deep_gemm.utils import get_tma_aligned_size, hello
+from neighbour import beside
+print(deep_gemm.fp8_gemm_nt.__module__, get_tma_aligned_size(5, 4), hello(), beside, sys.argv[1])
+"""
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The modules as they were, afterwards."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == "deep_gemm"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "deep_gemm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder built like a checkout: a package whose Python asks its compiled module for functions, and a test."""
+    files = {
+        "deep_gemm/utils/__init__.py": "from .layout import *\ndef hello(): return 'theirs'\n",
+        "deep_gemm/utils/layout.py": "from .._C import get_tma_aligned_size\n",
+        "deep_gemm/__init__.py": "raise ImportError('needs its compiled module')\n",
+        "tests/neighbour.py": "beside = 'found'\n",
+        "tests/test_something.py": SCRIPT,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("modules")
+def test_alone_it_has_every_function_and_its_utils():
+    ours.install()
+    import deep_gemm
+    from deep_gemm.utils import per_token_cast_to_fp8
+
+    assert all(getattr(deep_gemm, name) is getattr(ours, name) for name in ours.__all__)
+    assert per_token_cast_to_fp8 is ours.utils.per_token_cast_to_fp8
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_python_of_a_checkout_is_used_where_it_is_given(checkout):
+    ours.install(checkout)
+    from deep_gemm.utils import get_tma_aligned_size, hello
+
+    assert get_tma_aligned_size is ours.get_tma_aligned_size
+    assert hello() == "theirs"
+
+
+def test_a_script_of_a_checkout_runs_on_octile(checkout):
+    """In a process of its own, with its neighbours and its arguments."""
+    command = [sys.executable, "-m", "octile.compat.deep_gemm", str(checkout / "tests/test_something.py"), "argument"]
+    environment = os.environ | {"PYTHONPATH": str(Path(ours.__file__).parents[3])}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=checkout, check=False)
+    assert ran.stdout.split() == ["octile.compat.deep_gemm.dense", "8", "theirs", "found", "argument"], ran.stderr
+
+
+@pytest.mark.usefixtures("modules")
+def test_where_the_library_itself_is_there_already_it_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", sys)
+    with pytest.raises(RuntimeError, match="deep_gemm has been imported already"):
+        ours.install()
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="must be a checkout of DeepGEMM"):
+        ours.install(tmp_path)
+    assert "deep_gemm" not in sys.modules

@@ -1,0 +1,121 @@
+"""DeepGEMM's functions on a GPU give what they give on a CPU, read nothing back, and can be captured in a graph."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import octile
+import octile.compat.deep_gemm as deep_gemm
+
+M, N, K, G = 384, 256, 512, 3
+
+Tensors = dict[str, Tensor]
+
+
+def _pair(shape: tuple[int, ...], block: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    q = octile.quantize(x, block)
+    return q.data, q.scale
+
+
+def _tensors(seed: int) -> Tensors:
+    """Groups lie differently for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    (a, a_scale), (b, b_scale) = _pair((M, K), (1, 128), seed), _pair((G, N, K), (128, 128), seed + 1)
+    (x, x_scale), (dy, dy_scale) = _pair((M, N), (128, 1), seed + 2), _pair((M, K), (128, 1), seed + 3)
+    groups = torch.randint(0, G, (M // 128,), generator=generator).sort().values
+    found = {
+        "a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale,
+        "x": x, "x_scale": x_scale, "dy": dy, "dy_scale": dy_scale,
+        "indices": groups.repeat_interleave(128), "ends": 128 * torch.tensor([(groups <= g).sum() for g in range(G)]),
+        "counts": torch.randint(0, M // G + 1, (G,), generator=generator), "ks": 128 * groups.bincount(minlength=G),
+        "c": torch.randn(G, N, K, generator=generator),
+    }  # fmt: skip
+    return {name: t.int() if t.dtype == torch.int64 else t for name, t in found.items()}
+
+
+def _dense(t: Tensors) -> Tensor:
+    d = torch.zeros(M, N, device=t["a"].device)
+    deep_gemm.fp8_gemm_nt((t["a"], t["a_scale"]), (t["b"][0], t["b_scale"][0]), d, d)
+    return d
+
+
+def _contiguous(t: Tensors) -> Tensor:
+    d = torch.zeros(M, N, device=t["a"].device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((t["a"], t["a_scale"]), (t["b"], t["b_scale"]), d, t["indices"])
+    return d
+
+
+def _psum(t: Tensors) -> Tensor:
+    d = torch.zeros(M, N, device=t["a"].device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (t["a"], t["a_scale"]), (t["b"], t["b_scale"]), d, t["ends"], use_psum_layout=True
+    )
+    return d
+
+
+def _masked(t: Tensors) -> Tensor:
+    d = torch.zeros(G, M // G, N, device=t["a"].device)
+    a, a_scale = t["a"].view(G, M // G, K), t["a_scale"].view(G, M // G, -1)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked((a, a_scale), (t["b"], t["b_scale"]), d, t["counts"], M // G)
+    used = torch.arange(M // G, device=d.device) < t["counts"][:, None]
+    return d.masked_fill(~used[..., None], 0)
+
+
+def _k_grouped(t: Tensors) -> Tensor:
+    d = t["c"].clone()
+    sizes = [128] * G  # on the host only their sum is looked at
+    deep_gemm.k_grouped_fp8_gemm_tn_contiguous(
+        (t["x"], t["x_scale"]), (t["dy"], t["dy_scale"]), d, sizes, t["ks"], d
+    )  # fmt: skip
+    return d
+
+
+def _packed_scales(t: Tensors) -> Tensor:
+    return deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(torch.exp2(t["a_scale"].log2().round()))
+
+
+def _on_gpu(t: Tensors) -> Tensors:
+    return {name: tensor.cuda() for name, tensor in t.items()}
+
+
+every_function = pytest.mark.parametrize("function", [_dense, _contiguous, _psum, _masked, _k_grouped, _packed_scales])
+
+
+@every_function
+def test_it_is_what_it_is_on_a_cpu(function: Callable[[Tensors], Tensor]):
+    tensors = _tensors(0)
+    expected, d = function(tensors), function(_on_gpu(tensors)).cpu()
+    torch.testing.assert_close(d, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@every_function
+def test_nothing_is_read_back(function: Callable[[Tensors], Tensor]):
+    tensors = _on_gpu(_tensors(0))
+    function(tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function(tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_function
+def test_a_graph_follows_changed_inputs(function: Callable[[Tensors], Tensor]):
+    static = _on_gpu(_tensors(0))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(static)  # compiles the kernels
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        d = function(static)
+    for seed in (1, 2):
+        fresh = _on_gpu(_tensors(10 * seed))
+        for name, old in static.items():
+            old.copy_(fresh[name])
+        graph.replay()
+        torch.testing.assert_close(d, function(fresh), rtol=0, atol=0)
