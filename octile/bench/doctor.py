@@ -6,33 +6,54 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from octile import __version__
+from octile.report.console import Console
 from octile.report.machine import machine, version_of
 
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "cuda-core", "cuda-bindings")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+)
 OPERATORS = (
     "quantize",
     "quantize_with_scale",
     "dequantize",
+    "quantize_rows_and_columns",
+    "requantize_transposed",
+    "quantize_and_transpose",
+    "swiglu_quantize",
+    "swiglu_backward_quantize",
+    "rms_norm_quantize",
     "matmul_nt",
     "matmul_nt_out",
+    "packed_matmul_nt",
     "grouped_matmul_nt",
+    "grouped_matmul_nt_out",
     "masked_grouped_matmul_nt",
+    "masked_grouped_matmul_nt_out",
     "grouped_wgrad",
+    "grouped_wgrad_out",
 )
-WITHOUT_TRITON = {  # on a GPU too these run in torch, several launches where a kernel would need one
-    "quantize, to E5M6": "12 bits, two values packed in three bytes: there is no Triton kernel",
-    "quantize_with_scale": "the scale is given, so it is a plain elementwise cast: there is no Triton kernel",
-    "dequantize, of E5M6": "12 bits, two values packed in three bytes: there is no Triton kernel",
-}
+PRODUCTS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
+STACK = (
+    "stack bytes: local memory of a thread, for registers that did not fit or for arrays; "
+    "spill bytes: loads and stores of such registers, which Triton does not tell"
+)
 
 
 def examine() -> dict[str, Any]:
@@ -51,24 +72,65 @@ def examine() -> dict[str, Any]:
     }
 
 
-def compile_kernels(architecture: str | None) -> list[dict[str, Any]]:
-    """What each Triton kernel uses: {"kernel", "case", "registers", "stack_bytes", "shared_bytes"}; needs no GPU.
+def compile_kernels(architecture: str | None) -> dict[str, Any]:
+    """{"architecture", "compilers", "rows": [what a kernel uses]}; needs no GPU.
+
+    A row has "kernel", "case", "registers", "stack_bytes" and "shared_bytes". Those for Hopper in CUDA C++ have what
+    the compiler tells besides: "spill_bytes", "warnings", and the seconds that it took while others ran beside it,
+    "nvrtc_seconds" and, where there is an NVCC, "nvcc_seconds".
 
     Args:
-        architecture: "sm_80", "sm_86", "sm_89", "sm_90" (or "sm_90a"), "sm_100"; None is the GPU here, else sm_90.
+        architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100"; None is the GPU here, else sm_90.
 
     Raises:
-        ImportError: Triton is not installed.
+        ImportError: Triton or NVRTC is not installed.
         ValueError: the architecture is none of these.
     """
     if find_spec("triton") is None:
-        raise ImportError("compiling the kernels needs Triton: pip install octile[cuda]")
+        raise ImportError("compiling the kernels needs Triton: pip install triton")
     from octile.kernels.triton.compiled import compile_all
 
     if architecture is None and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         architecture = f"sm_{major}{minor}"
-    return [asdict(kernel) for kernel in compile_all((architecture or "sm_90").removesuffix("a"))]
+    generation = (architecture or "sm_90").removesuffix("a")  # sm_90a is sm_90, with all that only Hopper has
+    rows = [asdict(kernel) for kernel in compile_all(generation)]
+    compilers = [f"Triton {version_of('triton')}"]
+    if generation == "sm_90":
+        found, used = _compile_cuda()
+        rows, compilers = rows + found, compilers + used
+    return {"architecture": generation, "compilers": compilers, "rows": rows}
+
+
+def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the kernels in CUDA C++, compiled by NVRTC and, to know how long it takes, by NVCC; and the compilers."""
+    from octile.kernels.cuda import catalogue, compiler
+
+    rows: list[dict[str, Any]] = []
+    used: list[str] = []
+    for name in ("nvrtc", "nvcc"):
+        with _environment(compiler.SETTING, name):
+            try:
+                used.append(compiler.compiler())
+            except FileNotFoundError:  # there is no NVCC, and nothing needs one
+                break
+            found = [asdict(kernel) for kernel in catalogue.compile_all("sm_90a")]
+        rows = rows or found
+        for row, again in zip(rows, found, strict=True):
+            row[f"{name}_seconds"] = again["seconds"]
+    for row in rows:
+        del row["seconds"]
+    return rows, used
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
@@ -80,9 +142,11 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     for title in ("machine", "packages"):
         table = Table(title=title, show_header=False, title_justify="left")
         for name, value in found[title].items():
-            table.add_row(name, "not there" if value is None else str(value))
+            table.add_row(name, "–" if value is None else str(value))
         console.print(table)
-    table = Table("operator", "kernel", title="operators", title_justify="left")
+    table = Table(title="operators", title_justify="left")
+    table.add_column("operator", overflow="fold")  # a name that is cut is no name
+    table.add_column("kernel")
     for row in found["operators"]:
         table.add_row(row["operator"], row["kernel"])
     console.print(table)
@@ -91,40 +155,56 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     for line in found["advice"]:
         console.print(line, highlight=False)
     if "kernels" in found:
-        table = Table(title="kernels", title_justify="left")
-        for name in found["kernels"][0]:
-            table.add_column(name.replace("_", " "), justify="left" if name in ("kernel", "case") else "right")
-        for row in found["kernels"]:
-            table.add_row(*map(str, row.values()))
-        console.print(table)
+        _show_kernels(console, found["kernels"])
+
+
+def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
+    table = Table(title=f"kernels, compiled for {kernels['architecture']}", title_justify="left")
+    columns = dict.fromkeys(name for row in kernels["rows"] for name in row if row[name] != "")
+    for name in columns:
+        is_text = name in ("kernel", "case", "warnings")
+        table.add_column(name.replace("_", "\n"), justify="left" if is_text else "right", overflow="fold")
+    for row in kernels["rows"]:
+        cells = (row.get(name, "") for name in columns)
+        table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
+    console.print(table)
+    console.print(f"by {', '.join(kernels['compilers'])}", highlight=False)
+    console.print(STACK, highlight=False)
 
 
 def _operators() -> list[dict[str, str]]:
-    kernel, why = _kernel()
-    served = dict.fromkeys(OPERATORS, (kernel, why))
-    if kernel == "Triton":
-        served |= {name: ("reference (torch, GPU)", reason) for name, reason in WITHOUT_TRITON.items()}
+    served = dict.fromkeys(OPERATORS, _kernel())
+    if served["matmul_nt"][0] == "Triton" and torch.cuda.get_device_capability() == (9, 0):
+        of_products = _of_products()
+        served |= dict.fromkeys(PRODUCTS, of_products)
     return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(served.items())]
 
 
 def _kernel() -> tuple[str, str]:
     """The kernels that the operators take on tensors of the best device here, and the reason."""
     if not torch.cuda.is_available():
-        return "reference (torch, CPU)", "torch finds no GPU: the same code runs on the operators' specification"
+        return "reference (torch, CPU)", "torch finds no GPU: products run on the CPU reference (slow, exact)"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
     if find_spec("triton") is None:
-        return "none", "Triton is not installed: pip install octile[cuda]"
+        return "none", "Triton is not installed: pip install triton"
     if (major, minor) >= (8, 9):
         return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128"
     return "Triton", f"sm_{major}{minor} has no FP8 product: operands are converted to FP16, exactly"
 
 
+def _of_products() -> tuple[str, str]:
+    """The kernels of products on Hopper, which has its own."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "Triton", "Hopper's own product kernels need cuda-bindings and NVRTC: pip install octile[cuda]"
+    return "CUDA C++", "sm_90 has product kernels of its own; what they do not take, such as INT8, goes to Triton's"
+
+
 def _advice() -> list[str]:
     lines = []
     if torch.cuda.is_available() and find_spec("triton") is None:
-        lines.append("install Triton to use the GPU: pip install octile[cuda]")
+        lines.append("install Triton to use the GPU: pip install triton")
     if torch.get_num_threads() > _cores():
         lines.append(f"torch uses {torch.get_num_threads()} threads on fewer cores: set OMP_NUM_THREADS")
     return lines

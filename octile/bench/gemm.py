@@ -1,64 +1,127 @@
-"""`octile bench gemm`: the products beside the vendor's BF16 product (on a CPU: FP32, its fastest exact one).
+"""`octile bench gemm`: octile's products beside those of other libraries, on the same operands, by turns.
 
-Operands are cast beforehand, x in tiles of 1×128 and w in blocks of 128×128.
+On a GPU every case first runs once in a process of its own, several at a time: that compiles all kernels, and a
+kernel that hangs, fails or computes something else is told of and left out. On a CPU it measures the reference beside
+torch's FP32 product, its fastest exact one. Operands are cast beforehand; x in tiles of 1×128.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import torch
 
+from octile.bench import goals, shapes
+from octile.bench.apart import apart
+from octile.bench.kernel_time import finish, graph_seconds, host_seconds, work_seconds
+from octile.bench.peers import peers
 from octile.bench.rows import Row, beside
-from octile.bench.timing import seconds
-from octile.scaled import grouped_matmul_nt, matmul_nt, quantize
+from octile.bench.setup import LARGEST_DIFFERENCE, set_up
+from octile.bench.shapes import Case
+from octile.bench.wide import LEGEND, wide
 
-# M, N, K: of DeepSeek-V3 (attention's and experts' projections) on a GPU; of the tiny preset's size on a CPU
-GPU_SHAPES = [
-    (4096, 2112, 7168),
-    (4096, 576, 7168),
-    (4096, 24576, 1536),
-    (4096, 32768, 512),
-    (4096, 7168, 16384),
-    (4096, 4096, 7168),
-    (4096, 7168, 2048),
-    (128, 4096, 7168),
-    (128, 7168, 2048),
-]
-CPU_SHAPES = [(2048, 512, 256), (2048, 1024, 1024), (2048, 576, 2048)]
-GPU_GROUPS, CPU_GROUPS = (8, 4096, 4096, 2048), (8, 256, 512, 256)  # groups, rows of each, N, K
+AT_ONCE = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
+TRIAL_SECONDS = 150.0  # for one: start, compile its kernel and its peers', run them
+ALL_SECONDS = 280.0  # after which no other is begun
+HOST, GRAPH, DIFFERENCE = "µs of host", "µs in a graph", "difference"  # units
 
 
-def rows() -> list[Row]:
-    """Measures every shape; data are random normal numbers."""
-    gpu = torch.cuda.is_available()
-    device, peer_dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    torch.manual_seed(0)
-    found = [_dense(m, n, k, device, peer_dtype) for m, n, k in (GPU_SHAPES if gpu else CPU_SHAPES)]
-    return [*found, _grouped(*(GPU_GROUPS if gpu else CPU_GROUPS), device, peer_dtype)]
+def rows() -> Iterator[Row]:
+    """Measures every shape, row by row; data are random normal numbers."""
+    if not torch.cuda.is_available():
+        for case in shapes.CPU:
+            yield from _rows(case, "cpu")
+        return
+    for case in tried(shapes.GPU):
+        try:
+            yield from _rows(case, "cuda")
+        except (ArithmeticError, RuntimeError) as error:
+            _leave_out(case, error)
+        torch.cuda.empty_cache()
 
 
-def _dense(m: int, n: int, k: int, device: str, peer_dtype: torch.dtype) -> Row:
-    x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
-    q_x, q_w = quantize(x), quantize(w, (128, 128))
-    x, w = x.to(peer_dtype), w.to(peer_dtype)
-    times = seconds({"fp8": lambda: matmul_nt(q_x, q_w), "peer": lambda: x @ w.mT}, rounds=20)
-    return _row(f"{m}×{n}×{k}", "FP8", 2 * m * n * k, times, peer_dtype)
+def show(rows: Sequence[Row]) -> str:
+    """The table, what its columns mean, and on a GPU how the goals are met."""
+    return "\n\n".join(filter(None, (wide(rows), LEGEND, goals.in_words(rows))))
 
 
-def _grouped(groups: int, rows: int, n: int, k: int, device: str, peer_dtype: torch.dtype) -> Row:
-    x, w = torch.randn(groups * rows, k, device=device), torch.randn(groups, n, k, device=device)
-    offs = torch.arange(1, groups + 1, dtype=torch.int32, device=device) * rows
-    q_x, q_w = quantize(x), quantize(w, (128, 128))
-    x, w = x.to(peer_dtype), w.to(peer_dtype)
-    times = seconds(
-        {
-            "fp8": lambda: grouped_matmul_nt(q_x, q_w, offs),
-            "peer": lambda: torch.nn.functional.grouped_mm(x, w.mT, offs=offs),
-        },
-        rounds=20,
-    )
-    return _row(f"{groups}×{rows}×{n}×{k}", "FP8, grouped", 2 * groups * rows * n * k, times, peer_dtype)
+def draw(json: Path) -> str:
+    """Draws recorded rows beside their file; says where, or why not."""
+    from octile.report.roofline import save_roofline
+
+    try:
+        return f"roofline: {save_roofline(json, json.with_suffix('.svg'))}"
+    except (ValueError, ImportError) as error:
+        return f"no roofline: {error}"
 
 
-def _row(case: str, what: str, flops: int, times: dict[str, float], peer_dtype: torch.dtype) -> Row:
-    peer = "torch BF16" if peer_dtype == torch.bfloat16 else "torch FP32"
-    return beside(case, what, flops / times["fp8"] / 1e12, "TFLOP/s", peer, flops / times["peer"] / 1e12)
+def tried(cases: Sequence[Case]) -> list[Case]:
+    """The cases whose product ends and is right."""
+    end = time.monotonic() + ALL_SECONDS
+    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        reasons = pool.map(lambda case: why_not(case, end), cases)
+        good = []
+        for case, reason in zip(cases, reasons, strict=True):
+            if reason is None:
+                good.append(case)
+            else:
+                _leave_out(case, reason)
+    return good
+
+
+def _leave_out(case: Case, reason: object) -> None:
+    print(f"left out: {case.name} {case.what}: {reason}", file=sys.stderr, flush=True)
+
+
+def why_not(case: Case, end: float = math.inf) -> str | None:
+    """What keeps a case from being measured, tried in a process of its own unless it is too late; None: nothing."""
+    if time.monotonic() > end:
+        return "no time was left to try it"
+    try:
+        apart(rehearse, case, seconds=TRIAL_SECONDS)
+    except (TimeoutError, RuntimeError) as error:
+        return " ".join(str(error).split())[:300]
+    return None
+
+
+def rehearse(case: Case) -> None:
+    """Runs a case's product and its peers once on the GPU.
+
+    Raises:
+        TimeoutError: octile's product does not end.
+        ArithmeticError: it is wrong.
+    """
+    setup = set_up(case, "cuda")
+    setup.call()
+    finish()
+    expected = setup.plain()
+    setup.check(setup.call, expected, setup.out, LARGEST_DIFFERENCE)
+    peers(setup, expected)
+    finish()
+
+
+def _rows(case: Case, device: str) -> Iterator[Row]:
+    setup = set_up(case, device)
+    expected = setup.plain()
+    far = setup.check(setup.call, expected, setup.out, LARGEST_DIFFERENCE)
+    others = peers(setup, expected)
+    calls = {"octile": setup.call, **others}
+    times = work_seconds(calls, rounds=20)
+    name, what, ours = case.name, case.what, times.pop("octile")
+    speed = case.flops / ours / 1e12
+    for peer, taken in times.items():
+        yield beside(name, what, speed, "TFLOP/s", peer, case.flops / taken / 1e12)
+    if not times:
+        yield Row(name, what, speed, "TFLOP/s")
+    yield Row(name, what, setup.bytes / ours / 1e9, "GB/s")
+    yield Row(name, what, ours * 1e6, "µs")
+    yield Row(name, what, far, DIFFERENCE)
+    if device == "cuda":
+        yield Row(name, what, host_seconds(setup.call) * 1e6, HOST)
+        yield Row(name, what, graph_seconds(setup.call) * 1e6, GRAPH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from octile.checkpoint.files import write_json
 
 COLUMNS = ("case", "what", "ours", "theirs", "ratio", "unit", "peer")
 RIGHT = {"ours", "theirs", "ratio"}
+LEGEND = "ratio: ours over theirs; of a speed more is better, of bytes less."
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,29 @@ def beside(case: str, what: str, value: float, unit: str, peer: str, peer_value:
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value))
 
 
-def table(rows: list[Row]) -> str:
-    """Rows as aligned text, one line each however wide the screen is, so that it reads the same in a pipe."""
-    cells = [COLUMNS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(_line(line, widths) for line in cells)
+def table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text; the ratio is ours over theirs."""
+    return aligned([COLUMNS, *map(_cells, rows)], RIGHT)
 
 
-def write(path: Path, rows: list[Row], machine: Mapping[str, Any]) -> None:
+def aligned(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
+    """Cells under one another, one line each however wide the screen is, so that it reads the same in a pipe.
+
+    Args:
+        lines: the first has the columns' names.
+        right: columns that end at the same place, as numbers do.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    ends = [name in right for name in lines[0]]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(line, widths, ends, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
     """Writes rows and what they were measured on."""
     write_json(path, {"machine": machine, "rows": [asdict(row) for row in rows]})
 
@@ -59,11 +75,3 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    aligned = (
-        cell.rjust(width) if name in RIGHT else cell.ljust(width)
-        for name, cell, width in zip(COLUMNS, cells, widths, strict=True)
-    )
-    return "  ".join(aligned).rstrip()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from octile.bench.rows import Row, beside
+from octile.bench.rows import LEGEND, Row, beside, table
 from octile.bench.timing import seconds
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
@@ -31,6 +31,10 @@ ROUNDS = 9
 def rows() -> list[Row]:
     """Speed of a training step, bytes kept for the backward pass, bytes of a checkpoint."""
     return [*_speed(), *_kept_bytes(), _checkpoint_bytes()]
+
+
+def show(rows: Sequence[Row]) -> str:
+    return f"{table(rows)}\n\n{LEGEND}"
 
 
 def _speed() -> list[Row]:
@@ -59,6 +63,7 @@ def _kept_bytes() -> list[Row]:
     plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(device)
     bf16 = copy.deepcopy(plain).bfloat16()
     fp8 = apply_recipe(copy.deepcopy(plain), Recipe.deepseek_v3())
+    torch.optim.SGD(fp8.parameters()).step()  # as in training: an optimizer holds the weights, so copies are cached
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
 
     def autocast(model: nn.Module) -> Callable[[], Tensor]:

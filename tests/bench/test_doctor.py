@@ -7,7 +7,11 @@ import torch
 
 import octile.ops.grouped
 import octile.ops.matmul
-import octile.ops.quantize  # noqa: F401  (they register the operators)
+import octile.ops.norm
+import octile.ops.packed
+import octile.ops.quantize
+import octile.ops.swiglu
+import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
 from octile.bench.doctor import OPERATORS, examine, show
 
@@ -47,12 +51,17 @@ def test_where_no_kernel_can_run_it_says_so(pretend, capability, triton):
     assert kernels() == dict.fromkeys(OPERATORS, "none")
 
 
-def test_on_a_gpu_what_has_no_triton_kernel_is_told(pretend):
+def test_on_a_gpu_every_operator_has_a_kernel(pretend):
+    pretend((8, 9))
+    assert kernels() == dict.fromkeys(OPERATORS, "Triton")
+
+
+def test_on_hopper_products_have_kernels_of_their_own(pretend):
     pretend((9, 0))
-    found = kernels()
-    slow = {"quantize_with_scale", "quantize, to E5M6", "dequantize, of E5M6"}
-    assert {name for name, kernel in found.items() if kernel == "reference (torch, GPU)"} == slow
-    assert {name for name, kernel in found.items() if kernel == "Triton"} == set(OPERATORS) - slow
+    own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
+    assert own == set(doctor.PRODUCTS)
+    assert {"matmul_nt", "grouped_wgrad_out"} < own
+    assert kernels()["quantize"] == kernels()["packed_matmul_nt"] == "Triton"
 
 
 def test_gpus_without_fp8_products_are_told_apart(pretend):
@@ -73,3 +82,86 @@ def test_cores_are_counted_where_there_is_no_affinity(monkeypatch):
 def test_a_person_can_read_it(capsys):
     show(examine(), as_json=False)
     assert "octile::matmul_nt" in capsys.readouterr().out
+
+
+def test_names_are_whole_on_a_narrow_screen(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    show(examine(), as_json=False)
+    shown = capsys.readouterr().out
+    assert "…" not in shown[shown.index("operators") :]
+
+
+@pytest.fixture
+def with_kernels():
+    rows = [
+        {"kernel": "quantize", "case": "quantize 1×128", "registers": 40, "shared_bytes": 0},
+        {"kernel": "product", "case": "x · wᵀ", "registers": 168, "shared_bytes": 2, "spill_bytes": 7, "warnings": ""},
+    ]
+    return examine() | {"kernels": {"architecture": "sm_90", "compilers": ["Triton 3", "nvrtc 13"], "rows": rows}}
+
+
+def test_kernels_in_triton_and_in_cuda_stand_in_one_table(monkeypatch, capsys, with_kernels):
+    monkeypatch.setenv("COLUMNS", "200")
+    show(with_kernels, as_json=False)
+    shown = capsys.readouterr().out
+    table = [line.split() for line in shown[shown.index("kernels") :].splitlines() if "│" in line]
+    assert [line[1] for line in table] == ["quantize", "product"]
+    assert "7" in table[1]
+
+
+def test_the_table_of_kernels_says_for_which_architecture_and_by_which_compilers(capsys, with_kernels):
+    show(with_kernels, as_json=False)
+    shown = capsys.readouterr().out
+    assert "compiled for sm_90" in shown
+    assert "by Triton 3, nvrtc 13" in shown
+
+
+@pytest.fixture
+def catalogue(monkeypatch):
+    """The CUDA kernels' catalogue, which compiles nothing; returns the compilers that were asked."""
+    from octile.kernels.cuda import catalogue, compiler
+
+    asked = []
+
+    def compile_all(architecture):
+        asked.append(os.environ[compiler.SETTING])
+        return [catalogue.Compiled("product", "a", 168, 0, 0, 100, float(len(asked)), "")]
+
+    monkeypatch.setattr(catalogue, "compile_all", compile_all)
+    monkeypatch.setattr(compiler, "compiler", lambda: os.environ[compiler.SETTING])
+    monkeypatch.delenv(compiler.SETTING, raising=False)
+    return asked
+
+
+def test_both_compilers_are_timed(catalogue):
+    (row,), compilers = doctor._compile_cuda()
+    assert (row["nvrtc_seconds"], row["nvcc_seconds"]) == (1.0, 2.0)
+    assert compilers == catalogue == ["nvrtc", "nvcc"]
+    assert "OCTILE_CUDA_COMPILER" not in os.environ
+
+
+def test_without_nvcc_only_nvrtc_is_timed(catalogue, monkeypatch):
+    from octile.kernels.cuda import compiler
+
+    def find():
+        if os.environ[compiler.SETTING] == "nvcc":
+            raise FileNotFoundError("no nvcc")
+        return "nvrtc"
+
+    monkeypatch.setattr(compiler, "compiler", find)
+    (row,), compilers = doctor._compile_cuda()
+    assert row["nvrtc_seconds"] == 1.0
+    assert "nvcc_seconds" not in row
+    assert compilers == ["nvrtc"]
+
+
+@pytest.mark.parametrize("said", ["message", "help"])
+def test_the_architectures_are_the_same_wherever_they_are_named(said, capsys):
+    from octile import cli
+    from octile.kernels.triton.compiled import ARCHITECTURES
+
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--compile", "sm_12"] if said == "message" else ["doctor", "--help"])
+    captured = capsys.readouterr()
+    words = (captured.out + captured.err).replace(",", " ").replace(";", " ").split()
+    assert [word for word in words if word.startswith("sm_")][: len(ARCHITECTURES)] == list(ARCHITECTURES)

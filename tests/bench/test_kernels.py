@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from octile.bench import casts, gemm
+from octile.bench import casts, gemm, shapes
+from octile.bench.shapes import Case
 
 OURS, PEER = 1e-3, 2e-3  # seconds
 
@@ -18,22 +19,33 @@ def results(monkeypatch):
         return dict(zip(candidates, (OURS, PEER), strict=True))
 
     for bench in (casts, gemm):
-        monkeypatch.setattr(bench, "seconds", seconds)
+        monkeypatch.setattr(bench, "work_seconds", seconds)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gemm, "CPU_SHAPES", [(32, 16, 128)])
-    monkeypatch.setattr(gemm, "CPU_GROUPS", (2, 16, 16, 128))
+    monkeypatch.setattr(shapes, "CPU", [Case("dense", 32, 16, 128), Case("grouped", 128, 16, 128, 2)])
     monkeypatch.setattr(casts, "CPU_SHAPE", (128, 256))
     return found
 
 
 def test_a_product_and_its_peer_compute_the_same(results):
-    gemm.rows()
+    list(gemm.rows())
     for ours, theirs in results:
         assert (ours.float() - theirs).norm() < 0.05 * theirs.norm()
 
 
 def test_a_product_counts_a_multiplication_and_an_addition(results):
-    assert {row.value for row in gemm.rows()} == {2 * 32 * 16 * 128 / OURS / 1e12}
+    speed = next(row for row in gemm.rows() if row.unit == "TFLOP/s")
+    assert speed.value == 2 * 32 * 16 * 128 / OURS / 1e12
+    assert speed.against.ratio == PEER / OURS
+
+
+def test_a_product_on_a_cpu_has_no_times_of_a_gpu(results):
+    assert {row.unit for row in gemm.rows()} == {"TFLOP/s", "GB/s", "µs", "difference"}
+
+
+def test_a_wrong_product_is_not_measured(results, monkeypatch):
+    monkeypatch.setattr("octile.bench.setup.matmul_nt_out", lambda out, *_: print(out.fill_(1.0)))
+    with pytest.raises(ArithmeticError, match="differs from that of plain numbers"):
+        next(gemm.rows())
 
 
 def test_a_cast_counts_the_bytes_that_it_reads_and_writes(results):
@@ -46,6 +58,21 @@ def test_a_copy_counts_the_bytes_that_it_reads_and_writes(results):
     assert {row.against.value for row in casts.rows()} == {2 * 4 * 128 * 256 / PEER / 1e9}
 
 
-def test_quantize_and_dequantize_are_measured_in_each_block(results):
-    blocks = ("1×128", "128×1", "128×128", "all×all")
-    assert [row.what for row in casts.rows()] == [f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")]
+def test_a_cast_that_writes_twice_counts_both(results):
+    values, tiles = 128 * 256, 128 * 2 + 256
+    row = next(row for row in casts.rows() if row.what == "1×128 and turned")
+    assert row.value == (4 * values + 2 * values + 4 * tiles) / OURS / 1e9
+
+
+def test_every_cast_is_measured(results):
+    blocks = ("1×128", "128×1", "128×128", "all×all", "1×128 E5M6")
+    assert [row.what for row in casts.rows()] == [
+        *(f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")),
+        "quantize, scale given",
+        "1×128 and turned",
+        "requantize 1×128 turned",
+        "128×128 and turned",
+        "SwiGLU, 1×128",
+        "SwiGLU backward, 1×128 and turned",
+        "RMSNorm, 1×128",
+    ]

@@ -32,9 +32,26 @@ def test_a_row_is_one_aligned_line():
 
 def test_a_narrow_screen_breaks_no_row(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setattr("octile.bench.gemm.rows", lambda: ROWS)
-    bench.run("gemm")
+    monkeypatch.setattr("octile.bench.casts.rows", lambda: ROWS)
+    bench.run("casts")
     assert table(ROWS) in capsys.readouterr().out
+
+
+def test_what_was_measured_before_it_was_stopped_is_kept(tmp_path, monkeypatch, capsys):
+    def rows():
+        yield ROWS[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octile.bench.casts.rows", rows)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run("casts", tmp_path / "rows.json")
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+
+
+@pytest.mark.parametrize("shape", ["1,2", "1,2,3,4", "a,2,3", "-1,2,3", "1;2;3"])
+def test_a_shape_that_is_no_shape_is_refused(shape):
+    with pytest.raises(ValueError, match="shape must be M,N,K"):
+        bench.search(shape, None)
 
 
 def test_a_missing_folder_is_told_before_anything_is_measured(tmp_path, monkeypatch):

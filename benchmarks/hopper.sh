@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# One stage of what hopper.md describes: check, tests, gemm, casts, tune, profile, sanitize, train or probe.
+# Needs a Hopper GPU. Ends within nine minutes and writes to $OUT, a short table last.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+export OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 OCTILE_CACHE_DIR=${OCTILE_CACHE_DIR:-$HOME/.cache/octile}
+BUDGET=520 # seconds of a stage; SECONDS is bash's clock
+mkdir -p "$OUT"
+
+# Runs a command for as long as it may; at the end a Ctrl-C lets it write what it has.
+within() { timeout --signal=INT --kill-after=15 "$(($1 < BUDGET - SECONDS ? $1 : BUDGET - SECONDS))" "${@:2}"; }
+
+# What an earlier stage found is used from then on, also on a machine that has been emptied meanwhile.
+restore_tuned() {
+    local kept=$OUT/tuned.json
+    [[ -f $kept ]] || kept=benchmarks/results/tuned.json
+    [[ -f $kept ]] || return 0
+    mkdir -p -m 700 "$OCTILE_CACHE_DIR" && cp -u "$kept" "$OCTILE_CACHE_DIR/tuned.json" && echo "kernels as in $kept"
+}
+
+# DeepGEMM from a folder of its sources with CUTLASS's and fmt's headers in it (hopper.md); without one, no comparison.
+build_deep_gemm() {
+    [[ -n ${DEEP_GEMM_SOURCE:-} ]] || { echo "DEEP_GEMM_SOURCE is not set: no comparison with DeepGEMM"; return 0; }
+    if ! compgen -G "$DEEP_GEMM_SOURCE/build/lib*" >/dev/null; then
+        (
+            cd "$DEEP_GEMM_SOURCE" || exit
+            export DG_FORCE_BUILD=1 DG_USE_LOCAL_VERSION=0 CC=/usr/bin/gcc CXX=/usr/bin/g++
+            export LDSHARED="/usr/bin/g++ -shared"
+            "$PYTHON" setup.py build
+        ) >"$OUT/deep_gemm_build.txt" 2>&1 || echo "DeepGEMM does not build, see $OUT/deep_gemm_build.txt"
+    fi
+    PYTHONPATH=$PYTHONPATH:$(compgen -G "$DEEP_GEMM_SOURCE/build/lib*" | head -n 1)
+    "$PYTHON" -c 'import deep_gemm; print("DeepGEMM", deep_gemm.__version__)' || true
+}
+
+bench() { # what seconds
+    within "$2" "$PYTHON" -c "from pathlib import Path; from octile.bench import run; run('$1', Path('$OUT/$1.json'))" \
+        2>"$OUT/$1.log" | tee "$OUT/$1.txt"
+    grep -E 'left out|: no |Warning|Error' "$OUT/$1.log" | head -n 20
+}
+
+case ${1:-} in
+check)
+    nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.max.sm --format=csv,noheader || exit
+    "$PYTHON" - <<'PY'
+from importlib.util import find_spec
+import sys
+import torch
+print("python", sys.version.split()[0], "torch", torch.__version__, torch.cuda.get_device_name())
+needed = {"tests": "pytest pytest_timeout hypothesis", "kernels": "triton cuda.bindings", "roofline": "matplotlib",
+          "train": "rich tokenizers tensorboard jinja2 filelock matplotlib safetensors"}
+for stage, names in needed.items():
+    missing = [name for name in names.split() if not (find_spec(name.split(".")[0]) and find_spec(name))]
+    print(f"{stage}: {'missing ' + ', '.join(missing) if missing else 'all there'}")
+PY
+    for tool in nvcc ncu compute-sanitizer; do command -v $tool || echo "no $tool"; done
+    within 200 "$PYTHON" -m benchmarks.first
+    ;;
+tests)
+    within 520 "$PYTHON" -m benchmarks.tests "$OUT" "${@:2}"
+    ;;
+gemm)
+    build_deep_gemm
+    restore_tuned
+    bench gemm 520
+    ;;
+casts)
+    bench casts 150
+    bench step 350
+    ;;
+tune)
+    restore_tuned
+    within 520 "$PYTHON" -c "from octile.bench.tune import run; run(None, minutes=$(((BUDGET - SECONDS - 30) / 60)))" \
+        2>"$OUT/tune.log" | tee "$OUT/tune.txt"
+    cp "$OCTILE_CACHE_DIR/tuned.json" "$OUT/tuned.json"
+    ;;
+profile)
+    build_deep_gemm
+    restore_tuned
+    within 420 "$PYTHON" -m benchmarks.profile "$OUT/profile.json"
+    ;;
+sanitize)
+    OUT=$OUT within 520 benchmarks/sanitize.sh
+    ;;
+train)
+    restore_tuned
+    within 520 "$PYTHON" -m benchmarks.train "$OUT" "${@:2}"
+    ;;
+probe)
+    within 520 "$PYTHON" -m octile.lab.probe --outputs "${OUTPUTS:-1e8}" --golden "$OUT/tensor_core.safetensors" \
+        --json "$OUT/tensor_core.json" 2>&1 | tee "$OUT/tensor_core.txt" | tail -n 40
+    ;;
+*)
+    sed -n '2,3s/^# //p' "$0" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,117 @@
+"""`python -m benchmarks.tests OUT [PATH …]`: the GPU's tests, so that a kernel that hangs costs no more than its own.
+
+Each test of tests/gpu/cuda and tests/gpu/compat, and each file elsewhere, runs in a process of its own, several at a
+time, and is killed after its time; a test with many parameters is one.
+
+Leaves OUT/tests.xml (JUnit) and OUT/tests.txt (what was printed), and prints a line for each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ALONE = ("tests/gpu/cuda", "tests/gpu/compat")  # where tests run by themselves: these kernels are the newest
+MANY = 12  # parameters of a test, that do not get a process each
+DEFAULT = ("tests/gpu", "tests/optim")
+AT_ONCE = 8
+SECONDS = 240  # for one
+ALL_SECONDS = 500
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -ra")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A process: what it ran, how it ended (a number, or "killed"), how long it took, what it printed, its XML."""
+
+    unit: str
+    code: int | str
+    seconds: float
+    printed: str
+    suites: Sequence[ElementTree.Element]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        names = ("tests", "failures", "errors", "skipped")
+        return {name: sum(int(suite.get(name, 0)) for suite in self.suites) for name in names}
+
+    @property
+    def summary(self) -> str:
+        if not self.suites:
+            return f"no result: {'it hung, or took too long' if self.code == 'killed' else f'exit code {self.code}'}"
+        c = self.counts
+        bad = c["failures"] + c["errors"]
+        return f"{c['tests'] - bad - c['skipped']} passed, {bad} failed, {c['skipped']} skipped"
+
+
+def units(paths: Sequence[str]) -> list[str]:
+    """What runs by itself: names of tests, functions and files as pytest takes them; what compiles longest first."""
+    done = subprocess.run([*PYTEST, "--collect-only", "-q", *paths], capture_output=True, text=True, check=False)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    if not names:
+        raise RuntimeError(f"pytest finds no tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    parameters = Counter(_function(name) for name in names)
+    found = dict.fromkeys(
+        name.partition("::")[0]
+        if not name.startswith(ALONE)
+        else _function(name)
+        if parameters[_function(name)] > MANY
+        else name
+        for name in names
+    )
+    return sorted(found, key=lambda name: not name.startswith(ALONE))
+
+
+def _function(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def run(unit: str, deadline: float) -> Ran:
+    """Runs one, in what is left of the time."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        xml, log = Path(folder, "tests.xml"), Path(folder, "tests.txt")
+        with log.open("w") as printed:
+            command = [*PYTEST, "-q", "--durations=3", f"--junitxml={xml}", unit]
+            process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
+            code: int | str
+            try:
+                code = process.wait(max(1.0, min(SECONDS, deadline - start)))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)  # with the processes that it started
+                process.wait()
+                code = "killed"
+        suites = list(ElementTree.parse(xml).getroot()) if xml.exists() else []
+        return Ran(unit, code, time.monotonic() - start, log.read_text(errors="replace"), suites)
+
+
+def main(out: Path, paths: Sequence[str]) -> int:
+    """Runs them all; 1 where one has not passed."""
+    deadline = time.monotonic() + ALL_SECONDS
+    root, ran = ElementTree.Element("testsuites"), []
+    with ThreadPoolExecutor(AT_ONCE) as pool, (out / "tests.txt").open("w") as log:
+        for done in pool.map(lambda unit: run(unit, deadline), units(paths or DEFAULT)):
+            ran.append(done)
+            root.extend(done.suites)
+            print(f"{done.seconds:6.0f} s  {done.unit}: {done.summary}", flush=True)
+            log.write(f"== {done.unit}: {done.summary}\n{done.printed}\n")
+            ElementTree.ElementTree(root).write(out / "tests.xml", encoding="unicode")
+    bad = [done for done in ran if done.code not in (0, 5)]
+    total = {name: sum(done.counts[name] for done in ran) for name in ("tests", "failures", "errors", "skipped")}
+    print(f"\n{total}; {len(bad)} of {len(ran)} processes did not pass")
+    for done in bad:
+        print(f"    {done.unit}: {done.summary}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

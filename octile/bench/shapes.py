@@ -1,0 +1,100 @@
+"""The products that `octile bench gemm` measures: those of DeepSeek-V3, and of DeepGEMM's own tests.
+
+On a CPU, where the reference is measured, they are of the tiny preset's size.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+ALIGNMENT = 128  # rows or tokens: the sizes of groups that DeepGEMM takes without padding
+MASKED_ROWS = 4096  # that a masked group has room for
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product a · bᵀ, or one for each group.
+
+    Attributes:
+        kind: dense; grouped (rows sorted by group); masked; wgrad (groups along the summed dimension).
+        m, n, k: of one group; where the groups differ in size, the size that is drawn around.
+        groups: how many.
+        tiles: b has one scale for each 1×128, like a; otherwise one for each 128×128.
+        accumulate: the result is FP32 and added to; otherwise BF16 and stored.
+    """
+
+    kind: Literal["dense", "grouped", "masked", "wgrad"]
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    tiles: bool = False
+    accumulate: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its sides, with the number of groups before them."""
+        sides = f"{self.m}×{self.n}×{self.k}"
+        return sides if self.kind == "dense" else f"{self.groups}×{sides}"
+
+    @property
+    def what(self) -> str:
+        """What is computed."""
+        kind = "" if self.kind == "dense" else f", {self.kind}"
+        return "FP8" + " 1D1D" * (self.tiles and self.kind == "dense") + kind + " +=" * self.accumulate
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each group (of wgrad: tokens), 0.7 to 1.3 of what is expected, always the same; whole tiles of
+        rows except where they are masked, so that nobody has to pad and all compute the same."""
+        draw = random.Random(f"{self.groups} groups")
+        expected = self.k if self.kind == "wgrad" else self.m
+        drawn = [max(1, int(expected * draw.uniform(0.7, 1.3))) for _ in range(self.groups)]
+        return drawn if self.kind == "masked" else [-(-size // ALIGNMENT) * ALIGNMENT for size in drawn]
+
+    @property
+    def flops(self) -> int:
+        """A multiplication and an addition for each term."""
+        if self.kind == "dense":
+            return 2 * self.m * self.n * self.k
+        return 2 * sum(self.sizes) * self.n * (self.m if self.kind == "wgrad" else self.k)
+
+
+LARGE = [
+    Case("dense", m, n, k)
+    for m, n, k in (
+        (4096, 2112, 7168),
+        (4096, 576, 7168),
+        (4096, 24576, 1536),
+        (4096, 32768, 512),
+        (4096, 7168, 16384),
+        (4096, 4096, 7168),
+        (4096, 7168, 2048),
+        (8192, 8192, 8192),
+    )
+]
+NARROW = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))
+M128 = [Case("dense", 128, n, k) for n, k in NARROW]
+FEW_ROWS = [*M128, *(Case("dense", m, n, k) for m in (1, 4, 16, 64) for n, k in NARROW)]
+BOTH_TILES = [Case("dense", c.m, c.n, c.k, tiles=True) for c in (*LARGE, *M128)]
+ACCUMULATED = [Case("dense", c.m, c.n, c.k, tiles=True, accumulate=True) for c in (*LARGE, *M128)]
+EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+GROUPED = [Case("grouped", m, n, k, groups) for groups, m in ((4, 8192), (8, 4096)) for n, k in EXPERTS]
+MASKED = [
+    Case("masked", m, n, k, groups) for groups, m in ((32, 192), (6, 1024), (32, 20), (6, 20)) for n, k in EXPERTS
+]
+WGRAD = [
+    Case("wgrad", m, n, k, groups, tiles=True, accumulate=True)
+    for groups, k in ((4, 8192), (8, 4096), (16, 2048))
+    for m, n in ((4096, 7168), (7168, 2048))
+]
+GPU = [*LARGE, *FEW_ROWS, *ACCUMULATED, *BOTH_TILES, *GROUPED, *MASKED, *WGRAD]
+CPU = [
+    Case("dense", 2048, 512, 256),
+    Case("dense", 2048, 1024, 1024),
+    Case("dense", 2048, 576, 2048),
+    Case("grouped", 256, 512, 256, 8),
+]

@@ -1,0 +1,59 @@
+"""`octile bench gemm` on a GPU, which is made up: every case is tried first, and what is wrong is left out and told."""
+
+import pytest
+import torch
+
+from octile.bench import gemm, goals, shapes
+from octile.bench.setup import set_up
+from octile.bench.shapes import Case
+
+CASES = [Case("dense", 32, 16, 128), Case("dense", 48, 16, 128), Case("dense", 64, 16, 128)]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is a CPU and takes 1 ms for each product."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(shapes, "GPU", CASES)
+    monkeypatch.setattr(gemm, "why_not", lambda case, end: None)
+    monkeypatch.setattr(gemm, "set_up", lambda case, device: set_up(case, "cpu"))
+    monkeypatch.setattr(gemm, "work_seconds", lambda calls, rounds: dict.fromkeys(calls, 1e-3))
+    monkeypatch.setattr(gemm, "host_seconds", lambda call: 12e-6)
+    monkeypatch.setattr(gemm, "graph_seconds", lambda call: 1.1e-3)
+
+
+def test_a_product_has_all_its_figures(gpu):
+    rows = [row for row in gemm.rows() if row.case == "32×16×128"]
+    assert {row.unit for row in rows} == {"TFLOP/s", "GB/s", "µs", "difference", "µs of host", "µs in a graph"}
+
+
+def test_a_case_that_hangs_is_left_out_and_told(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gemm, "why_not", lambda case, end: "it hangs" if case is CASES[1] else None)
+    assert {row.case for row in gemm.rows()} == {"32×16×128", "64×16×128"}
+    assert "left out: 48×16×128 FP8: it hangs" in capsys.readouterr().err
+
+
+def test_a_case_that_is_wrong_when_it_is_measured_is_left_out_and_told(gpu, monkeypatch, capsys):
+    def measure(case, device):
+        if case is CASES[0]:
+            raise ArithmeticError("wrong")
+        return set_up(case, "cpu")
+
+    monkeypatch.setattr(gemm, "set_up", measure)
+    assert {row.case for row in gemm.rows()} == {"48×16×128", "64×16×128"}
+    assert "left out: 32×16×128 FP8: wrong" in capsys.readouterr().err
+
+
+def test_what_could_not_be_tried_in_time_is_left_out():
+    assert gemm.why_not(CASES[0], end=0.0) == "no time was left to try it"
+
+
+def test_it_ends_with_the_goals(gpu):
+    assert gemm.show(list(gemm.rows())).splitlines()[-1].startswith("host time of a warm call: at most 12.0 µs")
+
+
+def test_the_goals_read_the_rows_that_are_made(gpu):
+    rows = list(gemm.rows())
+    assert goals.HOST_UNIT in {row.unit for row in rows}
+    assert {row.against.peer for row in rows if row.against} == {"torch FP32"}

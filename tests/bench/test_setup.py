@@ -1,0 +1,97 @@
+"""A product to measure: its operands, what is called, and that a wrong one is found out."""
+
+import sys
+
+import pytest
+import torch
+
+import octile.compat.deep_gemm
+from octile.bench import peers, setup
+from octile.bench.setup import LARGEST_DIFFERENCE, set_up
+from octile.bench.shapes import GPU, Case
+
+CASES = [
+    Case("dense", 64, 96, 256),
+    Case("dense", 64, 96, 256, tiles=True),
+    Case("dense", 64, 96, 256, tiles=True, accumulate=True),
+    Case("grouped", 100, 96, 256, 4),
+    Case("masked", 100, 96, 256, 4),
+    Case("wgrad", 96, 64, 300, 4, tiles=True, accumulate=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def few_masked_rows(monkeypatch):
+    monkeypatch.setattr(setup, "MASKED_ROWS", 160)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.what)
+def made(request):
+    return set_up(request.param, "cpu")
+
+
+def test_octiles_product_is_right(made):
+    assert made.check(made.call, made.plain(), made.out, LARGEST_DIFFERENCE) > 0
+
+
+def test_a_result_that_is_not_written_is_found_out(made):
+    with pytest.raises(ArithmeticError, match="differs"):
+        made.check(lambda: None, made.plain(), made.out, LARGEST_DIFFERENCE)
+
+
+def test_a_part_that_is_not_written_is_found_out(made):
+    def call():
+        before = made.out.clone()
+        made.call()
+        made.out[..., :1, :1] = before[..., :1, :1]
+
+    with pytest.raises(ArithmeticError, match="differs"):
+        made.check(call, made.plain(), made.out, 1e-6 if made.case.accumulate else LARGEST_DIFFERENCE)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.accumulate or not case.tiles], ids=lambda c: c.what)
+def test_deep_gemm_is_called_as_it_wants_to_be(case, monkeypatch):
+    made = set_up(case, "cpu")
+    monkeypatch.setitem(sys.modules, "deep_gemm", octile.compat.deep_gemm)
+    call, out = peers._deep_gemm(made)
+    made.check(call, made.plain(), out, LARGEST_DIFFERENCE)
+
+
+def test_our_1d2d_beside_1d1d_is_a_product_of_the_same():
+    made = set_up(CASES[1], "cpu")
+    call, out = peers._blocks_of_b(made)
+    made.check(call, made.plain(), out, LARGEST_DIFFERENCE)
+
+
+def test_a_peer_that_computes_something_else_is_left_out(monkeypatch, capsys):
+    made = set_up(CASES[0], "cpu")
+    monkeypatch.setattr(peers, "_plain", lambda s: (lambda: s.x @ s.w.mT + 3, torch.empty(0)))
+    assert peers.peers(made, made.plain()) == {}
+    assert "no torch FP32: ArithmeticError" in capsys.readouterr().err
+
+
+def test_the_difference_of_equal_matrices_is_nothing():
+    x = torch.randn(5, 7)
+    assert setup.difference(x, x) == pytest.approx(0, abs=1e-15)
+    assert setup.difference(x, -x) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (Case("dense", 2, 3, 256), 2 * 256 + 2 * 2 * 4 + 3 * 256 + 2 * 3 * 4 / 128 + 2 * 3 * 2),
+        (Case("dense", 2, 3, 256, tiles=True, accumulate=True), 5 * 256 + 5 * 2 * 4 + 2 * 3 * 4 * 2),
+    ],
+    ids=["stored", "added"],
+)
+def test_bytes_are_counted_once(case, expected):
+    assert set_up(case, "cpu").bytes == int(expected)
+
+
+def test_names_tell_the_cases_apart():
+    assert len({(case.name, case.what) for case in GPU}) == len(GPU)
+
+
+def test_sizes_of_groups_are_those_that_are_taken_without_padding():
+    sizes = {size % 128 for case in GPU if case.kind in ("grouped", "wgrad") for size in case.sizes}
+    assert sizes == {0}

@@ -1,0 +1,195 @@
+"""The search for faster kernels, as far as it goes without a GPU."""
+
+import pytest
+import torch
+
+from octile.bench import setup, shapes, tune
+from octile.bench.setup import set_up
+from octile.bench.shapes import Case
+from octile.kernels.cuda import plan, tuned
+from octile.kernels.cuda.choose import choose
+from octile.kernels.cuda.problem import Chip, rounded
+
+H200 = Chip(132)
+CASES = [
+    Case("dense", 64, 96, 256),
+    Case("dense", 64, 96, 256, tiles=True),
+    Case("dense", 64, 96, 256, tiles=True, accumulate=True),
+    Case("grouped", 100, 96, 256, 4),
+    Case("masked", 100, 96, 256, 4),
+    Case("wgrad", 96, 64, 300, 4, tiles=True, accumulate=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_the_problem_is_that_of_the_operands(case, monkeypatch):
+    monkeypatch.setattr(setup, "MASKED_ROWS", 160)
+    monkeypatch.setattr(tune, "MASKED_ROWS", 160)
+    assert tune.problem(case) == plan.problem(tune.product(set_up(case, "cpu")))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_the_operands_are_read_as_they_lie(case, monkeypatch):
+    monkeypatch.setattr(setup, "MASKED_ROWS", 160)
+    assert plan.is_readable(tune.product(set_up(case, "cpu")))
+
+
+def test_the_first_candidate_is_the_chosen_kernel():
+    p = tune.problem(shapes.LARGE[0])
+    assert tune.shortlist(p, H200)[0] == choose(p, H200)
+
+
+def test_candidates_are_of_various_tiles():
+    configs = tune.shortlist(tune.problem(shapes.LARGE[0]), H200)
+    assert len(configs) <= tune.MOST
+    assert len({(c.tile_m, c.tile_n, c.ping_pong) for c in configs}) >= 5
+
+
+@pytest.fixture
+def configs():
+    return tune.shortlist(tune.problem(shapes.LARGE[0]), H200)
+
+
+def keep(configs, seconds):
+    said = tune._keep(shapes.LARGE[0], configs, seconds, H200)
+    return said, choose(tune.problem(shapes.LARGE[0]), H200)
+
+
+def test_a_faster_kernel_is_used_from_then_on(configs):
+    said, used = keep(configs, {0: 100e-6, 3: 90e-6})
+    assert used == configs[3] != configs[0]
+    assert said.startswith("90.0 µs, 1378 TFLOP/s instead of 100.0 µs, with ")
+
+
+def test_noise_changes_nothing(configs):
+    said, used = keep(configs, {0: 100e-6, 3: 99.5e-6})
+    assert used == configs[0]
+    assert said.endswith("the chosen kernel")
+
+
+def test_a_right_kernel_replaces_a_chosen_one_that_is_wrong(configs):
+    assert keep(configs, {2: 300e-6})[1] == configs[2]
+
+
+def test_a_search_goes_on_where_it_ended(configs):
+    before = tune._unknown(tune.ORDER, H200)
+    keep(configs, {0: 1e-6})
+    assert tune._unknown(tune.ORDER, H200) == before[1:]
+
+
+def test_shapes_that_share_a_kernel_are_searched_once():
+    problems = [rounded(tune.problem(case)) for case in tune._unknown(tune.ORDER, H200)]
+    assert len(set(problems)) == len(problems)
+
+
+def test_all_shapes_are_searched():
+    assert set(tune.ORDER) == set(shapes.GPU)
+
+
+def test_an_entry_is_what_the_products_look_up(configs):
+    keep(configs, {0: 1e-6})
+    assert tuned.lookup(rounded(tune.problem(shapes.LARGE[0])), H200) == configs[0]
+
+
+class Rounds:
+    """Stands for `measure`: what it found, one call after the other, and what it was told to leave out."""
+
+    def __init__(self, *found):
+        self.found, self.left_out = list(found), []
+
+    def __call__(self, measure, case, configs, left_out, seconds):
+        self.left_out.append(dict(left_out))
+        return self.found.pop(0)
+
+
+class Compiled:
+    """A compilation that has ended."""
+
+    def __init__(self, reason=None):
+        self.reason = reason
+
+    def result(self, timeout):
+        return self.reason
+
+
+def search(configs, apart, monkeypatch, reasons=None):
+    monkeypatch.setattr(tune, "apart", apart)
+    compiled = [Compiled((reasons or {}).get(i)) for i in range(len(configs))]
+    return tune._tune(shapes.LARGE[0], configs, compiled, H200, end=float("inf"))
+
+
+def test_a_kernel_that_hangs_is_left_out_of_the_next_round(configs, monkeypatch):
+    rounds = Rounds(
+        tune.Found({}, {1: "TimeoutError: a kernel has not ended"}, broke=True),
+        tune.Found({0: 2e-6, 2: 1e-6}, {1: "TimeoutError: a kernel has not ended"}),
+    )
+    said = search(configs, rounds, monkeypatch)
+    assert rounds.left_out[1] == {1: "TimeoutError: a kernel has not ended"}
+    assert said.startswith("4096×2112×7168 FP8: 1.0 µs")
+    assert said.endswith("TimeoutError: a kernel has not ended")
+
+
+def test_a_kernel_that_does_not_compile_well_is_not_run(configs, monkeypatch):
+    rounds = Rounds(tune.Found({0: 1e-6}, {2: "8 bytes of spills"}))
+    search(configs, rounds, monkeypatch, {2: "8 bytes of spills"})
+    assert rounds.left_out == [{2: "8 bytes of spills"}]
+
+
+def test_a_shape_without_a_right_kernel_keeps_none(configs, monkeypatch):
+    said = search(configs, Rounds(tune.Found({}, {0: "differs"})), monkeypatch)
+    assert "no kernel is right" in said
+    assert not tuned.path().exists()
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    """candidates(calls): what `measure` finds of them; each is 1 µs slower than the one before."""
+
+    def run(*calls):
+        made = set_up(CASES[0], "cpu")
+        monkeypatch.setattr(tune, "set_up", lambda case, device: made)
+        monkeypatch.setattr(tune, "launcher", lambda setup, call: lambda: call(setup))
+        monkeypatch.setattr(tune, "finish", lambda: None)
+        monkeypatch.setattr(tune, "work_seconds", lambda calls, rounds: {i: 1e-6 * (1 + int(i)) for i in calls})
+        return tune.measure(CASES[0], calls, {})
+
+    return run
+
+
+def right(setup):
+    return setup.call()
+
+
+def wrong(setup):
+    return setup.out.zero_()
+
+
+def hangs(setup):
+    raise TimeoutError("a kernel has not ended")
+
+
+def test_only_right_kernels_are_timed(candidates):
+    found = candidates(right, wrong, right)
+    assert found.seconds == {0: 1e-6, 2: 3e-6}
+    assert "differs" in found.failed[1]
+
+
+def test_a_kernel_that_hangs_ends_the_process(candidates):
+    found = candidates(right, hangs, right)
+    assert (found.seconds, found.broke, list(found.failed)) == ({}, True, [1])
+
+
+def test_the_chosen_kernel_is_timed_again_beside_the_best(candidates, monkeypatch):
+    found = candidates(*[right] * 8)
+    assert set(found.seconds) == {0, 1, 2, 3}
+
+
+def test_without_hopper_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU of sm_90"):
+        tune.run(None, 1.0)

@@ -1,0 +1,58 @@
+"""The tests' own runner: what hangs or crashes costs no more than its own process."""
+
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+TESTS = {
+    "test_good.py": "def test_one(): pass\ndef test_two(): assert False\n",
+    "test_crash.py": "import os\ndef test_crash(): os._exit(9)\n",
+    "alone/test_hang.py": "import subprocess, pathlib\ndef test_hang():\n"
+    "    child = subprocess.Popen(['sleep', '600'])\n"
+    "    pathlib.Path('child').write_text(str(child.pid))\n"
+    "    child.wait()\n"
+    "def test_fast(): pass\n",
+    "alone/test_many.py": "import pytest\n@pytest.mark.parametrize('x', range(20))\ndef test_many(x): pass\n",
+}
+
+
+@pytest.fixture
+def runner(script, tmp_path, monkeypatch):
+    for name, text in TESTS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    runner = script("tests")
+    monkeypatch.setattr(runner, "ALONE", ("alone",))
+    monkeypatch.setattr(runner, "SECONDS", 15)
+    monkeypatch.setattr(runner, "AT_ONCE", 2)
+    return runner
+
+
+def test_tests_that_may_hang_run_by_themselves(runner):
+    assert runner.units(["."]) == [
+        "alone/test_hang.py::test_hang",
+        "alone/test_hang.py::test_fast",
+        "alone/test_many.py::test_many",
+        "test_crash.py",
+        "test_good.py",
+    ]
+
+
+def test_a_test_that_hangs_is_killed_and_the_others_are_counted(runner, tmp_path, capsys):
+    start = time.monotonic()
+    assert runner.main(tmp_path, ["test_good.py", "test_crash.py", "alone/test_hang.py"]) == 1
+    assert time.monotonic() - start < 100
+    said = capsys.readouterr().out
+    assert "test_good.py: 1 passed, 1 failed, 0 skipped" in said
+    assert "test_crash.py: no result: exit code 9" in said
+    assert "test_hang.py::test_hang: no result: it hung, or took too long" in said
+    assert "test_hang.py::test_fast: 1 passed, 0 failed, 0 skipped" in said
+    names = {case.get("name") for case in ElementTree.parse(tmp_path / "tests.xml").iter("testcase")}
+    assert names == {"test_one", "test_two", "test_fast"}
+
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")  # what it started is killed too
+    assert not child.exists() or child.read_text().split()[2] == "Z"

@@ -1,0 +1,69 @@
+"""The measuring itself on a GPU: what is recorded, what is refused, and that a search ends."""
+
+import pytest
+import torch
+
+from octile.bench import gemm, tune
+from octile.bench.kernel_time import finish, graph_seconds, host_seconds, kernel_seconds
+from octile.bench.peers import peers
+from octile.bench.setup import set_up
+from octile.bench.shapes import Case
+from octile.kernels.cuda.problem import Chip
+
+CASES = [
+    Case("dense", 256, 384, 1024),
+    Case("dense", 256, 384, 1024, tiles=True),
+    Case("dense", 256, 384, 1024, tiles=True, accumulate=True),
+    Case("grouped", 200, 384, 1024, 4),
+    Case("masked", 200, 384, 1024, 4),
+    Case("wgrad", 256, 384, 400, 4, tiles=True, accumulate=True),
+]
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"needs a GPU of sm_90, not {torch.cuda.get_device_name()}")
+
+
+def test_kernels_are_attributed_to_their_call():
+    x = torch.zeros(1 << 26, device="cuda")
+    once, twice = lambda: x.add_(1), lambda: (x.add_(1), x.mul_(2))
+    try:
+        times = kernel_seconds({"once": once, "twice": twice})
+    except RuntimeError as error:
+        pytest.skip(f"the profiler may not read this GPU: {error}")
+    assert 0 < times["once"] < times["twice"]
+
+
+def test_times_around_a_kernel_are_there():
+    x = torch.zeros(1 << 20, device="cuda")
+    assert host_seconds(lambda: x.add_(1)) > 0
+    assert graph_seconds(lambda: x.add_(1)) > 0
+
+
+def test_a_kernel_that_does_not_end_is_not_waited_for():
+    torch.cuda._sleep(2_000_000_000)
+    with pytest.raises(TimeoutError, match="has not ended within"):
+        finish(0.05)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_a_case_is_rehearsed(case: Case):
+    gemm.rehearse(case)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.what)
+def test_the_vendors_product_is_among_the_peers(hopper, case: Case):
+    setup = set_up(case, "cuda")
+    assert "BF16" in peers(setup, setup.plain())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_candidates_are_compared_and_timed(hopper, case: Case):
+    configs = tune.shortlist(tune.problem(case), Chip(132))[:6]
+    found = tune.measure(case, configs, {})
+    assert not found.broke
+    assert not found.failed
+    assert 0 in found.seconds
