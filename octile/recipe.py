@@ -20,7 +20,11 @@ NVIDIA's hybrid and delayed scaling (arXiv 2209.05433).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import tomllib
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -29,6 +33,7 @@ from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
 
 Extent = int | None  # of a block along one side of a matrix; None is the whole side
 ScaleRule = Literal["float32", "power_of_2"]
+ProductName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TILE: tuple[Extent, Extent] = (1, 128)  # one token, 128 channels
@@ -57,6 +62,7 @@ class Cast:
             raise ValueError(f"scale={self.scale!r} has no meaning with amax={self.amax!r}")
 
 
+PRODUCTS: tuple[ProductName, ...] = ("fprop", "dgrad", "wgrad")
 AMAX_HISTORY = 16  # steps that delayed scaling looks back
 
 
@@ -109,6 +115,8 @@ class Recipe:
         name: under which `octile compare --recipes` and a run's configuration know it.
         casts: of the products' operands; None leaves them in `compute`.
         compute: type of the products that have no casts.
+        uncast: products that are made in `compute` although the recipe has casts.
+        exceptions: of single layers, what else is uncast: (pattern of names as of files, products).
         loss_scale: "dynamic" multiplies the loss by a power of two that backs off on overflow.
         smooths_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
         optimizer: the formats of the optimizer's state.
@@ -120,11 +128,83 @@ class Recipe:
     loss_scale: Literal["dynamic"] | None = None
     smooths_swiglu: bool = False
     optimizer: OptimizerFormats = field(default_factory=OptimizerFormats)
+    uncast: frozenset[ProductName] = frozenset()
+    exceptions: tuple[tuple[str, frozenset[ProductName]], ...] = ()
 
     @property
     def delayed_scaling(self) -> bool:
         """Whether a layer must remember what it saw."""
         return self.casts is not None and self.casts.delayed
+
+    def without(self, product: ProductName) -> Recipe:
+        """This recipe with one product made in `compute` instead of in 8 bits.
+
+        Raises:
+            ValueError: there is no such product, or the recipe casts nothing.
+        """
+        if product not in PRODUCTS:
+            raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, not {product!r}")
+        if self.casts is None:
+            raise ValueError(f"recipe {self.name!r} casts nothing, so there is no {product} in 8 bits to leave out")
+        if product in self.uncast:
+            return self
+        return replace(self, name=f"{self.name} without {product}", uncast=self.uncast | {product})
+
+    def for_layer(self, name: str) -> Recipe:
+        """This recipe as it holds for one layer: with its exceptions, and no one else's."""
+        recipe = replace(self, exceptions=())
+        mine = [products for pattern, products in self.exceptions if fnmatchcase(name, pattern)]
+        for product in PRODUCTS:
+            if any(product in products for products in mine):
+                recipe = recipe.without(product)
+        return recipe
+
+    @classmethod
+    def read(cls, path: Path) -> Recipe:
+        """A recipe with exceptions, from a TOML file:
+
+            recipe = "deepseek_v3"
+            [[keep]]                                    # in `compute` instead of 8 bits
+            layers = "model.layers.1.mlp.down_proj"     # a pattern of names, as of files
+            products = ["fprop", "wgrad"]
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no such text.
+        """
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        if not isinstance(content.get("recipe"), str) or content.keys() - {"recipe", "keep"}:
+            raise ValueError(f'{path} must say recipe = "deepseek_v3" or another name, and [[keep]] for exceptions')
+        recipe = cls.named(content["recipe"])
+        keeps = content.get("keep", [])
+        for number, keep in enumerate(keeps, 1):
+            if (
+                not isinstance(keep, dict)
+                or keep.keys() != {"layers", "products"}
+                or not isinstance(keep["layers"], str)
+            ):
+                raise ValueError(f"{path}: keep {number} must say layers, a pattern, and products, a list")
+            if not keep["products"] or any(product not in PRODUCTS for product in keep["products"]):
+                raise ValueError(
+                    f"{path}: keep {number}: products must be some of {', '.join(PRODUCTS)}, not {keep['products']!r}"
+                )
+        exceptions = tuple((keep["layers"], frozenset(keep["products"])) for keep in keeps)
+        if exceptions and recipe.casts is None:
+            raise ValueError(f"{path}: recipe {recipe.name!r} casts nothing, so there is nothing to keep")
+        return replace(recipe, exceptions=exceptions)
+
+    def write(self, path: Path) -> Path:
+        """Writes what `read` reads; name must be one that `named` knows. Its folder is made if it is not there."""
+        lines = [f'recipe = "{self.name}"']
+        for layers, products in self.exceptions:
+            named = ", ".join(f'"{product}"' for product in PRODUCTS if product in products)
+            lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
 
     @classmethod
     def deepseek_v3(cls) -> Recipe:
@@ -208,11 +288,14 @@ class Recipe:
 
     @classmethod
     def named(cls, name: str) -> Recipe:
-        """The recipe of that name.
+        """The recipe of that name; a name that ends in .toml is a file's (`read`).
 
         Raises:
             ValueError: there is none.
+            FileNotFoundError: there is no such file.
         """
+        if name.endswith(".toml"):
+            return cls.read(Path(name))
         if name not in cls.names():
             raise ValueError(f"unknown recipe {name!r}; there are {', '.join(cls.names())}")
         return getattr(cls, name)()

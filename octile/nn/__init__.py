@@ -9,6 +9,7 @@ from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
+from octile.nn.weight_cache import frozen_weights
 
 __all__ = [
     "MLA",
@@ -20,5 +21,6 @@ __all__ = [
     "RMSNorm",
     "convert",
     "end_step",
+    "frozen_weights",
     "functional",
 ]

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -70,20 +71,23 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     places = list(model.named_modules(remove_duplicate=False))  # a layer used twice is replaced at both places
     done: dict[nn.Module, nn.Module] = {}
     converted, skipped = 0, Counter[str]()
+    reached: list[str] = []
 
     for name, module in places:
         if module in done:
             model = _replace(model, name, done[module])
         elif isinstance(module, nn.Linear):
             reason = _reason_to_skip(name, module, tied, filter)
-            done[module] = module if reason else Linear.from_linear(module, recipe)
+            done[module] = module if reason else Linear.from_linear(module, recipe.for_layer(name))
+            reached += [] if reason else [name]
             model = _replace(model, name, done[module])
             converted += not reason
             skipped.update([reason] if reason else [])
         elif hasattr(module, "use_recipe"):
             done[module] = module
             if filter is None or filter(name, module):
-                module.use_recipe(recipe)
+                module.use_recipe(recipe.for_layer(name))
+                reached.append(name)
                 converted += module.linear_layers
             else:
                 skipped[LEFT_OUT] += module.linear_layers
@@ -94,8 +98,14 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     total = converted + skipped.total()
     if total == 0:
         raise ValueError(f"model {type(model).__name__} has no linear layer to convert")
+    for pattern, _ in recipe.exceptions:
+        if not any(fnmatchcase(name, pattern) for name in reached):
+            raise ValueError(
+                f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer"
+            )
     why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common() if n)
-    summary = f"converted {converted} of {total} linear layers to {recipe.name}, skipped {skipped.total()}"
+    exceptions = f" with {len(recipe.exceptions)} exceptions" if recipe.exceptions else ""
+    summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
     if recipe.smooths_swiglu and not any(isinstance(module, MLP | Experts) for module in model.modules()):
         summary += "; nothing is smoothed, no octile.nn.MLP or Experts was found"

@@ -21,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.nn import plain
 from octile.nn.delayed import AmaxHistory, unscaled
-from octile.nn.plain import PlainProduct
 from octile.nn.together import Shared, once, shared_by_layers
-from octile.nn.weight_cache import is_cached, quantized_weight
+from octile.nn.watched import Product, begin, show, watched
+from octile.nn.weight_cache import may_be_kept, quantized_weight
 from octile.ops.grouped import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
-from octile.recipe import Cast, Casts, Recipe
+from octile.recipe import PRODUCTS, Cast, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
 Watcher = Callable[[str, ScaledTensor], None]
@@ -118,10 +119,11 @@ def _product(
     out_dtype: torch.dtype,
     shared: Shared | None = None,
 ) -> Tensor:
-    if recipe is None or recipe.casts is None:
+    if recipe is None or recipe.casts is None or len(recipe.uncast) == len(PRODUCTS):
         compute = out_dtype if recipe is None else recipe.compute
-        return PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
-    return _Product.apply(x_TK, weight, offs, recipe.casts, history, out_dtype, shared)
+        return plain.PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
+    keep_w = may_be_kept(weight, recipe.casts.w)  # asked out here: inside, gradients are always off
+    return _Product.apply(x_TK, weight, offs, recipe, history, out_dtype, shared, keep_w)
 
 
 class _Product(torch.autograd.Function):
@@ -131,41 +133,60 @@ class _Product(torch.autograd.Function):
         x_TK: Tensor,
         weight: Tensor,
         offs: Tensor | None,
-        casts: Casts,
+        recipe: Recipe,
         history: AmaxHistory | None,
         out_dtype: torch.dtype,
         shared: Shared | None,
+        keep_w: bool,
     ) -> Tensor:
+        casts, uncast, compute = recipe.casts, recipe.uncast, recipe.compute
+        assert casts is not None
         x = once(None if casts.delayed else shared, casts.x, lambda: _cast(x_TK, casts.x, "x", history))
-        w = _cast(weight, casts.w, "w", history)
+        w = _cast(weight, casts.w, "w", history, keep_w)
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
-        ctx.w = w if is_cached(weight, casts.w) else None  # it lives on in the cache: nothing more to keep
-        saved_x = (x.data, x.scale) if w_has_gradient else (None, None)
+        ctx.w = w if keep_w else None  # it lives on in the cache: nothing more to keep
+        saved_x = (x.data, x.scale) if w_has_gradient and "wgrad" not in uncast else (None, None)
         saved_w = (w.data, w.scale) if x_has_gradient and ctx.w is None else (None, None)
-        ctx.save_for_backward(*saved_x, *saved_w, offs)
+        plain_x = x_TK.to(compute) if w_has_gradient and "wgrad" in uncast else None
+        plain_w = weight.to(compute) if x_has_gradient and "dgrad" in uncast else None
+        ctx.save_for_backward(*saved_x, *saved_w, plain_x, plain_w, offs)
         ctx.blocks = x.block, w.block
-        ctx.casts, ctx.history, ctx.x_dtype, ctx.w_dtype = casts, history, x_TK.dtype, weight.dtype
+        ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
+        a, b = (x, w) if "fprop" not in uncast else (None, None)
+        looked_at = watched() and (x_has_gradient or w_has_gradient)
+        ctx.seen = begin(weight, Product("fprop", x_TK, a, b, offs)) if looked_at else []
+        if "fprop" in uncast:
+            return plain.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
         return _nt(x, w, offs, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, w_data, w_scale, offs = ctx.saved_tensors
-        casts = ctx.casts
-        x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
-        w = ctx.w or ScaledTensor(w_data, w_scale, ctx.blocks[1])
-        dx = dw = None
-        if ctx.needs_input_grad[0] or casts.wgrad_dy == casts.dy:
+        x_data, x_scale, w_data, w_scale, plain_x, plain_w, offs = ctx.saved_tensors
+        casts, compute = ctx.recipe.casts, ctx.recipe.compute
+        x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
+        dx = dw = dy = None
+        if x_has_gradient and plain_w is None:
+            w = ctx.w or ScaledTensor(w_data, w_scale, ctx.blocks[1])
             dy = _cast(dy_TN, casts.dy, "dy", ctx.history)
-        if ctx.needs_input_grad[0]:
+            show(ctx.seen, Product("dgrad", dy_TN, dy, w.mT, offs))
             dx = _nt(dy, w.mT, offs, ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            if casts.wgrad_dy != casts.dy:
-                dy = _cast(dy_TN, casts.wgrad_dy, "wgrad_dy", ctx.history)
+        elif x_has_gradient:
+            show(ctx.seen, Product("dgrad", dy_TN, offs=offs))
+            dx = plain.nt(dy_TN.to(compute), plain_w.mT, offs).to(ctx.x_dtype)
+        if w_has_gradient and plain_x is None:
+            x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
+            if dy is None or casts.wgrad_dy != casts.dy:
+                operand = "dy" if casts.wgrad_dy == casts.dy else "wgrad_dy"
+                dy = _cast(dy_TN, casts.wgrad_dy, operand, ctx.history)
             if casts.wgrad_x != casts.x:
                 x = _cast(x.dequantize(), casts.wgrad_x, "wgrad_x", ctx.history)
+            show(ctx.seen, Product("wgrad", dy_TN.mT, dy.mT, x.mT, offs))
             dw = _wgrad(dy, x, offs, ctx.w_dtype, ctx.main_grad)
-        return dx, dw, None, None, None, None, None
+        elif w_has_gradient:
+            show(ctx.seen, Product("wgrad", dy_TN.mT, offs=offs))
+            dw = _in_grad(plain.tn(dy_TN.to(compute), plain_x, offs), ctx.w_dtype, ctx.main_grad)
+        return dx, dw, None, None, None, None, None, None
 
 
 def _nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -182,18 +203,22 @@ def _wgrad(
         matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)
         return None
     dw = matmul_nt(dy.mT, x.mT, torch.float32) if offs is None else grouped_wgrad(dy, x, offs, torch.float32)
+    return _in_grad(dw, dtype, main_grad)
+
+
+def _in_grad(dw: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
     if main_grad is None:
         return dw.to(dtype)
     main_grad.add_(dw)
     return None
 
 
-def _cast(t: Tensor, cast: Cast, operand: str, history: AmaxHistory | None) -> ScaledTensor:
+def _cast(t: Tensor, cast: Cast, operand: str, history: AmaxHistory | None, keep: bool = False) -> ScaledTensor:
     if cast.amax == "delayed":
         assert history is not None  # checked before the forward pass
         q = history.quantize(t, operand, cast)
     else:
-        q = quantized_weight(t, cast, _quantize) if operand == "w" else _quantize(t, cast)
+        q = quantized_weight(t, cast, _quantize) if keep else _quantize(t.detach(), cast)
     for watcher in _watchers:
         watcher(operand, q)
     return q

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.nn.together import Shared, once
+from octile.nn.watched import Product, begin, show, watched
 from octile.ops.matmul import without_autocast
 
 
@@ -37,7 +38,9 @@ class PlainProduct(torch.autograd.Function):
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
         ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
-        return _nt(x, w, offs).to(out_dtype)
+        looked_at = watched() and (x_has_gradient or w_has_gradient)
+        ctx.seen = begin(weight, Product("fprop", x_TK, offs=offs)) if looked_at else []
+        return nt(x, w, offs).to(out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,16 +48,18 @@ class PlainProduct(torch.autograd.Function):
         dy = dy_TN.to(ctx.compute)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = _nt(dy, w.mT, offs).to(ctx.x_dtype)
+            show(ctx.seen, Product("dgrad", dy_TN, offs=offs))
+            dx = nt(dy, w.mT, offs).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            dw = _tn(dy, x, offs).to(ctx.w_dtype if ctx.main_grad is None else torch.float32)
+            show(ctx.seen, Product("wgrad", dy_TN.mT, offs=offs))
+            dw = tn(dy, x, offs).to(ctx.w_dtype if ctx.main_grad is None else torch.float32)
         if dw is not None and ctx.main_grad is not None:
             ctx.main_grad.add_(dw)
             dw = None
         return dx, dw, None, None, None, None
 
 
-def _nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """a[T, K] · bᵀ, b[N, K] or [G, N, K], also where autocast is on; rows past the last group are zero."""
     with without_autocast(a.device):
         if offs is None:
@@ -64,7 +69,7 @@ def _nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         return y.masked_fill_(past[:, None], 0)
 
 
-def _tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+def tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
     with without_autocast(a.device):
         if offs is None:

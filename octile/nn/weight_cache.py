@@ -1,20 +1,26 @@
 """Weights are quantised once a step: the result is kept until the optimizer writes the parameter again.
 
-A parameter counts its in-place writes (`_version`), so every micro-batch of a step, and fprop and dgrad of each, share
-one quantised copy.  torch's fused optimizers write without counting (seen in 2.13), so every step of any
-`torch.optim.Optimizer` empties the cache besides, but for frozen weights that it does not hold.  Other writes that go
-around the counter (`p.data.add_(…)` in a training loop) go around the cache as well: use `with torch.no_grad():
-p.add_(…)`.
+A copy may outlive a forward pass only where the next write will be noticed.  A parameter counts its in-place writes
+(`_version`), but torch's fused optimizers write without counting (seen in 2.13), and so does all that goes through
+`.data`: hand-written training loops, averages swapped in.  Therefore a copy is kept
+
+    while training, of a weight that a `torch.optim.Optimizer` has stepped before: until its next step, so that every
+    micro-batch, and fprop and dgrad of each, share it
+    inside `frozen_weights(model)`: until its end
+
+and is made anew for each forward pass otherwise.  What is not noticed is a write through `.data` between the forward
+passes of one step; autograd does not notice it either.
 
 Under `torch.compile`, and while a CUDA graph is captured, the cast is part of the graph: each replay casts the weight
 as it is then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,12 +29,31 @@ from octile.recipe import Cast
 from octile.scaled import ScaledTensor
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → (what it was made from, the quantised copy)
+_stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a torch optimizer writes
+_frozen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → how many frozen_weights it is inside
+
+
+@contextmanager
+def frozen_weights(model: nn.Module) -> Iterator[None]:
+    """Promises that nobody writes the model's weights inside, so that they are quantised once and not in every call.
+
+    For evaluating and generating; a training step needs no such promise.
+    """
+    weights = list(model.parameters())
+    for weight in weights:
+        _frozen[weight] = _frozen.get(weight, 0) + 1
+    try:
+        yield
+    finally:
+        for weight in weights:
+            _frozen[weight] -= 1
+            if not _frozen[weight]:
+                del _frozen[weight]
+                _kept.pop(weight, None)
 
 
 def quantized_weight(weight: Tensor, cast: Cast, quantize: Callable[[Tensor, Cast], ScaledTensor]) -> ScaledTensor:
-    """quantize(weight, cast), from the cache where the parameter has not changed since."""
-    if not is_cached(weight, cast):
-        return quantize(weight.detach(), cast)
+    """quantize(weight, cast), kept; or what was kept, if it was made from the same memory and no write was counted."""
     memory = StorageWeakRef(weight.untyped_storage())  # an address alone may have been freed and given out again
     made_from = (memory, weight.storage_offset(), weight._version, weight.dtype, cast)
     kept = _kept.get(weight)
@@ -38,17 +63,21 @@ def quantized_weight(weight: Tensor, cast: Cast, quantize: Callable[[Tensor, Cas
     return kept[1]
 
 
-def is_cached(weight: Tensor, cast: Cast) -> bool:
-    """Whether the quantised copy is kept: of parameters, whose writes are counted, by scales that are their own."""
+def may_be_kept(weight: Tensor, cast: Cast) -> bool:
+    """Whether a quantised copy may outlive this forward pass; see the head of this file."""
     if torch.compiler.is_compiling() or cast.amax == "delayed":
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
-    return weight.is_leaf and not weight.is_inference()
+    if not weight.is_leaf or weight.is_inference():  # not a parameter, or one whose writes are not counted
+        return False
+    return weight in _frozen or (weight in _stepped and torch.is_grad_enabled())
 
 
 def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in held.values():
+        _stepped[parameter] = True
     for weight in list(_kept):
         if weight.requires_grad or id(weight) in held:  # a wrapper may train another tensor in the weight's place
             del _kept[weight]

@@ -158,9 +158,22 @@ def casts() -> Iterator[WeightCasts]:
         yield mode
 
 
+def stepped(layer: Linear) -> Linear:
+    """The layer after a step that changed nothing: an optimizer holds its weight from now on."""
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    return layer
+
+
+def test_before_the_first_step_each_forward_pass_quantises(x, casts):
+    layer = layer_of("deepseek_v3")
+    for _ in range(3):
+        layer(x).sum().backward()  # the backward pass uses what its forward pass made
+    assert casts.count == 3
+
+
 @pytest.mark.parametrize("name", [n for n in WITH_CASTS if not Recipe.named(n).delayed_scaling])
 def test_micro_batches_and_both_passes_share_one_quantised_weight(name, x, casts):
-    layer = layer_of(name)
+    layer = stepped(layer_of(name))
     for _ in range(3):
         layer(x).sum().backward()
     assert casts.count == 1
@@ -177,7 +190,7 @@ def test_an_optimizer_step_makes_the_layer_quantise_again(x, casts):
 
 
 def test_recomputing_does_not_quantise_again(x, casts):
-    checkpoint(layer_of("deepseek_v3"), x, use_reentrant=False).sum().backward()
+    checkpoint(stepped(layer_of("deepseek_v3")), x, use_reentrant=False).sum().backward()
     assert casts.count == 1
 
 

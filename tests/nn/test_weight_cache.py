@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octile.nn.weight_cache import is_cached, quantized_weight
+from octile.nn import Linear, frozen_weights
+from octile.nn.weight_cache import may_be_kept, quantized_weight
 from octile.optim import AdamW
 from octile.recipe import BLOCK, TENSOR, Cast
 from octile.scaled import ScaledTensor, quantize
@@ -120,22 +121,85 @@ def test_nothing_is_kept_of_a_weight_that_is_gone(counter):
     assert kept() is None
 
 
-def test_what_is_computed_from_a_weight_is_not_kept(weight, counter):
-    scaled = weight * 2
-    quantized_weight(scaled, CAST, counter)
-    quantized_weight(scaled, CAST, counter)
-    assert counter.calls == 2
+def step(*weights: Tensor) -> None:
+    """A step of an optimizer that changes nothing."""
+    torch.optim.SGD(weights, lr=0.0).step()
 
 
-def test_weights_whose_writes_are_not_counted_are_not_kept(counter):
+def test_a_weight_that_an_optimizer_steps_may_be_kept(weight):
+    step(weight)
+    assert may_be_kept(weight, CAST)
+
+
+def test_a_weight_that_no_optimizer_has_stepped_may_not_be_kept(weight):
+    assert not may_be_kept(weight, CAST)
+
+
+def test_without_gradients_a_weight_may_not_be_kept(weight):
+    step(weight)
+    with torch.no_grad():
+        assert not may_be_kept(weight, CAST)
+
+
+def test_frozen_weights_may_be_kept(weight):
+    layer = Linear(7, 5)
+    with frozen_weights(layer), torch.no_grad():
+        assert may_be_kept(layer.weight, CAST)
+        assert not may_be_kept(weight, CAST)  # of another model
+    assert not may_be_kept(layer.weight, CAST)
+
+
+def test_freezing_twice_ends_with_the_outer_one():
+    layer = Linear(7, 5)
+    with frozen_weights(layer):
+        with frozen_weights(layer):
+            pass
+        assert may_be_kept(layer.weight, CAST)
+
+
+def test_what_is_computed_from_a_weight_may_not_be_kept(weight):
+    step(weight)
+    assert not may_be_kept(weight * 2, CAST)
+
+
+def test_weights_whose_writes_are_not_counted_may_not_be_kept():
     with torch.inference_mode():
-        weight = nn.Parameter(torch.randn(5, 7))
-    assert not is_cached(weight, CAST)
-    assert quantized_weight(weight, CAST, counter).shape == (5, 7)
+        layer = Linear(7, 5)
+    with frozen_weights(layer):
+        assert not may_be_kept(layer.weight, CAST)
 
 
 def test_a_delayed_scale_is_not_the_weights_own(weight):
-    assert not is_cached(weight, Cast(block=TENSOR, amax="delayed"))
+    step(weight)
+    assert not may_be_kept(weight, Cast(block=TENSOR, amax="delayed"))
+
+
+def test_a_write_through_data_is_seen_by_the_next_forward_pass():
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    before = layer(x)
+    layer.weight.data.mul_(2)
+    assert torch.equal(layer(x), 2 * before)
+
+
+def test_an_average_swapped_in_through_data_and_out_again_leaves_no_trace():
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    step(layer.weight)
+    before, weight = layer(x), layer.weight.detach().clone()
+    step(layer.weight)
+    layer.weight.data.zero_()
+    with torch.no_grad():
+        averaged = layer(x)
+    layer.weight.data.copy_(weight)
+    assert not averaged.any()
+    assert torch.equal(layer(x), before)
+
+
+def test_a_training_loop_written_by_hand_learns():
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    before = layer(x)
+    before.square().sum().backward()
+    layer.weight.data.add_(layer.weight.grad, alpha=-0.01)
+    assert layer(x).square().sum() < before.square().sum()
 
 
 def test_a_fused_optimizer_that_writes_without_counting_invalidates_too(weight, counter):
@@ -173,7 +237,8 @@ def test_a_step_invalidates_a_frozen_weight_that_its_optimizer_holds(weight, cou
 
 
 def test_a_weight_is_not_kept_while_a_graph_is_captured(weight, monkeypatch):
-    assert is_cached(weight, CAST)
+    step(weight)
+    assert may_be_kept(weight, CAST)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not is_cached(weight, CAST)
+    assert not may_be_kept(weight, CAST)

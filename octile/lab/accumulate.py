@@ -1,0 +1,88 @@
+"""The experiment behind promotion: how wrong a long FP8 sum gets, by its length, its data and the promotion interval.
+
+The operands are FP8 numbers already, so the only error is the accumulator's. It is measured against the exact product,
+in FP64, and in units of that product's RMS: single results may be near zero, and a relative error says little there.
+Data of one sign is the hard case: the sum grows with K and soon dwarfs every product, while sums of both signs grow
+with √K only.  The claim: "nearly 2%" at K = 4096, DeepSeek-V3 (arXiv 2412.19437) §3.5.2.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octile.formats import E4M3, FloatFormat
+from octile.lab.tensor_core import tensor_core_matmul
+from octile.scaled import quantize
+
+KS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+INTERVALS = (32, 64, 128, 256, None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One product's accumulation error, all in units of the exact product's RMS.
+
+    Attributes:
+        k: products summed.
+        data: "normal", N(0, 1), or "positive", |N(0, 1)|.
+        promote_every: None is no promotion.
+        error: RMS of the differences.
+        worst: the largest difference.
+        bias: the mean difference, positive where results are too large.
+    """
+
+    k: int
+    data: str
+    promote_every: int | None
+    error: float
+    worst: float
+    bias: float
+
+
+def accumulate(
+    ks: Iterable[int] = KS,
+    data: Iterable[str] = ("normal", "positive"),
+    intervals: Sequence[int | None] = INTERVALS,
+    arch: str = "sm_90",
+    fmt: FloatFormat = E4M3,
+    rows: int = 256,
+    columns: int = 256,
+    seed: int = 0,
+) -> list[Row]:
+    """The rows of the experiment, for products [rows, k] · [columns, k]ᵀ of a whole matrix scaled to the format.
+
+    Raises:
+        ValueError: a kind of data is neither "normal" nor "positive"; `tensor_core_matmul` refuses arch or an interval.
+    """
+    found = []
+    for kind in data:
+        for k in ks:
+            generator = torch.Generator().manual_seed(seed)
+            a, b = (_operand(kind, (side, k), fmt, generator) for side in (rows, columns))
+            exact = a.double() @ b.double().T
+            for interval in intervals:
+                sums = tensor_core_matmul(a, b, arch=arch, promote_every=interval)
+                found.append(Row(k, kind, interval, *errors(sums, exact)))
+    return found
+
+
+def errors(sums: Tensor, exact: Tensor) -> tuple[float, float, float]:
+    """RMS, largest and mean difference of float32 sums from the exact ones in float64, divided by their RMS."""
+    rms = exact.square().mean().sqrt()
+    difference = (sums.double() - exact) / rms
+    return difference.square().mean().sqrt().item(), difference.abs().max().item(), difference.mean().item()
+
+
+def _operand(kind: str, shape: tuple[int, int], fmt: FloatFormat, generator: torch.Generator) -> Tensor:
+    if kind not in ("normal", "positive"):
+        raise ValueError(f"data must be 'normal' or 'positive', not {kind!r}")
+    x = torch.randn(shape, generator=generator)
+    return quantize(x.abs() if kind == "positive" else x, (None, None), fmt).data
+
+
+if __name__ == "__main__":  # the table that is kept in experiments/
+    print(f"{'data':8}  {'K':>5}  {'promoted':>8}  {'error':>8}  {'worst':>8}  {'bias':>9}")
+    for r in accumulate():
+        print(f"{r.data:8}  {r.k:5}  {r.promote_every or 'never':>8}  {r.error:8.1e}  {r.worst:8.2%}  {r.bias:+9.1e}")

@@ -1,0 +1,190 @@
+"""Guards: rules that watch telemetry and act.
+
+    [[rule]]
+    when = "flushed > 5%"        # a figure of telemetry's rows, and a bound
+    product = "wgrad"            # or fprop, dgrad; any if not given
+    layers = "*.experts.*"       # patterns of layers' names, separated by commas; all if not given
+    for_steps = 50               # it must have held at every measured step for so long; 1 if not given
+    then = "warn"                # or "capture": the operands of the next step go into a file; or "bf16": from the
+                                 # next step on this product of this layer is made in BF16
+
+A rule fires once for a layer's product, and again only after its condition has not held in between.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from operator import ge, gt, le, lt
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from octile.lab.operand_stats import Row
+from octile.recipe import PRODUCTS, ProductName
+
+Action = Literal["warn", "capture", "bf16"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+COMPARISONS = {">": gt, ">=": ge, "<": lt, "<=": le}
+SHORT_NAMES = {"flushed": "underflows%", "saturated": "overflows%", "subnormal": "subnormals%", "amax": "cur_amax"}
+FIGURES = (
+    *("underflows%", "overflows%", "subnormals%", "cur_amax", "dynamic_range", "max_blockwise_dynamic_range"),
+    *("mean_blockwise_dynamic_range", "between_blocks_dynamic_range", "scale_inv_min", "scale_inv_max", "kurtosis"),
+    *("outlier_channels", "mse", "snr_db", "worst_over_rms", "bias"),
+    *("quantization_snr_db", "quantization_worst_over_rms", "quantization_bias"),
+    *("accumulation_snr_db", "accumulation_worst_over_rms", "accumulation_bias"),
+)
+CONDITION = re.compile(r"\s*([a-z0-9_%]+)\s*(>=|<=|>|<)\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*(%?)\s*")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule; `figure`, `comparison` and `bound` come from the text of `when`."""
+
+    when: str
+    then: Action
+    product: str = "*"
+    layers: str = "*"
+    for_steps: int = 1
+    figure: str = field(init=False)
+    comparison: str = field(init=False)
+    bound: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        texts = {"when": self.when, "then": self.then, "product": self.product, "layers": self.layers}
+        for name, value in texts.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be text, not {value!r}")
+        if self.then not in ACTIONS:
+            raise ValueError(f"then must be one of {', '.join(ACTIONS)}, not {self.then!r}")
+        if self.product not in ("*", *PRODUCTS):
+            raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, or '*' for any, not {self.product!r}")
+        if not isinstance(self.for_steps, int) or isinstance(self.for_steps, bool) or self.for_steps < 1:
+            raise ValueError(f"for_steps must be a whole number of at least 1, not {self.for_steps!r}")
+        for name, part in zip(("figure", "comparison", "bound"), _condition(self.when), strict=True):
+            object.__setattr__(self, name, part)
+
+    def concerns(self, row: Row) -> bool:
+        """Whether a row is of this rule's layers and product and has its figure."""
+        return (
+            self.product in ("*", row["product"])
+            and row.get(self.figure) is not None
+            and any(fnmatchcase(row["layer"], pattern.strip()) for pattern in self.layers.split(","))
+        )
+
+    def holds(self, row: Row) -> bool:
+        return bool(COMPARISONS[self.comparison](row[self.figure], self.bound))
+
+
+@dataclass(frozen=True)
+class Event:
+    """A rule that fired: at `step`, where its figure had `value`, after it had held since step `since`."""
+
+    rule: Rule
+    step: int
+    since: int
+    layer: str
+    product: ProductName
+    operand: str | None
+    value: float
+
+    def __str__(self) -> str:
+        what = f"{self.product} of {self.layer}" + (f", operand {self.operand}" if self.operand else "")
+        return f"guard at step {self.step}: {self.rule.when} holds since step {self.since} in {what} ({self.value:.4g})"
+
+    def record(self) -> dict[str, Any]:
+        """As a line of metrics.jsonl keeps it."""
+        return {
+            "when": self.rule.when,
+            "then": self.rule.then,
+            "since": self.since,
+            "layer": self.layer,
+            "product": self.product,
+            "operand": self.operand,
+            "value": self.value,
+        }
+
+
+Place = tuple[int, str, ProductName, str | None]  # rule, layer, product, operand
+
+
+class Guards:
+    """Rules and what they remember of the rows they were shown."""
+
+    def __init__(self, rules: Iterable[Rule]):
+        self.rules = tuple(rules)
+        self._since: dict[Place, int] = {}
+        self._fired: set[Place] = set()
+
+    def look(self, rows: Iterable[Row]) -> list[Event]:
+        """Shows the rows of a step; returns the rules that fire now."""
+        events = []
+        for row in rows:
+            for index, rule in enumerate(self.rules):
+                if not rule.concerns(row):
+                    continue
+                place: Place = index, row["layer"], row["product"], row.get("operand")
+                if not rule.holds(row):
+                    self._since.pop(place, None)
+                    self._fired.discard(place)
+                    continue
+                since = self._since.setdefault(place, row["step"])
+                if place not in self._fired and row["step"] - since + 1 >= rule.for_steps:
+                    self._fired.add(place)
+                    layer, product, operand = place[1:]
+                    events.append(Event(rule, row["step"], since, layer, product, operand, row[rule.figure]))
+        return events
+
+
+def read_rules(path: Path) -> tuple[Rule, ...]:
+    """Reads a file of rules.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no TOML, has something else than rules, or a rule is not right: says which and why.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be TOML: {error}") from None
+    rules = content.pop("rule", [])
+    if content or not isinstance(rules, list) or not rules:
+        found = f"; it has {', '.join(content)}" if content else ""
+        raise ValueError(f"{path} must hold [[rule]] tables and nothing else{found}")
+    return tuple(_rule(path, number, rule) for number, rule in enumerate(rules, start=1))
+
+
+def _rule(path: Path, number: int, rule: Any) -> Rule:
+    names = [f.name for f in fields(Rule) if f.init]
+    if not isinstance(rule, dict):
+        raise ValueError(f"{path}: rule {number} must be a [[rule]] table")
+    for name in rule:
+        if name not in names:
+            raise ValueError(f"{path}: rule {number} has {name!r}, but a rule has only {', '.join(names)}")
+    for name in ("when", "then"):
+        if name not in rule:
+            raise ValueError(f"{path}: rule {number} has no {name!r}")
+    try:
+        return Rule(**rule)
+    except ValueError as error:
+        raise ValueError(f"{path}: rule {number}: {error}") from None
+
+
+def _condition(when: str) -> tuple[str, str, float]:
+    """'flushed > 5%' → ("underflows%", ">", 5.0). A per cent sign is part of the bound where figures are shares."""
+    match = CONDITION.fullmatch(when)
+    if match is None:
+        raise ValueError(f"when must be a figure, one of > >= < <=, and a number, as in 'flushed > 5%', not {when!r}")
+    name, comparison, number, percent = match.groups()
+    figure = SHORT_NAMES.get(name, name)
+    if figure not in FIGURES:
+        raise ValueError(f"when names {name!r}; there are {', '.join((*SHORT_NAMES, *FIGURES))}")
+    try:
+        bound = float(number)
+    except ValueError:
+        raise ValueError(f"when has no number in {when!r}") from None
+    if figure.endswith("%") and not percent:
+        raise ValueError(f"when compares {name}, which is in per cent: write {number}%")
+    return figure, comparison, bound if figure.endswith("%") or not percent else bound / 100

@@ -1,0 +1,385 @@
+"""`octile lab what-if`: a ranked table in the terminal, and a page of pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from octile.lab.capture import Capture, Captured, load
+from octile.lab.outliers import MASSIVE, Outliers, by_token, kinds_of, most_outlying, outliers
+from octile.lab.pages import screen_table
+from octile.lab.variants import CONTROLS, PUBLISHED, Choice, Variant
+from octile.lab.what_if import Rank, Row, WhatIf, chosen, decibels, what_if
+from octile.recipe import PRODUCTS, ProductName
+from octile.report import lab_outliers as outlier_figures
+from octile.report import lab_what_if as draw
+from octile.report.figures import PHONE, WIDE
+from octile.report.lab_page import Section, Table, write_lab_page
+from octile.report.svg import Chart, make_chart
+
+COLUMNS = (
+    "format",
+    "block",
+    "scale",
+    "promoted",
+    "sums",
+    "bits",
+    "SNR (dB)",
+    "cast",
+    "sums alone",
+    "worst/RMS",
+    "bias",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for; see `octile.lab.commands.WhatIf`."""
+
+    layers: str
+    products: tuple[ProductName, ...] | None
+    choice: Choice
+    sample: int
+    seed: int
+    top: int
+    tokenizer: Path | None
+    out: Path
+    json: bool
+
+
+def show_what_if(paths: Sequence[Path], asked: Asked) -> None:
+    """Reads the captures, makes their products in every combination, and shows what was found.
+
+    The first capture is looked at in all of them; of the others only the published combination, step by step.
+
+    Raises:
+        FileNotFoundError: there is no such capture, or no such tokenizer.
+        ValueError: a capture or a choice is refused; see `octile.lab.capture.load` and `octile.lab.what_if`.
+    """
+    if asked.top < 1:
+        raise ValueError(f"top must be at least 1, not {asked.top}")
+    captures = [load(path) for path in paths]
+    text_of = token_texts(asked.tokenizer, paths[0])
+    picked = [chosen(capture, asked.layers, asked.products) for capture in captures]
+    console = Console(stderr=True)
+
+    def progress(products: Iterable[Captured]) -> Iterable[Captured]:
+        return track(list(products), "multiplying", console=console, transient=True, disable=not console.is_terminal)
+
+    found = what_if(picked[0], asked.choice, asked.sample, asked.seed, progress)
+    reference = shown_variant(found)
+    steps = steps_of(captures, picked, reference, asked) if len(captures) > 1 else None
+    seen, why_unseen = look_at_outliers(captures[0], picked[0], text_of, asked)
+    if asked.json:
+        print(json.dumps(as_json(found, asked.top, reference, seen, steps), indent=1, allow_nan=False))
+        return
+    sections = [*_sections(found, reference, picked[0]), *_steps_section(steps, reference)]
+    sections += _outlier_sections(seen, text_of is not None) if seen else []
+    sections.append(
+        Section(f"The {asked.top} best", table=ranked_table(found.ranking()[: asked.top]), note=_note(found))
+    )
+    about = captures[0]
+    lead = (
+        f"The products of step {about.step} of the run {about.run} ({about.recipe}), as they were captured, multiplied"
+        f" again in {len(found.ranking())} ways. {_sample_words(found)}"
+    )
+    page = write_lab_page(asked.out, "What if", lead, sections, [why_unseen] if why_unseen else [])
+    shown = Console()
+    shown.print(screen_table(short_table(found.ranking()[: asked.top])))
+    for line in (_sample_words(found), *refusals(found)):
+        shown.print(line, highlight=False, markup=False, soft_wrap=True)
+    shown.print(f"pictures: {page}", highlight=False, soft_wrap=True)
+
+
+def token_texts(tokenizer: Path | None, capture: Path) -> Callable[[int], str] | None:
+    """What a token says: by the tokenizer named, or that of the run in whose folder the capture lies; else None.
+
+    Raises:
+        FileNotFoundError, ValueError: a tokenizer was named and cannot be read.
+    """
+    from octile.train.tokenizer import Tokenizer
+
+    beside = capture.resolve().parent.parent / "data" / "tokenizer.json"
+    if tokenizer is None and not beside.is_file():
+        return None
+    backend = Tokenizer.load(tokenizer or beside)
+    return lambda token: backend.decode([token])
+
+
+def shown_variant(found: WhatIf) -> Variant:
+    """The combination that layers are compared in: the published one, or if it was not asked for, the best."""
+    ranking = found.ranking()
+    return PUBLISHED if any(rank.variant == PUBLISHED for rank in ranking) else ranking[0].variant
+
+
+def ranked_table(ranking: Sequence[Rank]) -> Table:
+    """The ranking as text."""
+    return Table(COLUMNS, [_cells(rank) for rank in ranking])
+
+
+def _cells(rank: Rank) -> tuple[str, ...]:
+    v = rank.variant
+    promoted = "–" if v.arch in CONTROLS else "never" if v.promote is None else f"every {v.promote}"
+    snr = [_db(noise) for noise in (rank.total, rank.quantization, rank.accumulation)]
+    head = draw.format_label(v.fmt), draw.block_label(v.block), v.scale, promoted, v.arch
+    return (*head, f"{rank.bits:.2f}", *snr, f"{rank.worst:.3g}", f"{rank.bias:+.1e}".replace("-", "−"))
+
+
+def short_table(ranking: Sequence[Rank]) -> Table:
+    """The ranking as a terminal of 80 columns shows it."""
+    cells = [_cells(rank) for rank in ranking]
+    rows = [(f"{c[0]} {c[1]}", c[2], f"{c[4]}, {c[3]}".removesuffix(", –"), *c[5:10]) for c in cells]
+    return Table(("cast", "scale", "sums", "bits", "SNR dB", "cast", "sums", "worst"), rows)
+
+
+def _db(noise: float) -> str:
+    db = decibels(noise)
+    return "exact" if noise == 0 else "–" if db is None else f"{db:.1f}"
+
+
+def refusals(found: WhatIf) -> list[str]:
+    """A line for each reason why combinations do not apply."""
+    return [f"left out, {len(variants)} combinations: {reason}" for reason, variants in found.refused.items()] + (
+        [f"left out, products that are all zeros: {', '.join(found.silent)}"] if found.silent else []
+    )
+
+
+def _sample_words(found: WhatIf) -> str:
+    n = len({(row.layer, row.product) for row in found.rows})
+    return (
+        f"Measured on {n} products, {found.sample} rows of each operand drawn with seed {found.seed}, whole sums;"
+        " of experts the busiest of each layer."
+    )
+
+
+def _note(found: WhatIf) -> str:
+    return (
+        "SNR is that of all errors together, noise averaged over the products; beside it the cast's alone (sums exact)"
+        " and the sums' alone (operands as cast). Worst/RMS is the largest single error of any product over its RMS;"
+        " bias is the mean error away from zero, below 0 where results are too small. Bits a value count the scales. "
+        + ". ".join(line[0].upper() + line[1:] for line in refusals(found))
+    )
+
+
+def _mean_db(rows: Iterable[Row], part: str) -> float | None:
+    noise = [getattr(row, part).noise for row in rows]
+    return decibels(math.fsum(noise) / len(noise)) if noise else None
+
+
+def _sections(found: WhatIf, reference: Variant, products: Sequence[Captured]) -> list[Section]:
+    sections = [Section("Which cast", [_casts_chart(found)])]
+    sums = sums_of(found, reference)
+    quantization = _mean_db(found.of(reference), "quantization")
+    if sums and quantization is not None:
+        longest = max(p.a.shape[1] for p in products)
+        name = f"in {draw.format_label(reference.fmt)} {draw.block_label(reference.block)}"
+        sentence = draw.say_sums(sums, name, quantization, longest)
+        size = 130 + 26 * len(sums)
+        chart = make_chart(
+            "How the tensor core sums",
+            sentence,
+            lambda f: draw.draw_sums(f, sums, quantization),
+            (WIDE, size),
+            (PHONE, size),
+        )
+        sections.append(Section("Which sum", [chart]))
+    heat = by_layer(found.of(reference))
+    return [
+        *sections,
+        Section("Where in the model", [_heat_chart("Layer by layer", draw.say_heat(heat, str(reference)), heat)]),
+    ]
+
+
+def _casts_chart(found: WhatIf) -> Chart:
+    casts = casts_of(found)
+    rows = len({(cast.fmt, cast.block) for cast in casts})
+    n = len({(row.layer, row.product) for row in found.rows})
+    return make_chart(
+        "Formats, blocks and scales",
+        draw.say_casts(casts, n),
+        lambda f: draw.draw_casts(f, casts),
+        (WIDE, 130 + 22 * rows),
+        (PHONE, 170 + 22 * rows),
+    )
+
+
+def casts_of(found: WhatIf) -> list[draw.CastLoss]:
+    """The casts apart from the sums; formats as asked for, within one the best block first."""
+    rows: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
+    for row in found.rows:  # one row a product: the cast's error is the same for every way to sum
+        v = row.variant
+        rows.setdefault((v.fmt, v.block, v.scale), {})[row.layer, row.product] = row
+    casts = [
+        draw.CastLoss(*cast, db, math.fsum(row.bits for row in own.values()) / len(own))
+        for cast, own in rows.items()
+        if (db := _mean_db(own.values(), "quantization")) is not None
+    ]
+    formats = list(dict.fromkeys(cast.fmt for cast in casts))
+    best: dict[tuple[str, str], float] = {}
+    for cast in casts:
+        best[cast.fmt, cast.block] = max(best.get((cast.fmt, cast.block), -math.inf), cast.snr_db)
+    return sorted(casts, key=lambda cast: (formats.index(cast.fmt), -best[cast.fmt, cast.block]))
+
+
+def sums_of(found: WhatIf, reference: Variant) -> list[draw.SumLoss]:
+    """The ways to sum the reference's cast, by product."""
+    losses = []
+    cast = reference.fmt, reference.block, reference.scale
+    for variant in dict.fromkeys(row.variant for row in found.rows):
+        if (variant.fmt, variant.block, variant.scale) != cast or variant.arch == "exact":
+            continue
+        rows = found.of(variant)
+        snr = {p: _mean_db([row for row in rows if row.product == p], "accumulation") for p in PRODUCTS}
+        promoted = "" if variant.arch in CONTROLS else f", every {variant.promote}" if variant.promote else ", never"
+        losses.append(
+            draw.SumLoss(variant.arch + promoted, {p: db for p, db in snr.items() if any(r.product == p for r in rows)})
+        )
+    return losses
+
+
+def by_layer(rows: Sequence[Row]) -> draw.Heat:
+    """Total SNR, layers × products."""
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    products = [p for p in PRODUCTS if any(row.product == p for row in rows)]
+    db = {(row.layer, row.product): row.total.snr_db for row in rows}
+    return draw.Heat(layers, products, [[db.get((layer, p)) for p in products] for layer in layers])
+
+
+def _heat_chart(title: str, sentence: str, heat: draw.Heat) -> Chart:
+    what = "SNR (dB), the darker the worse"
+    size = 80 + 19 * len(heat.rows)
+    return make_chart(title, sentence, lambda f: draw.draw_heat(f, heat, what), (WIDE, size), (PHONE, size))
+
+
+def steps_of(
+    captures: Sequence[Capture], picked: Sequence[Sequence[Captured]], reference: Variant, asked: Asked
+) -> tuple[ProductName, draw.Heat]:
+    """Total SNR of one product in the reference's combination, layers × steps; a layer's experts are one row."""
+    choice = Choice(
+        (reference.fmt,), _own_block(reference), _own_scale(reference), (reference.promote,), (reference.arch,)
+    )
+    product: ProductName = next(p for p in ("fprop", "wgrad", "dgrad") if any(each.product == p for each in picked[0]))
+    columns: dict[str, dict[str, float | None]] = {}
+    for capture, products in sorted(zip(captures, picked, strict=True), key=lambda pair: pair[0].step):
+        rows = what_if([p for p in products if p.product == product], choice, asked.sample, asked.seed).rows
+        experts = {p.layer: p.layer.rpartition(".")[0] for p in products if p.expert is not None}
+        columns[f"step {capture.step}"] = {experts.get(row.layer, row.layer): row.total.snr_db for row in rows}
+    layers = list(dict.fromkeys(layer for column in columns.values() for layer in column))
+    return product, draw.Heat(layers, list(columns), [[c.get(layer) for c in columns.values()] for layer in layers])
+
+
+def _own_block(v: Variant) -> tuple[str, ...]:
+    return ("1x128",) if v.block == "1x16" else (v.block,)  # nvfp4 brings its own
+
+
+def _own_scale(v: Variant) -> tuple[str, ...]:
+    return ("float32",) if v.scale == "e4m3" else (v.scale,)
+
+
+def _steps_section(steps: tuple[ProductName, draw.Heat] | None, reference: Variant) -> list[Section]:
+    if steps is None:
+        return []
+    product, heat = steps
+    return [
+        Section(
+            "As training goes on", [_heat_chart("Layer by step", draw.say_steps(heat, product, str(reference)), heat)]
+        )
+    ]
+
+
+def look_at_outliers(
+    capture: Capture, picked: Sequence[Captured], text_of: Callable[[int], str] | None, asked: Asked
+) -> tuple[Outliers | None, str | None]:
+    """The most outlying input among the products that were picked; or why there is none to look at."""
+    try:
+        there = [p for p in by_token(capture) if any(p is each for each in picked)]
+    except ValueError as error:
+        return None, f"No picture of outliers: {error}."
+    if not there or capture.tokens is None:
+        return None, "No picture of outliers: no fprop was asked for whose rows are the tokens."
+    kinds = kinds_of(capture.tokens, text_of)
+    return outliers(most_outlying(there), kinds, capture.tokens.shape[1], asked.sample, asked.seed), None
+
+
+def _outlier_sections(seen: Outliers, texts_known: bool) -> list[Section]:
+    token = int(seen.size.amax(1).argmax())
+    start = token // seen.sequence * seen.sequence
+    part = slice(start, start + seen.sequence)
+    data = outlier_figures.Map(seen.layer, seen.size[part].double().numpy(), seen.kinds[part], MASSIVE)
+    charts = [
+        make_chart(
+            "Tokens and channels",
+            outlier_figures.say_map(data),
+            lambda f: outlier_figures.draw_map(f, data),
+            (WIDE, 460),
+            (PHONE, 520),
+        )
+    ]
+    charts.append(
+        make_chart(
+            "Without the outliers",
+            outlier_figures.say_without(seen.without, MASSIVE),
+            lambda f: outlier_figures.draw_without(f, seen.without),
+            (WIDE, 270),
+            (PHONE, 520),
+        )
+    )
+    note = (
+        "" if texts_known else "What the tokens say is not known here: --tokenizer tells “.” and newlines from others."
+    )
+    return [Section("Outliers", charts, note=note)]
+
+
+def as_json(
+    found: WhatIf, top: int, reference: Variant, seen: Outliers | None, steps: tuple[ProductName, draw.Heat] | None
+) -> dict[str, Any]:
+    """The best combinations, and the products of these and of the reference."""
+    best = found.ranking()[:top]
+    shown = {rank.variant for rank in best} | {reference}
+    return {
+        "sample": found.sample,
+        "seed": found.seed,
+        "ranking": [
+            {
+                **asdict(rank.variant),
+                "products": rank.products,
+                "bits": rank.bits,
+                **{
+                    f"{part}_snr_db": decibels(getattr(rank, part))
+                    for part in ("total", "quantization", "accumulation")
+                },
+                "worst_over_rms": rank.worst,
+                "bias": rank.bias,
+                "hardest": list(rank.hardest),
+            }
+            for rank in best
+        ],
+        "products": [
+            {
+                "layer": row.layer,
+                "product": row.product,
+                **asdict(row.variant),
+                **{part: getattr(row, part).figures() for part in ("total", "quantization", "accumulation")},
+            }
+            for row in found.rows
+            if row.variant in shown
+        ],
+        "refused": [{"why": why, "combinations": [asdict(v) for v in all_of]} for why, all_of in found.refused.items()],
+        "silent": list(found.silent),
+        "outliers": {"layer": seen.layer, "without": [_finite(asdict(w)) for w in seen.without]} if seen else None,
+        "steps": {"product": steps[0], **asdict(steps[1])} if steps else None,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """NaN as None, throughout."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

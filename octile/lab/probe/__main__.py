@@ -1,0 +1,53 @@
+"""`python -m octile.lab.probe`: the tensor cores of this machine's GPU against the model."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from octile.lab.probe import golden, kernels
+from octile.lab.probe.compare import Found, cases, compare
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compares, prints a line a case and every mismatch's share by hypothesis. Returns 1 where the table is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m octile.lab.probe", description=__doc__)
+    parser.add_argument("--outputs", type=float, default=1e9, help="to compare in all (default: %(default)g)")
+    parser.add_argument("--golden", type=Path, metavar="FILE", help="keep some 20,000 results, as .safetensors")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        has = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        print(f"the probe needs a Hopper GPU (sm_90), this machine has {has}", file=sys.stderr)
+        return 2
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    todo = list(cases())
+    report: dict[str, Found] = {}
+    for case in todo:
+        start = time.perf_counter()
+        found = report[str(case)] = compare(case, int(chosen.outputs / len(todo)), kernels.run, device, chosen.seed)
+        print(f"{case}: {found.outputs:,} outputs, {time.perf_counter() - start:.1f} s")
+        for name, count in found.mismatches.items():
+            print(f"    {count:12,} of {found.tried[name]:,} differ: {name}")
+        print(*(f"    {line}" for line in found.examples), sep="\n", end="\n" if found.examples else "")
+    wrong = sum(found.mismatches["as in the table"] for found in report.values())
+    print(f"{sum(found.outputs for found in report.values()):,} outputs compared, {wrong:,} differ from the model")
+
+    about = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "cuda": str(torch.version.cuda)}
+    if chosen.golden:
+        kept = golden.record(chosen.golden, todo, kernels.run, device, about, chosen.seed)
+        print(f"{kept:,} results kept in {chosen.golden}")
+    if chosen.json:
+        text = json.dumps({**about, "cases": {name: asdict(found) for name, found in report.items()}}, indent=1)
+        chosen.json.write_text(text)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

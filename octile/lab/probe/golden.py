@@ -1,0 +1,50 @@
+"""Some thousand results of a real tensor core, kept: the tests replay them where there is none.
+
+A file holds for each case the tensors `CASE.a` [32, K], `CASE.b` [24, K], `CASE.c` and `CASE.d` [32, 24], and as
+metadata the GPU that gave them.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octile.lab.probe.compare import Case, Run
+from octile.lab.probe.tiles import accumulator, operand
+
+ROWS, COLUMNS = 32, 24
+SIDE = 64  # the least that the kernels take
+DTYPES = {str(d)[6:]: d for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)}
+
+
+def record(path: Path, cases: list[Case], run: Run, device: torch.device, about: dict[str, str], seed: int) -> int:
+    """Writes the file and returns how many outputs it holds."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for case in cases:
+        a = operand(case.a, SIDE, case.k, generator, opposite=False, special=True)
+        b = operand(case.b, SIDE, case.k, generator, opposite=True, special=True)
+        c = accumulator(a, b, generator, special=True)
+        kept = a[:ROWS], b[:COLUMNS], c[:ROWS, :COLUMNS], run(case.name, a, b, c)[:ROWS, :COLUMNS]
+        tensors |= {f"{_key(case)}.{name}": t.cpu().contiguous() for name, t in zip("abcd", kept, strict=True)}
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata=about)
+    os.replace(partial, path)
+    return len(cases) * ROWS * COLUMNS
+
+
+def replay(path: Path) -> Iterator[tuple[Case, Tensor, Tensor, Tensor, Tensor]]:
+    """Each case with a, b, c and the d that the hardware gave."""
+    with safe_open(path, "pt") as file:
+        for key in sorted({name.rpartition(".")[0] for name in file.keys()}):  # noqa: SIM118, it is no mapping
+            name, a, b, steps = key.split(" ")
+            case = Case(name, DTYPES[a], DTYPES[b], int(steps))
+            yield case, *(file.get_tensor(f"{key}.{x}") for x in "abcd")
+
+
+def _key(case: Case) -> str:
+    return f"{case.name} {str(case.a)[6:]} {str(case.b)[6:]} {case.steps}"

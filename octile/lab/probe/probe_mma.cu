@@ -1,0 +1,28 @@
+// One chain of mma.sync instructions a warp: d[16, 8] = c + a[16, K] · b[8, K]ᵀ.
+//
+// Counted in bytes, all formats lie in registers alike: 32 bytes of K are one instruction. Constant: steps, the chain's
+// length.
+#include "mma.cuh"
+
+// Grid: (M / 16) · (N / 8) blocks of 32 threads. a[M, K], b[N, K], c[M, N], d[M, N].
+extern "C" __global__ void __launch_bounds__(32) probe_mma(
+    const unsigned char* a, const unsigned char* b, const float* c, float* d, int n) {
+    constexpr int row = 32 * config::steps;
+    const long long m0 = int(blockIdx.x) / (n / 8) * 16, n0 = int(blockIdx.x) % (n / 8) * 8;
+    const int group = threadIdx.x / 4, place = threadIdx.x % 4;
+    const unsigned char* a_row = a + (m0 + group) * row + 4 * place;
+    const unsigned char* b_row = b + (n0 + group) * row + 4 * place;
+    const long long first = (m0 + group) * n + n0 + 2 * place;
+
+    float sums[4] = {c[first], c[first + 1], c[first + 8ll * n], c[first + 8ll * n + 1]};
+    for (int k = 0; k < row; k += 32) {
+        auto word = [k](const unsigned char* from) { return *reinterpret_cast<const unsigned*>(from + k); };
+        const unsigned a_words[4] = {word(a_row), word(a_row + 8 * row), word(a_row + 16), word(a_row + 8 * row + 16)};
+        const unsigned b_words[2] = {word(b_row), word(b_row + 16)};
+        mma(sums, a_words, b_words);
+    }
+    d[first] = sums[0];
+    d[first + 1] = sums[1];
+    d[first + 8ll * n] = sums[2];
+    d[first + 8ll * n + 1] = sums[3];
+}

@@ -1,0 +1,70 @@
+"""Operands that find a wrong model of a tensor core: cancellation, subnormal numbers, exponents at both ends.
+
+Each row of a matrix is of one kind, so that the product of two matrices pairs every kind with every kind.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octile.formats import FP32
+from octile.lab.operand import FORMATS
+
+KINDS = ("normal", "any code", "any exponent", "both ends", "sparse", "cancelling")
+
+
+def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, opposite: bool, special: bool) -> Tensor:
+    """[rows, k], row i of kind i modulo the number of kinds.
+
+    Args:
+        opposite: cancelling rows are pairs (x, −x) instead of (x, x): the two sides of a product differ in this.
+        special: one number in 64 is NaN or Inf.
+    """
+    shape, device = (rows, k), generator.device
+    codes = _codes(dtype, shape, generator)
+    finite = torch.where(codes.float().isfinite(), codes.float(), 1.0)
+    fmt = FORMATS[dtype]
+    least, greatest = 1 - fmt.bias - fmt.mantissa_bits, math.frexp(fmt.max)[1] - 1
+    sign = torch.randint(0, 2, shape, generator=generator, device=device) * 2.0 - 1.0
+    exponent = torch.randint(least, greatest + 1, shape, generator=generator, device=device)
+    ends = torch.where(_chance(0.5, shape, generator), finite.sign() * fmt.max, sign * 2.0**least)
+    half = finite[:, : k // 2]
+    pairs = torch.stack((half, -half if opposite else half), dim=2).flatten(1)
+    by_kind = torch.stack(
+        (
+            torch.randn(shape, generator=generator, device=device) * min(fmt.max, 2.0**10) / 16,
+            finite,
+            sign * torch.exp2(exponent.double()).float(),
+            ends,
+            torch.where(_chance(0.9, shape, generator), 0.0, finite),
+            torch.where(_chance(0.1, shape, generator), sign * 2.0 ** (least + 2), pairs),
+        )
+    )
+    x = by_kind[torch.arange(rows, device=device) % len(KINDS), torch.arange(rows, device=device)].to(dtype)
+    if not special:
+        return x
+    unusual = torch.where(_chance(0.5, shape, generator), torch.nan, sign * torch.inf).to(dtype)
+    return torch.where(_chance(1 / 64, shape, generator), unusual, x)
+
+
+def accumulator(a: Tensor, b: Tensor, generator: torch.Generator, special: bool) -> Tensor:
+    """float32 [M, N]: nothing, any FP32, numbers of the products' size with 24 bits, and what cancels the product."""
+    shape, device = (len(a), len(b)), generator.device
+    any_code = _codes(torch.float32, shape, generator)
+    product = torch.nan_to_num(a.float() @ b.float().T).clamp(-FP32.max, FP32.max)
+    nearby = product * torch.randn(shape, generator=generator, device=device)
+    kind = torch.randint(0, 5, shape, generator=generator, device=device)
+    c = torch.where(kind == 0, 0.0, torch.where(kind == 1, any_code, torch.where(kind == 2, -product, nearby)))
+    return c if special else torch.nan_to_num(c, posinf=FP32.max, neginf=-FP32.max)
+
+
+def _codes(dtype: torch.dtype, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Every code with the same probability."""
+    size = (*shape, dtype.itemsize)
+    codes = torch.randint(0, 256, size, generator=generator, device=generator.device, dtype=torch.uint8)
+    return codes.view(dtype).squeeze(2)
+
+
+def _chance(p: float, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device) < p

@@ -1,0 +1,97 @@
+"""Does a model's loss see the accumulator? The same model trained with exact sums, with promotion, and without.
+
+All start from the same weights and see the same batches; what differs is how the FP8 products are summed: in FP32 (as
+the references do), on the tensor core with an FP32 sum every 128 products, and on the tensor core alone. A difference
+means something only beside what another seed makes.
+
+    python -m octile.lab.promotion --recipe per_tensor --steps 300
+
+One scale a tensor is the recipe for this: its sums run over all of K without rescaling (`octile.lab.product`).
+"""
+
+import argparse
+import json
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from octile.checkpoint.files import write_text
+from octile.lab.tensor_core import tensor_core
+from octile.train.config import TrainConfig, tiny
+from octile.train.loop import pick_device, prepare_tokens
+from octile.train.screen import Screen
+from octile.train.store import TokenStore
+from octile.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run.
+
+    Attributes:
+        sums: "FP32", "promoted every 128", "never promoted".
+        seed: of the weights and of the order of the data.
+        steps, val_loss: held-out loss, nats a token, after so many steps.
+        seconds: that the run took.
+    """
+
+    sums: str
+    seed: int
+    steps: tuple[int, ...]
+    val_loss: tuple[float, ...]
+    seconds: float
+
+
+def sums_of(arch: str) -> dict[str, AbstractContextManager[object]]:
+    """How products are summed, by name."""
+    return {
+        "FP32": nullcontext(),
+        "promoted every 128": tensor_core(arch, promote_every=128),
+        "never promoted": tensor_core(arch, promote_every=None),
+    }
+
+
+def run(config: TrainConfig, sums: str, context: AbstractContextManager[object], store: TokenStore) -> Trained:
+    """Trains one model inside the context."""
+    start = time.perf_counter()
+    steps, losses = [], []
+    with context:
+        trainer = Trainer(config, store, pick_device(config.device))
+        while trainer.steps_done < config.steps:
+            trainer.step()
+            if trainer.steps_done % config.validate_every == 0 or trainer.steps_done == config.steps:
+                steps.append(trainer.steps_done)
+                losses.append(trainer.validate()["val_loss"])
+    return Trained(sums, config.seed, tuple(steps), tuple(losses), time.perf_counter() - start)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains the four models, prints a line each, and writes what was measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m octile.lab.promotion", description="Trains with three kinds of sums."
+    )
+    parser.add_argument("--recipe", default="per_tensor")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/lab-promotion"), help="folder (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    config = replace(tiny(), recipe=chosen.recipe, steps=chosen.steps, seed=chosen.seed)
+    screen = Screen()
+    store = prepare_tokens(config, chosen.out / "data", screen)
+    found: list[Trained] = []
+    todo = [(name, chosen.seed) for name in sums_of(chosen.arch)]
+    for name, seed in [*todo, ("FP32", chosen.seed + 1)]:
+        trained = run(replace(config, seed=seed), name, sums_of(chosen.arch)[name], store)
+        found.append(trained)
+        against = trained.val_loss[-1] / found[0].val_loss[-1] - 1
+        loss = f"held-out loss {trained.val_loss[-1]:.4f} ({against:+.2%})"
+        screen.say(f"{name}, seed {seed}: {loss} in {trained.seconds:.0f} s")
+        result = {"recipe": chosen.recipe, "arch": chosen.arch, "runs": [asdict(t) for t in found]}
+        write_text(chosen.out / "promotion.json", json.dumps(result, indent=1) + "\n")
+    screen.say(f"measurements: {chosen.out / 'promotion.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The lab beside a training run: telemetry and guards while `octile train` works, captures when it is over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.lab.capture import capturing
+from octile.lab.guards import Event, Guards, Rule
+from octile.lab.layers import layer_weights
+from octile.lab.operand_stats import Row
+from octile.lab.telemetry import telemetry
+from octile.nn.conversion import log
+from octile.recipe import PRODUCTS, ProductName
+from octile.train.loop import Around, Observer, pick_device
+from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
+from octile.train.store import TokenStore
+from octile.train.trainer import Trainer
+
+
+def observer(every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Observer:
+    """What `octile train` enters around every step: measures, writes down, and does what the rules say.
+
+    Rows go to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_FIGURE"), what a rule does to the
+    log and, as {"step", "guard": {…}}, to metrics.jsonl. A run that is resumed continues with the products switched
+    that were switched, and with the rules knowing what they knew.
+
+    Args:
+        every: steps from one that is measured to the next; 0 measures none.
+        layers: patterns of layers' names.
+        rules: as `read_rules` gives them.
+
+    Raises:
+        ValueError: every is negative, there are rules but nothing is measured; when the run is set up: a pattern
+            matches no layer, or the recipe makes no product in 8 bits.
+    """
+    if every < 0:
+        raise ValueError(f"telemetry_every must not be negative, but is {every}")
+    if rules and not every:
+        raise ValueError("guards look at telemetry: add --telemetry-every N")
+
+    def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> Around:
+        if every and trainer.recipe.casts is None:
+            raise ValueError(f"telemetry measures products in 8 bits, and recipe {trainer.recipe.name!r} makes none")
+        if every:
+            layer_weights(trainer.model, layers)
+        return _Beside(trainer, run, metrics, every, layers, Guards(rules)).around
+
+    return attach
+
+
+class _Beside:
+    """One run and what looks on."""
+
+    def __init__(
+        self, trainer: Trainer, run: RunFolder, metrics: MetricsWriter, every: int, layers: str, guards: Guards
+    ):
+        self.trainer, self.run, self.metrics = trainer, run, metrics
+        self.every, self.layers, self.guards = every, layers, guards
+        self.to_capture: set[tuple[str, ProductName]] = set()
+        switch_again(trainer, run, 0, trainer.steps_done)
+        if run.telemetry_file.exists():
+            guards.look(read_lines(run.telemetry_file))
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        measured = self.every and step % self.every == 0
+        with ExitStack() as stack:
+            watching = stack.enter_context(telemetry(self.trainer.model, 1, self.layers)) if measured else None
+            recorders = [
+                stack.enter_context(capturing(self.trainer.model, layer, [product]))
+                for layer, product in sorted(self.to_capture)
+            ]
+            wanted, self.to_capture = self.to_capture, set()
+            yield
+            rows = [{**row, "step": step} for row in watching.step()] if watching else []
+        for recorder, (layer, product) in zip(recorders, sorted(wanted), strict=True):
+            path = self.run.captures / f"step_{step:08d}-{layer}-{product}.safetensors"
+            recorder.save(path, step, self.trainer.recipe.name, self.run.path.name, _tokens(self.trainer, step))
+            log.warning("captured %s of %s at step %d: %s", product, layer, step, path)
+        self._write(rows)
+        for event in self.guards.look(rows):
+            self._act(event)
+
+    def _write(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        with self.run.telemetry_file.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        for row in rows:
+            place = f"telemetry/{row['layer']}/{row['product']}" + (f"_{row['operand']}" if "operand" in row else "")
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self.metrics.draw(f"{place}_{name}", value, row["step"])
+
+    def _act(self, event: Event) -> None:
+        log.warning("%s", event)
+        if event.rule.then == "capture":
+            self.to_capture.add((event.layer, event.product))
+        elif event.rule.then == "bf16":
+            log.warning("from step %d on %s", event.step + 1, switch(self.trainer, event.layer, event.product))
+        self.metrics.write({"step": event.step, "guard": event.record()})
+
+
+def switch(trainer: Trainer, layer: str, product: ProductName) -> str:
+    """Makes a product of a layer in the recipe's `compute` type from now on; says what was done.
+
+    Experts' two weights share one recipe, so both are switched.
+    """
+    module = layer_weights(trainer.model, layer).modules[layer]
+    assert module.recipe is not None
+    module.recipe = module.recipe.without(product)
+    whole = next(name for name, other in trainer.model.named_modules() if other is module)
+    return f"{product} of {whole} is made in {str(module.recipe.compute).removeprefix('torch.')}"
+
+
+def switch_again(trainer: Trainer, run: RunFolder, after: int, up_to: int) -> None:
+    """Repeats the switches that guards made after one step and up to another."""
+    for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
+        guard = line.get("guard")
+        if guard and guard["then"] == "bf16" and after < line["step"] <= up_to:
+            switch(trainer, guard["layer"], guard["product"])
+
+
+def capture_run(
+    path: Path,
+    step: int | None,
+    layers: str = "*",
+    products: tuple[ProductName, ...] = PRODUCTS,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Captures the operands of a step of a run, by doing the step again.
+
+    The run's newest checkpoint before that step is loaded, or the run is begun anew where there is none, and the steps
+    from there on are done as the run did them. Nothing in the run's folder changes but its captures.
+
+    Args:
+        path: the run's folder.
+        step: counted from 1; the one after the newest checkpoint if None.
+        layers, products: which to keep.
+        out: the file; RUN/captures/step_N.safetensors if None.
+        say: shows a line of progress.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: there is no run, or its tokens are gone.
+        ValueError: the run has no such step; a checkpoint or a file is damaged; a pattern matches no layer.
+    """
+    run = RunFolder.open(path)
+    config = run.read_config()
+    if step is not None and not 1 <= step <= config.steps + 1:
+        raise ValueError(f"step must be from 1 to {config.steps + 1} for this run, not {step}")
+    trainer = Trainer(config, TokenStore.open(run.data), pick_device(config.device))
+    layer_weights(trainer.model, layers)
+    checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
+    if checkpoint is not None:
+        trainer.load(*load_checkpoint(checkpoint, check=False))
+    step = trainer.steps_done + 1 if step is None else step
+    begun = f"from {checkpoint.name}" if checkpoint else "from the beginning, since no checkpoint is older"
+    say(f"step {step}: {begun}, {step - trainer.steps_done - 1} steps before it are done again")
+    switch_again(trainer, run, 0, trainer.steps_done)
+    screen = Console(stderr=True)
+    again = range(trainer.steps_done, step - 1)
+    for _ in track(again, "repeating", console=screen, transient=True, disable=not screen.is_terminal):
+        trainer.step()
+        switch_again(trainer, run, trainer.steps_done - 1, trainer.steps_done)
+    with capturing(trainer.model, layers, products) as recorder:
+        trainer.step()
+    out = out or run.captures / f"step_{step:08d}.safetensors"
+    return recorder.save(out, step, config.recipe, run.path.name, _tokens(trainer, step))
+
+
+def _tokens(trainer: Trainer, step: int) -> Tensor:
+    """What the model read in the first micro-batch of a step."""
+    return trainer.batches.batch(step - 1).chunk(trainer.config.micro_batches)[0]

@@ -1,0 +1,83 @@
+"""The pictures of `octile lab preflight`: the risk of every product, and whether a real step bore it out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octile.report.figures import COLOR, dress
+from octile.report.lab_real import shortened
+from octile.report.lab_what_if import LARGE, PRODUCT_COLOR, Heat, legend
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A product's SNR (dB) as predicted, and as measured in a real step where it was; blame is the guilty operand."""
+
+    layer: str
+    product: str
+    snr_db: float
+    measured_db: float | None
+    blame: str
+    flushed: float
+    excepted: bool
+
+
+def heat_of(rows: Sequence[Predicted]) -> Heat:
+    """Layers × products; a layer is where its worst product says it is, the riskiest on top."""
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    products = [p for p in PRODUCT_COLOR if any(row.product == p for row in rows)]
+    snr = {(row.layer, row.product): row.snr_db for row in rows}
+    return Heat(layers, products, [[snr.get((layer, p)) for p in products] for layer in layers])
+
+
+def say_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
+    worst = rows[0]
+    kept = [row for row in rows if row.excepted]
+    found = (
+        f"{len(kept)} of {len(rows)} products fall below {least_db:g} dB and are advised to stay in BF16."
+        if kept
+        else f"None falls below {least_db:g} dB, so nothing need stay in BF16."
+    )
+    flushed = f", {worst.flushed:.0%} of whose values become zero" if worst.flushed >= 0.005 else ""
+    return (
+        f"Predicted SNR in dB under {recipe}, every channel counted alike; the darker, the more is lost. {found} Most"
+        f" is lost in {worst.product} of {shortened([worst.layer])[0]}, {worst.snr_db:.1f} dB, by the cast of"
+        f" {worst.blame}{flushed}."
+    )
+
+
+def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> None:
+    """Measured against predicted, a dot a product."""
+    axes = figure.subplots()
+    dress(axes, "predicted (dB)", "measured in a real step in 8 bits (dB)")
+    known = [row for row in rows if row.measured_db is not None]
+    ends = [v for row in known for v in (row.snr_db, row.measured_db) if v is not None]
+    low, high = min([*ends, least_db]) - 1, max(ends) + 1
+    axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
+    axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
+    axes.annotate(" kept in BF16", (low, high), va="top", color=COLOR["muted"])
+    for product, color in PRODUCT_COLOR.items():
+        own = [row for row in known if row.product == product]
+        x, y = [row.snr_db for row in own], [row.measured_db or 0.0 for row in own]
+        axes.plot(x, y, "o", color=COLOR[color], markersize=5.5, alpha=0.75)
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.grid(axis="x")
+    legend(figure, {p: c for p, c in PRODUCT_COLOR.items() if any(row.product == p for row in known)},
+           figure.get_figwidth() * 72 > LARGE)  # fmt: skip
+
+
+def say_check(rows: Sequence[Predicted]) -> str:
+    pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
+    off = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
+    return (
+        f"The same batch through a real step in 8 bits: what its {len(pairs)} measured products lost, against what was"
+        f" predicted. On the dotted line the two agree; they are {off:.1f} dB apart (RMS). In a real step every layer"
+        " gets operands that carry the errors of the layers before it."
+    )

@@ -1,0 +1,56 @@
+"""The model of the tensor core on a GPU: the Triton form, and on Hopper the hardware itself.
+
+Whole products of our kernels are compared with the model in tests/gpu/cuda/test_product.py.
+"""
+
+import pytest
+import torch
+
+import octile
+from octile.lab import product, tensor_core, tensor_core_matmul
+from octile.lab.architectures import ARCHITECTURES
+from octile.lab.probe import kernels
+from octile.lab.probe.compare import cases, compare
+from tests.lab.products import normal, random_bits, same_bits
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ROWS = [
+    pytest.param(arch, a.dtype, b.dtype, id=f"{arch}-{a.name}-{b.name}")
+    for arch, rows in ARCHITECTURES.items()
+    for row in rows
+    if not row.scaled
+    for a in row.formats
+    for b in row.formats
+]
+
+
+@pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
+@pytest.mark.parametrize("make", [normal, random_bits])
+def test_the_gpus_form_is_the_cpus(make, arch, a_dtype, b_dtype):
+    a, b = make(a_dtype, (70, 160), 0), make(b_dtype, (200, 160), 1)
+    c = torch.randn(70, 200)
+    on_gpu = tensor_core_matmul(a.cuda(), b.cuda(), c.cuda(), arch)
+    assert same_bits(on_gpu.cpu(), tensor_core_matmul(a, b, c, arch))
+
+
+def test_block_scaled_products_are_the_cpus():
+    a, b = (octile.quantize(torch.randn(side, 700), (1, 128)) for side in (90, 150))
+    for promote_every in (None, 128):
+        parts = [(q.data, q.scale, q.block) for q in (a, b)]
+        on_cpu = product(*parts[0], *parts[1], promote_every=promote_every)
+        parts = [(q.data.cuda(), q.scale.cuda(), q.block) for q in (a, b)]
+        assert same_bits(product(*parts[0], *parts[1], promote_every=promote_every).cpu(), on_cpu)
+
+
+def test_a_layer_on_any_gpu_sums_as_hopper_does():
+    layer, x = octile.nn.Linear(256, 64, recipe=octile.Recipe.deepseek_v3()), torch.randn(10, 256)
+    with torch.no_grad(), tensor_core("sm_90"):
+        on_cpu = layer(x)
+        torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), on_cpu, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_model_is_what_the_hardware_does(case):
+    found = compare(case, 10**6, kernels.run, torch.device("cuda", 0), side=1024)
+    assert found.mismatches["as in the table"] == 0, found

@@ -1,0 +1,17 @@
+"""The C++ form of the tensor core is compiled once and kept where these tests alone look for it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from octile.lab import native
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The compiled form is kept where these tests alone look for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        native.load.cache_clear()
+        native.load()
+        yield

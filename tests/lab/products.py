@@ -1,0 +1,41 @@
+"""Matrices that a tensor core may meet, and its specification applied to whole products."""
+
+import torch
+from torch import Tensor
+
+from octile.formats import FP16
+from octile.lab import reference
+from octile.lab.architectures import Instruction
+from octile.lab.operand import FORMATS, decode
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int, finite: bool = False) -> Tensor:
+    """Every code of the dtype with the same probability: subnormal numbers, both ends of the range, NaN and Inf."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    x = codes.view(dtype).squeeze(-1)
+    return torch.where(x.float().isfinite(), x.float(), 1.5).to(dtype) if finite else x
+
+
+def normal(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(40).to(dtype)
+
+
+def specified(a: Tensor, b: Tensor, c: Tensor, row: Instruction, half: bool = False) -> Tensor:
+    """`reference.step` chained along K for every output [M, N]."""
+    formats = (FP16, FP16) if row.pairs else (FORMATS[a.dtype], FORMATS[b.dtype])
+    a_value, b_value = decode(a, row).value, decode(b, row).value
+    out = c.float().clone()
+    for m in range(len(a)):
+        for n in range(len(b)):
+            for k in range(0, a_value.shape[1], row.terms):
+                terms = slice(k, k + row.terms)
+                x = a_value[m, terms].tolist(), b_value[n, terms].tolist(), out[m, n].item()
+                out[m, n] = reference.step(*x, *formats, row, half)
+    return out
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """All NaN are one."""
+    nan = actual.isnan() & expected.isnan()
+    return bool((nan | (actual.view(torch.int32) == expected.view(torch.int32))).all())

@@ -1,0 +1,168 @@
+"""An operand's figures against loops over its values in exact arithmetic."""
+
+import math
+import statistics
+from fractions import Fraction
+
+import pytest
+import torch
+
+from octile.formats import E4M3, E5M2, INT8
+from octile.lab import operand_stats
+from octile.lab.operand_stats import measure
+from octile.ops.quantize import decode
+from octile.scaled import ScaledTensor, quantize
+
+M, K = 6, 200
+
+
+def operand(seed: int = 0) -> torch.Tensor:
+    """[M, K], heavy-tailed, an outlier channel, zeros, a row of zeros."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(M, K, generator=g) ** 5
+    x[:, 7] *= 1000
+    x[:, ::11] = 0
+    x[2] = 0
+    return x
+
+
+def row_of(x, q, *more):
+    stats = measure(x, q)
+    for other in more:
+        stats.add(measure(*other))
+    return stats.row(stats.packed().tolist())
+
+
+def slowly(x: torch.Tensor, q: ScaledTensor, tile: tuple[int, int]) -> dict[str, float]:
+    """The same figures by loops."""
+    values = [(Fraction(v), r, c) for r, line in enumerate(x.tolist()) for c, v in enumerate(line)]
+    codes = [Fraction(v) for v in decode(q.data).flatten().tolist()]
+    scales = [Fraction(float(q.scale[r // q.block[0], c // q.block[1]])) for _, r, c in values]
+    xs, qs = [v for v, _, _ in values], [code * s for code, s in zip(codes, scales, strict=True)]
+    nonzero = [abs(v) for v in xs if v]
+    tiles: dict[tuple[int, int], list[Fraction]] = {}
+    for v, r, c in values:
+        if v:
+            tiles.setdefault((r // tile[0], c // tile[1]), []).append(abs(v))
+    octaves = [math.log2(max(t) / min(t)) for t in tiles.values()]
+    largest, normal = q.fmt.max, getattr(q.fmt, "smallest_normal", 0.0)
+    clip = {"e4m3": 464, "e5m2": 61440, "int8": 127.5}[q.fmt.name]
+    errors = [b - a for a, b in zip(xs, qs, strict=True)]
+    power = sum(v * v for v in xs)
+    mean = sum(xs) / len(xs)
+    moments = [sum((v - mean) ** k for v in xs) / len(xs) for k in (2, 4)]
+    channels = [max(abs(v) for v, _, c in values if c == channel) for channel in range(x.shape[1])]
+    typical = statistics.median_high(channels)
+    assert all(abs(code) <= largest for code in codes)
+    return {
+        "values": len(xs),
+        "underflows%": 100 * sum(a != 0 and b == 0 for a, b in zip(xs, codes, strict=True)) / len(nonzero),
+        "overflows%": 100 * sum(abs(a) > s * Fraction(clip) for a, s in zip(xs, scales, strict=True)) / len(nonzero),
+        "subnormals%": 100 * sum(0 < abs(code) < normal for code in codes) / len(nonzero),
+        "cur_amax": float(max(nonzero)),
+        "dynamic_range": math.log2(max(nonzero) / min(nonzero)),
+        "max_blockwise_dynamic_range": max(octaves),
+        "mean_blockwise_dynamic_range": statistics.fmean(octaves),
+        "between_blocks_dynamic_range": math.log2(max(nonzero) / min(max(t) for t in tiles.values())),
+        "scale_inv_min": float(q.scale.min()),
+        "scale_inv_max": float(q.scale.max()),
+        "kurtosis": float(moments[1] / moments[0] ** 2),
+        "outlier_channels": sum(c > 10 * typical for c in channels),
+        "mse": float(sum(e * e for e in errors) / len(errors)),
+        "snr_db": 10 * math.log10(power / sum(e * e for e in errors)),
+        "worst_over_rms": float(max(map(abs, errors))) / math.sqrt(power / len(xs)),
+        "bias": float(sum(e * (1 if a > 0 else -1) for a, e in zip(xs, errors, strict=True) if a) / sum(nonzero)),
+    }
+
+
+CASES = {
+    "tiles": ((1, 128), E4M3, "float32", (1, 128)),
+    "powers of two": ((1, 128), E5M2, "power_of_2", (1, 128)),
+    "columns": ((128, 1), E4M3, "float32", (128, 1)),
+    "blocks": ((128, 128), E4M3, "float32", (128, 128)),
+    "one scale": ((None, None), E4M3, "float32", (128, K)),
+    "integers": ((1, 128), INT8, "float32", (1, 128)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_figure(case):
+    block, fmt, scale, tile = CASES[case]
+    x = operand()
+    q = quantize(x, block, fmt, scale)
+    found, expected = row_of(x, q), slowly(x, q, tile)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5, abs=1e-7)
+
+
+def test_what_is_clipped_counts_as_an_overflow():
+    x = torch.tensor([[448.0, 463.0, 465.0, -2000.0]])
+    q = ScaledTensor(x.clamp(-448, 448).to(torch.float8_e4m3fn), torch.ones(1, 1), (1, 4))
+    assert row_of(x, q)["overflows%"] == 50.0
+
+
+def test_micro_batches_add_up_to_one():
+    x, y = operand(0), operand(1) * 8
+    both = torch.cat([x, y])
+    apart = row_of(x, quantize(x), (y, quantize(y)))
+    together = row_of(both, quantize(both))
+    assert apart.pop("scale_histogram") == together.pop("scale_histogram")
+    assert apart.pop("top_channels") == together.pop("top_channels")
+    assert apart == pytest.approx(together, rel=1e-6)
+
+
+def test_the_histogram_counts_every_block_of_scales():
+    q = ScaledTensor(torch.zeros(3, 4).to(torch.float8_e4m3fn), torch.tensor([[0.26], [3.0], [4.0]]), (1, 4))
+    assert row_of(torch.ones(3, 4), q)["scale_histogram"] == {"log2": [-2, 2], "count": [1, 2]}
+
+
+def test_the_largest_channels_are_named_with_their_size_against_the_median():
+    x = torch.ones(4, 9)
+    x[1, 3], x[2, 5] = -50.0, 20.0
+    assert row_of(x, quantize(x))["top_channels"][:2] == [[3, 50.0], [5, 20.0]]
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (128, 1), (None, None)])
+def test_a_large_operand_is_sampled_but_its_outliers_are_not_missed(monkeypatch, block):
+    monkeypatch.setattr(operand_stats, "SAMPLE", 128 * 256)
+    x = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0))
+    x[-1, 17] = 1e4
+    found, q = row_of(x, quantize(x, block)), quantize(x, block)
+    assert found["values"] <= 128 * 256
+    assert found["cur_amax"] == 1e4
+    assert found["top_channels"][0][0] == 17
+    assert sum(found["scale_histogram"]["count"]) == q.scale.numel()
+
+
+def test_a_sample_of_a_uniform_operand_says_what_all_of_it_says(monkeypatch):
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).repeat(16, 2)
+    monkeypatch.setattr(operand_stats, "SAMPLE", x.numel())
+    whole = row_of(x, quantize(x))
+    monkeypatch.setattr(operand_stats, "SAMPLE", 256 * 256)
+    part = row_of(x, quantize(x))
+    assert (whole["values"], part["values"]) == (x.numel(), 256 * 256)
+    for name in ("kurtosis", "snr_db", "mean_blockwise_dynamic_range"):
+        assert part[name] == pytest.approx(whole[name], rel=0.1), name
+
+
+def test_stacked_weights_are_one_operand(monkeypatch):
+    w = torch.stack([operand(seed) for seed in range(3)])
+    q = quantize(w, (128, 128))
+    found = row_of(w, q)
+    assert found["values"] == w.numel()
+    monkeypatch.setattr(operand_stats, "SAMPLE", 2 * M * K)
+    assert row_of(w, q)["values"] == 2 * M * K
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_tiny_and_huge_values_neither_vanish_nor_overflow(scale):
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    found, expected = row_of(x * scale, quantize(x * scale)), row_of(x, quantize(x))
+    assert found["kurtosis"] == pytest.approx(expected["kurtosis"], rel=1e-4)
+    assert found["snr_db"] == pytest.approx(expected["snr_db"], abs=0.5)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_zeros_and_broken_values_give_a_row_that_json_can_hold(value):
+    x = torch.full((3, 130), value)
+    row = row_of(x, quantize(x))
+    assert all(v is None or not isinstance(v, float) or math.isfinite(v) for v in row.values())

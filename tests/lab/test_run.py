@@ -1,0 +1,205 @@
+"""The lab beside a run: what is written, what guards do, that a resumed run goes on alike, and captures afterwards."""
+
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.lab.capture import load
+from octile.lab.guards import Rule
+from octile.lab.run import capture_run, observer
+from octile.train.loop import train
+from octile.train.screen import Screen
+from tests.train.conftest import micro, text  # noqa: F401  text is a fixture
+
+LAYER = "model.layers.0.mlp.down_proj"
+ALWAYS = "flushed >= 0%"
+SWITCHING = (Rule(ALWAYS, "bf16", "wgrad", LAYER), Rule(ALWAYS, "capture", "dgrad", LAYER, for_steps=2))
+
+
+def quiet():
+    return Screen(Console(file=io.StringIO(), width=120))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def guards_of(run):
+    return [line for line in lines(run / "metrics.jsonl") if "guard" in line]
+
+
+def final(run):
+    return load_checkpoint(latest_checkpoint(run / "checkpoints"))[0]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def run_with(text, tmp_path_factory):  # noqa: F811
+    """Trains the micro model under an observer; 4 steps."""
+
+    def run(*options, resume=None, steps=4, **changes):
+        out = resume or tmp_path_factory.mktemp("runs") / "run"
+        config = micro(data=str(text), out=out, steps=steps, checkpoint_every=2, validate_every=2, **changes)
+        train(config, resume is not None, quiet(), observer(*options) if options else observer(0))
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def measured(run_with):
+    return run_with(2, "*.mlp.down_proj,*.experts.down")
+
+
+@pytest.fixture(scope="module")
+def plain(run_with):
+    return run_with()
+
+
+@pytest.fixture(scope="module")
+def switched(run_with):
+    return run_with(1, LAYER, SWITCHING)
+
+
+def test_rows_of_every_measured_step_and_chosen_layer(measured):
+    rows = lines(measured / "telemetry.jsonl")
+    assert {row["step"] for row in rows} == {2, 4}
+    assert {row["layer"] for row in rows} >= {LAYER, "model.layers.1.mlp.experts.down"}
+    assert all("down" in row["layer"] for row in rows)
+
+
+def test_tensorboard_has_the_same_numbers(measured):
+    board = EventAccumulator(str(measured / "tensorboard"))
+    board.Reload()
+    tag = f"telemetry/{LAYER}/fprop_x_underflows%"
+    assert tag in board.Tags()["scalars"]
+    rows = [r for r in lines(measured / "telemetry.jsonl") if r["layer"] == LAYER and r.get("operand") == "x"]
+    expected = [(r["step"], pytest.approx(r["underflows%"])) for r in rows if r["product"] == "fprop"]
+    assert [(event.step, event.value) for event in board.Scalars(tag)] == expected
+
+
+def test_measuring_changes_no_bit_of_the_run(measured, plain):
+    assert same(final(measured), final(plain))
+
+
+def test_a_switched_product_is_said_and_makes_a_difference(switched, plain):
+    first = guards_of(switched)[0]
+    assert first["step"] == 1
+    assert {k: first["guard"][k] for k in ("then", "layer", "product")} == {
+        "then": "bf16",
+        "layer": LAYER,
+        "product": "wgrad",
+    }
+    assert not same(final(switched), final(plain))
+    rows = [row for row in lines(switched / "telemetry.jsonl") if row["product"] == "wgrad"]
+    assert {row["step"] for row in rows} == {1}  # from step 2 on it is not in 8 bits
+
+
+def test_what_a_guard_does_is_said_in_the_log(run_with, caplog):
+    run_with(1, LAYER, SWITCHING[:1], steps=2)
+    said = [record.getMessage() for record in caplog.records]
+    guard = f"guard at step 1: {ALWAYS} holds since step 1 in wgrad of {LAYER}"
+    assert any(message.startswith(guard) for message in said)
+    assert f"from step 2 on wgrad of {LAYER} is made in bfloat16" in said
+
+
+def test_a_guards_capture_is_of_the_next_step_and_equals_one_made_afterwards(switched, tmp_path):
+    (path,) = (switched / "captures").iterdir()
+    found = load(path)
+    assert found.step == 3  # the rule held from step 1 to 2
+    again = load(capture_run(switched, 3, LAYER, ("dgrad",), tmp_path / "again.safetensors", say=lambda line: None))
+    assert torch.equal(found.products[0].a, again.products[0].a)
+    assert torch.equal(found.products[0].b, again.products[0].b)
+    assert torch.equal(found.tokens, again.tokens)
+
+
+@pytest.fixture
+def interrupted(switched, tmp_path):
+    """The switched run as it was when it was killed in its fourth step: the checkpoint of step 2 is the newest."""
+    run = shutil.copytree(switched, tmp_path / "killed")
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    with (run / "telemetry.jsonl").open("a") as file:
+        file.write('{"step": 4, "layer": "cut sh')
+    return run
+
+
+def test_a_resumed_run_goes_on_as_the_other_did(run_with, switched, interrupted):
+    run_with(1, LAYER, SWITCHING, resume=interrupted)
+    assert same(final(interrupted), final(switched))
+    for file in ("telemetry.jsonl", "metrics.jsonl"):
+        old, new = (
+            [line for line in lines(run / file) if "layer" in line or "guard" in line]
+            for run in (switched, interrupted)
+        )
+        assert new == old, file
+
+
+def test_a_resumed_run_without_rules_keeps_the_switches(run_with, switched, interrupted):
+    run_with(resume=interrupted)
+    assert same(final(interrupted), final(switched))
+
+
+def test_a_capture_needs_no_older_checkpoint(plain, tmp_path):
+    said = []
+    path = capture_run(plain, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=said.append)
+    assert load(path).step == 1
+    assert said == ["step 1: from the beginning, since no checkpoint is older, 0 steps before it are done again"]
+
+
+def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(plain, tmp_path):
+    said = []
+    capture_run(plain, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=said.append)
+    assert said == ["step 4: from step_00000002, 1 steps before it are done again"]
+
+
+def test_a_capture_is_of_the_next_step_if_none_is_named_and_lies_in_the_run(plain):
+    path = capture_run(plain, None, LAYER, say=lambda line: None)
+    assert path == plain / "captures" / "step_00000005.safetensors"
+    assert {product.product for product in load(path).products} == {"fprop", "dgrad", "wgrad"}
+
+
+@pytest.mark.parametrize("step", [0, 6])
+def test_a_step_that_the_run_does_not_have_is_refused(plain, step):
+    with pytest.raises(ValueError, match=f"step must be from 1 to 5 for this run, not {step}"):
+        capture_run(plain, step)
+
+
+def test_a_layer_that_the_run_does_not_have_is_refused(plain):
+    with pytest.raises(ValueError, match="no layer matches 'lm_head'"):
+        capture_run(plain, 2, "lm_head")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        capture_run(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((-1,), "telemetry_every must not be negative, but is -1"),
+        ((0, "*", (Rule(ALWAYS, "warn"),)), "guards look at telemetry: add --telemetry-every N"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        observer(*options)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_the_first_step(run_with):
+    with pytest.raises(ValueError, match="no layer matches 'nothing'"):
+        run_with(1, "nothing")
+
+
+def test_a_run_without_8_bit_products_has_nothing_to_measure(run_with):
+    with pytest.raises(ValueError, match="telemetry measures products in 8 bits, and recipe 'bf16' makes none"):
+        run_with(1, "*", recipe="bf16")
