@@ -11,23 +11,25 @@ and nothing is fetched from a network. Every figure carries one sentence, writte
     run_curves.py   loss, learning rate, gradient norm, throughput of one run
     run_inside.py   its experts' load and its tiles' scales
     train.py        its page
-    compare.py      recipes beside BF16: the figures' meaning, the page, the table; drawn by compare_figure.py
+    lab_page.py     the pages of octile.lab; lab_formats.py, lab_real.py and lab_accumulate.py draw their figures
+    comparison.py   recipes beside BF16: what the numbers mean; intervals.py, token_differences.py, gradients.py
+    compare_file.py compare.json, written and read again
+    compare.py      its page; compare_words.py, compare_tables.py, compare_figure.py and *_figures.py are parts of it
 """
 
-from octile.report.compare import (
-    CompareResult,
-    Curve,
-    format_compare_table,
-    save_compare_figure,
-    verdict_sentence,
-    write_compare_report,
-)
+from octile.report.compare import save_compare_figure, write_compare_report
+from octile.report.compare_file import read_result
+from octile.report.compare_tables import format_compare_table, format_details_table
+from octile.report.compare_words import verdict_sentence
+from octile.report.comparison import CompareResult, Curve
 from octile.report.train import save_figure, write_run_report
 
 __all__ = [
     "CompareResult",
     "Curve",
     "format_compare_table",
+    "format_details_table",
+    "read_result",
     "save_compare_figure",
     "save_figure",
     "verdict_sentence",

@@ -1,135 +1,30 @@
-"""Recipes beside BF16: is the difference in loss one of the recipe or one of chance?
+"""The page of a comparison: the outcome, the curves, how sure it is, which tokens suffer, and the gradients.
 
-BF16 is trained twice, with two seeds; their distance on held-out text is the noise band. Each recipe starts where the
-first BF16 run started and sees the same batches. With L the held-out loss:
-
-    noise band = |L_b − L_a| / L_a          gap of a recipe = (L − L_a) / L_a
-
-The bar is 0.25% in magnitude (DeepSeek-V3, arXiv 2412.19437, §3.3.1 and appendix B.1).
+What the numbers mean: `comparison.py`.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-import numpy as np
+import math
+from pathlib import Path
+from typing import Any
 
 from octile.checkpoint.files import write_text
+from octile.report import gradient_figures, outcome_figure, token_figures
 from octile.report.compare_figure import draw_compare, say_compare
-from octile.report.figures import PHONE, WIDE, palette_name, save_drawing
-from octile.report.metrics import Floats, flatten
-from octile.report.page import byte_size, percent, render
-from octile.report.svg import make_chart
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One training run of the comparison. Losses in nats a token.
-
-    `train_loss` [len(steps)] is the main head's raw loss of each step (the page smooths it). `state_bytes` is what
-    training keeps in memory as the caller measured it, in bytes. A run that diverged says at which step.
-    """
-
-    recipe: str
-    seed: int
-    steps: tuple[int, ...]
-    train_loss: tuple[float, ...]
-    val_steps: tuple[int, ...]
-    val_loss: tuple[float, ...]
-    tokens_per_s: float
-    state_bytes: int | None = None
-    diverged_at: int | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.steps) != len(self.train_loss) or len(self.val_steps) != len(self.val_loss):
-            raise ValueError(
-                f"each loss of {self.recipe} needs its step, not {len(self.train_loss)} training losses at"
-                f" {len(self.steps)} steps and {len(self.val_loss)} held-out losses at {len(self.val_steps)} steps"
-            )
-
-    @property
-    def final_val_loss(self) -> float:
-        """The last held-out loss, NaN if there is none."""
-        return self.val_loss[-1] if self.val_loss else math.nan
-
-
-@dataclass(frozen=True)
-class CompareResult:
-    """What `octile compare` measured: BF16 with seeds a and b, and the recipes, which share seed a."""
-
-    preset: str
-    bf16: Curve
-    bf16_other_seed: Curve
-    recipes: tuple[Curve, ...]
-    bar: float = 0.0025
-    machine: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def noise_band(self) -> float:
-        """|L_b − L_a| / L_a at the end, a fraction."""
-        return abs(self.gap(self.bf16_other_seed))
-
-    def gap(self, curve: Curve) -> float:
-        """(L − L_a) / L_a at the last step at which BF16 was measured, a fraction; NaN if the curve was not, there."""
-        steps, gaps = self.gaps(curve)
-        return float(gaps[-1]) if len(gaps) and steps[-1] == self.bf16.val_steps[-1] else math.nan
-
-    def gaps(self, curve: Curve) -> tuple[Floats, Floats]:
-        """Steps and relative gaps [n] float64, where both `curve` and BF16 were measured on held-out text."""
-        base = dict(zip(self.bf16.val_steps, self.bf16.val_loss, strict=True))
-        both = [(s, loss / base[s] - 1) for s, loss in zip(curve.val_steps, curve.val_loss, strict=True) if s in base]
-        return np.array([s for s, _ in both], dtype=np.float64), np.array([gap for _, gap in both])
-
-    def smoothed_gap(self, curve: Curve) -> float:
-        """The mean gap over the last quarter of BF16's measurements, a fraction; NaN if the curve misses any."""
-        recent = self.bf16.val_steps[-max(1, len(self.bf16.val_steps) // 4) :]
-        gaps = dict(zip(*self.gaps(curve), strict=True))
-        return sum(float(gaps.get(step, math.nan)) for step in recent) / len(recent) if recent else math.nan
-
-    def within_bar(self, curve: Curve) -> bool:
-        """Whether the recipe stayed finite and ended at most `bar` from BF16, in either direction."""
-        return curve.diverged_at is None and abs(self.gap(curve)) <= self.bar
-
-    def verdict(self, curve: Curve) -> str:
-        """A recipe's outcome in a few words."""
-        if curve.diverged_at is not None:
-            return f"diverged at step {curve.diverged_at:,}"
-        gap = self.gap(curve)
-        if math.isnan(gap):
-            return "not measured"
-        if not self.within_bar(curve):
-            return f"misses by {(abs(gap) - self.bar) * 100:.2f} points"
-        return "within bar and noise" if abs(gap) <= self.noise_band else "within the bar"
-
-
-def verdict_sentence(result: CompareResult) -> str:
-    """The outcome of the first recipe, beside the noise, in plain words."""
-    if math.isnan(result.noise_band):
-        noise = "How far two BF16 runs with different seeds end apart was not measured."
-    else:
-        noise = f"Two BF16 runs that differ only in their seed end {result.noise_band:.2%} apart."
-    if not result.recipes:
-        return noise
-    curve = result.recipes[0]
-    if curve.diverged_at is not None or math.isnan(result.gap(curve)):
-        return f"{curve.recipe}: {result.verdict(curve)}. {noise}"
-    gap = result.gap(curve)
-    side = "above" if gap > 0 else "below"
-    if result.within_bar(curve):
-        bar = f"within the bar of {result.bar:.2%}"
-    else:
-        bar = f"which misses the bar of {result.bar:.2%} by {(abs(gap) - result.bar) * 100:.2f} points"
-    return f"On held-out text {curve.recipe} ends {abs(gap):.2%} {side} BF16, {bar}. {noise}"
+from octile.report.compare_tables import detail_rows, outcome_rows
+from octile.report.compare_words import seeds_note, verdict_sentence
+from octile.report.comparison import CompareResult
+from octile.report.figures import HALF, PHONE, WIDE, palette_name, save_drawing
+from octile.report.metrics import flatten
+from octile.report.page import printable, render
+from octile.report.speed_notes import speed_notes
+from octile.report.svg import Chart, make_chart
+from octile.report.token_differences import TokenDifferences
 
 
 def write_compare_report(folder: Path, result: CompareResult) -> Path:
-    """Writes FOLDER/report.html: curves over one another, relative gaps with the noise band, and the table.
+    """Writes FOLDER/report.html: tables and figures, each with the sentence that says what to see.
 
     Returns:
         the path of the page: one file that needs no network. The same result always gives the same page.
@@ -152,9 +47,17 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
             size=(WIDE, 560),
             narrow=(PHONE, 560),
         ),
-        rows=_rows(result),
+        rows=outcome_rows(result),
+        details=detail_rows(result),
+        bootstrapped=any(result.outcome(name).over_seeds_bootstrap for name in result.names),
         bar=f"{result.bar:.2%}",
         noise="not measured" if math.isnan(result.noise_band) else f"{result.noise_band:.2%}",
+        seeds_note=seeds_note(result),
+        speed_notes=speed_notes(result),
+        sure=_sure(result),
+        token_charts=_token_charts(result),
+        tokens=[_tokens(found) for found in result.tokens],
+        gradients=[_gradients(result, name) for name in dict.fromkeys(c.recipe for c in result.gradients)],
         machine=result.machine,
         configuration=flatten(result.config),
     )
@@ -172,45 +75,101 @@ def save_compare_figure(result: CompareResult, path: Path) -> Path:
     return save_drawing(path, WIDE, 560, lambda figure: draw_compare(figure, result))
 
 
-def format_compare_table(result: CompareResult) -> "Table":
-    """The outcome as a table for the terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("gap to\nBF16", justify="right")
-    table.add_column("outcome")
-    for name in ("gap,\nsmoothed", "held-out\nloss", "tokens/s", "memory"):
-        table.add_column(name, justify="right")
-    for row in _rows(result):
-        style = {"good": "green", "bad": "red"}.get(row["mood"])
-        keys = ("name", "gap", "outcome", "smoothed", "loss", "speed", "memory")
-        table.add_row(*(row[key] for key in keys), style=style)
-    return table
+def _sure(result: CompareResult) -> Chart | None:
+    if not any(math.isfinite(result.gap(curve)) for curve in result.recipes):
+        return None
+    high = outcome_figure.height(result)
+    return make_chart(
+        "How sure the gaps are",
+        outcome_figure.say_outcomes(result),
+        lambda figure: outcome_figure.draw_outcomes(figure, result),
+        size=(WIDE, high),
+        narrow=(PHONE, high),
+    )
 
 
-def _rows(result: CompareResult) -> list[dict[str, str]]:
-    def row(curve: Curve, name: str, outcome: str, mood: str) -> dict[str, str]:
-        gap, smoothed = result.gap(curve), result.smoothed_gap(curve)
-        loss = curve.final_val_loss  # a diverged run's last loss is not a final one
-        return {
-            "color": palette_name(curve.recipe),
-            "name": name,
-            "loss": f"{loss:.4f}" if math.isfinite(loss) and curve.diverged_at is None else "–",
-            "gap": percent(gap) if math.isfinite(gap) and curve is not result.bf16 else "–",
-            "smoothed": percent(smoothed) if math.isfinite(smoothed) and curve is not result.bf16 else "–",
-            "speed": f"{curve.tokens_per_s:,.0f}",
-            "memory": byte_size(curve.state_bytes) if curve.state_bytes is not None else "–",
-            "outcome": outcome,
-            "mood": mood,
-        }
-
-    first, second = result.bf16, result.bf16_other_seed
-    rows = [
-        row(first, f"bf16, seed {first.seed}", "baseline", ""),
-        row(second, f"bf16, seed {second.seed}", "noise band", ""),
+def _token_charts(result: CompareResult) -> list[Chart]:
+    """By position and by frequency, all recipes in one."""
+    if not result.tokens:
+        return []
+    position, frequency = token_figures.say_positions(result.tokens), token_figures.say_frequencies(result.tokens)
+    return [
+        make_chart("By position", position, lambda f: token_figures.draw_positions(f, result.tokens), (HALF, 300)),
+        make_chart("By frequency", frequency, lambda f: token_figures.draw_frequencies(f, result.tokens), (HALF, 300)),
     ]
-    for curve in result.recipes:
-        rows.append(row(curve, curve.recipe, result.verdict(curve), "good" if result.within_bar(curve) else "bad"))
-    return rows
+
+
+def _tokens(found: TokenDifferences) -> dict[str, Any]:
+    """A recipe's tokens: the figure, the table of the worst, and the passage that suffers most."""
+    strongest = max((abs(change) for _, change in found.passage), default=1.0) or 1.0
+    high = token_figures.height(found)
+    return {
+        "recipe": found.recipe,
+        "color": palette_name(found.recipe),
+        "counts": token_figures.say_counts(found),
+        "chart": make_chart(
+            f"Tokens under {found.recipe}",
+            token_figures.say_tokens(found),
+            lambda figure: token_figures.draw_tokens(figure, found),
+            size=(HALF, high),
+        ),
+        "worst": [
+            (
+                printable(g.name),
+                f"{g.count:,}",
+                f"{_signed(g.mean, 3)} ± {g.error:.3f}",
+                f"{_signed(g.control_mean, 3)} ± {g.control_error:.3f}",
+            )
+            for g in found.worst
+        ],
+        "passage": [
+            (
+                _shown(text),
+                f"{_signed(change, 2)} nats",
+                "vermilion" if change > 0 else "blue",
+                _percent_of(strongest, change),
+            )
+            for text, change in found.passage
+        ],
+    }
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _shown(text: str) -> str:
+    """Text as it stands, but one sees where a line ends."""
+    return printable(text).replace("\n", "↵\n")
+
+
+def _percent_of(strongest: float, change: float) -> int:
+    """How strongly a change is coloured; the strongest leaves the text readable."""
+    return round(60 * abs(change) / strongest)
+
+
+def _gradients(result: CompareResult, name: str) -> dict[str, Any]:
+    checks = [check for check in result.gradients if check.recipe == name]
+    return {
+        "recipe": name,
+        "color": palette_name(name),
+        "step": f"{checks[-1].step:,}",
+        "charts": [
+            make_chart(
+                f"Direction of {name}'s gradients",
+                gradient_figures.say_angles(checks),
+                lambda figure: gradient_figures.draw_angles(figure, checks),
+                (HALF, 300),
+            ),
+            make_chart(
+                f"Length of {name}'s gradients",
+                gradient_figures.say_norms(checks),
+                lambda figure: gradient_figures.draw_norms(figure, checks),
+                (HALF, 300),
+            ),
+        ],
+        "worst": [
+            (weight.name, f"{weight.degrees:.1f}°", f"{weight.cosine:.4f}", f"{weight.norm_ratio:.3f}")
+            for weight in gradient_figures.worst_weights(checks)
+        ],
+    }

@@ -13,23 +13,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from octile.report.compare import CompareResult, Curve
+    from octile.report.comparison import CompareResult, Curve
 
 
 def draw_compare(figure: "Figure", result: "CompareResult") -> None:
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[4, 5])
-    curves = (result.bf16, *result.recipes)
+    curves = (result.bf16, *(result.runs(name)[0] for name in result.names))
     step_axis(losses, max((max(c.steps + c.val_steps, default=1) for c in curves), default=1))
     _draw_losses(figure, losses, curves)
     _draw_gaps(figure, gaps, result)
 
 
 def say_compare(result: "CompareResult") -> str:
+    many = any(len(result.runs(name)) > 1 for name in result.names)
     return (
-        "Above: training loss, smoothed. Below: how far each recipe's held-out loss lies from BF16's. The grey band is"
-        " the distance between two BF16 runs with different seeds, which is chance;"
-        f" the dotted lines are the bar of ±{result.bar:.2%}."
+        f"Above: training loss, smoothed{', of the first seed' if many else ''}. Below: how far each recipe's held-out"
+        f" loss lies from BF16's{', the mean of its seeds, and faintly each of them' if many else ''}. The grey band is"
+        " the distance between two BF16 runs with different seeds, which is chance (the widest of three neighbouring"
+        f" measurements); the dotted lines are the bar of ±{result.bar:.2%}."
+        f"{_say_leaving(result)}"
     )
+
+
+def _say_leaving(result: "CompareResult") -> str:
+    at = {name: result.leaves_band_at(name) for name in result.names}
+    left = [f"{name} at step {step:,}" for name, step in at.items() if step is not None]
+    return f" A ring marks where a recipe leaves the band for good: {', '.join(left)}." if left else ""
 
 
 def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") -> None:
@@ -52,23 +61,30 @@ def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") ->
 
 def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
     dress(axes, "step", "held-out loss against BF16 (%)")
-    steps, band = result.gaps(result.bf16_other_seed)
-    measured = [(curve, *result.gaps(curve)) for curve in result.recipes]
-    reach = 100 * _reach(result.bar, [band, *(gaps for curve, _, gaps in measured if curve.diverged_at is None)])
+    steps, band = result.band()
+    whole = [name for name in result.names if all(curve.diverged_at is None for curve in result.runs(name))]
+    reach = 100 * _reach(result.bar, [band, *(result.mean_gaps(name)[1] for name in whole)])
     axes.set_ylim(-reach, reach)
-    axes.fill_between(steps, -100 * np.abs(band), 100 * np.abs(band), color=COLOR["muted"], alpha=0.16, linewidth=0)
+    axes.fill_between(steps, -100 * band, 100 * band, color=COLOR["muted"], alpha=0.16, linewidth=0)
     axes.axhline(0, color=COLOR["ink"], linewidth=1.2)
     labels = [(0.0, "bf16", COLOR["ink"])]
     for bar in (-result.bar, result.bar):
         axes.axhline(100 * bar, color=COLOR["muted"], linewidth=1, linestyle=":")
         labels.append((100 * bar, f"bar {percent(bar)}", COLOR["muted"]))
-    for curve, at, gaps in measured:
-        look = recipe_look(curve.recipe)
+    for name in result.names:
+        look, runs = recipe_look(name), result.runs(name)
+        at, gaps = result.mean_gaps(name)
+        for curve in runs if len(runs) > 1 else ():
+            each, its_gaps = result.gaps(curve)
+            axes.plot(each, 100 * its_gaps, alpha=0.3, **{**look, "linewidth": 0.9})
         axes.plot(at, 100 * gaps, marker="o", markersize=3.5, **look)
-        if curve.diverged_at is not None:
-            _mark_end(axes, curve, at, 100 * gaps)
+        if (left := result.leaves_band_at(name)) is not None:
+            height = 100 * float(gaps[np.flatnonzero(at == left)[0]])
+            axes.plot(left, height, "o", markersize=10, markerfacecolor="none", color=look["color"])
+        if name not in whole:
+            _mark_end(axes, runs[0], at, 100 * gaps)
         elif np.isfinite(gaps).any():
-            labels.append((100 * last_known(gaps), f"{curve.recipe} {percent(last_known(gaps))}", look["color"]))
+            labels.append((100 * last_known(gaps), f"{name} {percent(last_known(gaps))}", look["color"]))
     label_ends(figure, axes, labels)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
 from octile.checkpoint.shares import Share
 from octile.checkpoint.size import SizePrediction, predict_size
+from octile.report.console import Console
 from octile.report.page import byte_size
 
 
@@ -29,27 +29,34 @@ def convert_on_screen(src: Path, dst: Path | None, to: Literal["fp8", "bf16"]) -
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console
     ) as bar:
-        task = bar.add_task("reading", total=None)
-        report = convert_checkpoint(
-            src, dst, to, lambda done, total, file: bar.update(task, completed=done, total=total, description=file)
-        )
+        task = bar.add_task("reading", total=None, visible=False)  # until src has turned out to be a checkpoint
+
+        def show(done: int, total: int, file: str) -> None:
+            bar.update(task, completed=done, total=total, description=file, visible=True)
+
+        report = convert_checkpoint(src, dst, to, show)
     _show_report(console, report)
     console.print(f"written to {dst}", highlight=False)
 
 
 def _show_prediction(console: Console, size: SizePrediction) -> None:
-    console.print(f"{_amount(size.share.parameters)} parameters, {byte_size(size.nbytes)} as {size.to}")
+    stored = f"{_amount(size.share.parameters)} parameters stored, {byte_size(size.nbytes)} as {size.to}"
+    console.print(f"{stored} (a multi-token prediction layer repeats the embedding and the head)")
     console.print(_share(size.share))
 
 
 def _show_report(console: Console, report: ConversionReport) -> None:
-    table = Table("weights", "tensors", "became", title=report.rule, title_justify="left")
+    title = report.rule if report.to == "fp8" else "FP8 weights become BF16"
+    table = Table(title=title, title_justify="left")
+    for column in ("weights", "tensors", "became"):
+        table.add_column(column, overflow="fold")
     for names, what in ((report.converted, report.to), (report.kept, "kept as they were")):
         for name, count in names.items():
             table.add_row(name, str(count), what)
     console.print(table)
     before, after = byte_size(report.bytes_before), byte_size(report.bytes_after)
-    console.print(f"{before} → {after}; {_share(report.share)}", highlight=False)
+    was = "" if report.to == "fp8" else "was "
+    console.print(f"{before} → {after}; {was}{_share(report.share)}", highlight=False)
     console.print(f"checked: every value lies within {report.max_error:.2%} of its block's range", highlight=False)
     if report.resumed_files:
         console.print(f"{report.resumed_files} of {report.files} files were finished before", highlight=False)

@@ -59,7 +59,8 @@ def say_loss(run: Run) -> str:
     steps, held_out = run.series("val_loss")
     steps, held_out = steps[np.isfinite(held_out)], held_out[np.isfinite(held_out)]
     has_mtp = np.isfinite(run.series("mtp_loss")[1]).any()
-    ahead = " MTP is the loss of the model's second guess, two tokens ahead." if has_mtp else ""
+    mtp = " MTP is the loss of the model's second guess, two tokens ahead and given the one between."
+    ahead = mtp if has_mtp else ""
     if len(held_out) >= 2:
         first, last = held_out[0], held_out[-1]
         sentence = (

@@ -25,9 +25,11 @@ OPERANDS = {
 }
 
 
-def layer_name(path: str) -> str:
-    """The path of a module as a reader counts: model.layers.3.mlp → "layer 3"; another path stays as it is."""
+def layer_name(path: str, run: Run) -> str:
+    """The path of a module as a reader counts: model.layers.3.mlp → "layer 3"; "MTP" for the layer past the last."""
     number = re.search(r"layers\.(\d+)", path)
+    if number and number[1] == str(run.fact("num_hidden_layers")):
+        return "MTP"
     return f"layer {number[1]}" if number else path
 
 
@@ -58,7 +60,7 @@ def draw_load(figure: "Figure", run: Run) -> None:
         axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
         axes.grid(which="minor", color=COLOR["paper"], linewidth=1.5, axis="both")
     every = math.ceil(rows / 16)
-    axes.set_yticks(range(0, rows, every), [layer_name(layer) for layer in loads][::every])
+    axes.set_yticks(range(0, rows, every), [layer_name(layer, run) for layer in loads][::every])
     axes.tick_params(which="both", length=0)
     axes.spines["bottom"].set_visible(False)
     worst = np.array([np.nanmax(load) if np.isfinite(load).any() else np.nan for load in loads.values()])
@@ -83,9 +85,8 @@ def say_load(run: Run) -> str:
     idle = sum(int((load == 0).sum()) for load in loads.values())
     unused = f" {idle} expert{'s' * (idle != 1)} got no token at all." if idle else " No expert stood idle."
     averaged = ", averaged over the last quarter of the run" if len(run.experts) >= 4 else ""
-    return (
-        f"The busiest expert of {layer_name(busiest)} got {loads[busiest].max():.2f}× the mean load{averaged}.{unused}"
-    )
+    most = f"{loads[busiest].max():.2f}×"
+    return f"The busiest expert of {layer_name(busiest, run)} got {most} the mean load{averaged}.{unused}"
 
 
 def draw_balance(figure: "Figure", run: Run) -> None:
@@ -95,6 +96,8 @@ def draw_balance(figure: "Figure", run: Run) -> None:
     final = {layer: last_known(smooth(ratio)) for layer, ratio in ratios.items()}
     ordered = sorted(final, key=lambda layer: final[layer])
     marked = {ordered[0]: "green", ordered[-1]: "vermilion"}  # of many layers, the best and the worst are named
+    if len(ordered) == 3:
+        marked[ordered[1]] = "blue"
     for layer, ratio in ratios.items():
         if layer not in marked:
             line(axes, steps, smooth(ratio), color=COLOR["muted"], alpha=0.5 if len(ratios) <= 8 else 0.2)
@@ -102,20 +105,20 @@ def draw_balance(figure: "Figure", run: Run) -> None:
         line(axes, steps, smooth(ratios[layer]), color=COLOR[color])
     axes.axhline(1, color=COLOR["muted"], linewidth=1, linestyle=":")
     step_axis(axes, run.last_step)
-    label_ends(figure, axes, [(final[layer], layer_name(layer), COLOR[color]) for layer, color in marked.items()]
+    label_ends(figure, axes, [(final[layer], layer_name(layer, run), COLOR[color]) for layer, color in marked.items()]
                + [(1, "even", COLOR["muted"])])  # fmt: skip
 
 
 def say_balance(run: Run) -> str:
     _, ratios = _balance(run)
-    every = np.stack(list(ratios.values()))
+    every = np.stack([smooth(ratio) for ratio in ratios.values()])
     known = every[:, np.isfinite(every).any(0)]
     if not known.size:
         return "No expert has been given a token yet."
     later = f" at first and {np.nanmax(known[:, -1]):.2f}× at the last" if known.shape[1] > 1 else ""
     return (
-        f"In a single step, the busiest expert of the least balanced layer got {np.nanmax(known[:, 0]):.2f}× the mean"
-        f"{later}; 1× would be perfectly even."
+        f"The busiest expert of the least balanced layer got {np.nanmax(known[:, 0]):.2f}× the mean{later} (smoothed);"
+        " 1× would be perfectly even."
     )
 
 

@@ -1,101 +1,134 @@
-"""`octile compare`: BF16 with two seeds, and every recipe from the first one's weights on the first one's batches.
+"""`octile compare`: BF16 with two seeds or more, and every recipe from BF16's weights on BF16's batches, seed by seed.
 
 A gap means nothing without the noise: two BF16 runs that differ in their seed alone end some way apart, and that is the
-band in which a recipe's gap says nothing.
+band in which a recipe's gap says nothing. What is measured, and what follows from it: `octile.report.comparison`.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from octile.checkpoint.files import write_text
+import numpy as np
+
 from octile.recipe import Recipe
-from octile.report.compare import CompareResult, Curve, format_compare_table, verdict_sentence, write_compare_report
+from octile.report.compare import write_compare_report
+from octile.report.compare_file import COMPARE_FILE, write_result
+from octile.report.compare_tables import format_compare_table, format_details_table
+from octile.report.compare_words import verdict_sentence
+from octile.report.comparison import CompareResult
 from octile.report.machine import in_words, machine
+from octile.report.metrics import Floats
+from octile.report.speed_notes import speed_notes
+from octile.report.token_differences import TokenDifferences, token_differences
+from octile.train.batches import validation
+from octile.train.compared_run import ComparedRun, compared_run
 from octile.train.config import TrainConfig
+from octile.train.gradient_check import chosen_steps
 from octile.train.loop import pick_device, prepare_tokens
-from octile.train.run_folder import free_place
+from octile.train.run_folder import new_folder
 from octile.train.screen import Screen
+from octile.train.seeds import baseline_seeds
 from octile.train.store import TokenStore
-from octile.train.trainer import Trainer
+from octile.train.token_losses import readable
 
-RESULT = "compare.json"
+FREQUENCY_TOKENS = 10_000_000  # of the training text, in which tokens are counted
 
 
-def compare(config: TrainConfig, recipes: tuple[str, ...], out: Path | None, screen: Screen) -> CompareResult:
-    """Trains 2 + len(recipes) models; after each one out/report.html and out/compare.json show what there is.
+def compare(
+    config: TrainConfig,
+    recipes: tuple[str, ...],
+    out: Path | None,
+    screen: Screen,
+    seeds: tuple[int, ...] = (),
+    gradient_steps: str = "start,middle,end",
+) -> CompareResult:
+    """Trains BF16 and the recipes; after each model out/report.html and out/compare.json show what there is.
 
     Args:
         config: of every run, but for recipe and seed.
         recipes: names; "bf16" is always there and need not be named.
         out: the folder for the results; chosen under runs/ if not given.
         screen: where progress is shown.
+        seeds: every recipe is trained with each; config.seed alone if empty. BF16 has these, and never fewer than two.
+        gradient_steps: of each recipe's first run, at which gradients are held against BF16's; see `chosen_steps`.
 
     Raises:
         FileExistsError: out holds a comparison already.
-        ValueError: a recipe is unknown, or the data do not serve.
+        ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
     """
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name != "bf16")
     for known in recipes:
         Recipe.named(known)
+    seeds = seeds or (config.seed,)
+    baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
+    chosen = chosen_steps(gradient_steps, config.steps)
     device = pick_device(config.device)
-    out = out or free_place(Path("runs"), f"compare-{config.preset}")
-    if (out / RESULT).exists():
+    out = out or new_folder(Path("runs"), f"compare-{config.preset}")
+    if (out / COMPARE_FILE).exists():
         raise FileExistsError(f"out {str(out)!r} holds a comparison already: choose another --out")
     store = prepare_tokens(config, out / "data", screen)
 
-    base = replace(config, recipe="bf16")
-    bf16 = _curve(base, store, screen)
-    other = _curve(replace(base, seed=config.seed + 1), store, screen)
-    measured_on, curves = machine(device), list[Curve]()
-    for name in (*recipes, None):
-        result = CompareResult(
-            config.preset, bf16, other, tuple(curves), machine=in_words(measured_on), config=asdict(config)
-        )
-        write_text(out / RESULT, json.dumps({**asdict(result), "measured_on": measured_on}, default=str) + "\n")
-        report = write_compare_report(out, result)
-        if name is not None:
-            curves.append(_curve(replace(config, recipe=name), store, screen))
+    measured_on = machine(device)
+
+    def write(result: CompareResult) -> Path:
+        write_result(out / COMPARE_FILE, result, measured_on)
+        return write_compare_report(out, result)
+
+    bf16 = {c.seed: compared_run(c, store, screen) for c in baselines}
+    first, other, *more = (run.curve for run in bf16.values())
+    result = CompareResult(
+        config.preset,
+        first,
+        other,
+        (),
+        machine=in_words(measured_on),
+        config=asdict(config),
+        bf16_more_seeds=tuple(more),
+    )
+    report = write(result)
+    for name in recipes:
+        runs: dict[int, ComparedRun] = {}
+        for seed in seeds:
+            asked = chosen if seed == seeds[0] else ()
+            runs[seed] = run = compared_run(replace(config, recipe=name, seed=seed), store, screen, asked)
+            result = replace(
+                result, recipes=(*result.recipes, run.curve), gradients=(*result.gradients, *run.gradients)
+            )
+            report = write(result)
+        result = replace(result, tokens=(*result.tokens, *_token_differences(name, runs, bf16, store, config)))
+        report = write(result)
     screen.console.print(format_compare_table(result))
-    screen.say(verdict_sentence(result))
+    if recipes:
+        screen.console.print(format_details_table(result))
+    for line in (verdict_sentence(result), *speed_notes(result)):
+        screen.say(line)
     screen.say(f"report: {report}")
     return result
 
 
-def _curve(config: TrainConfig, store: TokenStore, screen: Screen) -> Curve:
-    """Trains one model. A run that breaks ends there and says so; the others go on."""
-    screen.say(f"{config.recipe}, seed {config.seed}")
-    trainer = Trainer(config, store, pick_device(config.device))
-    train_loss, speeds, val_steps, val_loss = [], [], [], []
-    diverged_at = None
-    with screen.progress(config.steps, 0) as shown:
-        while trainer.steps_done < config.steps:
-            try:
-                line = trainer.step()
-            except FloatingPointError as error:
-                screen.say(str(error))
-                diverged_at = trainer.steps_done + 1
-                break
-            shown.step(line)
-            train_loss.append(line["main_loss"])
-            speeds.append(line["tokens_per_s"])
-            if trainer.steps_done % config.validate_every == 0 or trainer.steps_done == config.steps:
-                val_steps.append(trainer.steps_done)
-                line = trainer.validate()
-                val_loss.append(line["val_loss"])
-                shown.validation({"step": trainer.steps_done, **line})
-    tensors, _ = trainer.state()
-    return Curve(
-        recipe=config.recipe,
-        seed=config.seed,
-        steps=tuple(range(1, len(train_loss) + 1)),
-        train_loss=tuple(train_loss),
-        val_steps=tuple(val_steps),
-        val_loss=tuple(val_loss),
-        tokens_per_s=statistics.median(speeds) if speeds else 0.0,
-        state_bytes=sum(t.nbytes for t in tensors.values()),
-        diverged_at=diverged_at,
+def _token_differences(
+    name: str, runs: dict[int, ComparedRun], bf16: dict[int, ComparedRun], store: TokenStore, config: TrainConfig
+) -> tuple[TokenDifferences, ...]:
+    """One; none where a run broke, whose last losses are not those of a trained model."""
+    first, other, *_ = bf16.values()
+    needed = [first, other, *runs.values(), *(bf16[seed] for seed in runs)]
+    if any(run.token_losses_NS is None for run in needed):
+        return ()
+
+    def losses(run: ComparedRun) -> Floats:
+        assert run.token_losses_NS is not None
+        return run.token_losses_NS.double().numpy()
+
+    counted = store.train[:FREQUENCY_TOKENS]
+    found = token_differences(
+        name,
+        validation(store.val, config.sequence_length - 1, config.val_sequences)[:, 1:].numpy(),
+        [(losses(run), losses(bf16[seed])) for seed, run in runs.items()],
+        (losses(other), losses(first)),
+        np.bincount(counted, minlength=config.model.vocab_size) * 1e6 / len(counted),
+        partial(readable, store.tokenizer),
+        lambda token: store.tokenizer.decode([token]),
     )
+    return (found,)

@@ -78,24 +78,25 @@ def test_the_smoothed_gap_is_the_mean_of_the_last_quarter():
 )
 def test_the_verdict_follows_from_gap_bar_and_noise(final, verdict):
     recipe = curve("deepseek_v3", final)
-    assert compared(recipe).verdict(recipe) == verdict
+    assert compared(recipe).outcome("deepseek_v3").verdict == verdict
 
 
 def test_a_run_that_diverged_is_reported_as_diverged():
-    assert compared().verdict(diverged()) == "diverged at step 26"
-    assert not compared().within_bar(diverged())
+    outcome = compared(diverged()).outcome("global_scale")
+    assert outcome.verdict == "diverged at step 26"
+    assert not outcome.within_bar
 
 
 def test_the_sentence_gives_gap_bar_and_noise():
     assert verdict_sentence(compared(curve("deepseek_v3", 3.003))) == (
-        "On held-out text deepseek_v3 ends 0.10% above BF16, within the bar of 0.25%."
+        "On held-out text deepseek_v3 ends 0.10% above BF16 after 40 steps, within the bar of 0.25%."
         " Two BF16 runs that differ only in their seed end 0.20% apart."
     )
 
 
 def test_the_sentence_says_by_how_much_the_bar_is_missed():
     sentence = verdict_sentence(compared(curve("per_tensor", 3.012)))
-    assert "0.40% above BF16, which misses the bar of 0.25% by 0.15 points" in sentence
+    assert "0.40% above BF16 after 40 steps, which misses the bar of 0.25% by 0.15 points" in sentence
 
 
 def test_nothing_measured_is_said_and_not_guessed():

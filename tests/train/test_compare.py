@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from octile.report import read_result
 from octile.train.compare import compare
 from octile.train.screen import Screen
 from tests.train.conftest import micro
@@ -67,15 +68,46 @@ def test_a_comparison_is_not_overwritten(compared):
 def test_what_is_finished_is_there_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
     import octile.train.compare
 
-    curve = octile.train.compare._curve
+    run = octile.train.compare.compared_run
 
-    def interrupted(config, store, screen):
+    def interrupted(config, *others):
         if config.recipe == "per_tensor":
             raise KeyboardInterrupt
-        return curve(config, store, screen)
+        return run(config, *others)
 
-    monkeypatch.setattr(octile.train.compare, "_curve", interrupted)
+    monkeypatch.setattr(octile.train.compare, "compared_run", interrupted)
     config = micro(data=str(text), steps=2, validate_every=1)
     with pytest.raises(KeyboardInterrupt):
         compare(config, ("deepseek_v3", "per_tensor"), tmp_path, Screen(Console(file=io.StringIO())))
     assert len(json.loads((tmp_path / "compare.json").read_text())["recipes"]) == 1
+
+
+def test_gradients_and_tokens_are_held_against_bf16(compared):
+    result, out, screen = compared
+    assert [check.step for check in result.gradients] == [1, 2, 4]
+    assert [tokens.recipe for tokens in result.tokens] == ["deepseek_v3"]
+    written = read_result(out / "compare.json")
+    assert str(written.tokens) == str(result.tokens)  # as text, in which NaN equals NaN
+    assert written.gradients == result.gradients
+    assert "gradient" in screen.console.file.getvalue()
+
+
+def test_the_losses_of_windows_are_the_held_out_loss(compared):
+    result, _, _ = compared
+    assert all(sum(c.window_loss) / len(c.window_loss) == pytest.approx(c.final_val_loss) for c in result.curves)
+
+
+def test_every_recipe_has_every_seed_and_its_own_bf16(text, tmp_path):
+    config = micro(data=str(text), steps=2, validate_every=1)
+    screen = Screen(Console(file=io.StringIO()))
+    result = compare(config, ("deepseek_v3",), tmp_path, screen, seeds=(5, 0), gradient_steps="none")
+    assert [curve.seed for curve in result.baselines] == [5, 0]
+    assert [curve.seed for curve in result.recipes] == [5, 0]
+    assert all(c.train_loss[0] == pytest.approx(result.partner(c).train_loss[0], rel=1e-3) for c in result.recipes)
+    assert result.gradients == ()
+
+
+def test_an_impossible_step_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(ValueError, match="gradient_steps must be from 1 to 6"):
+        compare(micro(), ("deepseek_v3",), tmp_path / "out", Screen(), gradient_steps="7")
+    assert not (tmp_path / "out").exists()
