@@ -40,7 +40,10 @@ _HOME = {
     "octile.checkpoint.hugging_face": ("load", "save"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
-_ROOMS = ("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint", "report", "train", "bench")
+_ROOMS = (
+    *("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint"),
+    *("report", "train", "lab", "bench", "compat"),
+)
 
 __all__ = ["__version__", *sorted(_WHERE)]
 

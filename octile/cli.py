@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
-from io import StringIO
-from itertools import chain, takewhile
+from io import StringIO, TextIOWrapper
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
@@ -24,8 +24,13 @@ from octile.train.config import TrainConfig, preset
 
 Form = TypeVar("Form")
 
+NOT_A = {  # how Python refuses a word that is no such number
+    "invalid literal for int() with base 10: ": "a whole number",
+    "could not convert string to float: ": "a number",
+}
+
 USER, FAILURE, INTERRUPTED = 2, 1, 130
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,15 @@ class Train(TrainConfig):
 
     Attributes:
         resume: continue the run in --out from its newest checkpoint.
+        telemetry_every: measure the 8-bit products of every n-th step, into telemetry.jsonl; 0 measures none.
+        telemetry_layers: of layers whose names match one of these patterns, separated by commas.
+        guards: a file of rules that watch the telemetry and warn, capture operands, or switch a product to BF16.
     """
 
     resume: bool = False
+    telemetry_every: int = 0
+    telemetry_layers: str = "*"
+    guards: Path | None = None
 
 
 def train(arguments: list[str]) -> None:
@@ -50,15 +61,19 @@ def train(arguments: list[str]) -> None:
         default = preset(_value_of("--preset", arguments) or "tiny")
     names = [f.name for f in fields(TrainConfig)]
     asked = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
+    from octile.lab.guards import read_rules
+    from octile.lab.run import observer
     from octile.train.loop import train as run
     from octile.train.screen import Screen
 
-    run(TrainConfig(**{name: getattr(asked, name) for name in names}), asked.resume, Screen())
+    rules = read_rules(asked.guards) if asked.guards else ()
+    watched = observer(asked.telemetry_every, asked.telemetry_layers, rules)
+    run(TrainConfig(**{name: getattr(asked, name) for name in names}), asked.resume, Screen(), watched)
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Train BF16 twice (the noise band) and each recipe from one initialisation on the same batches.
+    """Train BF16 twice or more (the noise band) and each recipe from its initialisation on the same batches.
 
     Attributes:
         preset: tiny, small, v2_lite_16b, v2_236b or v3_671b.
@@ -66,6 +81,8 @@ class Compare:
         steps: of each run; the preset's if not given.
         data: as for train.
         seed: of the first BF16 run and of every recipe; the second BF16 run has the next one.
+        seeds: how many each recipe and BF16 are trained with (5), counted on from --seed, or which (0,7,9).
+        gradient_steps: where each recipe's gradients are held against BF16's: steps, start, middle, end, or none.
         out: folder for the report and the curves; chosen under runs/ if not given.
         device: auto takes a GPU where there is one.
     """
@@ -75,6 +92,8 @@ class Compare:
     steps: int | None = None
     data: str = "stdlib"
     seed: int = 0
+    seeds: str = "1"
+    gradient_steps: str = "start,middle,end"
     out: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -87,8 +106,10 @@ def compare(arguments: list[str]) -> None:
         config = replace(config, steps=asked.steps)
     from octile.train.compare import compare as run
     from octile.train.screen import Screen
+    from octile.train.seeds import parse_seeds
 
-    run(config, tuple(asked.recipes.split(",")), asked.out, Screen())
+    seeds = parse_seeds(asked.seeds, asked.seed)
+    run(config, tuple(asked.recipes.split(",")), asked.out, Screen(), seeds, asked.gradient_steps)
 
 
 @dataclass(frozen=True)
@@ -120,7 +141,9 @@ def generate(arguments: list[str]) -> None:
 
     sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
     pieces = generate_from(run, asked.prompt, sampling)
-    for piece in chain([asked.prompt], pieces):
+    first = next(pieces, "")  # a prompt that cannot be continued is refused before it is printed
+    print(asked.prompt + first, end="", flush=True)
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 
@@ -153,20 +176,32 @@ class Bench:
     """Measure this machine.
 
     Attributes:
-        what: gemm (products), casts (quantisation) or step (training: speed, memory, checkpoint size).
+        what: gemm (products), casts (quantisation), step (training: speed, memory, checkpoint size), lab (the model of
+            the tensor core), or tune, which searches the fastest kernels on a Hopper GPU and keeps them.
         json: also write the rows to this file.
+        shape: M,N,K of one product to tune; every shape of gemm if not given.
+        minutes: after which tune begins no other shape.
     """
 
-    what: tyro.conf.Positional[Literal["gemm", "casts", "step"]] = "step"
+    what: tyro.conf.Positional[Literal["gemm", "casts", "step", "lab", "tune"]] = "step"
     json: Path | None = None
+    shape: str | None = None
+    minutes: float | None = None
 
 
 def bench(arguments: list[str]) -> None:
     """Measure products, casts or a training step on this machine, beside a peer."""
     asked = _parse(Bench, arguments, "bench")
-    from octile.bench import run
+    from octile.bench import run, search
 
-    run(asked.what, asked.json)
+    if asked.what != "tune":
+        if asked.shape is not None or asked.minutes is not None:
+            raise ValueError(f"shape and minutes are of tune, not of {asked.what}")
+        run(asked.what, asked.json)
+    elif asked.json is not None:
+        raise ValueError("tune writes no rows: json is of gemm, casts and step")
+    else:
+        search(asked.shape, asked.minutes)
 
 
 @dataclass(frozen=True)
@@ -175,7 +210,7 @@ class Doctor:
 
     Attributes:
         kernels: compile the kernels and list their registers, stack and shared memory; needs no GPU.
-        compile: for which architecture: sm_80, sm_86, sm_89, sm_90a or sm_100; the GPU here, or sm_90a, if not given.
+        compile: for which architecture: sm_80, sm_86, sm_89, sm_90 or sm_100; the GPU here, or sm_90, if not given.
         json: print JSON.
     """
 
@@ -195,29 +230,41 @@ def doctor(arguments: list[str]) -> None:
     show(found, as_json=asked.json)
 
 
+def lab(arguments: list[str]) -> None:
+    """See what 8 bits do: number formats, accumulation, what a run's products look like."""
+    from octile.lab.commands import run
+
+    run(arguments, _parse)
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "compare": compare,
     "generate": generate,
     "convert": convert,
     "bench": bench,
+    "lab": lab,
     "doctor": doctor,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point; leaves with an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console without UTF-8 shows "?" for "…" and goes on
+    if "OMP_WAIT_POLICY" not in os.environ:  # threads that spin starve one another when a core is busy: LOG.md
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        print(_overview())
-        sys.exit(0)
-    if name == "--version":
-        print(f"octile {__version__}")
-        sys.exit(0)
-    if name not in COMMANDS:
+        _run(lambda _: print(_overview(), flush=True), [])
+    elif name == "--version":
+        _run(lambda _: print(f"octile {__version__}", flush=True), [])
+    elif name not in COMMANDS:
         _fail(f"unknown command {name!r}; there are {', '.join(COMMANDS)}", USER)
-    _run(COMMANDS[name], arguments[1:])
+    else:
+        _run(COMMANDS[name], arguments[1:])
 
 
 def _parse(form: type[Form], arguments: list[str], command: str, default: Form | None = None) -> Form:
@@ -235,9 +282,24 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        lines = [line.strip("│ ") for line in said.getvalue().splitlines() if line.startswith("│")]
-        first = " ".join(takewhile(lambda line: not line.startswith("─"), lines)) or said.getvalue()
-        raise ValueError(f"{first} (see octile {command} --help)") from None
+        raise ValueError(f"{_mistake(said.getvalue())} (see octile {command} --help)") from None
+
+
+def _mistake(box: str) -> str:
+    """The first paragraph of the box in which tyro explains a mistake, without words of its own and of Python's."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]  # without its title
+    first = " ".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines))) or box
+    where, _, what = first.removeprefix("Error parsing ").partition(": ")
+    if where == first.partition(": ")[0]:
+        return first
+    for python, kind in NOT_A.items():
+        what = what.replace(python, f"{where} must be {kind}, not ")
+    return what
+
+
+def _is_text(line: str) -> bool:
+    """Not a rule, which is drawn with hyphens where the terminal has no UTF-8."""
+    return bool(line.strip("─-"))
 
 
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:

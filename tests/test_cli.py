@@ -80,14 +80,30 @@ def test_every_command_has_help(capsys, command):
 
 
 def test_help_loads_no_torch():
-    code = (
-        "import sys, octile.cli\ntry: octile.cli.main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, octile.cli; octile.cli.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def test_version(capsys):
     assert call(capsys, "--version")[1].startswith("octile 0.")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor"]], ids=" ".join)
+def test_a_reader_who_has_seen_enough_is_no_failure(arguments):
+    command = subprocess.Popen(
+        [sys.executable, "-m", "octile", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    command.stdout.close()
+    assert (command.stderr.read(), command.wait()) == (b"", 0)
+
+
+@pytest.mark.parametrize("command", ["--help", "train"])
+def test_help_is_shown_by_a_console_without_utf_8(command):
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(
+        [sys.executable, "-m", "octile", command, "--help"], env=ascii_only, capture_output=True, check=False
+    )
+    assert (shown.stderr, shown.returncode) == (b"", 0)
 
 
 def test_unknown_command(capsys):
@@ -108,12 +124,16 @@ def test_unknown_recipe(capsys, text, tmp_path):
     ("options", "message"),
     [
         (["--stepz", "4"], "Unrecognized options: --stepz"),
-        (["--steps", "abc"], "'abc'"),
+        (["--steps", "abc"], "--steps must be a whole number, not 'abc'"),
+        (["--optim.lr", "x"], "--optim.lr must be a number, not 'x'"),
+        (["--optim.lr", "-1"], "octile: optim.lr must be at least 0, not -1.0"),
         (["--steps", "0"], "steps must be at least 1, not 0"),
     ],
 )
 def test_options_that_are_wrong(capsys, options, message):
-    assert message in refused(capsys, "train", *options)
+    line = refused(capsys, "train", *options)
+    assert message in line
+    assert "Error parsing" not in line  # what the parser calls its form is nobody's business
 
 
 def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
@@ -150,9 +170,14 @@ def test_generate_without_a_run(capsys, tmp_path, monkeypatch):
     assert "no finished run under runs/" in refused(capsys, "generate")
 
 
+def test_generate_from_a_folder_that_is_not_there(capsys, tmp_path):
+    assert f"no checkpoint at {tmp_path / 'run'}" in refused(capsys, "generate", str(tmp_path / "run"))
+
+
 def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
-    line = refused(capsys, "generate", str(hf_folder), "--prompt", "def " * 200)
-    assert "exceed the model's context of 128" in line
+    code, out, err = call(capsys, "generate", str(hf_folder), "--prompt", "def " * 200)
+    assert (code, out) == (2, "")  # nothing of the prompt before it
+    assert "exceed the model's context of 128" in err
 
 
 def test_generate_from_a_truncated_file(capsys, hf_folder, tmp_path):
@@ -187,7 +212,7 @@ def test_convert_predicts_the_size_of_a_bare_configuration(capsys, tmp_path):
     ModelConfig.v3_671b().write(tmp_path / "config.json")
     code, out, _ = call(capsys, "convert", str(tmp_path), "--to", "fp8")
     assert code == 0
-    assert "684.5B parameters, 689 GB as fp8" in out  # the published files are 688.6 GB
+    assert "684.5B parameters stored, 689 GB as fp8" in out  # the published files are 688.6 GB
 
 
 def test_convert_what_is_fp8_already(capsys, hf_folder, tmp_path):
@@ -240,3 +265,16 @@ def test_a_traceback_is_shown_when_asked_for(monkeypatch):
     monkeypatch.setenv("OCTILE_TRACEBACK", "1")
     with pytest.raises(AssertionError):
         main(["train"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "two"], "seeds must be how many (3) or which (0,1,2), not 'two'"),
+        (["--seed", str(2**63 - 1), "--seeds", "2"], "seed must be below 2**63"),
+        (["--gradient-steps", "600"], "gradient_steps must be from 1 to 500, or start, middle, end, or none; not '600'"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused(capsys, tmp_path, options, message):
+    assert message in refused(capsys, "compare", "--out", str(tmp_path / "out"), *options)
+    assert not (tmp_path / "out").exists()

@@ -119,6 +119,8 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
         raise ValueError(f"to must be 'fp8' or 'bf16', not {to!r}")
     if not src.is_dir():
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} does not exist")
+    if not (src / CONFIG).is_file():
+        raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")
     if dst.resolve().is_relative_to(src.resolve()):
         raise ValueError(f"dst must lie outside of src {src}, not at {dst}")
     if dst.exists() and not dst.is_dir():
@@ -158,7 +160,7 @@ def _check_space(dst: Path, plan: Plan, finished: Mapping[str, Any]) -> None:
     needed += sum((src / path).stat().st_size for path in _other_files(plan) if not (dst / path).exists())
     free = shutil.disk_usage(dst).free
     if needed > free:
-        reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free"
+        reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
         raise OSError(errno.ENOSPC, reason, str(dst))
 
 

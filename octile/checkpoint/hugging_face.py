@@ -59,10 +59,13 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         files: tokenizer and the like, copied under their names.
 
     Raises:
+        TypeError: model is another class: only this model's names are known in Hugging Face's layout.
         ValueError: weights is none of these, or a weight holds NaN or Inf and cannot be quantised.
         FileNotFoundError: one of files is missing.
         OSError: the disk is full. What stood in the folder before is untouched.
     """
+    if not isinstance(model, DeepseekV3):
+        raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
     if weights not in WIDE:
         raise ValueError(f"weights must be {', '.join(map(repr, WIDE))}, not {weights!r}")
     others = [Path(file) for file in files]
@@ -156,8 +159,10 @@ def _config_json(
 def _checkpoint_folder(path: Path) -> Path:
     for folder in (path / "model", path):
         finish_interrupted(folder)
-        if (folder / CONFIG).exists():
+        if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # that one is a run's own
             return folder
+    if (path / "metrics.jsonl").exists():
+        raise FileNotFoundError(f"the run at {path} has no model yet: octile train --resume --out {path} finishes it")
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 
 

@@ -72,6 +72,7 @@ class TensorFile:
     Attributes:
         path: the file.
         specs: name → TensorSpec, in the order of the data.
+        metadata: what else its writer noted, text by name.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -80,7 +81,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.specs, self._begins = _read_header(path)
+        self.specs, self._begins, self.metadata = _read_header(path)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
@@ -116,11 +117,11 @@ class TensorFile:
 class TensorFileWriter:
     """The tensors of a file that is being written: each can be written in pieces, in any order. See `writing`."""
 
-    def __init__(self, file: BinaryIO, specs: Mapping[str, TensorSpec]):
+    def __init__(self, file: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]):
         self._file = file
         self._specs = specs
         self._missing = {name: spec.nbytes for name, spec in specs.items()}
-        self._begins = _write_header(file, specs)
+        self._begins = _write_header(file, specs, metadata)
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Writes a tensor, or rows of it from `row` on.
@@ -150,17 +151,19 @@ class TensorFileWriter:
 
 
 @contextmanager
-def writing(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[TensorFileWriter]:
+def writing(
+    path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> Iterator[TensorFileWriter]:
     """Writes a safetensors file with these tensors; it takes its name when the block ends and all are written."""
     with replacing(path) as file:
-        out = TensorFileWriter(file, specs)
+        out = TensorFileWriter(file, specs, metadata or {})
         yield out
         out.check_complete()
 
 
-def _write_header(file: BinaryIO, specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+def _write_header(file: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> dict[str, int]:
     """Returns where each tensor begins. Wide types come first, so that every tensor is aligned to its type."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # the note that transformers asks for
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # "pt" is what transformers asks for
     offset, offsets = 0, {}
     for name in sorted(specs, key=lambda n: -_itemsize(specs[n])):
         spec, offsets[name] = specs[name], offset
@@ -176,8 +179,8 @@ def _itemsize(spec: TensorSpec) -> int:
     return TORCH_DTYPES[spec.dtype].itemsize if spec.dtype in TORCH_DTYPES else 1
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-    """Every tensor's spec and where in the file it begins, after checking that the file is as long as it says."""
+def _read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str]]:
+    """Every tensor's spec and where in the file it begins, and the metadata; the file is as long as it says."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -188,14 +191,14 @@ def _read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int]]:
         text = file.read(length)
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        metadata = {str(name): str(text) for name, text in header.pop("__metadata__", {}).items()}
         begins, specs = _parse(header)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: its header is not that of a safetensors file") from None
     end = _check_offsets(path, begins, specs)
     if size != 8 + length + end:
         raise ValueError(f"{path} is damaged: {size} bytes found, {8 + length + end} expected")
-    return specs, {name: 8 + length + begin for name, begin in begins.items()}
+    return specs, {name: 8 + length + begin for name, begin in begins.items()}, metadata
 
 
 def _parse(header: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, TensorSpec]]:

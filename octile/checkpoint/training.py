@@ -70,15 +70,15 @@ def save_checkpoint(
     return target
 
 
-def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest checkpoint whose checksums are right, or None where there is no checkpoint at all.
+def latest_checkpoint(folder: str | Path, up_to: int | None = None) -> Path | None:
+    """The newest checkpoint (of a step up to `up_to`) whose checksums are right, or None where there is none at all.
 
     A damaged one is named in a warning and the one before it is tried.
 
     Raises:
         ValueError: there are checkpoints, and all are damaged.
     """
-    steps = _steps(Path(folder))
+    steps = {step: path for step, path in _steps(Path(folder)).items() if up_to is None or step <= up_to}
     for path in reversed(steps.values()):
         try:
             _verify(path)

@@ -55,7 +55,7 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The fields among `known`, `rope_scaling` as a dict or None, and everything else under "extra".
 
     Raises:
-        ValueError: a key that is needed is missing, or asks for what this model does not compute.
+        ValueError: a key that is needed is missing or no number, or asks for what this model does not compute.
     """
     config = {ALIASES.get(name, name): value for name, value in config.items()}
     _refuse(config)
@@ -63,6 +63,9 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     missing = [name for name in NEEDED if name not in said]
     if missing:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
+    for name in NEEDED:
+        if not isinstance(said[name], int) and not (name in NULLABLE and said[name] is None):
+            raise ValueError(f"{name} must be a whole number, not {said[name]!r}")
 
     defaults = V2_DEFAULTS if config.get("model_type") == "deepseek_v2" else {}
     found = {"num_nextn_predict_layers": 0, **defaults, **said, **_rope(config)}

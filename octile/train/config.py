@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig, RopeScaling
+
+LARGEST_SEED = 2**63 - 1  # what a checkpoint can hold
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,22 @@ class OptimConfig:
     clip: float = 1.0
     balance_speed: float = 0.001
     ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "balance_speed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("warmup", "decay", "final_lr"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optim.{name} must be a share from 0 to 1, not {getattr(self, name)}")
+        if not self.warmup + self.decay <= 1:
+            raise ValueError(f"optim.warmup {self.warmup} and optim.decay {self.decay} are together more than the run")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas must be from 0 to below 1, not {self.betas}")
+        if not self.clip > 0:
+            raise ValueError(f"optim.clip must be above 0, not {self.clip}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"optim.ema_decay must be from 0 to below 1, not {self.ema_decay}")
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,10 @@ class TrainConfig:
         for name in ("seed", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.seed > LARGEST_SEED:
+            raise ValueError(f"seed must be below 2**63, not {self.seed}")
+        if not self.data.strip():
+            raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
         shortest = 3 if self.model.num_nextn_predict_layers else 2  # a token, the next one, and the one after that
         if self.sequence_length < shortest:
             raise ValueError(f"sequence_length must be at least {shortest} for this model, not {self.sequence_length}")

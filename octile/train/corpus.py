@@ -79,6 +79,8 @@ def open_corpus(source: str | Path) -> Corpus:
     if str(source).startswith("hf:"):
         return _hub_dataset(str(source))
     path = Path(source)
+    if not str(source).strip():  # Path("") is the current folder
+        raise ValueError("source is empty: name a file, a folder, 'stdlib' or 'hf:OWNER/NAME'")
     if not path.exists():
         raise FileNotFoundError(f"source {str(source)!r} is no file or folder (nor 'stdlib', nor 'hf:OWNER/NAME')")
     return _from_files(str(source), path, _files_below(path) if path.is_dir() else [path])
@@ -174,4 +176,4 @@ def _text_column(source: str, features: Mapping[str, Any], asked: str | None) ->
 
 
 def _list(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items())

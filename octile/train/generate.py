@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from octile.checkpoint.hugging_face import load
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn import frozen_weights
+from octile.train.config import LARGEST_SEED
 from octile.train.tokenizer import Tokenizer
 
 
@@ -33,10 +36,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, but is {self.max_new_tokens}")
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"seed must be from 0 to below 2**63, not {self.seed}")
 
 
 def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
@@ -46,9 +51,9 @@ def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str
         FileNotFoundError: there is no model or no tokenizer.
         ValueError: a file is damaged, or the prompt is too long.
     """
+    model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     inside = folder / "model"
     tokenizer = Tokenizer.load(inside if inside.is_dir() else folder)
-    model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     return generate_text(model, tokenizer, prompt, sampling)
 
 
@@ -89,20 +94,27 @@ def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int)
     random = torch.Generator().manual_seed(sampling.seed)
     cache = model.new_cache(1, length)
     next_tokens = torch.tensor([prompt], device=device)
-    for _ in range(sampling.max_new_tokens):
-        logits_V = model(next_tokens, cache=cache)[0, -1].float().cpu()
-        token = choose(logits_V, sampling, random)
-        if token == end:
-            return
-        yield token
-        next_tokens = torch.tensor([[token]], device=device)
+    with frozen_weights(model):
+        for _ in range(sampling.max_new_tokens):
+            logits_V = model(next_tokens, cache=cache)[0, -1].float().cpu()
+            token = choose(logits_V, sampling, random)
+            if token == end:
+                return
+            yield token
+            next_tokens = torch.tensor([[token]], device=device)
 
 
 def choose(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """The next token, from logits [V] float32: greedy, or from the nucleus (Holtzman et al., arXiv 1904.09751)."""
+    """The next token, from logits [V] float32: greedy, or from the nucleus (Holtzman et al., arXiv 1904.09751).
+
+    Raises:
+        FloatingPointError: a logit is NaN: a damaged weight, or a model that diverged.
+    """
+    if logits_V.isnan().any():
+        raise FloatingPointError("the model's logits are NaN: a weight is damaged, or its training diverged")
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probabilities_V, tokens_V = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)
+    probabilities_V, tokens_V = ((logits_V - logits_V.max()) / sampling.temperature).softmax(-1).sort(descending=True)
     before_V = probabilities_V.cumsum(-1) - probabilities_V
     probabilities_V[before_V >= sampling.top_p] = 0.0  # the likeliest token always stays
     return int(tokens_V[torch.multinomial(probabilities_V, 1, generator=random)])

@@ -7,8 +7,8 @@ with a checkpoint, and so does an error of the disk leave the last checkpoint as
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -26,41 +26,61 @@ from octile.report.train import write_run_report
 from octile.train.config import TrainConfig, changed
 from octile.train.data import prepare
 from octile.train.generate import Sampling, generate_text
+from octile.train.memory import check_memory
 from octile.train.run_folder import MetricsWriter, RunFolder, Stopped
 from octile.train.screen import Screen
 from octile.train.store import TokenStore
+from octile.train.taken import taken
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
 
+Around = Callable[[int], AbstractContextManager[object]]  # entered for each step, which is given by its number
+Observer = Callable[[Trainer, RunFolder, MetricsWriter], Around]
 
-def train(config: TrainConfig, resume: bool, screen: Screen) -> Path:
+
+def unobserved(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> Around:
+    """Looks at nothing."""
+    return lambda step: nullcontext()
+
+
+def train(config: TrainConfig, resume: bool, screen: Screen, observer: Observer = unobserved) -> Path:
     """Trains a model and leaves a run folder.
 
     Args:
         config: of the run; `config.out` is where a resumed run lies.
         resume: continue from the newest checkpoint that is whole.
         screen: where progress is shown.
+        observer: called once the run is set up; what it returns is entered around every step (`octile.lab` does this).
 
     Returns:
         The run folder.
 
     Raises:
-        FileExistsError: a new run would overwrite another; FileNotFoundError: there is none to resume, or no data.
+        FileExistsError: a new run would overwrite another, or another process trains it; FileNotFoundError: there is
+            none to resume, or no data.
         ValueError: the data, the configuration or a checkpoint is not what it should be.
         FloatingPointError: the loss became NaN or Inf.
         Stopped: by Ctrl-C or SIGTERM.
     """
     device = pick_device(config.device)
     Recipe.named(config.recipe)  # an unknown one is refused before anything is written
+    check_memory(config, device)
     run = _resumed(config, screen) if resume else RunFolder.create(config)
-    screen.say(f"run folder: {run.path}")
+    with taken(run.path):
+        screen.say(f"run folder: {run.path}")
+        return _train(config, run, device, resume, screen, observer)
+
+
+def _train(
+    config: TrainConfig, run: RunFolder, device: torch.device, resume: bool, screen: Screen, observer: Observer
+) -> Path:
     store = _tokens(config, run, resume, screen)
     _check_prompt(config, store)
     trainer = build(config, store, device)
-    run.write_config(config)
     if resume:
         _continue(trainer, run, screen)
+    run.write_config(config)
     screen.model(trainer)
 
     with (
@@ -68,8 +88,10 @@ def train(config: TrainConfig, resume: bool, screen: Screen) -> Path:
         closing(MetricsWriter(run, trainer.steps_done)) as metrics,
         screen.progress(config.steps, trainer.steps_done) as shown,
     ):
+        around = observer(trainer, run, metrics)
         while trainer.steps_done < config.steps and not stop:
-            line = trainer.step()
+            with around(trainer.steps_done + 1):
+                line = trainer.step()
             metrics.write(line)
             shown.step(line)
             last = trainer.steps_done == config.steps
@@ -159,6 +181,8 @@ def _continue(trainer: Trainer, run: RunFolder, screen: Screen) -> None:
         screen.say("no checkpoint was written yet: starting from the beginning")
     else:
         trainer.load(*load_checkpoint(checkpoint, check=False))  # it was checked when it was chosen
+        if trainer.steps_done > trainer.config.steps:
+            raise ValueError(f"steps is {trainer.config.steps}, but the run has done {trainer.steps_done} already")
         screen.say(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
     run.forget_after(trainer.steps_done)
 

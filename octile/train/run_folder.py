@@ -3,6 +3,7 @@
 config.json    the whole configuration          model/         the model in Hugging Face's layout
 data/          tokens and tokenizer             checkpoints/   what `--resume` continues from
 metrics.jsonl  what was measured                tensorboard/   the same as TensorBoard events
+telemetry.jsonl  what octile.lab measured       captures/      operands that it kept
 summary.json   facts for the report             report.html, sample.txt
 """
 
@@ -30,21 +31,25 @@ class RunFolder:
         self.path = path
         self.config_file = path / "config.json"
         self.metrics_file = path / "metrics.jsonl"
+        self.telemetry_file = path / "telemetry.jsonl"
         self.summary_file = path / "summary.json"
         self.sample_file = path / "sample.txt"
         self.data = path / "data"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
+        self.captures = path / "captures"
         self.tensorboard = path / "tensorboard"
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """Finds the folder of a new run. It is made by what is first written into it.
+        """The folder of a new run; one without a name is made here, so that runs started at once do not share it.
 
         Raises:
-            FileExistsError: config.out holds a run already.
+            FileExistsError: config.out holds a run already, or is a file.
         """
-        run = cls(config.out or free_place(Path("runs"), f"{config.preset}-{config.recipe}"))
+        run = cls(config.out or new_folder(Path("runs"), f"{config.preset}-{Path(config.recipe).stem}"))
+        if run.path.exists() and not run.path.is_dir():
+            raise FileExistsError(f"out {str(run.path)!r} is a file: name a folder")
         if run.config_file.exists():
             raise FileExistsError(f"out {str(run.path)!r} holds a run already: add --resume, or choose another --out")
         return run
@@ -72,17 +77,24 @@ class RunFolder:
             raise ValueError(f"{self.config_file} is damaged: {error}") from None
 
     def forget_after(self, step: int) -> None:
-        """Cuts metrics.jsonl back to what was measured up to a step: the rest is about to be measured again."""
-        if not self.metrics_file.exists():
-            return
-        kept = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue  # the line that a crash cut short
-        write_text(self.metrics_file, "".join(kept))
+        """Cuts what was measured back to a step: the rest is about to be measured again."""
+        for file in (self.metrics_file, self.telemetry_file):
+            if file.exists():
+                kept = [json.dumps(line) + "\n" for line in read_lines(file) if line["step"] <= step]
+                write_text(file, "".join(kept))
+
+
+def read_lines(file: Path) -> list[Metrics]:
+    """The lines of metrics.jsonl or telemetry.jsonl; one that a crash cut short is left out."""
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
 
 
 class MetricsWriter:
@@ -100,7 +112,11 @@ class MetricsWriter:
         self._file.flush()
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
-                self._board.add_scalar(name, value, metrics["step"])
+                self.draw(name, value, metrics["step"])
+
+    def draw(self, name: str, value: float, step: int) -> None:
+        """Gives TensorBoard a number that has no line here."""
+        self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._file.close()
@@ -111,9 +127,13 @@ def _is_nan(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def free_place(parent: Path, name: str) -> Path:
+def new_folder(parent: Path, name: str) -> Path:
+    """Makes parent/name, or the first of parent/name-2, parent/name-3, … that is not there."""
     path, number = parent / name, 1
-    while path.exists():
-        number += 1
-        path = parent / f"{name}-{number}"
-    return path
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+            path = parent / f"{name}-{number}"

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from octile.models.counts import count_parameters
+from octile.report.console import Console
 from octile.train.run_folder import Metrics, RunFolder
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class Screen:
             f"{m.tokens['val']:,} held out, {m.bytes['train'] / m.tokens['train']:.2f} bytes a token"
         )
         if sum(m.skipped.values()):
-            self.say("left out: " + ", ".join(f"{n} {reason}" for reason, n in m.skipped.items() if n))
+            self.say(
+                "left out: " + ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in m.skipped.items() if n)
+            )
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:
@@ -72,8 +74,9 @@ class Screen:
             *columns,
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("gone,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self.console,
             disable=not self.console.is_terminal,
         )
@@ -93,7 +96,7 @@ class ShownProgress:
         self.every = max(1, steps // PLAIN_LINES)
 
     def step(self, line: Metrics) -> None:
-        text = f"loss {line['loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
+        text = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
         self.bar.update(self.task, completed=line["step"], description=text)
         if not self.screen.console.is_terminal and line["step"] % self.every == 0:
             left = (self.steps - line["step"]) * line["seconds"] / line["step"]

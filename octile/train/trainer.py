@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed import AmaxHistory, end_step
+from octile.nn.weight_cache import frozen_weights
 from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
@@ -79,9 +80,7 @@ class Trainer:
         load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
 
         for piece_BS in tokens_BS.chunk(config.micro_batches):
-            loss = self._loss(piece_BS) / config.micro_batches
-            (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
-            sums["loss"] = sums["loss"] + loss.detach()
+            sums["loss"] = sums["loss"] + self.backward(piece_BS)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / config.micro_batches
             for name, moe in self.moes.items():
@@ -110,6 +109,12 @@ class Trainer:
             "seconds": self.seconds,
         }
 
+    def backward(self, piece_BS: Tensor) -> Tensor:
+        """Adds the gradients of a micro-batch [B, S], times the loss scale if there is one; its share of the loss."""
+        loss = self._loss(piece_BS) / self.config.micro_batches
+        (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
+        return loss.detach()
+
     def expert_load(self) -> dict[str, list[int]]:
         """How many tokens each expert of each layer got in the last micro-batch."""
         return {name: moe.last_load_E.tolist() for name, moe in self.moes.items()}
@@ -126,9 +131,10 @@ class Trainer:
     def _held_out_loss(self) -> float:
         self.model.eval()
         total = torch.zeros((), device=self.device)
-        for piece_BS in self.held_out.split(self.config.batch_size // self.config.micro_batches):
-            self._loss(piece_BS)
-            total += self.model.last_losses["main"] * len(piece_BS)
+        with frozen_weights(self.model):
+            for piece_BS in self.held_out.split(self.config.batch_size // self.config.micro_batches):
+                self._loss(piece_BS)
+                total += self.model.last_losses["main"] * len(piece_BS)
         return total.item() / len(self.held_out)
 
     def tile_scales(self) -> dict[str, Any]:
@@ -156,9 +162,10 @@ class Trainer:
             where = first_non_finite(self.model, lambda: [self._loss(piece_BS) for piece_BS in pieces])
             raise FloatingPointError(f"the loss is {loss} {at}; the first to break is {where}")
         if not math.isfinite(grad_norm) and (self.loss_scale is None or self.loss_scale.value == 1.0):
-            gradients = ((name, gradient_of(p)) for name, p in self.model.named_parameters())
-            broken = (name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all())
-            raise FloatingPointError(f"a gradient is not finite {at}; the first is {next(broken, 'their norm')}")
+            gradients = [(name, gradient_of(p)) for name, p in self.model.named_parameters()]
+            broken = [name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all()]
+            where = broken[-1] if broken else "their norm"  # a broken gradient breaks those of the layers before it
+            raise FloatingPointError(f"a gradient is not finite {at}; the nearest to the loss is {where}")
 
     def _update(self, learning_rate: float, unscaled: bool) -> None:
         """Steps, unless a dynamic loss scale found that the gradients overflowed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import watch_casts
@@ -19,13 +20,17 @@ Histogram = dict[str, list[int]]
 def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
     """Counts the scales of everything that is quantised inside; the function it gives returns them at the end.
 
+    Blocks of zeros are left out: their scale is 1 whatever the numbers around them.
+
     {"x" | "w" | "dy": {"log2": [rounded log₂ of a scale, …], "count": [blocks, …]}}
     """
     counts: dict[str, Counter[int]] = {"x": Counter(), "w": Counter(), "dy": Counter()}
 
     def count(operand: str, q: ScaledTensor) -> None:
         if operand in counts:
-            values, times = q.scale[q.scale.isfinite()].log2().round().to(torch.int64).unique(return_counts=True)
+            values, times = (
+                q.scale[q.scale.isfinite() & ~_of_zeros(q)].log2().round().to(torch.int64).unique(return_counts=True)
+            )
             counts[operand].update(dict(zip(values.tolist(), times.tolist(), strict=True)))
 
     def histograms() -> dict[str, Histogram]:
@@ -37,6 +42,12 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
 
     with watch_casts(count):
         yield histograms
+
+
+def _of_zeros(q: ScaledTensor) -> Tensor:
+    """Which blocks hold nothing but zeros, [..., ⌈M/R⌉, ⌈K/C⌉] bool."""
+    magnitude = (q.data.view(torch.uint8) & 0x7F).to(torch.float32).reshape(-1, 1, *q.data.shape[-2:])
+    return F.max_pool2d(magnitude, q.block, ceil_mode=True).reshape(q.scale.shape) == 0
 
 
 def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:

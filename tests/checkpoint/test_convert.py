@@ -194,7 +194,7 @@ def test_a_full_disk_keeps_what_is_finished(src, dst, full_disk, monkeypatch):
 
 def test_too_little_space_is_told_before_the_work(src, dst, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
-    with pytest.raises(OSError, match=r"No space left on device: 0\.0 GB are needed, 0\.0 GB are free"):
+    with pytest.raises(OSError, match=r"No space left on device: \d+ MB are needed, \d+ MB are free"):
         convert_checkpoint(src, dst, "fp8")
     assert [path.name for path in dst.iterdir()] == ["octile.json"]
 
@@ -272,6 +272,12 @@ def test_a_destination_with_other_files_is_refused(src, dst):
     (dst / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="dst must be empty or an interrupted conversion"):
         convert_checkpoint(src, dst, "fp8")
+
+
+def test_a_source_without_a_configuration_is_refused(tmp_path):
+    (tmp_path / "src").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"src has no config\.json"):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst", "fp8")
 
 
 def test_a_missing_source_is_named(tmp_path, dst):

@@ -166,6 +166,11 @@ def test_a_missing_file_is_named_before_anything_is_written(tmp_path, model):
     assert not (tmp_path / "model").exists()
 
 
+def test_another_class_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="model must be a DeepseekV3, not Linear"):
+        save(torch.nn.Linear(2, 2), tmp_path)
+
+
 def test_unknown_weights_are_refused(tmp_path, model):
     with pytest.raises(ValueError, match="weights must be 'fp8', 'bf16', 'float32', not 'int4'"):
         save(model, tmp_path, weights="int4")
@@ -259,6 +264,13 @@ def test_a_flipped_bit_is_found(folder, flip_byte):
 
 def test_no_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {tmp_path}"):
+        load(tmp_path)
+
+
+def test_a_run_without_a_model_is_told_how_to_finish(tmp_path):
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(FileNotFoundError, match="has no model yet: octile train --resume --out"):
         load(tmp_path)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from octile.checkpoint.tensor_file import DTYPE_NAMES, TensorFile, TensorSpec, writing
@@ -140,3 +141,11 @@ def test_a_header_that_makes_no_sense_is_damage(tmp_path, entry):
     (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(ValueError, match="a is damaged"):
         TensorFile(tmp_path / "a")
+
+
+def test_notes_are_read_back_here_and_by_safetensors(tmp_path):
+    with writing(tmp_path / "t.safetensors", {}, {"about": 'é " {'}):
+        pass
+    assert TensorFile(tmp_path / "t.safetensors").metadata == {"format": "pt", "about": 'é " {'}
+    with safe_open(tmp_path / "t.safetensors", "pt") as file:
+        assert file.metadata()["about"] == 'é " {'

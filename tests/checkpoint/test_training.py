@@ -190,3 +190,11 @@ def test_nothing_is_pickled(tmp_path):
     path = save(tmp_path, 1)
     assert steps(path) == ["octile.json", "state.json", "tensors.safetensors"]
     assert json.loads((path / "state.json").read_text()) == {"step": 1}
+
+
+@pytest.mark.parametrize(("up_to", "found"), [(None, 30), (30, 30), (29, 20), (20, 20), (9, None)])
+def test_the_newest_up_to_a_step_is_found(tmp_path, up_to, found):
+    for step in (10, 20, 30):
+        save_checkpoint(tmp_path, step, {}, {}, keep=3)
+    path = latest_checkpoint(tmp_path, up_to)
+    assert (path and path.name) == (found and f"step_{found:08d}")

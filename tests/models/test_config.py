@@ -182,6 +182,11 @@ def test_a_missing_key_is_named():
         ModelConfig.from_hf({k: v for k, v in PUBLISHED_V3.items() if k != "kv_lora_rank"})
 
 
+def test_a_number_in_quotation_marks_is_refused():
+    with pytest.raises(ValueError, match="hidden_size must be a whole number, not '256'"):
+        ModelConfig.from_hf({**PUBLISHED_V3, "hidden_size": "256"})
+
+
 @pytest.mark.parametrize("text", ["{", "[1, 2]"])
 def test_a_file_that_is_no_json_object_is_refused(text, tmp_path):
     path = tmp_path / "config.json"

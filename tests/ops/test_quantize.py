@@ -83,6 +83,19 @@ def test_e5m6_data_are_packed_codes(m, k, seed, power_of_2):
     assert torch.equal(unpack12(data, k), codes)
 
 
+@pytest.mark.parametrize(("block", "strides"), [((1, 128), (1, 132)), ((128, 1), (132, 1)), ((128, 128), (2, 1))])
+def test_scales_lie_as_products_read_them(block, strides):
+    x = matrix(130, 130)
+    for source in (x, x.to("meta")):
+        _, scale = quantize(source, *block, "e4m3", False)
+        assert scale.stride() == strides
+
+
+def test_the_scales_of_a_batch_lie_one_matrix_after_the_other():
+    _, scale = quantize(torch.stack(3 * [matrix(130, 130)]), 1, 128, "e4m3", False)
+    assert scale.stride() == (2 * 132, 1, 132)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_there_is_one_scale_a_block_also_at_the_edges(block):
     _, scale = quantize(matrix(300, 200), *block, "e4m3", False)
@@ -285,11 +298,11 @@ def test_dequantising_leaves_the_data_as_they_were(fmt):
 @every_format
 @both_scales
 def test_quantize_is_a_well_formed_operator(fmt, power_of_2):
-    torch.library.opcheck(quantize, (matrix(5, 130), 2, 128, fmt, power_of_2))
+    torch.library.opcheck(quantize.overload, (matrix(5, 130), 2, 128, fmt, power_of_2))
 
 
 def test_quantize_with_scale_is_a_well_formed_operator():
-    torch.library.opcheck(quantize_with_scale, (matrix(5, 130), torch.tensor([0.5]), "e4m3"))
+    torch.library.opcheck(quantize_with_scale.overload, (matrix(5, 130), torch.tensor([0.5]), "e4m3"))
 
 
 @every_format
@@ -297,7 +310,7 @@ def test_dequantize_is_a_well_formed_operator(fmt):
     args = (*quantize(matrix(5, 130), 2, 128, fmt, False), 2, 128, torch.bfloat16)
     # test_schema compares the inputs by allclose, which torch lacks for FP8 on a CPU: there INT8 and E5M6 stand in
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(dequantize, args, test_utils=checks if args[0].dtype.is_floating_point else "ALL")
+    torch.library.opcheck(dequantize.overload, args, test_utils=checks if args[0].dtype.is_floating_point else "ALL")
 
 
 @every_format

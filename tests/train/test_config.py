@@ -27,6 +27,8 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
     [
         ({"steps": 0}, "steps must be at least 1, not 0"),
         ({"seed": -1}, "seed must not be negative, but is -1"),
+        ({"seed": 2**63}, "seed must be below"),
+        ({"data": " "}, "data is empty"),
         ({"batch_size": 8, "micro_batches": 3}, "batch_size 8 must be divisible by micro_batches 3"),
         ({"sequence_length": 4096}, "sequence_length 4096 exceeds"),
         ({"sequence_length": 2}, "sequence_length must be at least 3"),
@@ -35,6 +37,23 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
 def test_numbers_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(preset("tiny"), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": -1.0}, "optim.lr must be at least 0, not -1.0"),
+        ({"lr": float("nan")}, "optim.lr must be at least 0, not nan"),
+        ({"warmup": 1.5}, "optim.warmup must be a share from 0 to 1"),
+        ({"warmup": 0.7, "decay": 0.7}, "together more than the run"),
+        ({"betas": (0.9, 1.0)}, "optim.betas must be from 0 to below 1"),
+        ({"clip": 0.0}, "optim.clip must be above 0"),
+        ({"ema_decay": 2.0}, "optim.ema_decay must be from 0 to below 1"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_refused_by_the_name_of_its_option(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(preset("tiny").optim, **change)
 
 
 def test_a_file_that_is_no_configuration_is_refused():

@@ -115,7 +115,7 @@ def test_empty_folder_is_refused(tmp_path):
 
 def test_folder_without_text_is_refused_with_its_count(tmp_path):
     write(tmp_path, a=b"\xff", b=b"\xfe")
-    with pytest.raises(ValueError, match="holds no UTF-8 text: 2 not_text of 2 files"):
+    with pytest.raises(ValueError, match="holds no UTF-8 text: 2 not text of 2 files"):
         open_corpus(tmp_path)
 
 
@@ -201,3 +201,8 @@ def test_hub_without_the_package_is_refused(monkeypatch):
 def test_malformed_hub_source_is_refused():
     with pytest.raises(ValueError, match="must have the form hf:OWNER/NAME"):
         open_corpus("hf:")
+
+
+def test_an_empty_name_is_not_the_current_folder():
+    with pytest.raises(ValueError, match="source is empty"):
+        open_corpus("")

@@ -47,6 +47,8 @@ def test_a_seed_repeats_itself():
         ({"max_new_tokens": -1}, "max_new_tokens must not be negative"),
         ({"temperature": -0.5}, "temperature must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
+        ({"temperature": float("inf")}, "temperature must be at least 0"),
+        ({"seed": 2**70}, "seed must be from 0 to below"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
     ],
@@ -95,3 +97,8 @@ def test_a_served_model_can_be_trained_on(store):
     tokens = torch.randint(MICRO.vocab_size, (2, 16))
     model(tokens, tokens).backward()
     assert model.lm_head.weight.grad.isfinite().all()
+
+
+def test_logits_that_are_no_numbers_are_not_continued():
+    with pytest.raises(FloatingPointError, match="the model's logits are NaN"):
+        choose(torch.tensor([0.0, float("nan")]), Sampling(), torch.Generator())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from octile.checkpoint.hugging_face import load
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.train.config import TrainConfig
 from octile.train.loop import train
+from octile.train.run_folder import RunFolder
 from octile.train.screen import Screen
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
@@ -94,6 +96,36 @@ def test_a_resumed_run_keeps_its_configuration(finished):
     config = micro(data="elsewhere", out=finished[0])
     with pytest.raises(ValueError, match="keeps its configuration, but data would differ"):
         train(config, True, quiet())
+
+
+def test_a_resumed_run_is_not_made_shorter_than_it_is(finished):
+    before = RunFolder.open(finished[0]).read_config()
+    with pytest.raises(ValueError, match=r"steps is 1, but the run has done \d+ already"):
+        train(dataclasses.replace(before, steps=1), True, quiet())
+    assert RunFolder.open(finished[0]).read_config() == before
+
+
+def test_an_observer_is_entered_around_every_step_and_around_nothing_else(text, tmp_path):
+    done, inside = [], []
+
+    def observer(trainer, run, metrics):
+        assert (run.path, trainer.steps_done) == (tmp_path / "run", 0)
+
+        @contextmanager
+        def around(step):
+            before = trainer.steps_done
+            yield
+            inside.append((step, before, trainer.steps_done))
+            done.append(step in metrics_of(run.path))
+
+        return around
+
+    def metrics_of(path):
+        return metrics(path, "val_loss")
+
+    train(micro(data=str(text), out=tmp_path / "run", validate_every=1, steps=3), False, quiet(), observer)
+    assert inside == [(1, 0, 1), (2, 1, 2), (3, 2, 3)]
+    assert done == [False, False, False]  # a step's validation comes after it
 
 
 def test_resume_needs_a_run(tmp_path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from octile.train.run_folder import MetricsWriter, RunFolder
+from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
 from tests.train.conftest import micro
 
 
@@ -21,6 +21,12 @@ def test_a_run_is_not_overwritten(tmp_path):
     RunFolder.create(config).write_config(config)
     with pytest.raises(FileExistsError, match="holds a run already: add --resume"):
         RunFolder.create(config)
+
+
+def test_a_file_is_no_place_for_a_run(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(FileExistsError, match="is a file: name a folder"):
+        RunFolder.create(micro(out=tmp_path / "run"))
 
 
 def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
@@ -91,3 +97,16 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
         time.sleep(1.1)  # TensorBoard orders files by the second in which they were made
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 3.0), (3, 4.0)]
+
+
+def test_telemetry_after_the_checkpoint_is_forgotten_too(tmp_path):
+    run = RunFolder(tmp_path)
+    run.telemetry_file.write_text('{"step": 1, "layer": "a"}\n{"step": 2, "layer": "a"}\n{"step": 2, "lay')
+    run.forget_after(1)
+    assert read_lines(run.telemetry_file) == [{"step": 1, "layer": "a"}]
+
+
+@pytest.mark.parametrize("text", ["", "no JSON\n", "[1]\n", '{"loss": 1}\n', '{"step": "1"}\n'])
+def test_what_is_no_measurement_is_left_out(tmp_path, text):
+    (tmp_path / "lines.jsonl").write_text(text + '{"step": 3}\n')
+    assert read_lines(tmp_path / "lines.jsonl") == [{"step": 3}]

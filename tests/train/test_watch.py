@@ -1,10 +1,12 @@
 """Looking leaves no trace."""
 
+import pytest
 import torch
 from torch import nn
 
 from octile.nn import Linear
 from octile.nn.functional import _watchers
+from octile.scaled import quantize
 from octile.train.watch import first_non_finite, tile_scales
 
 
@@ -40,3 +42,13 @@ def test_no_hook_is_left():
     model = nn.Sequential(nn.Linear(4, 4))
     first_non_finite(model, lambda: model(torch.randn(2, 4)))
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (None, None)])
+def test_blocks_of_zeros_have_no_scale_to_count(block):
+    x = torch.zeros(300, 200)
+    x[0, 0] = 448.0  # scale 1, as those of zeros: only its own block counts
+    with tile_scales() as histograms:
+        for watcher in _watchers:
+            watcher("x", quantize(x, block))
+    assert histograms()["x"] == {"log2": [0], "count": [1]}

@@ -1,0 +1,85 @@
+"""Gradients of a recipe and of BF16 at the same weights, and a run that goes on as if nobody had looked."""
+
+import math
+
+import pytest
+import torch
+
+from octile.train.gradient_check import check_gradients, chosen_steps
+
+
+def test_bf16_beside_itself_is_the_same(new_trainer):
+    check = check_gradients(new_trainer(recipe="bf16"))
+    assert all(w.cosine == pytest.approx(1.0) and w.norm == w.bf16_norm for w in check.weights if w.norm)
+
+
+def test_the_figures_are_those_of_two_trainers_with_the_same_weights(new_trainer):
+    fp8, bf16 = new_trainer(recipe="deepseek_v3"), new_trainer(recipe="bf16")
+    fp8.step()
+    bf16.model.load_state_dict(fp8.model.state_dict())
+    check = check_gradients(fp8)
+    gradients = []
+    for trainer in (fp8, bf16):
+        trainer.model.train()
+        trainer.optimizer.zero_grad()
+        trainer.backward(fp8.batches.batch(1))
+        gradients.append({name: p.grad.double().flatten() for name, p in trainer.model.named_parameters()})
+    assert check.step == 2
+    assert len(check.weights) == len(gradients[0])
+    for weight in check.weights:
+        ours, theirs = (each[weight.name] for each in gradients)
+        assert (weight.norm, weight.bf16_norm) == pytest.approx((ours.norm().item(), theirs.norm().item()))
+        assert weight.cosine == pytest.approx(torch.cosine_similarity(ours, theirs, dim=0).item(), abs=1e-9)
+
+
+def test_eight_bits_turn_the_gradient_a_little(new_trainer):
+    assert 0.5 < check_gradients(new_trainer(recipe="deepseek_v3")).whole().degrees < 30
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "smooth_swiglu", "global_scale", "fp8_lm"])
+def test_the_run_goes_on_as_if_nobody_had_looked(new_trainer, recipe):
+    alone, looked_at = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
+    for trainer in (alone, looked_at):
+        trainer.step()
+    check_gradients(looked_at)
+    assert alone.step()["loss"] == looked_at.step()["loss"]
+    ours, theirs = alone.state()[0], looked_at.state()[0]
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_loss_scale_is_divided_out(new_trainer):
+    check = check_gradients(new_trainer(recipe="fp16_loss_scaling"))
+    assert check.whole().norm < 100
+    assert check.whole().norm_ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_micro_batches_are_summed(new_trainer):
+    one, two = (check_gradients(new_trainer(recipe="bf16", micro_batches=n)) for n in (1, 2))
+    assert one.whole().norm == pytest.approx(two.whole().norm, rel=0.02)
+
+
+def test_gradients_that_overflow_have_no_angle(new_trainer):
+    trainer = new_trainer(recipe="deepseek_v3")
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = math.inf
+    assert math.isnan(check_gradients(trainer).whole().degrees)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "chosen"),
+    [
+        ("start,middle,end", 500, (1, 250, 500)),
+        ("start,middle,end", 1, (1,)),
+        ("7, 3,end", 9, (3, 7, 9)),
+        ("none", 9, ()),
+    ],
+)
+def test_steps_are_chosen_by_name_or_number(text, steps, chosen):
+    assert chosen_steps(text, steps) == chosen
+
+
+@pytest.mark.parametrize("text", ["0", "10", "first", "", "1,,2", "-1"])
+def test_steps_that_there_are_not_are_refused(text):
+    with pytest.raises(ValueError, match="gradient_steps must be from 1 to 9, or start, middle, end, or none"):
+        chosen_steps(text, 9)

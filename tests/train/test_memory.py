@@ -1,0 +1,38 @@
+"""What cannot fit is refused, what may fit is not."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octile.train import memory
+from octile.train.config import preset
+from octile.train.memory import check_memory
+
+CPU = torch.device("cpu")
+
+
+def test_a_model_larger_than_the_machine_is_refused_with_both_sizes(monkeypatch):
+    monkeypatch.setattr(memory, "memory", lambda device: 64 * 10**9)
+    message = re.escape(
+        "preset 'v3_671b' needs at least 8,192 GB for weights, gradients and optimizer, but the cpu has 64 GB"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_memory(preset("v3_671b"), CPU)
+
+
+def test_a_model_that_may_fit_is_let_through():
+    check_memory(preset("tiny"), CPU)
+
+
+def test_fp8_optimizer_states_need_less(monkeypatch):
+    monkeypatch.setattr(memory, "memory", lambda device: 100 * 10**9)
+    config = preset("v2_lite_16b")
+    check_memory(replace(config, recipe="fp8_lm"), CPU)
+    with pytest.raises(ValueError, match="needs at least"):
+        check_memory(config, CPU)
+
+
+def test_the_machine_has_memory():
+    assert memory.memory(CPU) > 10**9
