@@ -42,7 +42,7 @@ def grouped(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero."""
+    """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero, or stay as out's."""
     arguments = (a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, out)
     if products.serves(a, a_block, b, b_block, b.shape[0]) is None:
         return products.grouped(*arguments)

@@ -141,7 +141,7 @@ class WhatIf:
         arch: some of sm_80, sm_89, sm_90, sm_90_mma, sm_100, fp32 and exact.
         sample: rows of each operand that are multiplied.
         seed: of their drawing.
-        top: combinations to list.
+        top: combinations to list of each format.
         tokenizer: file or folder; the run's own if the capture lies in its folder.
         out: the page to write.
         json: print JSON and write no page.
@@ -157,7 +157,7 @@ class WhatIf:
     arch: str = "sm_90,exact"
     sample: int = 32
     seed: int = 0
-    top: int = 20
+    top: int = 4
     tokenizer: Path | None = None
     out: Path = Path("lab/what_if.html")
     json: bool = False

@@ -83,8 +83,8 @@ def show_hardware(
 
 def table(found: Hardware) -> Table:
     """The suggestions as text."""
-    columns = ("suggestion", "what moves", "bytes, today → then", "today", "then", "saved", "SNR today", "SNR then")
-    return Table(columns, [(s.name, s.moved, s.formula, *_figures(s)) for s in found.suggestions])
+    columns = ("suggestion", "what moves", "today", "then", "saved", "dB today", "then")
+    return Table(columns, [(s.name, f"{s.moved}: {s.formula}", *_figures(s)) for s in found.suggestions])
 
 
 def short_table(found: Hardware) -> Table:

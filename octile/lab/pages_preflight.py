@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def show_preflight(folder: Path, asked: Asked) -> None:
         sample=asked.sample,
         seed=asked.seed,
     )
-    real = measured(model, (batches[0], batches[0]), recipe, sample=asked.sample, seed=asked.seed)
+    real = [measured(model, (tokens, tokens), recipe, sample=asked.sample, seed=asked.seed) for tokens in batches]
     found.recipe.write(asked.write)
     rows = predictions(found, real)
     if asked.json:
@@ -79,28 +79,30 @@ def show_preflight(folder: Path, asked: Asked) -> None:
     console.print(f"pictures: {page}", highlight=False, soft_wrap=True)
 
 
-def predictions(found: Preflight, real: dict[Place, Error]) -> list[draw.Predicted]:
-    """Every product's risk beside what was measured, the riskiest first; a product without error is left out."""
+def predictions(found: Preflight, real: Sequence[Mapping[Place, Error]]) -> list[draw.Predicted]:
+    """Every product's risk beside what was measured in its batch, the riskiest first; one without error is left out."""
     rows = []
     for risk in found.risks:
-        snr, there = risk.total.snr_db, real.get((risk.layer, risk.product))
+        snr, there = risk.total.snr_db, real[risk.batch].get((risk.layer, risk.product))
         if snr is None:
             continue
         after = there.snr_db if there else None
         rows.append(
-            draw.Predicted(risk.layer, risk.product, snr, after, risk.blame, risk.flushed, found.excepted(risk))
+            draw.Predicted(
+                risk.layer, risk.weight, risk.product, snr, after, risk.blame, risk.flushed, found.excepted(risk)
+            )
         )
     return rows
 
 
 def table(rows: list[draw.Predicted]) -> Table:
     """As text."""
-    columns = ("product", "predicted dB", "measured", "operand", "flushed", "advice")
+    columns = ("product", "predicted", "measured", "blame", "zeroed", "advice")
     cells = [
         (
             f"{row.product} {row.layer.removeprefix('model.layers.')}",
-            f"{row.snr_db:.1f}",
-            "–" if row.measured_db is None else f"{row.measured_db:.1f}",
+            f"{row.snr_db:.1f} dB",
+            "–" if row.measured_db is None else f"{row.measured_db:.1f} dB",
             row.blame,
             f"{row.flushed:.1%}",
             "BF16" if row.excepted else "8 bits",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,16 +14,14 @@ from rich.console import Console
 from rich.progress import track
 
 from octile.lab.capture import Capture, Captured, load
-from octile.lab.outliers import MASSIVE, Outliers, by_token, kinds_of, most_outlying, outliers
+from octile.lab.outliers import Outliers, by_token, kinds_of, most_outlying, outliers
 from octile.lab.pages import screen_table
+from octile.lab.pages_what_if_charts import main_sections, outlier_sections, steps_section
 from octile.lab.variants import CONTROLS, PUBLISHED, Choice, Variant
-from octile.lab.what_if import Rank, Row, WhatIf, chosen, decibels, what_if
-from octile.recipe import PRODUCTS, ProductName
-from octile.report import lab_outliers as outlier_figures
+from octile.lab.what_if import Rank, WhatIf, chosen, decibels, what_if
+from octile.recipe import ProductName
 from octile.report import lab_what_if as draw
-from octile.report.figures import PHONE, WIDE
 from octile.report.lab_page import Section, Table, write_lab_page
-from octile.report.svg import Chart, make_chart
 
 COLUMNS = (
     "format",
@@ -74,25 +73,24 @@ def show_what_if(paths: Sequence[Path], asked: Asked) -> None:
         return track(list(products), "multiplying", console=console, transient=True, disable=not console.is_terminal)
 
     found = what_if(picked[0], asked.choice, asked.sample, asked.seed, progress)
-    reference = shown_variant(found)
+    ranking = found.ranking()
+    listed, reference = best(ranking, asked.top), shown_variant(ranking)
     steps = steps_of(captures, picked, reference, asked) if len(captures) > 1 else None
     seen, why_unseen = look_at_outliers(captures[0], picked[0], text_of, asked)
     if asked.json:
-        print(json.dumps(as_json(found, asked.top, reference, seen, steps), indent=1, allow_nan=False))
+        print(json.dumps(as_json(found, listed, reference, seen, steps), indent=1, allow_nan=False))
         return
-    sections = [*_sections(found, reference, picked[0]), *_steps_section(steps, reference)]
-    sections += _outlier_sections(seen, text_of is not None) if seen else []
-    sections.append(
-        Section(f"The {asked.top} best", table=ranked_table(found.ranking()[: asked.top]), note=_note(found))
-    )
+    sections = [*main_sections(found, reference, picked[0]), *steps_section(steps, reference)]
+    sections += outlier_sections(seen, text_of is not None) if seen else []
+    sections.append(Section(f"The {asked.top} best of each format", table=ranked_table(listed), note=_note(found)))
     about = captures[0]
     lead = (
         f"The products of step {about.step} of the run {about.run} ({about.recipe}), as they were captured, multiplied"
-        f" again in {len(found.ranking())} ways. {_sample_words(found)}"
+        f" again in {len(ranking)} ways. {_sample_words(found)}"
     )
     page = write_lab_page(asked.out, "What if", lead, sections, [why_unseen] if why_unseen else [])
     shown = Console()
-    shown.print(screen_table(short_table(found.ranking()[: asked.top])))
+    shown.print(screen_table(short_table(listed)))
     for line in (_sample_words(found), *refusals(found)):
         shown.print(line, highlight=False, markup=False, soft_wrap=True)
     shown.print(f"pictures: {page}", highlight=False, soft_wrap=True)
@@ -113,10 +111,20 @@ def token_texts(tokenizer: Path | None, capture: Path) -> Callable[[int], str] |
     return lambda token: backend.decode([token])
 
 
-def shown_variant(found: WhatIf) -> Variant:
+def shown_variant(ranking: Sequence[Rank]) -> Variant:
     """The combination that layers are compared in: the published one, or if it was not asked for, the best."""
-    ranking = found.ranking()
     return PUBLISHED if any(rank.variant == PUBLISHED for rank in ranking) else ranking[0].variant
+
+
+def best(ranking: Sequence[Rank], top: int) -> list[Rank]:
+    """The ranking, no more than `top` of a format."""
+    seen: Counter[str] = Counter()
+    shown = []
+    for rank in ranking:
+        seen[rank.variant.fmt] += 1
+        if seen[rank.variant.fmt] <= top:
+            shown.append(rank)
+    return shown
 
 
 def ranked_table(ranking: Sequence[Rank]) -> Table:
@@ -168,96 +176,6 @@ def _note(found: WhatIf) -> str:
     )
 
 
-def _mean_db(rows: Iterable[Row], part: str) -> float | None:
-    noise = [getattr(row, part).noise for row in rows]
-    return decibels(math.fsum(noise) / len(noise)) if noise else None
-
-
-def _sections(found: WhatIf, reference: Variant, products: Sequence[Captured]) -> list[Section]:
-    sections = [Section("Which cast", [_casts_chart(found)])]
-    sums = sums_of(found, reference)
-    quantization = _mean_db(found.of(reference), "quantization")
-    if sums and quantization is not None:
-        longest = max(p.a.shape[1] for p in products)
-        name = f"in {draw.format_label(reference.fmt)} {draw.block_label(reference.block)}"
-        sentence = draw.say_sums(sums, name, quantization, longest)
-        size = 130 + 26 * len(sums)
-        chart = make_chart(
-            "How the tensor core sums",
-            sentence,
-            lambda f: draw.draw_sums(f, sums, quantization),
-            (WIDE, size),
-            (PHONE, size),
-        )
-        sections.append(Section("Which sum", [chart]))
-    heat = by_layer(found.of(reference))
-    return [
-        *sections,
-        Section("Where in the model", [_heat_chart("Layer by layer", draw.say_heat(heat, str(reference)), heat)]),
-    ]
-
-
-def _casts_chart(found: WhatIf) -> Chart:
-    casts = casts_of(found)
-    rows = len({(cast.fmt, cast.block) for cast in casts})
-    n = len({(row.layer, row.product) for row in found.rows})
-    return make_chart(
-        "Formats, blocks and scales",
-        draw.say_casts(casts, n),
-        lambda f: draw.draw_casts(f, casts),
-        (WIDE, 130 + 22 * rows),
-        (PHONE, 170 + 22 * rows),
-    )
-
-
-def casts_of(found: WhatIf) -> list[draw.CastLoss]:
-    """The casts apart from the sums; formats as asked for, within one the best block first."""
-    rows: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
-    for row in found.rows:  # one row a product: the cast's error is the same for every way to sum
-        v = row.variant
-        rows.setdefault((v.fmt, v.block, v.scale), {})[row.layer, row.product] = row
-    casts = [
-        draw.CastLoss(*cast, db, math.fsum(row.bits for row in own.values()) / len(own))
-        for cast, own in rows.items()
-        if (db := _mean_db(own.values(), "quantization")) is not None
-    ]
-    formats = list(dict.fromkeys(cast.fmt for cast in casts))
-    best: dict[tuple[str, str], float] = {}
-    for cast in casts:
-        best[cast.fmt, cast.block] = max(best.get((cast.fmt, cast.block), -math.inf), cast.snr_db)
-    return sorted(casts, key=lambda cast: (formats.index(cast.fmt), -best[cast.fmt, cast.block]))
-
-
-def sums_of(found: WhatIf, reference: Variant) -> list[draw.SumLoss]:
-    """The ways to sum the reference's cast, by product."""
-    losses = []
-    cast = reference.fmt, reference.block, reference.scale
-    for variant in dict.fromkeys(row.variant for row in found.rows):
-        if (variant.fmt, variant.block, variant.scale) != cast or variant.arch == "exact":
-            continue
-        rows = found.of(variant)
-        snr = {p: _mean_db([row for row in rows if row.product == p], "accumulation") for p in PRODUCTS}
-        promoted = "" if variant.arch in CONTROLS else f", every {variant.promote}" if variant.promote else ", never"
-        losses.append(
-            draw.SumLoss(variant.arch + promoted, {p: db for p, db in snr.items() if any(r.product == p for r in rows)})
-        )
-    return losses
-
-
-def by_layer(rows: Sequence[Row]) -> draw.Heat:
-    """Total SNR, layers × products."""
-    layers = list(dict.fromkeys(row.layer for row in rows))
-    products = [p for p in PRODUCTS if any(row.product == p for row in rows)]
-    db = {(row.layer, row.product): row.total.snr_db for row in rows}
-    return draw.Heat(layers, products, [[db.get((layer, p)) for p in products] for layer in layers])
-
-
-def _heat_chart(title: str, sentence: str, heat: draw.Heat) -> Chart:
-    what = "SNR (dB), the darker the worse"
-    size = 80 + 19 * len(heat.rows)
-    return make_chart(title, sentence, lambda f: draw.draw_heat(f, heat, what), (WIDE, size), (PHONE, size))
-
-
 def steps_of(
     captures: Sequence[Capture], picked: Sequence[Sequence[Captured]], reference: Variant, asked: Asked
 ) -> tuple[ProductName, draw.Heat]:
@@ -283,17 +201,6 @@ def _own_scale(v: Variant) -> tuple[str, ...]:
     return ("float32",) if v.scale == "e4m3" else (v.scale,)
 
 
-def _steps_section(steps: tuple[ProductName, draw.Heat] | None, reference: Variant) -> list[Section]:
-    if steps is None:
-        return []
-    product, heat = steps
-    return [
-        Section(
-            "As training goes on", [_heat_chart("Layer by step", draw.say_steps(heat, product, str(reference)), heat)]
-        )
-    ]
-
-
 def look_at_outliers(
     capture: Capture, picked: Sequence[Captured], text_of: Callable[[int], str] | None, asked: Asked
 ) -> tuple[Outliers | None, str | None]:
@@ -308,41 +215,15 @@ def look_at_outliers(
     return outliers(most_outlying(there), kinds, capture.tokens.shape[1], asked.sample, asked.seed), None
 
 
-def _outlier_sections(seen: Outliers, texts_known: bool) -> list[Section]:
-    token = int(seen.size.amax(1).argmax())
-    start = token // seen.sequence * seen.sequence
-    part = slice(start, start + seen.sequence)
-    data = outlier_figures.Map(seen.layer, seen.size[part].double().numpy(), seen.kinds[part], MASSIVE)
-    charts = [
-        make_chart(
-            "Tokens and channels",
-            outlier_figures.say_map(data),
-            lambda f: outlier_figures.draw_map(f, data),
-            (WIDE, 460),
-            (PHONE, 520),
-        )
-    ]
-    charts.append(
-        make_chart(
-            "Without the outliers",
-            outlier_figures.say_without(seen.without, MASSIVE),
-            lambda f: outlier_figures.draw_without(f, seen.without),
-            (WIDE, 270),
-            (PHONE, 520),
-        )
-    )
-    note = (
-        "" if texts_known else "What the tokens say is not known here: --tokenizer tells “.” and newlines from others."
-    )
-    return [Section("Outliers", charts, note=note)]
-
-
 def as_json(
-    found: WhatIf, top: int, reference: Variant, seen: Outliers | None, steps: tuple[ProductName, draw.Heat] | None
+    found: WhatIf,
+    listed: Sequence[Rank],
+    reference: Variant,
+    seen: Outliers | None,
+    steps: tuple[ProductName, draw.Heat] | None,
 ) -> dict[str, Any]:
     """The best combinations, and the products of these and of the reference."""
-    best = found.ranking()[:top]
-    shown = {rank.variant for rank in best} | {reference}
+    shown = {rank.variant for rank in listed} | {reference}
     return {
         "sample": found.sample,
         "seed": found.seed,
@@ -359,7 +240,7 @@ def as_json(
                 "bias": rank.bias,
                 "hardest": list(rank.hardest),
             }
-            for rank in best
+            for rank in listed
         ],
         "products": [
             {

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from octile.formats import IntFormat
 from octile.lab.capture import OPERANDS, Captured, capturing
 from octile.lab.layers import layer_weights
 from octile.lab.tensor_core import product
@@ -40,14 +40,17 @@ class Risk:
     """What a product would lose, in the batch in which it loses most; of experts, for the one that loses most.
 
     Attributes:
-        layer: its name. module: the name of the module whose recipe decides; the same but for experts.
+        layer: its name. weight: the same without an expert's number. module: whose recipe decides; not an expert's own.
+        batch: the one in which it loses most, counted from 0.
         quantization, accumulation, total: errors of the sampled outputs, by channel.
         blame: the operand whose cast alone does more harm.
         flushed: share of that operand's non-zero values that its cast makes zero.
     """
 
     layer: str
+    weight: str
     module: str
+    batch: int
     product: ProductName
     quantization: Error
     accumulation: Error
@@ -110,18 +113,19 @@ def preflight(
     plain = apply_recipe(copy.deepcopy(model), _high_precision(model))
     worst: dict[Place, Risk] = {}
     silent: dict[Place, None] = {}
-    for batch in batches:
+    for number, batch in enumerate(batches):
         for captured in operands(plain, batch, loss):
+            weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
+            place = weight, captured.product
             at = SampledProduct.of(captured, sample, seed)
-            place = captured.layer, captured.product
             if not at.exact.any():
                 silent[place] = None
                 continue
-            risk = _risk(at, recipe, _module_of(plain, captured), arch, promote_every)
+            risk = _risk(at, recipe, weight, _module_of(plain, weight), number, arch, promote_every)
             worst[place] = max(worst.get(place, risk), risk, key=lambda r: r.total.noise)
     if not worst:
         raise ValueError("batches must hold at least one whose products are not all zeros")
-    risks = sorted(_by_weight(worst.values()), key=lambda r: -r.total.noise)
+    risks = sorted(worst.values(), key=lambda r: -r.total.noise)
     least = 10 ** (-least_snr_db / 10)
     kept: dict[str, set[ProductName]] = {}
     for risk in risks:
@@ -181,23 +185,14 @@ def _high_precision(model: nn.Module) -> Recipe:
     return Recipe.bf16() if on_gpu else Recipe.float32()
 
 
-def _module_of(model: nn.Module, captured: Captured) -> str:
-    weight = captured.layer.rpartition(".")[0] if captured.expert is not None else captured.layer
+def _module_of(model: nn.Module, weight: str) -> str:
     owner = layer_weights(model).modules[weight]
     return next(name for name, module in model.named_modules() if module is owner)
 
 
-def _by_weight(risks: Iterable[Risk]) -> list[Risk]:
-    """Of a layer's experts the one that loses most."""
-    worst: dict[tuple[str, str, ProductName], Risk] = {}
-    for risk in risks:
-        weight = risk.layer.rpartition(".")[0] if risk.layer != risk.module else risk.layer
-        key = weight, risk.module, risk.product
-        worst[key] = max(worst.get(key, risk), risk, key=lambda r: r.total.noise)
-    return list(worst.values())
-
-
-def _risk(at: SampledProduct, recipe: Recipe, module: str, arch: str, promote_every: int | None) -> Risk:
+def _risk(
+    at: SampledProduct, recipe: Recipe, weight: str, module: str, batch: int, arch: str, promote_every: int | None
+) -> Risk:
     captured = at.captured
     whole_a, whole_b = cast_as(recipe, captured)
     a, b = sampled(whole_a, at.rows_a), sampled(whole_b, at.rows_b)
@@ -205,21 +200,22 @@ def _risk(at: SampledProduct, recipe: Recipe, module: str, arch: str, promote_ev
     quantised = values(a) @ values(b).mT
     by_a, by_b = (by_channel(y, at.exact).noise for y in (values(a) @ before_b.mT, before_a @ values(b).mT))
     sums = quantised
-    if not isinstance(whole_a.fmt, IntFormat) and not isinstance(whole_b.fmt, IntFormat):
+    if torch.int8 not in (a.data.dtype, b.data.dtype):  # whose sums are exact
         sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block, arch, promote_every).double()
     blamed = 0 if by_a >= by_b else 1
     before, after = ((captured.a, whole_a), (captured.b, whole_b))[blamed]
     nonzero = before != 0
-    flushed = ((after.data.float() == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
     return Risk(
         captured.layer,
+        weight,
         module,
+        batch,
         captured.product,
         by_channel(quantised, at.exact),
         by_channel(sums, quantised),
         by_channel(sums, at.exact),
         OPERANDS[captured.product][blamed],
-        flushed.item(),
+        (((after.data.float() == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)).item(),
     )
 
 

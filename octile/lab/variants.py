@@ -8,7 +8,7 @@ scale    float32     amax / max
          up          the power of two at or above it: nothing saturates
          nearest     the nearest power of two; the largest values of a block may saturate
          down        the power of two at or below it; they may be twice as large as what the format holds
-         ocp         2^(⌊log₂ amax⌋ − ⌊log₂ max⌋), MX's own rule (§6.3): between `nearest` and `down` for E4M3
+         ocp         2^(⌊log₂ amax⌋ − ⌊log₂ max⌋), MX's own rule (§6.3): between `up` and `nearest` for E4M3
 promote  every so many products the tensor core's sum moves to FP32; None is never
 arch     a tensor core of `octile.lab.architectures`; or fp32, octile's references, or exact, which rounds no sum
 """

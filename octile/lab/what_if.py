@@ -37,7 +37,7 @@ class Error:
     """Differences of some outputs from a reference.
 
     Attributes:
-        noise: their mean square over the reference's; NaN where the reference is all zeros.
+        noise: their mean square over the reference's. Where that is all zeros: 0, or ∞ if there is any difference.
         worst: the largest of them over the reference's RMS.
         bias: the mean difference away from zero over the mean magnitude: below 0, results are too small.
     """
@@ -51,6 +51,9 @@ class Error:
         """Of float64 tensors of one shape."""
         e = found - reference
         power = reference.square().mean()
+        if not reference.any():
+            noise = math.inf if e.any() else 0.0
+            return cls(noise, noise, 0.0)
         noise, worst = e.square().mean() / power, e.abs().max() / power.sqrt()
         return cls(noise.item(), worst.item(), ((e * reference.sign()).sum() / reference.abs().sum()).item())
 

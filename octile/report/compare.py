@@ -123,12 +123,7 @@ def _tokens(found: TokenDifferences) -> dict[str, Any]:
             for g in found.worst
         ],
         "passage": [
-            (
-                _shown(text),
-                f"{_signed(change, 2)} nats",
-                "vermilion" if change > 0 else "blue",
-                _percent_of(strongest, change),
-            )
+            (_shown(text), f"{_signed(change, 2)} nats", _side(change), _percent_of(strongest, change))
             for text, change in found.passage
         ],
     }
@@ -141,6 +136,11 @@ def _signed(value: float, digits: int) -> str:
 def _shown(text: str) -> str:
     """Text as it stands, but one sees where a line ends."""
     return printable(text).replace("\n", "↵\n")
+
+
+def _side(change: float) -> str:
+    """The colour of a loss that grew, or shrank."""
+    return "vermilion" if change > 0 else "blue"
 
 
 def _percent_of(strongest: float, change: float) -> int:

@@ -20,7 +20,7 @@ Indices = NDArray[np.intp]
 
 KIND_COLOR = {"first token": "vermilion", ".": "purple", "newline": "green", "other tokens": "blue"}
 SCHEME_COLOR = ("vermilion", "amber", "blue")
-DOTS = 1500  # at most: the largest values
+DOTS = 800  # at most: the largest values
 
 
 @dataclass(frozen=True)

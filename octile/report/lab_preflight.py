@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A product's SNR (dB) as predicted, and as measured in a real step where it was; blame is the guilty operand."""
+    """A product's SNR (dB) as predicted, and as measured in a real step where it was.
+
+    layer is the expert's where it is one, weight that of all of them; blame is the operand that does more harm.
+    """
 
     layer: str
+    weight: str
     product: str
     snr_db: float
     measured_db: float | None
@@ -29,10 +33,10 @@ class Predicted:
 
 
 def heat_of(rows: Sequence[Predicted]) -> Heat:
-    """Layers × products; a layer is where its worst product says it is, the riskiest on top."""
-    layers = list(dict.fromkeys(row.layer for row in rows))
+    """Layers × products, the riskiest layer on top."""
+    layers = list(dict.fromkeys(row.weight for row in rows))
     products = [p for p in PRODUCT_COLOR if any(row.product == p for row in rows)]
-    snr = {(row.layer, row.product): row.snr_db for row in rows}
+    snr = {(row.weight, row.product): row.snr_db for row in rows}
     return Heat(layers, products, [[snr.get((layer, p)) for p in products] for layer in layers])
 
 
@@ -77,7 +81,7 @@ def say_check(rows: Sequence[Predicted]) -> str:
     pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
     off = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
     return (
-        f"The same batch through a real step in 8 bits: what its {len(pairs)} measured products lost, against what was"
+        f"The same batches through real steps in 8 bits: what its {len(pairs)} measured products lost, against what was"
         f" predicted. On the dotted line the two agree; they are {off:.1f} dB apart (RMS). In a real step every layer"
         " gets operands that carry the errors of the layers before it."
     )

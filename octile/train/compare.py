@@ -27,10 +27,12 @@ from octile.train.compared_run import ComparedRun, compared_run
 from octile.train.config import TrainConfig
 from octile.train.gradient_check import chosen_steps
 from octile.train.loop import pick_device, prepare_tokens
+from octile.train.memory import check_memory
 from octile.train.run_folder import new_folder
 from octile.train.screen import Screen
 from octile.train.seeds import baseline_seeds
 from octile.train.store import TokenStore
+from octile.train.taken import taken
 from octile.train.token_losses import readable
 
 FREQUENCY_TOKENS = 10_000_000  # of the training text, in which tokens are counted
@@ -55,22 +57,32 @@ def compare(
         gradient_steps: of each recipe's first run, at which gradients are held against BF16's; see `chosen_steps`.
 
     Raises:
-        FileExistsError: out holds a comparison already.
+        FileExistsError: out holds a comparison already, or another process makes one there.
         ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
     """
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name != "bf16")
     for known in recipes:
         Recipe.named(known)
-    seeds = seeds or (config.seed,)
-    baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
     chosen = chosen_steps(gradient_steps, config.steps)
-    device = pick_device(config.device)
+    check_memory(config, pick_device(config.device))
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")
     if (out / COMPARE_FILE).exists():
         raise FileExistsError(f"out {str(out)!r} holds a comparison already: choose another --out")
-    store = prepare_tokens(config, out / "data", screen)
+    with taken(out):
+        return _compare(config, recipes, out, screen, seeds or (config.seed,), chosen)
 
-    measured_on = machine(device)
+
+def _compare(
+    config: TrainConfig,
+    recipes: tuple[str, ...],
+    out: Path,
+    screen: Screen,
+    seeds: tuple[int, ...],
+    chosen: tuple[int, ...],
+) -> CompareResult:
+    baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
+    store = prepare_tokens(config, out / "data", screen)
+    measured_on = machine(pick_device(config.device))
 
     def write(result: CompareResult) -> Path:
         write_result(out / COMPARE_FILE, result, measured_on)

@@ -1,23 +1,21 @@
 """What an operator is to torch: the dispatcher's tests of each one are beside it, here is what they share."""
 
 import io
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from octile.ops import operator as operators
 from octile.ops.matmul import matmul_nt, matmul_nt_out
-from octile.ops.operator import Operator, operator
+from octile.ops.operator import LIBRARIES, Operator, operator
 from octile.ops.quantize import quantize
 
 TILE = (1, 128)
 
 
-@pytest.fixture
-def plus(monkeypatch: pytest.MonkeyPatch) -> Operator:
-    """out += x, in a library of its own, without a kernel for any device."""
-    monkeypatch.setattr(operators, "LIBRARY", torch.library.Library("octile", "FRAGMENT"))
+def define_plus() -> Operator:
+    """out += x, without a kernel for any device."""
 
     @operator(writes=("out",))
     def plus(out: Tensor, x: Tensor) -> None:
@@ -29,6 +27,12 @@ def plus(monkeypatch: pytest.MonkeyPatch) -> Operator:
         return None
 
     return plus
+
+
+@pytest.fixture
+def plus() -> Iterator[Operator]:
+    yield define_plus()
+    del LIBRARIES["plus"]
 
 
 def operands() -> tuple[object, ...]:
@@ -52,6 +56,17 @@ def test_arguments_may_be_named():
     x = torch.randn(5, 256)
     named = quantize(x, block_rows=1, block_cols=128, fmt="int8", power_of_2=False)
     assert torch.equal(named[0], quantize(x, 1, 128, "int8", False)[0])
+
+
+def test_a_module_that_is_imported_anew_defines_its_operators_anew(plus):
+    define_plus()(out := torch.zeros(3), torch.ones(3))
+    assert out.tolist() == [1, 1, 1]
+
+
+def test_what_is_dropped_is_no_operator_any_more():
+    define_plus()
+    del LIBRARIES["plus"]
+    assert not hasattr(torch.ops.octile, "plus")
 
 
 def test_a_kernel_takes_the_place_of_the_reference_on_its_device(plus):
@@ -100,7 +115,7 @@ def test_meta_tensors_give_meta_tensors():
 
 def test_a_compiled_graph_gives_the_strides_of_the_eager_one():
     def scale(x):
-        return quantize(x.sin(), *TILE, "e4m3", False)[1]
+        return quantize(x, *TILE, "e4m3", False)[1]
 
     x = torch.randn(6, 300)
     found, expected = torch.compile(scale, fullgraph=True)(x), scale(x)
@@ -134,13 +149,17 @@ def test_a_compiled_graph_may_write_into_what_it_made():
 
 def test_a_kernel_is_not_traced_where_compilation_gave_up_on_its_caller(plus):
     compiling = []
-    plus.register_kernel("cpu")(lambda out, x: compiling.append(torch.compiler.is_compiling()))
+
+    @plus.register_kernel("cpu")
+    def _(out, x):
+        compiling.append(torch.compiler.is_compiling())
+        out.data.add_(x.sin())
 
     @torch.compile(backend="eager")
     def step(out, x):
         for _ in range(2):  # a break inside a loop: the rest of the function runs in Python
             torch._dynamo.graph_break()
-            plus(out, x)
+            plus.overload(out, x)
 
     step(torch.zeros(3), torch.ones(3))
     assert compiling == [False, False]
@@ -158,8 +177,10 @@ def test_an_exported_program_is_saved_and_loaded():
 
 
 def test_vmap_is_refused_where_an_argument_is_written():
+    factors = operands()
+
     def write(out):
-        matmul_nt_out(out, *operands(), False)
+        matmul_nt_out(out, *factors, False)
         return out
 
     with pytest.raises(RuntimeError, match="octile::matmul_nt_out"):

@@ -103,6 +103,7 @@ def _with_splits(
             staged_pieces=1 if p.store is Store.TMA else 0,
             band=_band(tile_m * (1 if multicast_a else cluster), tile_n * (cluster if multicast_a else 1), chip),
             max_groups=0 if p.schedule is Schedule.DENSE else max(32, 1 << (p.groups - 1).bit_length()),
+            zero_rest=p.zero_rest,
             a_e5m2=p.a_e5m2,
             b_e5m2=p.b_e5m2,
         )

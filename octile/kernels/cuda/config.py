@@ -64,6 +64,7 @@ class Config:
         staged_pieces: that a warpgroup has shared memory for, where the copy engine stores.
         band: units along M that are taken together, for the L2 cache.
         max_groups: that there is shared memory for.
+        zero_rest: rows past the last group are written as zeros; otherwise they stay as they are.
         a_e5m2, b_e5m2: the operand's numbers are E5M2, otherwise E4M3.
 
     Raises:
@@ -90,6 +91,7 @@ class Config:
     staged_pieces: int = 0
     band: int = 8
     max_groups: int = 0
+    zero_rest: bool = True
     a_e5m2: bool = False
     b_e5m2: bool = False
 

@@ -85,9 +85,7 @@ def compile(
     """
     text = source(name, constants, headers)
     identity = (text, *compiler.OPTIONS, compiler.compiler(), architecture)
-    return Cubin.from_bytes(
-        cache.fetch(name, identity, lambda: compiler.compile(name, text, architecture).to_bytes())
-    )
+    return Cubin.from_bytes(cache.fetch(name, identity, lambda: compiler.compile(name, text, architecture).to_bytes()))
 
 
 def source(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str] | None = None) -> str:

@@ -17,7 +17,7 @@ def launch(p: Product) -> None:
     device = p.a.get_device()
     sms = limits.num_sms(device)
     pointers = p.pointers()
-    key = (device, sms, p.schedule, p.accumulate, p.promote, *_layout(p, pointers))
+    key = (device, sms, p.schedule, p.accumulate, p.promote, p.zero_rest, *_layout(p, pointers))
     if (prepared := _prepared.get(key)) is None:
         if not is_readable(p):
             return launch(readable(p))

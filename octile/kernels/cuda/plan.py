@@ -30,6 +30,7 @@ class Product(NamedTuple):
         sizes: offsets or counts of the groups, contiguous int32.
         accumulate: out is added to.
         promote: every 128 along K is added in FP32.
+        zero_rest: rows past the last group are written as zeros; otherwise they stay as they are.
     """
 
     schedule: Schedule
@@ -43,6 +44,7 @@ class Product(NamedTuple):
     sizes: Tensor | None
     accumulate: bool
     promote: bool
+    zero_rest: bool = True
 
     def pointers(self) -> tuple[int, ...]:
         """Addresses of a, b, their scales, out and sizes."""
@@ -144,6 +146,7 @@ def problem(p: Product) -> Problem:
         out_float=p.out.dtype == torch.float32,
         accumulate=p.accumulate,
         promote=p.promote,
+        zero_rest=p.zero_rest,
         store=_store(p),
         transposable=p.schedule is Schedule.DENSE and p.a_scales is not p.b_scales,
         a_e5m2=p.a.dtype == torch.float8_e5m2,

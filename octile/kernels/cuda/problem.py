@@ -35,6 +35,7 @@ class Problem:
     promote: bool = True
     store: Store = Store.TMA
     transposable: bool = False
+    zero_rest: bool = True
     a_e5m2: bool = False
     b_e5m2: bool = False
 

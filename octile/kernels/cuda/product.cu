@@ -291,5 +291,6 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         if (config::store == tma && threadIdx.x % 128 == 0) ptx::wait_stores_read<0>();
     }
     // a block must not leave while the other may still write to its barriers
+    __syncwarp();
     if constexpr (config::cluster > 1) ptx::cluster_sync();
 }

@@ -108,13 +108,14 @@ def grouped(
 ) -> Tensor:
     """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero.
 
-    Given out, contiguous and of out_dtype, it is written and returned; so it is in the two functions below.
+    Given out, contiguous and of out_dtype, it is written and returned, as in the two functions below; rows past
+    offs[-1] then stay as they are.
     """
+    zero_rest = out is None
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     scales = _scales(a_block, *a.shape), _scales(b_block, *b.shape[1:])
-    _launch(
-        Product(Schedule.GROUPED, out, a, a_scale, scales[0], b, b_scale, scales[1], offs.contiguous(), False, True)
-    )
+    operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], offs.contiguous())
+    _launch(Product(Schedule.GROUPED, *operands, False, True, zero_rest))
     return out
 
 
@@ -179,12 +180,19 @@ def _scales(block: Block, rows: int, columns: int) -> Scales:
     raise ValueError(f"blocks must be 1×128, 128×128 or the whole tensor, not {block[0]}×{block[1]}")
 
 
+def _wanted(p: Product) -> Tensor:
+    """Which rows of out are to be written, bool, one for all or [T, 1]."""
+    if p.zero_rest or p.sizes is None:
+        return torch.ones((), dtype=torch.bool, device=p.out.device)
+    return torch.arange(p.out.shape[0], device=p.out.device)[:, None] < p.sizes[-1]
+
+
 def _launch(p: Product) -> None:
     if p.out.numel() == 0:
         return
     if p.a.numel() == 0 or p.b.numel() == 0:  # a sum of nothing
         if not p.accumulate:
-            p.out.zero_()
+            p.out.masked_fill_(_wanted(p), 0.0)
         return
     from octile.kernels.cuda import launch  # late: needs a GPU's driver
 

@@ -9,8 +9,8 @@ STEP = {"e4m3": 32, "e5m2": 32, "f16": 16, "bf16": 16, "tf32": 8}  # K of one in
 def header(n: int, a: str = "e4m3", b: str = "e4m3") -> str:
     """`ptx::wgmma(d, a, b, accumulate)`: d (+)= a[64, k] · b[n, k]ᵀ, tiles in shared memory, both K-major.
 
-    Thread t of the warpgroup holds, of d[64, n] and for each 8 columns j: d[4j + 2h + i] is row 16·(t/32) + 8h + (t%32)/4,
-    column 8j + 2·(t%4) + i.
+    Thread t of the warpgroup holds, of d[64, n] and for each 8 columns j: d[4j + 2h + i] is row
+    16·(t/32) + 8h + (t%32)/4, column 8j + 2·(t%4) + i.
 
     Args:
         n: columns, a multiple of 8 from 8 to 256.

@@ -51,7 +51,7 @@ def emulate(
     multiprocessors: int = 4,
 ) -> Tensor:
     """Makes a product on a GPU of few multiprocessors, into out."""
-    p = Product(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote)
+    p = Product(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote, config.zero_rest)
     made = plan(p, Chip(multiprocessors), config)
     parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = parts.data_ptr(), arrivals.data_ptr()

@@ -116,3 +116,10 @@ def test_no_other_device_is_served():
     products._serves.cache_clear()
     x = torch.empty(256, 256, dtype=torch.float8_e4m3fn)
     assert products.serves(x, (1, 128), x, (128, 128)) == "they are written for Hopper (sm_90)"
+
+
+def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():
+    a, b = torch.empty(5, 0, dtype=torch.float8_e4m3fn), torch.empty(2, 3, 0, dtype=torch.float8_e4m3fn)
+    out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    products.grouped(a, torch.empty(5, 0), (1, 128), b, torch.empty(2, 1, 0), (128, 128), offs, torch.bfloat16, out)
+    assert torch.equal(out, torch.tensor([0, 0, 0, 0, 1]).bfloat16()[:, None].expand(5, 3))

@@ -5,6 +5,7 @@ seed, which is another order of all that a GPU leaves open.
 """
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -174,6 +175,14 @@ def test_rows_of_nan_past_the_last_group_become_zeros():
     out = emulate(ROWS_GROUPED["two warpgroups"], poisoned(200, 40, dtype=torch.bfloat16), a, b, _sizes([50, 60, 150]))
     assert out[:150].isfinite().all()
     assert not out[150:].any()
+
+
+def test_rows_past_the_last_group_stay_as_they_are_when_asked_for():
+    a, b = operand((200, 256), ROW), operand((3, 40, 256), BLOCK, 1)
+    kernel = replace(ROWS_GROUPED["two warpgroups"], zero_rest=False)
+    out = emulate(kernel, torch.full((200, 40), 7.0, dtype=torch.bfloat16), a, b, _sizes([50, 60, 150]))
+    assert (out[:150] != 7).any(1).all()
+    assert (out[150:] == 7).all()
 
 
 def test_offsets_that_are_wrong_lead_nowhere():

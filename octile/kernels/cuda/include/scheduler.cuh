@@ -2,7 +2,8 @@
 //
 //   dense     tiles of one result, its sum over K perhaps cut into `split_k` parts
 //   grouped   rows sorted by group, sizes[g] is where group g ends; a tile begins where its group begins, wherever that
-//             is, and the rows past the last group are one more group, whose sum is empty: zeros
+//             is, and the rows past the last group are one more group, whose sum is empty: zeros; without zero_rest
+//             they stay as they are
 //   masked    [groups, m, …], of which the first sizes[g] rows are wanted
 //   along_k   one result a group, the sum over K cut at sizes[g], wherever that is
 //
@@ -49,7 +50,7 @@ struct Groups {
 };
 
 __device__ __forceinline__ int count_groups(const Sizes& sizes) {
-    return sizes.groups + (config::schedule == grouped);  // and the rows past them
+    return sizes.groups + (config::schedule == grouped && config::zero_rest);  // the rows past them are one more
 }
 
 __device__ __forceinline__ int rows_of(const Groups& groups, const Sizes& sizes, int g) {

@@ -1,0 +1,125 @@
+"""Hardware: bytes against a count tensor by tensor, errors against exact arithmetic."""
+
+from fractions import Fraction
+from itertools import product as every_combination
+
+import pytest
+import torch
+
+from octile.lab import reference
+from octile.lab.architectures import instruction
+from octile.lab.capture import Captured, load
+from octile.lab.hardware import FRACTION_BITS, TENSOR, accumulator, hardware, x_cast_once, x_cast_twice
+from octile.lab.hardware_bytes import Bytes, cast_near_memory, fused_cast, transposed_reads, whole_sums
+from octile.lab.operand import FORMATS
+from octile.lab.variants import cast
+from octile.lab.what_if import SampledProduct, chosen
+from octile.ops.quantize import dequantize
+from octile.scaled import quantize
+from tests.lab.captures import write_capture
+from tests.lab.test_what_if import assert_error, captured, exactly, slow_error, spread
+
+T, K, N = 200, 130, 140  # each a tile of 128 and a part of one
+
+
+def layer(t=T, k=K, n=N) -> list[Captured]:
+    """The three products of a linear layer."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator) for shape in ((t, k), (n, k), (t, n)))
+    return [
+        Captured("layer", "fprop", x, w),
+        Captured("layer", "dgrad", dy, w.mT),
+        Captured("layer", "wgrad", dy.mT, x.mT),
+    ]
+
+
+def stored(rows, columns):
+    """Bytes of a real tensor in 1×128 tiles."""
+    return quantize(torch.zeros(rows, columns), (1, 128)).nbytes
+
+
+def in_bf16(rows, columns):
+    return torch.zeros(rows, columns, dtype=torch.bfloat16).nbytes
+
+
+def test_bytes_of_a_cast():
+    operands = [(T, K), (T, N), (N, T)]  # x of fprop, dy of dgrad, dy of wgrad
+    read, eight = (sum(size(*shape) for shape in operands) for size in (in_bf16, stored))
+    assert fused_cast(layer()) == Bytes(read + 2 * eight, read)
+    assert cast_near_memory(layer()) == Bytes(read + 2 * eight, eight)
+
+
+def test_bytes_of_transposed_reads():
+    kept, along_tokens = stored(T, K), stored(K, T)
+    assert transposed_reads(layer()) == Bytes(kept + 2 * along_tokens, kept)
+    assert transposed_reads(layer()[:2]) == Bytes(0, 0)
+
+
+def test_bytes_of_sums():
+    today = 4 * (T * N * 2 + T * K * 2 + N * K * 2)  # every K, N and T is two intervals of 128
+    assert whole_sums(layer()) == Bytes(today, today // 2)
+
+
+def test_what_is_saved():
+    assert Bytes(4, 1).saved == 0.75
+    assert Bytes(0, 0).saved == 0
+
+
+@pytest.mark.parametrize("bits", [13, 14, 20, 23, 24, 25])
+def test_an_accumulator_of_other_bits_is_the_specification(bits):
+    p = captured(k=96)
+    row = instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
+    row = row.__class__(**{**vars(row), "fraction_bits": bits, "output_bits": min(bits, 23)})
+    a, b = (cast(t, "e4m3", (None, None), "float32") for t in (p.a, p.b))
+    fmt = FORMATS[torch.float8_e4m3fn]
+    sums = torch.zeros(5, 4)
+    for m, n in every_combination(range(5), range(4)):
+        total = 0.0
+        for k in range(0, 96, 32):
+            x, y = (q.data[i, k : k + 32].float().tolist() for q, i in ((a, m), (b, n)))
+            total = reference.step(x, y, total, fmt, fmt, row)
+        sums[m, n] = total
+    scaled = [[Fraction(x) for x in line] for line in (sums * (a.scale * b.scale)).tolist()]
+    found = accumulator([SampledProduct.of(p, 32, 0)], bits)
+    quantised = exactly(a.data.double() * a.scale.double(), b.data.double() * b.scale.double())
+    assert found.accumulation == pytest.approx(slow_error(scaled, quantised)[0], rel=1e-9, abs=1e-18)
+    assert found.total == pytest.approx(slow_error(scaled, exactly(p.a, p.b))[0], rel=1e-9)
+
+
+def test_thirteen_bits_are_hoppers():
+    at = SampledProduct.of(captured(), 32, 0)
+    assert accumulator([at], 13).accumulation == at.row(TENSOR).accumulation.noise
+
+
+@pytest.mark.parametrize("way", ["once", "twice"])
+def test_wgrads_x_cast_once_or_twice(way):
+    fprop, dgrad, wgrad = layer(t=140, k=6, n=5)
+    at, x, dy = SampledProduct.of(wgrad, 200, 0), fprop.a, dgrad.a
+    kept = quantize(x, (1, 128), scale="power_of_2")
+    if way == "twice":
+        kept = quantize(kept.dequantize(), (128, 1), scale="power_of_2")
+    values = dequantize(kept.data, kept.scale, *kept.block, torch.float32)
+    casted = quantize(dy, (128, 1))
+    slow = slow_error(exactly((casted.data.double() * spread(casted, 5)).mT, values.mT), exactly(dy.mT, x.mT))
+    assert_error((x_cast_twice if way == "twice" else x_cast_once)(at), slow)
+
+
+def test_everything_together(tmp_path):
+    capture = load(write_capture(tmp_path / "c.safetensors"))
+    found = hardware(capture.products, chosen(capture))
+    assert [a.fraction_bits for a in found.accumulators] == list(FRACTION_BITS)
+    assert found.products == 12
+    assert found.longest == 160
+    by_name = {s.name: s for s in found.suggestions}
+    assert by_name["cast near memory"].bytes == cast_near_memory(capture.products)
+    assert by_name["cast near memory"].noise is None
+    today = [SampledProduct.of(p, 32, 0) for p in chosen(capture) if p.product == "wgrad"]
+    twice = by_name["transposed reads"].noise
+    assert twice is not None
+    assert twice[0] == pytest.approx(sum(x_cast_twice(at).noise for at in today) / len(today))
+
+
+def test_zeros_are_refused():
+    zero = Captured("layer", "fprop", torch.zeros(3, 4), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="there is nothing to measure"):
+        hardware([zero], [zero])

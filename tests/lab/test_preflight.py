@@ -1,0 +1,227 @@
+"""Preflight: it names the layer that was made bad on purpose, and a real step in 8 bits agrees."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octile.lab.capture import Captured
+from octile.lab.preflight import by_channel, cast_as, own_loss, preflight
+from octile.lab.preflight_check import measured
+from octile.lab.tensor_core import product, tensor_core
+from octile.nn.conversion import apply_recipe
+from octile.nn.moe import Experts
+from octile.recipe import Recipe
+from octile.scaled import quantize
+
+D, TOKENS, BAD = 128, 96, 2
+CHANNELS = slice(None, None, 32)
+
+
+class Net(nn.Module):
+    """Layers beside a residual stream; one may see a few channels a million times too large, which it nearly ignores."""
+
+    def __init__(self, bad: int | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(D, D, bias=i == 1) for i in range(4))
+        self.bad, self.out = bad, nn.Linear(D, 8, bias=False)
+        self.large = torch.ones(D)
+        self.large[CHANNELS] = 1e6
+        if bad is not None:
+            with torch.no_grad():
+                self.layers[bad].weight[:, CHANNELS] *= 1e-6
+
+    def forward(self, x, y):
+        for i, layer in enumerate(self.layers):
+            h = nn.functional.layer_norm(x, (D,))
+            x = x + torch.tanh(layer(h * self.large if i == self.bad else h))
+        return nn.functional.cross_entropy(self.out(x), y)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(TOKENS, D, generator=generator).requires_grad_()
+    return x, torch.randint(8, (TOKENS,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return preflight(Net(BAD), [batch()])
+
+
+def test_the_bad_layer_is_named(found):
+    assert found.recipe.exceptions == ((f"layers.{BAD}", frozenset({"fprop", "wgrad"})),)
+    assert {risk.layer for risk in found.risks[:2]} == {f"layers.{BAD}"}
+
+
+def test_the_operand_to_blame_is_named(found):
+    assert (found.risks[0].blame, found.risks[1].blame) == ("x", "x")
+    assert found.risks[0].flushed > 0.5  # nearly all values but the large channels'
+    assert found.risks[-1].flushed < 0.05
+
+
+def test_a_model_without_a_bad_layer_needs_no_exception():
+    assert preflight(Net(), [batch()]).recipe.exceptions == ()
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"])
+def test_a_real_step_loses_what_was_predicted(recipe):
+    named = Recipe.named(recipe)
+    risks = preflight(Net(BAD), [batch()], named).risks
+    real = measured(Net(BAD), batch(), named)
+    assert len(real) == 15
+    pairs = torch.tensor([(r.total.snr_db, real[r.layer, r.product].snr_db) for r in risks], dtype=torch.float64)
+    assert (pairs[:, 0] - pairs[:, 1]).abs().max() < 3
+    assert torch.corrcoef(pairs.T)[0, 1] > 0.98
+
+
+def test_with_the_advice_the_bad_layer_is_as_good_as_any(found):
+    spared = measured(Net(BAD), batch(), found.recipe)
+    assert min(error.snr_db for error in spared.values()) > 20
+
+
+def test_the_predicted_error_is_the_kernels():
+    """fprop of the first layer, whose input is the same in any recipe, multiplied on the modelled tensor core."""
+    model, (x, y) = Net(), batch()
+    first = {r.product: r for r in preflight(model, [(x, y)], sample=1000).risks if r.layer == "layers.0"}["fprop"]
+    h = nn.functional.layer_norm(x, (D,)).detach()
+    w = model.layers[0].weight.detach()
+    a, b = quantize(h, (1, 128), scale="power_of_2"), quantize(w, (128, 128))
+    sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block)
+    assert first.total == by_channel(sums.double(), h.double() @ w.double().T)
+
+
+def test_the_real_step_is_summed_as_its_surroundings_say():
+    real = measured(Net(), batch(), Recipe.per_tensor())
+    with tensor_core("sm_90", promote_every=None):
+        hopper = measured(Net(), batch(), Recipe.per_tensor())
+    assert real["layers.0", "fprop"].noise != hopper["layers.0", "fprop"].noise
+
+
+def test_every_channel_counts_alike():
+    exact = torch.tensor([[1.0, 1000.0, 0.0], [-1.0, 3000.0, 0.0]], dtype=torch.float64)
+    found = exact + torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
+    assert by_channel(found, exact).noise == pytest.approx(0.125)  # a quarter of the first channel's power, none else
+
+
+def test_operands_are_cast_as_the_recipe_casts_them():
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator) for shape in ((200, 130), (140, 130), (200, 140)))
+    recipe = Recipe.deepseek_v3()
+    kept = quantize(x, (1, 128), scale="power_of_2")
+    expected = {
+        "fprop": (kept, quantize(w, (128, 128))),
+        "dgrad": (quantize(dy, (1, 128)), quantize(w, (128, 128)).mT),
+        "wgrad": (quantize(dy, (128, 1)).mT, quantize(kept.dequantize(), (128, 1), scale="power_of_2").mT),
+    }
+    sides = {"fprop": (x, w), "dgrad": (dy, w.mT), "wgrad": (dy.mT, x.mT)}
+    for name, pair in expected.items():
+        for mine, theirs in zip(cast_as(recipe, Captured("l", name, *sides[name])), pair, strict=True):
+            assert torch.equal(mine.data.float(), theirs.data.float())
+            assert torch.equal(mine.scale, theirs.scale)
+
+
+def test_the_model_stays_as_it_is():
+    model = Net(BAD)
+    before = copy.deepcopy(model.state_dict())
+    preflight(model, [batch()])
+    assert all(type(layer) is nn.Linear for layer in model.layers)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_of_several_batches_the_worst_counts():
+    one, two, both = (preflight(Net(), batches).risks for batches in ([batch(0)], [batch(1)], [batch(0), batch(1)]))
+    worst = {(r.layer, r.product): r.total.noise for r in one}
+    for r in two:
+        worst[r.layer, r.product] = max(worst[r.layer, r.product], r.total.noise)
+    assert {(r.layer, r.product): r.total.noise for r in both} == worst
+    assert {r.batch for r in both} == {0, 1}
+
+
+def test_the_bound_decides():
+    risks = preflight(Net(), [batch()]).risks
+    bound = sum(r.total.snr_db for r in risks[4:6]) / 2
+    found = preflight(Net(), [batch()], least_snr_db=bound)
+    assert [found.excepted(r) for r in found.risks] == [True] * 5 + [False] * 10
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Experts(2, D, 64)
+        for weight in self.experts.parameters():
+            nn.init.normal_(weight, std=0.1)
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([40, TOKENS], dtype=torch.int32)).square().sum()
+
+
+def test_of_experts_the_one_that_loses_most_speaks_for_all():
+    found = preflight(Mixture(), [(batch()[0],)], least_snr_db=100.0)
+    assert {(r.weight, r.module) for r in found.risks} == {
+        ("experts.down", "experts"),
+        ("experts.gate_up", "experts"),
+    }
+    assert all(r.layer in (f"{r.weight}.0", f"{r.weight}.1") for r in found.risks)
+    assert found.recipe.exceptions == (("experts", frozenset({"fprop", "dgrad", "wgrad"})),)
+    assert apply_recipe(Mixture(), found.recipe).experts.recipe.uncast == {"fprop", "dgrad", "wgrad"}
+
+
+def test_weight_gradients_of_experts_are_measured():
+    real = measured(Mixture(), (batch()[0],), Recipe.deepseek_v3())
+    assert set(real) == {(f"experts.{name}.{g}", "wgrad") for name in ("down", "gate_up") for g in (0, 1)}
+    assert all(25 < error.snr_db < 35 for error in real.values())
+
+
+class Returns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, a, b=None):
+        return self.what(a, b)
+
+
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [
+        (lambda a, b: a * b, (torch.tensor(2.0), torch.tensor(3.0))),
+        (lambda a, b: a * b, {"a": torch.tensor(2.0), "b": torch.tensor(3.0)}),
+        (lambda a, b: a, torch.tensor(6.0)),
+        (lambda a, b: type("Output", (), {"loss": a * b})(), [torch.tensor(2.0), torch.tensor(3.0)]),
+    ],
+)
+def test_what_a_batch_may_be(what, given):
+    assert own_loss(Returns(what), given).item() == 6
+
+
+def test_a_model_without_a_loss_is_refused():
+    with pytest.raises(TypeError, match=r"must return a loss, a scalar, or something with .loss, not \[3\]: give loss="):
+        own_loss(Returns(lambda a, b: a), torch.ones(3))
+
+
+def test_a_loss_may_be_given():
+    risks = preflight(nn.Sequential(nn.Linear(D, 8)), [batch()[0]], loss=lambda model, x: model(x).square().sum()).risks
+    assert {r.layer for r in risks} == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe.bf16(), "recipe 'bf16' makes no product in 8 bits"),
+        (Recipe.delayed(), "recipe 'delayed' scales by past steps"),
+        (Recipe.deepseek_v3().without("wgrad"), "has exceptions already"),
+    ],
+)
+def test_recipes_that_say_nothing_here_are_refused(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        preflight(Net(), [batch()], recipe)
+
+
+def test_no_batch_is_refused():
+    with pytest.raises(ValueError, match="batches must hold at least one"):
+        preflight(Net(), [])

@@ -1,0 +1,245 @@
+"""What-if: every figure against exact fractions, on products that are small enough for them."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from octile.lab import reference
+from octile.lab.architectures import instruction
+from octile.lab.capture import Capture, Captured, load
+from octile.lab.operand import FORMATS as BY_DTYPE
+from octile.lab.tensor_core import product
+from octile.lab.variants import PUBLISHED, Choice, Variant, blocks_of, cast
+from octile.lab.what_if import Error, SampledProduct, chosen, decibels, values, what_if
+from tests.lab.captures import write_capture
+
+
+def captured(m=5, n=4, k=300, name="fprop", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    a[1] *= 50
+    return Captured("layer", name, a, b)
+
+
+def exactly(a, b):
+    """a · bᵀ of float tensors as fractions, [M][N]."""
+    rows_a, rows_b = ([[Fraction(x) for x in row] for row in t.double().tolist()] for t in (a, b))
+    return [[sum(x * y for x, y in zip(p, q, strict=True)) for q in rows_b] for p in rows_a]
+
+
+def slow_error(found, exact):
+    """Noise over signal, worst over RMS and bias, by their definitions in exact arithmetic."""
+    f, e = ([x for row in rows for x in row] for rows in (found, exact))
+    signal = sum(x * x for x in e)
+    noise = sum((x - y) ** 2 for x, y in zip(f, e, strict=True)) / signal
+    worst = max(abs(x - y) for x, y in zip(f, e, strict=True)) / Fraction(math.sqrt(signal / len(e)))
+    outward = sum((x - y) * (1 if y > 0 else -1) for x, y in zip(f, e, strict=True))
+    return float(noise), float(worst), float(outward / sum(abs(y) for y in e))
+
+
+def assert_error(error, slow):
+    for mine, theirs in zip((error.noise, error.worst, error.bias), slow, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-15)
+
+
+def spread(q, k):
+    """The scales of an operand in any blocks, one a value."""
+    rows, columns = q.block
+    return q.scale.double().repeat_interleave(rows, 0)[: q.data.shape[0]].repeat_interleave(columns, 1)[:, :k]
+
+
+VARIANTS = [
+    PUBLISHED,
+    Variant("e4m3", "tensor", "float32", None, "sm_90"),
+    Variant("e5m2", "row", "nearest", 32, "sm_90"),
+    Variant("mx", "1x32", "up", None, "sm_100"),
+    Variant("mx", "1x32", "ocp", 32, "sm_90"),
+    Variant("e5m6", "1x128", "down", 128, "sm_90"),
+    Variant("int8", "1x32", "float32", None, "exact"),
+    Variant("nvfp4", "1x16", "e4m3", None, "exact"),
+    Variant("nvfp4", "1x16", "e4m3", None, "fp32"),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_casts_error_is_the_exact_one(variant):
+    p = captured()
+    block_a, block_b = blocks_of(variant, "fprop")
+    a, b = cast(p.a, variant.fmt, block_a, variant.scale), cast(p.b, variant.fmt, block_b, variant.scale)
+    quantised = exactly(a.data.double() * spread(a, 300), b.data.double() * spread(b, 300))
+    assert_error(SampledProduct.of(p, 32, 0).row(variant).quantization, slow_error(quantised, exactly(p.a, p.b)))
+
+
+def test_the_sums_of_one_scale_a_tensor_are_the_instructions():
+    p, variant = captured(k=96), Variant("e4m3", "tensor", "float32", None, "sm_90")
+    row = instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
+    a, b = (cast(t, "e4m3", (None, None), "float32") for t in (p.a, p.b))
+    scale = (a.scale * b.scale).item()
+    sums = [[torch.tensor(chain(x, y, row)).mul(scale).item() for y in b.data] for x in a.data]
+    quantised = exactly(a.data.double() * a.scale.double(), b.data.double() * b.scale.double())
+    found = SampledProduct.of(p, 32, 0).row(variant)
+    as_fractions = [[Fraction(x) for x in line] for line in sums]
+    assert_error(found.accumulation, slow_error(as_fractions, quantised))
+    assert_error(found.total, slow_error(as_fractions, exactly(p.a, p.b)))
+
+
+def chain(x, y, row):
+    """One output as the instruction sums it, step by step."""
+    fmt, total = BY_DTYPE[x.dtype], 0.0
+    for k in range(0, len(x), row.terms):
+        part = slice(k, k + row.terms)
+        total = reference.step(x[part].float().tolist(), y[part].float().tolist(), total, fmt, fmt, row)
+    return total
+
+
+def test_the_published_sums_are_the_kernels():
+    p = captured(40, 50)
+    a, b = cast(p.a, "e4m3", (1, 128), "float32"), cast(p.b, "e4m3", (128, 128), "float32")
+    sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block).double()
+    at = SampledProduct.of(p, 16, 1)
+    error = Error.between(sums[at.rows_a][:, at.rows_b], at.exact)
+    assert at.row(PUBLISHED).total == error
+
+
+def test_mx_on_its_own_instruction_needs_no_scale_outside():
+    """With one step of 32 products and 25 bits the sum of the scaled values is exact but for its last bits."""
+    p = captured(k=32)
+    assert SampledProduct.of(p, 32, 0).row(Variant("mx", "1x32", "up", None, "sm_100")).accumulation.noise < 2.0**-40
+
+
+def test_exact_sums_have_no_error():
+    row = SampledProduct.of(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="exact"))
+    assert row.accumulation == Error(0.0, 0.0, 0.0)
+    assert row.total == row.quantization
+
+
+def test_fp32_sums_are_off_by_fp32s_rounding():
+    row = SampledProduct.of(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="fp32"))
+    assert 0 < row.accumulation.noise < (300 * 2.0**-24) ** 2
+
+
+def test_without_a_signal_any_difference_is_infinite():
+    zero, one = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+    assert Error.between(zero, zero) == Error(0.0, 0.0, 0.0)
+    assert Error.between(one, zero).noise == math.inf
+
+
+def test_decibels():
+    assert decibels(0.01) == pytest.approx(20)
+    assert decibels(0.0) is None
+    assert decibels(math.nan) is None
+
+
+def test_noise_is_averaged_over_products():
+    products = [captured(seed=seed) for seed in range(3)]
+    found = what_if(products, Choice(("e4m3",), ("row",), ("up",), (128,), ("sm_90",)))
+    (rank,) = found.ranking()
+    for part in ("quantization", "accumulation", "total"):
+        noise = [getattr(row, part).noise for row in found.rows]
+        assert getattr(rank, part) == pytest.approx(sum(noise) / 3, rel=1e-12)
+    assert rank.worst == max(row.total.worst for row in found.rows)
+    assert rank.bias == pytest.approx(sum(row.total.bias for row in found.rows) / 3)
+    assert rank.products == 3
+
+
+def test_the_ranking_begins_with_the_least_noise():
+    ranking = what_if([captured()], Choice(archs=("exact",))).ranking()
+    assert [rank.total for rank in ranking] == sorted(rank.total for rank in ranking)
+    assert ranking[0].variant.fmt == "e5m6"
+
+
+def test_the_hardest_product_is_named():
+    hard = replace(captured(seed=1), layer="hard", a=captured().a * torch.tensor([1.0, 1e-8] * 150))
+    found = what_if([captured(), hard], Choice(("int8",), ("tensor",), ("float32",), (None,), ("exact",)))
+    worst = max(found.rows, key=lambda row: row.total.noise)
+    assert found.ranking()[0].hardest == (worst.layer, worst.product)
+
+
+def test_the_sample_is_drawn_by_its_seed():
+    p = captured(200, 100)
+    first, again, other = (SampledProduct.of(p, 16, seed) for seed in (0, 0, 1))
+    assert torch.equal(first.rows_a, again.rows_a)
+    assert not torch.equal(first.rows_a, other.rows_a)
+    assert first.exact.shape == (16, 16)
+    assert len(first.rows_a.unique()) == 16
+
+
+def test_a_sample_that_is_large_enough_is_everything():
+    assert torch.equal(SampledProduct.of(captured(), 1000, 0).rows_a, torch.arange(5))
+
+
+def test_operands_are_cast_whole_before_they_are_sampled():
+    """The row that sets the tensor's scale need not be drawn."""
+    p = captured(100, 4)
+    p.a[99] = 1e6
+    at = SampledProduct.of(p, 4, 3)
+    assert 99 not in at.rows_a
+    variant = Variant("int8", "tensor", "float32", None, "exact")
+    assert not at.casts_for(variant).a.data.any()
+
+
+def test_values_multiply_what_scales_say():
+    q = cast(captured().a, "e4m3", (1, 128), "float32")
+    assert torch.equal(values(q), q.data.double() * spread(q, 300))
+
+
+def test_what_does_not_apply_is_kept_with_its_reason():
+    found = what_if([captured()], Choice(("e4m3",), ("row", "1x32"), ("up",), (128,), ("sm_90",)))
+    assert {row.variant.block for row in found.rows} == {"row"}
+    assert found.refused == {
+        "e4m3 in 1x32 blocks with power-of-two scales is mx": [Variant("e4m3", "1x32", "up", 128, "sm_90")]
+    }
+
+
+def test_products_of_zeros_are_named():
+    zero = replace(captured(), layer="silent", a=torch.zeros(5, 300))
+    assert what_if([captured(), zero], Choice(("mx",), archs=("exact",))).silent == ["fprop of silent"]
+
+
+@pytest.mark.parametrize(
+    ("products", "options", "message"),
+    [
+        ([captured()], {"choice": Choice(("nvfp4",), archs=("sm_90",))}, "no combination applies: the instruction"),
+        ([], {}, "there is nothing to measure"),
+        ([captured()], {"sample": 0}, "sample must be at least 1, not 0"),
+        ([replace(captured(), a=torch.full((5, 300), torch.inf))], {}, "fprop of layer has operands that are not finite"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(products, options, message):
+    with pytest.raises(ValueError, match=message):
+        what_if(products, **options)
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory) -> Capture:
+    return load(write_capture(tmp_path_factory.mktemp("captures") / "c.safetensors"))
+
+
+def test_of_experts_the_busiest_stands_for_its_layer(capture):
+    layers = {p.layer for p in chosen(capture)}
+    assert layers == {"first", "second", "experts.gate_up.2", "experts.down.2"}
+
+
+def test_an_expert_that_is_named_is_taken(capture):
+    assert {p.layer for p in chosen(capture, "experts.down.0")} == {"experts.down.0"}
+
+
+def test_layers_and_products_are_chosen(capture):
+    assert [(p.layer, p.product) for p in chosen(capture, "first,sec*", ("dgrad",))] == [
+        ("first", "dgrad"),
+        ("second", "dgrad"),
+    ]
+
+
+def test_a_layer_that_does_not_exist_is_refused(capture):
+    with pytest.raises(ValueError, match="no layer matches 'third'"):
+        chosen(capture, "third")
+
+
+def test_a_product_that_was_not_captured_is_refused(capture):
+    only = Capture(tuple(p for p in capture.products if p.product == "fprop"), 1, "r", "run", "0")
+    with pytest.raises(ValueError, match="the capture has no wgrad: it has fprop"):
+        chosen(only, "*", ("wgrad",))

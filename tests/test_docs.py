@@ -1,0 +1,69 @@
+"""The Python in README.md and docs/*.md does what the text beside it says, and their links lead somewhere."""
+
+import doctest
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import octile
+from octile.checkpoint.hugging_face import save
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+def python_of(page: Path) -> list[tuple[int, str]]:
+    """The page's blocks of Python, each with the number of the line before its first."""
+    text = page.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, found.start(1)), found[1]) for found in BLOCK.finditer(text)]
+
+
+def given(page: Path) -> dict[str, Any]:
+    """What the text around a page's Python takes for granted; the rest the page must bring itself."""
+    if page.name == "README.md":
+        save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
+    if page.name == "telemetry.md":
+        model = octile.convert(DeepseekV3(ModelConfig.tiny()), octile.Recipe.deepseek_v3())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"octile": octile, "model": model, "optimizer": optimizer, "batches": [torch.arange(32).view(2, 16)]}
+    return {}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
+def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in one namespace. A block with prompts must print what it shows."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = given(page)
+    with patch.dict(sys.modules):  # compat.deep_gemm.install() leaves nothing behind
+        for line, block in python_of(page):
+            if ">>> " not in block:
+                exec(compile("\n" * line + block, page.name, "exec"), names)
+                continue
+            example = doctest.DocTestParser().get_doctest(block, names, page.name, str(page), line)
+            report: list[str] = []
+            doctest.DocTestRunner().run(example, out=report.append, clear_globs=False)
+            assert not report, "".join(report)
+            names |= example.globs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    assert named >= {page for page in PAGES if page.parent == index.parent} - {index}
