@@ -15,7 +15,8 @@ and NaN; E4M3 gives only its last code to NaN, so that it reaches 448, and has n
 codes are numbers. UE8M0 stores powers of two, the scales of blocks: no sign, no mantissa, no zero.
 
 Sources: Micikevicius et al., "FP8 formats for deep learning" (arXiv 2209.05433) for E4M3 and E5M2; OCP Microscaling
-Formats v1.0 §5.3.3 for E2M1, §5.4 for UE8M0; E5M6 is DeepSeek-V3's (arXiv 2412.19437 §3.3.3), its details not published: IEEE-like here.
+Formats v1.0 §5.3.3 for E2M1, §5.4 for UE8M0; E5M6 is DeepSeek-V3's (arXiv 2412.19437 §3.3.3), its details not
+published: IEEE-like here.
 """
 
 from dataclasses import dataclass
@@ -250,4 +251,5 @@ BF16 = FloatFormat("bf16", 8, 7, 127, torch.bfloat16)
 FP32 = FloatFormat("fp32", 8, 23, 127, torch.float32)
 INT8 = IntFormat("int8", 8, torch.int8)
 
-by_name: dict[str, FloatFormat | IntFormat] = {f.name: f for f in (E4M3, E5M2, E5M6, E2M1, UE8M0, FP16, BF16, FP32, INT8)}
+_ALL: tuple[FloatFormat | IntFormat, ...] = (E4M3, E5M2, E5M6, E2M1, UE8M0, FP16, BF16, FP32, INT8)
+by_name: dict[str, FloatFormat | IntFormat] = {f.name: f for f in _ALL}

@@ -25,7 +25,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -180,18 +180,9 @@ class Recipe:
             raise ValueError(f'{path} must say recipe = "deepseek_v3" or another name, and [[keep]] for exceptions')
         recipe = cls.named(content["recipe"])
         keeps = content.get("keep", [])
-        for number, keep in enumerate(keeps, 1):
-            if (
-                not isinstance(keep, dict)
-                or keep.keys() != {"layers", "products"}
-                or not isinstance(keep["layers"], str)
-            ):
-                raise ValueError(f"{path}: keep {number} must say layers, a pattern, and products, a list")
-            if not keep["products"] or any(product not in PRODUCTS for product in keep["products"]):
-                raise ValueError(
-                    f"{path}: keep {number}: products must be some of {', '.join(PRODUCTS)}, not {keep['products']!r}"
-                )
-        exceptions = tuple((keep["layers"], frozenset(keep["products"])) for keep in keeps)
+        if not isinstance(keeps, list):
+            raise ValueError(f"{path}: keep must be a list, [[keep]], not {keeps!r}")
+        exceptions = tuple(_exception(f"{path}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
         if exceptions and recipe.casts is None:
             raise ValueError(f"{path}: recipe {recipe.name!r} casts nothing, so there is nothing to keep")
         return replace(recipe, exceptions=exceptions)
@@ -309,3 +300,13 @@ def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | I
         wgrad_x=Cast(fmt, COLUMN_TILE, "power_of_2"),
         wgrad_dy=Cast(gradient, COLUMN_TILE),
     )
+
+
+def _exception(where: str, keep: Any) -> tuple[str, frozenset[ProductName]]:
+    """One [[keep]] of a file."""
+    if not isinstance(keep, dict) or keep.keys() != {"layers", "products"} or not isinstance(keep["layers"], str):
+        raise ValueError(f"{where} must say layers, a pattern, and products, a list")
+    products = keep["products"]
+    if not isinstance(products, list) or not products or any(product not in PRODUCTS for product in products):
+        raise ValueError(f"{where}: products must be some of {list(PRODUCTS)}, not {products!r}")
+    return keep["layers"], frozenset(products)

@@ -1,11 +1,13 @@
 """The Python in README.md and docs/*.md does what the text beside it says, and their links lead somewhere."""
 
 import doctest
+import importlib.util
 import re
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -67,3 +69,16 @@ def test_the_index_names_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     assert named >= {page for page in PAGES if page.parent == index.parent} - {index}
+
+
+def test_a_picture_is_a_file_that_brings_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    pictures.write("one_step", pictures.drawn("one_step", 560, pictures.draw_one_step))
+    svg = (tmp_path / "one_step.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(svg)
+    assert set(re.findall(r"var\((--\w+)\)", svg)) <= set(re.findall(r"(--\w+):", svg))

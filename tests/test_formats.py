@@ -384,7 +384,9 @@ def test_unpacking_refuses_another_length(n):
 
 
 def test_e2m1_has_sixteen_numbers():
-    assert np.array_equal(E2M1.values().numpy(), np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float))
+    assert np.array_equal(
+        E2M1.values().numpy(), np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float)
+    )
     assert (E2M1.bits, E2M1.max, E2M1.smallest_normal, E2M1.smallest_subnormal) == (4, 6.0, 1.0, 0.5)
 
 

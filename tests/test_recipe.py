@@ -150,3 +150,55 @@ def test_a_history_serves_both_layouts():
     delayed, current = Cast(block=TENSOR, amax="delayed"), Cast(block=TENSOR)
     with pytest.raises(ValueError, match="wgrad_x and wgrad_dy must be x and dy where a scale is delayed"):
         Casts(delayed, delayed, delayed, wgrad_x=current, wgrad_dy=delayed)
+
+
+# Exceptions
+
+
+def with_exceptions():
+    return replace(
+        Recipe.deepseek_v3(),
+        exceptions=(("layers.1.*", frozenset({"wgrad"})), ("*.down", frozenset({"fprop", "dgrad"}))),
+    )
+
+
+def test_a_layer_gets_the_exceptions_that_match_it():
+    recipe = with_exceptions()
+    assert recipe.for_layer("layers.0.up") == Recipe.deepseek_v3()
+    assert recipe.for_layer("layers.1.up").uncast == {"wgrad"}
+    assert recipe.for_layer("layers.1.down").uncast == {"fprop", "dgrad", "wgrad"}
+    assert recipe.for_layer("layers.1.down").exceptions == ()
+
+
+def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
+    path = with_exceptions().write(tmp_path / "deep" / "r.toml")
+    assert Recipe.read(path) == with_exceptions()
+    assert Recipe.named(str(path)) == with_exceptions()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recipe = 3", "must say recipe"),
+        ("", "must say recipe"),
+        ('recipe = "fp4"', "unknown recipe 'fp4'"),
+        ('recipe = "per_tensor"\nstrict = true', "must say recipe"),
+        ("recipe = ", "r.toml: "),
+        ('recipe = "bf16"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'bf16' casts nothing"),
+        ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"', "keep 1 must say layers, a pattern, and products, a list"),
+        ('recipe = "per_tensor"\nkeep = "all"', "keep must be a list"),
+        ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"\nproducts = "fprop"', "products must be some of"),
+        ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"\nproducts = ["bprop"]', r"not \['bprop'\]"),
+        ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"\nproducts = []', "products must be some of"),
+    ],
+)
+def test_files_that_are_no_recipe_are_refused(tmp_path, text, message):
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Recipe.read(path)
+
+
+def test_a_file_that_does_not_exist_is_refused():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.toml"):
+        Recipe.named("nowhere.toml")

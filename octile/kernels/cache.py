@@ -63,7 +63,7 @@ def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> byt
             return build()
         if (stored := _read(path)) is not None:  # another process has built it meanwhile
             return stored
-        if path.stat().st_size:
+        if path.exists() and path.stat().st_size:  # not there: someone has emptied the folder meanwhile
             log.warning("the stored kernel %s is damaged: it is built again", path)
         built = build()
         try:

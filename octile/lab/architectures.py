@@ -58,6 +58,10 @@ class Instruction:
     evidence: str = "published"
 
 
+EVIDENCE = {  # in words
+    "published": "as published, not checked on hardware",
+    "SASS": "as read from machine code, not checked on hardware",
+}
 NAN = 0x7FFFFFFF  # the one NaN that a tensor core writes; 0x7FFF in FP16
 
 # sm_80 and sm_89 execute an instruction in two halves along K, each a step of its own

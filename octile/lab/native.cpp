@@ -12,6 +12,7 @@
 // The rounding mode belongs to the thread and changes between functions that are never inlined. NaN, Inf and sums too
 // large for B are the caller's: the rows they are in are reported in `bad`.
 
+#include <algorithm>
 #include <atomic>
 #include <cfenv>
 #include <cmath>
@@ -145,6 +146,7 @@ template <class Real> struct Worker {
             int32_t bits;
             std::memcpy(&bits, &x, 4);
             bits &= kept;
+            if ((bits & 0x7FFFFFFF) == 0) bits = 0;  // there is no -0
             std::memcpy(c + j, &bits, 4);
         }
     }
@@ -201,7 +203,7 @@ template <class Real> struct Worker {
             if (p.promote) leave(m, rows, n, interval);
         }
         if (!p.promote) {
-            std::memset(total, 0, sizeof total);
+            for (auto& sums : total) std::fill(sums, sums + columns, -0.0f);  // x + -0 is x, for x = -0 too
             if (interval > 0 && p.a_scale) leave(m, rows, n, interval - 1);
             else std::memcpy(total, accumulator, sizeof total);
         }

@@ -13,7 +13,7 @@ from rich.progress import track
 from octile.formats import FloatFormat, by_name
 from octile.lab.accumulate import Row
 from octile.lab.accumulate import accumulate as experiment
-from octile.lab.architectures import instruction
+from octile.lab.architectures import EVIDENCE, instruction
 from octile.lab.pages import screen_table
 from octile.report.figures import PHONE, WIDE
 from octile.report.lab_accumulate import draw_accumulate, say_accumulate, short_table, table
@@ -53,8 +53,8 @@ def show_accumulate(
     sentence = say_accumulate(rows, arch)
     lead = (
         f"Products of random {fmt_name.upper()} matrices as {core.name} of {arch} sums them, {core.terms} products a"
-        f" step with {core.fraction_bits} fraction bits, beside the exact results and in units of their RMS. The tensor"
-        f" core is modelled bit for bit; the evidence for this instruction: {core.evidence}."
+        f" step with {core.fraction_bits} fraction bits, beside the exact results and in units of their RMS. The model"
+        f" of this instruction: {EVIDENCE[core.evidence]}."
     )
     page = write_lab_page(
         out,

@@ -52,18 +52,32 @@ def show_hardware(
         [a.fraction_bits for a in found.accumulators],
         [decibels(a.accumulation) for a in found.accumulators],
         decibels(found.promoted),
-        decibels(found.cast) or 0.0,
+        decibels(found.cast),
         found.longest,
     )
     rows = [_moved(s) for s in found.suggestions]
     errors = [row for row in rows if row.snr_db is not None]
     charts = [
-        make_chart(
-            "A longer accumulator", draw.say_bits(curve), lambda f: draw.draw_bits(f, curve), (WIDE, 320), (PHONE, 300)
-        ),
-        make_chart("Values", draw.say_errors(rows), lambda f: draw.draw_errors(f, errors), (WIDE, 200), (PHONE, 200)),
-        make_chart("Bytes", draw.say_moved(rows, HBM), lambda f: draw.draw_moved(f, rows), (WIDE, 330), (PHONE, 330)),
+        make_chart("Bytes", draw.say_moved(rows, HBM), lambda f: draw.draw_moved(f, rows), (WIDE, 330), (PHONE, 330))
     ]
+    if errors:
+        charts.insert(
+            0,
+            make_chart(
+                "Values", draw.say_errors(errors), lambda f: draw.draw_errors(f, errors), (WIDE, 200), (PHONE, 200)
+            ),
+        )
+    if any(snr is not None for snr in curve.snr_db):
+        charts.insert(
+            0,
+            make_chart(
+                "A longer accumulator",
+                draw.say_bits(curve),
+                lambda f: draw.draw_bits(f, curve),
+                (WIDE, 320),
+                (PHONE, 300),
+            ),
+        )
     lead = (
         f"What the suggestions of DeepSeek-V3 to hardware makers would bring to the products of step {capture.step} of"
         f" the run {capture.run}: errors computed on {found.products} of them ({sample} rows of each operand drawn with"

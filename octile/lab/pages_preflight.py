@@ -113,17 +113,14 @@ def table(rows: list[draw.Predicted]) -> Table:
 
 
 def _write_page(folder: Path, asked: Asked, rows: list[draw.Predicted], sentence: str) -> Path:
-    heat = draw.heat_of(rows)
-    size = 80 + 19 * len(heat.rows)
-    charts = [
-        make_chart(
-            "Risk by layer",
-            sentence,
-            lambda f: draw_heat(f, heat, "predicted SNR (dB), the darker the worse"),
-            (WIDE, size),
-            (PHONE, size),
+    charts = []
+    if rows:
+        heat = draw.heat_of(rows)
+        size = 80 + 19 * len(heat.rows)
+        what = "predicted SNR (dB), orange is worse"
+        charts.append(
+            make_chart("Risk by layer", sentence, lambda f: draw_heat(f, heat, what), (WIDE, size), (PHONE, size))
         )
-    ]
     if any(row.measured_db is not None for row in rows):
         charts.append(
             make_chart(

@@ -143,8 +143,10 @@ def _cells(rank: Rank) -> tuple[str, ...]:
 def short_table(ranking: Sequence[Rank]) -> Table:
     """The ranking as a terminal of 80 columns shows it."""
     cells = [_cells(rank) for rank in ranking]
-    rows = [(f"{c[0]} {c[1]}", c[2], f"{c[4]}, {c[3]}".removesuffix(", –"), *c[5:10]) for c in cells]
-    return Table(("cast", "scale", "sums", "bits", "SNR dB", "cast", "sums", "worst"), rows)
+    rows = [
+        (f"{c[0]} {c[1]}", c[2], f"{c[4]} {c[3].removeprefix('every ')}".removesuffix(" –"), *c[5:10]) for c in cells
+    ]
+    return Table(("cast", "scale", "sums", "bits", "SNR dB", "its own", "the sums'", "worst"), rows)
 
 
 def _db(noise: float) -> str:

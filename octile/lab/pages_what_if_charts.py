@@ -23,7 +23,9 @@ def _mean_db(rows: Iterable[Row], part: str) -> float | None:
 
 
 def main_sections(found: WhatIf, reference: Variant, products: Sequence[Captured]) -> list[Section]:
-    sections = [Section("Which cast", [_casts_chart(found)])]
+    """Of casts, sums and layers; what lost nothing at all has no picture."""
+    casts = casts_of(found)
+    sections = [Section("Which cast", [_casts_chart(found, casts)])] if casts else []
     sums = sums_of(found, reference)
     quantization = _mean_db(found.of(reference), "quantization")
     if sums and quantization is not None:
@@ -40,14 +42,13 @@ def main_sections(found: WhatIf, reference: Variant, products: Sequence[Captured
         )
         sections.append(Section("Which sum", [chart]))
     heat = by_layer(found.of(reference))
-    return [
-        *sections,
-        Section("Where in the model", [_heat_chart("Layer by layer", draw.say_heat(heat, str(reference)), heat)]),
-    ]
+    if not heat.known:
+        return [*sections, Section("Where in the model", note=f"Nowhere: {reference} is exact on these products.")]
+    sentence = draw.say_heat(heat, str(reference))
+    return [*sections, Section("Where in the model", [_heat_chart("Layer by layer", sentence, heat)])]
 
 
-def _casts_chart(found: WhatIf) -> Chart:
-    casts = casts_of(found)
+def _casts_chart(found: WhatIf, casts: Sequence[draw.CastLoss]) -> Chart:
     rows = len({(cast.fmt, cast.block) for cast in casts})
     n = len({(row.layer, row.product) for row in found.rows})
     return make_chart(
@@ -102,23 +103,22 @@ def by_layer(rows: Sequence[Row]) -> draw.Heat:
 
 
 def _heat_chart(title: str, sentence: str, heat: draw.Heat) -> Chart:
-    what = "SNR (dB), the darker the worse"
+    what = "SNR (dB), orange is worse"
     size = 80 + 19 * len(heat.rows)
     return make_chart(title, sentence, lambda f: draw.draw_heat(f, heat, what), (WIDE, size), (PHONE, size))
 
 
 def steps_section(steps: tuple[ProductName, draw.Heat] | None, reference: Variant) -> list[Section]:
-    if steps is None:
+    """Layers by step, where there are several."""
+    if steps is None or not steps[1].known:
         return []
     product, heat = steps
-    return [
-        Section(
-            "As training goes on", [_heat_chart("Layer by step", draw.say_steps(heat, product, str(reference)), heat)]
-        )
-    ]
+    sentence = draw.say_steps(heat, product, str(reference))
+    return [Section("As training goes on", [_heat_chart("Layer by step", sentence, heat)])]
 
 
 def outlier_sections(seen: Outliers, texts_known: bool) -> list[Section]:
+    """The sequence that holds the largest value, and what is without the outliers."""
     token = int(seen.size.amax(1).argmax())
     start = token // seen.sequence * seen.sequence
     part = slice(start, start + seen.sequence)

@@ -77,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/lab-promotion"), help="folder (default: %(default)s)")
     chosen = parser.parse_args(arguments)
+    with tensor_core(chosen.arch, promote_every=128):  # refuses what does not go, before any work
+        pass
     config = replace(tiny(), recipe=chosen.recipe, steps=chosen.steps, seed=chosen.seed)
     screen = Screen()
     store = prepare_tokens(config, chosen.out / "data", screen)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import capturing
-from octile.lab.guards import Event, Guards, Rule
-from octile.lab.layers import layer_weights
+from octile.lab.guards import Action, Event, Guards, Rule
+from octile.lab.layers import layer_weights, matching
 from octile.lab.operand_stats import Row
 from octile.lab.telemetry import telemetry
 from octile.nn.conversion import log
@@ -30,7 +31,7 @@ def observer(every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Obs
 
     Rows go to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_FIGURE"), what a rule does to the
     log and, as {"step", "guard": {…}}, to metrics.jsonl. A run that is resumed continues with the products switched
-    that were switched, and with the rules knowing what they knew.
+    that were switched, with the captures that were due, and with the rules knowing what they knew.
 
     Args:
         every: steps from one that is measured to the next; 0 measures none.
@@ -39,7 +40,7 @@ def observer(every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Obs
 
     Raises:
         ValueError: every is negative, there are rules but nothing is measured; when the run is set up: a pattern
-            matches no layer, or the recipe makes no product in 8 bits.
+            matches no layer, a rule's no layer that is measured, or the recipe makes no product in 8 bits.
     """
     if every < 0:
         raise ValueError(f"telemetry_every must not be negative, but is {every}")
@@ -50,7 +51,9 @@ def observer(every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Obs
         if every and trainer.recipe.casts is None:
             raise ValueError(f"telemetry measures products in 8 bits, and recipe {trainer.recipe.name!r} makes none")
         if every:
-            layer_weights(trainer.model, layers)
+            measured = tuple(layer_weights(trainer.model, layers).weights)
+            for rule in rules:
+                matching(measured, rule.layers)  # a rule for layers that nobody measures would never fire
         return _Beside(trainer, run, metrics, every, layers, Guards(rules)).around
 
     return attach
@@ -64,7 +67,8 @@ class _Beside:
     ):
         self.trainer, self.run, self.metrics = trainer, run, metrics
         self.every, self.layers, self.guards = every, layers, guards
-        self.to_capture: set[tuple[str, ProductName]] = set()
+        due = _guards(run, "capture", trainer.steps_done - 1, trainer.steps_done)
+        self.to_capture: set[tuple[str, ProductName]] = {(guard["layer"], guard["product"]) for guard in due}
         switch_again(trainer, run, 0, trainer.steps_done)
         if run.telemetry_file.exists():
             guards.look(read_lines(run.telemetry_file))
@@ -104,6 +108,9 @@ class _Beside:
         log.warning("%s", event)
         if event.rule.then == "capture":
             self.to_capture.add((event.layer, event.product))
+            if event.step == self.trainer.config.steps:
+                options = f"--step {event.step + 1} --layers {event.layer} --products {event.product}"
+                log.warning("no step follows; to capture the next: octile lab capture %s %s", self.run.path, options)
         elif event.rule.then == "bf16":
             log.warning("from step %d on %s", event.step + 1, switch(self.trainer, event.layer, event.product))
         self.metrics.write({"step": event.step, "guard": event.record()})
@@ -123,10 +130,16 @@ def switch(trainer: Trainer, layer: str, product: ProductName) -> str:
 
 def switch_again(trainer: Trainer, run: RunFolder, after: int, up_to: int) -> None:
     """Repeats the switches that guards made after one step and up to another."""
+    for guard in _guards(run, "bf16", after, up_to):
+        switch(trainer, guard["layer"], guard["product"])
+
+
+def _guards(run: RunFolder, then: Action, after: int, up_to: int) -> Iterator[dict[str, Any]]:
+    """What guards did after one step and up to another, as metrics.jsonl keeps it."""
     for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
         guard = line.get("guard")
-        if guard and guard["then"] == "bf16" and after < line["step"] <= up_to:
-            switch(trainer, guard["layer"], guard["product"])
+        if guard and guard["then"] == then and after < line["step"] <= up_to:
+            yield guard
 
 
 def capture_run(

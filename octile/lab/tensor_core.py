@@ -10,7 +10,7 @@ the tensor core, and begins again at zero.
     tensor_core           octile's own products are computed so: a whole model trains and evaluates through it
 
 On a CPU this is C++ (`native`) or, without a compiler, plain torch (`vectorised`); on a GPU Triton. All give the same
-bits. `architectures` is the table of what is known, `reference` the specification.
+bits. `architectures` is the table of what is known and says how it is known, `reference` the specification.
 Sources: `octile.lab.architectures`; promotion: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.
 """
 

@@ -52,8 +52,8 @@ class Error:
         e = found - reference
         power = reference.square().mean()
         if not reference.any():
-            noise = math.inf if e.any() else 0.0
-            return cls(noise, noise, 0.0)
+            infinite = math.inf if e.any() else 0.0
+            return cls(infinite, infinite, 0.0)
         noise, worst = e.square().mean() / power, e.abs().max() / power.sqrt()
         return cls(noise.item(), worst.item(), ((e * reference.sign()).sum() / reference.abs().sum()).item())
 

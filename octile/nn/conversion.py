@@ -50,7 +50,7 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
 
     Raises:
         TypeError: model is no module, or recipe no Recipe.
-        ValueError: there is no linear layer in it.
+        ValueError: there is no linear layer in it, or an exception of the recipe matches none that is converted.
     """
     model = apply_recipe(model, recipe, filter)
     if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
@@ -104,7 +104,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
                 f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer"
             )
     why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common() if n)
-    exceptions = f" with {len(recipe.exceptions)} exceptions" if recipe.exceptions else ""
+    exceptions = f" (exceptions: {len(recipe.exceptions)})" if recipe.exceptions else ""
     summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
     if recipe.smooths_swiglu and not any(isinstance(module, MLP | Experts) for module in model.modules()):

@@ -4,10 +4,10 @@ What lies between two products of a feed-forward layer is elementwise, so it cos
 after the other, h and the gradients of gate and up would each be written in BF16 and read again to be cast, once along
 the rows and once along the columns.
 
-The functions are torch's own in FP32, rounded once, to the quantised number. Everything after the exponential is bit
-for bit these; the exponential of a GPU is not the CPU's. silu(gate) there is within (8 + |gate|) · 2⁻²³ of the value
-here, relatively, so a scale may differ by that, and a number that lies at the middle between two codes may round to
-the other one.
+The functions are torch's own in FP32, rounded once, to the quantised number. The exponential of a GPU is not the
+CPU's, nor is the division after it: silu(gate) there is within (8 + |gate|) · 2⁻²³ of the value here, relatively, so a
+scale may differ by that, and a number that lies at the middle between two codes may round to the other one. The cast
+itself is bit for bit.
 
 The weight by which a mixture of experts sums its experts' results does not appear here: it multiplies after the
 down-projection (`octile.nn.dispatch`).

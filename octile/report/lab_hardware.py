@@ -20,14 +20,14 @@ class Curve:
 
     Attributes:
         bits, snr_db: of the curve.
-        promoted_db: of the first of these bits promoted every 128; cast_db: of the casts alone.
+        promoted_db: of the first of these bits promoted every 128; cast_db: of the casts alone; None where exact.
         longest: products in the longest sum.
     """
 
     bits: Sequence[int]
     snr_db: Sequence[float | None]
     promoted_db: float | None
-    cast_db: float
+    cast_db: float | None
     longest: int
 
 
@@ -35,15 +35,20 @@ def draw_bits(figure: Figure, curve: Curve) -> None:
     axes = figure.subplots()
     dress(axes, "fraction bits that the tensor core keeps", "SNR of the sums alone (dB); higher is better")
     known = [(bits, snr) for bits, snr in zip(curve.bits, curve.snr_db, strict=True) if snr is not None]
-    axes.plot(*zip(*known, strict=True), color=COLOR["blue"], marker="o", markersize=5)
+    bits, snr = zip(*known, strict=True)
+    axes.plot(bits, snr, color=COLOR["blue"], marker="o", markersize=5)
     axes.set_xlim(curve.bits[0] - 0.4, curve.bits[-1] + 0.4)
     axes.set_xticks(curve.bits[:: 1 if figure.get_figwidth() * 72 > LARGE else 3])
-    labels = [(known[-1][1], "never promoted", COLOR["blue"]), (curve.cast_db, "the casts alone", COLOR["muted"])]
-    axes.axhline(curve.cast_db, color=COLOR["muted"], linewidth=1, linestyle=":")
+    labels = [(snr[-1], "never promoted", COLOR["blue"])]
+    low = snr[0]
+    if curve.cast_db is not None:
+        axes.axhline(curve.cast_db, color=COLOR["muted"], linewidth=1, linestyle=":")
+        labels.append((curve.cast_db, "the casts alone", COLOR["muted"]))
+        low = min(low, curve.cast_db)
     if curve.promoted_db is not None:
         axes.axhline(curve.promoted_db, color=COLOR["green"], linewidth=1, linestyle="--")
         labels.append((curve.promoted_db, f"{curve.bits[0]} bits, every 128", COLOR["green"]))
-    axes.set_ylim(bottom=min(curve.cast_db, known[0][1]) - 5)
+    axes.set_ylim(bottom=low - 5)
     label_ends(figure, axes, labels)
 
 
@@ -83,7 +88,7 @@ def draw_moved(figure: Figure, rows: Sequence[Moved]) -> None:
     """Two bars a suggestion."""
     axes = figure.subplots()
     desk = figure.get_figwidth() * 72 > LARGE
-    dress(axes, "bytes today (grey) and then (blue)", "what moves in the captured products of one step")
+    dress(axes, "bytes today (grey) and then (blue)", "in one step")
     for at, row in enumerate(rows):
         axes.barh(at - 0.17, row.today, height=0.3, color=COLOR["muted"], alpha=0.55)
         axes.barh(at + 0.17, row.then, height=0.3, color=COLOR["blue"])
@@ -112,11 +117,10 @@ def say_moved(rows: Sequence[Moved], memory: str) -> str:
 
 
 def draw_errors(figure: Figure, rows: Sequence[Moved]) -> None:
-    """From today's SNR to then's, an arrow a suggestion."""
+    """From today's SNR to then's, of suggestions that have both."""
     axes = figure.subplots()
-    known = [row for row in rows if row.snr_db is not None]
-    dress(axes, "SNR of the products (dB)", "today (grey) and then (blue); right is better")
-    for at, row in enumerate(known):
+    dress(axes, "SNR (dB) today (grey) and then (blue)", "right is better")
+    for at, row in enumerate(rows):
         assert row.snr_db is not None
         today, then = row.snr_db
         axes.plot([today, then], [at, at], color=COLOR["grid"], linewidth=3, zorder=1)
@@ -124,16 +128,15 @@ def draw_errors(figure: Figure, rows: Sequence[Moved]) -> None:
         axes.plot(then, at, "o", color=COLOR["blue"], markersize=6)
         axes.annotate(f"{then - today:+.2f} dB".replace("-", "−"), (max(today, then), at), (10, 0),
                       textcoords="offset points", va="center", fontsize=10)  # fmt: skip
-    axes.set_yticks(range(len(known)), [row.name for row in known])
-    axes.set_ylim(len(known) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     low, high = axes.get_xlim()
     axes.set_xlim(low - 0.5, high + 0.25 * (high - low) + 0.5)
     axes.grid(axis="x")
 
 
 def say_errors(rows: Sequence[Moved]) -> str:
-    known = [row for row in rows if row.snr_db is not None]
-    parts = [f"{row.name} {row.snr_db[1] - row.snr_db[0]:+.2f} dB".replace("-", "−") for row in known if row.snr_db]
+    parts = [f"{row.name} {row.snr_db[1] - row.snr_db[0]:+.2f} dB".replace("-", "−") for row in rows if row.snr_db]
     return (
         f"What would change in the values: {', '.join(parts)}. Casting in the load changes no value. Where the grey dot"
         " hides behind the blue one, today's software already loses nothing, and the gain is in bytes alone."

@@ -60,7 +60,7 @@ class Without(Protocol):
 def draw_map(figure: Figure, data: Map) -> None:
     """A dot a large value, in the colour of its token's kind; its area grows with its size."""
     axes = figure.subplots()
-    dress(axes, "channel", "token of one sequence, the first on top; a dot is a large value")
+    dress(axes, "channel", "token, the first on top")
     token, channel = _largest(data)
     size = data.size[token, channel]
     area = 2 + 40 * np.log2(size / size.min()) / max(np.log2(size.max() / size.min()), 1)
@@ -71,7 +71,8 @@ def draw_map(figure: Figure, data: Map) -> None:
     axes.set_xlim(-1, data.size.shape[1])
     axes.set_ylim(data.size.shape[0] - 0.5, -1.5)
     axes.grid(visible=False)
-    used = {kind: name for kind, name in KIND_COLOR.items() if kind in {data.kinds[t] for t in token}}
+    there = {data.kinds[t] for t in token}
+    used = {"“.”" if kind == "." else kind: name for kind, name in KIND_COLOR.items() if kind in there}
     legend(figure, used, figure.get_figwidth() * 72 > LARGE)
 
 
@@ -102,7 +103,7 @@ def draw_without(figure: Figure, rows: Sequence[Without]) -> None:
     desk = figure.get_figwidth() * 72 > LARGE
     left, right = figure.subplots(*((1, 2) if desk else (2, 1)), sharey=desk, squeeze=True)
     names = [f"{row.kind} ({row.massive:,})" for row in rows]
-    dress(left, "share of the error that remains", "error of the tokens that keep all their values")
+    dress(left, "share of the error that remains", "error of all other tokens")
     dress(right, "‖Δy‖ / ‖y‖", "how far the layer's output moves")
     schemes = list(rows[0].others)
     for at, row in enumerate(rows):

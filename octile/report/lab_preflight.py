@@ -41,18 +41,21 @@ def heat_of(rows: Sequence[Predicted]) -> Heat:
 
 
 def say_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
+    if not rows:
+        return f"Every product is exact under {recipe}: nothing need stay in BF16."
     worst = rows[0]
-    kept = [row for row in rows if row.excepted]
+    below, kept = (sum(chosen) for chosen in ([row.snr_db < least_db for row in rows], [row.excepted for row in rows]))
+    shared = " (an expert's two weights share one recipe)" if kept > below else ""
     found = (
-        f"{len(kept)} of {len(rows)} products fall below {least_db:g} dB and are advised to stay in BF16."
-        if kept
+        f"{below} of {len(rows)} products fall below {least_db:g} dB; {kept} are advised to stay in BF16{shared}."
+        if below
         else f"None falls below {least_db:g} dB, so nothing need stay in BF16."
     )
     flushed = f", {worst.flushed:.0%} of whose values become zero" if worst.flushed >= 0.005 else ""
     return (
-        f"Predicted SNR in dB under {recipe}, every channel counted alike; the darker, the more is lost. {found} Most"
-        f" is lost in {worst.product} of {shortened([worst.layer])[0]}, {worst.snr_db:.1f} dB, by the cast of"
-        f" {worst.blame}{flushed}."
+        f"Predicted SNR in dB under {recipe}, every channel counted alike; the deeper the orange, the more is lost."
+        f" {found} Most is lost in {worst.product} of {shortened([worst.layer])[0]}, {worst.snr_db:.1f} dB, by the"
+        f" cast of {worst.blame}{flushed}."
     )
 
 

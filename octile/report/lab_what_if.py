@@ -61,7 +61,7 @@ def draw_casts(figure: Figure, casts: Sequence[CastLoss]) -> None:
     axes = figure.subplots()
     desk = figure.get_figwidth() * 72 > LARGE
     rows = list(dict.fromkeys((cast.fmt, cast.block) for cast in casts))
-    dress(axes, "SNR of the products (dB)", "format and block, best first within a format; right is better")
+    dress(axes, "SNR of the products (dB)", "right is better")
     for cast in casts:
         row = rows.index((cast.fmt, cast.block))
         axes.plot(cast.snr_db, row, "o", color=COLOR[SCALE_COLOR[cast.scale]], markersize=6.5, alpha=0.85)
@@ -103,7 +103,7 @@ def say_casts(casts: Sequence[CastLoss], products: int) -> str:
     if drop is not None:
         said += (
             f" Rounding a power-of-two scale down instead of up costs {drop:.0f} dB on average, since the largest"
-            " values of most blocks then saturate: the red dots stand far to the left."
+            " values of most blocks then saturate: the orange dots stand far to the left."
         )
     if any(cast.fmt == "int8" for cast in casts):
         said += " INT8 looks better than it trains: SNR sees the large values, and INT8 loses the small ones."
@@ -134,13 +134,13 @@ class SumLoss:
 
 def draw_sums(figure: Figure, sums: Sequence[SumLoss], quantization_db: float) -> None:
     axes = figure.subplots()
-    dress(axes, "accumulation SNR (dB), the cast apart", "how the tensor core sums; right is better")
+    dress(axes, "accumulation SNR (dB), the cast apart", "right is better")
     for row, loss in enumerate(sums):
         for product, snr in loss.snr_db.items():
             if snr is not None:
                 axes.plot(snr, row, "o", color=COLOR[PRODUCT_COLOR[product]], markersize=7, alpha=0.85)
     axes.axvline(quantization_db, color=COLOR["muted"], linewidth=1, linestyle=":")
-    axes.annotate(" the cast's", (quantization_db, -0.75), va="top", color=COLOR["muted"])
+    axes.annotate(" the cast's", (quantization_db, len(sums) - 0.45), va="bottom", color=COLOR["muted"])
     axes.set_yticks(range(len(sums)), [loss.name for loss in sums])
     axes.set_ylim(len(sums) - 0.4, -0.8)
     axes.grid(axis="x")
@@ -153,22 +153,33 @@ def say_sums(sums: Sequence[SumLoss], cast: str, quantization_db: float, longest
     if not known:
         return f"With {cast} no sum of these products was off by a single bit."
     snr, name, product = min(known)
-    verdict = "less than" if snr > quantization_db + 3 else "as much as" if snr > quantization_db - 3 else "more than"
+    close = abs(snr - quantization_db) < 3
+    verdict = "about as much as" if close else "less than" if snr > quantization_db else "more than"
     return (
         f"What the sums alone lose, operands {cast}. The dotted line is what the cast had lost before"
-        f" ({quantization_db:.1f} dB). The worst way to sum here is {name}, {snr:.0f} dB in {product}: {verdict} the"
-        f" cast. The longest sum of this run has {longest:,} products; the gap narrows as sums grow (octile lab"
-        " accumulate)."
+        f" ({quantization_db:.1f} dB). The worst way to sum here is {name}, {snr:.0f} dB in {product}, and harms"
+        f" {verdict} the cast. The longest sum of this run has {longest:,} products; the gap narrows as sums grow"
+        " (octile lab accumulate)."
     )
 
 
 @dataclass(frozen=True)
 class Heat:
-    """A table of figures to be shaded: cells[row][column], None where there is none. Dark is the smallest."""
+    """A table of figures to be shaded: cells[row][column], None where there is none. Orange is the smallest."""
 
     rows: Sequence[str]
     columns: Sequence[str]
     cells: Sequence[Sequence[float | None]]
+
+    @property
+    def known(self) -> list[tuple[float, str, str]]:
+        """Figures with the names of their row and column."""
+        return [
+            (value, row, column)
+            for row, cells in zip(self.rows, self.cells, strict=True)
+            for column, value in zip(self.columns, cells, strict=True)
+            if value is not None
+        ]
 
 
 def draw_heat(figure: Figure, heat: Heat, what: str) -> None:
@@ -188,8 +199,7 @@ def draw_heat(figure: Figure, heat: Heat, what: str) -> None:
 def _shade(axes: Axes, heat: Heat) -> None:
     from matplotlib.patches import Rectangle
 
-    known = [value for row in heat.cells for value in row if value is not None]
-    low, high = min(known), max(known)
+    low, high = min(heat.known)[0], max(heat.known)[0]
     for y, row in enumerate(heat.cells):
         for x, value in enumerate(row):
             if value is None:
@@ -201,11 +211,9 @@ def _shade(axes: Axes, heat: Heat) -> None:
 
 
 def say_heat(heat: Heat, cast: str) -> str:
-    known = [(v, row, col) for row, cells in zip(heat.rows, heat.cells, strict=True)
-             for col, v in zip(heat.columns, cells, strict=True) if v is not None]  # fmt: skip
-    worst, best = min(known), max(known)
+    worst, best = min(heat.known), max(heat.known)
     return (
-        f"SNR in dB of every layer's products, {cast}; the darker, the more is lost. Most in {worst[2]} of"
+        f"SNR in dB of every layer's products, {cast}; the deeper the orange, the more is lost. Most in {worst[2]} of"
         f" {shortened([worst[1]])[0]} ({worst[0]:.1f} dB), least in {best[2]} of {shortened([best[1]])[0]}"
         f" ({best[0]:.1f} dB)."
     )
@@ -217,10 +225,13 @@ def say_steps(heat: Heat, product: str, cast: str) -> str:
         for row, cells in zip(heat.rows, heat.cells, strict=True)
         if cells[0] is not None and cells[-1] is not None
     ]
+    if not moved:
+        return f"The same products as training goes on: SNR in dB of {product}, {cast}."
     change, layer = min(moved)
     first, last = heat.columns[0], heat.columns[-1]
     mean = sum(each for each, _ in moved) / len(moved)
+    least = "loses most" if change < 0 else "gains least"
     return (
         f"The same products as training goes on: SNR in dB of {product}, {cast}, at {first} to {last}. It moves by"
-        f" {mean:+.1f} dB on average; the layer that loses most is {shortened([layer])[0]} ({change:+.1f} dB)."
+        f" {mean:+.1f} dB on average; {shortened([layer])[0]} {least} ({change:+.1f} dB)."
     ).replace("-", "−")

@@ -66,6 +66,17 @@ def test_a_damaged_file_is_built_again_and_said(folder, build, damage, caplog):
     assert entry.read_bytes() == whole
 
 
+def test_a_folder_that_is_emptied_while_a_process_waits_does_no_harm(folder, build, monkeypatch):
+    def emptied(descriptor: int, operation: int) -> None:
+        if operation == cache.fcntl.LOCK_EX:
+            for path in folder.iterdir():
+                path.unlink()
+
+    monkeypatch.setattr(cache.fcntl, "flock", emptied)
+    assert cache.fetch("product", ["text"], build) == BUILT
+    assert [path.suffix for path in folder.iterdir()] == [".compiled"]
+
+
 def test_what_does_not_build_is_not_stored(folder, build):
     def fail() -> bytes:
         raise RuntimeError("no such instruction")

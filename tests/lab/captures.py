@@ -38,5 +38,7 @@ def write_capture(path: Path, step: int = 3, seed: int = 0, change: Tensor | Non
     """Of two sequences of twelve tokens; change is added to the input."""
     model = apply_recipe(Block(), Recipe.deepseek_v3())
     with capturing(model) as recorder:
-        model(batch(seed) if change is None else (batch(seed).detach() + change).requires_grad_()).square().sum().backward()
+        model(
+            batch(seed) if change is None else (batch(seed).detach() + change).requires_grad_()
+        ).square().sum().backward()
     return recorder.save(path, step, "deepseek_v3", "toy", torch.arange(TOKENS).view(2, 12))

@@ -58,7 +58,9 @@ def test_accumulate_prints_a_table_and_leaves_a_page(capsys, folder):
     assert code == 0
     assert "every 128" in out
     assert "picture: lab/accumulate.html" in out
-    assert all(address.startswith("#") for address in read_page(folder / "lab" / "accumulate.html").loads)
+    page = folder / "lab" / "accumulate.html"
+    assert all(address.startswith("#") for address in read_page(page).loads)
+    assert "as published, not checked on hardware" in page.read_text(encoding="utf-8")
 
 
 def test_accumulates_json_is_the_experiments(capsys, folder):

@@ -143,6 +143,21 @@ def test_a_resumed_run_goes_on_as_the_other_did(run_with, switched, interrupted)
         assert new == old, file
 
 
+def test_a_resumed_run_makes_the_capture_that_was_due(run_with, interrupted):
+    shutil.rmtree(interrupted / "captures")
+    run_with(1, LAYER, SWITCHING, resume=interrupted)
+    (path,) = (interrupted / "captures").iterdir()
+    assert load(path).step == 3
+
+
+def test_a_capture_that_no_step_follows_is_said_to_be_missing(run_with, caplog):
+    out = run_with(1, LAYER, SWITCHING[1:], steps=2)
+    said = [record.getMessage() for record in caplog.records]
+    how = f"octile lab capture {out} --step 3 --layers {LAYER} --products dgrad"
+    assert f"no step follows; to capture the next: {how}" in said
+    assert not (out / "captures").exists()
+
+
 def test_a_resumed_run_without_rules_keeps_the_switches(run_with, switched, interrupted):
     run_with(resume=interrupted)
     assert same(final(interrupted), final(switched))
@@ -198,6 +213,11 @@ def test_bad_options_are_refused_at_once(options, message):
 def test_a_pattern_that_matches_nothing_is_refused_before_the_first_step(run_with):
     with pytest.raises(ValueError, match="no layer matches 'nothing'"):
         run_with(1, "nothing")
+
+
+def test_a_rule_for_layers_that_are_not_measured_is_refused(run_with):
+    with pytest.raises(ValueError, match=r"no layer matches 'model\.layers\.1"):
+        run_with(1, LAYER, (Rule(ALWAYS, "warn", layers="model.layers.1.*"),))
 
 
 def test_a_run_without_8_bit_products_has_nothing_to_measure(run_with):

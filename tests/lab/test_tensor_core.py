@@ -60,6 +60,15 @@ def test_terms_cut_down_are_the_specification(form):
     assert not same_bits(actual, tensor_core_matmul(a, b))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), [p for p in ROWS if torch.bfloat16 in p.values])
+def test_a_negative_sum_too_small_for_fp32_is_plus_zero(form, arch, a_dtype, b_dtype):
+    row = instruction(arch, a_dtype, b_dtype)
+    a, b = torch.tensor([[-(2.0**-100)]]).to(a_dtype), torch.tensor([[2.0**-55]]).to(b_dtype)
+    out = form.sum_products(decode(a, row), decode(b, row), torch.zeros(1, 1), Sum(row, row.terms, promote=False))
+    assert out.view(torch.int32).item() == 0
+
+
 @given(
     codes=st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), min_size=1, max_size=64),
     c=st.floats(width=32),
@@ -128,6 +137,15 @@ def test_rows_that_the_compiled_form_gives_up_are_the_plain_forms():
         for how in (Sum(row, 64, promote), Sum(row, 64, promote, *scales)):
             operands = decode(a, row), decode(b, row), c
             assert same_bits(native.sum_products(*operands, how), vectorised.sum_products(*operands, how))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scale_of_zero_leaves_the_sign_that_a_multiplication_does(form):
+    row = instruction("sm_90", E4, E4)
+    a, b = decode(torch.full((1, 32), -1.0).to(E4), row), decode(torch.ones(1, 32).to(E4), row)
+    scales = torch.full((1, 1), 2.0**-100), torch.full((1, 1), 2.0**-100)  # whose product is below FP32's range
+    out = form.sum_products(a, b, torch.zeros(1, 1), Sum(row, 32, False, *scales))
+    assert same_bits(out, torch.tensor([[-0.0]]))
 
 
 def rounded(x):

@@ -96,7 +96,8 @@ def chain(x, y, row):
 
 
 def test_the_published_sums_are_the_kernels():
-    p = captured(40, 50)
+    p = captured(40, 300)  # a weight of several rows of blocks
+    p.b[128:256] *= 1000
     a, b = cast(p.a, "e4m3", (1, 128), "float32"), cast(p.b, "e4m3", (128, 128), "float32")
     sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block).double()
     at = SampledProduct.of(p, 16, 1)
@@ -149,6 +150,13 @@ def test_the_ranking_begins_with_the_least_noise():
     ranking = what_if([captured()], Choice(archs=("exact",))).ranking()
     assert [rank.total for rank in ranking] == sorted(rank.total for rank in ranking)
     assert ranking[0].variant.fmt == "e5m6"
+
+
+def test_the_ranking_counts_the_sums_too():
+    p = captured(k=4096)
+    positive = replace(p, a=p.a.abs(), b=p.b.abs())
+    choice = Choice(("e4m3",), ("tensor",), ("float32",), (None, 32), ("sm_90",))
+    assert [rank.variant.promote for rank in what_if([positive], choice).ranking()] == [32, None]
 
 
 def test_the_hardest_product_is_named():
@@ -205,7 +213,11 @@ def test_products_of_zeros_are_named():
         ([captured()], {"choice": Choice(("nvfp4",), archs=("sm_90",))}, "no combination applies: the instruction"),
         ([], {}, "there is nothing to measure"),
         ([captured()], {"sample": 0}, "sample must be at least 1, not 0"),
-        ([replace(captured(), a=torch.full((5, 300), torch.inf))], {}, "fprop of layer has operands that are not finite"),
+        (
+            [replace(captured(), a=torch.full((5, 300), torch.inf))],
+            {},
+            "fprop of layer has operands that are not finite",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(products, options, message):

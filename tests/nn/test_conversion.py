@@ -1,6 +1,7 @@
 """convert: which layers of which models become 8-bit ones, and what is said about the others."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -313,3 +314,17 @@ def test_a_logger_that_was_told_to_be_quiet_is_quiet(capsys, caplog):
     with caplog.at_level(logging.ERROR, logger="octile"):
         convert(nn.Sequential(nn.Linear(4, 4)))
     assert capsys.readouterr().err == ""
+
+
+def test_layers_get_the_recipes_exceptions():
+    recipe = replace(Recipe.deepseek_v3(), exceptions=(("layers.0.*", frozenset({"wgrad"})),))
+    model = convert(Block(), recipe)
+    assert model.layers[0][0].recipe.uncast == {"wgrad"}
+    assert model.layers[1]["up"].recipe == Recipe.deepseek_v3()
+    assert "to deepseek_v3 (exceptions: 1), skipped" in model.conversion_summary
+
+
+def test_an_exception_for_no_layer_is_refused():
+    recipe = replace(Recipe.deepseek_v3(), exceptions=(("gate", frozenset({"wgrad"})),))  # which is not converted
+    with pytest.raises(ValueError, match="has an exception for 'gate', which matches no converted layer"):
+        convert(Block(), recipe)

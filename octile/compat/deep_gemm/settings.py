@@ -10,7 +10,7 @@ _alignment = 128
 
 
 def set_num_sms(new_num_sms: int) -> None:
-    """Products use that many multiprocessors from now on; 0: all of them.
+    """Hopper's FP8 products use that many multiprocessors from now on; 0: all of them. Others always use all.
 
     Raises:
         TypeError, ValueError: not an integer from 0 to the multiprocessors there are.

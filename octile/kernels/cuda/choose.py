@@ -22,7 +22,7 @@ from octile.kernels.cuda.config import SHARED_BYTES, STEP, Config, Scales, Sched
 from octile.kernels.cuda.problem import Chip, Problem, rounded
 
 LAUNCH = 3000  # cycles until the first products, and after the last
-L2_BYTES = 46  # a cycle, for each of the multiprocessors when all load
+L2_BYTES = 36  # a cycle, for each of the multiprocessors when all load; its 96 ports of 64 bytes would give 46
 MEMORY_BYTES = 2450  # a cycle, of all
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1200  # cycles from asking for a stage to having it
@@ -101,7 +101,11 @@ def _with_splits(
             transposed=turned,
             store=p.store,
             staged_pieces=1 if p.store is Store.TMA else 0,
-            band=_band(tile_m * (1 if multicast_a else cluster), tile_n * (cluster if multicast_a else 1), chip),
+            band=_band(
+                tile_m * (1 if multicast_a else cluster),
+                tile_n * (cluster if multicast_a else 1),
+                chip.multiprocessors // cluster * (2 if ping_pong else 1),
+            ),
             max_groups=0 if p.schedule is Schedule.DENSE else max(32, 1 << (p.groups - 1).bit_length()),
             zero_rest=p.zero_rest,
             a_e5m2=p.a_e5m2,
@@ -112,7 +116,7 @@ def _with_splits(
     steps, tiles = -(-p.k // STEP), _tiles(p, first)
     for filled in _filled(first):
         yield filled
-        if p.schedule is Schedule.DENSE and tiles < chip.multiprocessors and not ping_pong:
+        if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
                 if tiles * split_k <= chip.multiprocessors and steps >= 2 * split_k:
                     yield replace(filled, split_k=split_k)
@@ -134,10 +138,10 @@ def _filled(config: Config) -> Iterator[Config]:
             )
 
 
-def _band(unit_m: int, unit_n: int, chip: Chip) -> int:
-    """band² = W · unit_n / unit_m, a power of two."""
+def _band(unit_m: int, unit_n: int, at_once: int) -> int:
+    """band² = units at once · unit_n / unit_m, the nearest power of two; see scheduler.cuh."""
     band = 1
-    while (2 * band) ** 2 * unit_m <= 2 * chip.multiprocessors * unit_n:
+    while (2 * band) ** 2 * unit_m <= 2 * at_once * unit_n:
         band *= 2
     return band
 
@@ -189,7 +193,9 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
         stored *= 2
     times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
-    epilogue = 300 + STAGING * times + stored * (2 if c.split_k > 1 else 1)
+    if c.split_k > 1:  # the last one reads all parts, twice as fast
+        stored *= 1 + c.split_k / 2
+    epilogue = 300 + STAGING * times + stored
     hidden = 0.2 if c.ping_pong and rounds > 1 else 1
     tile = steps * step + epilogue * hidden
 

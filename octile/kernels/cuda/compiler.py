@@ -134,6 +134,7 @@ def _keep(name: str, source: str) -> str:
 
 def _nvrtc(name: str, source: str, options: tuple[str, ...]) -> tuple[bytes | None, str]:
     nvrtc = _import_nvrtc()
+    options = (*options, "--no-cache")  # where there is a driver NVRTC keeps results, too, but not what ptxas said
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

@@ -6,7 +6,9 @@ driver. A part of a box that lies outside of the tensor arrives as zeros.
 Source: CUDA driver API, cuTensorMapEncodeTiled.
 """
 
+import ctypes
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -104,28 +106,33 @@ def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
     if pointer is not None:
         tensor_map = tensor_map._replace(pointer=pointer)
     check(tensor_map)
-    from ctypes import string_at
-
     from cuda.bindings import driver
 
     from octile.kernels.cuda.driver import checked
 
     pointer, dtype, shape, strides, box, swizzle = tensor_map
-    swizzles = driver.CUtensorMapSwizzle
-    encoded = checked(
-        "cuTensorMapEncodeTiled",
-        driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TYPES[dtype]}"),
-            len(shape),
-            pointer,
-            [driver.cuuint64_t(extent) for extent in reversed(shape)],
-            [driver.cuuint64_t(stride * dtype.itemsize) for stride in reversed(strides[:-1])],
-            [driver.cuuint32_t(extent) for extent in reversed(box)],
-            [driver.cuuint32_t(1)] * len(box),  # every element of the box, not each second one
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,  # tiles are read in long runs
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
+    swizzles, rank = driver.CUtensorMapSwizzle, len(shape)
+    room = ctypes.create_string_buffer(2 * BYTES)
+    start = -ctypes.addressof(room) % BYTES
+    error = _encoder()(
+        ctypes.byref(room, start),
+        int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TYPES[dtype]}")),
+        rank,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * rank)(*(stride * dtype.itemsize for stride in reversed(strides[:-1]))),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),  # every element of the box, not each second one
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE")),
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),  # tiles are read in long runs
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    return string_at(encoded.getPtr(), BYTES)
+    checked("cuTensorMapEncodeTiled", (driver.CUresult(error),))
+    return room.raw[start : start + BYTES]
+
+
+@functools.cache
+def _encoder() -> Callable[..., int]:
+    """The driver's own function: it wants the map at a multiple of its size, where cuda-bindings puts it anywhere."""
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

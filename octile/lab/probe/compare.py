@@ -93,13 +93,13 @@ def hypotheses(row: Instruction) -> dict[str, Instruction]:
 def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int = 0, side: int = SIDE) -> Found:
     """Compares at least so many outputs of the hardware with the models, bit for bit.
 
-    Every eighth batch has NaN and Inf among its operands.
+    The second of every eight batches has NaN and Inf among its operands.
     """
     found = Found()
     generator = torch.Generator(device).manual_seed(seed)
     models = hypotheses(case.row)
     while found.outputs < outputs:
-        special = found.outputs // side**2 % 8 == 7
+        special = found.outputs // side**2 % 8 == 1
         a = operand(case.a, side, case.k, generator, opposite=False, special=special)
         b = operand(case.b, side, case.k, generator, opposite=True, special=special)
         c = accumulator(a, b, generator, special)

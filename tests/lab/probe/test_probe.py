@@ -10,7 +10,7 @@ import torch
 from octile.lab.operand import decode
 from octile.lab.probe import golden, kernels, tiles
 from octile.lab.probe.__main__ import main
-from octile.lab.probe.compare import Case, cases, compare, hypotheses, modelled
+from octile.lab.probe.compare import SIDE, Case, cases, compare, hypotheses, modelled
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import build
 from tests.lab.products import same_bits
@@ -84,8 +84,12 @@ def test_nan_and_inf_are_compared_too():
         seen.append(bool(a.float().isfinite().all()))
         return TRUE(name, a, b, c)
 
-    assert compare(case, 8 * 64**2, remember, CPU, side=64).mismatches["as in the table"] == 0
-    assert seen == [True] * 7 + [False]
+    assert compare(case, 3 * 64**2, remember, CPU, side=64).mismatches["as in the table"] == 0
+    assert seen == [True, False, True]
+
+
+def test_a_run_of_the_default_length_reaches_them_in_every_case():
+    assert 1e9 / len(list(cases())) > SIDE**2
 
 
 @pytest.mark.parametrize("dtype", [E4, E5, torch.float16, torch.bfloat16, torch.float32])

@@ -90,12 +90,13 @@ struct Barrier {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
     }
 
-    // Arrives at this barrier's twin in another block of the cluster.
+    // Arrives at this barrier's twin in another block of the cluster, and says that this thread has read, not written:
+    // to release what it wrote to the whole cluster (`.release.cluster`) would first wait for its memory accesses.
     __device__ __forceinline__ void arrive_at(uint32_t rank) {
         asm volatile(
             "{\n.reg .b32 remote;\n"
             "mapa.shared::cluster.u32 remote, %0, %1;\n"
-            "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(this)),
+            "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(this)),
             "r"(rank)
             : "memory");
     }
@@ -107,18 +108,20 @@ struct Barrier {
     }
 
     // Waits until the phase with this parity has ended: 0 for the first, 1 for the second, 0 for the third, …
+    // What the copy engine, or a thread of this block, wrote before is seen then; `.acquire.cluster` would throw away the
+    // L1 cache each time.
     __device__ __forceinline__ void wait(uint32_t parity) {
         asm volatile(
             "{\n.reg .pred done;\n"
             "again:\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
             "@!done bra again;\n}" ::"r"(shared_address(this)),
             "r"(parity)
             : "memory");
     }
 };
 
-// Makes freshly initialised barriers visible to the cluster and to the copy engine; a cluster_sync follows.
+// Makes freshly initialised barriers visible to the cluster and to the copy engine; then all who use them must meet.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

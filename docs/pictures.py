@@ -1,0 +1,207 @@
+"""Makes the pictures of docs/hopper_product.md, in docs/images/.
+
+    octile lab formats
+    octile lab accumulate
+    octile train --steps 200 --telemetry-every 50 --out runs/inside
+    python -m octile.lab.promotion
+    python docs/pictures.py                 # in the folder in which the others were called
+
+Two are drawn here from scratch; the others need what those commands left, and are left as they are without it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+import octile
+from octile.lab import tensor_core_matmul
+from octile.lab.reference import exponent
+from octile.report.figures import COLOR, PALETTE, WIDE, drawing, dress, label_ends
+from octile.report.lab_page import power
+from octile.report.svg import to_svg
+
+IMAGES = Path(__file__).parent / "images"
+FROM_PAGES = {
+    "number_line": ("lab/formats.html", "The number line of a tile"),
+    "relative_error": ("lab/formats.html", "Relative error against magnitude"),
+    "accumulate": ("lab/accumulate.html", "Worst error against K"),
+}
+KEPT = 13  # fraction bits
+SUMS_COLOR = {"FP32": "ink", "promoted every 128": "blue", "never promoted": "vermilion"}
+PRODUCT_COLOR = {"fprop": "blue", "dgrad": "vermilion", "wgrad": "green"}
+
+
+def main() -> None:
+    for name, (page, heading) in FROM_PAGES.items():
+        if Path(page).exists():
+            write(name, cut_out(Path(page).read_text(encoding="utf-8"), heading))
+    write("one_step", drawn("one_step", 560, draw_one_step))
+    write("lost_share", drawn("lost_share", 320, draw_lost_share))
+    telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
+    if telemetry.exists():
+        rows = [json.loads(line) for line in telemetry.read_text(encoding="utf-8").splitlines()]
+        write("telemetry", drawn("telemetry", 560, lambda figure: draw_telemetry(figure, rows)))
+    if promotion.exists():
+        runs = json.loads(promotion.read_text(encoding="utf-8"))["runs"]
+        write("promotion", drawn("promotion", 340, lambda figure: draw_promotion(figure, runs)))
+
+
+def cut_out(page: str, heading: str) -> str:
+    """The figure of a lab page that has this heading, in the shape for a desk."""
+    figure = page[page.index(f"<b>{heading}</b>") :]
+    return figure[figure.index("<svg") : figure.index("</svg>") + len("</svg>")]
+
+
+def drawn(name: str, height: int, draw: Callable[[Figure], None]) -> str:
+    with drawing(WIDE, height) as figure:
+        draw(figure)
+        return to_svg(figure, name, "")
+
+
+def write(name: str, svg: str) -> None:
+    """As a file of its own, which brings the page's colours with it, for light and for dark paper."""
+
+    def colours(which: int) -> str:
+        return "svg{" + "".join(f"--{name}:{both[which]};" for name, both in PALETTE.items()) + "}"
+
+    style = (
+        f"<style>{colours(0)}svg{{--font:system-ui,'Segoe UI',Roboto,Arial,sans-serif}}"
+        f"@media (prefers-color-scheme: dark){{{colours(1)}}}</style>"
+    )
+    paper = '<rect width="100%" height="100%" style="fill: var(--paper)"/>'
+    width, height = re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups()  # type: ignore[union-attr]
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    svg = re.sub(r"<svg ([^>]*)>", rf'<svg {names} width="{width}" height="{height}" \1>{style}{paper}', svg, count=1)
+    (IMAGES / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
+    print(IMAGES / f"{name}.svg")
+
+
+def one_signed(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """|N(0, 1)| in E4M3, one scale a matrix, as `octile lab accumulate` draws its data of one sign."""
+    generator = torch.Generator().manual_seed(0)
+    operands = (torch.randn(rows, k, generator=generator).abs() for _ in range(2))
+    a, b = (octile.quantize(x, (None, None)).data for x in operands)
+    return a, b
+
+
+def draw_one_step(figure: Figure) -> None:
+    """The bits of an accumulator and of the 32 products that are added to it, below each other."""
+    a, b = one_signed(1, 4096)
+    c = tensor_core_matmul(a[:, :2048], b[:, :2048]).item()
+    products = (a[0, 2048:2080].double() * b[0, 2048:2080].double()).tolist()
+    top = exponent(c, -1000)
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set_xlim(-4.4, top + 9.5)
+    axes.set_ylim(34.2, -2.6)
+    axes.axvline(KEPT + 0.5, color=COLOR["ink"], linewidth=1.2, ymax=0.94)
+    axes.annotate("kept", (KEPT + 0.2, -1.4), ha="right", color=COLOR["blue"])
+    axes.annotate("cut off", (KEPT + 0.8, -1.4), color=COLOR["vermilion"])
+    for row, term in enumerate([c, *sorted(products, reverse=True)]):
+        text = "sum so far" if row == 0 else _number(term)
+        axes.annotate(text, (-0.9, row), ha="right", va="center", fontsize=9)
+        unit = 2.0 ** (top - KEPT)
+        gone = term - int(term / unit) * unit
+        if gone:
+            axes.annotate(f"loses {_number(gone)}", (top + 2.5, row), va="center", fontsize=9, color=COLOR["vermilion"])
+        for place in range(top - exponent(term, 0), top + 2):
+            one = int(term / 2.0 ** (top - place)) % 2 == 1
+            if one or place <= KEPT:
+                _bit(axes, place, row, one, "blue" if place <= KEPT else "vermilion")
+    for place in (0, KEPT):
+        axes.annotate(power(2.0 ** (top - place)), (place, 33.4), ha="center", va="center", color=COLOR["muted"])
+
+
+def _bit(axes: Any, place: int, row: int, one: bool, color: str) -> None:
+    look = {"color": COLOR[color]} if one else {"edgecolor": COLOR["grid"], "facecolor": "none"}
+    axes.barh(row, 0.8, left=place - 0.4, height=0.7, linewidth=0.8, **look)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}".removesuffix(".0")
+
+
+def lost_share(every: int | None, rows: int = 64, k: int = 16384) -> tuple[np.ndarray, np.ndarray]:
+    """After how many products, and the mean share of a step's 32 products that did not arrive in the sum."""
+    a, b = one_signed(rows, k)
+    c = torch.zeros(rows, rows)
+    places, shares = [], []
+    for start in range(0, k, 32):
+        if every and start % every == 0:
+            c = torch.zeros(rows, rows)
+        step = a[:, start : start + 32], b[:, start : start + 32]
+        after = tensor_core_matmul(*step, c=c)
+        arrived = (after - c).double() / (step[0].double() @ step[1].double().T)
+        places.append(start + 32)
+        shares.append(1 - arrived.mean().item())
+        c = after
+    return np.array(places), np.array(shares)
+
+
+def draw_lost_share(figure: Figure) -> None:
+    axes = figure.subplots()
+    dress(axes, "products summed so far", "share of a step's 32 products that is cut off, one sign")
+    axes.set_xlim(0, 16384)
+    axes.set_ylim(0, 0.55)
+    ticks = range(0, 16385, 2048)
+    axes.set_xticks(list(ticks), [f"{tick:,}" for tick in ticks])
+    axes.set_yticks([0, 0.1, 0.2, 0.3, 0.4, 0.5], [f"{tick}%" for tick in range(0, 60, 10)])
+    labels = []
+    for every, text, color in ((None, "never promoted", "vermilion"), (128, "every 128", "blue")):
+        places, shares = lost_share(every)
+        axes.plot(places, shares, color=COLOR[color])
+        labels.append((float(shares[-1]), text, COLOR[color]))
+    label_ends(figure, axes, labels)
+
+
+def draw_telemetry(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Both errors of every product at the last measured step; products whose sums lost nothing are left out."""
+    products = [row for row in rows if row.get("accumulation_snr_db") is not None]
+    last = max(row["step"] for row in products)
+    products = [row for row in products if row["step"] == last]
+    layers = sorted({row["layer"] for row in products}, key=_natural)
+    axes = figure.subplots()
+    dress(axes, "signal-to-noise ratio, dB (20 dB more: a tenth of the error)", f"step {last}")
+    axes.grid(axis="x")
+    axes.grid(axis="y", visible=False)
+    axes.set_ylim(len(layers) - 0.4, -1.6)
+    axes.set_yticks(range(len(layers)), [layer.removeprefix("model.layers.") for layer in layers], fontsize=8)
+    for at, row in ((layers.index(row["layer"]), row) for row in products):
+        color = COLOR[PRODUCT_COLOR[row["product"]]]
+        for error, marker in (("quantization", "o"), ("accumulation", "D")):
+            axes.plot(row[f"{error}_snr_db"], at, marker, color=color, markersize=4)
+    for error, text in (("quantization", "8-bit operands"), ("accumulation", "the sum, promoted every 128")):
+        middle = float(np.median([row[f"{error}_snr_db"] for row in products]))
+        axes.annotate(text, (middle, -1), ha="center", va="center")
+    for place, (name, color) in enumerate(PRODUCT_COLOR.items()):
+        axes.annotate(name, (0.45 + 0.06 * place, 0.93), xycoords="axes fraction", color=COLOR[color])
+
+
+def _natural(name: str) -> list[Any]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def draw_promotion(figure: Figure, runs: Iterable[Mapping[str, Any]]) -> None:
+    axes = figure.subplots()
+    dress(axes, "step", "held-out loss (nats a token; lower is better)")
+    labels = []
+    for run in runs:
+        other = run["sums"] == "FP32" and any(label[1].startswith("FP32") for label in labels)
+        color = COLOR["muted" if other else SUMS_COLOR[run["sums"]]]
+        axes.plot(
+            run["steps"], run["val_loss"], color=color, marker="o", markersize=3.5, linestyle=":" if other else "-"
+        )
+        text = f"{run['sums']}, another seed" if other else run["sums"]
+        labels.append((run["val_loss"][-1], f"{text} {run['val_loss'][-1]:.4f}", color))
+    axes.set_xlim(0, max(max(run["steps"]) for run in runs) * 1.01)
+    label_ends(figure, axes, labels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""`octile lab what-if`, `hardware` and `preflight` as a script calls them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from octile.checkpoint.hugging_face import save
+from octile.lab.capture import Recorder, load
+from octile.lab.hardware import hardware
+from octile.lab.outliers import outliers
+from octile.lab.pages_what_if import best
+from octile.lab.variants import Choice
+from octile.lab.what_if import chosen, decibels, what_if
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.recipe import PRODUCTS, Recipe
+from octile.train.tokenizer import Tokenizer
+from tests.lab.captures import write_capture
+from tests.lab.test_capture import change_metadata
+from tests.report.conftest import read_page
+from tests.test_cli import call, refused
+
+SMALL = ("--formats", "e4m3,int8,mx", "--blocks", "1x128,128x128", "--scales", "float32,up", "--sample", "8")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return write_capture(tmp_path_factory.mktemp("captures") / "step_3.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, made):
+    shutil.copy(made, tmp_path / "c.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
+    code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL)
+    assert code == 0
+    assert "E4M3 1×128" in out
+    assert "MXFP8" in out
+    assert "Measured on 12 products, 8 rows of each operand drawn with seed 0" in out
+    assert "left out, 12 combinations: tensor cores sum INT8 as exact integers: exact says it all" in out
+    assert "pictures: lab/what_if.html" in out
+
+
+def test_the_page_stands_alone_and_shows_everything(capsys, folder):
+    write_capture(folder / "later.safetensors", step=9, change=torch.ones(160))
+    call(capsys, "lab", "what-if", "c.safetensors", "later.safetensors", *SMALL)
+    page = read_page(folder / "lab" / "what_if.html")
+    assert all(address.startswith("#") for address in page.loads)
+    text = (folder / "lab" / "what_if.html").read_text()
+    for title in ("Which cast", "Which sum", "Where in the model", "As training goes on", "Outliers", "4 best of each"):
+        assert title in text
+    assert "step 3 to step 9" in text
+
+
+def test_what_ifs_json_is_what_was_found(capsys, folder):
+    code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL, "--seed", "5", "--top", "2", "--json")
+    assert code == 0
+    capture = load(folder / "c.safetensors")
+    choice = Choice(("e4m3", "int8", "mx"), ("1x128", "128x128"), ("float32", "up"))
+    found = what_if(chosen(capture), choice, sample=8, seed=5)
+    said = json.loads(out)
+    assert [(row["fmt"], row["total_snr_db"]) for row in said["ranking"]] == [
+        (rank.variant.fmt, decibels(rank.total)) for rank in best(found.ranking(), 2)
+    ]
+    row = found.of(best(found.ranking(), 2)[0].variant)[0]
+    assert said["products"][0]["quantization"].keys() == row.quantization.figures().keys()
+    assert row.total.figures() in [each["total"] for each in said["products"]]
+    first = next(p for p in capture.products if (p.layer, p.product) == ("first", "fprop"))
+    kinds = ["first token" if token % 12 == 0 else "other tokens" for token in range(24)]
+    expected = outliers(first, kinds, 12, 8, 5).without
+    assert said["outliers"]["layer"] == "first"
+    assert [row["output"] for row in said["outliers"]["without"]] == [row.output for row in expected]
+    assert not (folder / "lab").exists()
+
+
+def test_layers_by_step_are_in_the_order_of_the_steps(capsys, folder):
+    write_capture(folder / "earlier.safetensors", step=1, seed=4)
+    _, out, _ = call(capsys, "lab", "what-if", "c.safetensors", "earlier.safetensors", *SMALL, "--json")
+    steps = json.loads(out)["steps"]
+    assert (steps["product"], steps["columns"]) == ("fprop", ["step 1", "step 3"])
+    assert steps["rows"] == ["experts.down", "experts.gate_up", "first", "second"]
+    assert all(snr is not None for row in steps["cells"] for snr in row)
+
+
+def test_tokens_are_told_apart_by_the_runs_own_tokenizer(capsys, folder):
+    run = folder / "run"
+    (run / "data").mkdir(parents=True)
+    tokenizer = Tokenizer.train(["a b.\nc d.\n" * 9], 300)
+    tokenizer.save(run / "data")
+    (run / "captures").mkdir()
+    shutil.copy("c.safetensors", run / "captures" / "c.safetensors")
+    _, with_texts, _ = call(capsys, "lab", "what-if", "run/captures/c.safetensors", *SMALL, "--json")
+    _, without, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL, "--json")
+    kinds = [[row["kind"] for row in json.loads(out)["outliers"]["without"]] for out in (with_texts, without)]
+    dots = [token for token in range(24) if token % 12 and tokenizer.decode([token]).strip() == "."]
+    assert ("." in kinds[0]) == bool(dots)
+    assert kinds[1] == ["first token", "other tokens", "all tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "capture"),
+        (("nowhere.safetensors",), "nowhere.safetensors"),
+        (("c.safetensors", "--layers", "third"), "no layer matches 'third'; there are"),
+        (("c.safetensors", "--products", "bprop"), "products must be some of fprop, dgrad, wgrad, not 'bprop'"),
+        (("c.safetensors", "--formats", "fp4"), "format must be one of e4m3"),
+        (("c.safetensors", "--blocks", "3x3"), "block must be one of tensor"),
+        (("c.safetensors", "--scales", "round"), "scale must be one of float32"),
+        (("c.safetensors", "--promote", "often"), "promote must be whole numbers of at least 1"),
+        (("c.safetensors", "--arch", "sm_70"), "arch must be one of sm_80"),
+        (("c.safetensors", "--formats", "nvfp4", "--arch", "sm_90"), "no combination applies: the instruction"),
+        (("c.safetensors", "--sample", "0"), "sample must be at least 1"),
+        (("c.safetensors", "--top", "0"), "top must be at least 1"),
+        (("c.safetensors", "--tokenizer", "nowhere"), "tokenizer 'nowhere': there is no file"),
+    ],
+)
+def test_what_if_refuses_in_one_line(capsys, folder, options, message):
+    assert message in refused(capsys, "lab", "what-if", *options)
+    assert not (folder / "lab").exists()
+
+
+@pytest.mark.parametrize("command", ["what-if", "hardware"])
+def test_a_capture_of_another_version_is_refused(capsys, folder, command):
+    change_metadata(folder / "c.safetensors", lambda about: about | {"version": 99, "octile": "9.0"})
+    assert "a capture of version 99, written by octile 9.0" in refused(capsys, "lab", command, "c.safetensors")
+
+
+@pytest.mark.parametrize("command", ["what-if", "hardware"])
+def test_a_file_that_is_no_capture_is_refused(capsys, folder, command):
+    change_metadata(folder / "c.safetensors", lambda about: None)
+    assert "is no capture" in refused(capsys, "lab", command, "c.safetensors")
+
+
+def test_hardware_prints_a_table_and_leaves_a_page(capsys, folder):
+    code, out, _ = call(capsys, "lab", "hardware", "c.safetensors")
+    assert code == 0
+    for name in ("cast fused with the load", "transposed reads", "scaling in the tensor core", "longer accumulation"):
+        assert name in out
+    assert "pictures: lab/hardware.html" in out
+    assert all(address.startswith("#") for address in read_page(folder / "lab" / "hardware.html").loads)
+
+
+def test_hardwares_json_is_what_was_found(capsys, folder):
+    code, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--layers", "second", "--sample", "6", "--json")
+    assert code == 0
+    own = [p for p in load(folder / "c.safetensors").products if p.layer == "second"]
+    found = hardware(own, own, 6)
+    said = json.loads(out)
+    assert [row["bytes"]["today"] for row in said["suggestions"]] == [s.bytes.today for s in found.suggestions]
+    assert [a["accumulation_snr_db"] for a in said["accumulators"]] == [
+        decibels(a.accumulation) for a in found.accumulators
+    ]
+    assert not (folder / "lab").exists()
+
+
+def test_hardware_counts_the_bytes_of_all_experts(capsys, folder):
+    _, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--layers", "experts.*", "--json")
+    own = [p for p in load(folder / "c.safetensors").products if p.expert is not None]
+    busiest = chosen(load(folder / "c.safetensors"), "experts.*")
+    assert len(own) > len(busiest)
+    assert json.loads(out)["suggestions"][0]["bytes"]["today"] == hardware(own, busiest).suggestions[0].bytes.today
+
+
+def test_hardware_of_fprop_alone_has_nothing_to_transpose(capsys, folder):
+    code, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--products", "fprop", "--json")
+    assert code == 0
+    assert json.loads(out)["suggestions"][2]["bytes"] == {"today": 0, "then": 0}
+    assert json.loads(out)["suggestions"][2]["snr_db"] is None
+    assert call(capsys, "lab", "hardware", "c.safetensors", "--products", "fprop")[0] == 0
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny model with its tokenizer, as in a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    torch.manual_seed(0)
+    model = DeepseekV3(ModelConfig.tiny())
+    save(model, folder / "m")
+    Tokenizer.train([(folder / "text.txt").read_text()], 300).save(folder / "m")
+    return folder
+
+
+SHORT = ("--batches", "1", "--batch-size", "2", "--sequence-length", "24")
+
+
+def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder):
+    text = str(model_folder / "text.txt")
+    given = (str(model_folder / "m"), "--text", text, *SHORT, "--least-snr", "27")
+    code, out, _ = call(capsys, "lab", "preflight", *given)
+    assert code == 0
+    assert "recipe:   lab/recipe.toml" in out
+    recipe = Recipe.read(folder / "lab" / "recipe.toml")
+    assert recipe.exceptions
+    assert recipe.for_layer(recipe.exceptions[0][0]).uncast == recipe.exceptions[0][1]
+    page = (folder / "lab" / "preflight.html").read_text()
+    assert "Was it right?" in page
+    assert all(address.startswith("#") for address in read_page(folder / "lab" / "preflight.html").loads)
+
+
+def test_preflight_as_json(capsys, folder, model_folder):
+    text = str(model_folder / "text.txt")
+    code, out, _ = call(capsys, "lab", "preflight", str(model_folder / "m"), "--text", text, *SHORT, "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert [row["snr_db"] for row in rows] == sorted(row["snr_db"] for row in rows)
+    known = [row for row in rows if row["measured_db"] is not None and row["product"] == "wgrad"]
+    assert sum(abs(row["measured_db"] - row["snr_db"]) for row in known) / len(known) < 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "bf16"), "recipe 'bf16' makes no product in 8 bits"),
+        (("--recipe", "fp4"), "unknown recipe 'fp4'"),
+        (("--recipe", "nowhere.toml"), "nowhere.toml"),
+        (("--batches", "0"), "batches must be at least 1"),
+        (("--batches", "999"), "tokens, and 47,952 are needed"),
+        (("--text", "nowhere.txt"), "nowhere.txt"),
+    ],
+)
+def test_preflight_refuses_in_one_line(capsys, folder, model_folder, options, message):
+    given = ("--text", str(model_folder / "text.txt"), *SHORT, *options)
+    assert message in refused(capsys, "lab", "preflight", str(model_folder / "m"), *given)
+    assert not (folder / "lab").exists()
+
+
+def test_preflight_of_no_model_is_refused(capsys, folder):
+    assert "nowhere" in refused(capsys, "lab", "preflight", "nowhere")
+
+
+def test_products_that_lose_nothing_have_pages_too(capsys, folder):
+    one = torch.ones(8, 8)
+    tensors = {"up.x": one, "up.w": one, "up.dy": one}
+    recorder = Recorder(frozenset(("up", product) for product in PRODUCTS), tensors)
+    recorder.save(folder / "ones.safetensors", 1, "float32", "toy", torch.zeros(1, 8, dtype=torch.int64))
+    for command in ("what-if", "hardware"):
+        code, out, _ = call(capsys, "lab", command, "ones.safetensors")
+        assert code == 0
+        assert "exact" in out

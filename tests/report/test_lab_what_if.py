@@ -1,0 +1,169 @@
+"""The lab's later pictures: sentences that follow from the figures, and drawings of odd cases."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from octile.report import lab_hardware, lab_outliers, lab_preflight, lab_what_if
+from octile.report.figures import drawing
+from octile.report.lab_hardware import Curve, Moved
+from octile.report.lab_outliers import Map
+from octile.report.lab_preflight import Predicted
+from octile.report.lab_what_if import CastLoss, Heat, SumLoss
+
+CASTS = [
+    CastLoss("e4m3", "1x128", "up", 32.0, 8.25),
+    CastLoss("e4m3", "1x128", "down", 12.0, 8.25),
+    CastLoss("int8", "tensor", "up", 30.0, 8.0),
+    CastLoss("int8", "tensor", "down", 20.0, 8.0),
+    CastLoss("e5m6", "row", "float32", 50.0, 12.1),
+]
+
+
+def test_the_best_and_the_worst_cast_in_8_bits_are_named():
+    said = lab_what_if.say_casts(CASTS, 7)
+    assert "averaged over 7 products" in said
+    assert "E4M3 1×128 with power of two, up at 32.0 dB, the worst E4M3 1×128 with power of two, down at 12.0" in said
+
+
+def test_what_rounding_down_costs_is_the_mean_over_casts():
+    assert "down instead of up costs 15 dB" in lab_what_if.say_casts(CASTS, 7)
+
+
+def test_int8_is_warned_of_where_it_is_there():
+    assert "INT8 looks better than it trains" in lab_what_if.say_casts(CASTS, 7)
+    assert "INT8" not in lab_what_if.say_casts(CASTS[:2], 7)
+
+
+@pytest.mark.parametrize(("snr", "verdict"), [(60.0, "less than"), (31.0, "about as much as"), (20.0, "more than")])
+def test_sums_are_weighed_against_the_cast(snr, verdict):
+    sums = [SumLoss("sm_90, never", {"fprop": snr, "wgrad": None}), SumLoss("sm_90, every 32", {"fprop": 90.0})]
+    said = lab_what_if.say_sums(sums, "in E4M3", 30.0, 4096)
+    assert f"sm_90, never, {snr:.0f} dB in fprop, and harms {verdict} the cast" in said
+    assert "4,096 products" in said
+
+
+def test_sums_without_any_error():
+    assert "not" not in lab_what_if.say_sums([SumLoss("a", {"fprop": 50.0})], "in E4M3", 30.0, 4)
+    assert "no sum of these" in lab_what_if.say_sums([SumLoss("a", {"fprop": None})], "in E4M3", 30.0, 4)
+
+
+HEAT = Heat(["model.layers.0.up", "model.layers.1.up"], ["fprop", "wgrad"], [[30.0, None], [25.0, 35.0]])
+
+
+def test_the_worst_and_the_best_product_are_named():
+    said = lab_what_if.say_heat(HEAT, "so")
+    assert "Most in fprop of 1 · up (25.0 dB), least in wgrad of 1 · up (35.0 dB)" in said
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ([[30.0, 32.0], [25.0, 20.0]], "by −1.5 dB on average; 1 · up loses most (−5.0 dB)"),
+        ([[30.0, 32.0], [25.0, 26.0]], "by +1.5 dB on average; 1 · up gains least (+1.0 dB)"),
+    ],
+)
+def test_how_layers_move_from_step_to_step(cells, words):
+    heat = Heat(HEAT.rows, ["step 1", "step 9"], cells)
+    assert words in lab_what_if.say_steps(heat, "fprop", "so")
+
+
+def test_layers_that_have_no_two_steps_do_not_move():
+    heat = Heat(HEAT.rows, ["step 1", "step 9"], [[30.0, None], [None, 26.0]])
+    assert "moves" not in lab_what_if.say_steps(heat, "fprop", "so")
+
+
+def test_the_worst_cell_is_the_deepest():
+    with drawing(400, 200) as figure:
+        lab_what_if.draw_heat(figure, HEAT, "SNR")
+        alpha = {round(p.get_x() + 0.48): {} for p in figure.axes[0].patches}
+        for p in figure.axes[0].patches:
+            alpha[round(p.get_x() + 0.48)][round(p.get_y() + 0.45)] = p.get_alpha()
+    assert alpha[0][1] > alpha[0][0] > alpha[1][1]
+    assert 0 not in alpha[1]  # there is no figure
+
+
+SIZE = np.ones((4, 6))
+SIZE[0, 2], SIZE[3, 2], SIZE[3, 5] = 500.0, 300.0, 2.0
+
+
+def test_the_largest_value_is_placed():
+    said = lab_outliers.say_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
+    assert "500 times the median, in channel 2 of token 0 (first token)" in said
+    assert "channels 2 hold 100% of the 2 dots" in said
+
+
+def without(kind, massive, output, others):
+    names = ("INT8, one scale a tensor", "E4M3, tiles of 1×128")
+    return SimpleNamespace(
+        kind=kind, tokens=4, massive=massive, output=output, others=dict(zip(names, others, strict=True))
+    )
+
+
+def test_what_is_without_outliers_is_said():
+    rows = [without("first token", 3, 0.2, (0.5, 1.0)), without("all tokens", 3, 0.25, (0.4, 1.0))]
+    said = lab_outliers.say_without(rows, 100.0)
+    assert "first token: 3 in 4" in said
+    assert "keep 40% of their error with INT8, one scale a tensor, and 100% with E4M3, tiles of 1×128" in said
+    assert "output moves by 25%" in said
+
+
+def test_an_input_without_outliers_says_so():
+    assert "No value is 100 times" in lab_outliers.say_without([without("all tokens", 0, 0.0, (1.0, 1.0))], 100.0)
+
+
+CURVE = Curve([13, 14, 15], [60.0, 68.0, 76.0], 70.0, 30.0, 1024)
+
+
+def test_how_many_bits_match_promotion():
+    said = lab_hardware.say_bits(CURVE)
+    assert "13 bits the sums have 60 dB and each further one is worth 8 dB" in said
+    assert "With 15 bits it would match" in said
+
+
+@pytest.mark.parametrize("cast", [None, 30.0])
+def test_the_curve_is_drawn_with_its_casts_or_without(cast):
+    with drawing(380, 300) as figure:
+        lab_hardware.draw_bits(figure, Curve([13, 14], [None, 68.0], None, cast, 4))
+        assert len(figure.axes[0].lines) == (1 if cast is None else 2)
+
+
+def test_what_saves_most_memory_traffic():
+    rows = [
+        Moved("a", "HBM", 100, 60, None),
+        Moved("b", "HBM", 100, 30, None),
+        Moved("c", "core", 900, 1, (30.0, 29.5)),
+    ]
+    assert "“b”: 100 B of memory traffic become 30 B" in lab_hardware.say_moved(rows, "HBM")
+    assert "c −0.50 dB" in lab_hardware.say_errors(rows[2:])
+
+
+def predicted(snr=10.0, measured=12.0, excepted=True):
+    return Predicted("model.layers.0.e.3", "model.layers.0.e", "wgrad", snr, measured, "x", 0.25, excepted)
+
+
+def test_the_riskiest_product_is_named():
+    said = lab_preflight.say_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
+    assert "1 of 2 products fall below 20 dB; 1 are advised to stay in BF16." in said
+    assert "wgrad of 0 · e.3, 10.0 dB, by the cast of x, 25% of whose values become zero" in said
+
+
+def test_what_is_kept_for_another_products_sake_is_told_apart():
+    said = lab_preflight.say_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
+    assert "1 of 2 products fall below 20 dB; 2 are advised to stay in BF16 (an expert's two weights share" in said
+
+
+def test_without_a_risk_nothing_is_kept():
+    assert "None falls below 20 dB" in lab_preflight.say_risk([predicted(30.0, None, False)], "deepseek_v3", 20.0)
+    assert "Every product is exact" in lab_preflight.say_risk([], "deepseek_v3", 20.0)
+
+
+def test_how_far_predictions_are_off():
+    said = lab_preflight.say_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
+    assert "2 measured products" in said
+    assert "3.5 dB apart (RMS)" in said  # √((9 + 16) / 2)
+
+
+def test_an_experts_risk_stands_in_its_layers_row():
+    assert lab_preflight.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])
