@@ -8,7 +8,6 @@ products in BF16 or FP32 are not concerned.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -18,25 +17,25 @@ Product = Callable[[Tensor, Tensor, Block, Tensor, Tensor, Block], Tensor]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROMOTION = 128  # rows of tokens between two promotions of the kernels' weight gradient, counted from the first of all
 
-_product: ContextVar[Product | None] = ContextVar("what sums the products of FP8 operands", default=None)
+_products: list[Product] = []  # the innermost last; of the process: autograd's thread for a GPU must see it, too
 
 
 @contextmanager
 def summed_by(product: Product) -> Iterator[None]:
     """Products inside are product(a, a_scale, a_block, b, b_scale, b_block): [M, K] · [N, K]ᵀ → float32 [M, N].
 
-    It holds for the thread that enters it, and so for a backward pass that runs inside on a CPU.
+    It holds for all threads, and so for a backward pass that runs inside.
     """
-    token = _product.set(product)
+    _products.append(product)
     try:
         yield
     finally:
-        _product.reset(token)
+        _products.remove(product)
 
 
 def product_for(a: Tensor, b: Tensor) -> Product | None:
     """What sums the product of these operands instead of the reference or the kernel; None: nothing does."""
-    return _product.get() if a.dtype in FP8 and b.dtype in FP8 else None
+    return _products[-1] if _products and a.dtype in FP8 and b.dtype in FP8 else None
 
 
 def grouped(

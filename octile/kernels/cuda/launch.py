@@ -8,6 +8,8 @@ from octile.kernels.cuda.driver import Kernel, current_stream
 from octile.kernels.cuda.plan import Plan, Product, is_readable, plan, readable
 from octile.kernels.cuda.problem import Chip
 
+MOST_SHAPES = 4096  # whose plans are kept, some 4 kB each
+
 _prepared: dict[tuple[object, ...], "Prepared"] = {}
 _workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -21,6 +23,8 @@ def launch(p: Product) -> None:
     if (prepared := _prepared.get(key)) is None:
         if not is_readable(p):
             return launch(readable(p))
+        if len(_prepared) >= MOST_SHAPES:  # a mixture's number of tokens may change at every step
+            _prepared.clear()
         prepared = _prepared[key] = _prepare(p, Chip(sms))
     prepared(pointers, p.a.device)
 

@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_directly(
 #pragma unroll
     for (int i = 0; i < 2 * waves; ++i) {
         const int r = row + i / 2 * 64 + i % 2 * 8;
-        if (r >= tile.m_end) continue;
+        if (r < tile.m_begin || r >= tile.m_end) continue;
         const int64_t base = out_group(tile) * out.group + r * out.row;
 #pragma unroll
         for (int j = 0; j < count / 4; ++j) {
@@ -110,22 +110,16 @@ __device__ __forceinline__ void stage_piece(const float (&total)[waves][count], 
     }
 }
 
-// The first `rows` rows of a piece from shared memory to (m, n).
-__device__ __forceinline__ void copy_rows(const uint8_t* piece, const Out& out, int rows, int m, int n, int columns) {
+// Rows `first` to `end` of a piece from shared memory; its row 0 and column 0 go to (m, n).
+__device__ __forceinline__ void copy_rows(
+    const uint8_t* piece, const Out& out, int first, int end, int m, int n, int columns) {
     constexpr int vectors = piece_columns / 8;
-    for (int i = threadIdx.x % 128; i < rows * vectors; i += 128) {
+    for (int i = first * vectors + threadIdx.x % 128; i < end * vectors; i += 128) {
         const int row = i / vectors, column = i % vectors * 8;
-        const uint4 eight = *reinterpret_cast<const uint4*>(
-            piece + swizzled<piece_columns * 2>((row * piece_columns + column) * 2));
+        if (n + column >= columns) continue;
         uint16_t* to = static_cast<uint16_t*>(out.data) + (m + row) * out.row + n + column;
-        if (n + column + 8 <= columns) {
-            *reinterpret_cast<uint4*>(to) = eight;
-        } else {
-            const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (n + column + e < columns) to[e] = static_cast<uint16_t>(words[e / 2] >> e % 2 * 16);
-        }
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(
+            piece + swizzled<piece_columns * 2>((row * piece_columns + column) * 2));
     }
 }
 
@@ -154,9 +148,10 @@ __device__ __forceinline__ void store_staged(
     for (int i = first; i < first + config::staged_pieces && i < pieces; ++i) {
         const int row = m + i * piece_columns / config::tile_n * 64, n = tile.n + i * piece_columns % config::tile_n;
         const uint8_t* piece = staging + (i - first) * piece_bytes;
-        const int rows = tile.m_end - row;
-        if (rows <= 0 || n >= columns) continue;
-        if (config::schedule == grouped && rows < 64) copy_rows(piece, out, rows, row, n, columns);
+        const int first_row = max(tile.m_begin - row, 0), end_row = min(tile.m_end - row, 64);
+        if (first_row >= end_row || n >= columns) continue;
+        if (config::schedule == grouped && end_row - first_row < 64)
+            copy_rows(piece, out, first_row, end_row, row, n, columns);
         else if (leader && config::transposed) ptx::store_3d(out.map, piece, row, n, out_group(tile));
         else if (leader) ptx::store_3d(out.map, piece, n, row, out_group(tile));
     }

@@ -1,9 +1,8 @@
 // Which tile a team of warps makes next. The grid is persistent: each team takes every so-and-so-many-th tile.
 //
 //   dense     tiles of one result, its sum over K perhaps cut into `split_k` parts
-//   grouped   rows sorted by group, sizes[g] is where group g ends; a tile begins where its group begins, wherever that
-//             is, and the rows past the last group are one more group, whose sum is empty: zeros; without zero_rest
-//             they stay as they are
+//   grouped   rows sorted by group, sizes[g] is where group g ends, wherever that is; the rows past the last group are
+//             one more group, whose sum is empty: zeros; without zero_rest they stay as they are
 //   masked    [groups, m, …], of which the first sizes[g] rows are wanted
 //   along_k   one result a group, the sum over K cut at sizes[g], wherever that is
 //
@@ -13,6 +12,8 @@
 // - Tiles that run at the same time should share operands in the L2 cache. Units are taken in bands of config::band
 //   units along m, column by column: W teams then touch `band` row panels and W / band column panels, and their sum of
 //   bytes is least where the two are equal, band² = W · unit_n / unit_m.
+// - Groups of rows begin anywhere, but the copy engine brings scales from multiples of 16 bytes only (seen on an H200; it
+//   ends in an illegal instruction). A group's first tile therefore begins up to 3 rows before it, which are not stored.
 // - Sizes lie on the device and cannot be refused, but they must not lead outside of the tensors: they are clamped.
 #pragma once
 #include "ptx.cuh"
@@ -26,7 +27,8 @@ struct Sizes {
 
 struct Tile {
     int group;           // `groups` itself: rows past the last group
-    int m, n, m_end;     // first row and column; the row from which on they belong to others
+    int m, n;            // first row and column
+    int m_begin, m_end;  // rows before and from these on belong to others
     int k_begin, k_end;  // what is summed
     int index, split;    // which tile, and which part of its sum
 };
@@ -58,6 +60,11 @@ __device__ __forceinline__ int rows_of(const Groups& groups, const Sizes& sizes,
     return (g < sizes.groups ? groups.row[g + 1] : sizes.m) - groups.row[g];
 }
 
+// Of the group before, in the first tile of group g.
+__device__ __forceinline__ int rows_before(const Groups& groups, int g) {
+    return config::schedule == grouped ? groups.row[g] % 4 : 0;
+}
+
 // One warp lists the groups.
 __device__ __forceinline__ void list_groups(Groups& groups, const Sizes& sizes) {
     const int limit = rows_grouped ? sizes.m : sizes.k;
@@ -69,7 +76,8 @@ __device__ __forceinline__ void list_groups(Groups& groups, const Sizes& sizes) 
     int before = 0;
     for (int first = 0; first < count_groups(sizes); first += 32) {
         const int g = first + ptx::lane();
-        int units = g < count_groups(sizes) ? ceil_div(max(rows_of(groups, sizes, g), 0), unit_m) : 0;
+        const int rows = g < count_groups(sizes) ? rows_of(groups, sizes, g) : 0;
+        int units = rows > 0 ? ceil_div(rows + rows_before(groups, g), unit_m) : 0;
         for (int distance = 1; distance < 32; distance *= 2) {
             const int left = __shfl_up_sync(~0u, units, distance);
             if (ptx::lane() >= distance) units += left;
@@ -96,6 +104,7 @@ public:
         int m_units = ceil_div(sizes.m, unit_m), m_begin = 0, unit = next;
         next += step;
         tile.group = tile.split = 0;
+        tile.m_begin = 0;
         tile.m_end = sizes.m;
         tile.k_begin = 0;
         tile.k_end = sizes.k;
@@ -107,8 +116,9 @@ public:
             m_units = uniform(groups.unit[group + 1]) - before;
             unit -= before * n_units;
             tile.group = group;
-            m_begin = config::schedule == grouped ? uniform(groups.row[group]) : 0;
-            tile.m_end = m_begin + uniform(rows_of(groups, sizes, group));
+            tile.m_begin = config::schedule == grouped ? uniform(groups.row[group]) : 0;
+            tile.m_end = tile.m_begin + uniform(rows_of(groups, sizes, group));
+            m_begin = tile.m_begin - uniform(rows_before(groups, group));
             if (group == sizes.groups) tile.k_end = 0;
         } else if constexpr (config::schedule == along_k) {
             tile.group = unit / (m_units * n_units);
