@@ -60,7 +60,7 @@ def test_accumulate_prints_a_table_and_leaves_a_page(capsys, folder):
     assert "picture: lab/accumulate.html" in out
     page = folder / "lab" / "accumulate.html"
     assert all(address.startswith("#") for address in read_page(page).loads)
-    assert "as published, not checked on hardware" in page.read_text(encoding="utf-8")
+    assert "checked on an H200" in page.read_text(encoding="utf-8")
 
 
 def test_accumulates_json_is_the_experiments(capsys, folder):
