@@ -15,8 +15,8 @@ from octile.ops.quantize import dequantize, quantize
 
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 
-# Relative error of a result of one sign: on Hopper each of the 4 instructions of a step cuts 32 products and the running
-# sum below 2⁻¹³ of the largest, which is no larger than the sum. What is really lost is some 0.2%.
+# Relative error of a result of one sign: on Hopper each of the 4 instructions of a step cuts 32 products and the
+# running sum below 2⁻¹³ of the largest, which is no larger than the sum. What is really lost is some 0.2%.
 WORST = 4 * 33 * 2.0**-13
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 FORMATS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("int8", "int8"), ("int8", "e4m3")]
