@@ -238,18 +238,46 @@ def grouped_matmul_nt(
 
 
 def masked_grouped_matmul_nt(
-    a: ScaledTensor, b: ScaledTensor, counts: Tensor, out_dtype: torch.dtype = torch.bfloat16
+    a: ScaledTensor,
+    b: ScaledTensor,
+    counts: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    expected_rows: int = 0,
 ) -> Tensor:
     """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K], counts int32 [G] → [G, M, N].
 
     What lies in the rows past the count is not specified.
+
+    Args:
+        expected_rows: that a group uses on average. Counts lie on the device, where the choice of a kernel cannot see
+            them, and this decides on its speed, not on the result. 0: not known.
     """
-    return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype)
+    return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype, expected_rows)
 
 
-def grouped_wgrad(dy: ScaledTensor, x: ScaledTensor, offs: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K]."""
-    return grouped_ops.grouped_wgrad(*_parts("dy", dy), *_parts("x", x), offs, out_dtype)
+def grouped_wgrad(
+    dy: ScaledTensor,
+    x: ScaledTensor,
+    offs: Tensor,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K].
+
+    Args:
+        out_dtype: float32 (default) or bfloat16; out's dtype where out is given.
+        out: [G, N, K], contiguous, written in place and returned.
+        accumulate: add to what out holds, in FP32.
+    """
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate=True needs out, the tensor to add to")
+        return grouped_ops.grouped_wgrad(*_parts("dy", dy), *_parts("x", x), offs, out_dtype or torch.float32)
+    if out_dtype not in (None, out.dtype):
+        raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
+    grouped_ops.grouped_wgrad_out(out, *_parts("dy", dy), *_parts("x", x), offs, accumulate)
+    return out
 
 
 def _parts(name: str, q: ScaledTensor) -> tuple[Any, Any, Any]:

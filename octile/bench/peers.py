@@ -112,7 +112,7 @@ def _deep_gemm(s: Setup) -> tuple[Call, Tensor]:
 
     def call() -> Tensor:
         if s.case.kind == "masked":
-            deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, out, s.sizes, int(1.2 * s.case.m))  # as in its tests
+            deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, out, s.sizes, s.case.expected_rows)
         elif s.case.kind == "grouped":
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, groups)
         elif s.case.accumulate:

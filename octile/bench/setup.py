@@ -49,7 +49,7 @@ class Setup:
         if self.case.kind == "grouped":
             return lambda: grouped_matmul_nt_out(out, *a, *b, sizes) or out
         if self.case.kind == "masked":
-            return lambda: masked_grouped_matmul_nt_out(out, *a, *b, sizes) or out
+            return lambda: masked_grouped_matmul_nt_out(out, *a, *b, sizes, self.case.expected_rows) or out
         dy, x = _parts(self.a.mT), _parts(self.b.mT)
         return lambda: grouped_wgrad_out(out, *dy, *x, sizes, add) or out
 

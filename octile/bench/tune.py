@@ -24,7 +24,7 @@ from octile.bench import shapes
 from octile.bench.apart import apart
 from octile.bench.kernel_time import finish, work_seconds
 from octile.bench.setup import LARGEST_DIFFERENCE, Setup, set_up
-from octile.bench.shapes import MASKED_ROWS, Case
+from octile.bench.shapes import Case
 from octile.kernels.cuda import jit, limits, tuned
 from octile.kernels.cuda.choose import candidates, cycles
 from octile.kernels.cuda.config import Config, Scales, Schedule, Store
@@ -115,7 +115,7 @@ def problem(case: Case) -> Problem:
     """What decides on a case's kernel, without its operands."""
     total, kind = sum(case.sizes), case.kind
     return Problem(
-        m={"dense": case.m, "grouped": total, "masked": MASKED_ROWS, "wgrad": case.m}[kind],
+        m={"dense": case.m, "grouped": total, "masked": case.expected_rows, "wgrad": case.m}[kind],
         n=case.n,
         k=total if kind == "wgrad" else case.k,
         groups=case.groups,
@@ -132,7 +132,8 @@ def product(s: Setup) -> Product:
     """A case's product as the kernels take it."""
     of_b = Scales.PER_ROW if s.case.tiles else Scales.PER_BLOCK
     schedule, add = SCHEDULES[s.case.kind], s.case.accumulate
-    return Product(schedule, s.out, s.a.data, s.a.scale, Scales.PER_ROW, s.b.data, s.b.scale, of_b, s.sizes, add, True)
+    operands = (s.out, s.a.data, s.a.scale, Scales.PER_ROW, s.b.data, s.b.scale, of_b, s.sizes)
+    return Product(schedule, *operands, add, True, expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0)
 
 
 def compiles(config: Config) -> str | None:

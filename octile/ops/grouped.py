@@ -63,10 +63,9 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
 
 @grouped_matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
-    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
     if product_for(a, b):
-        return _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out_dtype)
-    return dispatch.grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+        return grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    return dispatch.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
 
 
 @operator(writes=("out",))
@@ -81,8 +80,7 @@ def grouped_matmul_nt_out(
     offs: Tensor,
 ) -> None:
     """`grouped_matmul_nt` into out [T, N], contiguous, bfloat16 or float32; rows past the groups stay as they are."""
-    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, torch.float32)
-    _check_out(out, (a.shape[0], b.shape[1]), a.device)
+    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
     past = (torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.numel() else 0))[:, None]
     out.copy_(torch.where(past, out, _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out.dtype)))
 
@@ -94,13 +92,9 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
 
 @grouped_matmul_nt_out.register_kernel("cuda")
 def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
-    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, torch.float32)
-    _check_out(out, (a.shape[0], b.shape[1]), a.device)
     if product_for(a, b):
-        rows = int(offs[-1]) if offs.numel() else 0
-        out[:rows] = _grouped(a, a_scale, a_block, b, b_scale, b_block, offs)[:rows]
-        return
-    dispatch.grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
+        return grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, offs)
+    dispatch.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
 
 
 @operator()
@@ -113,6 +107,7 @@ def masked_grouped_matmul_nt(
     b_block: Block,
     counts: Tensor,
     out_dtype: torch.dtype,
+    expected_rows: int = 0,
 ) -> Tensor:
     """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N].
 
@@ -120,6 +115,7 @@ def masked_grouped_matmul_nt(
 
     Args:
         counts: int32 [G], each from 0 to M.
+        expected_rows: of a group, for the choice of a GPU's kernel only; 0: not known.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
     product = _masked(a, a_scale, a_block, b, b_scale, b_block)
@@ -138,16 +134,16 @@ def _unused(a: Tensor, counts: Tensor) -> Tensor:
 
 
 @masked_grouped_matmul_nt.register_fake
-def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype):
+def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
     return a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
 
 
 @masked_grouped_matmul_nt.register_kernel("cuda")
-def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype):
-    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
     if product_for(a, b):
-        return _masked(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
-    return dispatch.masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+        return masked_grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    return dispatch.masked(_check_masked, *arguments, None, expected_rows)
 
 
 @operator(writes=("out",))
@@ -160,30 +156,28 @@ def masked_grouped_matmul_nt_out(
     b_scale: Tensor,
     b_block: Block,
     counts: Tensor,
+    expected_rows: int = 0,
 ) -> None:
     """`masked_grouped_matmul_nt` into out [G, M, N], contiguous, bfloat16 or float32.
 
     Rows past the count stay as they are here; a GPU kernel may leave anything in them.
     """
-    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, torch.float32)
-    _check_out(out, (*a.shape[:2], b.shape[1]), a.device)
+    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
     product = _masked(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(torch.where(_unused(a, counts), out, product.to(out.dtype)))
 
 
 @masked_grouped_matmul_nt_out.register_fake
-def _(out, a, a_scale, a_block, b, b_scale, b_block, counts):
+def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     return None
 
 
 @masked_grouped_matmul_nt_out.register_kernel("cuda")
-def _(out, a, a_scale, a_block, b, b_scale, b_block, counts):
-    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, torch.float32)
-    _check_out(out, (*a.shape[:2], b.shape[1]), a.device)
+def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     if product_for(a, b):
-        out.copy_(_masked(a, a_scale, a_block, b, b_scale, b_block))
-        return
-    dispatch.masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
+        return masked_grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, counts)
+    arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
+    dispatch.masked(_check_masked, *arguments, expected_rows)
 
 
 @operator()
@@ -226,10 +220,9 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
 
 @grouped_wgrad.register_kernel("cuda")
 def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
-    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
     if product_for(dy, x):
-        return _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs).to(out_dtype)
-    return dispatch.wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+        return grouped_wgrad.reference(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    return dispatch.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
 
 
 @operator(writes=("out",))
@@ -245,8 +238,7 @@ def grouped_wgrad_out(
     accumulate: bool,
 ) -> None:
     """`grouped_wgrad` into out [G, N, K], contiguous, bfloat16 or float32, or added to what out holds, in FP32."""
-    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, torch.float32)
-    _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
+    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out)
     dw = _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs)
     out.copy_(out.float() + dw if accumulate else dw)
 
@@ -258,13 +250,9 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 
 @grouped_wgrad_out.register_kernel("cuda")
 def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
-    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, torch.float32)
-    _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
     if product_for(dy, x):
-        dw = _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs)
-        out.copy_(out.float() + dw if accumulate else dw)
-        return
-    dispatch.wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out, accumulate)
+        return grouped_wgrad_out.reference(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate)
+    dispatch.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out, accumulate)
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:
@@ -275,30 +263,35 @@ def _rows(offs: Tensor, t: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(bounds)]
 
 
-def _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype) -> None:
+def _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, out=None) -> None:
     check_operand("a", a, a_scale, a_block, ndim=2)
     check_operand("b", b, b_scale, b_block, ndim=3)
+    _check_out(out, (a.shape[0], b.shape[1]), a.device)
     check_pair(a, b, out_dtype)
     check_sizes("offs", offs, b.shape[0], a.device)
 
 
-def _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype) -> None:
+def _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, out=None) -> None:
     check_operand("a", a, a_scale, a_block, ndim=3)
     check_operand("b", b, b_scale, b_block, ndim=3)
+    _check_out(out, (*a.shape[:2], b.shape[1]), a.device)
     check_pair(a, b, out_dtype)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"a and b must have the same number of groups: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
     check_sizes("counts", counts, b.shape[0], a.device)
 
 
-def _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype) -> None:
+def _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype, out=None) -> None:
     check_operand("dy", dy, dy_scale, dy_block, ndim=2)
     check_operand("x", x, x_scale, x_block, ndim=2)
-    check_pair(dy, x, out_dtype, names=("dy", "x"), summed=("T", 0))
     check_sizes("offs", offs, offs.numel(), x.device)
+    _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
+    check_pair(dy, x, out_dtype, names=("dy", "x"), summed=("T", 0))
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+def _check_out(out: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    if out is None:
+        return
     if out.dtype not in OUT_DTYPES:
         raise TypeError(f"out must be bfloat16 or float32, not {out.dtype}")
     if tuple(out.shape) != shape:

@@ -51,12 +51,9 @@ def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
 
 @matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
-    _check_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
     if product_for(a, b):
-        return _reference(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    dispatch.matmul(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=False)
-    return out
+        return matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    return dispatch.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out_dtype)
 
 
 @operator(writes=("out",))
@@ -71,8 +68,7 @@ def matmul_nt_out(
     accumulate: bool,
 ) -> None:
     """`matmul_nt` into out [M, N] (bfloat16 or float32), or added to what out holds, summed in FP32."""
-    _check_product(a, a_scale, a_block, b, b_scale, b_block, torch.float32)
-    _check_out(out, a, b)
+    _check_product(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
     product = _reference(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(out.float() + product if accumulate else product)
 
@@ -84,13 +80,9 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
 
 @matmul_nt_out.register_kernel("cuda")
 def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
-    _check_product(a, a_scale, a_block, b, b_scale, b_block, torch.float32)
-    _check_out(out, a, b)
     if product_for(a, b):
-        product = _reference(a, a_scale, a_block, b, b_scale, b_block)
-        out.copy_(out.float() + product if accumulate else product)
-        return
-    dispatch.matmul(out, a, a_scale, a_block, b, b_scale, b_block, accumulate=accumulate)
+        return matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, accumulate)
+    dispatch.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out.dtype, out, accumulate)
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
@@ -120,10 +112,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _check_product(
-    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Block,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> None:
     check_operand("a", a, a_scale, a_block, ndim=2)
     check_operand("b", b, b_scale, b_block, ndim=2)
+    if out is not None:
+        _check_out(out, a, b)
     check_pair(a, b, out_dtype)
 
 

@@ -29,7 +29,6 @@ def private_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_problem_is_that_of_the_operands(case, monkeypatch):
     monkeypatch.setattr(setup, "MASKED_ROWS", 160)
-    monkeypatch.setattr(tune, "MASKED_ROWS", 160)
     assert tune.problem(case) == plan.problem(tune.product(set_up(case, "cpu")))
 
 

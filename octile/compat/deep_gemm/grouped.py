@@ -99,7 +99,8 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """d[g] = a[g] · b[g]ᵀ for the first masked_m[g] rows: a[G, M, K], b[G, N, K], d[G, M, N], contiguous.
 
-    The other rows of d may hold anything afterwards. expected_m, compiled_dims and disable_ue8m0_cast have no effect.
+    The other rows of d may hold anything afterwards. expected_m decides on the speed; compiled_dims and disable_ue8m0_cast
+    have no effect.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -110,7 +111,7 @@ def m_grouped_fp8_gemm_nt_masked(
         raise ValueError(f"a and b must have the same number of groups, not {groups} and {of_b}")
     check_d(d, (groups, m, n), left.data.device, contiguous=True)
     check_sizes("masked_m", masked_m, groups, left.data.device)
-    masked_grouped_matmul_nt_out(d, *left, *right, masked_m)
+    masked_grouped_matmul_nt_out(d, *left, *right, masked_m, expected_m)
 
 
 def check_layout(grouped_layout: Tensor, m: int, groups: int, device: torch.device, psum: bool) -> None:

@@ -9,7 +9,8 @@
     tensor_map.py           what the copy engine knows of a tensor
     jit.py                  template and constants → kernel
     plan.py, launch.py      tensors → a launch; limits.py: how many multiprocessors it may use
-    products.py             the products, as octile.ops calls them
+    again.py                a product that looks like an earlier one: launched at once
+    products.py             the products, as octile.kernels.dispatch calls them
     catalogue.py            every kernel that DeepSeek-V3's shapes need, compiled without a GPU
 
 Nothing here is imported on a machine without a GPU unless asked for, and nothing is compiled when octile is installed.

@@ -13,6 +13,7 @@ of reading the weights from all multiprocessors at once. The constants are estim
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -28,7 +29,6 @@ STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1200  # cycles from asking for a stage to having it
 STAGING = 400  # cycles to fill a part of the staging, and to wait until it was emptied
 WAIT = 100  # cycles between the last multiplication of a step and the first addition
-MASKED_ROWS = 192  # of a group, supposed
 MOST_STAGES = 12
 IN_FLIGHT = 3.0e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
 H200 = 132  # multiprocessors
@@ -119,7 +119,8 @@ def _with_splits(
         if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
                 if tiles * split_k <= chip.multiprocessors and steps >= 2 * split_k:
-                    yield replace(filled, split_k=split_k)
+                    with suppress(ValueError):
+                        yield replace(filled, split_k=split_k)
 
 
 def _filled(config: Config) -> Iterator[Config]:
@@ -167,8 +168,6 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     """An estimate of a product's time."""
     if c.transposed:
         p = transposed(p)
-    if p.schedule is Schedule.MASKED:  # how many rows are in use is not known here; often few
-        p = replace(p, m=min(p.m, MASKED_ROWS))
     tiles = _tiles(p, c) * c.split_k
     workers = chip.multiprocessors // c.cluster * c.cluster
     rounds = -(-tiles // (workers * c.teams))
@@ -237,8 +236,9 @@ def plans_for_v3() -> dict[str, Config]:
         for groups, rows in ((4, 8192), (8, 4096), (256, 16)):
             name = f"grouped, {groups} of {rows}×{n}×{k}"
             problems[name] = Problem(groups * rows, n, k, groups, Schedule.GROUPED)
-        for groups, rows in ((32, 4096), (6, 1024), (32, 128)):
-            problems[f"masked, {groups} of {rows}×{n}×{k}"] = Problem(rows, n, k, groups, Schedule.MASKED)
+        for groups, rows in ((32, 192), (6, 1024), (32, 20)):
+            name = f"masked, {groups} of some {rows}×{n}×{k}"
+            problems[name] = Problem(rows, n, k, groups, Schedule.MASKED)
     for groups, tokens in ((4, 8192), (8, 4096), (16, 2048)):
         for m, n in ((4096, 7168), (7168, 2048)):
             for accumulate in (False, True):

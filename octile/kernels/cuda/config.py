@@ -14,7 +14,7 @@ from octile.kernels.cuda import wgmma
 SHARED_BYTES = 232448  # that a block may have on sm_90
 STEP = 128  # along K: one 128-byte row of a tile, and a block of the scales
 REGISTERS = 65536  # of a multiprocessor
-OVERHEAD = 48  # registers for all but sums
+OVERHEAD = 40  # registers for all but sums
 
 
 class Scales(IntEnum):
@@ -127,12 +127,12 @@ class Config:
     @property
     def copy_registers(self) -> int:
         """That a thread of the warpgroup that copies keeps."""
-        return 24
+        return 40
 
     @property
     def math_registers(self) -> int:
         """That a thread of a warpgroup that multiplies may use."""
-        return 240 if self.warpgroups > 1 else 255
+        return 232 if self.warpgroups > 1 else 255
 
     @property
     def sums(self) -> int:
@@ -143,7 +143,8 @@ class Config:
     def other_registers(self) -> int:
         """For addresses, scales and the scheduler; found by compiling the largest tiles of every kind."""
         scales_in_flight = self.ping_pong and self.accumulators == 2 and self.b_scales is Scales.PER_ROW
-        return OVERHEAD + (8 if scales_in_flight else 0)
+        cut_twice = self.split_k > 1 and self.waves > 1 and STEP % self.tile_n > 0  # along K, and columns at a block
+        return OVERHEAD + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
 
     @property
     def piece_columns(self) -> int:
@@ -165,7 +166,8 @@ class Config:
         """Shared memory of one stage, its two barriers included."""
         a_scales = self.tile_m * 4 if self.a_scales is Scales.PER_ROW else 0
         b_scales = _rounded_up(self.tile_n * 4, 128) if self.b_scales is Scales.PER_ROW else 0
-        return (self.tile_m + self.tile_n) * STEP + a_scales + b_scales + 16
+        of_blocks = 16 if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
+        return (self.tile_m + self.tile_n) * STEP + a_scales + b_scales + of_blocks + 16
 
     @property
     def other_bytes(self) -> int:
@@ -192,7 +194,7 @@ class Config:
 
     def _rules(self) -> list[tuple[bool, str]]:
         kinds = of_a, of_b = self.a_scales, self.b_scales
-        copied, shares_b = self.store is Store.TMA, self.cluster == 2 and not self.multicast_a
+        copied = self.store is Store.TMA
         grouped = self.schedule in (Schedule.GROUPED, Schedule.MASKED)
         rows = 64 * self.warpgroups // self.teams
         return [
@@ -203,7 +205,6 @@ class Config:
             (self.stages >= 2, "there must be two stages or more"),
             (self.cluster in (1, 2), "cluster must be 1 or 2"),
             (self.cluster == 2 or not self.multicast_a, "a cluster of one block shares nothing"),
-            (not shares_b or self.tile_n % 16 == 0, "half a shared tile must be groups of 8 rows"),
             (kinds in KINDS, "scales must be of rows with blocks, of rows, or of the whole tensors"),
             (self.promote or kinds == (Scales.PER_TENSOR,) * 2, "without promotion there can be one scale only"),
             (self.accumulators in (1, 2), "accumulators must be 1 or 2"),

@@ -1,37 +1,61 @@
 """Loads machine code on a GPU and starts it, in a few microseconds of host time.
 
-A launch is one call of cuLaunchKernelEx. What stays the same between launches of one shape class (grid, cluster,
-threads, shared memory, stream) is built once a thread; what changes (pointers, tensor maps, sizes) is packed into one
-buffer by one call of struct. The driver copies the buffer before it returns.
+A launch is made ready once: grid, cluster, threads, shared memory and stream in one structure, the arguments in one
+buffer. Nobody writes into them afterwards, so any thread may start it, again and again, by one call of
+cuLaunchKernelEx. The driver copies the arguments before that returns.
 
 Everything happens in the device's primary context, which is torch's.
 """
 
 import ctypes
 import struct
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from cuda.bindings import driver
+
+from octile.kernels.recent import Recent
 
 Argument = bytes | int | float  # a tensor map; a pointer or a size; a number
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 WRONG_CONTEXT = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
-PREPARED = 1024  # launches that a kernel keeps ready
+MOST_SHAPES = 1024  # of a launch, and streams, that a kernel keeps ready
 CODES = {(bytes, 128): "128s", (int, 8): "q", (int, 4): "i", (float, 4): "f"}  # for struct, by type and size
 
 
-class _Prepared(NamedTuple):
-    """A launch without its arguments: what packs them into which buffer, a table of where each lies, its address."""
+class Launch:
+    """A kernel with all that it takes; calling it starts the kernel, once more at every call.
 
-    pack_into: Callable[..., None]
-    buffer: Any
-    table: Any
-    table_address: int
-    config: Any
+    It never waits for the GPU, and may be captured in a CUDA graph. What the arguments point to must live until the
+    kernel has run: torch's tensors do, on one stream.
+    """
+
+    def __init__(self, kernel: "Kernel", config: Any, buffer: Any, table: int) -> None:
+        """Args: config, the driver's structure; buffer, which holds the arguments; table, the address of theirs."""
+        self._kernel, self._config, self._buffer, self._table = kernel, config, buffer, table
+
+    def __call__(self) -> None:
+        """Starts the kernel.
+
+        Raises:
+            RuntimeError: the driver refuses the launch.
+        """
+        (error,) = driver.cuLaunchKernelEx(self._config, self._kernel.function, self._table, 0)
+        if error != SUCCESS:
+            self._in_context(error)
+
+    def _in_context(self, error: Any) -> None:
+        """The first launch of a thread, or one for a GPU that is not the current one, finds another context or none."""
+        kernel = self._kernel
+        if error in WRONG_CONTEXT:
+            checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(kernel.context))
+            try:
+                (error,) = driver.cuLaunchKernelEx(self._config, kernel.function, self._table, 0)
+            finally:
+                driver.cuCtxPopCurrent()
+        checked(f"launching {kernel.name}", (error,))
 
 
 class Kernel:
@@ -59,9 +83,10 @@ class Kernel:
             self.parameters = _parameters(self.function)
         finally:
             driver.cuCtxPopCurrent()
-        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self._configs: Recent[Any] = Recent(MOST_SHAPES)
+        self._layout: struct.Struct | None = None  # as the first arguments say: four bytes may be an int or a float
 
-    def launch(
+    def ready(
         self,
         grid: int,
         cluster: int,
@@ -69,8 +94,8 @@ class Kernel:
         shared_bytes: int,
         arguments: Sequence[Argument],
         stream: int,
-    ) -> None:
-        """Starts the kernel. Never waits for the GPU; may be captured in a CUDA graph.
+    ) -> Launch:
+        """Makes a launch, and starts nothing.
 
         Args:
             grid: blocks, a multiple of cluster.
@@ -78,56 +103,25 @@ class Kernel:
             threads: of a block.
             shared_bytes: dynamic shared memory of a block.
             arguments: one for each parameter of the kernel: the 128 bytes of a tensor map, an address or a size as an
-                int, a float. What they point to must live until the kernel has run: torch's tensors do, on one stream.
+                int, a float.
             stream: as `current_stream` gives it.
 
         Raises:
             TypeError: number or types of the arguments are not those of the kernel's parameters.
             ValueError: grid is no multiple of cluster.
             struct.error: a value does not fit its parameter.
-            RuntimeError: the driver refuses the launch.
         """
-        key = (grid, cluster, threads, shared_bytes, stream, threading.get_ident())
-        prepared = self._prepared.get(key) or self._prepare(key, arguments)
-        prepared.pack_into(prepared.buffer, 0, *arguments)
-        (error,) = driver.cuLaunchKernelEx(prepared.config, self.function, prepared.table_address, 0)
-        if error != SUCCESS:
-            self._launch_in_context(prepared, error)
-
-    def _launch_in_context(self, prepared: _Prepared, error: Any) -> None:
-        """The first launch of a thread, or one for a GPU that is not the current one, finds another context or none."""
-        if error in WRONG_CONTEXT:
-            checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.context))
-            try:
-                (error,) = driver.cuLaunchKernelEx(prepared.config, self.function, prepared.table_address, 0)
-            finally:
-                driver.cuCtxPopCurrent()
-        checked(f"launching {self.name}", (error,))
-
-    def _prepare(self, key: tuple[int, ...], arguments: Sequence[Argument]) -> _Prepared:
-        grid, cluster, threads, shared_bytes, stream, _ = key
-        if grid < 1 or cluster < 1 or grid % cluster:
-            raise ValueError(f"grid must be a positive multiple of cluster: {grid} blocks, {cluster} a cluster")
-        lies = layout(self.name, self.parameters, arguments)
-        if len(self._prepared) >= PREPARED:
-            self._prepared.clear()
-
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, threads, shared_bytes
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.hStream = driver.CUstream(stream)
-        if cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            shape = attribute.value.clusterDim
-            shape.x, shape.y, shape.z = cluster, 1, 1
-            config.attrs, config.numAttrs = [attribute], 1
-
-        buffer = ctypes.create_string_buffer(lies.size)
-        pointers = [ctypes.addressof(buffer) + offset for offset, _ in self.parameters]
-        table = (ctypes.c_void_p * len(pointers))(*pointers)
-        prepared = self._prepared[key] = _Prepared(lies.pack_into, buffer, table, ctypes.addressof(table), config)
-        return prepared
+        key = (grid, cluster, threads, shared_bytes, stream)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = _config(*key)
+        lies = self._layout = self._layout or layout(self.name, self.parameters, arguments)
+        table = -(-lies.size // 8) * 8  # of where each argument lies, behind them
+        buffer = ctypes.create_string_buffer(table + 8 * len(self.parameters))
+        start = ctypes.addressof(buffer)
+        lies.pack_into(buffer, 0, *arguments)
+        struct.pack_into(f"<{len(self.parameters)}Q", buffer, table, *[start + at for at, _ in self.parameters])
+        return Launch(self, config, buffer, start + table)
 
     def _allow_shared_memory(self) -> None:
         """Permits all the shared memory that a block can have; a launch takes what it asks for."""
@@ -144,6 +138,23 @@ class Kernel:
         )
         dynamic = function_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self.function, dynamic, most - static))
+
+
+def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: int) -> Any:
+    """The driver's structure for all of a launch but its arguments."""
+    if grid < 1 or cluster < 1 or grid % cluster:
+        raise ValueError(f"grid must be a positive multiple of cluster: {grid} blocks, {cluster} a cluster")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, threads, shared_bytes
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.hStream = driver.CUstream(stream)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        shape = attribute.value.clusterDim
+        shape.x, shape.y, shape.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def current_stream(device: int) -> int:

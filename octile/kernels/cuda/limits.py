@@ -26,6 +26,11 @@ def set_num_sms(count: int | None) -> None:
     _bound = count
 
 
+def bound() -> int | None:
+    """What `set_num_sms` said last."""
+    return _bound
+
+
 def num_sms(device: torch.device | int | None = None) -> int:
     """The multiprocessors of a GPU that products may use: all of them, or as many as `set_num_sms` said."""
     there = _multiprocessors(torch.cuda.current_device() if device is None else device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.choose import choose
 from octile.kernels.cuda.config import STEP, Config, Scales, Schedule, Store
-from octile.kernels.cuda.problem import Chip, Problem
+from octile.kernels.cuda.problem import MASKED_ROWS, Chip, Problem
 from octile.kernels.cuda.tensor_map import BYTES, TensorMap
 from octile.kernels.storage import VECTOR, padded
 
@@ -31,6 +31,7 @@ class Product(NamedTuple):
         accumulate: out is added to.
         promote: every 128 along K is added in FP32.
         zero_rest: rows past the last group are written as zeros; otherwise they stay as they are.
+        expected_rows: that are used of a masked group; 0: not known.
     """
 
     schedule: Schedule
@@ -45,12 +46,13 @@ class Product(NamedTuple):
     accumulate: bool
     promote: bool
     zero_rest: bool = True
+    expected_rows: int = 0
 
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of a, b, their scales, out and sizes."""
+        """Addresses of a, b, their scales, sizes and out."""
         sizes = 0 if self.sizes is None else self.sizes.data_ptr()
         a, b, out = self.a.data_ptr(), self.b.data_ptr(), self.out.data_ptr()
-        return a, b, self.a_scale.data_ptr(), self.b_scale.data_ptr(), out, sizes
+        return a, b, self.a_scale.data_ptr(), self.b_scale.data_ptr(), sizes, out
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Plan:
             parts, arrivals: addresses of the workspace.
             encode: one of maps and its pointer → what is passed for it.
         """
-        a, b, a_scale, b_scale, out, sizes = pointers
+        a, b, a_scale, b_scale, sizes, out = pointers
         if self.config.transposed:
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         mapped = zip(self.maps, (a, b, a_scale, b_scale, out), strict=True)
@@ -101,13 +103,9 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
     if config.transposed:
         a, a_scale, b, b_scale, out, m, n = b, b_scale, a, a_scale, out.mT, n, m
 
-    a_box = config.tile_m // (
-        config.cluster if config.multicast_a else 1
-    )  # each block brings its part of what is shared
-    b_box = config.tile_n // (1 if config.multicast_a else config.cluster)
     maps = (
-        _map(a, (a_box, STEP), STEP),
-        _map(b, (b_box, STEP), STEP),
+        _map(a, (config.tile_m, STEP), STEP),
+        _map(b, (config.tile_n, STEP), STEP),
         _map(a_scale.mT, (1, config.tile_m)) if config.a_scales is Scales.PER_ROW else None,
         _map(b_scale.mT, (1, config.tile_n)) if config.b_scales is Scales.PER_ROW else None,
         _out_map(out, config) if config.store is Store.TMA else None,
@@ -135,8 +133,11 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
 
 def problem(p: Product) -> Problem:
     """What decides on the kernel."""
+    rows = p.a.shape[-2]
+    if p.schedule is Schedule.MASKED:
+        rows = min(p.expected_rows or MASKED_ROWS, rows)
     return Problem(
-        m=p.a.shape[-2],
+        m=rows,
         n=p.b.shape[-2],
         k=p.a.shape[-1],
         groups=1 if p.sizes is None else p.sizes.shape[0],

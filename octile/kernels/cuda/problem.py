@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 from octile.kernels.cuda.config import Scales, Schedule, Store
 
+MASKED_ROWS = 192  # in use of a masked group, where nobody says what to expect; often few
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -17,7 +19,7 @@ class Problem:
     """What decides on a kernel: a[m, k] · b[n, k]ᵀ with scales, or one for each group.
 
     Attributes:
-        m: rows; of all groups together where rows are grouped, of one group where they are masked.
+        m: rows; of all groups together where rows are grouped, those expected in one group where they are masked.
         k: what is summed; of all groups together where they are cut along it.
         transposable: the result may be computed as b · aᵀ.
     Others: as in `Config`.

@@ -16,7 +16,18 @@
 //   its next step before it adds the last.
 // - A step under way at the end of a loop's body would make the compiler run all products one after the other. So two
 //   accumulators take the steps in pairs, and every second addition waits.
-// - The scales of rows come with the stage, those of 128×128 blocks through registers.
+// - A step's scales come with its stage: those of rows by the copy engine, those of 128×128 blocks, of which it needs one
+//   or two numbers, from the copying thread, which reads them a step ahead.
+// - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back
+//   before the additions and the next one asked for; nearly all additions are made when its answer is needed.
+// - Of two warpgroups one gets ahead, up to all stages, and then waits for memory in every step: the additions no longer
+//   alternate. In long sums they meet at the start of a tile. In short ones it is better that one stores meanwhile.
+// - A step under way at the end of a loop's body would make the compiler run all products one after the other. So two
+//   accumulators take the steps in pairs, and every second addition waits.
+// - A step's scales come with its stage: those of rows by the copy engine, those of 128×128 blocks, of which it needs one
+//   or two numbers, by ordinary asynchronous copies.
+// - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back,
+//   and the next one waited for, in the middle of the additions; and factors are multiplied while wgmma runs.
 // - The copy engine takes any coordinates: a tile begins at its group's own first row, and what it loads of the next
 //   group is harmless. Along K it is not: what is not summed there is zeroed in shared memory.
 #include "ptx.cuh"
@@ -31,46 +42,73 @@ struct Maps {
     const TensorMap *a, *b, *a_scale, *b_scale;
 };
 
+// The scales of 128×128 blocks of one operand, with the strides of a group, of a row and of a column of blocks.
+struct Blocks {
+    const float* scale;
+    int64_t group, row, column;
+};
+
+// Starts the copy of a box. What the cluster shares its first block brings for all.
+template <bool shared_by_cluster>
+__device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Barrier* full, int x, int y, int z) {
+    if constexpr (!shared_by_cluster) ptx::load_3d(to, map, full, x, y, z);
+    else if (ptx::cluster_rank() == 0) ptx::load_3d_multicast(to, map, full, x, y, z, (1 << config::cluster) - 1);
+}
+
 // Brings a team's tiles: one warp, of which one thread waits for room and starts the copies.
 __device__ __forceinline__ void load_tiles(
-    uint8_t* shared, const Maps& maps, const Sizes& sizes, const Groups& groups, int team) {
+    uint8_t* shared, const Maps& maps, const Blocks& blocks, const Sizes& sizes, const Groups& groups, int team) {
     Ring ring(shared, team);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
-    const int rank = config::cluster > 1 ? ptx::cluster_rank() : 0;
-    constexpr uint16_t all = (1 << config::cluster) - 1;
 
     while (scheduler.take(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
         const int steps = count_steps(tile);
+        if (ptx::lane() != 0) continue;
+
+        // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
+        constexpr bool a_blocks = config::a_scales == per_block;
+        constexpr bool second = a_blocks ? team_warpgroups > 1 : two_blocks;
+        const int first_block = (a_blocks ? tile.m : tile.n) / 128;
+        const int second_block = a_blocks ? (tile.m + 64 * waves) / 128 : first_block + 1;
+        const int last_block = ceil_div(a_blocks ? sizes.m : sizes.n, 128) - 1;
+        const float* scale = blocks.scale + (rows_grouped ? tile.group : 0) * blocks.group;
+        const float* second_scale = scale + min(second_block, last_block) * blocks.row;
+        scale += min(first_block, last_block) * blocks.row;
+        float2 block_scales{};
+        auto read_block_scales = [&](int k_step) {
+            if constexpr (one_is_block) block_scales.x = __ldg(scale + k_step * blocks.column);
+            if constexpr (second) block_scales.y = __ldg(second_scale + k_step * blocks.column);
+        };
+
+        if (steps > 0) read_block_scales(first_step(tile));
         for (int step = 0; step < steps; ++step, ring.advance()) {
             const int stage = ring.stage, k_step = first_step(tile) + step, k = k_step * 128;
             ptx::Barrier* full = ring.full + stage;
-            if (ptx::lane() != 0) continue;
             ring.empty[stage].wait(ring.parity ^ 1);
+            if constexpr (one_is_block)  // Two of each: what all lanes read from one place the compiler would move to
+                                         // the registers that a warp shares, and wait for it.
+                reinterpret_cast<float4*>(shared + memory::block_scale)[stage] =
+                    make_float4(block_scales.x, block_scales.x, block_scales.y, block_scales.y);
             full->arrive_and_expect(memory::stage_bytes);
 
-            // of an operand that the cluster shares, each block brings its part to all
             uint8_t* a = shared + memory::a + stage * memory::a_tile;
             uint8_t* b = shared + memory::b + stage * memory::b_tile;
-            if constexpr (multicast_a) {
-                constexpr int rows = config::tile_m / config::cluster;
-                ptx::load_3d_multicast(a + rank * rows * 128, maps.a, full, k, tile.m + rank * rows, a_group, all);
-            } else {
-                ptx::load_3d(a, maps.a, full, k, tile.m, a_group);
-            }
-            if constexpr (multicast_b) {
-                constexpr int rows = config::tile_n / config::cluster;
-                ptx::load_3d_multicast(b + rank * rows * 128, maps.b, full, k, tile.n + rank * rows, b_group, all);
-            } else {
-                ptx::load_3d(b, maps.b, full, k, tile.n, b_group);
-            }
             uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
             uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
-            if constexpr (a_rows) ptx::load_3d(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
-            if constexpr (b_rows) ptx::load_3d(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
+            load<multicast_a>(a, maps.a, full, k, tile.m, a_group);
+            load<multicast_b>(b, maps.b, full, k, tile.n, b_group);
+            if constexpr (a_rows) load<multicast_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
+            if constexpr (b_rows) load<multicast_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
+            if (step + 1 < steps) read_block_scales(k_step + 1);
         }
     }
+}
+
+// A descriptor that the compiler keeps, rather than make it anew from an address in every step.
+__device__ __forceinline__ uint64_t kept(uint64_t descriptor) {
+    return descriptor & ~0xFFFFFFFFull | static_cast<uint32_t>(uniform(static_cast<int>(descriptor)));
 }
 
 // The descriptor of a tile that lies 16·offset bytes further on. Its upper half stays the constant that it is.
@@ -107,7 +145,9 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         // ---- Copies ----
         if constexpr (config::warpgroups > 1) ptx::give_registers<config::copy_registers>();
         const int team = warp % 4;
-        if (team < teams) load_tiles(shared, {&a_map, &b_map, &a_scale_map, &b_scale_map}, sizes, groups, team);
+        const Blocks blocks{
+            config::a_scales == per_block ? a_scale : b_scale, scale_group, scale_row, scale_column};
+        if (team < teams) load_tiles(shared, {&a_map, &b_map, &a_scale_map, &b_scale_map}, blocks, sizes, groups, team);
         __syncwarp();
     } else {
         // ---- Products ----
@@ -116,9 +156,10 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         const int first_row = member * waves * 64;  // of this warpgroup in a tile
         const int thread_row = first_row + warp % 4 * 16 + ptx::lane() / 4;
         const int thread_column = 2 * (ptx::lane() % 4);
+        const int copy = ptx::lane() % 2;  // of a block's scale, see load_tiles
         const Out out{&out_map, out_data, out_group_stride, out_row_stride, out_column_stride};
-        const uint64_t a_tiles = ptx::tile_descriptor(shared + memory::a + first_row * 128);
-        const uint64_t b_tiles = ptx::tile_descriptor(shared + memory::b);
+        const uint64_t a_tiles = kept(ptx::tile_descriptor(shared + memory::a + first_row * 128));
+        const uint64_t b_tiles = kept(ptx::tile_descriptor(shared + memory::b));
         Ring ring(shared, team);
         Scheduler scheduler(sizes, groups, team, teams);
         Tile tile;
@@ -135,21 +176,13 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
         while (scheduler.take(tile)) {
             const int steps = count_steps(tile);
+            if (team_warpgroups == 2 && steps >= 32) ptx::named_barrier_sync(1, team_threads);
             const int border = 128 - tile.n % 128;  // where the tile's columns reach the next block of scales
 
-            const int block = (config::a_scales == per_block ? tile.m + first_row : tile.n) / 128;
-            const int blocks = ceil_div(config::a_scales == per_block ? m : n, 128);
-            const float* block_scale = config::a_scales == per_block ? a_scale : b_scale;
-            block_scale += (rows_grouped ? tile.group : 0) * scale_group + first_step(tile) * scale_column;
-            const float* next_block_scale = block_scale + min(block + 1, blocks - 1) * scale_row;
-            block_scale += min(block, blocks - 1) * scale_row;
-            BlockScales scales(block_scale, scale_column, one_is_block ? steps : 0);
-            BlockScales scales_after(next_block_scale, scale_column, two_blocks ? steps : 0);
-
-            // waits for a step's stage and removes what is not summed
-            auto arrive = [&](int step) {
-                const int stage = config::schedule == dense ? ring.stage : uniform(ring.stage);
-                ring.full[stage].wait(ring.parity);
+            // waits for the stage of a step, if it is not there, and removes what is not summed
+            auto arrive = [&](int step, bool ready = false) {
+                const int stage = ring.stage;
+                if (!ready) ring.full[stage].wait(ring.parity);
                 if constexpr (config::schedule == along_k) {
                     const int k = (first_step(tile) + step) * 128, begin = tile.k_begin - k, end = tile.k_end - k;
                     if (begin > 0 || end < 128) {
@@ -160,7 +193,21 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                         ptx::named_barrier_sync(2 + team, team_threads);
                     }
                 }
-                return stage;
+            };
+            // a step's scales are read before it is multiplied: afterwards the stage may be gone
+            auto factors = [&](Factors (&f)[waves]) {
+                const int stage = ring.stage;
+                const float* a = reinterpret_cast<const float*>(shared + memory::a_scale + stage * memory::a_scales);
+                const float* b = reinterpret_cast<const float*>(shared + memory::b_scale + stage * memory::b_scales);
+                const float* blocks = reinterpret_cast<const float*>(shared + memory::block_scale) + 4 * stage + copy;
+#pragma unroll
+                for (int wave = 0; wave < waves; ++wave) {
+                    const int row = thread_row + wave * 64;
+                    if constexpr (a_rows) f[wave].rows[0] = a[row], f[wave].rows[1] = a[row + 8];
+                    if constexpr (b_rows) f[wave].columns = b + thread_column;
+                    if constexpr (one_is_block) f[wave].left = blocks[config::a_scales == per_block ? 2 * member : 0];
+                    if constexpr (two_blocks) f[wave].right = blocks[2];
+                }
             };
             auto multiply = [&](float (&sum)[count], int stage, int wave, bool add) {
                 const uint32_t a = (stage * memory::a_tile + wave * 64 * 128) / 16, b = stage * memory::b_tile / 16;
@@ -169,20 +216,6 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 for (int i = 0; i < 4; ++i)
                     ptx::wgmma(sum, further(a_tiles, a + 2 * i), further(b_tiles, b + 2 * i), add || i > 0);
                 ptx::wgmma_commit();
-            };
-            // a step's scales in shared memory are read before it is multiplied: afterwards the stage may be gone
-            auto factors = [&](int stage, int wave) {
-                Factors f{stage};
-                const float* a = reinterpret_cast<const float*>(shared + memory::a_scale + stage * memory::a_scales);
-                const float* b = reinterpret_cast<const float*>(shared + memory::b_scale + stage * memory::b_scales);
-                if constexpr (a_rows) f.rows[0] = a[thread_row + wave * 64], f.rows[1] = a[thread_row + wave * 64 + 8];
-                if constexpr (b_rows) f.columns = b + thread_column;
-                return f;
-            };
-            // those of blocks are taken while it is multiplied: a tile's first have only been asked for
-            auto block_factors = [&](int step, Factors& f) {
-                if constexpr (one_is_block) f.left = scales.at(step);
-                if constexpr (two_blocks) f.right = scales_after.at(step);
             };
             auto pin = [&](float (&sum)[count]) {
 #pragma unroll
@@ -200,11 +233,11 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 if (config::split_k == 1) continue;
             } else if constexpr (!config::promote) {
                 for (int step = 0; step < steps; ++step, ring.advance()) {
-                    const int stage = arrive(step);
+                    arrive(step);
 #pragma unroll
-                    for (int wave = 0; wave < waves; ++wave) multiply(total[wave], stage, wave, step > 0);
+                    for (int wave = 0; wave < waves; ++wave) multiply(total[wave], ring.stage, wave, step > 0);
                     ptx::wgmma_wait<waves>();  // the step before is done
-                    if (step > 0) ring.release(ring.before(stage));
+                    if (step > 0) ring.release(ring.before(ring.stage));
                     let_other_begin(2 * step >= steps);
                 }
                 ptx::wgmma_wait<0>();
@@ -213,58 +246,73 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 for (int wave = 0; wave < waves; ++wave) pin(total[wave]);
             } else if constexpr (config::accumulators == 1) {
                 float sum[count];
-                for (int step = 0; step < steps; ++step, ring.advance()) {
-                    const int stage = arrive(step);
-                    Factors blocks;
+                Factors f[waves];
+                if (steps > 0) arrive(0), factors(f);
+                for (int step = 0; step < steps; ++step) {
+                    const int stage = ring.stage;
+                    bool ready = false;
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) {
-                        Factors f = factors(stage, wave);
+                        const bool last = wave == waves - 1;
+                        const Products products(f[wave], border);
                         multiply(sum, stage, wave, false);
-                        if (wave == 0) block_factors(step, blocks);
-                        f.left = blocks.left, f.right = blocks.right;
                         ptx::wgmma_wait<0>();
                         pin(sum);
-                        if (wave == waves - 1 && !b_rows) ring.release(stage);
-                        promote(total[wave], sum, f, border);
+                        if (last) {
+                            if constexpr (!b_rows) ring.release(stage);
+                            ring.advance();
+                            ready = ring.full[ring.stage].test(ring.parity);
+                        }
+                        promote<0, most>(total[wave], sum, products);
+                        if (last) {
+                            if (step + 1 < steps) arrive(step + 1, ready);
+                            factors(f);  // after the last step of whatever lies there
+                        }
+                        promote<most, count>(total[wave], sum, products);
                     }
-                    if constexpr (b_rows) {
+                    if constexpr (b_rows) {  // of which the additions read scales in the stage
                         __syncwarp();
                         ring.release(stage);
                     }
                     let_other_begin(2 * step >= steps);
                 }
             } else {
-                auto begin = [&](int step, float (&sum)[count]) {
-                    const int stage = arrive(step);
-                    Factors f = factors(stage, 0);
-                    multiply(sum, stage, 0, false);
-                    block_factors(step, f);
-                    ring.advance();
-                    return f;
+                struct Step {
+                    int stage;
+                    Products products;
                 };
-                auto finish = [&](float (&sum)[count], const Factors& f) {
+                auto begin = [&](int step, float (&sum)[count]) {
+                    const int stage = ring.stage;
+                    arrive(step);
+                    Factors f[waves];  // one
+                    factors(f);
+                    multiply(sum, stage, 0, false);
+                    ring.advance();
+                    return Step{stage, Products(f[0], border)};
+                };
+                auto finish = [&](float (&sum)[count], const Step& step) {
                     pin(sum);
-                    if constexpr (!b_rows) ring.release(f.stage);
-                    promote(total[0], sum, f, border);
+                    if constexpr (!b_rows) ring.release(step.stage);
+                    promote<0, count>(total[0], sum, step.products);
                     if constexpr (b_rows) {
                         __syncwarp();
-                        ring.release(f.stage);
+                        ring.release(step.stage);
                     }
                 };
                 float even[count], odd[count];
                 int step = 0;
                 if (steps % 2 == 1) {
-                    const Factors f = begin(step++, even);
+                    const Step first = begin(step++, even);
                     ptx::wgmma_wait<0>();
-                    finish(even, f);
+                    finish(even, first);
                 }
                 for (; step < steps; step += 2) {
-                    const Factors even_f = begin(step, even);
-                    const Factors odd_f = begin(step + 1, odd);
+                    const Step even_step = begin(step, even);
+                    const Step odd_step = begin(step + 1, odd);
                     ptx::wgmma_wait<1>();
-                    finish(even, even_f);
+                    finish(even, even_step);
                     ptx::wgmma_wait<0>();
-                    finish(odd, odd_f);
+                    finish(odd, odd_step);
                 }
             }
 

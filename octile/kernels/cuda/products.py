@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.again import Look
 from octile.kernels.cuda.config import KINDS, STEP, Scales, Schedule
 from octile.kernels.cuda.plan import Product
 
@@ -77,11 +78,13 @@ def matmul(
     b_block: Block,
     accumulate: bool,
     promote_every: int | None = STEP,
+    look: Look | None = None,
 ) -> None:
     """a[M, K] · b[N, K]ᵀ into out [M, N], any strides, or added to it in FP32.
 
     Args:
         promote_every: 128, or None: the tensor cores sum over all of K, which only operands with one scale allow.
+        look: here and in the three functions below: of a product whose like may be launched without being checked.
 
     Raises:
         ValueError: promote_every is neither, or there are more scales.
@@ -92,7 +95,7 @@ def matmul(
     if promote_every is None and {a_scales, b_scales} != {Scales.PER_TENSOR}:
         raise ValueError(f"promote_every None needs one scale an operand, not blocks of {a_block} and {b_block}")
     promote = promote_every is not None
-    _launch(Product(Schedule.DENSE, out, a, a_scale, a_scales, b, b_scale, b_scales, None, accumulate, promote))
+    _launch(Product(Schedule.DENSE, out, a, a_scale, a_scales, b, b_scale, b_scales, None, accumulate, promote), look)
 
 
 def grouped(
@@ -105,6 +108,7 @@ def grouped(
     offs: Tensor,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    look: Look | None = None,
 ) -> Tensor:
     """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero.
 
@@ -115,7 +119,7 @@ def grouped(
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     scales = _scales(a_block, *a.shape), _scales(b_block, *b.shape[1:])
     operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], offs.contiguous())
-    _launch(Product(Schedule.GROUPED, *operands, False, True, zero_rest))
+    _launch(Product(Schedule.GROUPED, *operands, False, True, zero_rest), look)
     return out
 
 
@@ -129,13 +133,17 @@ def masked(
     counts: Tensor,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    expected_rows: int = 0,
+    look: Look | None = None,
 ) -> Tensor:
-    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N]; other rows hold anything."""
+    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N]; other rows hold anything.
+
+    expected_rows of a group help to choose a kernel; 0: not known.
+    """
     out = a.new_empty(*a.shape[:2], b.shape[1], dtype=out_dtype) if out is None else out
     scales = _scales(a_block, *a.shape[1:]), _scales(b_block, *b.shape[1:])
-    _launch(
-        Product(Schedule.MASKED, out, a, a_scale, scales[0], b, b_scale, scales[1], counts.contiguous(), False, True)
-    )
+    operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], counts.contiguous())
+    _launch(Product(Schedule.MASKED, *operands, False, True, expected_rows=expected_rows), look)
     return out
 
 
@@ -150,6 +158,7 @@ def wgrad(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     accumulate: bool = False,
+    look: Look | None = None,
 ) -> Tensor:
     """dy[rows of g]ᵀ · x[rows of g] of dy[T, N] and x[T, K] → [G, N, K]; a group without rows gives zeros.
 
@@ -158,10 +167,8 @@ def wgrad(
     out = x.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype) if out is None else out
     a, b = dy.mT, x.mT
     scales = _scales(dy_block[::-1], *a.shape), _scales(x_block[::-1], *b.shape)
-    product = Product(
-        Schedule.ALONG_K, out, a, dy_scale.mT, scales[0], b, x_scale.mT, scales[1], offs.contiguous(), accumulate, True
-    )
-    _launch(product)
+    operands = (out, a, dy_scale.mT, scales[0], b, x_scale.mT, scales[1], offs.contiguous())
+    _launch(Product(Schedule.ALONG_K, *operands, accumulate, True), look)
     return out
 
 
@@ -184,10 +191,11 @@ def _wanted(p: Product) -> Tensor:
     """Which rows of out are to be written, bool, one for all or [T, 1]."""
     if p.zero_rest or p.sizes is None:
         return torch.ones((), dtype=torch.bool, device=p.out.device)
-    return torch.arange(p.out.shape[0], device=p.out.device)[:, None] < p.sizes[-1]
+    rows = p.sizes[-1] if len(p.sizes) else 0
+    return torch.arange(p.out.shape[0], device=p.out.device)[:, None] < rows
 
 
-def _launch(p: Product) -> None:
+def _launch(p: Product, look: Look | None) -> None:
     if p.out.numel() == 0:
         return
     if p.a.numel() == 0 or p.b.numel() == 0:  # a sum of nothing
@@ -196,4 +204,4 @@ def _launch(p: Product) -> None:
         return
     from octile.kernels.cuda import launch  # late: needs a GPU's driver
 
-    launch.launch(p)
+    launch.launch(p, look)

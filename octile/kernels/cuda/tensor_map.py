@@ -9,7 +9,7 @@ Source: CUDA driver API, cuTensorMapEncodeTiled.
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +72,7 @@ def check(tensor_map: TensorMap) -> None:
         )
     if not all(1 <= extent <= 2**32 for extent in shape):
         raise ValueError(f"each extent of shape must be from 1 to 2³², not {tuple(shape)}")
-    if pointer <= 0 or pointer % 16:
-        raise ValueError(f"pointer must be a multiple of 16 bytes, not {pointer:#x}")
+    _check_pointer(pointer)
     if strides[-1] != 1:
         raise ValueError(f"the last of strides must be 1, not {strides[-1]}")
     if not all(stride > 0 and stride * size % 16 == 0 and stride * size < 2**40 for stride in strides[:-1]):
@@ -91,6 +90,11 @@ def check(tensor_map: TensorMap) -> None:
         raise ValueError(f"a row of box must fit the swizzle of {swizzle} bytes, not be {row} bytes")
 
 
+def _check_pointer(pointer: int) -> None:
+    if pointer <= 0 or pointer % 16:
+        raise ValueError(f"pointer must be a multiple of 16 bytes, not {pointer:#x}")
+
+
 @functools.lru_cache(ENCODED)
 def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
     """The 128 bytes that a kernel takes as its parameter; kept, as most tensors come again.
@@ -103,22 +107,32 @@ def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
         TypeError, ValueError: as for `check`.
         RuntimeError: the driver refuses the map.
     """
-    if pointer is not None:
-        tensor_map = tensor_map._replace(pointer=pointer)
+    if pointer is None:
+        pointer = tensor_map.pointer
+    _check_pointer(pointer)
+    kind_and_rank, others = _arguments(tensor_map)
+    room = ctypes.create_string_buffer(2 * BYTES)
+    start = -ctypes.addressof(room) % BYTES
+    error = _encoder()(ctypes.byref(room, start), *kind_and_rank, ctypes.c_void_p(pointer), *others)
+    if error:
+        from cuda.bindings import driver
+
+        from octile.kernels.cuda.driver import checked
+
+        checked("cuTensorMapEncodeTiled", (driver.CUresult(error),))
+    return room.raw[start : start + BYTES]
+
+
+@functools.lru_cache(ENCODED)
+def _arguments(tensor_map: TensorMap) -> tuple[tuple[int, int], tuple[Any, ...]]:
+    """What the driver's function takes before the address, and after it; these depend on the tensor's layout alone."""
     check(tensor_map)
     from cuda.bindings import driver
 
-    from octile.kernels.cuda.driver import checked
-
-    pointer, dtype, shape, strides, box, swizzle = tensor_map
+    _, dtype, shape, strides, box, swizzle = tensor_map
     swizzles, rank = driver.CUtensorMapSwizzle, len(shape)
-    room = ctypes.create_string_buffer(2 * BYTES)
-    start = -ctypes.addressof(room) % BYTES
-    error = _encoder()(
-        ctypes.byref(room, start),
-        int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TYPES[dtype]}")),
-        rank,
-        ctypes.c_void_p(pointer),
+    kind = int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TYPES[dtype]}"))
+    return (kind, rank), (
         (ctypes.c_uint64 * rank)(*reversed(shape)),
         (ctypes.c_uint64 * rank)(*(stride * dtype.itemsize for stride in reversed(strides[:-1]))),
         (ctypes.c_uint32 * rank)(*reversed(box)),
@@ -128,8 +142,6 @@ def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),  # tiles are read in long runs
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    checked("cuTensorMapEncodeTiled", (driver.CUresult(error),))
-    return room.raw[start : start + BYTES]
 
 
 @functools.cache

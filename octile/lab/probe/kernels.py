@@ -20,19 +20,20 @@ NAMES = {
 Text = tuple[str, dict[str, int | bool], dict[str, str]]  # what `jit` takes: a name, constants and headers
 
 
-def text(name: str, a: torch.dtype, b: torch.dtype, steps: int) -> Text:
-    """The kernel of an instruction, "wgmma" or "mma", in chains of so many."""
-    kernel = f"probe_{name}"
+def text(name: str, a: torch.dtype, b: torch.dtype, steps: int, half: bool = False) -> Text:
+    """The kernel of an instruction, "wgmma" or "mma", in chains of so many, with sums in FP32 or (half) FP16."""
+    kernel, d = f"probe_{name}", "f16" if half else "f32"
     source = {f"{kernel}.cu": (FOLDER / f"{kernel}.cu").read_text()}
+    constants: dict[str, int | bool] = {"steps": steps, "half": half}
     if name == "mma":
-        return kernel, {"steps": steps}, source | {"mma.cuh": mma_header(NAMES[a], NAMES[b])}
-    constants: dict[str, int | bool] = {"steps": steps, "columns": COLUMNS}
-    return kernel, constants, source | {"wgmma.cuh": wgmma.header(COLUMNS, NAMES[a], NAMES[b])}
+        return kernel, constants, source | {"mma.cuh": mma_header(NAMES[a], NAMES[b], d)}
+    header = wgmma.header(COLUMNS, NAMES[a], NAMES[b], d)
+    return kernel, constants | {"columns": COLUMNS}, source | {"wgmma.cuh": header}
 
 
-def compile(name: str, a: torch.dtype, b: torch.dtype, steps: int) -> Cubin:
+def compile(name: str, a: torch.dtype, b: torch.dtype, steps: int, half: bool = False) -> Cubin:
     """The machine code for sm_90a, without a GPU."""
-    kernel, constants, headers = text(name, a, b, steps)
+    kernel, constants, headers = text(name, a, b, steps, half)
     return jit.compile(kernel, constants, "sm_90a", headers)
 
 
@@ -41,12 +42,12 @@ def run(name: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
     Args:
         a, b: contiguous, on one Hopper GPU; K of 32, 64, 96 or 128 bytes; M and N multiples of 64.
-        c: float32, contiguous.
+        c: float32 or float16, contiguous: the accumulators before.
     """
     from octile.kernels.cuda.driver import current_stream
 
     steps = a.shape[1] * a.element_size() // 32
-    kernel, constants, headers = text(name, a.dtype, b.dtype, steps)
+    kernel, constants, headers = text(name, a.dtype, b.dtype, steps, c.dtype == torch.float16)
     loaded = jit.load(kernel, constants, a.device, headers)
     rows, columns, threads = (64, COLUMNS, 128) if name == "wgmma" else (16, 8, 32)
     shared = (rows + columns) * 128 if name == "wgmma" else 0
@@ -54,17 +55,21 @@ def run(name: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     grid = len(a) // rows * (len(b) // columns)
     pointers = [t.data_ptr() for t in (a, b, c, d)]
     stream = current_stream(a.device.index or 0)
-    loaded.launch(grid, 1, threads, shared, [*pointers, len(b)], stream)
+    loaded.ready(grid, 1, threads, shared, [*pointers, len(b)], stream)()
     return d
 
 
-def mma_header(a: str, b: str) -> str:
+def mma_header(a: str, b: str, d: str) -> str:
     """`mma(d, a, b)`: d[16, 8] += a[16, k] · b[8, k]ᵀ in registers.  Source: PTX ISA 8.5, section 9.7.14, "mma"."""
+    count, kind, constraint = (4, "float", "f") if d == "f32" else (2, "unsigned", "r")
+    sums = ", ".join(f"%{i}" for i in range(count))
+    a_words, b_words = (", ".join(f"%{count + i}" for i in which) for which in (range(4), range(4, 6)))
+    operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(count))
     return f"""\
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {{
-    asm volatile("mma.sync.aligned.m16n8k{wgmma.STEP[a]}.row.col.f32.{a}.{b}.f32 "
-                 "{{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+__device__ __forceinline__ void mma({kind} (&d)[{count}], const unsigned (&a)[4], const unsigned (&b)[2]) {{
+    asm volatile("mma.sync.aligned.m16n8k{wgmma.STEP[a]}.row.col.{d}.{a}.{b}.{d} "
+                 "{{{sums}}}, {{{a_words}}}, {{{b_words}}}, {{{sums}}};"
+                 : {operands}
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }}
 """

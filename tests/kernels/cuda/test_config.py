@@ -13,7 +13,6 @@ REFUSED = {
     "two stages": {"stages": 1},
     "cluster must be 1 or 2": {"cluster": 4},
     "shares nothing": {"multicast_a": True},
-    "groups of 8 rows": {"tile_n": 72, "cluster": 2, "staged_pieces": 1},
     "scales must be of rows": {"a_scales": Scales.PER_BLOCK, "b_scales": Scales.PER_BLOCK},
     "one scale only": {"promote": False},
     "two accumulators take one wave": {"tile_m": 256, "tile_n": 64, "accumulators": 2},

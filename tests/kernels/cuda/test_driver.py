@@ -85,7 +85,6 @@ class FakeDriver:
                 "shared": config.sharedMemBytes,
                 "stream": int(config.hStream),
                 "parameters": parameters,
-                "thread": (threading.get_ident(), table),
             }
         )
         return (OK,)
@@ -104,7 +103,7 @@ def kernel(fake) -> Kernel:
 
 
 def test_arguments_arrive_in_the_kernels_parameters(fake, kernel):
-    kernel.launch(132, 2, 384, 200_000, ARGUMENTS, stream=0x55)
+    kernel.ready(132, 2, 384, 200_000, ARGUMENTS, stream=0x55)()
     (launch,) = fake.launches
     assert launch["parameters"] == [
         ARGUMENTS[0],
@@ -115,7 +114,7 @@ def test_arguments_arrive_in_the_kernels_parameters(fake, kernel):
 
 
 def test_the_configuration_is_what_was_asked_for(fake, kernel):
-    kernel.launch(132, 2, 384, 200_000, ARGUMENTS, stream=0x55)
+    kernel.ready(132, 2, 384, 200_000, ARGUMENTS, stream=0x55)()
     (launch,) = fake.launches
     assert launch["function"] == b"product"
     assert (launch["grid"], launch["block"], launch["cluster"]) == ((132, 1, 1), (384, 1, 1), [(2, 1, 1)])
@@ -123,28 +122,41 @@ def test_the_configuration_is_what_was_asked_for(fake, kernel):
 
 
 def test_without_a_cluster_none_is_asked_for(fake, kernel):
-    kernel.launch(132, 1, 384, 0, ARGUMENTS, stream=0)
+    kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)()
     assert fake.launches[0]["cluster"] == []
 
 
-def test_a_second_launch_brings_its_own_arguments(fake, kernel):
-    kernel.launch(132, 1, 384, 0, ARGUMENTS, stream=0)
-    kernel.launch(132, 1, 384, 0, (bytes(128), 16, 7, 1.0), stream=0)
-    assert fake.launches[1]["parameters"] == [
+def test_a_second_launch_brings_its_own_arguments_and_leaves_those_of_the_first(fake, kernel):
+    first = kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)
+    kernel.ready(132, 1, 384, 0, (bytes(128), 16, 7, 1.0), stream=0)()
+    first()
+    assert fake.launches[0]["parameters"] == [
         bytes(128),
         struct.pack("q", 16),
         struct.pack("i", 7),
         struct.pack("f", 1.0),
     ]
-    assert fake.launches[0]["thread"] == fake.launches[1]["thread"]  # the same buffer
+    assert fake.launches[1]["parameters"][:2] == [ARGUMENTS[0], struct.pack("q", ARGUMENTS[1])]
 
 
-def test_two_threads_do_not_share_a_buffer(fake, kernel):
-    kernel.launch(132, 1, 384, 0, ARGUMENTS, stream=0)
-    thread = threading.Thread(target=kernel.launch, args=(132, 1, 384, 0, ARGUMENTS, 0))
+def test_making_a_launch_starts_nothing(fake, kernel):
+    kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)
+    assert fake.launches == []
+
+
+def test_a_launch_is_started_again_by_any_thread(fake, kernel):
+    launch = kernel.ready(132, 2, 384, 0, ARGUMENTS, stream=0x55)
+    launch()
+    thread = threading.Thread(target=launch)
     thread.start()
     thread.join()
-    assert fake.launches[0]["thread"][1] != fake.launches[1]["thread"][1]
+    assert fake.launches[0] == fake.launches[1]
+
+
+def test_launches_of_one_shape_differ_in_their_stream(fake, kernel):
+    for stream in (1, 2, 1):
+        kernel.ready(132, 2, 384, 0, ARGUMENTS, stream)()
+    assert [launch["stream"] for launch in fake.launches] == [1, 2, 1]
 
 
 def test_all_shared_memory_of_a_block_is_permitted(fake, kernel):
@@ -154,7 +166,7 @@ def test_all_shared_memory_of_a_block_is_permitted(fake, kernel):
 @pytest.mark.parametrize("current", ["another device's", None])
 def test_a_launch_finds_its_context_and_leaves_the_current_one(fake, kernel, current):
     fake.contexts = [current]
-    kernel.launch(132, 1, 384, 0, ARGUMENTS, stream=0)
+    kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)()
     assert len(fake.launches) == 1
     assert fake.contexts == [current]
 
@@ -162,7 +174,7 @@ def test_a_launch_finds_its_context_and_leaves_the_current_one(fake, kernel, cur
 def test_a_refused_launch_says_how(fake, kernel):
     fake.refusal = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match="launching product: CUDA_ERROR_INVALID_VALUE: what the driver says"):
-        kernel.launch(132, 1, 384, 0, ARGUMENTS, stream=0)
+        kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)()
 
 
 def test_a_refused_image_says_how(fake):
@@ -174,7 +186,7 @@ def test_a_refused_image_says_how(fake):
 @pytest.mark.parametrize(("grid", "cluster"), [(0, 1), (131, 2), (132, 0)])
 def test_a_grid_that_is_no_multiple_of_the_cluster_is_refused(kernel, grid, cluster):
     with pytest.raises(ValueError, match="grid must be a positive multiple of cluster"):
-        kernel.launch(grid, cluster, 384, 0, ARGUMENTS, stream=0)
+        kernel.ready(grid, cluster, 384, 0, ARGUMENTS, stream=0)()
 
 
 @pytest.mark.parametrize(

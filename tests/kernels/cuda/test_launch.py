@@ -1,4 +1,6 @@
-"""A product's launch is decided once for a layout; a further one only fills in addresses."""
+"""A product's launch is decided once for a layout, and made once for tensors at the same addresses."""
+
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from octile.kernels.cuda import launch as launching
 from octile.kernels.cuda import limits, tensor_map
 from octile.kernels.cuda.config import Scales, Schedule
 from octile.kernels.cuda.plan import Product
+from octile.kernels.recent import Recent
 from tests.kernels.cuda.emulated import operand
 
 
@@ -18,9 +21,11 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []
+        self.made = 0
 
-    def launch(self, *arguments) -> None:
-        self.launches.append(arguments)
+    def ready(self, *arguments):
+        self.made += 1
+        return lambda: self.launches.append(arguments)
 
 
 @pytest.fixture
@@ -33,7 +38,8 @@ def kernel(monkeypatch, tmp_path) -> FakeKernel:
     monkeypatch.setattr(limits, "num_sms", lambda device: 132)
     monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launching, "_prepared", {})
+    monkeypatch.setattr(launching, "_prepared", Recent(8))
+    monkeypatch.setattr(launching, "_launches", Recent(8))
     monkeypatch.setattr(launching, "_workspaces", {})
     return fake
 
@@ -44,11 +50,45 @@ def _product(m: int = 1000, k: int = 1024, out: Tensor | None = None) -> Product
     return Product(Schedule.DENSE, out, *a, *b, None, False, True)
 
 
-def test_a_second_launch_is_the_same(kernel: FakeKernel):
+def test_a_second_launch_is_the_same_and_is_not_made_again(kernel: FakeKernel):
     p = _product()
     launching.launch(p)
     launching.launch(p)
     assert kernel.launches[0] == kernel.launches[1]
+    assert kernel.made == 1
+
+
+def test_another_stream_is_another_launch(kernel: FakeKernel, monkeypatch):
+    p = _product()
+    for stream in (7, 8, 7):
+        monkeypatch.setattr(launching, "current_stream", lambda device, stream=stream: stream)
+        launching.launch(p)
+    assert [arguments[-1] for arguments in kernel.launches] == [7, 8, 7]
+    assert kernel.made == 2
+
+
+def test_another_workspace_is_another_launch(kernel: FakeKernel):
+    p = _product(m=16, k=8192)
+    launching.launch(p)
+    first = launching._workspaces.copy()  # kept, so that the next one lies elsewhere
+    launching._workspaces.clear()
+    launching.launch(p)
+    launching.launch(p)
+    for workspaces, launches in ((first, kernel.launches[:1]), (launching._workspaces, kernel.launches[1:])):
+        ((parts, arrivals),) = workspaces.values()
+        assert all({parts.data_ptr(), arrivals.data_ptr()} <= set(arguments[4]) for arguments in launches)
+    assert kernel.made == 2
+
+
+def test_an_operand_that_must_be_copied_does_not_find_the_plan_of_scales_that_lie_alike(kernel: FakeKernel):
+    """Both are at 4 bytes past a multiple of 16; only scales of blocks may be."""
+    p = _product()
+    moved = torch.empty(p.b_scale.numel() + 1)[1:].view(p.b_scale.shape).copy_(p.b_scale)
+    launching.launch(p._replace(b_scale=moved))
+    room = torch.empty(p.a_scale.numel() + 1)[1:].view(p.a_scale.mT.shape).mT.copy_(p.a_scale)
+    launching.launch(p._replace(a_scale=room))
+    assert moved.data_ptr() in kernel.launches[0][4]
+    assert room.data_ptr() not in kernel.launches[1][4]
 
 
 def test_other_memory_of_the_same_layout_shares_the_plan(kernel: FakeKernel):
@@ -88,3 +128,66 @@ def test_fewer_multiprocessors_are_another_plan(kernel: FakeKernel, monkeypatch)
     monkeypatch.setattr(limits, "num_sms", lambda device: 4)
     launching.launch(p)
     assert [grid for grid, *_ in kernel.launches][1] <= 4
+
+
+def test_threads_launch_on_their_own_streams_with_their_own_addresses(kernel: FakeKernel, monkeypatch):
+    monkeypatch.setattr(launching, "current_stream", lambda device: threading.get_ident())
+    done: list[tuple[int, list[object]]] = []
+    monkeypatch.setattr(kernel, "ready", lambda *shape: lambda: done.append((threading.get_ident(), [*shape[4:]])))
+    ours, together = [[_product() for _ in range(3)] for _ in range(3)], threading.Barrier(3)
+
+    def work(mine: list[Product]) -> None:
+        together.wait()  # also so that no thread has the name of one that has ended
+        for _ in range(50):
+            for p in mine:
+                launching.launch(p)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in ours]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 3 * 3 * 50
+    assert all(stream == thread for thread, (_, stream) in done)
+    for thread, mine in zip(threads, ours, strict=True):
+        found = [arguments for name, (arguments, _) in done if name == thread.ident]
+        for p, arguments in zip(mine * 50, found, strict=True):
+            assert {p.out.data_ptr(), p.a_scale.data_ptr(), p.b_scale.data_ptr()} <= set(arguments)
+
+
+CHANGES = {
+    "schedule": {"schedule": Schedule.MASKED},
+    "a's kind of scales": {"a_scales": Scales.PER_TENSOR},
+    "b's kind of scales": {"b_scales": Scales.PER_TENSOR},
+    "accumulate": {"accumulate": True},
+    "promote": {"promote": False},
+    "rows past the groups": {"zero_rest": False},
+    "groups": {"sizes": torch.zeros(3, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_to_be_done_decides_on_the_plan(change: str):
+    p = _product()
+    other = p._replace(**CHANGES[change])
+    assert launching._decisive(p, p.pointers()) == launching._decisive(_product(), p.pointers())
+    assert launching._decisive(p, p.pointers()) != launching._decisive(other, p.pointers())
+
+
+@pytest.mark.parametrize("name", ["a", "b", "a_scale", "b_scale", "out"])
+def test_how_tensors_lie_decides_on_the_plan(name: str):
+    room, place = torch.zeros(64), ["a", "b", "a_scale", "b_scale", None, "out"].index(name)
+    p = _product()._replace(**dict.fromkeys(["a", "b", "a_scale", "b_scale", "out"], room.as_strided((4, 4), (8, 1))))
+    pointers, others = [0] * 6, [0] * 6
+    others[place] = 4
+    known = launching._decisive(p, tuple(pointers))
+    found = [
+        launching._decisive(p, tuple(others)),
+        launching._decisive(p._replace(**{name: room.as_strided((4, 4), (9, 1))}), tuple(pointers)),
+    ]
+    if "scale" not in name:
+        other = torch.zeros(64, dtype=torch.int32).as_strided((4, 4), (8, 1))
+        found.append(launching._decisive(p._replace(**{name: other}), tuple(pointers)))
+    if name in "ab":
+        found.append(launching._decisive(p._replace(**{name: room.as_strided((4, 3), (8, 1))}), tuple(pointers)))
+    assert known not in found

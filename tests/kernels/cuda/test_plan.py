@@ -123,3 +123,12 @@ def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():
     out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
     products.grouped(a, torch.empty(5, 0), (1, 128), b, torch.empty(2, 1, 0), (128, 128), offs, torch.bfloat16, out)
     assert torch.equal(out, torch.tensor([0, 0, 0, 0, 1]).bfloat16()[:, None].expand(5, 3))
+
+
+def test_without_groups_a_given_result_stays_as_it_is():
+    a, b = torch.empty(5, 8, dtype=torch.float8_e4m3fn), torch.empty(0, 3, 8, dtype=torch.float8_e4m3fn)
+    out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
+    operands = (a, torch.empty(5, 1), (1, 128), b, torch.empty(0, 1, 1), (128, 128), offs, torch.bfloat16)
+    assert products.grouped(*operands, out) is out
+    assert out.eq(1).all()
+    assert not products.grouped(*operands).any()

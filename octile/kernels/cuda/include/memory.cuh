@@ -9,6 +9,7 @@ constexpr int teams = config::ping_pong ? config::warpgroups : 1;
 constexpr int team_warpgroups = config::warpgroups / teams, team_threads = 128 * team_warpgroups;
 constexpr int waves = config::tile_m / (64 * team_warpgroups);  // of 64 rows that a warpgroup multiplies in turn
 constexpr bool a_rows = config::a_scales == per_row, b_rows = config::b_scales == per_row;
+constexpr bool one_is_block = config::a_scales == per_block || config::b_scales == per_block;
 
 __device__ constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 __device__ constexpr int round_up(int bytes, int unit) { return ceil_div(bytes, unit) * unit; }
@@ -28,7 +29,8 @@ constexpr int a = staging + config::warpgroups * config::staged_pieces * piece_b
 constexpr int b = a + stages * a_tile;
 constexpr int a_scale = b + stages * b_tile;
 constexpr int b_scale = a_scale + stages * a_scales;
-constexpr int barriers = b_scale + stages * b_scales;
+constexpr int block_scale = b_scale + stages * b_scales;  // two for a stage, twice
+constexpr int barriers = block_scale + (one_is_block ? stages * 16 : 0);
 constexpr int last = barriers + 2 * stages * int(sizeof(ptx::Barrier));  // a word for each warpgroup
 constexpr int groups = last + 4 * config::warpgroups;
 constexpr int bytes = groups + (config::max_groups > 0 ? int(sizeof(Groups)) : 0);

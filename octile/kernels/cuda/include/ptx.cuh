@@ -110,14 +110,28 @@ struct Barrier {
     // Waits until the phase with this parity has ended: 0 for the first, 1 for the second, 0 for the third, …
     // What the copy engine, or a thread of this block, wrote before is seen then; `.acquire.cluster` would throw away the
     // L1 cache each time.
+    // The thread sleeps for up to 10 ms at a time, rather than ask again and again and take issue slots from others.
     __device__ __forceinline__ void wait(uint32_t parity) {
         asm volatile(
-            "{\n.reg .pred done;\n"
+            "{\n.reg .pred ended;\n"
             "again:\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-            "@!done bra again;\n}" ::"r"(shared_address(this)),
-            "r"(parity)
+            "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1, %2;\n"
+            "@!ended bra again;\n}" ::"r"(shared_address(this)),
+            "r"(parity), "r"(10'000'000)
             : "memory");
+    }
+
+    // Whether that phase has ended.
+    __device__ __forceinline__ bool test(uint32_t parity) {
+        uint32_t yes;
+        asm volatile(
+            "{\n.reg .pred ended;\n"
+            "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+            "selp.b32 %0, 1, 0, ended;\n}"
+            : "=r"(yes)
+            : "r"(shared_address(this)), "r"(parity)
+            : "memory");
+        return yes;
     }
 };
 

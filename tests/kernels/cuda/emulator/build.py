@@ -38,7 +38,7 @@ def core() -> ctypes.CDLL:
 def kernel(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str]) -> ctypes.CDLL:
     """A kernel of octile as a library for the CPU; its PTX functions are the emulator's."""
     core()
-    own = {"ptx.cuh": "#include <ptx.cuh>\n"}
+    own = {path.name: f"#include <{path.name}>\n" for path in (HERE / "device").glob("*.cuh")}
     own |= {file: _wgmma(text) if WGMMA.search(text) else text for file, text in headers.items()}
     entry = f"""
 #include <entry.h>

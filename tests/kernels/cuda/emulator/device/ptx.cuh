@@ -19,6 +19,7 @@ void set_registers(int registers, bool give);
 void init(uint64_t& barrier, uint32_t count);
 void arrive(uint64_t& barrier, uint32_t rank, uint32_t bytes);
 void wait(uint64_t& barrier, uint32_t parity);
+bool test(uint64_t& barrier, uint32_t parity);
 void fence_barrier_init();
 void fence_async_shared();
 void load(void* to, const TensorMap* map, uint64_t& barrier, const int* place, int dimensions, uint32_t blocks);
@@ -59,6 +60,7 @@ struct Barrier {
     void arrive() { emulator::arrive(state, cluster_rank(), 0); }
     void arrive_at(uint32_t rank) { emulator::arrive(state, rank, 0); }
     void arrive_and_expect(uint32_t bytes) { emulator::arrive(state, cluster_rank(), bytes); }
+    bool test(uint32_t parity) { return emulator::test(state, parity); }
     void wait(uint32_t parity) { emulator::wait(state, parity); }
 };
 
