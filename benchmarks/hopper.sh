@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One stage of what hopper.md describes: check, tests, gemm, casts, tune, profile, sanitize, train or probe.
+# One stage of what hopper.md describes: check, tests, gemm, casts, tune, profile, sanitize, train, probe or bits.
 # Needs a Hopper GPU. Ends within nine minutes and writes to $OUT, a short table last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -91,6 +91,9 @@ train)
 probe)
     within 520 "$PYTHON" -m octile.lab.probe --outputs "${OUTPUTS:-1e8}" --golden "$OUT/tensor_core.safetensors" \
         --json "$OUT/tensor_core.json" 2>&1 | tee "$OUT/tensor_core.txt" | tail -n 40
+    ;;
+bits)
+    within 300 "$PYTHON" -m octile.lab.probe.products --json "$OUT/bits.json" 2>&1 | tee "$OUT/bits.txt"
     ;;
 *)
     sed -n '2,3s/^# //p' "$0" >&2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ NOT_A = {  # how Python refuses a word that is no such number
     "could not convert string to float: ": "a number",
 }
 
+OPTIONAL = re.compile(r"no type matching \{None\}\|(INT|FLOAT) could be instantiated from \[(.*)\]")  # tyro's own
+
 USER, FAILURE, INTERRUPTED = 2, 1, 130
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
@@ -44,6 +47,7 @@ class Train(TrainConfig):
         guards: a file of rules that watch the telemetry and warn, capture operands, or switch a product to BF16.
     """
 
+    recipe_text: tyro.conf.Suppress[str | None] = None
     resume: bool = False
     telemetry_every: int = 0
     telemetry_layers: str = "*"
@@ -59,6 +63,10 @@ def train(arguments: list[str]) -> None:
         default = RunFolder.open(Path(out)).read_config()
     else:
         default = preset(_value_of("--preset", arguments) or "tiny")
+        if begin := _value_of("--init-from", arguments):
+            from octile.train.fine_tune import fine_tuning
+
+            default = fine_tuning(default, Path(begin))
     names = [f.name for f in fields(TrainConfig)]
     asked = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.guards import read_rules
@@ -66,9 +74,10 @@ def train(arguments: list[str]) -> None:
     from octile.train.loop import train as run
     from octile.train.screen import Screen
 
+    config = TrainConfig(**{name: getattr(asked, name) for name in names})
     rules = read_rules(asked.guards) if asked.guards else ()
-    watched = observer(asked.telemetry_every, asked.telemetry_layers, rules)
-    run(TrainConfig(**{name: getattr(asked, name) for name in names}), asked.resume, Screen(), watched)
+    watched = observer(config, asked.telemetry_every, asked.telemetry_layers, rules)
+    run(config, asked.resume, Screen(), watched)
 
 
 @dataclass(frozen=True)
@@ -150,17 +159,17 @@ def generate(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Convert:
-    """Turn a BF16 Hugging Face checkpoint into FP8 (128×128 blocks), or an FP8 one into BF16, shard by shard.
+    """Turn a BF16 Hugging Face checkpoint into FP8 (128×128 blocks), or an FP8 one into BF16 or FP32, shard by shard.
 
     Attributes:
         src: a Hugging Face folder; or one with only a config.json (or that file), to predict the size.
         dst: the folder to write. Not needed for a prediction.
-        to: fp8 or bf16.
+        to: fp8, bf16, or float32, which keeps every value of FP8 weights to train on.
     """
 
     src: tyro.conf.Positional[Path]
     dst: tyro.conf.Positional[Path | None] = None
-    to: Literal["fp8", "bf16"] = "fp8"
+    to: Literal["fp8", "bf16", "float32"] = "fp8"
 
 
 def convert(arguments: list[str]) -> None:
@@ -294,6 +303,9 @@ def _mistake(box: str) -> str:
         return first
     for python, kind in NOT_A.items():
         what = what.replace(python, f"{where} must be {kind}, not ")
+    if none_of := OPTIONAL.match(what):
+        kind, given = none_of.groups()
+        return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
     return what
 
 
@@ -323,7 +335,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), INTERRUPTED
     if isinstance(error, OSError) and error.errno in DISK:
         return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is kept", FAILURE
-    if isinstance(error, FloatingPointError):
+    if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_us(error)):
         return str(error), FAILURE
     if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_us(error)):
         return str(error), USER

@@ -10,9 +10,8 @@ Each operand is described by a `Cast` (or None: it stays in the recipe's `comput
 that this library exists for; the others are what it is compared with, each one published and each one different in
 one thing that can be named.
 
-Two things of DeepSeek-V3's §3.3.3 are not in `deepseek_v3` yet: the attention's output, which there reaches its
-projection as E5M6 with power-of-two scales, is E4M3 here as every other input, and SwiGLU's inputs, kept there in FP8
-for the backward pass, are kept as they are.
+A recipe also says what a block keeps for its backward pass besides the inputs of its linear layers, which are kept as
+they are cast (`docs/data_flow.md`).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313); Smooth-SwiGLU (arXiv 2409.12517);
 NVIDIA's hybrid and delayed scaling (arXiv 2209.05433).
@@ -29,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 
-from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
+from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
 
 Extent = int | None  # of a block along one side of a matrix; None is the whole side
 ScaleRule = Literal["float32", "power_of_2"]
@@ -97,6 +96,16 @@ class Casts:
             raise ValueError("wgrad_x and wgrad_dy must be x and dy where a scale is delayed: a history has no others")
 
     @property
+    def tiled(self) -> bool:
+        """Whether inputs and gradients are cut in tiles of 128, for wgrad along the tokens and else along channels."""
+        blocks = (self.x.block, self.dy.block, self.wgrad_x.block, self.wgrad_dy.block)
+        return (
+            blocks == (TILE, TILE, COLUMN_TILE, COLUMN_TILE)
+            and self.x.fmt == self.wgrad_x.fmt
+            and (self.dy.fmt, self.dy.scale) == (self.wgrad_dy.fmt, self.wgrad_dy.scale)
+        )
+
+    @property
     def delayed(self) -> bool:
         """Whether scales come from past steps, so that a layer must remember what it saw."""
         return any(cast.amax == "delayed" for cast in (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy))
@@ -120,6 +129,10 @@ class Recipe:
         loss_scale: "dynamic" multiplies the loss by a power of two that backs off on overflow.
         smooths_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
         optimizer: the formats of the optimizer's state.
+        attention_output: how attention's output is kept, once, for its own backward pass and for wgrad of the layer
+            that follows; queries, keys and values are then made again. None: autograd keeps them all as they are.
+        swiglu_inputs: how SwiGLU's inputs are kept, its output being made again; or "recomputed": they are made again
+            too. None: autograd keeps them as they are, and the output's cast.
     """
 
     name: str
@@ -130,6 +143,22 @@ class Recipe:
     optimizer: OptimizerFormats = field(default_factory=OptimizerFormats)
     uncast: frozenset[ProductName] = frozenset()
     exceptions: tuple[tuple[str, frozenset[ProductName]], ...] = ()
+    attention_output: Cast | None = None
+    swiglu_inputs: Cast | Literal["recomputed"] | None = None
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether attention and the layers around it are one function that keeps `attention_output`."""
+        return self._fuses and self.attention_output is not None
+
+    @property
+    def fuses_swiglu(self) -> bool:
+        """Whether a feed-forward layer is one function that keeps `swiglu_inputs`."""
+        return self._fuses and self.swiglu_inputs is not None and not self.smooths_swiglu
+
+    @property
+    def _fuses(self) -> bool:
+        return self.casts is not None and self.casts.tiled and not self.uncast
 
     @property
     def delayed_scaling(self) -> bool:
@@ -164,6 +193,7 @@ class Recipe:
         """A recipe with exceptions, from a TOML file:
 
             recipe = "deepseek_v3"
+            swiglu_inputs = "recomputed"                # if the recipe keeps them ("kept")
             [[keep]]                                    # in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of names, as of files
             products = ["fprop", "wgrad"]
@@ -173,23 +203,39 @@ class Recipe:
             ValueError: it is no such text.
         """
         try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
             raise ValueError(f"{path}: {error}") from None
-        if not isinstance(content.get("recipe"), str) or content.keys() - {"recipe", "keep"}:
-            raise ValueError(f'{path} must say recipe = "deepseek_v3" or another name, and [[keep]] for exceptions')
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Recipe:
+        """The recipe that the text of such a file describes; errors say where it comes from.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        try:
+            content = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if not isinstance(content.get("recipe"), str) or content.keys() - {"recipe", "swiglu_inputs", "keep"}:
+            raise ValueError(f'{where} must say recipe = "deepseek_v3" or another name, and [[keep]] for exceptions')
+        if content["recipe"] not in cls.names():
+            raise ValueError(f"{where}: unknown recipe {content['recipe']!r}; there are {', '.join(cls.names())}")
         recipe = cls.named(content["recipe"])
         keeps = content.get("keep", [])
         if not isinstance(keeps, list):
-            raise ValueError(f"{path}: keep must be a list, [[keep]], not {keeps!r}")
-        exceptions = tuple(_exception(f"{path}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
+            raise ValueError(f"{where}: keep must be a list, [[keep]], not {keeps!r}")
+        exceptions = tuple(_exception(f"{where}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
         if exceptions and recipe.casts is None:
-            raise ValueError(f"{path}: recipe {recipe.name!r} casts nothing, so there is nothing to keep")
-        return replace(recipe, exceptions=exceptions)
+            raise ValueError(f"{where}: recipe {recipe.name!r} casts nothing, so there is nothing to keep")
+        return replace(recipe, exceptions=exceptions, swiglu_inputs=_swiglu_inputs(where, content, recipe))
 
     def write(self, path: Path) -> Path:
         """Writes what `read` reads; name must be one that `named` knows. Its folder is made if it is not there."""
         lines = [f'recipe = "{self.name}"']
+        lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
         for layers, products in self.exceptions:
             named = ", ".join(f'"{product}"' for product in PRODUCTS if product in products)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
@@ -202,9 +248,10 @@ class Recipe:
         """E4M3 everywhere: 1×128 tiles for activations and gradients, 128×128 blocks for weights, 128×1 for wgrad.
 
         The input's scales are powers of two because it is kept as 1×128 and requantised to 128×1 in the backward
-        pass: the values are then only shifted, and bits are lost only below the normal range of a new tile.
+        pass: the values are then only shifted, and bits are lost only below the normal range of a new tile. So are
+        those of the attention's output, which is kept in E5M6 since its own backward pass reads it.
         """
-        return cls("deepseek_v3", _fine_grained())
+        return cls("deepseek_v3", _fine_grained(), **_kept())
 
     @classmethod
     def bf16(cls) -> Recipe:
@@ -230,7 +277,7 @@ class Recipe:
     @classmethod
     def hybrid_e5m2(cls) -> Recipe:
         """`deepseek_v3` with E5M2 for the gradients of the output: a wider range, one bit of precision less."""
-        return cls("hybrid_e5m2", _fine_grained(gradient=E5M2))
+        return cls("hybrid_e5m2", _fine_grained(gradient=E5M2), **_kept())
 
     @classmethod
     def global_scale(cls) -> Recipe:
@@ -258,7 +305,7 @@ class Recipe:
     @classmethod
     def int8_tiles(cls) -> Recipe:
         """`deepseek_v3` in INT8: the same tiles, evenly spaced values."""
-        return cls("int8_tiles", _fine_grained(INT8, INT8))
+        return cls("int8_tiles", _fine_grained(INT8, INT8), **_kept(INT8))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -300,6 +347,21 @@ def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | I
         wgrad_x=Cast(fmt, COLUMN_TILE, "power_of_2"),
         wgrad_dy=Cast(gradient, COLUMN_TILE),
     )
+
+
+def _kept(fmt: FloatFormat | IntFormat = E4M3) -> dict[str, Any]:
+    """What a fine-grained recipe keeps besides the inputs of linear layers."""
+    return {"attention_output": Cast(E5M6, TILE, "power_of_2"), "swiglu_inputs": Cast(fmt, TILE)}
+
+
+def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> Cast | Literal["recomputed"] | None:
+    """What a file says of SwiGLU's inputs."""
+    asked = content.get("swiglu_inputs", "kept")
+    if asked not in ("kept", "recomputed"):
+        raise ValueError(f'{where}: swiglu_inputs must be "kept" or "recomputed", not {asked!r}')
+    if asked == "recomputed" and recipe.swiglu_inputs is None:
+        raise ValueError(f"{where}: recipe {recipe.name!r} keeps SwiGLU's inputs as they are, so none are recomputed")
+    return "recomputed" if asked == "recomputed" else recipe.swiglu_inputs
 
 
 def _exception(where: str, keep: Any) -> tuple[str, frozenset[ProductName]]:

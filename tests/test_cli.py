@@ -157,6 +157,35 @@ def test_resume_without_a_run(capsys):
     assert "--resume needs --out RUN" in refused(capsys, "train", "--resume")
 
 
+def test_a_run_with_a_recipe_file_is_resumed_without_the_file(capsys, text, tmp_path):
+    run, file = tmp_path / "run", tmp_path / "mine.toml"
+    file.write_text('recipe = "per_tensor"\n')
+    options = ("--data", str(text), "--recipe", str(file), "--out", str(run))
+    assert call(capsys, "train", *options, *MICRO_RUN)[0] == 0
+    file.unlink()
+    code, out, _ = call(capsys, "train", "--resume", "--out", str(run), "--steps", "3")
+    assert code == 0
+    assert "linear layers to per_tensor" in out
+    assert json.loads((run / "config.json").read_text())["recipe_text"] == 'recipe = "per_tensor"\n'
+
+
+def test_the_text_of_a_recipe_is_no_option(capsys):
+    assert "recipe-text" not in call(capsys, "train", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--telemetry-every", "3"], "telemetry_every must be from 1 to 2, the run's steps, or 0 for none; not 3"),
+        (["--telemetry-layers", "*.down"], "add --telemetry-every N"),
+        (["--telemetry-every", "1", "--recipe", "bf16"], "recipe 'bf16' makes none"),
+    ],
+)
+def test_telemetry_that_would_measure_nothing_is_refused_before_the_run_begins(capsys, tmp_path, options, message):
+    assert message in refused(capsys, "train", "--out", str(tmp_path / "run"), *MICRO_RUN, *options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_train_then_generate(capsys, text, tmp_path):
     run = str(tmp_path / "run")
     assert call(capsys, "train", "--data", str(text), "--out", run, *MICRO_RUN)[0] == 0

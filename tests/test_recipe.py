@@ -182,6 +182,7 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ("recipe = 3", "must say recipe"),
         ("", "must say recipe"),
         ('recipe = "fp4"', "unknown recipe 'fp4'"),
+        ('recipe = "other.toml"', "unknown recipe 'other.toml'"),
         ('recipe = "per_tensor"\nstrict = true', "must say recipe"),
         ("recipe = ", "r.toml: "),
         ('recipe = "bf16"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'bf16' casts nothing"),

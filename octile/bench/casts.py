@@ -14,12 +14,14 @@ from torch import Tensor
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, beside, table
-from octile.ops.norm import rms_norm_quantize
+from octile.ops.norm import rms_norm_backward, rms_norm_quantize
+from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 GPU_SHAPE, CPU_SHAPE = (4096, 7168), (2048, 1024)
+CHOSEN = 8  # experts of a token
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
 
 Case = tuple[str, Callable[..., Tensor | Sequence[Tensor]], tuple[Tensor, ...]]
@@ -55,7 +57,10 @@ def _cases(x: Tensor) -> list[Case]:
     tiles = quantize(x, 1, 128, "e4m3", False)
     scale = torch.ones(1, device=x.device)
     gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
-    weight = torch.randn(x.shape[1], device=x.device, dtype=x.dtype)
+    kept = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
+    weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
+    place = torch.randperm(len(x), device=x.device).to(torch.int32).view(-1, CHOSEN)
+    tokens = quantize(x[: len(place)], 1, 128, "e4m3", True)
     return [
         *cases,
         ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
@@ -64,11 +69,20 @@ def _cases(x: Tensor) -> list[Case]:
         ("128×128 and turned", lambda x: quantize_and_transpose(x, "e4m3", False), (x,)),
         ("SwiGLU, 1×128", lambda g, u: swiglu_quantize(g, u, "e4m3", False), (gate, up)),
         (
+            "SwiGLU, 1×128, inputs kept",
+            lambda g, u: swiglu_quantize_and_keep(g, u, "e4m3", False, "e4m3", False),
+            (gate, up),
+        ),
+        (
             "SwiGLU backward, 1×128 and turned",
-            lambda d, g, u: swiglu_backward_quantize(d, g, u, "e4m3", False),
-            (dh, gate, up),
+            lambda d, k, s: swiglu_backward_quantize(d, *k, *s, None, "e4m3", False, "e4m3", True),
+            (dh, *kept),
         ),
         ("RMSNorm, 1×128", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False), (x, weight)),
+        ("RMSNorm, 1×128 and as it is", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False, True), (x, weight)),
+        ("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd)),
+        (f"permute to {CHOSEN} places", permute, (*tokens, place)),
+        (f"unpermute, sums of {CHOSEN}", unpermute, (x, place)),
     ]
 
 

@@ -37,8 +37,14 @@ OPERATORS = (
     "requantize_transposed",
     "quantize_and_transpose",
     "swiglu_quantize",
+    "swiglu_quantize_and_keep",
     "swiglu_backward_quantize",
     "rms_norm_quantize",
+    "rms_norm_backward",
+    "permute",
+    "unpermute",
+    "attention",
+    "attention_backward",
     "matmul_nt",
     "matmul_nt_out",
     "packed_matmul_nt",
@@ -50,6 +56,7 @@ OPERATORS = (
     "grouped_wgrad_out",
 )
 PRODUCTS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
+ATTENTION = ("attention", "attention_backward")
 STACK = (
     "stack bytes: local memory of a thread, for registers that did not fit or for arrays; "
     "spill bytes: loads and stores of such registers, which Triton does not tell"
@@ -177,6 +184,8 @@ def _operators() -> list[dict[str, str]]:
     if served["matmul_nt"][0] == "Triton" and torch.cuda.get_device_capability() == (9, 0):
         of_products = _of_products()
         served |= dict.fromkeys(PRODUCTS, of_products)
+    if served["attention"][0] == "Triton":
+        served |= dict.fromkeys(ATTENTION, ("torch", "attention takes cuDNN's kernels or FlashAttention, as torch does"))
     return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(served.items())]
 
 

@@ -1,6 +1,6 @@
 """Weights on disk: the layout that other engines read, and the state that training resumes from.
 
-hugging_face.py   `save` and `load`: a model as a Hugging Face folder, in FP8, BF16 or FP32
+hugging_face.py   `save`, `load` and `load_weights`: a model as a Hugging Face folder, in FP8, BF16 or FP32
 convert.py        `convert_checkpoint`: any Hugging Face folder to FP8 and back, file by file
 size.py           `predict_size`: how large a checkpoint will be, from its configuration
 training.py       `save_checkpoint`, `latest_checkpoint`, `load_checkpoint`: what a run resumes from
@@ -15,7 +15,7 @@ files.py          whole or absent: written beside, renamed, with checksums
 """
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
-from octile.checkpoint.hugging_face import load, save
+from octile.checkpoint.hugging_face import load, load_weights, save
 from octile.checkpoint.shares import Share
 from octile.checkpoint.size import SizePrediction, predict_size
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -28,6 +28,7 @@ __all__ = [
     "latest_checkpoint",
     "load",
     "load_checkpoint",
+    "load_weights",
     "predict_size",
     "save",
     "save_checkpoint",

@@ -1,7 +1,8 @@
-"""Any Hugging Face checkpoint to FP8, or back to BF16, shard by shard.
+"""Any Hugging Face checkpoint to FP8, or back to BF16 or FP32, shard by shard.
 
     to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `fp8_layout.becomes_fp8` says so
     to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16, and the scale is no longer needed
+    to="float32" the same in FP32, for training: every value as it was
 
 Every other tensor is copied byte by byte, whatever its name and type. A file of the result holds what the file of the
 same name held, and a tensor passes through memory in pieces, so a checkpoint of any size takes some 100 MB. Each
@@ -11,6 +12,7 @@ conversion takes up again. config.json comes last: until then no engine takes th
 There and back again: BF16 keeps 8 significant bits and E4M3 4, so FP8 → BF16 → FP8 returns the same codes wherever a
 block's largest code is ±448, as quantising with scale = amax / 448 leaves it; each scale returns within 2⁻⁸ of itself.
 Blocks of values below 1e-36 are the exception: BF16 has fewer bits there.
+By way of FP32 scales return as they were, too.
 """
 
 import errno
@@ -21,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from octile.checkpoint.files import RECORD, checksum, read_json, read_record, replacing, verify, write_json
 from octile.checkpoint.fp8_layout import RULE
@@ -41,14 +43,14 @@ class ConversionReport:
     """What a conversion did.
 
     Attributes:
-        to: "fp8" or "bf16".
+        to: "fp8", "bf16" or "float32".
         rule: which weights are FP8 and which are not, in words.
         converted, kept: tensor names with `*` for their numbers → how many there are; converted ones changed format.
         share: of the converted weights in the model's parameters and in the products of a token.
         bytes_before, bytes_after: all tensors, scales included.
         converted_bytes: of the converted weights after the conversion, scales included.
         max_error: the largest error of a value, as a part of the largest magnitude that its 128×128 block can hold:
-            at most 16/448 = 3.6% to FP8, 2⁻⁸ = 0.4% to BF16.
+            at most 16/448 = 3.6% to FP8, 2⁻⁸ = 0.4% to BF16, 0 to FP32.
         files, resumed_files: weight files of the result, and how many of them an earlier attempt had finished.
         copied_files: other files of the folder: tokenizer, generation configuration, code, …
     """
@@ -78,7 +80,7 @@ def convert_checkpoint(
     Args:
         src: config.json, weights as safetensors (one file, or shards with an index), and anything else.
         dst: absent, empty, or left by an interrupted conversion of src.
-        to: "fp8" (from BF16, FP16 or FP32) or "bf16" (from FP8 in blocks of 128×128).
+        to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in blocks of 128×128).
         progress: called after each tensor with what is done, what there is to do, and the file's name. Both count
             bytes of src, once for converting and once for comparing.
 
@@ -115,8 +117,8 @@ def convert_checkpoint(
 
 
 def _check_arguments(src: Path, dst: Path, to: str) -> None:
-    if to not in ("fp8", "bf16"):
-        raise ValueError(f"to must be 'fp8' or 'bf16', not {to!r}")
+    if to not in get_args(Target):
+        raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
     if not src.is_dir():
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} does not exist")
     if not (src / CONFIG).is_file():

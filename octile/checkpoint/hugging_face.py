@@ -106,26 +106,53 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
         ValueError: a file is damaged; config.json is not of a DeepSeek model; a tensor is missing, of another shape
             than config.json says, or unknown.
     """
-    folder = _checkpoint_folder(Path(path))
-    shards = Shards(folder)
-    config_json = read_json(folder / CONFIG)
-    check_quantization_config(config_json)
-    check_scales(shards.specs)
-    config = _without_absent_mtp(ModelConfig.from_hf(config_json), shards)
-
+    shards = _open(path)
+    config = _config(shards)
     with torch.device("meta"):
         model = DeepseekV3(config).to(dtype)
-    targets = _own_tensors(model)
-    _check_shapes(folder, targets, shards.specs, to_hf(model.state_dict(), config).keys())
+    _check_shapes(model, shards, f"by its {CONFIG}")
 
     model = model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
-    for name, target in _own_tensors(model).items():
-        target.copy_(_read(shards, name, dtype))
+    _fill(model, shards)
     if any(is_fp8(spec) for spec in shards.specs.values()):
         apply_recipe(model, Recipe.deepseek_v3())
     return model.eval()
+
+
+def load_weights(model: DeepseekV3, path: str | Path) -> None:
+    """Overwrites a model's parameters and buffers with those that a folder holds, one tensor at a time.
+
+    FP8 weights are dequantised to the parameters' dtype. To FP32 that is exact up to FP32's own rounding, and blocks of
+    128×128 that are quantised again become the same FP8 numbers and scales where the scales are amax / 448 in FP32,
+    as octile and DeepSeek write them (a power of two is another scale and makes other numbers).
+
+    Args:
+        model: on any device, converted or not; its recipe stays as it is.
+        path: as in `load`.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load`; a tensor has another shape than the model's. Nothing was changed
+            then, unless a file fails its checksum on the way.
+    """
+    shards = _open(path)
+    _check_shapes(model, shards, "in the model")
+    _fill(model, shards)
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """The shape of the model in a folder that `load` reads; without multi-token prediction where its weights are not.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load`.
+    """
+    return _config(_open(path))
+
+
+def holds_fp8(path: str | Path) -> bool:
+    """Whether a folder that `load` reads has weights in FP8. Raises as `load` does."""
+    return any(is_fp8(spec) for spec in _open(path).specs.values())
 
 
 def stored_as(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
@@ -156,7 +183,13 @@ def _config_json(
     return with_quantization(said, {name: s[name] for name, s in specs.items() if name + SCALE_SUFFIX not in s})
 
 
-def _checkpoint_folder(path: Path) -> Path:
+def checkpoint_folder(path: str | Path) -> Path:
+    """The Hugging Face folder that a path names: its own or, of a training run, that of its model.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
     for folder in (path / "model", path):
         finish_interrupted(folder)
         if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # that one is a run's own
@@ -166,11 +199,23 @@ def _checkpoint_folder(path: Path) -> Path:
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 
 
+def _open(path: str | Path) -> Shards:
+    """The weights that a path names, their quantisation checked."""
+    shards = Shards(checkpoint_folder(path))
+    check_quantization_config(read_json(shards.folder / CONFIG))
+    check_scales(shards.specs)
+    return shards
+
+
+def _config(shards: Shards) -> ModelConfig:
+    return _without_absent_mtp(ModelConfig.from_hf(read_json(shards.folder / CONFIG)), shards)
+
+
 def _without_absent_mtp(config: ModelConfig, shards: Shards) -> ModelConfig:
     layer = f"model.layers.{config.num_hidden_layers}."
     if config.num_nextn_predict_layers == 0 or any(name.startswith(layer) for name in shards.specs):
         return config
-    warnings.warn(f"{shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=3)
+    warnings.warn(f"{shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=4)
     return replace(config, num_nextn_predict_layers=0)
 
 
@@ -181,19 +226,24 @@ def _own_tensors(model: DeepseekV3) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if own.setdefault(id(tensor), name) == name}
 
 
-def _check_shapes(
-    folder: Path, needed: Mapping[str, Tensor], found: Mapping[str, TensorSpec], known: Iterable[str]
-) -> None:
-    for name, tensor in needed.items():
+def _check_shapes(model: DeepseekV3, shards: Shards, where: str) -> None:
+    """Refuses a folder whose tensors are not exactly the model's; `where` says whose shapes those are."""
+    found = shards.specs
+    for name, tensor in _own_tensors(model).items():
         if name not in found:
-            raise ValueError(f"{folder} lacks {name}, {list(tensor.shape)} by its {CONFIG}")
+            raise ValueError(f"{shards.folder} lacks {name}, {list(tensor.shape)} {where}")
         if found[name].shape != tensor.shape:
             raise ValueError(
-                f"{name} in {folder} is {list(found[name].shape)}, but {list(tensor.shape)} by its {CONFIG}"
+                f"{name} in {shards.folder} is {list(found[name].shape)}, but {list(tensor.shape)} {where}"
             )
-    for name in found.keys() - set(known):
+    for name in found.keys() - to_hf(model.state_dict(), model.config).keys():
         if not is_scale(name, found):
-            raise ValueError(f"{folder} holds {name}, which the model of its {CONFIG} does not have")
+            raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
+
+
+def _fill(model: DeepseekV3, shards: Shards) -> None:
+    for name, target in _own_tensors(model).items():
+        target.copy_(_read(shards, name, target.dtype))
 
 
 def _read(shards: Shards, name: str, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ class Plan:
     Attributes:
         source: the checkpoint to convert.
         config: its config.json.
-        to: "fp8" or "bf16".
+        to: "fp8", "bf16" or "float32".
         changes: what happens to each tensor of the source.
         files: file → the tensors that it will hold.
     """
@@ -39,7 +39,7 @@ class Plan:
         """Raises ValueError where source is already what it shall become, or is quantised in another way."""
         announced = check_quantization_config(config)
         fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
-        if fp8 != (to == "bf16"):
+        if fp8 == (to == "fp8"):
             holds = "FP8 weights already" if fp8 else "no FP8 weights"
             raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
         check_scales(source.specs)
@@ -53,7 +53,7 @@ class Plan:
     @property
     def converted(self) -> list[str]:
         """The tensors that change their format."""
-        return [n for n, change in self.changes.items() if change in (Change.QUANTIZE, Change.DEQUANTIZE)]
+        return [n for n, change in self.changes.items() if change not in (Change.COPY, Change.DROP)]
 
     @property
     def kept(self) -> list[str]:
@@ -74,6 +74,7 @@ class Plan:
     @property
     def result_config(self) -> dict[str, Any]:
         """config.json of the result."""
-        if self.to == "bf16":
-            return without_quantization(self.config)
+        if self.to != "fp8":
+            wide = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
+            return without_quantization(self.config) | {name: "float32" for name in wide if name in self.config}
         return with_quantization(self.config, {name: self.source.specs[name] for name in self.kept})

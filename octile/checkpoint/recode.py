@@ -5,7 +5,8 @@ exactly as the whole would be. What arrived is read back from the disk and held 
 
     quantised     |x − data·scale| ≤ max(2⁻⁴·|x|, 2⁻¹⁰·scale)     half a unit in the last of E4M3's 4 significant bits,
                                                                  and half its smallest value below the normal range
-    dequantised   |data·scale − x| ≤ max(2⁻⁸·|data·scale|, 2⁻¹³⁴) the same for BF16's 8 significant bits
+    to BF16       |data·scale − x| ≤ max(2⁻⁸·|data·scale|, 2⁻¹³⁴) the same for BF16's 8 significant bits
+    to FP32       the same number
     copied        the same bytes
 """
 
@@ -30,7 +31,7 @@ from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
 from octile.formats import E4M3
 
-Target = Literal["fp8", "bf16"]
+Target = Literal["fp8", "bf16", "float32"]
 PIECE = 1 << 20  # elements, unless 128 rows have more; a few FP32 copies of it stay in a processor's cache
 SLACK = 1 + 1e-6  # the scale and the product with it are rounded to FP32
 
@@ -39,9 +40,13 @@ class Change(enum.Enum):
     """What happens to a tensor."""
 
     QUANTIZE = "quantised"
-    DEQUANTIZE = "dequantised"
+    TO_BF16 = "dequantised to BF16"
+    TO_FLOAT32 = "dequantised to FP32"
     COPY = "copied"
     DROP = "dropped"  # only the scale of a dequantised weight
+
+
+DEQUANTIZED = {Change.TO_BF16: torch.bfloat16, Change.TO_FLOAT32: torch.float32}
 
 
 def change_of(name: str, specs: Mapping[str, TensorSpec], to: Target) -> Change:
@@ -51,7 +56,7 @@ def change_of(name: str, specs: Mapping[str, TensorSpec], to: Target) -> Change:
         wide = spec.dtype in ("F32", "BF16", "F16")
         return Change.QUANTIZE if wide and becomes_fp8(name, spec.shape) else Change.COPY
     if is_fp8(spec):
-        return Change.DEQUANTIZE
+        return Change.TO_BF16 if to == "bf16" else Change.TO_FLOAT32
     return Change.DROP if is_scale(name, specs) else Change.COPY
 
 
@@ -60,8 +65,8 @@ def specs_after(name: str, spec: TensorSpec, change: Change) -> dict[str, Tensor
     match change:
         case Change.QUANTIZE:
             return fp8_specs(name, spec.shape)
-        case Change.DEQUANTIZE:
-            return {name: TensorSpec.of(torch.bfloat16, spec.shape)}
+        case Change.TO_BF16 | Change.TO_FLOAT32:
+            return {name: TensorSpec.of(DEQUANTIZED[change], spec.shape)}
         case Change.COPY:
             return {name: spec}
         case Change.DROP:
@@ -81,12 +86,12 @@ def recode(name: str, change: Change, source: Shards, out: TensorFileWriter) -> 
                 q = quantize_weight(name, source.rows(name, start, stop))
                 out.write(name, q.data, row=start)
                 out.write(name + SCALE_SUFFIX, q.scale, row=start // BLOCK[0])
-        case Change.DEQUANTIZE:
+        case Change.TO_BF16 | Change.TO_FLOAT32:
             for start, stop in _row_pieces(spec):
                 values = _dequantized_rows(source, name, start, stop)
                 if not values.isfinite().all():
                     raise ValueError(f"{name} in {source.folder} holds NaN or Inf")
-                out.write(name, values.to(torch.bfloat16), row=start)
+                out.write(name, values.to(DEQUANTIZED[change]), row=start)
         case Change.COPY:
             for start, stop in _byte_pieces(spec):
                 out.write_bytes(name, start, source.read_bytes(name, start, stop))
@@ -110,12 +115,13 @@ def largest_error(name: str, change: Change, source: Shards, result: TensorFile)
                 values = dequantize_weight(result.rows(name, start, stop), scale, torch.float32)
                 scale = _spread(scale, values)
                 worst = max(worst, _compare(name, result, exact, values, 2.0**-4, 2.0**-10 * scale, scale))
-        case Change.DEQUANTIZE:
+        case Change.TO_BF16 | Change.TO_FLOAT32:
+            relative, least = (2.0**-8, 2.0**-134) if change is Change.TO_BF16 else (0.0, 0.0)
             for start, stop in _row_pieces(spec):
                 exact = _dequantized_rows(source, name, start, stop)
                 values = result.rows(name, start, stop).float()
                 scale = _spread(source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop)).float(), values)
-                worst = max(worst, _compare(name, result, exact, values, 2.0**-8, torch.tensor(2.0**-134), scale))
+                worst = max(worst, _compare(name, result, exact, values, relative, torch.tensor(least), scale))
         case Change.COPY:
             for start, stop in _byte_pieces(spec):
                 if not torch.equal(source.read_bytes(name, start, stop), result.read_bytes(name, start, stop)):

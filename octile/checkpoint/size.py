@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -24,7 +24,7 @@ class SizePrediction:
     """The size of a checkpoint.
 
     Attributes:
-        to: "fp8" or "bf16".
+        to: "fp8", "bf16" or "float32".
         nbytes: of all tensors, scales included (an index calls it total_size); the files' headers add some 0.01%.
         share: of the weights that are FP8. Its parameters count what a checkpoint repeats: the embedding and the head
             of the multi-token prediction layer.
@@ -41,14 +41,14 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePr
     Args:
         config: a config.json of a DeepSeek model, or a folder with one; a folder with weights, of any model, whose
             files' headers are used instead; or a `ModelConfig`.
-        to: "fp8", with BF16 for what is not quantised, or "bf16".
+        to: "fp8", with BF16 for what is not quantised, "bf16" or "float32".
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: to is neither; the configuration is not of a DeepSeek model; a weight file is damaged.
+        ValueError: to is none of these; the configuration is not of a DeepSeek model; a weight file is damaged.
     """
-    if to not in ("fp8", "bf16"):
-        raise ValueError(f"to must be 'fp8' or 'bf16', not {to!r}")
+    if to not in get_args(Target):
+        raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
     if isinstance(config, ModelConfig):
         return _from_config(config, to)
     path = Path(config)

@@ -171,15 +171,19 @@ def load(path: Path) -> Capture:
     """Reads a capture.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError, IsADirectoryError: there is no such file.
         ValueError: it is damaged, is no capture, or was written in another version of the format.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, no capture: octile lab capture writes them")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no capture {path}: octile lab capture writes them")
     file = TensorFile(path)
     about = _about(path, file.metadata)
     tensors = {name: file.read(name) for name in file.specs}
-    if _digest(tensors) != about["sha256"]:
-        raise ValueError(f"{path} is damaged: its tensors fail their checksum")
     try:
+        if _digest(tensors) != about["sha256"]:
+            raise ValueError(f"{path} is damaged: its tensors fail their checksum")
         products = tuple(
             captured for layer, product in about["products"] for captured in _products(tensors, layer, product)
         )

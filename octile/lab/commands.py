@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import tyro
 
+from octile.train.config import LARGEST_SEED
+
 Parse = Callable[..., Any]  # (form, arguments, command) → the form, filled; `octile.cli` gives it
 
 
@@ -274,4 +276,27 @@ def run(arguments: list[str], parse: Parse) -> None:
     if name not in COMMANDS:
         raise ValueError(f"unknown lab command {name!r}; there are {', '.join(COMMANDS)}")
     form, work = COMMANDS[name]
-    work(parse(form, rest, f"lab {name}"))
+    asked = parse(form, rest, f"lab {name}")
+    _check(asked)
+    work(asked)
+
+
+def _check(asked: Any) -> None:
+    """What commands have in common, before any work.
+
+    Raises:
+        ValueError: seed cannot be one.
+        IsADirectoryError, NotADirectoryError: a file cannot be written where it is to lie.
+    """
+    seed = getattr(asked, "seed", 0)
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to 2**63 - 1, not {seed}")
+    for name in ("write",) if getattr(asked, "json", False) else ("out", "write"):
+        path = getattr(asked, name, None)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
+        for folder in path.parents:
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is no folder")

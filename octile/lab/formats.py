@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octile.formats import BF16, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0, FloatFormat, IntFormat
+from octile.formats import BF16, E2M1, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0, FloatFormat, IntFormat
 from octile.scaled import quantize
 
 Format = FloatFormat | IntFormat
 Floats = NDArray[np.float64]
 
-ALL: tuple[Format, ...] = (FP32, BF16, FP16, E5M6, E4M3, E5M2, INT8, UE8M0)
+ALL: tuple[Format, ...] = (FP32, BF16, FP16, E5M6, E4M3, E5M2, INT8, E2M1, UE8M0)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def facts(fmt: Format) -> Facts:
     )
 
 
-def stored_bits(fmt: Format, block: tuple[int, int]) -> float:
-    """Bits a value with one FP32 scale a block."""
-    return fmt.bits + FP32.bits / (block[0] * block[1])
+def stored_bits(fmt: Format, block: tuple[int, int], scale: Format = FP32) -> float:
+    """Bits a value with one scale a block."""
+    return fmt.bits + scale.bits / (block[0] * block[1])
 
 
 def positive_values(fmt: Format) -> Floats:

@@ -32,93 +32,87 @@ constexpr int vector_bytes = 32;
 #else
 constexpr int vector_bytes = 16;
 #endif
-constexpr int columns = 64;  // of a panel
 constexpr int most_rows = 128;  // of a piece of work
 
 struct Problem {
-    const void *a, *b;                        // [M, K], [K, N] float or double, K whole steps
-    const int16_t *a_exponent, *b_exponent;
+    const void *a, *a_exponent;               // [K / terms, M, terms], float or double and int8 or int16
+    const void *b, *b_exponent;               // [K, N]
     float* out;                               // [M, N], holds what the sums start from
     const float *a_scale, *b_scale;           // [M, intervals], [N, intervals], or null
     uint8_t* bad;                             // [M]
     int64_t M, N, K, interval;
-    int32_t terms, fraction_bits, output_bits, floor, promote;
+    int32_t terms, fraction_bits, output_bits, floor;
+    int32_t nothing;                          // the exponent of zero
+    int32_t promote;
 };
 
-template <class Real> using Bits = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
-template <class Real> constexpr int digits = std::numeric_limits<Real>::digits - 1;
-
-// 2^e for a normal number
-template <class Real> Real power_of_2(int e) {
-    Bits<Real> bits = Bits<Real>(e + std::numeric_limits<Real>::max_exponent - 1) << digits<Real>;
-    Real x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 // One thread's panel of b and the rows that it works on.
-template <class Real> struct Worker {
-    typedef Real Vector __attribute__((vector_size(vector_bytes)));
+template <class Real, class Exponent> struct Worker {
     static constexpr int lanes = vector_bytes / sizeof(Real);
+    static constexpr int columns = 256 / sizeof(Real);  // of a panel, whose parts so stay in the L1 cache
     static constexpr int group = 4;  // vectors that are summed at once: with two sums each they stay in registers
+    static constexpr int digits = std::numeric_limits<Real>::digits - 1;
+    static constexpr int bias = std::numeric_limits<Real>::max_exponent - 1;
+
+    using Integer = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+    typedef Real Reals __attribute__((vector_size(vector_bytes)));
+    typedef Integer Integers __attribute__((vector_size(vector_bytes)));
+    typedef float Floats __attribute__((vector_size(lanes * sizeof(float))));
+    typedef int32_t Words __attribute__((vector_size(lanes * sizeof(int32_t))));
+    static constexpr int bytes = columns * sizeof(Exponent);
+    typedef Exponent Exponents __attribute__((vector_size(std::min(bytes, vector_bytes))));
+
+    static constexpr float greatest = std::numeric_limits<float>::max();
 
     const Problem& p;
+    const int64_t intervals = (p.K + p.interval - 1) / p.interval;
     std::vector<Real> parts;                  // [terms, 2, columns]: positive, negative
-    std::vector<int16_t> exponent;            // [terms, columns]
+    std::vector<Exponent> exponent;           // [terms, columns]
     alignas(64) float accumulator[most_rows][columns];
     alignas(64) float total[most_rows][columns];
 
     explicit Worker(const Problem& problem) : p(problem), parts(2 * p.terms * columns),
-        exponent(p.terms * columns, -4096) {}
+        exponent(p.terms * columns, Exponent(p.nothing)) {}
 
     // Columns from n on, products from k on; past the last column everything is zero.
     void pack(int64_t n, int64_t k, int width) {
         for (int t = 0; t < p.terms; ++t) {
             const Real* b = static_cast<const Real*>(p.b) + (k + t) * p.N + n;
-            const int16_t* e = p.b_exponent + (k + t) * p.N + n;
-            Real *positive = parts.data() + 2 * t * columns, *negative = positive + columns;
+            const Exponent* e = static_cast<const Exponent*>(p.b_exponent) + (k + t) * p.N + n;
+            Real *__restrict positive = parts.data() + 2 * t * columns, *__restrict negative = positive + columns;
             for (int j = 0; j < width; ++j) {
                 positive[j] = b[j] < 0 ? Real(0) : b[j];  // written so that a NaN goes into both
                 negative[j] = b[j] > 0 ? Real(0) : -b[j];
-                exponent[t * columns + j] = e[j];
             }
+            std::memcpy(exponent.data() + t * columns, e, width * sizeof(Exponent));
         }
     }
 
     // One step of one row, FPU toward zero.
-    void step(int64_t m, int64_t k, float* __restrict c) {
-        const Real* a = static_cast<const Real*>(p.a) + m * p.K + k;
-        const int16_t* a_exponent = p.a_exponent + m * p.K + k;
-
-        alignas(64) int16_t e_max[columns];
-        for (int j = 0; j < columns; ++j) e_max[j] = int16_t(p.floor);
+    void step(const Real* a, const Exponent* a_exponent, float* c) {
+        Exponents largest[bytes / sizeof(Exponents)];
+        for (auto& e : largest) e = Exponents{} + Exponent(2 * p.nothing);
         for (int t = 0; t < p.terms; ++t) {
-            const int16_t* e = exponent.data() + t * columns;
-            for (int j = 0; j < columns; ++j) {
-                const int16_t sum = int16_t(a_exponent[t] + e[j]);
-                e_max[j] = sum > e_max[j] ? sum : e_max[j];
+            const Exponent* e = &exponent[t * columns];
+            for (auto& most : largest) {
+                const Exponents sum = load<Exponents>(e) + a_exponent[t];
+                most = sum > most ? sum : most;
+                e += sizeof(Exponents) / sizeof(Exponent);
             }
         }
-
-        alignas(64) Real base[columns], plus[columns], minus[columns];
-        for (int j = 0; j < columns; ++j) {
-            int32_t bits;
-            std::memcpy(&bits, c + j, 4);
-            const int field = bits >> 23 & 0xFF;
-            const int e_c = (bits & 0x7FFFFFFF) == 0 ? -4096 : (field > 1 ? field : 1) - 127;
-            const int e = e_c > e_max[j] ? e_c : e_max[j];
-            base[j] = power_of_2<Real>(e + digits<Real> - p.fraction_bits);
-        }
-        for (int j = 0; j < columns; ++j) {
-            plus[j] = base[j] + (c[j] < 0 ? Real(0) : Real(c[j]));  // a NaN goes into both
-            minus[j] = base[j] + (c[j] > 0 ? Real(0) : -Real(c[j]));
-        }
+        alignas(64) Exponent narrow[columns];
+        alignas(64) int32_t e_max[columns];
+        std::memcpy(narrow, largest, sizeof narrow);
+        std::copy(narrow, narrow + columns, e_max);
 
         for (int first = 0; first < columns; first += group * lanes) {
-            Vector up[group], down[group];
+            Reals up[group], down[group];
             for (int v = 0; v < group; ++v) {
-                std::memcpy(&up[v], plus + first + v * lanes, vector_bytes);
-                std::memcpy(&down[v], minus + first + v * lanes, vector_bytes);
+                const Floats x = load<Floats>(c + first + v * lanes);
+                const Reals base = begin(load<Words>(e_max + first + v * lanes), x);
+                const Reals term = __builtin_convertvector(x, Reals);
+                up[v] = base + (term < 0 ? Reals{} : term);  // a NaN goes into both
+                down[v] = base + (term > 0 ? Reals{} : -term);
             }
             for (int t = 0; t < p.terms; ++t) {
                 const int swap = std::signbit(a[t]) ? columns : 0;  // in arithmetic: a branch would be mispredicted
@@ -126,29 +120,43 @@ template <class Real> struct Worker {
                 const Real* other = parts.data() + 2 * t * columns + first + (columns - swap);
                 const Real x = std::fabs(a[t]);
                 for (int v = 0; v < group; ++v) {
-                    Vector s, o;
-                    std::memcpy(&s, same + v * lanes, vector_bytes);
-                    std::memcpy(&o, other + v * lanes, vector_bytes);
-                    up[v] += s * x;
-                    down[v] += o * x;
+                    up[v] += load<Reals>(same + v * lanes) * x;
+                    down[v] += load<Reals>(other + v * lanes) * x;
                 }
             }
             for (int v = 0; v < group; ++v) {
-                const Vector difference = up[v] - down[v];
-                std::memcpy(plus + first + v * lanes, &difference, vector_bytes);
+                const Floats x = end(up[v] - down[v]);
+                std::memcpy(c + first + v * lanes, &x, sizeof x);
             }
         }
+    }
 
-        const int32_t kept = int32_t(~0u << (23 - p.output_bits));
-        for (int j = 0; j < columns; ++j) {
-            float x = float(plus[j]);  // toward zero; Inf is what exceeds the range, which is not what this mode gives
-            if (sizeof(Real) == 8 && std::fabs(plus[j]) >= Real(0x1p128)) x = plus[j] > 0 ? INFINITY : -INFINITY;
-            int32_t bits;
-            std::memcpy(&bits, &x, 4);
-            bits &= kept;
-            if ((bits & 0x7FFFFFFF) == 0) bits = 0;  // there is no -0
-            std::memcpy(c + j, &bits, 4);
+    // B of some columns, from the largest exponents of their products and from their accumulators.
+    Reals begin(Words e, Floats c) const {
+        const Words floor = Words{} + p.floor, bits = reinterpret_cast<Words>(c), field = bits >> 23 & 0xFF;
+        const Words of_c = (bits & 0x7FFFFFFF) == 0 ? floor : (field > 1 ? field : Words{} + 1) - 127;
+        e = e > p.nothing / 2 ? e : floor;
+        e = e > of_c ? e : of_c;
+        e = e > floor ? e : floor;
+        const Integers exponent_of_B = __builtin_convertvector(e, Integers) + (digits - p.fraction_bits);
+        return reinterpret_cast<Reals>((exponent_of_B + bias) << digits);
+    }
+
+    // Sums as accumulators, FPU toward zero.
+    Floats end(Reals x) const {
+        if (sizeof(Real) > sizeof(float)) {  // what exceeds the range is Inf, which is not what this mode gives
+            const Reals limit = Reals{} + Real(0x1p128);
+            x = ((x >= limit) | (x <= -limit)) ? x * std::numeric_limits<Real>::infinity() : x;
         }
+        const Floats cut = __builtin_convertvector(x, Floats);
+        const Words bits = reinterpret_cast<Words>(cut) & int32_t(~0u << (23 - p.output_bits));
+        return reinterpret_cast<Floats>((bits & 0x7FFFFFFF) == 0 ? Words{} : bits);  // there is no -0
+    }
+
+    template <class Vector> static Vector load(const void* from) {
+        Vector x;
+        std::memcpy(&x, from, sizeof x);
+        return x;
     }
 
     // An interval of products for rows m … m + rows, FPU toward zero.
@@ -157,34 +165,56 @@ template <class Real> struct Worker {
         std::fesetround(FE_TOWARDZERO);
         for (int64_t k = first; k < last; k += p.terms) {
             pack(n, k, width);
-            for (int i = 0; i < rows; ++i) step(m + i, k, accumulator[i]);
+            const int64_t at = k * p.M + m * p.terms;
+            const Real* a = static_cast<const Real*>(p.a) + at;
+            const Exponent* a_exponent = static_cast<const Exponent*>(p.a_exponent) + at;
+            for (int i = 0; i < rows; ++i) step(a + i * p.terms, a_exponent + i * p.terms, accumulator[i]);
         }
     }
 
     // What happens to the accumulators before (enter) and after (leave) an interval, FPU to nearest.
     __attribute__((noinline)) void enter(int64_t m, int rows, int64_t n, int64_t interval) {
         std::fesetround(FE_TONEAREST);
-        const float limit = sizeof(Real) == 4 ? 0x1p100f : std::numeric_limits<float>::max();
+        if (p.promote) {
+            std::memset(accumulator, 0, sizeof accumulator);
+            return;
+        }
+        float last[columns], next[columns];
+        if (interval > 0) column_scales(n, interval - 1, last);
+        column_scales(n, interval, next);
         for (int i = 0; i < rows; ++i) {
-            for (int j = 0; j < columns; ++j) {
-                if (p.promote) accumulator[i][j] = 0;
-                else if (interval > 0 && p.a_scale)
-                    accumulator[i][j] *= scale(m + i, n + j, interval - 1) / scale(m + i, n + j, interval);
-                if (!(std::fabs(accumulator[i][j]) <= limit)) give_up(m + i);
+            if (interval > 0 && p.a_scale) {
+                const float row_last = row_scale(m + i, interval - 1), row_next = row_scale(m + i, interval);
+                for (int j = 0; j < columns; ++j) accumulator[i][j] *= row_last * last[j] / (row_next * next[j]);
             }
+            if (!within(accumulator[i], columns, sizeof(Real) == 4 ? 0x1p100f : greatest)) give_up(m + i);
         }
     }
 
     __attribute__((noinline)) void leave(int64_t m, int rows, int64_t n, int64_t interval) {
         std::fesetround(FE_TONEAREST);
-        for (int i = 0; i < rows; ++i)
-            for (int j = 0; j < columns; ++j)
-                total[i][j] = std::fma(accumulator[i][j], scale(m + i, n + j, interval), total[i][j]);
+        float scale[columns];
+        column_scales(n, interval, scale);
+        for (int i = 0; i < rows; ++i) {
+            const float row = row_scale(m + i, interval);
+            for (int j = 0; j < columns; ++j) total[i][j] = std::fma(accumulator[i][j], row * scale[j], total[i][j]);
+        }
     }
 
-    float scale(int64_t m, int64_t n, int64_t interval) const {
-        const int64_t intervals = (p.K + p.interval - 1) / p.interval;
-        return p.a_scale && n < p.N ? p.a_scale[m * intervals + interval] * p.b_scale[n * intervals + interval] : 1.0f;
+    // 1 where there are no scales, and past the last column.
+    void column_scales(int64_t n, int64_t interval, float* scale) const {
+        for (int j = 0; j < columns; ++j)
+            scale[j] = p.b_scale && n + j < p.N ? p.b_scale[(n + j) * intervals + interval] : 1.0f;
+    }
+
+    float row_scale(int64_t m, int64_t interval) const {
+        return p.a_scale ? p.a_scale[m * intervals + interval] : 1.0f;
+    }
+
+    static bool within(const float* sums, int count, float limit) {
+        bool all = true;
+        for (int j = 0; j < count; ++j) all &= std::fabs(sums[j]) <= limit;
+        return all;
     }
 
     void give_up(int64_t m) { __atomic_store_n(p.bad + m, 1, __ATOMIC_RELAXED); }
@@ -196,33 +226,32 @@ template <class Real> struct Worker {
             std::memcpy(total[i], p.out + (m + i) * p.N + n, width * sizeof(float));
         }
         if (!p.promote) std::memcpy(accumulator, total, sizeof total);
-        int64_t interval = 0;
-        for (int64_t k = 0; k < p.K; k += p.interval, ++interval) {
+        for (int64_t interval = 0; interval < intervals; ++interval) {
+            const int64_t k = interval * p.interval;
             enter(m, rows, n, interval);
             tensor_cores(m, rows, n, width, k, k + p.interval < p.K ? k + p.interval : p.K);
             if (p.promote) leave(m, rows, n, interval);
         }
         if (!p.promote) {
             for (auto& sums : total) std::fill(sums, sums + columns, -0.0f);  // x + -0 is x, for x = -0 too
-            if (interval > 0 && p.a_scale) leave(m, rows, n, interval - 1);
-            else std::memcpy(total, accumulator, sizeof total);
+            leave(m, rows, n, intervals - 1);
         }
         for (int i = 0; i < rows; ++i) {
             std::memcpy(p.out + (m + i) * p.N + n, total[i], width * sizeof(float));
-            for (int j = 0; j < width; ++j)
-                if (!std::isfinite(total[i][j])) give_up(m + i);
+            if (!within(total[i], width, greatest)) give_up(m + i);
         }
     }
 };
 
-template <class Real> void run(const Problem& p, int threads) {
+template <class Real, class Exponent> void run(const Problem& p, int threads) {
+    constexpr int columns = Worker<Real, Exponent>::columns;
     const int64_t panels = (p.N + columns - 1) / columns, pieces = (p.M + most_rows - 1) / most_rows;
     std::atomic<int64_t> next{0};
     auto loop = [&] {
         std::fenv_t before;
         std::fegetenv(&before);
         std::fesetenv(FE_DFL_ENV);  // also: subnormal numbers are kept
-        auto* worker = new Worker<Real>(p);
+        auto* worker = new Worker<Real, Exponent>(p);
         for (int64_t item; (item = next++) < panels * pieces;) {
             const int64_t m = item % pieces * most_rows;
             worker->work(m, int(p.M - m < most_rows ? p.M - m : most_rows), item / pieces * columns);
@@ -238,6 +267,8 @@ template <class Real> void run(const Problem& p, int threads) {
 
 }  // namespace
 
-extern "C" void octile_sum_products(const Problem* p, int wide, int threads) {
-    wide ? run<double>(*p, threads) : run<float>(*p, threads);
+// wide: the operands are double, else float; narrow: their exponents are int8, else int16
+extern "C" void octile_sum_products(const Problem* p, int wide, int narrow, int threads) {
+    if (wide) narrow ? run<double, int8_t>(*p, threads) : run<double, int16_t>(*p, threads);
+    else narrow ? run<float, int8_t>(*p, threads) : run<float, int16_t>(*p, threads);
 }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octile.lab import vectorised
-from octile.lab.operand import Operand
+from octile.lab.operand import NOTHING, Operand
 from octile.lab.vectorised import Sum
 
 log = logging.getLogger("octile")
@@ -30,10 +30,10 @@ OPTIONS = ("-std=c++17", "-O3", "-march=native", "-frounding-math", "-fno-math-e
 
 class _Problem(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a", "b", "a_exponent", "b_exponent")),
+        *((name, ctypes.c_void_p) for name in ("a", "a_exponent", "b", "b_exponent")),
         *((name, ctypes.c_void_p) for name in ("out", "a_scale", "b_scale", "bad")),
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "interval")),
-        *((name, ctypes.c_int32) for name in ("terms", "fraction_bits", "output_bits", "floor", "promote")),
+        *((name, ctypes.c_int32) for name in ("terms", "fraction_bits", "output_bits", "floor", "nothing", "promote")),
     )
 
 
@@ -44,7 +44,12 @@ def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
         return vectorised.sum_products(a, b, start, how)
     out = start.contiguous().clone()
     bad = torch.zeros(start.shape[0], dtype=torch.bool)
-    held = (a.value.contiguous(), b.value.T.contiguous(), a.exponent.contiguous(), b.exponent.T.contiguous())
+    narrow = not how.row.scaled and all(fmt.exponent_bits <= 5 for fmt in how.row.formats)  # sums of two fit a byte
+    nothing = -64 if narrow else NOTHING
+    held = [t.unflatten(1, (-1, how.row.terms)).transpose(0, 1).contiguous() for t in (a.value, a.exponent)]
+    held += [t.T.contiguous() for t in (b.value, b.exponent)]
+    if narrow:
+        held[1::2] = [t.clamp(nothing, 31).to(torch.int8) for t in held[1::2]]
     scales = [None if s is None else s.contiguous() for s in (how.a_scale, how.b_scale)]
     problem = _Problem(
         *(t.data_ptr() for t in held),
@@ -58,9 +63,11 @@ def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
         how.row.fraction_bits,
         how.row.output_bits,
         how.row.floor,
+        nothing,
         how.promote,
     )
-    library.octile_sum_products(ctypes.byref(problem), a.value.dtype == torch.float64, torch.get_num_threads())
+    wide = a.value.dtype == torch.float64
+    library.octile_sum_products(ctypes.byref(problem), wide, narrow, torch.get_num_threads())
     if bad.any():
         rows = Operand(a.value[bad], a.exponent[bad])
         out[bad] = vectorised.sum_products(rows, b, start[bad], how.of_rows(bad))

@@ -3,7 +3,8 @@
 What the micro-batches of a step measured is added (`sums`) or its largest is kept (`largest`: a smallest value is the
 largest of its negatives), on the operand's device, until the step is over. One pass goes over all values, for the
 largest of each channel: rare outliers are never missed. The rest is measured on SAMPLE values of a large operand, whole
-rows of tiles spread evenly; scales and their histogram are those of all tiles.
+rows of tiles spread evenly; scales and their histogram are those of all tiles but tiles of zeros, whose scale is 1 by
+definition and says nothing about the numbers.
 
 Names are TransformerEngine's where it has them (the debug features LogFp8TensorStats and LogTensorStats of its version
 2.12): `underflows%`, `overflows%`, `scale_inv_min`, `scale_inv_max`, `mse`, `cur_amax`, `dynamic_range`, and
@@ -22,6 +23,7 @@ from torch import Tensor
 from octile.formats import FloatFormat, IntFormat
 from octile.ops.quantize import decode, in_blocks
 from octile.scaled import ScaledTensor
+from octile.train.watch import of_zeros
 
 SAMPLE = 1 << 16  # values that are measured in full at most, or one row of tiles
 OUTLIER = 10.0  # a channel is an outlier where its largest value is so many times that of the median channel
@@ -38,7 +40,7 @@ class OperandStats:
     Attributes:
         sums: name → float64 scalar.
         largest: name → float32 scalar.
-        scales: float32 [EXPONENTS], blocks whose scale rounds to that power of two.
+        scales: float32 [EXPONENTS], blocks whose scale rounds to that power of two; blocks of zeros are in none.
         channels: float32 [K], the largest magnitude of each channel.
     """
 
@@ -85,6 +87,7 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
     tile_amin = torch.where(x != 0, size, torch.inf).amin(dim=(-3, -1))
     with_values = tile_amax > 0
     octaves = torch.where(with_values, (tile_amax / tile_amin).log2(), 0.0)
+    empty = of_zeros(q)
     unit = tile_amax.amax().clamp(min=2.0**-100)  # so that fourth powers and squared errors stay within FP32
     u, e, unit = (x / unit).flatten(), ((code * scale - x) / unit).flatten(), unit.double()
     u2 = u * u
@@ -111,10 +114,11 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
         "-tile_amax": -torch.where(with_values, tile_amax, torch.inf).amin(),
         "octaves": octaves.amax(),
         "error": e.abs().amax() * unit,
-        "scale": q.scale.amax(),
-        "-scale": -q.scale.amin(),
+        "scale": torch.where(empty, -torch.inf, q.scale).amax(),
+        "-scale": -torch.where(empty, torch.inf, q.scale).amin(),
     }
-    exponents = q.scale.log2().round().clamp(EXPONENTS[0], EXPONENTS[-1]).flatten()
+    exponents = q.scale.log2().round().clamp(EXPONENTS[0], EXPONENTS[-1])
+    exponents = torch.where(empty, torch.inf, exponents).flatten()  # the histogram leaves out what is outside of it
     return OperandStats(
         {name: value.double() for name, value in sums.items()},
         {f"max {name}": value.float() for name, value in largest.items()},
@@ -163,7 +167,7 @@ def _smallest_normal(fmt: FloatFormat | IntFormat) -> float:
 
 def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row:
     n, nonzero = v["values"], max(v["nonzero"], 1.0)
-    amax, amin = v["max amax"], -v["max -amin"]
+    amax, amin, smallest = v["max amax"], -v["max -amin"], -v["max -tile_amax"]  # the sample may hold only zeros
     mean, variance = v["x"] / n, v["x2"] / n - (v["x"] / n) ** 2
     fourth = v["x4"] / n - 4 * mean * v["x3"] / n + 6 * mean**2 * v["x2"] / n - 3 * mean**4
     ordered = sorted(channels)
@@ -178,7 +182,7 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row
         "dynamic_range": math.log2(amax / amin) if nonzero and 0 < amin <= amax else 0.0,
         "max_blockwise_dynamic_range": v["max octaves"],
         "mean_blockwise_dynamic_range": v["octaves"] / max(v["tiles"], 1.0),
-        "between_blocks_dynamic_range": math.log2(amax / -v["max -tile_amax"]) if amax > 0 else 0.0,
+        "between_blocks_dynamic_range": math.log2(amax / smallest) if 0 < smallest <= amax else 0.0,
         "scale_inv_min": -v["max -scale"],
         "scale_inv_max": v["max scale"],
         "kurtosis": fourth / variance**2 if variance > 0 else None,

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table as ScreenTable
 
-from octile.formats import BF16, E4M3, E5M2, E5M6, FP16, FP32, INT8
+from octile.formats import BF16, E2M1, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0
 from octile.lab.formats import (
     ALL,
     Facts,
@@ -44,8 +46,12 @@ def formats_table() -> Table:
 
 
 def screen_table(content: Table) -> ScreenTable:
-    """A table for a terminal."""
-    table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False)
+    """A table for this terminal. Two spaces stand between columns, one where two have no room; then words break."""
+    columns = zip(content.columns, *content.rows, strict=True)
+    narrow = sum(max(map(cell_len, column)) + 2 for column in columns) - 2 > Console().width
+    table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
+    for column in table.columns:
+        column.overflow = "fold"
     for column in table.columns[1:]:
         column.justify = "right"
     for row in content.rows:
@@ -93,7 +99,7 @@ def _note() -> str:
         "From “normal” on a value has all its bits; “smallest” is the smallest positive one, subnormal where the format"
         " has such. Epsilon is the gap between 1 and the next value; “in 1…2” counts the values strictly between."
         " “Octaves” are doublings from the smallest to the largest value; “of FP32” is the share of its bytes. UE8M0"
-        " holds scales: powers of two only, no sign, no zero."
+        " holds scales: powers of two only, no sign, no zero. E2M1 is the FP4 of NVFP4 and MX."
     )
 
 
@@ -108,29 +114,29 @@ def _ranges(rows: list[draw.Facts]) -> Chart:
 
 
 def _number_line() -> Chart:
-    values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
+    values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8, E2M1)}
     return make_chart(
         "The number line of a tile",
         draw.say_number_line(values),
         lambda f: draw.draw_number_line(f, values),
-        (WIDE, 200),
-        (PHONE, 200),
+        (WIDE, 240),
+        (PHONE, 240),
     )
 
 
 def _log_line(rows: list[draw.Facts]) -> Chart:
-    values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
+    values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8, E2M1)}
     return make_chart(
         "The number line in doublings",
         draw.say_log_line(rows),
         lambda f: draw.draw_log_line(f, values, rows),
-        (WIDE, 230),
-        (PHONE, 230),
+        (WIDE, 270),
+        (PHONE, 270),
     )
 
 
 def _gaps(rows: list[draw.Facts]) -> Chart:
-    found = {fmt.name: gaps(fmt) for fmt in (FP16, E5M6, E4M3, E5M2, INT8)}
+    found = {fmt.name: gaps(fmt) for fmt in (FP16, E5M6, E4M3, E5M2, INT8, E2M1)}
     return make_chart(
         "The gap to the next value",
         draw.say_gaps(rows),
@@ -141,7 +147,7 @@ def _gaps(rows: list[draw.Facts]) -> Chart:
 
 
 def _relative_error() -> Chart:
-    errors = {f.name: worst_relative_error(f, OCTAVES) for f in (INT8, E5M2, E4M3, E5M6, BF16, FP16)}
+    errors = {f.name: worst_relative_error(f, OCTAVES) for f in (INT8, E2M1, E5M2, E4M3, E5M6, BF16, FP16)}
     return make_chart(
         "Relative error against magnitude",
         draw.say_relative_error(errors),
@@ -158,13 +164,15 @@ def _bytes() -> Chart:
         "E5M6, 1×128 tiles": ("e5m6", stored_bits(E5M6, (1, 128))),
         "E4M3, 1×128 tiles": ("e4m3", stored_bits(E4M3, (1, 128))),
         "E4M3, 128×128 blocks": ("e4m3", stored_bits(E4M3, (128, 128))),
+        "E2M1, 1×16 (NVFP4)": ("e2m1", stored_bits(E2M1, (1, 16), E4M3)),
+        "E2M1, 1×32 (MXFP4)": ("e2m1", stored_bits(E2M1, (1, 32), UE8M0)),
     }
     return make_chart(
         "Memory, scales included",
         draw.say_bytes(shares),
         lambda f: draw.draw_bytes(f, shares),
-        (WIDE, 240),
-        (PHONE, 240),
+        (WIDE, 300),
+        (PHONE, 300),
     )
 
 
@@ -202,8 +210,9 @@ def _underflow(tensors: RealTensors) -> Chart:
     kept = np.flatnonzero(count)
     kept = np.arange(kept[0], kept[-1] + 1)
     scaled = underflow(tensors.dy[layer], LOSS_SCALE)
+    in_tiles = tile_errors(tensors.dy[layer], E4M3).flushed
     data = real.Gradients(
-        layer, edges.numpy()[kept], count[kept], LOSS_SCALE, lost[layer], scaled.lost, scaled.overflowed
+        layer, edges.numpy()[kept], count[kept], LOSS_SCALE, lost[layer], scaled.lost, scaled.overflowed, in_tiles
     )
     return make_chart(
         "FP16's underflow, and loss scaling",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -18,7 +19,12 @@ from octile.lab.pages import screen_table
 from octile.report.figures import PHONE, WIDE
 from octile.report.lab_accumulate import draw_accumulate, say_accumulate, short_table, table
 from octile.report.lab_page import Section, write_lab_page
+from octile.report.page import byte_size
 from octile.report.svg import Chart, make_chart
+from octile.train.memory import memory
+
+SIDE = 256  # rows of each operand
+BYTES = 24  # a value of the operands takes at most, measured as the process's peak on every architecture
 
 
 def show_accumulate(
@@ -33,8 +39,10 @@ def show_accumulate(
     """Runs the experiment and shows it.
 
     Raises:
-        ValueError: as `octile.lab.accumulate.accumulate`, before any work; the architecture multiplies no such format.
+        ValueError: as `octile.lab.accumulate.accumulate`, before any work; the architecture multiplies no such format;
+            the operands of the longest sums do not fit into memory.
     """
+    _check_memory(max(ks))
     fmt = by_name[fmt_name]
     assert isinstance(fmt, FloatFormat)
     assert fmt.dtype is not None
@@ -46,7 +54,7 @@ def show_accumulate(
     console = Console(stderr=True)
     cases = [(kind, k) for kind in data for k in ks]
     steps = track(cases, "summing", console=console, transient=True, disable=not console.is_terminal)
-    rows: list[Row] = [row for kind, k in steps for row in experiment([k], [kind], intervals, arch, fmt)]
+    rows: list[Row] = [row for kind, k in steps for row in experiment([k], [kind], intervals, arch, fmt, SIDE, SIDE)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -69,6 +77,16 @@ def show_accumulate(
     shown.print(screen_table(short_table(rows)))
     shown.print(sentence, highlight=False)
     shown.print(f"picture: {page}", highlight=False, soft_wrap=True)
+
+
+def _check_memory(k: int) -> None:
+    there = memory(torch.device("cpu"))
+    needed, fits = 2 * SIDE * BYTES * k, there // (2 * SIDE * BYTES)
+    if needed > there:
+        raise ValueError(
+            f"k is {k:,}, whose operands of {SIDE} rows need about {byte_size(needed)}, but the machine has"
+            f" {byte_size(there)} of memory: it holds k up to {fits:,}"
+        )
 
 
 def _chart(sentence: str, rows: Sequence[Row]) -> Chart:

@@ -35,6 +35,8 @@ def show_hardware(
     Raises:
         FileNotFoundError, ValueError: the capture, or what was chosen of it, is refused.
     """
+    if sample < 1:
+        raise ValueError(f"sample must be at least 1, not {sample}")
     capture = load(path)
     measured = chosen(capture, layers, products)
     weights = {p.layer.rpartition(".")[0] if p.expert is not None else p.layer for p in measured}

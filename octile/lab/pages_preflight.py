@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ def show_preflight(folder: Path, asked: Asked) -> None:
     for name in ("batches", "batch_size", "sequence_length", "sample"):
         if getattr(asked, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(asked, name)}")
+    if not math.isfinite(asked.least_snr):
+        raise ValueError(f"least_snr must be a number of dB, not {asked.least_snr}")
     from octile.checkpoint.hugging_face import load
 
     recipe = Recipe.named(asked.recipe)
@@ -136,7 +139,7 @@ def _write_page(folder: Path, asked: Asked, rows: list[draw.Predicted], sentence
         f" tokens, made in high precision, cast as recipe {asked.recipe} would and multiplied on the model of Hopper's"
         f" tensor core, {asked.sample} rows of each operand drawn with seed {asked.seed}."
     )
-    note = f"The recipe with the advised exceptions is {asked.write.name}: octile train --recipe {asked.write.name}."
+    note = f"The recipe with the advised exceptions is {asked.write}: octile train --recipe {asked.write}."
     return write_lab_page(
         asked.out,
         "Preflight",
@@ -147,11 +150,11 @@ def _write_page(folder: Path, asked: Asked, rows: list[draw.Predicted], sentence
 
 def _batches(folder: Path, asked: Asked) -> Iterator[Tensor]:
     """Batches [B, S] of a text in the model's tokens."""
+    from octile.checkpoint.hugging_face import checkpoint_folder
     from octile.train.corpus import open_corpus
     from octile.train.tokenizer import Tokenizer
 
-    inside = folder / "model"
-    tokenizer = Tokenizer.load(inside if inside.is_dir() else folder)
+    tokenizer = Tokenizer.load(checkpoint_folder(folder))
     needed = asked.batches * asked.batch_size * asked.sequence_length
     ids: list[int] = []
     for text in open_corpus(asked.text).texts():

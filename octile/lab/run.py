@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from octile.lab.operand_stats import Row
 from octile.lab.telemetry import telemetry
 from octile.nn.conversion import log
 from octile.recipe import PRODUCTS, ProductName
+from octile.train.config import TrainConfig
 from octile.train.loop import Around, Observer, pick_device
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
+from octile.train.run_recipe import recipe_of
 from octile.train.store import TokenStore
 from octile.train.trainer import Trainer
 
 
-def observer(every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Observer:
+def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Observer:
     """What `octile train` enters around every step: measures, writes down, and does what the rules say.
 
     Rows go to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_FIGURE"), what a rule does to the
@@ -34,22 +37,28 @@ def observer(every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Obs
     that were switched, with the captures that were due, and with the rules knowing what they knew.
 
     Args:
-        every: steps from one that is measured to the next; 0 measures none.
+        config: of the run.
+        every: n measures the steps n, 2n, …; 0 none.
         layers: patterns of layers' names.
         rules: as `read_rules` gives them.
 
     Raises:
-        ValueError: every is negative, there are rules but nothing is measured; when the run is set up: a pattern
-            matches no layer, a rule's no layer that is measured, or the recipe makes no product in 8 bits.
+        ValueError: every is negative or more than the run's steps, there are rules or chosen layers but nothing is
+            measured, the recipe makes no product in 8 bits; when the run is set up: a pattern matches no layer, or a
+            rule's no layer that is measured.
     """
-    if every < 0:
-        raise ValueError(f"telemetry_every must not be negative, but is {every}")
+    if not 0 <= every <= config.steps:
+        raise ValueError(
+            f"telemetry_every must be from 1 to {config.steps}, the run's steps, or 0 for none; not {every}"
+        )
     if rules and not every:
         raise ValueError("guards look at telemetry: add --telemetry-every N")
+    if layers != "*" and not every:
+        raise ValueError("telemetry_layers says of what telemetry is taken: add --telemetry-every N")
+    if every and recipe_of(config).casts is None:
+        raise ValueError(f"telemetry measures products in 8 bits, and recipe {config.recipe!r} makes none")
 
     def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> Around:
-        if every and trainer.recipe.casts is None:
-            raise ValueError(f"telemetry measures products in 8 bits, and recipe {trainer.recipe.name!r} makes none")
         if every:
             measured = tuple(layer_weights(trainer.model, layers).weights)
             for rule in rules:
@@ -173,9 +182,12 @@ def capture_run(
     config = run.read_config()
     if step is not None and not 1 <= step <= config.steps + 1:
         raise ValueError(f"step must be from 1 to {config.steps + 1} for this run, not {step}")
+    checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
+    config = replace(config, skip_limit=config.steps)  # a step with broken gradients is one to look at
+    if checkpoint is not None:
+        config = replace(config, init_from=None)  # the checkpoint holds the weights
     trainer = Trainer(config, TokenStore.open(run.data), pick_device(config.device))
     layer_weights(trainer.model, layers)
-    checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
     if checkpoint is not None:
         trainer.load(*load_checkpoint(checkpoint, check=False))
     step = trainer.steps_done + 1 if step is None else step

@@ -5,7 +5,7 @@
             loss = model(batch, batch)
             loss.backward()
             optimizer.step()
-            for row in t.step():            # empty but for every 100th step
+            for row in t.step():            # empty but for steps 100, 200, …
                 print(row)
 
 Between two watched steps nothing is attached anywhere, so it costs nothing. A watched step is measured where its
@@ -46,12 +46,12 @@ Pair = tuple[Errors, Errors | None]  # of quantisation, of accumulation
 
 
 @contextmanager
-def telemetry(model: nn.Module, every: int = 100, layers: str = "*") -> Iterator[Telemetry]:
-    """Measures the products of every `every`-th step, the first one included; `step` of what it gives ends a step.
+def telemetry(model: nn.Module, every: int = 1, layers: str = "*") -> Iterator[Telemetry]:
+    """Measures the products of every `every`-th step; `step` of what it gives ends a step.
 
     Args:
         model: with layers that `octile.convert` has converted.
-        every: steps from one that is measured to the next.
+        every: n measures the steps n, 2n, …, counted from 1.
         layers: patterns of layers' names, as of files, separated by commas.
 
     Raises:
@@ -80,7 +80,7 @@ class Telemetry:
 
     def begin(self) -> None:
         """Attaches where the step that begins is to be measured."""
-        if self.steps_done % self.every == 0:
+        if (self.steps_done + 1) % self.every == 0:
             self._attached.enter_context(watch_products(self._watch))
 
     def close(self) -> None:

@@ -1,11 +1,17 @@
 """Products as a tensor core sums them, in plain torch: whole tiles of outputs take a step at once.
 
 `octile.lab.reference` is what each step means; `octile.lab.native` is the same in C++, an order of magnitude faster.
-Cutting a term to F fraction bits is `trunc(term · 2^(F − e_max))`: the powers of two are exact, the integers have at
+Cutting a term to F fraction bits is `trunc(term / 2^(e_max − F))`: the powers of two are exact, the integers have at
 most F + 2 bits and their sum F + 8, which FP32 holds for F = 13 and FP64 for F = 25.
+
+What takes time is the memory that each product passes through: five times here, a division that truncates being one
+operation of torch's, in bands of rows that a cache holds. What an output needs once a step is done for whole tiles.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +19,11 @@ from torch import Tensor
 from octile.lab.architectures import NAN, Instruction
 from octile.lab.operand import NOTHING, Operand
 
-TILE_M, TILE_N = 64, 256  # wide enough that torch's calls cost little beside what they do
+TILE_M, TILE_N = 128, 512  # outputs: enough that torch's calls cost little beside what they do
+BAND = 32  # rows whose products are made at once
+CUTS: dict[str, Literal["trunc", "floor"]] = {"zero": "trunc", "down": "floor"}
+TINY = -100  # an exponent below those of FP8 products and above those that FP32 as such cannot hold
+SMALLEST = 2.0**-149  # of FP32
 
 
 @dataclass(frozen=True)
@@ -44,19 +54,19 @@ class Sum:
 def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
     """start [M, N] + a[M, K] · b[N, K]ᵀ, float32 (float16 values where `how.half`), NaN as the hardware writes it."""
     out = torch.empty_like(start)
-    a_KM = Operand(a.value.T.contiguous(), a.exponent.T.contiguous())
-    b_KN = Operand(b.value.T.contiguous(), b.exponent.T.contiguous())
-    work = a.value.new_empty(2, how.row.terms * TILE_M * TILE_N)  # new memory for each step would cost more than it
+    a_KM1 = Operand(*(x.T.contiguous()[..., None] for x in (a.value, a.exponent)))
+    b_K1N = Operand(*(x.T.contiguous()[:, None] for x in (b.value, b.exponent)))
+    room = [x.new_empty(how.row.terms * BAND * TILE_N) for x in (a.value, a.exponent)]  # new memory would cost more
     for m in range(0, start.shape[0], TILE_M):
         for n in range(0, start.shape[1], TILE_N):
             rows, columns = slice(m, m + TILE_M), slice(n, n + TILE_N)
             tile = _Tile(
-                Operand(a_KM.value[:, rows], a_KM.exponent[:, rows]),
-                Operand(b_KN.value[:, columns], b_KN.exponent[:, columns]),
+                Operand(a_KM1.value[:, rows], a_KM1.exponent[:, rows]),
+                Operand(b_K1N.value[..., columns], b_K1N.exponent[..., columns]),
                 None if how.a_scale is None else how.a_scale[rows],
                 None if how.b_scale is None else how.b_scale[columns],
                 how,
-                work,
+                Operand(*room),
             )
             sums = tile.sum(start[rows, columns], ieee=False)
             if not sums.isfinite().all():
@@ -68,14 +78,14 @@ def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Operands [K, M] and [K, N] and scales [M, intervals] and [N, intervals] of a tile of outputs."""
+    """Operands [K, M, 1] and [K, 1, N] and scales [M, intervals] and [N, intervals] of a tile of outputs."""
 
     a: Operand
     b: Operand
     a_scale: Tensor | None
     b_scale: Tensor | None
     how: Sum
-    work: Tensor
+    room: Operand
 
     def sum(self, start: Tensor, ieee: bool) -> Tensor:
         """Steps on the tensor core, and between intervals the CUDA cores. What is not finite is right only if ieee."""
@@ -85,8 +95,10 @@ class _Tile:
             previous, scale = scale, self._scale(i)
             if not how.promote and previous is not None:
                 accumulator = accumulator * (previous / scale)
+            wide = ieee or how.half or (not how.promote and _is_extreme(accumulator))
+            real = torch.float64 if wide else self.a.value.dtype
             for at in range(first, min(first + how.interval, k), how.row.terms):
-                accumulator = self._step(slice(at, at + how.row.terms), accumulator, ieee)
+                accumulator = self._step(slice(at, at + how.row.terms), accumulator, real, ieee)
             if how.promote:
                 total = total + accumulator if scale is None else fma(accumulator, scale, total)
                 accumulator = torch.zeros_like(start)
@@ -97,53 +109,79 @@ class _Tile:
     def _scale(self, i: int) -> Tensor | None:
         return None if self.a_scale is None or self.b_scale is None else self.a_scale[:, i, None] * self.b_scale[:, i]
 
-    def _step(self, k: slice, c: Tensor, ieee: bool) -> Tensor:
-        """One step of `octile.lab.reference` for every output [M, N]."""
-        row, half = self.how.row, self.how.half
-        a, b = self.a.value[k, :, None], self.b.value[k, None, :]
-        e_max = (self.a.exponent[k, :, None] + self.b.exponent[k, None, :]).amax(0).int()
-        e_c = (c.view(torch.int32) >> 23 & 0xFF).sub_(127).clamp_(min=-14 if half else -126)
-        floor = row.half_floor if half else row.floor
-        e_max = torch.maximum(e_max, e_c.masked_fill_(c == 0, NOTHING)).clamp_(min=floor)
+    def _step(self, k: slice, c: Tensor, real: torch.dtype, ieee: bool) -> Tensor:
+        """One step of `octile.lab.reference` for every output [M, N]; what is done once an output is done in `real`."""
+        row, half, cut = self.how.row, self.how.half, CUTS[self.how.row.cut]
+        a, b = (Operand(x.value[k], x.exponent[k]) for x in (self.a, self.b))
+        bands = [slice(m, m + BAND) for m in range(0, len(c), BAND)]
+        e_max = c.new_empty(c.shape, dtype=torch.int16)
+        for rows in bands:
+            exponents = _pairs(torch.add, a.exponent[:, rows], b.exponent, self.room.exponent)
+            torch.amax(exponents, 0, out=e_max[rows])
+        floor = row.half_floor if half else row.floor if real == torch.float64 else max(row.floor, TINY)
+        e = torch.maximum(e_max.int(), _exponent(c, half)).clamp_(min=floor)
+        unit = _power_of_2(e.sub_(row.fraction_bits), real)
 
-        unit = _power_of_2(row.fraction_bits - e_max)
-        products, fractions = (w[: a.shape[0] * c.numel()].view(-1, *c.shape) for w in self.work)
-        torch.mul(a, b, out=products)
-        # as FP32 the factor would overflow where e_max is tiny; there all FP8 products are zero
-        products *= unit if products.dtype == torch.float64 else unit.clamp(max=2.0**100).float()
-        term_c = c * unit
-        if row.cut == "down":
-            integer = products.floor_().sum(0) + term_c.floor_()
-        else:  # x − frac(x) is trunc(x) in vector instructions, which torch's own lacks on a CPU
-            products -= torch.frac(products, out=fractions)
-            integer = products.sum(0) + (term_c - term_c.frac())
-        result = _rounded(integer / unit, row, half)
+        divisor = unit if real == a.value.dtype else unit.clamp(min=2.0**TINY).float()  # where e < TINY all are zero
+        sums = divisor.new_empty(c.shape)
+        for rows in bands:
+            products = _pairs(torch.mul, a.value[:, rows], b.value, self.room.value)
+            torch.div(products, divisor[rows], rounding_mode=cut, out=products)
+            torch.sum(products, 0, out=sums[rows])
+        integers = torch.div(c.to(real), unit, rounding_mode=cut).add_(sums)
+        result = _rounded(integers.mul_(unit), row, half)
         if not ieee:
             return result
-        exact = (a.double() * b).sum(0) + c
-        return torch.where(exact.isfinite(), result, exact.float())
+        for rows in bands:
+            products = _pairs(torch.mul, a.value[:, rows], b.value, self.room.value)
+            exact = products.double().sum(0) + c[rows]
+            result[rows] = torch.where(exact.isfinite(), result[rows], exact.float())
+        return result
+
+
+def _pairs(of: Callable[..., Tensor], a: Tensor, b: Tensor, room: Tensor) -> Tensor:
+    """`of` a [k, M, 1] and b [k, 1, N], in some room."""
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    return of(a, b, out=room[: math.prod(shape)].view(shape))
+
+
+def _is_extreme(c: Tensor) -> bool:
+    """Whether FP32 might not hold what a step makes of these accumulators in between."""
+    magnitude = torch.where(c == 0, 1.0, c.abs())
+    return bool(magnitude.amin() < 2.0**TINY or magnitude.amax() > 2.0**-TINY)
+
+
+def _exponent(c: Tensor, half: bool) -> Tensor:
+    """⌊log2 |c|⌋, at least that of the smallest normal number, int32; far below any for zero."""
+    bits = c.abs().view(torch.int32)
+    is_not_zero = bits.clamp(max=1)
+    field = (bits >> 23).clamp_(min=127 - 14 if half else 1)
+    return field.add_(is_not_zero, alpha=-NOTHING).add_(NOTHING - 127)
 
 
 def _rounded(x: Tensor, row: Instruction, half: bool) -> Tensor:
-    """float64 → the accumulator, as float32: cut to `output_bits`, or rounded to FP16."""
-    if row.output_bits < 23 and row.fraction_bits <= 13 and not half:  # a sum of 13 + 8 bits is an FP32 number
-        result = x.float()
-        result.view(torch.int32).bitwise_and_(-1 << 23 - row.output_bits)
-        return result.add_(0.0)  # there is no −0
-    magnitude = x.abs()
-    result = magnitude.float()
-    bits = result.view(torch.int32)
-    bits -= ((result > magnitude) & (magnitude < 2.0**128)).int()  # rounded up: the number below
-    if half:  # what was cut off decides ties only, and for that an odd last bit is as good
-        bits |= (result < magnitude).int()
+    """A sum, which is overwritten → the accumulator, as float32: cut to `output_bits`, or rounded to FP16."""
+    if half:
+        magnitude = x.abs()
+        result = magnitude.float()
+        bits = result.view(torch.int32)
+        bits -= ((result > magnitude) & (magnitude < 2.0**128)).int()  # rounded up: the number below
+        bits |= (result < magnitude).int()  # what was cut off decides ties only, for which an odd last bit is as good
         result = result.half().float()
-    else:
-        bits &= -1 << 23 - row.output_bits
-    return torch.where(x < 0, -result, result) + 0.0  # + 0.0: there is no −0
+        return torch.where(x < 0, -result, result) + 0.0
+    if row.fraction_bits > 13:  # else the sum has 13 + 8 bits
+        torch.div(x, SMALLEST, rounding_mode="trunc", out=x).mul_(SMALLEST)
+        x.view(torch.int64).bitwise_and_(-1 << 52 - 23)
+    result = x.float()
+    if row.output_bits < 23:
+        result.view(torch.int32).bitwise_and_(-1 << 23 - row.output_bits)
+    return result.add_(0.0)  # there is no −0
 
 
-def _power_of_2(exponent: Tensor) -> Tensor:
-    return (exponent.long() + 1023 << 52).view(torch.float64)
+def _power_of_2(exponent: Tensor, real: torch.dtype) -> Tensor:
+    if real == torch.float32:
+        return (exponent + 127 << 23).view(real)
+    return (exponent.long() + 1023 << 52).view(real)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
+from octile.checkpoint.recode import Target
 from octile.checkpoint.shares import Share
 from octile.checkpoint.size import SizePrediction, predict_size
 from octile.report.console import Console
 from octile.report.page import byte_size
 
 
-def convert_on_screen(src: Path, dst: Path | None, to: Literal["fp8", "bf16"]) -> None:
+def convert_on_screen(src: Path, dst: Path | None, to: Target) -> None:
     """Converts src, a Hugging Face folder or a run, into dst, or predicts the size where there is no dst.
 
     Raises:
@@ -46,7 +46,7 @@ def _show_prediction(console: Console, size: SizePrediction) -> None:
 
 
 def _show_report(console: Console, report: ConversionReport) -> None:
-    title = report.rule if report.to == "fp8" else "FP8 weights become BF16"
+    title = report.rule if report.to == "fp8" else f"FP8 weights become {'BF16' if report.to == 'bf16' else 'FP32'}"
     table = Table(title=title, title_justify="left")
     for column in ("weights", "tensors", "became"):
         table.add_column(column, overflow="fold")

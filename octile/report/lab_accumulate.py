@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octile.report.figures import COLOR, dress, label_ends
@@ -30,7 +30,9 @@ class Row(Protocol):
 
 
 COLUMNS = ("data", "K", "promoted", "RMS error", "worst error", "bias")  # all but K in units of the outputs' RMS
+FLAT = 1.1  # the worst of some ten thousand sums moves by so much from one draw to the next
 DATA = {"normal": "both signs, N(0, 1)", "positive": "one sign, |N(0, 1)|"}
+Place = tuple[str, int | None, int]  # data, promote_every, K
 _INTERVAL_COLOR = {None: "vermilion", 128: "blue", 32: "green", 64: "cyan", 256: "purple"}
 
 
@@ -95,16 +97,51 @@ def draw_accumulate(figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def say_accumulate(rows: Sequence[Row], arch: str) -> str:
+    """The worst errors at K = 4096, or the largest K there is, and their course from the smallest K to the largest."""
     ks = {row.k for row in rows}
     k = 4096 if 4096 in ks else max(ks)
-    worst = {(row.data, row.promote_every): share(row.worst) for row in rows if row.k == k}
-    intervals = [interval for interval in dict.fromkeys(row.promote_every for row in rows) if interval is not None]
-    best = 128 if 128 in intervals else min(intervals, default=None)
-    parts = []
-    for kind in dict.fromkeys(row.data for row in rows):
-        signs = "both signs" if kind == "normal" else "one sign"
-        found = [f"{worst[kind, best]} when promoted {every(best)}"] if best is not None else []
-        found += [f"{worst[kind, None]} when never promoted"] if (kind, None) in worst else []
-        parts.append(f"sums of {signs} are off by up to {' and '.join(found)}")
-    flat = " A promoted line stays flat: the tensor core never holds more than one interval of a sum."
-    return f"On {arch}, K = {k:,}: {'; '.join(parts)}.{flat if best is not None else ''}"
+    intervals = {row.promote_every for row in rows}
+    shortest = min((interval for interval in intervals if interval is not None), default=None)
+    told = [i for i in dict.fromkeys((128 if 128 in intervals else shortest, None)) if i in intervals]
+    worst = {(row.data, row.promote_every, row.k): row.worst for row in rows}
+    off = [
+        f"sums of {signs} are off by up to {' and '.join(f'{share(worst[kind, i, k])} {_when(i)}' for i in told)}"
+        for kind, signs in _signs(rows).items()
+    ]
+    return f"On {arch}, K = {k:,}: {'; '.join(off)}.{_say_courses(rows, worst, told, min(ks), max(ks))}"
+
+
+def _say_courses(
+    rows: Sequence[Row], worst: Mapping[Place, float], told: Sequence[int | None], first: int, last: int
+) -> str:
+    if first == last:
+        return ""
+    courses = [
+        f"{'that' if number else 'the worst error'} of sums of {signs} "
+        + " and ".join(f"{_course(worst[kind, i, first], worst[kind, i, last])} {_when(i)}" for i in told)
+        for number, (kind, signs) in enumerate(_signs(rows).items())
+    ]
+    said = f" From K = {first:,} to {last:,} {'; '.join(courses)}."
+    promoted = [(worst[kind, i, first], worst[kind, i, last]) for kind in _signs(rows) for i in told if i is not None]
+    if promoted and all(end <= FLAT * begin for begin, end in promoted):
+        said += " With promotion it does not grow: the tensor core never holds more than one interval of a sum."
+    return said
+
+
+def _signs(rows: Sequence[Row]) -> dict[str, str]:
+    return {row.data: "both signs" if row.data == "normal" else "one sign" for row in rows}
+
+
+def _when(interval: int | None) -> str:
+    return "when never promoted" if interval is None else f"when promoted {every(interval)}"
+
+
+def _course(begin: float, end: float) -> str:
+    """How an error moves, in words."""
+    if not begin:
+        return f"goes from 0 to {share(end)}" if end else "stays 0"
+    if begin / FLAT <= end <= FLAT * begin:
+        return "stays the same"
+    if end < begin:
+        return f"falls by {1 - end / begin:.0%}"
+    return f"grows {end / begin:.0f}-fold" if end >= 2 * begin else f"grows by {end / begin - 1:.0%}"

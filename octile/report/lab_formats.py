@@ -28,6 +28,7 @@ FORMAT_COLOR = {
     "e4m3": "blue",
     "e5m2": "vermilion",
     "int8": "amber",
+    "e2m1": "rose",
     "ue8m0": "muted",
 }
 
@@ -80,7 +81,7 @@ def say_ranges(rows: list[Facts]) -> str:
 def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
     """Each format stretched so that its largest value is 1, as a scale does it."""
     axes = figure.subplots()
-    dress(axes, "share of the tile's largest value", "every positive value that 8 bits can be, largest value = 1")
+    dress(axes, "share of the tile's largest value", "every positive value, largest value = 1")
     axes.set_xlim(-0.005, 1.005)
     for at, (name, points) in enumerate(values.items()):
         axes.vlines(points / points[-1], at - 0.3, at + 0.3, color=color(name), linewidth=0.8)
@@ -88,10 +89,10 @@ def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
 
 
 def say_number_line(values: Mapping[str, Floats]) -> str:
-    below = {name: int((points < points[-1] / 16).sum()) for name, points in values.items()}
+    below = [f"{label(name)} has {int((points < points[-1] / 16).sum())}" for name, points in values.items()]
     return (
-        "INT8's values are evenly spaced; a float's crowd towards zero. Below a sixteenth of the largest value"
-        f" E4M3 has {below['e4m3']} values, E5M2 {below['e5m2']} and INT8 {below['int8']}."
+        "INT8's values are evenly spaced; a float's crowd towards zero. Of values below a sixteenth of the largest"
+        f" {', '.join(below)}."
     )
 
 
@@ -130,7 +131,11 @@ def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None
     axes.set_yticks(list(ticks), [power(2.0**tick) for tick in ticks])
     ends = {name: (float(np.log2(values[-1])), float(np.log2(gap[-1]))) for name, (values, gap) in gaps.items()}
     for name, end in ends.items():
-        if end[0] < 12:  # it ends within the figure
+        if name == "e2m1":  # among the other lines where it ends
+            start = float(np.log2(gaps[name][0][0])), float(np.log2(gaps[name][1][0]))
+            axes.annotate(label(name), start, (-5, 0), textcoords="offset points", ha="right", va="center",
+                          color=color(name))  # fmt: skip
+        elif end[0] < 12:  # it ends within the figure
             axes.annotate(label(name), end, (6, -6), textcoords="offset points", va="center", color=color(name))
     label_ends(figure, axes, [(y, label(name), color(name)) for name, (x, y) in ends.items() if x >= 12])
 
@@ -158,17 +163,17 @@ def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str,
     axes.minorticks_off()
     middle = octaves.index(0) if 0 in octaves else len(octaves) // 2
     for name, error in errors.items():
-        place, over = (middle, 4) if name != "int8" else (octaves.index(6), -15)  # INT8 is near nothing at its best
+        place, over = {"int8": (octaves.index(6), -15), "e2m1": (octaves.index(5), -26)}.get(name, (middle, 4))
         axes.annotate(label(name), (octaves[place] + 0.5, error[place]), (0, over), textcoords="offset points",
                       color=color(name), ha="center", va="bottom")  # fmt: skip
 
 
 def say_relative_error(errors: Mapping[str, Floats]) -> str:
-    e4m3, e5m2, bf16 = (float(errors[name].min()) for name in ("e4m3", "e5m2", "bf16"))
+    e2m1, e4m3, e5m2, bf16 = (float(errors[name].min()) for name in ("e2m1", "e4m3", "e5m2", "bf16"))
     return (
-        f"Inside its range a float's rounding error is a constant share: at most {e4m3:.1%} for E4M3, {e5m2:.1%} for"
-        f" E5M2, {bf16:.2%} for BF16; it grows to 100% where values underflow or overflow. INT8's share halves with"
-        " every doubling: it is precise near its largest value only."
+        f"Inside its range a float's rounding error is a constant share: at most {e2m1:.1%} for E2M1, {e5m2:.1%} for"
+        f" E5M2, {e4m3:.1%} for E4M3, {bf16:.2%} for BF16; it grows to 100% where values underflow or overflow. INT8's"
+        " share halves with every doubling: it is precise near its largest value only."
     )
 
 
@@ -188,10 +193,10 @@ def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
 
 
 def say_bytes(shares: Mapping[str, tuple[str, float]]) -> str:
-    tile = shares["E4M3, 1×128 tiles"][1]
+    tile, nvfp4 = (shares[name][1] for name in ("E4M3, 1×128 tiles", "E2M1, 1×16 (NVFP4)"))
     return (
         f"A scale for every 128 values costs a quarter of a bit each ({tile:.2f} instead of 8); one for 128×128"
-        " weights costs next to nothing."
+        f" weights costs next to nothing. Four bits need more of them: NVFP4's for every 16 makes {nvfp4:.4g}."
     )
 
 

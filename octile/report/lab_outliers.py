@@ -127,11 +127,12 @@ def say_without(rows: Sequence[Without], massive: float) -> str:
     if not everything.massive:
         return f"No value is {massive:g} times the median or more: this input has no massive activations to remove."
     first, *_, last = everything.others
+    apart = everything.others[last] > 0.95 > everything.others[first]
     parts = [f"{row.kind}: {row.massive:,} in {row.tokens:,}" for row in rows[:-1]]
     return (
         f"Values of {massive:g} times the median or more are set to zero, kind by kind (values in tokens:"
         f" {'; '.join(parts)}). Without any of them, the tokens that never had one keep {everything.others[first]:.0%}"
-        f" of their error with {first}, and {everything.others[last]:.0%} with {last}: a tile's scale is its own"
-        f" token's affair. But the layer's output moves by {everything.output:.0%}: the outliers are what it says, not"
-        " noise."
+        f" of their error with {first}, and {everything.others[last]:.0%} with {last}"
+        f"{': a tile keeps an outlier to its own token' if apart else ''}. The layer's output moves by"
+        f" {everything.output:.0%}{': the outliers are much of what it says' if everything.output > 0.1 else ''}."
     )

@@ -14,6 +14,7 @@ from octile.report import run_inside as inside
 from octile.report.figures import HALF, PHONE, THIRD, WIDE, save_drawing
 from octile.report.metrics import Run, as_float, find, flatten, last_known, read_run
 from octile.report.page import amount, duration, printable, render
+from octile.report.spikes import find_spikes
 from octile.report.svg import Chart, make_chart
 
 if TYPE_CHECKING:
@@ -161,6 +162,17 @@ def _notices(run: Run) -> list[str]:
         first, others = run.broken_steps[0], len(run.broken_steps) - 1
         more = f" and at {others:,} other step{'s' * (others > 1)}" if others else ""
         notices.append(f"The loss was not a finite number at step {first:,}{more}.")
+    skipped = [r["step"] for r in run.training if r.get("skipped_for")]
+    if skipped:
+        steps = f"{len(skipped):,} step{'s' * (len(skipped) != 1)}"
+        notices.append(
+            f"{steps} changed no weight, since a gradient was not a finite number; the first was {skipped[0]:,}."
+        )
+    spikes = find_spikes((r["step"], as_float(r.get("main_loss", r["loss"]))) for r in run.training)
+    if spikes:
+        more = f", and {len(spikes) - 1:,} more time{'s' * (len(spikes) > 2)}" if len(spikes) > 1 else ""
+        text = f"{spikes[0]}{more}."
+        notices.append(text[0].upper() + text[1:])
     if not run.training:
         notices.append("No training step has been recorded yet.")
     if run.unreadable_lines:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from octile.recipe import Recipe
 from octile.report.compare import write_compare_report
 from octile.report.compare_file import COMPARE_FILE, write_result
 from octile.report.compare_tables import format_compare_table, format_details_table
@@ -29,6 +28,7 @@ from octile.train.gradient_check import chosen_steps
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.memory import check_memory
 from octile.train.run_folder import new_folder
+from octile.train.run_recipe import recipe_of, with_recipe_text
 from octile.train.screen import Screen
 from octile.train.seeds import baseline_seeds
 from octile.train.store import TokenStore
@@ -61,20 +61,21 @@ def compare(
         ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
     """
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name != "bf16")
-    for known in recipes:
-        Recipe.named(known)
+    configs = {name: with_recipe_text(replace(config, recipe=name)) for name in recipes}
+    for each in configs.values():
+        recipe_of(each)  # an unknown one is refused before any work
     chosen = chosen_steps(gradient_steps, config.steps)
     check_memory(config, pick_device(config.device))
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")
     if (out / COMPARE_FILE).exists():
         raise FileExistsError(f"out {str(out)!r} holds a comparison already: choose another --out")
     with taken(out):
-        return _compare(config, recipes, out, screen, seeds or (config.seed,), chosen)
+        return _compare(config, configs, out, screen, seeds or (config.seed,), chosen)
 
 
 def _compare(
     config: TrainConfig,
-    recipes: tuple[str, ...],
+    recipes: dict[str, TrainConfig],
     out: Path,
     screen: Screen,
     seeds: tuple[int, ...],
@@ -100,11 +101,11 @@ def _compare(
         bf16_more_seeds=tuple(more),
     )
     report = write(result)
-    for name in recipes:
+    for name, with_recipe in recipes.items():
         runs: dict[int, ComparedRun] = {}
         for seed in seeds:
             asked = chosen if seed == seeds[0] else ()
-            runs[seed] = run = compared_run(replace(config, recipe=name, seed=seed), store, screen, asked)
+            runs[seed] = run = compared_run(replace(with_recipe, seed=seed), store, screen, asked)
             result = replace(
                 result, recipes=(*result.recipes, run.curve), gradients=(*result.gradients, *run.gradients)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def compared_run(
     """Trains one model. A run that breaks ends there and says so; the others go on."""
     screen.say(f"{config.recipe}, seed {config.seed}")
     device = pick_device(config.device)
-    trainer = Trainer(config, store, device)
+    trainer = Trainer(replace(config, skip_limit=0), store, device)  # where a recipe breaks is what it is asked
     train_loss, speeds, val_steps, val_loss = [], [], [], []
     yardsticks, gradients = [yardstick(device)], []
     diverged_at: int | None = None

@@ -67,6 +67,8 @@ class TrainConfig:
         recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_e5m2, global_scale,
             fp16_loss_scaling, fp8_lm, smooth_swiglu or int8_tiles; or a .toml file with exceptions for single layers.
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), or stdlib: the source of Python's library.
+        init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with, instead
+            of drawn ones; the model's shape is then that folder's.
         steps: optimizer steps.
         seed: of the initial weights and the order of the data.
         out: the run's folder; chosen under runs/ if not given.
@@ -75,16 +77,19 @@ class TrainConfig:
         batch_size: sequences a step.
         micro_batches: pieces a step's batch is cut into, to save memory.
         sequence_length: tokens a sequence.
+        skip_limit: steps in a row that change no weight, because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences that are measured.
         device: auto takes a GPU where there is one.
         prompt: what the sample at the end continues.
         model: its shape.
         optim: the optimizer.
+        recipe_text: what a .toml file said when the run began; the run is trained by that, whatever became of the file.
     """
 
     preset: str = "tiny"
     recipe: str = "deepseek_v3"
     data: str = "stdlib"
+    init_from: Path | None = None
     steps: int = 500
     seed: int = 0
     out: Path | None = None
@@ -93,17 +98,19 @@ class TrainConfig:
     batch_size: int = 8
     micro_batches: int = 1
     sequence_length: int = 128
+    skip_limit: int = 10
     val_sequences: int = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
     prompt: str = "def "
     model: ModelConfig = field(default_factory=MODELS["tiny"])
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, balance_speed=0.01))
+    recipe_text: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "micro_batches", "sequence_length", "val_sequences", "validate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("seed", "checkpoint_every"):
+        for name in ("seed", "checkpoint_every", "skip_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.seed > LARGEST_SEED:
@@ -136,10 +143,11 @@ class TrainConfig:
             model = values.pop("model")
             rope = model.pop("rope_scaling")
             optim = values.pop("optim")
-            out = values.pop("out")
+            out, init_from = values.pop("out"), values.pop("init_from", None)
             return cls(
                 **values,
                 out=None if out is None else Path(out),
+                init_from=None if init_from is None else Path(init_from),
                 model=ModelConfig(**model, rope_scaling=RopeScaling(**rope) if rope else None),
                 optim=OptimConfig(**{**optim, "betas": tuple(optim["betas"])}),
             )
@@ -192,7 +200,9 @@ def preset(name: str) -> TrainConfig:
     return published(name)
 
 
-RESUMABLE = {"steps", "checkpoint_every", "validate_every", "out", "device", "prompt"}  # may differ when resumed
+RESUMABLE = {  # may differ when resumed
+    *("steps", "checkpoint_every", "validate_every", "out", "device", "prompt", "micro_batches", "skip_limit"),
+}
 
 
 def changed(saved: TrainConfig, asked: TrainConfig) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -16,19 +17,23 @@ from typing import Any, Literal
 import torch
 
 from octile.checkpoint.files import write_json, write_text
-from octile.checkpoint.hugging_face import save
+from octile.checkpoint.hugging_face import checkpoint_folder, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
-from octile.recipe import BLOCK, Cast, Recipe
+from octile.recipe import BLOCK, Cast
 from octile.report.machine import in_words, machine
 from octile.report.train import write_run_report
+from octile.train import fine_tune
 from octile.train.config import TrainConfig, changed
 from octile.train.data import prepare
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory
+from octile.train.out_of_memory import explained
 from octile.train.run_folder import MetricsWriter, RunFolder, Stopped
+from octile.train.run_recipe import recipe_of, with_recipe_text
 from octile.train.screen import Screen
+from octile.train.spike_report import spikes_so_far, write_spike
 from octile.train.store import TokenStore
 from octile.train.taken import taken
 from octile.train.trainer import Trainer
@@ -51,7 +56,8 @@ def train(config: TrainConfig, resume: bool, screen: Screen, observer: Observer 
         config: of the run; `config.out` is where a resumed run lies.
         resume: continue from the newest checkpoint that is whole.
         screen: where progress is shown.
-        observer: called once the run is set up; what it returns is entered around every step (`octile.lab` does this).
+        observer: called once the run is set up, before its configuration is written, so that what it refuses leaves no
+            run; what it returns is entered around every step (`octile.lab` does this).
 
     Returns:
         The run folder.
@@ -60,13 +66,15 @@ def train(config: TrainConfig, resume: bool, screen: Screen, observer: Observer 
         FileExistsError: a new run would overwrite another, or another process trains it; FileNotFoundError: there is
             none to resume, or no data.
         ValueError: the data, the configuration or a checkpoint is not what it should be.
-        FloatingPointError: the loss became NaN or Inf.
+        FloatingPointError: the loss became NaN or Inf, or gradients did for more than `skip_limit` steps.
+        MemoryError: the device has too little memory; says what to change.
         Stopped: by Ctrl-C or SIGTERM.
     """
     device = pick_device(config.device)
-    Recipe.named(config.recipe)  # an unknown one is refused before anything is written
+    run, config = _resumed(config, screen) if resume else (None, with_recipe_text(config))
+    recipe_of(config)  # an unknown one is refused before anything is written
     check_memory(config, device)
-    run = _resumed(config, screen) if resume else RunFolder.create(config)
+    run = run or RunFolder.create(config)
     with taken(run.path):
         screen.say(f"run folder: {run.path}")
         return _train(config, run, device, resume, screen, observer)
@@ -77,23 +85,33 @@ def _train(
 ) -> Path:
     store = _tokens(config, run, resume, screen)
     _check_prompt(config, store)
-    trainer = build(config, store, device)
+    checkpoint = latest_checkpoint(run.checkpoints) if resume else None
+    with explained(config, device):
+        # a checkpoint holds the weights: the folder that the run began with may be gone
+        trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device)
     if resume:
-        _continue(trainer, run, screen)
-    run.write_config(config)
+        _continue(trainer, run, checkpoint, screen)
     screen.model(trainer)
+    if config.init_from is not None and checkpoint is None:
+        screen.say(fine_tune.in_words(trainer.model, config.init_from))
+    spikes = spikes_so_far(run)
 
     with (
         _signals() as stop,
+        explained(config, device, trainer),
         closing(MetricsWriter(run, trainer.steps_done)) as metrics,
         screen.progress(config.steps, trainer.steps_done) as shown,
     ):
         around = observer(trainer, run, metrics)
+        run.write_config(config)
         while trainer.steps_done < config.steps and not stop:
             with around(trainer.steps_done + 1):
                 line = trainer.step()
             metrics.write(line)
             shown.step(line)
+            if spike := spikes.look(line["step"], line["main_loss"]):
+                begins = spike.over_at is None
+                screen.say(write_spike(spike, trainer, store, metrics, line) if begins else str(spike))
             last = trainer.steps_done == config.steps
             if last or trainer.steps_done % config.validate_every == 0:
                 shown.validation(_look(trainer, metrics))
@@ -128,6 +146,7 @@ def prepare_tokens(config: TrainConfig, folder: Path, screen: Screen) -> TokenSt
             folder,
             config.sequence_length - 1,  # a window is one token longer than that
             held_out_windows=config.val_sequences,
+            tokenizer=None if config.init_from is None else checkpoint_folder(config.init_from),
             progress=progress,
         )
     screen.data(store)
@@ -153,11 +172,14 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _resumed(config: TrainConfig, screen: Screen) -> RunFolder:
+def _resumed(config: TrainConfig, screen: Screen) -> tuple[RunFolder, TrainConfig]:
+    """The run that goes on, and with which configuration: what is asked, and the recipe that it began with."""
     if config.out is None:
         raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
     run = RunFolder.open(config.out)
     saved = run.read_config()
+    if config.recipe_text is None and config.recipe == saved.recipe:
+        config = replace(config, recipe_text=saved.recipe_text)
     different = changed(saved, config)
     if different:
         raise ValueError(
@@ -165,7 +187,17 @@ def _resumed(config: TrainConfig, screen: Screen) -> RunFolder:
         )
     if saved.steps != config.steps:
         screen.say(f"steps were {saved.steps} and are now {config.steps}: the learning rate follows the new number")
-    return run
+    if saved.micro_batches != config.micro_batches:
+        screen.say(
+            f"micro_batches were {saved.micro_batches} and are now {config.micro_batches}: the same sums in another "
+            "order, so the run is not the one to the bit that it would have been"
+        )
+    file = Path(config.recipe)
+    if saved.recipe_text is None:
+        config = with_recipe_text(config)  # a run of an earlier version kept a file's name only
+    elif file.is_file() and file.read_text(encoding="utf-8", errors="replace") != saved.recipe_text:
+        screen.say(f"{file} has changed since the run began: the run keeps the recipe that it began with")
+    return run, config
 
 
 def _tokens(config: TrainConfig, run: RunFolder, resume: bool, screen: Screen) -> TokenStore:
@@ -175,8 +207,7 @@ def _tokens(config: TrainConfig, run: RunFolder, resume: bool, screen: Screen) -
     return prepare_tokens(config, run.data, screen)
 
 
-def _continue(trainer: Trainer, run: RunFolder, screen: Screen) -> None:
-    checkpoint = latest_checkpoint(run.checkpoints)
+def _continue(trainer: Trainer, run: RunFolder, checkpoint: Path | None, screen: Screen) -> None:
     if checkpoint is None:
         screen.say("no checkpoint was written yet: starting from the beginning")
     else:

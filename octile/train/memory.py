@@ -19,15 +19,19 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
     Raises:
         ValueError: they are.
     """
-    counts = count_parameters(config.model)
-    parameters = counts.total + sum(counts.mtp.values())
-    needed = parameters * (FP8_LM_BYTES if config.recipe == "fp8_lm" else BYTES)
-    there = memory(device)
+    needed, there = least_needed(config), memory(device)
     if needed > there:
         raise ValueError(
             f"preset {config.preset!r} needs at least {needed / 1e9:,.0f} GB for weights, gradients and optimizer, but "
             f"the {device.type} has {there / 1e9:,.0f} GB: choose a smaller model"
         )
+
+
+def least_needed(config: TrainConfig) -> int:
+    """Bytes of weights, gradients and moments."""
+    counts = count_parameters(config.model)
+    parameters = counts.total + sum(counts.mtp.values())
+    return parameters * (FP8_LM_BYTES if config.recipe == "fp8_lm" else BYTES)
 
 
 def memory(device: torch.device) -> int:

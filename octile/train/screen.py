@@ -96,6 +96,9 @@ class ShownProgress:
         self.every = max(1, steps // PLAIN_LINES)
 
     def step(self, line: Metrics) -> None:
+        if "skipped_for" in line:
+            total = f"{line['skipped']:,} step{'s' * (line['skipped'] != 1)} skipped so far"
+            self.screen.say(f"step {line['step']} changed no weight: {line['skipped_for']}; {total}")
         text = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
         self.bar.update(self.task, completed=line["step"], description=text)
         if not self.screen.console.is_terminal and line["step"] % self.every == 0:

@@ -1,4 +1,4 @@
-"""The loss of every held-out token, and a token as a person reads it.
+"""The loss of every token of some windows, and a token as a person reads it.
 
 Shapes: N windows, S predicted tokens of each, B windows at a time, V vocabulary.
 """
@@ -17,10 +17,13 @@ VISIBLE = {" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 @torch.no_grad()
-def token_losses(trainer: Trainer) -> Tensor:
-    """The main head's loss of each held-out token but the first of its window: float32 [N, S] on the CPU, in nats.
+def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
+    """The main head's loss of each token but the first of its window: float32 [N, S] on the CPU, in nats.
 
-    Their mean is what `Trainer.validate` calls val_loss, up to the order of the sum.
+    Args:
+        trainer: whose model predicts them.
+        windows: int64 [N, S + 1]; the held-out ones if not given. Their mean is then what `Trainer.validate` calls
+            val_loss, up to the order of the sum.
     """
     trainer.model.eval()
     batch = trainer.config.batch_size // trainer.config.micro_batches
@@ -29,7 +32,7 @@ def token_losses(trainer: Trainer) -> Tensor:
         frozen_weights(trainer.model),
         torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"),
     ):
-        for piece_BS in trainer.held_out.split(batch):
+        for piece_BS in (trainer.held_out if windows is None else windows).split(batch):
             piece_BS = piece_BS.to(trainer.device)
             logits_BSV = trainer.model(piece_BS)[:, :-1].float()
             loss = F.cross_entropy(logits_BSV.flatten(0, 1), piece_BS[:, 1:].flatten(), reduction="none")

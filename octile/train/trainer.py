@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed import AmaxHistory, end_step
@@ -21,10 +22,10 @@ from octile.nn.weight_cache import frozen_weights
 from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
-from octile.recipe import Recipe
 from octile.train.batches import Batches, validation
 from octile.train.config import TrainConfig
 from octile.train.run_folder import Metrics
+from octile.train.run_recipe import recipe_of
 from octile.train.store import TokenStore
 from octile.train.watch import first_non_finite, tile_scales
 
@@ -33,7 +34,7 @@ class Trainer:
     """A model, its optimizer and its data.
 
     Args:
-        config: of the run; its seed decides the initial weights and the order of the data.
+        config: of the run; its seed decides the initial weights, if it has no `init_from`, and the order of the data.
         store: the tokens.
         device: where the model lives.
     """
@@ -43,9 +44,11 @@ class Trainer:
         tokenizer = store.tokenizer
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
         self.config, self.device = replace(config, model=model), device
-        self.recipe = Recipe.named(config.recipe)
+        self.recipe = recipe_of(config)
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
+        if config.init_from is not None:
+            load_weights(self.model, config.init_from)
         apply_recipe(self.model, self.recipe)
         optim = config.optim
         self.optimizer = AdamW(
@@ -63,12 +66,18 @@ class Trainer:
         self.steps_done = 0
         self.tokens = 0
         self.seconds = 0.0
+        self.skipped = 0  # steps that changed nothing, since a gradient was not finite
+        self.skipped_in_a_row = 0  # of them, up to now, those that no loss scale explains
 
     def step(self) -> Metrics:
         """One optimizer step; returns its line of metrics. The host waits for the device once, before the update.
 
+        A step whose gradients are not all finite changes no weight, moment, gate's bias or average. It is counted as
+        `skipped`, and its line says why as `skipped_for`.
+
         Raises:
-            FloatingPointError: the loss or a gradient is NaN or Inf. The weights are as they were before the step.
+            FloatingPointError: the loss is NaN or Inf, or a gradient is and `skip_limit` steps before it were skipped.
+                The weights are as they were before the step.
         """
         start = time.perf_counter()
         config = self.config
@@ -90,10 +99,12 @@ class Trainer:
         unscaled = self.loss_scale.unscale_(parameters) if self.loss_scale else True
         norm = clip_grad_norm_(parameters, config.optim.clip)
         *losses, grad_norm = torch.stack([*sums.values(), norm.to(self.device)]).tolist()
-        self._check(losses[0], grad_norm, tokens_BS)
-        self._update(learning_rate, unscaled)
-        for name, moe in self.moes.items():
-            moe.gate.balance(load[name], config.optim.balance_speed)
+        self._check_loss(losses[0], tokens_BS)
+        skipped_for = self._why_skip(grad_norm, unscaled)
+        if skipped_for is None:
+            self._update(learning_rate, load)
+        if self.loss_scale:
+            self.loss_scale.update()
 
         self.steps_done += 1
         self.tokens += tokens_BS.numel()
@@ -107,6 +118,8 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_s": tokens_BS.numel() / seconds,
             "seconds": self.seconds,
+            "skipped": self.skipped,
+            **({"skipped_for": skipped_for} if skipped_for else {}),
         }
 
     def backward(self, piece_BS: Tensor) -> Tensor:
@@ -154,30 +167,44 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model(tokens_BS, tokens_BS)
 
-    def _check(self, loss: float, grad_norm: float, tokens_BS: Tensor) -> None:
-        """Stops a run that broke. A loss scale that can still back off is left to do so."""
-        at = f"at step {self.steps_done + 1}"
+    def _check_loss(self, loss: float, tokens_BS: Tensor) -> None:
+        """Stops a run whose forward pass broke: every later one would too."""
         if not math.isfinite(loss):
             pieces = tokens_BS.chunk(self.config.micro_batches)
             where = first_non_finite(self.model, lambda: [self._loss(piece_BS) for piece_BS in pieces])
-            raise FloatingPointError(f"the loss is {loss} {at}; the first to break is {where}")
-        if not math.isfinite(grad_norm) and (self.loss_scale is None or self.loss_scale.value == 1.0):
-            gradients = [(name, gradient_of(p)) for name, p in self.model.named_parameters()]
-            broken = [name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all()]
-            where = broken[-1] if broken else "their norm"  # a broken gradient breaks those of the layers before it
-            raise FloatingPointError(f"a gradient is not finite {at}; the nearest to the loss is {where}")
+            raise FloatingPointError(f"the loss is {loss} at step {self.steps_done + 1}; the first to break is {where}")
 
-    def _update(self, learning_rate: float, unscaled: bool) -> None:
-        """Steps, unless a dynamic loss scale found that the gradients overflowed."""
-        if unscaled:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-            end_step(self.model)
-            if self.ema:
-                self.ema.update()
-        if self.loss_scale:
-            self.loss_scale.update()
+    def _why_skip(self, grad_norm: float, unscaled: bool) -> str | None:
+        """Why the gradients must not reach the weights, or None; stops a run that skipped too many steps.
+
+        What a loss scale can mend by backing off does not count as a step too many.
+        """
+        if unscaled and math.isfinite(grad_norm):
+            self.skipped_in_a_row = 0
+            return None
+        self.skipped += 1
+        if self.loss_scale and not unscaled and self.loss_scale.value > 1.0:
+            return f"the gradients overflowed under a loss scale of {self.loss_scale.value:,.0f}"
+        self.skipped_in_a_row += 1
+        gradients = [(name, gradient_of(p)) for name, p in self.model.named_parameters()]
+        broken = [name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all()]
+        where = broken[-1] if broken else "their norm"  # a broken gradient breaks those of the layers before it
+        if self.skipped_in_a_row > self.config.skip_limit:
+            before = f", after {self.config.skip_limit} in a row that were skipped" if self.config.skip_limit else ""
+            raise FloatingPointError(
+                f"a gradient is not finite at step {self.steps_done + 1}; the nearest to the loss is {where}{before}"
+            )
+        return f"a gradient is not finite; the nearest to the loss is {where}"
+
+    def _update(self, learning_rate: float, load: dict[str, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        end_step(self.model)
+        if self.ema:
+            self.ema.update()
+        for name, moe in self.moes.items():
+            moe.gate.balance(load[name], self.config.optim.balance_speed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a later step depends on: tensors, and what JSON can hold."""
@@ -192,6 +219,8 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
         }
         return tensors, state
 
@@ -218,6 +247,7 @@ class Trainer:
         if self.loss_scale:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps_done, self.tokens, self.seconds = state["steps_done"], state["tokens"], state["seconds"]
+        self.skipped, self.skipped_in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
 
     def _histories(self) -> dict[str, AmaxHistory]:
         return {name: m for name, m in self.model.named_modules() if isinstance(m, AmaxHistory)}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import watch_casts
+from octile.ops.quantize import decode, in_blocks
 from octile.scaled import ScaledTensor
 
 Histogram = dict[str, list[int]]
@@ -29,7 +29,7 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
     def count(operand: str, q: ScaledTensor) -> None:
         if operand in counts:
             values, times = (
-                q.scale[q.scale.isfinite() & ~_of_zeros(q)].log2().round().to(torch.int64).unique(return_counts=True)
+                q.scale[q.scale.isfinite() & ~of_zeros(q)].log2().round().to(torch.int64).unique(return_counts=True)
             )
             counts[operand].update(dict(zip(values.tolist(), times.tolist(), strict=True)))
 
@@ -44,10 +44,14 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
         yield histograms
 
 
-def _of_zeros(q: ScaledTensor) -> Tensor:
-    """Which blocks hold nothing but zeros, [..., ⌈M/R⌉, ⌈K/C⌉] bool."""
-    magnitude = (q.data.view(torch.uint8) & 0x7F).to(torch.float32).reshape(-1, 1, *q.data.shape[-2:])
-    return F.max_pool2d(magnitude, q.block, ceil_mode=True).reshape(q.scale.shape) == 0
+def of_zeros(q: ScaledTensor) -> Tensor:
+    """Which blocks hold nothing but zeros, so that their scale says nothing: [..., ⌈M/R⌉, ⌈K/C⌉] bool.
+
+    An INT8 block of a NaN is none, though its numbers are 0: its scale is NaN.
+    """
+    packed = q.data.dtype == torch.uint8  # E5M6
+    magnitude = decode(q.data).abs() if packed else q.data.view(torch.uint8) & 0x7F
+    return (in_blocks(magnitude, *q.block).amax((-3, -1)) == 0) & ~q.scale.isnan()
 
 
 def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:

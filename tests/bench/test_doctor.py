@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
+import octile.ops.attention
 import octile.ops.grouped
 import octile.ops.matmul
 import octile.ops.norm
 import octile.ops.packed
+import octile.ops.permute
 import octile.ops.quantize
 import octile.ops.swiglu
 import octile.ops.transpose  # noqa: F401  (they register the operators)
@@ -53,7 +55,7 @@ def test_where_no_kernel_can_run_it_says_so(pretend, capability, triton):
 
 def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     pretend((8, 9))
-    assert kernels() == dict.fromkeys(OPERATORS, "Triton")
+    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys(doctor.ATTENTION, "torch")
 
 
 def test_on_hopper_products_have_kernels_of_their_own(pretend):
@@ -66,7 +68,8 @@ def test_on_hopper_products_have_kernels_of_their_own(pretend):
 
 def test_gpus_without_fp8_products_are_told_apart(pretend):
     pretend((8, 0))
-    assert "sm_80 has no FP8 product" in examine()["operators"][0]["why"]
+    why = {row["operator"]: row["why"] for row in examine()["operators"]}
+    assert "sm_80 has no FP8 product" in why["octile::matmul_nt"]
 
 
 def test_more_threads_than_cores_is_advised_against(monkeypatch):

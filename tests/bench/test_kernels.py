@@ -73,6 +73,11 @@ def test_every_cast_is_measured(results):
         "requantize 1×128 turned",
         "128×128 and turned",
         "SwiGLU, 1×128",
+        "SwiGLU, 1×128, inputs kept",
         "SwiGLU backward, 1×128 and turned",
         "RMSNorm, 1×128",
+        "RMSNorm, 1×128 and as it is",
+        "RMSNorm backward",
+        "permute to 8 places",
+        "unpermute, sums of 8",
     ]

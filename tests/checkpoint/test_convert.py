@@ -113,6 +113,30 @@ def test_codes_survive_bf16_and_scales_stay_within_its_rounding(seed, log2_size)
     assert ((again.scale / q.scale - 1).abs() <= 2.0**-8).all()
 
 
+def test_fp8_to_float32_and_back_returns_the_same_numbers_and_the_same_scales(src, dst, tmp_path, same):
+    convert_checkpoint(src, dst, "fp8")
+    report = convert_checkpoint(dst, tmp_path / "float32", "float32")
+    wide = weights(tmp_path / "float32")[Q_PROJ]
+    assert same(wide, dequantize_weight(weights(dst)[Q_PROJ], weights(dst)[Q_PROJ + "_scale_inv"], torch.float32))
+    assert report.max_error == 0
+    config = json.loads((tmp_path / "float32" / "config.json").read_text())
+    assert (config["torch_dtype"], "quantization_config" in config) == ("float32", False)
+
+    convert_checkpoint(tmp_path / "float32", tmp_path / "again", "fp8")
+    before, after = weights(dst), weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(same(before[name], after[name]) for name in before)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
+def test_float32_masters_are_quantised_to_what_they_were_made_of(seed, log2_size):
+    random = torch.Generator().manual_seed(seed)
+    q = quantize(torch.randn(200, 150, generator=random) * 2.0**log2_size, (128, 128))
+    again = quantize(dequantize_weight(q.data, q.scale, torch.float32), (128, 128))
+    assert again.data.view(torch.uint8).equal(q.data.view(torch.uint8))
+    assert again.scale.equal(q.scale)
+
+
 def test_bf16_folders_announce_no_quantisation_and_have_no_scales(src, dst, tmp_path):
     convert_checkpoint(src, dst, "fp8")
     convert_checkpoint(dst, tmp_path / "bf16", "bf16")
@@ -257,7 +281,7 @@ def test_what_is_not_fp8_is_refused(src, dst):
 
 
 def test_an_unknown_format_is_refused(src, dst):
-    with pytest.raises(ValueError, match="to must be 'fp8' or 'bf16', not 'int4'"):
+    with pytest.raises(ValueError, match="to must be 'fp8', 'bf16' or 'float32', not 'int4'"):
         convert_checkpoint(src, dst, "int4")
 
 

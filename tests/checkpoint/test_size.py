@@ -41,5 +41,5 @@ def test_a_missing_configuration_is_named(tmp_path):
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="to must be 'fp8' or 'bf16', not 'int4'"):
+    with pytest.raises(ValueError, match="to must be 'fp8', 'bf16' or 'float32', not 'int4'"):
         predict_size(ModelConfig.tiny(), "int4")

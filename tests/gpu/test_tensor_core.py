@@ -1,17 +1,20 @@
-"""The model of the tensor core on a GPU: the Triton form, and on Hopper the hardware itself.
+"""The model of the tensor core on a GPU: the Triton form, and on Hopper the hardware itself, bit for bit.
 
-Whole products of our kernels are compared with the model in tests/gpu/cuda/test_product.py.
+On Hopper: single instructions on some million operands, and whole products of our kernels.
 """
 
 import pytest
 import torch
 
 import octile
+from octile.kernels.cuda.products import missing
 from octile.lab import product, tensor_core, tensor_core_matmul
 from octile.lab.architectures import ARCHITECTURES
-from octile.lab.probe import kernels
+from octile.lab.probe import kernels, products
 from octile.lab.probe.compare import cases, compare
-from tests.lab.products import normal, random_bits, same_bits
+from octile.nn.functional import watch_casts
+from octile.scaled import ScaledTensor
+from tests.lab.products import normal, products_of_a_layer, random_bits, same_bits
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ROWS = [
@@ -49,8 +52,35 @@ def test_a_layer_on_any_gpu_sums_as_hopper_does():
         torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), on_cpu, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("promote_every", [None, 128])
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2"])
+def test_gradients_are_the_cpus_products_of_their_operands(recipe, promote_every):
+    torch.manual_seed(0)
+    layer = octile.nn.Linear(256, 192, bias=False, recipe=octile.Recipe.named(recipe), device="cuda")
+    x = torch.randn(300, 256, device="cuda", requires_grad=True)
+    dy = torch.randn(300, 192, device="cuda")
+    layer(x).backward(dy)  # the kernels' own products: the model must not be given one of them again
+    x.grad = layer.weight.grad = None
+    operands: dict[str, ScaledTensor] = {}
+    with watch_casts(operands.__setitem__), tensor_core("sm_90", promote_every):
+        y = layer(x)
+        y.backward(dy)  # runs in a thread of autograd's
+    assert x.grad is not None
+    found = y.detach(), x.grad, layer.weight.grad
+    for actual, expected in zip(found, products_of_a_layer(operands, promote_every), strict=True):
+        assert same_bits(actual.cpu(), expected)
+
+
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_model_is_what_the_hardware_does(case):
     found = compare(case, 2 * 10**6, kernels.run, torch.device("cuda", 0), side=1024)
     assert found.mismatches["as in the table"] == 0, found
+
+
+@pytest.mark.parametrize("case", products.CASES, ids=str)
+def test_whole_products_are_the_models(case):
+    if reason := missing(torch.device("cuda", 0)):
+        pytest.skip(f"the product kernels do not run here: {reason}")
+    found = products.compare(case, products.on_gpu, torch.device("cuda", 0))
+    assert (found.outputs > 0, found.differ) == (True, 0), found

@@ -7,6 +7,8 @@ from octile.formats import FP16
 from octile.lab import reference
 from octile.lab.architectures import Instruction
 from octile.lab.operand import FORMATS, decode
+from octile.lab.tensor_core import product
+from octile.scaled import ScaledTensor
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int, finite: bool = False) -> Tensor:
@@ -39,3 +41,14 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """All NaN are one."""
     nan = actual.isnan() & expected.isnan()
     return bool((nan | (actual.view(torch.int32) == expected.view(torch.int32))).all())
+
+
+def products_of_a_layer(operands: dict[str, ScaledTensor], promote_every: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """fprop, dgrad and wgrad by the model on the CPU, from what `watch_casts` saw of a linear layer."""
+    on_cpu = {name: q.cpu() for name, q in operands.items()}
+    x, w, dy = on_cpu["x"], on_cpu["w"], on_cpu["dy"]
+    of_wgrad = on_cpu.get("wgrad_dy", dy).mT, on_cpu.get("wgrad_x", x).mT
+    pairs = (x, w), (dy, w.mT), of_wgrad
+    return tuple(
+        product(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=promote_every) for a, b in pairs
+    )

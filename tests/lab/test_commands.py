@@ -3,9 +3,13 @@
 import json
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
+from octile.lab import pages_accumulate
 from octile.lab.accumulate import accumulate
 from octile.lab.commands import COMMANDS
+from octile.lab.pages import formats_table, screen_table
 from tests.report.conftest import read_page
 from tests.test_cli import call, refused
 
@@ -36,9 +40,22 @@ def test_an_unknown_command_is_refused(capsys):
 def test_formats_prints_a_table_and_leaves_a_page(capsys, folder):
     code, out, _ = call(capsys, "lab", "formats")
     assert code == 0
-    assert all(name in out for name in ("FP32", "BF16", "E4M3", "E5M2", "INT8", "448", "57,344"))
+    assert all(name in out for name in ("FP32", "BF16", "E4M3", "E5M2", "E2M1", "INT8", "448", "57,344"))
     assert "pictures: lab/formats.html" in out
     assert (folder / "lab" / "formats.html").exists()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_table_is_cut(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    content = formats_table()
+    Console().print(screen_table(content))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(cell_len(line) <= columns for line in lines)
+    assert not any(line.endswith("…") or "… " in line for line in lines)
+    if columns >= 80:  # each row in one line, with all of its words
+        words = [" ".join(cells) for cells in (content.columns, *content.rows)]
+        assert [" ".join(line.split()) for line in lines] == words
 
 
 def test_formats_as_json(capsys, folder):
@@ -86,8 +103,66 @@ def test_accumulate_refuses(capsys, folder, options, message):
     assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("k", ["100000000000", "256,9" + "0" * 40])
+def test_sums_too_long_for_the_machine_are_refused_before_any_work(capsys, folder, k):
+    said = refused(capsys, "lab", "accumulate", "--k", k)
+    assert f"k is {int(k.split(',')[-1]):,}, whose operands of 256 rows need about" in said
+    assert "it holds k up to" in said
+    assert not list(folder.iterdir())
+
+
+def test_what_is_said_to_fit_is_not_refused(monkeypatch):
+    monkeypatch.setattr(pages_accumulate, "memory", lambda device: 1 << 30)
+    with pytest.raises(
+        ValueError, match=r"k is 90,000, .* need about 1\.11 GB, but the machine has 1\.07 GB .* 87,381"
+    ):
+        pages_accumulate._check_memory(90_000)
+    pages_accumulate._check_memory(87_381)
+
+
 def test_capture_refuses_products_that_do_not_exist(capsys, folder):
     assert "products must be some of fprop, dgrad, wgrad" in refused(capsys, "lab", "capture", "x", "--products", "y")
+
+
+@pytest.mark.parametrize("command", ["formats", "accumulate", "what-if", "hardware", "preflight", "capture"])
+def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys, folder, command):
+    (folder / "there").mkdir()
+    (folder / "file").write_text("")
+    named = [] if command in ("formats", "accumulate") else ["nowhere"]  # looked at later
+    assert "out 'there' is a folder: name a file" in refused(capsys, "lab", command, *named, "--out", "there")
+    said = refused(capsys, "lab", command, *named, "--out", "file/x/page.html")
+    assert "out 'file/x/page.html' cannot be written: 'file' is no folder" in said
+
+
+def test_where_a_recipe_cannot_be_written_is_refused_even_with_json(capsys, folder):
+    (folder / "there").mkdir()
+    assert "write 'there' is a folder" in refused(capsys, "lab", "preflight", "x", "--json", "--write", "there")
+
+
+@pytest.mark.parametrize("command", ["what-if", "hardware", "preflight"])
+@pytest.mark.parametrize("seed", ["-1", "9" * 30])
+def test_what_cannot_be_a_seed_is_refused(capsys, folder, command, seed):
+    assert f"seed must be from 0 to 2**63 - 1, not {seed}" in refused(capsys, "lab", command, "x", "--seed", seed)
+
+
+@pytest.mark.parametrize("command", ["what-if", "hardware"])
+def test_what_is_no_capture_is_refused(capsys, folder, command):
+    assert "there is no capture nowhere: octile lab capture writes them" in refused(capsys, "lab", command, "nowhere")
+    (folder / "there").mkdir()
+    assert "there is a folder, no capture" in refused(capsys, "lab", command, "there")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("capture", "x", "--step", "two"), "--step must be a whole number, not 'two'"),
+        (("hardware", "x", "--sample", "0"), "sample must be at least 1, not 0"),
+        (("preflight", "nowhere"), "no checkpoint at nowhere"),
+        (("preflight", "x", "--least-snr", "nan"), "least_snr must be a number of dB, not nan"),
+    ],
+)
+def test_what_is_refused_says_why(capsys, folder, arguments, message):
+    assert message in refused(capsys, "lab", *arguments)
 
 
 def test_train_refuses_a_bad_rule_before_anything_is_written(capsys, folder):

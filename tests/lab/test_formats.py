@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from octile.formats import BF16, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0
+from octile.formats import BF16, E2M1, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0, by_name
 from octile.lab.formats import (
+    ALL,
     TILE_OCTAVES,
     add_many_times,
     facts,
@@ -28,6 +29,7 @@ PEERS = {
     FP16: np.float16,
     E4M3: ml_dtypes.float8_e4m3fn,
     E5M2: ml_dtypes.float8_e5m2,
+    E2M1: ml_dtypes.float4_e2m1fn,
     UE8M0: ml_dtypes.float8_e8m0fnu,
 }
 SMALL = {fmt: peer for fmt, peer in PEERS.items() if fmt.bits <= 16}
@@ -82,14 +84,24 @@ def test_integers():
 
 
 @pytest.mark.parametrize(
-    ("fmt", "block", "bits"),
-    [(E4M3, (1, 128), Fraction(33, 4)), (E4M3, (128, 128), 8 + Fraction(32, 16384)), (E5M6, (1, 128), Fraction(49, 4))],
+    ("fmt", "block", "scale", "bits"),
+    [
+        (E4M3, (1, 128), FP32, Fraction(33, 4)),
+        (E4M3, (128, 128), FP32, 8 + Fraction(32, 16384)),
+        (E5M6, (1, 128), FP32, Fraction(49, 4)),
+        (E2M1, (1, 16), E4M3, Fraction(9, 2)),
+        (E2M1, (1, 32), UE8M0, Fraction(17, 4)),
+    ],
 )
-def test_bits_with_scales(fmt, block, bits):
-    assert Fraction(stored_bits(fmt, block)) == bits
+def test_bits_with_scales(fmt, block, scale, bits):
+    assert Fraction(stored_bits(fmt, block, scale)) == bits
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, INT8], ids=lambda fmt: fmt.name)
+def test_every_format_of_the_library_is_listed():
+    assert {fmt.name for fmt in ALL} == by_name.keys()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, INT8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("octave", [-18, -7, -1, 0, 5, 7, 9])
 def test_the_worst_error_of_an_octave(fmt, octave):
     points = 64

@@ -2,17 +2,31 @@
 
 from pathlib import Path
 
-import pytest
+import torch
 
-from octile.lab.probe.compare import modelled
+from octile.lab import vectorised
+from octile.lab.operand import decode
+from octile.lab.probe.compare import bits, cases, modelled
 from octile.lab.probe.golden import replay
-from tests.lab.products import same_bits
+from octile.lab.vectorised import Sum
 
-FILES = sorted((Path(__file__).parent / "golden").glob("*.safetensors"))
+FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `benchmarks/hopper.sh probe` left
 
 
-@pytest.mark.skipif(not FILES, reason="no GPU has answered yet: tests/lab/golden holds no results")
 def test_the_model_gives_what_the_hardware_gave():
-    for path in FILES:
-        for case, a, b, c, d in replay(path):
-            assert same_bits(modelled(a, b, c, case.row), d), f"{case} of {path.name}"
+    outputs = 0
+    for case, a, b, c, d in replay(FILE):
+        assert torch.equal(bits(modelled(a, b, c, case.row)), bits(d)), case
+        outputs += d.numel()
+    assert outputs >= 20_000
+
+
+def test_so_does_plain_torch():
+    for case, a, b, c, d in replay(FILE):
+        x, y = decode(a, case.row), decode(b, case.row)
+        how = Sum(case.row, case.row.promotes or x.value.shape[1], case.row.promotes is not None, half=case.half)
+        assert torch.equal(bits(vectorised.sum_products(x, y, c.float(), how).to(d.dtype)), bits(d)), case
+
+
+def test_every_instruction_was_asked():
+    assert {case for case, *_ in replay(FILE)} >= {case for case in cases() if not case.half}

@@ -175,3 +175,21 @@ def test_the_documented_rule_is_one_and_every_figure_is_documented(tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_rules(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("when", ["scale_inv_max > 0.5", "scale_inv_max < 0.9", "scale_inv_min > 0.5"])
+def test_a_rule_on_scales_looks_past_tiles_of_zeros(when):
+    import torch
+    from torch import nn
+
+    from octile.lab import telemetry
+    from octile.nn.conversion import apply_recipe
+
+    x = torch.full((4, 256), 0.875)
+    x[1, :128] = x[2] = 0  # half a token, and a whole one
+    model = apply_recipe(nn.Sequential(nn.Linear(256, 8)))
+    with telemetry(model) as t:
+        model(x.requires_grad_()).sum().backward()
+        events = Guards([Rule(when, "warn", "fprop")]).look(t.step())
+    fires = [event.value for event in events if event.operand == "x"]
+    assert fires == ([2.0**-9] if when == "scale_inv_max < 0.9" else [])

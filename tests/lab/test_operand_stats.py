@@ -64,8 +64,8 @@ def slowly(x: torch.Tensor, q: ScaledTensor, tile: tuple[int, int]) -> dict[str,
         "max_blockwise_dynamic_range": max(octaves),
         "mean_blockwise_dynamic_range": statistics.fmean(octaves),
         "between_blocks_dynamic_range": math.log2(max(nonzero) / min(max(t) for t in tiles.values())),
-        "scale_inv_min": float(q.scale.min()),
-        "scale_inv_max": float(q.scale.max()),
+        "scale_inv_min": float(min(scale for scale, code in zip(scales, codes, strict=True) if code)),
+        "scale_inv_max": float(max(scale for scale, code in zip(scales, codes, strict=True) if code)),
         "kurtosis": float(moments[1] / moments[0] ** 2),
         "outlier_channels": sum(c > 10 * typical for c in channels),
         "mse": float(sum(e * e for e in errors) / len(errors)),
@@ -111,8 +111,48 @@ def test_micro_batches_add_up_to_one():
 
 
 def test_the_histogram_counts_every_block_of_scales():
-    q = ScaledTensor(torch.zeros(3, 4).to(torch.float8_e4m3fn), torch.tensor([[0.26], [3.0], [4.0]]), (1, 4))
+    q = ScaledTensor(torch.ones(3, 4).to(torch.float8_e4m3fn), torch.tensor([[0.26], [3.0], [4.0]]), (1, 4))
     assert row_of(torch.ones(3, 4), q)["scale_histogram"] == {"log2": [-2, 2], "count": [1, 2]}
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, INT8], ids=lambda fmt: fmt.name)
+def test_scales_of_tiles_of_zeros_are_left_out(block, fmt):
+    x = torch.zeros(300, 260)
+    x[130, 5], x[130, 200], x[2, 259] = fmt.max / 8, -fmt.max / 64, -0.0
+    found = row_of(x, quantize(x, block, fmt))
+    assert (found["scale_inv_min"], found["scale_inv_max"]) == (1 / 64, 1 / 8)
+    assert found["scale_histogram"] == {"log2": [-6, -3], "count": [1, 1]}
+
+
+def test_an_operand_of_zeros_has_no_scales():
+    found = row_of(torch.zeros(3, 130), quantize(torch.zeros(3, 130)))
+    assert (found["scale_inv_min"], found["scale_inv_max"]) == (None, None)
+    assert found["scale_histogram"] == {"log2": [], "count": []}
+
+
+def test_one_micro_batch_of_zeros_does_not_hide_the_scales_of_another():
+    x, zeros = torch.full((2, 128), 7.0), torch.zeros(2, 128)
+    for first, second in ((x, zeros), (zeros, x)):
+        found = row_of(first, quantize(first), (second, quantize(second)))
+        assert (found["scale_inv_min"], found["scale_inv_max"]) == (7 / 448, 7 / 448)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, INT8], ids=lambda fmt: fmt.name)
+def test_the_scale_of_a_tile_of_nan_is_not_left_out(fmt):
+    x = torch.zeros(2, 128)
+    x[1, 3] = math.nan
+    found = row_of(x, quantize(x, (1, 128), fmt))
+    assert (found["scale_inv_min"], found["scale_inv_max"]) == (None, None)  # what is no number is null
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_turned_operand_has_the_scales_of_its_own_tiles(turned):
+    x = torch.zeros(256, 130)
+    x[128:, 4] = 448.0 * 4
+    q = quantize(x.mT if turned else x, (1, 128) if turned else (128, 1))
+    found = row_of(x, q.mT if turned else q)
+    assert found["scale_histogram"] == {"log2": [2], "count": [1]}
 
 
 def test_the_largest_channels_are_named_with_their_size_against_the_median():
@@ -142,6 +182,14 @@ def test_a_sample_of_a_uniform_operand_says_what_all_of_it_says(monkeypatch):
     assert (whole["values"], part["values"]) == (x.numel(), 256 * 256)
     for name in ("kurtosis", "snr_db", "mean_blockwise_dynamic_range"):
         assert part[name] == pytest.approx(whole[name], rel=0.1), name
+
+
+def test_a_sample_of_zeros_is_no_end_of_the_run(monkeypatch):
+    monkeypatch.setattr(operand_stats, "SAMPLE", 256)
+    x = torch.zeros(64, 128)
+    x[5] = 1.0
+    found = row_of(x, quantize(x))
+    assert (found["cur_amax"], found["between_blocks_dynamic_range"], found["dynamic_range"]) == (1.0, 0.0, 0.0)
 
 
 def test_stacked_weights_are_one_operand(monkeypatch):

@@ -49,7 +49,7 @@ def run_with(text, tmp_path_factory):  # noqa: F811
     def run(*options, resume=None, steps=4, **changes):
         out = resume or tmp_path_factory.mktemp("runs") / "run"
         config = micro(data=str(text), out=out, steps=steps, checkpoint_every=2, validate_every=2, **changes)
-        train(config, resume is not None, quiet(), observer(*options) if options else observer(0))
+        train(config, resume is not None, quiet(), observer(config, *(options or (0,))))
         return out
 
     return run
@@ -201,18 +201,27 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((-1,), "telemetry_every must not be negative, but is -1"),
+        ((-1,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not -1"),
+        ((7,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not 7"),
+        ((0, "*.down"), "telemetry_layers says of what telemetry is taken: add --telemetry-every N"),
         ((0, "*", (Rule(ALWAYS, "warn"),)), "guards look at telemetry: add --telemetry-every N"),
     ],
 )
 def test_bad_options_are_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
-        observer(*options)
+        observer(micro(), *options)
 
 
-def test_a_pattern_that_matches_nothing_is_refused_before_the_first_step(run_with):
+def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
+    rows = lines(run_with(2, LAYER, steps=2) / "telemetry.jsonl")
+    assert {row["step"] for row in rows} == {2}
+
+
+def test_a_pattern_that_matches_nothing_is_refused_and_leaves_no_run(run_with, text, tmp_path):  # noqa: F811
+    config = micro(data=str(text), out=tmp_path / "run", steps=1)
     with pytest.raises(ValueError, match="no layer matches 'nothing'"):
-        run_with(1, "nothing")
+        train(config, False, quiet(), observer(config, 1, "nothing"))
+    train(config, False, quiet(), observer(config, 1, LAYER))  # the folder is free
 
 
 def test_a_rule_for_layers_that_are_not_measured_is_refused(run_with):
@@ -220,6 +229,6 @@ def test_a_rule_for_layers_that_are_not_measured_is_refused(run_with):
         run_with(1, LAYER, (Rule(ALWAYS, "warn", layers="model.layers.1.*"),))
 
 
-def test_a_run_without_8_bit_products_has_nothing_to_measure(run_with):
+def test_a_run_without_8_bit_products_has_nothing_to_measure():
     with pytest.raises(ValueError, match="telemetry measures products in 8 bits, and recipe 'bf16' makes none"):
-        run_with(1, "*", recipe="bf16")
+        observer(micro(recipe="bf16"), 1)

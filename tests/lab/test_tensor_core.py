@@ -127,6 +127,33 @@ def test_promotion_and_rescaling_are_fp32_operations_between_chains(form, promot
     assert same_bits(form.sum_products(decode(a, row), decode(b, row), c, how), expected)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("exponent", [-149, -140, -126, -114, -113, -101, -100, -99, 99, 100, 101, 127])
+def test_accumulators_at_the_ends_of_fp32_are_the_specification(form, exponent):
+    row = instruction("sm_90", E5, E5)
+    a, b = torch.zeros(3, 32), torch.ones(4, 32)
+    a[1], a[2] = 2.0**-16, -57344.0  # nothing, the smallest, the largest
+    c = torch.tensor([1.0, 1.0 + 2.0**-13, 1.0 + 2.0**-14, -2.0 + 2.0**-12]) * torch.tensor(2.0).double().pow(exponent)
+    c = c.float().repeat(3, 1)
+    operands = a.to(E5), b.to(E5)
+    actual = form.sum_products(*(decode(x, row) for x in operands), c, Sum(row, 32, promote=False))
+    assert same_bits(actual, specified(*operands, c, row))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("exponent", [-120, -90, 90, 120])
+def test_rescaling_to_the_ends_of_fp32_is_the_specification(form, exponent):
+    row = instruction("sm_90", E4, E4)
+    a, b = normal(E4, (3, 64), 0), normal(E4, (5, 64), 1)
+    a[1, 32:] = 0.0
+    a_scale = torch.tensor([[1.0, 2.0**exponent]]).repeat(3, 1)
+    actual = form.sum_products(
+        decode(a, row), decode(b, row), torch.zeros(3, 5), Sum(row, 32, False, a_scale, torch.ones(5, 2))
+    )
+    first = specified(a[:, :32], b[:, :32], torch.zeros(3, 5), row) * (1.0 / a_scale[:, 1:])
+    assert same_bits(actual, specified(a[:, 32:], b[:, 32:], first, row) * a_scale[:, 1:])
+
+
 def test_rows_that_the_compiled_form_gives_up_are_the_plain_forms():
     row = instruction("sm_90", E5, E5)
     a, b, c = normal(E5, (6, 192), 0), normal(E5, (5, 192), 1), torch.randn(6, 5)
@@ -195,6 +222,20 @@ def test_a_nan_scale_makes_its_row_nan():
 def test_nan_is_the_code_that_tensor_cores_write():
     a = torch.full((1, 32), torch.nan).to(E4)
     assert tensor_core_matmul(a, a).view(torch.int32).item() == NAN
+
+
+def test_nan_in_fp16_is_the_code_that_tensor_cores_write():
+    a = torch.full((1, 32), torch.nan).to(E4)
+    assert tensor_core_matmul(a, a, out_dtype=torch.float16).view(torch.int16).item() == 0x7FFF
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
+def test_a_negative_zero_comes_out_positive(form, arch, a_dtype, b_dtype):
+    row = instruction(arch, a_dtype, b_dtype)
+    a, b = decode(torch.full((1, 32), -0.0).to(a_dtype), row), decode(torch.ones(1, 32).to(b_dtype), row)
+    out = form.sum_products(a, b, torch.full((1, 1), -0.0), Sum(row, 32, promote=False))
+    assert out.view(torch.int32).item() == 0
 
 
 def test_hoppers_mma_sync_adds_c_in_fp32():

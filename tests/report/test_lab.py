@@ -12,7 +12,7 @@ from octile.lab.real_tensors import real_tensors
 from octile.report import lab_accumulate, lab_formats
 from octile.report.figures import drawing
 from octile.report.lab_page import Section, Table, power, write_lab_page
-from octile.report.lab_real import Int8AgainstE4M3, say_int8, shortened
+from octile.report.lab_real import Gradients, Int8AgainstE4M3, say_flushed, say_int8, say_underflow, shortened
 from octile.report.svg import make_chart
 from tests.report.conftest import read_page
 
@@ -64,7 +64,7 @@ def test_the_page_says_where_its_tensors_come_from(page):
 
 
 def test_the_table_has_the_figures(page):
-    for text in ("448", "57,344", "2⁻⁹", "2⁻¹²⁶", "3.40e38", "25.0%"):
+    for text in ("448", "57,344", "2⁻⁹", "2⁻¹²⁶", "3.40e38", "25.0%", "E2M1", "12.5%"):
         assert text in page.words
 
 
@@ -73,7 +73,7 @@ def test_sentences_carry_the_figures():
     values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
     below = {name: sum(v < v_all[-1] / 16 for v in v_all) for name, v_all in values.items()}
     said = lab_formats.say_number_line(values)
-    assert f"E4M3 has {below['e4m3']} values, E5M2 {below['e5m2']} and INT8 {below['int8']}" in said
+    assert f"E4M3 has {below['e4m3']}, E5M2 has {below['e5m2']}, INT8 has {below['int8']}." in said
     assert "E4M3 8, E5M2 4" in lab_formats.say_log_line(rows)
 
 
@@ -84,12 +84,62 @@ def test_the_lost_update_says_where_each_weight_arrives():
     assert "it arrives at 1.5" in said
 
 
-def test_int8s_sentence_names_the_octave_where_e4m3_becomes_better():
-    errors = {"e4m3": np.array([0.03, 0.03, 0.03]), "int8": np.array([0.01, 0.02, 0.2])}
-    pairs = {"a": (0.0, 0.1)}
-    said = say_int8(Int8AgainstE4M3("a", np.ones(3) / 3, errors, pairs, {"a": (31.0, 43.0)}))
-    assert "better from 2 octaves below the largest on" in said
-    assert "INT8's SNR is 43.0 dB and E4M3's 31.0 dB" in said
+def int8_against_e4m3(e4m3, int8, snr_db=(31.0, 43.0)):
+    errors = {"e4m3": np.array(e4m3), "int8": np.array(int8)}
+    return say_int8(Int8AgainstE4M3("a", np.ones(len(e4m3)), errors, {"a": (0.0, 0.1)}, {"a": snr_db}))
+
+
+def test_int8s_sentence_names_where_e4m3_becomes_better_and_where_int8_keeps_nothing():
+    said = int8_against_e4m3([0.03, 0.03, 0.03, np.nan, 0.03], [0.01, 0.02, 0.2, np.nan, 1.0])
+    assert "INT8 is better for some of the values less than 2 octaves below the largest of their tile" in said
+    assert "From 4 octaves below the largest on INT8 makes zero of all." in said
+    assert "INT8's SNR is 43.0 dB and E4M3's 31.0 dB: the sum of squares sees the large values." in said
+
+
+def test_int8s_sentence_when_the_figures_say_the_opposite():
+    said = int8_against_e4m3([0.03, 0.03, 0.2], [0.01, 0.02, 0.03])
+    assert said.startswith("The input of a. INT8 is as good as E4M3 or better for values of every size. Over all")
+    assert "makes zero" not in said
+    assert said.endswith("E4M3's 31.0 dB.")
+
+
+def test_int8s_sentence_when_e4m3_is_better_throughout():
+    said = int8_against_e4m3([0.01, 0.01, 1.0], [0.02, 1.0, 1.0], (43.0, 31.0))
+    assert "E4M3 is as good as INT8 or better for values of every size. From 1 octave below" in said
+    assert said.endswith("INT8's SNR is 31.0 dB and E4M3's 43.0 dB.")
+
+
+def test_a_size_at_which_int8_is_better_again_is_not_passed_over():
+    said = int8_against_e4m3([0.03, 0.03, 0.05, 0.03], [0.01, 0.2, 0.04, 0.2])
+    assert "less than 3 octaves below the largest of their tile" in said
+
+
+@pytest.mark.parametrize(
+    ("flushed", "words"),
+    [
+        ({"a.down_proj": (0.001, 0.2), "a.up_proj": (0.0, 0.01), "b.experts.down": (0.0, 0.1)}, "15.0% to INT8 on"),
+        ({"a.down_proj": (0.001, 0.01), "a.up_proj": (0.0, 0.3)}, "lose 1.0% to INT8 on average, the others 30.0%"),
+    ],
+)
+def test_what_int8_zeroes_is_said_of_down_projections_and_of_others(flushed, words):
+    said = say_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
+    worst = max(pair[1] for pair in flushed.values())
+    assert f"up to {worst:.1%} of a layer's input" in said
+    assert words in said
+
+
+def test_without_other_layers_there_is_nothing_to_compare():
+    said = say_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
+    assert "on average" not in said
+
+
+@pytest.mark.parametrize(("in_tiles", "words"), [(0.0, "loses 0.00% of them"), (0.75, "loses 75.00% of them")])
+def test_what_tiles_lose_of_the_gradients_is_measured(in_tiles, words):
+    data = Gradients("a", np.zeros(1), np.ones(1), 2.0**16, 0.9, 0.01, 0.002, in_tiles)
+    said = say_underflow(data)
+    assert "FP16 turns 90.0% of the gradients of a into zero" in said
+    assert "where 1.00% are lost. 0.2% overflow." in said
+    assert words in said
 
 
 @pytest.mark.parametrize(
@@ -127,6 +177,46 @@ def test_the_accumulation_sentence_with_one_interval_speaks_of_no_other(interval
     said = lab_accumulate.say_accumulate([r for r in ROWS if r.promote_every == interval], "sm_90")
     assert ("never promoted" in said) == (interval is None)
     assert ("every 128" in said) == (interval == 128)
+
+
+def test_the_course_of_the_accumulation_error_is_that_of_the_figures():
+    said = lab_accumulate.say_accumulate(ROWS, "sm_90")
+    both = "the worst error of sums of both signs stays the same when promoted every 128 and grows 16-fold when never"
+    assert f"From K = 256 to 4,096 {both} promoted; that of sums of one sign stays" in said
+    assert said.endswith(
+        "With promotion it does not grow: the tensor core never holds more than one interval of a sum."
+    )
+
+
+def test_a_promoted_error_that_grows_is_said_to_grow():
+    grows = [row(k, "normal", 128, k * 1e-5) for k in (256, 1024, 2048)]
+    falls = [row(k, "normal", None, 1 / k) for k in (256, 1024, 2048)]
+    said = lab_accumulate.say_accumulate([*grows, *falls], "sm_90")
+    assert "grows 8-fold when promoted every 128 and falls by 88% when never promoted" in said
+    assert "does not grow" not in said
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "words"),
+    [
+        (0.0, 0.0, "stays 0"),
+        (0.0, 0.02, "goes from 0 to 2.0%"),
+        (0.02, 0.021, "stays the same"),
+        (0.02, 0.01, "falls by 50%"),
+        (0.02, 0.03, "grows by 50%"),
+        (0.02, 0.06, "grows 3-fold"),
+        (0.02, 0.0, "falls by 100%"),
+    ],
+)
+def test_courses(begin, end, words):
+    rows = [row(256, "positive", 64, begin), row(512, "positive", 64, end)]
+    assert f"the worst error of sums of one sign {words} when promoted every 64" in lab_accumulate.say_accumulate(
+        rows, "sm_90"
+    )
+
+
+def test_one_length_has_no_course():
+    assert "From K" not in lab_accumulate.say_accumulate([row(256, "normal", 64, 0.01)], "sm_90")
 
 
 def test_the_short_table_has_a_column_an_interval():

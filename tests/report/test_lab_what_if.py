@@ -1,5 +1,6 @@
 """The lab's later pictures: sentences that follow from the figures, and drawings of odd cases."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,12 +29,21 @@ def test_the_best_and_the_worst_cast_in_8_bits_are_named():
 
 
 def test_what_rounding_down_costs_is_the_mean_over_casts():
-    assert "down instead of up costs 15 dB" in lab_what_if.say_casts(CASTS, 7)
+    assert "down instead of up costs 15 dB on average, since the largest values" in lab_what_if.say_casts(CASTS, 7)
 
 
-def test_int8_is_warned_of_where_it_is_there():
-    assert "INT8 looks better than it trains" in lab_what_if.say_casts(CASTS, 7)
-    assert "INT8" not in lab_what_if.say_casts(CASTS[:2], 7)
+def test_rounding_down_is_not_blamed_where_it_does_no_harm():
+    other_way = [replace(CASTS[0], snr_db=12.0), replace(CASTS[1], snr_db=32.0)]
+    said = lab_what_if.say_casts(other_way, 7)
+    assert "down instead of up brings 20 dB on average." in said
+    assert "saturate" not in said
+
+
+@pytest.mark.parametrize(("snr", "warned"), [(30.0, False), (36.5, True)])
+def test_int8_is_warned_of_where_it_stands_first(snr, warned):
+    said = lab_what_if.say_casts([*CASTS, CastLoss("int8", "row", "float32", snr, 8.0)], 7)
+    assert ("The best INT8 cast stands 4.5 dB before the best of E4M3" in said) == warned
+    assert ("SNR sees the large values" in said) == warned
 
 
 @pytest.mark.parametrize(("snr", "verdict"), [(60.0, "less than"), (31.0, "about as much as"), (20.0, "more than")])
@@ -106,7 +116,14 @@ def test_what_is_without_outliers_is_said():
     said = lab_outliers.say_without(rows, 100.0)
     assert "first token: 3 in 4" in said
     assert "keep 40% of their error with INT8, one scale a tensor, and 100% with E4M3, tiles of 1×128" in said
-    assert "output moves by 25%" in said
+    assert "output moves by 25%: the outliers are much of what it says." in said
+    assert "a tile keeps an outlier to its own token" in said
+
+
+def test_outliers_that_do_not_matter_are_not_said_to():
+    rows = [without("first token", 3, 0.001, (0.99, 0.5)), without("all tokens", 3, 0.002, (0.99, 0.5))]
+    said = lab_outliers.say_without(rows, 100.0)
+    assert said.endswith("and 50% with E4M3, tiles of 1×128. The layer's output moves by 0%.")
 
 
 def test_an_input_without_outliers_says_so():

@@ -13,7 +13,7 @@ from octile.train.config import TrainConfig, changed, preset
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_survives_the_way_to_json_and_back(name):
-    config = replace(preset(name), out=Path("runs/x"))
+    config = replace(preset(name), out=Path("runs/x"), init_from=Path("runs/y"))
     assert TrainConfig.from_json(config.to_json()) == config
 
 
@@ -26,6 +26,7 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
     ("change", "message"),
     [
         ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"skip_limit": -1}, "skip_limit must not be negative, but is -1"),
         ({"seed": -1}, "seed must not be negative, but is -1"),
         ({"seed": 2**63}, "seed must be below"),
         ({"data": " "}, "data is empty"),
@@ -64,7 +65,9 @@ def test_a_file_that_is_no_configuration_is_refused():
 def test_a_resumed_run_may_change_its_steps_but_not_its_seed():
     saved = preset("tiny")
     assert changed(saved, replace(saved, steps=7)) == []
+    assert changed(saved, replace(saved, micro_batches=2, skip_limit=0)) == []
     assert changed(saved, replace(saved, seed=1)) == ["seed"]
+    assert changed(saved, replace(saved, init_from=Path("runs/y"))) == ["init_from"]
 
 
 def test_reading_a_configuration_loads_no_torch():

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
-from octile.nn.functional import _watchers
+from octile.nn.cast import _watchers
 from octile.scaled import quantize
-from octile.train.watch import first_non_finite, tile_scales
+from octile.train.watch import first_non_finite, of_zeros, tile_scales
 
 
 def test_every_scale_is_counted_once():
@@ -52,3 +53,10 @@ def test_blocks_of_zeros_have_no_scale_to_count(block):
         for watcher in _watchers:
             watcher("x", quantize(x, block))
     assert histograms()["x"] == {"log2": [0], "count": [1]}
+
+
+def test_a_block_of_zeros_is_known_in_every_format():
+    x = torch.zeros(3, 256)
+    x[0, 130], x[1, 0], x[2, 255] = -1e-3, -0.0, float("nan")
+    for fmt in (E4M3, E5M2, E5M6, INT8):
+        assert of_zeros(quantize(x, (1, 128), fmt)).tolist() == [[True, False], [True, True], [True, False]], fmt.name

@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Compares, prints a line a case and every mismatch's share by hypothesis. Returns 1 where the table is wrong."""
     parser = argparse.ArgumentParser(prog="python -m octile.lab.probe", description=__doc__)
     parser.add_argument("--outputs", type=float, default=1e9, help="to compare in all (default: %(default)g)")
-    parser.add_argument("--golden", type=Path, metavar="FILE", help="keep some 20,000 results, as .safetensors")
+    parser.add_argument("--golden", type=Path, metavar="FILE", help="keep some 30,000 results, as .safetensors")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)

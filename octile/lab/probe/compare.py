@@ -27,12 +27,13 @@ EXAMPLES = 8  # mismatches that are kept
 
 @dataclass(frozen=True)
 class Case:
-    """An instruction, the dtypes of its operands, and how many of it are chained."""
+    """An instruction, the dtypes of its operands, how many of it are chained, and whether the sums are FP16."""
 
     name: str
     a: torch.dtype
     b: torch.dtype
     steps: int
+    half: bool = False
 
     @property
     def row(self) -> Instruction:
@@ -43,7 +44,8 @@ class Case:
         return 32 * self.steps // self.a.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name} {self.a} × {self.b}, {self.steps} in a chain".replace("torch.", "")
+        sums = ", sums in FP16" if self.half else ""
+        return f"{self.name} {self.a} × {self.b}{sums}, {self.steps} in a chain".replace("torch.", "")
 
 
 @dataclass
@@ -65,22 +67,26 @@ class Found:
 
 
 def cases() -> Iterable[Case]:
-    """Both instructions, all pairs of dtypes, alone and in chains of four."""
+    """Both instructions, all pairs of dtypes, sums in FP32 and where the table has them in FP16, alone and in fours."""
     pairs = [*product(FP8, FP8), *((dtype, dtype) for dtype in OTHERS)]
-    for name in ARCHITECTURE:
-        for a, b in pairs:
-            yield from (Case(name, a, b, steps) for steps in (1, 4))
+    for half, name, (a, b), steps in product((False, True), ARCHITECTURE, pairs, (1, 4)):
+        case = Case(name, a, b, steps, half)
+        if not half or case.row.half_floor is not None:
+            yield case
 
 
-def hypotheses(row: Instruction) -> dict[str, Instruction]:
+def hypotheses(case: Case) -> dict[str, Instruction]:
     """The table's row, and what else it might have been."""
-    bits = row.fraction_bits
+    row = case.row
+    kept = row.fraction_bits
     others = {
         "as in the table": row,
         "negative terms cut toward −∞": replace(row, cut="down"),
-        f"F = {bits - 1}": replace(row, fraction_bits=bits - 1),
-        f"F = {bits + 1}": replace(row, fraction_bits=bits + 1),
+        f"F = {kept - 1}": replace(row, fraction_bits=kept - 1),
+        f"F = {kept + 1}": replace(row, fraction_bits=kept + 1),
     }
+    if case.half:
+        return others
     if row.output_bits < 23:
         others["a result of 23 fraction bits"] = replace(row, output_bits=23)
         others["F = 25, a result of 23 fraction bits"] = replace(row, fraction_bits=25, output_bits=23)
@@ -97,18 +103,18 @@ def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int 
     """
     found = Found()
     generator = torch.Generator(device).manual_seed(seed)
-    models = hypotheses(case.row)
+    models = hypotheses(case)
     while found.outputs < outputs:
         special = found.outputs // side**2 % 8 == 1
         a = operand(case.a, side, case.k, generator, opposite=False, special=special)
         b = operand(case.b, side, case.k, generator, opposite=True, special=special)
-        c = accumulator(a, b, generator, special)
-        actual = run(case.name, a, b, c).view(torch.int32)
+        c = accumulator(a, b, generator, special, case.half)
+        actual = bits(run(case.name, a, b, c))
         failed = False
         for name, row in models.items():
             if found.outputs and not failed and name != "as in the table":
                 continue
-            wrong = actual != modelled(a, b, c, row).view(torch.int32)
+            wrong = actual != bits(modelled(a, b, c, row))
             found.mismatches[name] = found.mismatches.get(name, 0) + int(wrong.sum())
             found.tried[name] = found.tried.get(name, 0) + side**2
             if name == "as in the table" and bool(wrong.any()):
@@ -119,13 +125,20 @@ def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int 
 
 
 def modelled(a: Tensor, b: Tensor, c: Tensor, row: Instruction) -> Tensor:
-    """c + a · bᵀ as a row of the table says; `tensor_core_matmul` for a row that is not in it."""
+    """c + a · bᵀ in c's dtype as a row of the table says; `tensor_core_matmul` for a row that is not in it."""
     x, y = decode(a, row), decode(b, row)
-    return sum_products(x, y, c, Sum(row, row.promotes or x.value.shape[1], row.promotes is not None))
+    half = c.dtype == torch.float16
+    how = Sum(row, row.promotes or x.value.shape[1], row.promotes is not None, half=half)
+    return sum_products(x, y, c.float(), how).to(c.dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The codes of FP32 or FP16 numbers."""
+    return x.view(torch.int16 if x.dtype == torch.float16 else torch.int32)
 
 
 def _examples(a: Tensor, b: Tensor, c: Tensor, actual: Tensor, wrong: Tensor, case: Case) -> list[str]:
-    expected = modelled(a, b, c, case.row).view(torch.int32)
+    expected = bits(modelled(a, b, c, case.row))
     return [
         f"{KINDS[m % len(KINDS)]} × {KINDS[n % len(KINDS)]}: a {_hex(a[m])}, b {_hex(b[n])}, c {_hex(c[m, n])}, "
         f"hardware {_hex(actual[m, n])}, model {_hex(expected[m, n])}"

@@ -17,6 +17,7 @@ from octile.lab.probe.compare import Case, Run
 from octile.lab.probe.tiles import accumulator, operand
 
 ROWS, COLUMNS = 32, 24
+FINITE_ROWS, FINITE_COLUMNS = 26, 20  # operands without NaN and Inf; one such operand hides what all others do
 SIDE = 64  # the least that the kernels take
 DTYPES = {str(d)[6:]: d for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)}
 
@@ -26,9 +27,9 @@ def record(path: Path, cases: list[Case], run: Run, device: torch.device, about:
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for case in cases:
-        a = operand(case.a, SIDE, case.k, generator, opposite=False, special=True)
-        b = operand(case.b, SIDE, case.k, generator, opposite=True, special=True)
-        c = accumulator(a, b, generator, special=True)
+        a = _operand(case.a, FINITE_ROWS, case.k, generator, opposite=False)
+        b = _operand(case.b, FINITE_COLUMNS, case.k, generator, opposite=True)
+        c = accumulator(a, b, generator, special=True, half=case.half)
         kept = a[:ROWS], b[:COLUMNS], c[:ROWS, :COLUMNS], run(case.name, a, b, c)[:ROWS, :COLUMNS]
         tensors |= {f"{_key(case)}.{name}": t.cpu().contiguous() for name, t in zip("abcd", kept, strict=True)}
     partial = path.with_suffix(".partial")
@@ -37,14 +38,20 @@ def record(path: Path, cases: list[Case], run: Run, device: torch.device, about:
     return len(cases) * ROWS * COLUMNS
 
 
+def _operand(dtype: torch.dtype, finite: int, k: int, generator: torch.Generator, opposite: bool) -> Tensor:
+    """[SIDE, k], from row `finite` on with NaN and Inf."""
+    plain, special = (operand(dtype, SIDE, k, generator, opposite, special) for special in (False, True))
+    return torch.cat((plain[:finite], special[finite:]))
+
+
 def replay(path: Path) -> Iterator[tuple[Case, Tensor, Tensor, Tensor, Tensor]]:
     """Each case with a, b, c and the d that the hardware gave."""
     with safe_open(path, "pt") as file:
         for key in sorted({name.rpartition(".")[0] for name in file.keys()}):  # noqa: SIM118, it is no mapping
-            name, a, b, steps = key.split(" ")
-            case = Case(name, DTYPES[a], DTYPES[b], int(steps))
+            name, a, b, steps, *half = key.split(" ")
+            case = Case(name, DTYPES[a], DTYPES[b], int(steps), bool(half))
             yield case, *(file.get_tensor(f"{key}.{x}") for x in "abcd")
 
 
 def _key(case: Case) -> str:
-    return f"{case.name} {str(case.a)[6:]} {str(case.b)[6:]} {case.steps}"
+    return f"{case.name} {str(case.a)[6:]} {str(case.b)[6:]} {case.steps}{' half' if case.half else ''}"

@@ -1,6 +1,6 @@
 // One chain of wgmma instructions a block: d[64, columns] = c + a[64, K] · b[columns, K]ᵀ, nothing else done to the sums.
 //
-// Constants: columns; steps, the chain's length, up to four, of 32 bytes of K each.
+// Constants: columns; steps, the chain's length, up to four, of 32 bytes of K each; half, sums in FP16 instead of FP32.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -10,6 +10,21 @@ constexpr int tile_rows = 64, threads = 128;
 constexpr int chunk = 16;      // bytes that the swizzle keeps together
 constexpr int tile_row = 128;  // bytes of a row in shared memory
 constexpr int row = 32 * config::steps;
+
+// Two neighbouring sums are two words, or one of FP16: wgmma.py, `header`.
+template <bool half> struct Sums { using Word = float; };
+template <> struct Sums<true> { using Word = uint32_t; };
+using Word = Sums<config::half>::Word;
+constexpr int pair = config::half ? 1 : 2;
+constexpr int words = config::columns / 4 * pair;  // of a thread
+
+// Where a thread's word lies, from its first on, in a matrix with so many words a row.
+__device__ __forceinline__ int64_t place_of(int word, int row_words) {
+    return word / (2 * pair) * 4 * pair + word / pair % 2 * 8 * int64_t(row_words) + word % pair;
+}
+
+using ptx::pin;
+__device__ __forceinline__ void pin(uint32_t& sum) { asm volatile("" : "+r"(sum)::"memory"); }
 
 // Rows of global memory into a tile with the 128-byte swizzle.
 __device__ __forceinline__ void copy(uint8_t* tile, const uint8_t* from, int rows) {
@@ -24,7 +39,7 @@ __device__ __forceinline__ void copy(uint8_t* tile, const uint8_t* from, int row
 
 // Grid: (M / 64) · (N / columns) blocks of 128 threads. a[M, K], b[N, K], c[M, N], d[M, N].
 extern "C" __global__ void __launch_bounds__(probe::threads) probe_wgmma(
-    const uint8_t* a, const uint8_t* b, const float* c, float* d, int n) {
+    const uint8_t* a, const uint8_t* b, const probe::Word* c, probe::Word* d, int n) {
     constexpr int columns = config::columns;
     uint8_t* a_tile = ptx::dynamic_shared();
     uint8_t* b_tile = a_tile + probe::tile_rows * probe::tile_row;
@@ -35,16 +50,17 @@ extern "C" __global__ void __launch_bounds__(probe::threads) probe_wgmma(
     ptx::fence_async_shared();
     __syncthreads();
 
-    // where this thread's accumulators lie: wgmma.py, `header`
-    const int64_t first = (m0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * n + n0 + threadIdx.x % 4 * 2;
-    float sums[columns / 2];
-    for (int i = 0; i < columns / 2; ++i) sums[i] = c[first + i / 4 * 8 + i / 2 % 2 * 8 * int64_t(n) + i % 2];
+    const int row_words = n / 2 * probe::pair;
+    const int64_t row = m0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const int64_t first = row * row_words + (n0 / 2 + threadIdx.x % 4) * probe::pair;
+    probe::Word sums[probe::words];
+    for (int i = 0; i < probe::words; ++i) sums[i] = c[first + probe::place_of(i, row_words)];
 
     ptx::wgmma_fence();
     for (int step = 0; step < config::steps; ++step)
         ptx::wgmma(sums, ptx::tile_descriptor(a_tile) + 2 * step, ptx::tile_descriptor(b_tile) + 2 * step, true);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    for (int i = 0; i < columns / 2; ++i) ptx::pin(sums[i]);
-    for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i / 2 % 2 * 8 * int64_t(n) + i % 2] = sums[i];
+    for (int i = 0; i < probe::words; ++i) probe::pin(sums[i]);
+    for (int i = 0; i < probe::words; ++i) d[first + probe::place_of(i, row_words)] = sums[i];
 }

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from octile.formats import FP32
+from octile.formats import FP16, FP32
 from octile.lab.operand import FORMATS
 
 KINDS = ("normal", "any code", "any exponent", "both ends", "sparse", "cancelling")
@@ -48,15 +48,16 @@ def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, o
     return torch.where(_chance(1 / 64, shape, generator), unusual, x)
 
 
-def accumulator(a: Tensor, b: Tensor, generator: torch.Generator, special: bool) -> Tensor:
-    """float32 [M, N]: nothing, any FP32, numbers of the products' size with 24 bits, and what cancels the product."""
-    shape, device = (len(a), len(b)), generator.device
-    any_code = _codes(torch.float32, shape, generator)
-    product = torch.nan_to_num(a.float() @ b.float().T).clamp(-FP32.max, FP32.max)
+def accumulator(a: Tensor, b: Tensor, generator: torch.Generator, special: bool, half: bool = False) -> Tensor:
+    """float32, or float16 if half: nothing, any code, numbers of the product's size, and what cancels it; [M, N]."""
+    shape, device, fmt = (len(a), len(b)), generator.device, FP16 if half else FP32
+    dtype = torch.float16 if half else torch.float32
+    any_code = _codes(dtype, shape, generator).float()
+    product = torch.nan_to_num(a.float() @ b.float().T).clamp(-fmt.max, fmt.max)
     nearby = product * torch.randn(shape, generator=generator, device=device)
     kind = torch.randint(0, 5, shape, generator=generator, device=device)
     c = torch.where(kind == 0, 0.0, torch.where(kind == 1, any_code, torch.where(kind == 2, -product, nearby)))
-    return c if special else torch.nan_to_num(c, posinf=FP32.max, neginf=-FP32.max)
+    return (c if special else torch.nan_to_num(c).clamp(-fmt.max, fmt.max)).to(dtype)
 
 
 def _codes(dtype: torch.dtype, shape: tuple[int, int], generator: torch.Generator) -> Tensor:

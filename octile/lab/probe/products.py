@@ -1,0 +1,283 @@
+"""Whole products of octile's Hopper kernels beside the model on the CPU, bit for bit in FP32.
+
+`compare` proves one instruction; this proves what is built of it: the order along K, promotion and its scales, the
+parts of a sum that is cut, groups, and the addition to what is there already.
+
+    make        the operands of a case, on the CPU
+    modelled    the product as the model computes it
+    compare     how many numbers of the kernel's result are others
+
+`python -m octile.lab.probe.products` on an H100 or H200 prints a line a case. Shapes: a [M, K], b [N, K], out [M, N].
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.config import STEP, Scales, Schedule
+from octile.kernels.cuda.plan import Product, plan
+from octile.kernels.cuda.problem import Chip
+from octile.kernels.storage import new_scale, padded
+from octile.lab.operand import FORMATS
+from octile.lab.tensor_core import product
+from octile.ops import accumulator
+from octile.ops.quantize import quantize
+
+Run = Callable[[Product], int]  # makes a product; returns the parts that its sum over K was cut into
+Data = Literal["random", "one sign", "ugly"]
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+ROW, BLOCK, TENSOR = Scales.PER_ROW, Scales.PER_BLOCK, Scales.PER_TENSOR
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product.
+
+    Attributes:
+        m, n, k: its sides. Grouped: m rows of all groups; masked: m rows that each group has room for; groups along K:
+            k tokens of all groups.
+        b_scales: 1D1D where they are of rows (1×128), 1D2D where of blocks (128×128); where b has one scale, a has too.
+        data: "random", N(0, 1) with a scale of its own for each row; "one sign", the same without signs; "ugly",
+            every finite code, zeros of both signs, subnormal numbers, scales from 2⁻³⁷ to 2²³ and in a row of a
+            2⁻¹⁰⁰ of that, and in other rows of a NaN and, in E5M2, Inf.
+        a, b: dtypes.
+        sizes: where the groups end, or how many rows of each are in use.
+        accumulate: the product is added to what the result holds.
+        promote: every 128 products; otherwise never.
+    """
+
+    m: int
+    n: int
+    k: int
+    b_scales: Scales = BLOCK
+    data: Data = "random"
+    a: torch.dtype = E4
+    b: torch.dtype = E4
+    schedule: Schedule = Schedule.DENSE
+    sizes: tuple[int, ...] = ()
+    accumulate: bool = False
+    promote: bool = True
+
+    def __str__(self) -> str:
+        kind = {BLOCK: "1D2D", ROW: "1D1D", TENSOR: "one scale"}[self.b_scales]
+        groups = {Schedule.GROUPED: "rows to", Schedule.MASKED: "rows in use", Schedule.ALONG_K: "tokens to"}
+        words = [f"{self.m}×{self.n}×{self.k} {kind}", *([] if self.promote else ["never promoted"])]
+        words += [f"{groups[self.schedule]} {'/'.join(map(str, self.sizes))}"] if self.sizes else []
+        words += ["+="] if self.accumulate else []
+        words += [f"{FORMATS[self.a].name}·{FORMATS[self.b].name}"] if (self.a, self.b) != (E4, E4) else []
+        return ", ".join([*words, self.data])
+
+
+_grouped = partial(Case, schedule=Schedule.GROUPED)
+_masked = partial(Case, schedule=Schedule.MASKED)
+_along_k = partial(Case, schedule=Schedule.ALONG_K, b_scales=ROW)
+CASES = (
+    Case(1, 1, 1),
+    Case(1, 7168, 2048),
+    Case(9, 200, 130, data="ugly"),
+    Case(16, 576, 7168, data="one sign"),
+    Case(64, 129, 1000),
+    Case(77, 131, 257, data="ugly"),
+    Case(128, 2112, 7168, data="one sign"),
+    Case(129, 2111, 1000),
+    Case(300, 257, 10944, data="one sign"),
+    Case(513, 640, 4097),
+    Case(4096, 576, 7168),
+    Case(200, 300, 700, a=E5),
+    Case(200, 301, 900, b=E5, data="ugly"),
+    Case(130, 258, 4096, a=E5, b=E5, data="one sign"),
+    Case(511, 258, 3000, accumulate=True),
+    Case(300, 500, 1000, ROW),
+    Case(77, 515, 129, ROW, data="ugly"),
+    Case(2048, 1408, 2000, ROW, accumulate=True),
+    Case(576, 1000, 4096, ROW, data="one sign", accumulate=True),
+    Case(260, 130, 1537, ROW, a=E5, data="ugly", accumulate=True),
+    Case(1000, 96, 16384, ROW, data="one sign"),
+    Case(300, 260, 4100, TENSOR),
+    Case(40, 136, 900, TENSOR, data="ugly"),
+    Case(70, 136, 900, TENSOR, data="ugly", promote=False),
+    Case(300, 260, 1000, TENSOR, promote=False),
+    Case(256, 256, 4096, TENSOR, data="one sign", promote=False),
+    Case(129, 136, 16384, TENSOR, a=E5, data="one sign", promote=False),
+    _grouped(200, 260, 1000, sizes=(60, 130, 150, 200)),
+    _grouped(703, 129, 4096, sizes=(0, 0, 300, 301, 700), data="one sign"),
+    _grouped(330, 72, 160, sizes=(1, 2, 3, 200, 330), a=E5, data="ugly"),
+    _masked(150, 300, 1408, sizes=(0, 3, 150)),
+    _masked(150, 72, 500, sizes=(64, 100, 1, 0), data="ugly"),
+    _along_k(300, 520, 3000, sizes=(1000, 1000, 2000, 3000)),
+    _along_k(257, 130, 2950, sizes=(1, 130, 131, 2900), data="one sign", accumulate=True),
+    _along_k(136, 96, 703, sizes=(70, 71, 72, 700), a=E5, data="ugly", accumulate=True),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came out of one case: numbers compared, those that differ, and the parts of the kernel's sum over K."""
+
+    outputs: int
+    differ: int
+    parts: int
+
+
+def make(case: Case, seed: int = 0) -> Product:
+    """A product with its operands, laid out as octile's casts do, on the CPU; the result is float32."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = () if case.schedule in (Schedule.DENSE, Schedule.ALONG_K) else (len(case.sizes),)
+    a_shape = (*(groups if case.schedule is Schedule.MASKED else ()), case.m, case.k)
+    a_scales = TENSOR if case.b_scales is TENSOR else ROW
+    a = _operand(a_shape, a_scales, case.a, case.data, generator, special=True)
+    b = _operand((*groups, case.n, case.k), case.b_scales, case.b, case.data, generator, special=False)
+    along = (len(case.sizes),) if case.schedule is Schedule.ALONG_K else ()
+    out = torch.randn((*a_shape[:-2], *along, case.m, case.n), generator=generator)
+    sizes = torch.tensor(case.sizes, dtype=torch.int32) if case.sizes else None
+    return Product(case.schedule, out, *a, a_scales, *b, case.b_scales, sizes, case.accumulate, case.promote)
+
+
+def modelled(p: Product, parts: int) -> Tensor:
+    """What p.out should hold afterwards, of a product on the CPU; its sum over K is cut into so many parts."""
+    one = p.a_scales is TENSOR  # multiplied in at the end
+    a_scale, b_scale = (torch.ones_like(s) if one else s for s in (p.a_scale, p.b_scale))
+    a, b = (p.a, a_scale, _block(p.a, p.a_scales)), (p.b, b_scale, _block(p.b, p.b_scales))
+    as_a_kernel = partial(product, promote_every=STEP if p.promote else None)
+    if p.schedule is Schedule.DENSE:
+        k = p.a.shape[1]
+        part = math.ceil(math.ceil(k / STEP) / parts) * STEP
+        result = torch.zeros_like(p.out)
+        for i, first in enumerate(range(0, k, part)):
+            summed = as_a_kernel(*_between(*a, first, first + part), *_between(*b, first, first + part))
+            result = result + summed if i else summed
+        result = result * (p.a_scale * p.b_scale) if one else result
+    elif p.schedule is Schedule.MASKED:
+        result = accumulator.masked(as_a_kernel, *a, *b)
+    else:
+        assert p.sizes is not None
+        ends = p.sizes.tolist()
+        rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        if p.schedule is Schedule.GROUPED:
+            result = accumulator.grouped(as_a_kernel, *a, *b, rows)
+        else:
+            turned = [(data.mT, scale.mT, block[::-1]) for data, scale, block in (a, b)]
+            result = accumulator.wgrad(as_a_kernel, *turned[0], *turned[1], rows)
+    return p.out + result if p.accumulate else result
+
+
+def compare(case: Case, run: Run, device: torch.device) -> Found:
+    """Makes a case's product on a device, poisoned before, and counts the numbers that are not the model's."""
+    p = make(case)
+    made = p._replace(
+        out=_on(device, p.out if p.accumulate else torch.full_like(p.out, math.nan)),
+        a=_on(device, p.a),
+        a_scale=_on(device, p.a_scale),
+        b=_on(device, p.b),
+        b_scale=_on(device, p.b_scale),
+        sizes=None if p.sizes is None else _on(device, p.sizes),
+    )
+    parts = run(made)
+    out, expected = made.out.cpu(), modelled(p, parts)
+    if p.schedule is Schedule.MASKED:  # other rows may hold anything
+        assert p.sizes is not None
+        used = torch.arange(case.m) < p.sizes[:, None]
+        out, expected = out[used], expected[used]
+    same = (out.view(torch.int32) == expected.view(torch.int32)) | (out.isnan() & expected.isnan())
+    return Found(out.numel(), int((~same).sum()), parts)
+
+
+def on_gpu(p: Product) -> int:
+    """As `Run`, with the kernel that octile takes for the product."""
+    from octile.kernels.cuda import launch, limits  # late: needs a GPU's driver
+
+    launch.launch(p)
+    return plan(p, Chip(limits.num_sms(p.a.device))).config.split_k
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compares and prints a line a case. Returns 1 where a number differs."""
+    parser = argparse.ArgumentParser(prog="python -m octile.lab.probe.products", description=main.__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    chosen = parser.parse_args(arguments)
+    from octile.kernels.cuda import products
+
+    if reason := products.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        print(f"the product kernels do not run here: {reason}", file=sys.stderr)
+        return 2
+    start, report = time.perf_counter(), {}
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(f"{'differ':>6}  {'of':>9}  parts  M×N×K on {torch.cuda.get_device_name()}")
+    for case in CASES:
+        found = report[str(case)] = compare(case, on_gpu, device)
+        print(f"{found.differ:6,}  {found.outputs:9,}  {found.parts:5}  {case}", flush=True)
+    wrong = sum(found.differ for found in report.values())
+    outputs = sum(found.outputs for found in report.values())
+    print(f"{len(report)} products, {outputs:,} numbers, {wrong:,} differ, {time.perf_counter() - start:.0f} s")
+    if chosen.json:
+        about = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
+        rows = {name: asdict(found) for name, found in report.items()}
+        chosen.json.write_text(json.dumps({**about, "cases": rows}, indent=1))
+    return 1 if wrong else 0
+
+
+def _operand(
+    shape: tuple[int, ...], scales: Scales, dtype: torch.dtype, data: Data, generator: torch.Generator, special: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes [..., R, K] in rows of whole 16 bytes, and scales as octile's casts store them."""
+    x = torch.randn(shape, generator=generator)
+    block = _block(x, scales)
+    if data == "ugly":
+        codes = _ugly(shape, dtype, generator, special)
+        _, scale = quantize(x, *block, FORMATS[dtype].name, False)
+        exponent = torch.rand(scale.shape, generator=generator) * 60 - 30
+        scale *= torch.exp2(exponent)
+        if special and scale.shape[-2] > 8:
+            scale[..., 7, :] *= 2.0**-100
+    else:
+        x = x.abs() if data == "one sign" else x
+        x *= torch.exp2(torch.randn(*shape[:-1], 1, generator=generator))
+        codes, scale = quantize(x, *block, FORMATS[dtype].name, False)
+    room = torch.zeros((*shape[:-1], padded(shape[-1])), dtype=torch.uint8).view(dtype)
+    return room[..., : shape[-1]].copy_(codes), new_scale(x, *block).copy_(scale)
+
+
+def _ugly(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, special: bool) -> Tensor:
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    finite = codes.view(dtype).float().isfinite()
+    codes[~finite] = 1
+    for row, fill in ((1, 0x00), (2, 0x80)):  # zeros of both signs
+        codes[..., row : row + 1, :] = fill
+    codes[..., 3:4, :] &= 0x80 | (1 << FORMATS[dtype].mantissa_bits) - 1  # subnormal numbers
+    if special:
+        codes[..., 4:5, -1] = 0x7F  # NaN
+        if dtype == E5:
+            codes[..., 5:7, 0] = 0x7C  # Inf
+    return codes.view(dtype)
+
+
+def _block(x: Tensor, scales: Scales) -> tuple[int, int]:
+    return {ROW: (1, STEP), BLOCK: (STEP, STEP), TENSOR: (x.shape[-2], x.shape[-1])}[scales]
+
+
+def _on(device: torch.device, x: Tensor) -> Tensor:
+    """A copy with the same strides, which `to` does not keep where there is room behind rows."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def _between(
+    data: Tensor, scale: Tensor, block: tuple[int, int], first: int, last: int
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Columns of an operand, from a multiple of 128 on."""
+    if block[1] == STEP:
+        scale = scale[:, first // STEP : -(-last // STEP)]
+    return data[:, first:last], scale, block
+
+
+if __name__ == "__main__":
+    sys.exit(main())

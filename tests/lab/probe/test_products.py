@@ -1,0 +1,108 @@
+"""The comparison of whole products without a GPU: the kernels in the emulator, and a model in the hardware's place."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from octile.kernels.cuda.config import Scales, Schedule
+from octile.kernels.cuda.plan import Product, is_readable, plan
+from octile.kernels.cuda.problem import Chip
+from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modelled
+from tests.kernels.cuda.emulated import emulate
+from tests.kernels.cuda.emulator import build
+
+CPU = torch.device("cpu")
+MOST = 10_000_000  # products that the emulator is asked for
+SMALL = [case for case in CASES if case.m * case.n * case.k <= MOST]
+MULTIPROCESSORS = 32  # so many that some sums over K are cut into parts
+
+
+def emulated(p: Product) -> int:
+    config = plan(p, Chip(MULTIPROCESSORS)).config
+    operands = (p.a, p.a_scale, p.a_scales), (p.b, p.b_scale, p.b_scales)
+    emulate(config, p.out, *operands, p.sizes, multiprocessors=MULTIPROCESSORS)
+    return config.split_k
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_kernel_gives_what_the_model_gives(case):
+    found = compare(case, emulated, CPU)
+    assert found.outputs > 0
+    assert found.differ == 0
+
+
+def test_the_emulator_makes_products_of_every_kind():
+    assert {case.schedule for case in SMALL} == set(Schedule)
+    assert {case.b_scales for case in SMALL} == set(Scales)
+    assert {plan(make(case), Chip(MULTIPROCESSORS)).config.split_k > 1 for case in SMALL} == {True, False}
+
+
+def test_cases_are_what_they_are_for():
+    promoted = [case for case in CASES if case.promote]
+    assert len(CASES) >= 24
+    assert Counter(case.b_scales is ROW for case in promoted).keys() == {True, False}
+    assert {case.data for case in CASES} == {"random", "one sign", "ugly"}
+    assert {case.schedule for case in CASES} == set(Schedule)
+    assert {case.b_scales for case in CASES} == set(Scales)
+    assert len({str(case) for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_operands_lie_as_the_copy_engine_reads_them(case):
+    p = make(case)
+    assert is_readable(p)
+    assert is_readable(p._replace(a=_on(CPU, p.a), b=_on(CPU, p.b)))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.data == "ugly"], ids=str)
+def test_ugly_operands_are_ugly(case):
+    p = make(case)
+    a, b = p.a.float(), p.b.float()
+    assert a.isnan().any()
+    assert b.isfinite().all()
+    assert bool(a.isinf().any()) == (case.a == torch.float8_e5m2 and case.m > 5)
+    for x in (a, b):
+        zeros = x[x == 0]
+        assert {math.copysign(1, z) for z in zeros.tolist()} == {1, -1}
+    subnormal = (b[..., 3, :] != 0) & (b[..., 3, :].abs() < torch.finfo(p.b.dtype).smallest_normal)
+    assert subnormal.any()
+
+
+@pytest.mark.parametrize("wrong", ["a bit", "a NaN", "a promotion", "the order of parts"])
+def test_a_kernel_that_computes_something_else_is_found(wrong):
+    case = Case(5, 7, 1000, data="one sign")
+
+    def run(p: Product) -> int:
+        right = modelled(p._replace(promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
+        p.out.copy_(right)
+        if wrong == "a bit":
+            p.out.view(torch.int32)[2, 3] += 1
+        if wrong == "a NaN":
+            p.out[4, 6] = math.nan
+        return 1
+
+    found = compare(case, run, CPU)
+    assert found.outputs == 35
+    assert found.differ == 1 if wrong in ("a bit", "a NaN") else found.differ > 1
+
+
+def test_rows_that_no_group_uses_are_not_compared_when_masked():
+    case = Case(6, 7, 128, schedule=Schedule.MASKED, sizes=(2, 0, 6))
+
+    def run(p: Product) -> int:
+        p.out.copy_(modelled(p, 1))
+        p.out[0, 2:] = p.out[1] = 7.0
+        return 1
+
+    found = compare(case, run, CPU)
+    assert (found.outputs, found.differ) == (8 * 7, 0)
+
+
+def test_without_a_hopper_gpu_it_says_what_it_needs(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main([]) == 2
+    assert "Hopper" in capsys.readouterr().err

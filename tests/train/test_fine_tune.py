@@ -1,0 +1,226 @@
+"""Runs that begin with a checkpoint: FP8 weights to the bit, BF16 weights, other people's folders."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from octile.checkpoint.hugging_face import load, load_weights, save
+from octile.cli import main
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.names import to_hf
+from octile.nn.functional import watch_casts
+from octile.scaled import ScaledTensor, quantize
+from octile.train.config import TrainConfig, preset
+from octile.train.fine_tune import OPTIM, fine_tuning, in_words, kept_weights
+from octile.train.loop import train
+from octile.train.run_folder import RunFolder
+from octile.train.screen import Screen
+from octile.train.trainer import Trainer
+from tests.train.conftest import MICRO, micro
+
+CPU = torch.device("cpu")
+WIDE = replace(MICRO, moe_intermediate_size=128)  # blocks end where an expert's two up-projections meet
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch):
+    monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
+
+
+def quiet() -> Screen:
+    return Screen(Console(file=io.StringIO(), width=400))
+
+
+@pytest.fixture
+def saved(store, tmp_path):
+    """saved(weights, model): a folder as octile writes it, with weights that are not as a seed draws them."""
+
+    def make(weights="fp8", model=WIDE) -> Path:
+        config = replace(model, bos_token_id=store.tokenizer.begin, eos_token_id=store.tokenizer.end)
+        torch.manual_seed(7)
+        files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+        save(DeepseekV3(config), tmp_path / weights, weights, files)
+        return tmp_path / weights
+
+    return make
+
+
+def stored(folder: Path) -> set[bytes]:
+    """Every FP8 matrix of a folder, its numbers and its scales."""
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if f"{name}_scale_inv" in tensors]
+    return {matrix(tensors[name], tensors[f"{name}_scale_inv"]) for name in names}
+
+
+def matrix(data: torch.Tensor, scale: torch.Tensor) -> bytes:
+    return data.contiguous().view(torch.uint8).numpy().tobytes() + b"|" + scale.contiguous().numpy().tobytes()
+
+
+def matrices(q: ScaledTensor) -> list[bytes]:
+    """A cast weight as the matrices that a folder stores: experts one by one, their up-projections apart."""
+    if q.data.dim() == 2:
+        return [matrix(q.data, q.scale)]
+    found = []
+    for data, scale in zip(q.data, q.scale, strict=True):
+        parts = 2 if len(data) == 2 * WIDE.moe_intermediate_size else 1
+        found += [matrix(d, s) for d, s in zip(data.chunk(parts), scale.chunk(parts), strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_first_step_multiplies_the_very_fp8_numbers_of_the_folder(saved, store, micro_batches):
+    folder = saved("fp8")
+    config = micro(model=WIDE, init_from=folder, micro_batches=micro_batches)
+    trainer, casts = Trainer(config, store, CPU), []
+    with watch_casts(lambda operand, q: casts.append(q) if operand == "w" else None):
+        trainer.step()
+    assert {m for q in casts for m in matrices(q)} == stored(folder)
+    assert kept_weights(Trainer(config, store, CPU).model)[0] == len(casts) // micro_batches
+
+
+def test_masters_are_the_dequantised_weights_in_float32(saved, store):
+    folder = saved("fp8")
+    trainer, expected = Trainer(micro(model=WIDE, init_from=folder), store, CPU), load(folder).state_dict()
+    for name, t in trainer.model.state_dict().items():
+        assert t.dtype == torch.float32
+        assert t.equal(expected[name]), name
+
+
+def test_bf16_weights_are_begun_with_too(saved, store):
+    folder = saved("bf16")
+    trainer = Trainer(micro(model=WIDE, init_from=folder), store, CPU)
+    found = to_hf(trainer.model.state_dict(), trainer.model.config)
+    assert all(t.equal(found[name].to(t.dtype)) for name, t in load_file(folder / "model.safetensors").items())
+    assert in_words(trainer.model, folder) == f"weights: {folder}, not quantised there"
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "delayed", "fp8_lm"])
+def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
+    trainer = Trainer(micro(model=WIDE, init_from=saved("fp8"), recipe=recipe, steps=12), store, CPU)
+    losses = [trainer.step()["loss"] for _ in range(12)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
+    def said(folder, model, recipe="deepseek_v3"):
+        return in_words(Trainer(micro(model=model, init_from=folder, recipe=recipe), store, CPU).model, folder)
+
+    folder = saved("fp8")
+    total = kept_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
+    assert f"{total} of {total} quantised weights are to the bit the same" in said(folder, WIDE)
+    assert said(folder, WIDE, "bf16").endswith("FP8 there, dequantised here")
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:  # as UE8M0 checkpoints have them
+        q = quantize(torch.randn(tensors[name].shape), (128, 128), scale="power_of_2")
+        tensors[name], tensors[f"{name}_scale_inv"] = q.data, q.scale
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "octile.json").unlink()
+    kept = kept_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
+    assert kept < total // 2  # where the largest number of each block is 448 by chance
+    assert f"; {kept} of {total} quantised" in said(folder, WIDE)
+
+    shutil.rmtree(folder)
+    experts = 2  # layers whose up-projections share blocks of 128 rows where an expert has 32
+    assert f"{total - experts} of {total} quantised weights" in said(saved("fp8", MICRO), MICRO)
+
+
+def test_a_run_begins_where_the_other_ended(text, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(micro(data=str(text), out=first, steps=12), False, quiet())
+    config = fine_tuning(micro(data=str(text), out=second, steps=2, batch_size=2), first)
+    screen = quiet()
+    train(config, False, screen)
+    assert f"weights: {first}, FP8 there" in screen.console.file.getvalue()
+    assert (second / "model" / "tokenizer.json").read_bytes() == (first / "model" / "tokenizer.json").read_bytes()
+
+    def first_loss(run):
+        return json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["main_loss"]
+
+    def val_loss(run):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line["val_loss"] for line in lines if "val_loss" in line][-1]
+
+    assert val_loss(second) == pytest.approx(val_loss(first), rel=5e-3)
+    assert first_loss(second) < first_loss(first) - 0.3
+
+
+def test_fine_tuning_takes_the_folders_shape_and_small_steps(saved):
+    config = fine_tuning(preset("tiny"), saved("fp8"))
+    assert (config.model.hidden_size, config.model.moe_intermediate_size) == (64, 128)
+    assert (config.optim, config.batch_size) == (OPTIM, preset("tiny").batch_size)
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+def test_a_resumed_run_does_not_need_the_folder_and_continues_to_the_bit(saved, text, tmp_path):
+    def losses(run):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    folder, straight, resumed = saved("fp8"), tmp_path / "straight", tmp_path / "resumed"
+    config = micro(data=str(text), model=WIDE, init_from=folder, steps=4)
+    train(replace(config, out=straight), False, quiet())
+    train(replace(config, out=resumed), False, quiet())
+    for step in (3, 4):  # as if it had been killed after the second step
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
+    shutil.rmtree(folder)
+    train(RunFolder.open(resumed).read_config(), True, quiet())
+    assert losses(resumed) == losses(straight)
+
+
+def test_the_moving_average_begins_with_the_folders_weights(saved, store):
+    config = micro(model=WIDE, init_from=saved("fp8"))
+    trainer = Trainer(replace(config, optim=replace(config.optim, ema_decay=0.9)), store, CPU)
+    assert trainer.ema.average["lm_head.weight"].equal(trainer.model.lm_head.weight)
+
+
+def test_from_the_command_line(saved, text, tmp_path, capsys):
+    folder, out = saved("fp8"), tmp_path / "run"
+    options = {"data": text, "out": out, "init-from": folder, "steps": 2, "batch-size": 2, "sequence-length": 32}
+    main(["train", "--val-sequences", "2", *(str(x) for n, v in options.items() for x in (f"--{n}", v))])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "quantised weights are to the bit the same in the first step" in said
+    saved_config = RunFolder.open(out).read_config()
+    assert (saved_config.init_from, saved_config.model.hidden_size, saved_config.optim) == (folder, 64, OPTIM)
+
+
+def test_a_folder_of_a_transformers_model_without_prediction_layer(store, tmp_path):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    without = replace(WIDE, num_nextn_predict_layers=0)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**without.to_hf())).save_pretrained(tmp_path)
+    config = fine_tuning(micro(), tmp_path)
+    trainer = Trainer(replace(config, optim=micro().optim, steps=12), store, CPU)
+    losses = [trainer.step()["loss"] for _ in range(12)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_a_model_of_another_shape_is_refused_and_stays_as_it_was(saved):
+    folder, model = saved("fp8"), DeepseekV3(MICRO)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"gate_proj\.weight in .* is \[128, 64\], but \[32, 64\] in the model"):
+        load_weights(model, folder)
+    assert all(t.equal(before[name]) for name, t in model.state_dict().items())
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_training(saved, text, tmp_path):
+    folder = saved("fp8")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer .* there is no file"):
+        train(micro(data=str(text), model=WIDE, init_from=folder, out=tmp_path / "run"), False, quiet())
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_nothing_to_begin_with_is_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--init-from", str(tmp_path / "nothing")])
+    assert end.value.code == 2
+    assert "no checkpoint at" in capsys.readouterr().err
