@@ -54,3 +54,10 @@ def search(shape: str | None, minutes: float | None) -> None:
         raise ValueError(f"shape must be M,N,K, such as 4096,2112,7168, not {shape!r}")
     m_n_k = (int(sides[0]), int(sides[1]), int(sides[2])) if shape else None
     tune(m_n_k, 10.0 if minutes is None else minutes)
+
+
+def search_casts() -> None:
+    """Searches the fastest settings of casts; see `octile.bench.tune_casts`."""
+    from octile.bench.tune_casts import run as tune
+
+    tune()

@@ -45,6 +45,10 @@ OPERATORS = (
     "unpermute",
     "attention",
     "attention_backward",
+    "rotate_",
+    "latent_keys",
+    "latent_keys_backward",
+    "adamw",
     "matmul_nt",
     "matmul_nt_out",
     "packed_matmul_nt",
@@ -56,6 +60,7 @@ OPERATORS = (
     "grouped_wgrad_out",
 )
 PRODUCTS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
+CASTS = [name for name in OPERATORS if "quantize" in name]
 ATTENTION = ("attention", "attention_backward")
 STACK = (
     "stack bytes: local memory of a thread, for registers that did not fit or for arrays; "
@@ -182,10 +187,9 @@ def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
 def _operators() -> list[dict[str, str]]:
     served = dict.fromkeys(OPERATORS, _kernel())
     if served["matmul_nt"][0] == "Triton" and torch.cuda.get_device_capability() == (9, 0):
-        of_products = _of_products()
-        served |= dict.fromkeys(PRODUCTS, of_products)
+        served |= dict.fromkeys([*PRODUCTS, *CASTS], _of_hopper())
     if served["attention"][0] == "Triton":
-        served |= dict.fromkeys(ATTENTION, ("torch", "attention takes cuDNN's kernels or FlashAttention, as torch does"))
+        served |= dict.fromkeys(ATTENTION, ("torch", "attention takes cuDNN or FlashAttention, as torch's own does"))
     return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(served.items())]
 
 
@@ -203,11 +207,12 @@ def _kernel() -> tuple[str, str]:
     return "Triton", f"sm_{major}{minor} has no FP8 product: operands are converted to FP16, exactly"
 
 
-def _of_products() -> tuple[str, str]:
-    """The kernels of products on Hopper, which has its own."""
+def _of_hopper() -> tuple[str, str]:
+    """The kernels of products and casts on Hopper, which has its own."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "Triton", "Hopper's own product kernels need cuda-bindings and NVRTC: pip install octile[cuda]"
-    return "CUDA C++", "sm_90 has product kernels of its own; what they do not take, such as INT8, goes to Triton's"
+        return "Triton", "Hopper's own kernels need cuda-bindings and NVRTC: pip install octile[cuda]"
+    rest = "products of INT8, say, or casts of rows that do not begin at multiples of 16 bytes"
+    return "CUDA C++", f"sm_90 has kernels of its own; what they do not take goes to Triton's: {rest}"
 
 
 def _advice() -> list[str]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile import formats
-from octile.kernels import cpu
+from octile.kernels import casting, cpu
 from octile.kernels.storage import new_scale
 from octile.ops.operator import operator
 
@@ -67,10 +67,8 @@ def _(x, block_rows, block_cols, fmt, power_of_2):
 
 @quantize.register_kernel("cuda")
 def _(x, block_rows, block_cols, fmt, power_of_2):
-    from octile.kernels.triton import quantize as kernel  # late: a machine without a GPU has no Triton
-
     _check(x, block_rows, block_cols, fmt)
-    return kernel.launch(x, block_rows, block_cols, DATA_DTYPES[fmt], power_of_2)
+    return casting.quantize(x, block_rows, block_cols, DATA_DTYPES[fmt], power_of_2)
 
 
 @operator()
@@ -99,10 +97,8 @@ def _(x, scale, fmt):
 
 @quantize_with_scale.register_kernel("cuda")
 def _(x, scale, fmt):
-    from octile.kernels.triton import quantize as kernel
-
     _check_with_scale(x, scale, fmt)
-    return kernel.launch_with_scale(x, scale, DATA_DTYPES[fmt])
+    return casting.quantize_with_scale(x, scale, DATA_DTYPES[fmt])
 
 
 @operator()
@@ -138,14 +134,14 @@ def _(data, scale, block_rows, block_cols, out_dtype):
 
 @dequantize.register_kernel("cuda")
 def _(data, scale, block_rows, block_cols, out_dtype):
-    from octile.kernels.triton import quantize as kernel
-
     _check_dequantize(data, scale, block_rows, block_cols, out_dtype)
-    return kernel.launch_dequantize(data, scale, block_rows, block_cols, out_dtype)
+    return casting.dequantize(data, scale, block_rows, block_cols, out_dtype)
 
 
 def decode(data: Tensor) -> Tensor:
     """The 8- or 12-bit numbers as float32, without their scale; always a new tensor."""
+    if data.dtype == torch.uint8 and data.device.type == "cpu":
+        return cpu.decode_e5m6(data)
     if data.dtype == torch.uint8:
         return formats.E5M6.decode(formats.unpack12(data, columns(data)))
     if data.dtype == torch.float8_e4m3fn and data.device.type == "cpu":
@@ -233,6 +229,8 @@ def _cast(blocks: Tensor, shape: torch.Size, fmt: str) -> Tensor:
     """Rounds scaled blocks to the format. Clamped first: not every cast to an 8-bit format saturates."""
     form = formats.by_name[fmt]
     scaled = _out_of_blocks(blocks.clamp_(-form.max, form.max), *shape[-2:])
+    if fmt == "e5m6" and scaled.device.type == "cpu":
+        return cpu.encode_e5m6(scaled)
     if fmt == "e5m6":
         return formats.pack12(formats.E5M6.encode(scaled))
     if fmt == "int8":

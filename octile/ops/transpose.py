@@ -16,9 +16,10 @@ Shapes: [..., M, K] → [..., K, M]. A turned matrix has rows of M bytes, padded
 import torch
 from torch import Tensor
 
+from octile.kernels import casting
 from octile.kernels.storage import new_scale, new_transposed
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, dequantize, quantize
+from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, columns, dequantize, quantize
 
 FORMATS = ("e4m3", "e5m2", "int8")
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
@@ -56,49 +57,52 @@ def _(x, fmt, power_of_2):
 
 @quantize_rows_and_columns.register_kernel("cuda")
 def _(x, fmt, power_of_2):
-    from octile.kernels.triton import transpose  # late: a machine without a GPU has no Triton
-
     _check(x, fmt)
-    return transpose.launch_rows_and_columns(x, DATA_DTYPES[fmt], power_of_2)
+    return casting.quantize_rows_and_columns(x, DATA_DTYPES[fmt], power_of_2)
 
 
 @operator()
-def requantize_transposed(data: Tensor, scale: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
+def requantize_transposed(
+    data: Tensor, scale: Tensor, power_of_2: bool, fmt: str | None = None, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Turns a matrix in 1×128 tiles into its transpose in 1×128 tiles: the values, in FP32, are quantised again.
 
     Where both quantisations have power-of-two scales the values are only shifted: bits are lost only where a value
-    falls below the normal range of its new tile.
+    falls below the normal range of its new tile, or where the new format has fewer of them.
 
     Args:
-        data: float8_e4m3fn, float8_e5m2 or int8 [..., M, K].
+        data: float8_e4m3fn, float8_e5m2 or int8 [..., M, K], or uint8 [..., M, 3K/2]: E5M6.
         scale: float32 [..., M, ⌈K/128⌉].
         power_of_2: round each new scale up to a power of two.
+        fmt: "e4m3", "e5m2" or "int8"; data's own if not given.
+        rows: int32 [R], of a matrix [M, K]: which rows, in which order; all of them if not given.
 
     Returns:
-        data_t [..., K, M] in data's dtype and scale_t [..., K, ⌈M/128⌉]: bit for bit the transposes of
-        `quantize(dequantize(data, scale, 1, 128, torch.float32), 128, 1, …)`.
+        data_t [..., K, M] in the format's dtype and scale_t [..., K, ⌈M/128⌉]: bit for bit the transposes of
+        `quantize(dequantize(data, scale, 1, 128, torch.float32)[rows], 128, 1, …)`. With rows, R takes M's place.
 
     Raises:
-        TypeError: data or scale is of another dtype.
-        ValueError: data is no matrix, or the scale does not fit it.
+        TypeError: data, scale or rows is of another dtype.
+        ValueError: data is no matrix, the scale or rows does not fit it, or fmt is none of these.
     """
-    _check_tiles(data, scale)
+    _check_tiles(data, scale, fmt, rows)
     values = dequantize(data, scale, *TILE, torch.float32)
-    turned, scale_t = quantize(values, *COLUMN_TILE, _format(data), power_of_2)
-    return new_transposed(data, data.dtype).copy_(turned.mT), scale_t.mT
+    values = values if rows is None else values.index_select(0, rows)
+    turned, scale_t = quantize(values, *COLUMN_TILE, fmt or _format(data), power_of_2)
+    return new_transposed(values, turned.dtype).copy_(turned.mT), scale_t.mT
 
 
 @requantize_transposed.register_fake
-def _(data, scale, power_of_2):
-    return new_transposed(data, data.dtype), new_scale(data, *COLUMN_TILE).mT
+def _(data, scale, power_of_2, fmt=None, rows=None):
+    *batch, m, _ = data.shape
+    like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
+    return new_transposed(like, DATA_DTYPES[fmt or _format(data)]), new_scale(like, *COLUMN_TILE).mT
 
 
 @requantize_transposed.register_kernel("cuda")
-def _(data, scale, power_of_2):
-    from octile.kernels.triton import transpose
-
-    _check_tiles(data, scale)
-    return transpose.launch_requantize(data, scale, power_of_2)
+def _(data, scale, power_of_2, fmt=None, rows=None):
+    _check_tiles(data, scale, fmt, rows)
+    return casting.requantize_transposed(data, scale, DATA_DTYPES[fmt or _format(data)], power_of_2, rows)
 
 
 @operator()
@@ -124,10 +128,8 @@ def _(x, fmt, power_of_2):
 
 @quantize_and_transpose.register_kernel("cuda")
 def _(x, fmt, power_of_2):
-    from octile.kernels.triton import transpose
-
     _check(x, fmt)
-    return transpose.launch_block(x, DATA_DTYPES[fmt], power_of_2)
+    return casting.quantize_and_transpose(x, DATA_DTYPES[fmt], power_of_2)
 
 
 def _check(x: Tensor, fmt: str) -> None:
@@ -139,13 +141,23 @@ def _check(x: Tensor, fmt: str) -> None:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' where the result is turned, not {fmt!r}")
 
 
-def _check_tiles(data: Tensor, scale: Tensor) -> None:
-    if data.dtype not in map(DATA_DTYPES.get, FORMATS):
-        raise TypeError(f"data must be float8_e4m3fn, float8_e5m2 or int8, not {data.dtype}")
+def _check_tiles(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | None) -> None:
+    if data.dtype not in DATA_DTYPES.values():
+        raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
     if data.dim() < 2:
         raise ValueError(f"data must be a matrix [..., M, K], not {tuple(data.shape)}")
     check_scale("data", data, scale, *TILE)
+    if (fmt or _format(data)) not in FORMATS:
+        raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' where the result is turned, not {fmt!r}")
+    if rows is None:
+        return
+    if rows.dtype != torch.int32:
+        raise TypeError(f"rows must be int32, not {rows.dtype}")
+    if rows.dim() != 1 or data.dim() != 2:
+        raise ValueError(f"rows must be [R] for a matrix [M, K], not {tuple(rows.shape)} for {tuple(data.shape)}")
+    if rows.device != data.device:
+        raise ValueError(f"data lies on {data.device} but rows on {rows.device}")
 
 
 def _format(data: Tensor) -> str:
-    return next(fmt for fmt in FORMATS if DATA_DTYPES[fmt] == data.dtype)
+    return next(fmt for fmt, dtype in DATA_DTYPES.items() if dtype == data.dtype)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+import octile.ops.adamw
 import octile.ops.attention
 import octile.ops.grouped
 import octile.ops.matmul
@@ -12,6 +13,7 @@ import octile.ops.norm
 import octile.ops.packed
 import octile.ops.permute
 import octile.ops.quantize
+import octile.ops.rope
 import octile.ops.swiglu
 import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
@@ -58,12 +60,12 @@ def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys(doctor.ATTENTION, "torch")
 
 
-def test_on_hopper_products_have_kernels_of_their_own(pretend):
+def test_on_hopper_products_and_casts_have_kernels_of_their_own(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == set(doctor.PRODUCTS)
-    assert {"matmul_nt", "grouped_wgrad_out"} < own
-    assert kernels()["quantize"] == kernels()["packed_matmul_nt"] == "Triton"
+    assert own == {*doctor.PRODUCTS, *doctor.CASTS}
+    assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed"} < own
+    assert kernels()["packed_matmul_nt"] == "Triton"
 
 
 def test_gpus_without_fp8_products_are_told_apart(pretend):

@@ -1,8 +1,10 @@
 """Verdicts: a goal is met only by all of its shapes."""
 
 import pytest
+import torch
 
 from octile.bench import goals, shapes
+from octile.bench.casts import _cases
 from octile.bench.rows import Row, beside
 
 
@@ -59,11 +61,22 @@ def test_the_slowest_call_of_the_host_is_judged():
     assert goals.in_words(measured).endswith("at most 12.0 µs (b): floor ≤ 25 met, aim ≤ 10 MISSED")
 
 
+def casts(**ratios):
+    return [beside("m", what, ratio, "GB/s", "copy", 1.0) for what, ratio in ratios.items()]
+
+
 def test_casts_that_turn_have_bounds_of_their_own():
-    casts = [
-        beside("m", "quantize", 0.9, "GB/s", "copy", 1.0),
-        beside("m", "1×128 and turned", 0.86, "GB/s", "copy", 1.0),
-    ]
-    once, twice = goals.casts_in_words(casts).splitlines()
+    measured = casts(**{"quantize 1×128": 0.9, "1×128 and turned": 0.86})
+    once, twice = goals.casts_in_words(measured).splitlines()
     assert once.endswith("floor each ≥ 0.80× met, aim each ≥ 0.92× MISSED")
     assert twice.endswith("floor each ≥ 0.70× met, aim each ≥ 0.85× met")
+
+
+def test_the_slowest_cast_of_all_shapes_is_judged():
+    measured = [*casts(**{"RMSNorm, 1×128": 0.7}), beside("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
+    assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_in_words(measured)
+
+
+def test_every_cast_that_is_judged_is_measured():
+    what = {name for name, _, _ in _cases(torch.randn(128, 256))}
+    assert what >= goals.ONCE | goals.TWICE

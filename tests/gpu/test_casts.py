@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.ops.norm import normalised, rms_norm_quantize
+from octile.ops.norm import normalised, rms_norm_backward, rms_norm_quantize
+from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
 
@@ -47,8 +48,9 @@ def test_turned_casts(cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int,
 @every_cast
 @every_format
 @both_scales
-def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool):
-    x = ugly(700, 1000)
+@pytest.mark.parametrize("k", [1000, 1003])
+def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], k: int, fmt: str, power_of_2: bool):
+    x = ugly(700, k)
     x[3, 5], x[200, 300], x[600, 999] = float("nan"), float("inf"), float("-inf")
     assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
 
@@ -57,12 +59,14 @@ def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]],
 def test_quotients_near_the_middle_between_two_codes(fmt: str):
     """Scales close to numbers of few bits, where a quotient that is not FP32's own could round to another code."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}[fmt]
-    scale = (torch.arange(128, 256)[:, None] * 2.0**16 + torch.arange(-8, 8)).flatten()[:, None] * 2.0**-23
+    scale = (torch.arange(128, 256)[:, None] * 2.0**16 + torch.arange(-16, 17)).flatten()[:, None] * 2.0**-23
     middle = torch.arange(128, 257) * 2.0**-8
-    x = torch.cat([scale * largest, (scale.double() * middle).float()], dim=1)
-    for steps in range(-2, 3):
-        near = (x.view(torch.int32) + torch.tensor([0] + 129 * [steps], dtype=torch.int32)).view(torch.float32)
-        assert_same(_cpu(quantize(near.cuda(), 1, 256, fmt, False)), quantize(near, 1, 256, fmt, False))
+    for some, block in ((middle, (1, 256)), (middle[:127], (1, 128)), (middle[2:], (1, 128))):
+        x = torch.cat([scale * largest, (scale.double() * some).float()], dim=1)
+        for steps in range(-2, 3):
+            moved = torch.tensor([0] + len(some) * [steps], dtype=torch.int32)
+            near = (x.view(torch.int32) + moved).view(torch.float32)
+            assert_same(_cpu(quantize(near.cuda(), *block, fmt, False)), quantize(near, *block, fmt, False))
 
 
 @both_scales
@@ -85,9 +89,12 @@ def test_e5m6_of_nan_is_nan():
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("scale", [0.37, 2.0**-10, float("nan")])
-def test_a_given_scale(fmt: str, scale: float):
-    x, given = ugly(300, 1000), torch.tensor([scale])
+@pytest.mark.parametrize(
+    "scale", [0.37, 1 - 2.0**-23, 2.0**-10, 2.0**-100, 1e-40, 0.0, -3.0, float("nan"), float("inf")]
+)
+@pytest.mark.parametrize("k", [1000, 1003])
+def test_a_given_scale(k: int, fmt: str, scale: float):
+    x, given = ugly(300, k), torch.tensor([scale])
     x[3, 5], x[200, 300] = float("nan"), float("-inf")
     assert_same(_cpu((quantize_with_scale(x.cuda(), given.cuda(), fmt),)), [quantize_with_scale(x, given, fmt)])
 
@@ -101,10 +108,49 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
     assert_close_codes(
         _cpu(swiglu_quantize(gate.cuda(), up.cuda(), fmt, power_of_2)), swiglu_quantize(gate, up, fmt, power_of_2)
     )
-    found = _cpu(swiglu_backward_quantize(dh.cuda(), gate.cuda(), up.cuda(), fmt, power_of_2))
-    expected = swiglu_backward_quantize(dh, gate, up, fmt, power_of_2)
+    weight = torch.rand(m)
+    *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, power_of_2, weight)
+    for inputs in ((gate, up, None, None, None), (*kept, *kept_scale, weight)):
+        casts = (fmt, power_of_2, fmt, not power_of_2)
+        found = _cpu(swiglu_backward_quantize(dh.cuda(), *(None if t is None else t.cuda() for t in inputs), *casts))
+        expected = swiglu_backward_quantize(dh, *inputs, *casts)
+        for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            assert_close_codes(found[pair], expected[pair])
+        torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
+
+
+@every_format
+@both_scales
+@pytest.mark.parametrize("shape", [(4096, 2048), (999, 300), (1, 128)], ids=str)
+def test_swiglu_keeps_its_inputs(shape: tuple[int, int], fmt: str, power_of_2: bool):
+    gate, up = (4 * torch.randn(2, *shape)).bfloat16()
+    weight = torch.rand(shape[0])
+    found = _cpu(swiglu_quantize_and_keep(gate.cuda(), up.cuda(), "e4m3", True, fmt, power_of_2, weight.cuda()))
+    expected = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, power_of_2, weight)
     assert_close_codes(found[:2], expected[:2])
-    assert_close_codes(found[2:], expected[2:])
+    assert_same(found[2:], expected[2:])
+
+
+@pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+@pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (5, 8)], ids=str)
+def test_e5m6_becomes_8_bits_and_rows_are_taken_in_another_order(shape: tuple[int, int], power_of_2: bool):
+    packed = quantize(finite(*shape).bfloat16(), 1, 128, "e5m6", True)
+    found = requantize_transposed(*(t.cuda() for t in packed), power_of_2, "e4m3")
+    assert_same(_cpu(found), requantize_transposed(*packed, power_of_2, "e4m3"))
+    tiles, rows = quantize(finite(*shape).bfloat16(), 1, 128, "e4m3", True), torch.randint(0, shape[0], (500,))
+    arguments = (power_of_2, None, rows.to(torch.int32))
+    found = requantize_transposed(*(t.cuda() for t in tiles), power_of_2, None, arguments[2].cuda())
+    assert_same(_cpu(found), requantize_transposed(*tiles, *arguments))
+
+
+@pytest.mark.parametrize("shape", [(512, 8, 7168), (333, 3, 300), (1, 1, 5)], ids=str)
+def test_rows_go_to_their_places_and_back(shape: tuple[int, int, int]):
+    t, k, d = shape
+    place = torch.randperm(t * k).view(t, k).to(torch.int32)
+    tiles = quantize(finite(t, d).bfloat16(), 1, 128, "e4m3", True)
+    assert_same(_cpu(permute(*(x.cuda() for x in tiles), place.cuda())), permute(*tiles, place))
+    y, add = torch.randn(t * k, d).bfloat16(), torch.randn(t, d).bfloat16()
+    assert_same(_cpu((unpermute(y.cuda(), place.cuda(), add.cuda()),)), [unpermute(y, place, add)])
 
 
 @every_format
@@ -112,6 +158,18 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
 @pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (1, 128), (5, 32768)], ids=str)
 def test_rms_norm_is_bit_for_bit_after_its_rstd(shape: tuple[int, int], fmt: str, power_of_2: bool):
     x, weight = finite(*shape).bfloat16(), torch.rand(shape[1]) + 0.5
-    *found, rstd = _cpu(rms_norm_quantize(x.cuda(), weight.cuda(), 1e-6, fmt, power_of_2))
+    *found, rstd, y = _cpu(rms_norm_quantize(x.cuda(), weight.cuda(), 1e-6, fmt, power_of_2, True))
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, fmt, power_of_2)[2], rtol=2.0**-20, atol=0)
-    assert_same(found, quantize(normalised(x, rstd, weight), 1, 128, fmt, power_of_2))
+    values = normalised(x, rstd, weight)
+    assert_same([*found, y], [*quantize(values, 1, 128, fmt, power_of_2), values.bfloat16()])
+
+
+@pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (1, 128), (5, 32768)], ids=str)
+def test_gradients_of_rms_norm(shape: tuple[int, int]):
+    x, weight, dy = finite(*shape).bfloat16(), torch.rand(shape[1]) + 0.5, torch.randn(shape).bfloat16()
+    rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2]
+    found = [t.cpu() for t in rms_norm_backward(*(t.cuda() for t in (dy, x, weight, rstd)))]
+    expected = rms_norm_backward(dy, x, weight, rstd)
+    size = expected[0].float().abs().amax(-1, keepdim=True)
+    assert ((found[0].float() - expected[0].float()).abs() <= 2.0**-8 * size).all()
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)

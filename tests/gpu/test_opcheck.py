@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from octile.ops.attention import attention, attention_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -14,9 +15,10 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt_out,
 )
 from octile.ops.matmul import matmul_nt, matmul_nt_out
-from octile.ops.norm import rms_norm_quantize
+from octile.ops.norm import rms_norm_backward, rms_norm_quantize
+from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
@@ -31,6 +33,15 @@ def _offs() -> torch.Tensor:
     return torch.tensor([30, 30, 90], dtype=torch.int32, device="cuda")
 
 
+def _kept(m: int, h: int) -> tuple[torch.Tensor, ...]:
+    data, scale = quantize(torch.randn(2, m, h, device="cuda"), *TILE, "int8", False)
+    return *data, *scale
+
+
+def _place() -> torch.Tensor:
+    return torch.randperm(15, device="cuda").to(torch.int32).view(5, 3)
+
+
 CASES = {
     "quantize": lambda: (quantize, (torch.randn(2, 5, 130, device="cuda"), *TILE, "int8", True)),
     "dequantize": lambda: (dequantize, (*_operand((5, 130), TILE)[:2], *TILE, torch.bfloat16)),
@@ -42,10 +53,40 @@ CASES = {
     "blocks": lambda: (quantize_and_transpose, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
     "swiglu": lambda: (swiglu_quantize, (*torch.randn(2, 5, 130, device="cuda"), "int8", False)),
-    "swiglu backward": lambda: (swiglu_backward_quantize, (*torch.randn(3, 5, 128, device="cuda"), "int8", False)),
+    "swiglu, kept": lambda: (
+        swiglu_quantize_and_keep,
+        (*torch.randn(2, 5, 130, device="cuda"), "int8", False, "e4m3", True, torch.rand(5, device="cuda")),
+    ),
+    "swiglu backward": lambda: (
+        swiglu_backward_quantize,
+        (*torch.randn(3, 5, 128, device="cuda"), None, None, None, "int8", False, "e4m3", True),
+    ),
+    "swiglu backward of kept": lambda: (
+        swiglu_backward_quantize,
+        (torch.randn(5, 128, device="cuda"), *_kept(5, 128), torch.rand(5, device="cuda"), "int8", False, "e4m3", True),
+    ),
+    "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
+    "permute": lambda: (permute, (*_operand((5, 130), TILE)[:2], _place())),
+    "unpermute": lambda: (
+        unpermute,
+        (torch.randn(15, 130, device="cuda"), _place(), torch.ones(5, 130, device="cuda")),
+    ),
+    "rms_norm backward": lambda: (
+        rms_norm_backward,
+        (
+            *torch.randn(2, 5, 130, device="cuda"),
+            torch.ones(130, device="cuda"),
+            torch.ones(5, device="cuda"),
+        ),
+    ),
+    "attention": lambda: (attention, (*torch.randn(3, 2, 64, 2, 32, device="cuda").bfloat16(), 0.2)),
+    "attention backward": lambda: (
+        attention_backward,
+        (*torch.randn(5, 2, 64, 2, 32, device="cuda").bfloat16(), torch.rand(2, 2, 64, device="cuda"), 0.2),
+    ),
     "rms_norm": lambda: (
         rms_norm_quantize,
-        (torch.randn(5, 130, device="cuda"), torch.ones(130, device="cuda"), 1e-6, "int8", False),
+        (torch.randn(5, 130, device="cuda"), torch.ones(130, device="cuda"), 1e-6, "int8", False, True),
     ),
     "matmul_nt": lambda: (matmul_nt, (*_operand((5, 130), TILE), *_operand((7, 130), BLOCK), torch.bfloat16)),
     "matmul_nt_out": lambda: (

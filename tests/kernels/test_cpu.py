@@ -1,4 +1,4 @@
-"""The fast E4M3 decoder against the format's definition, for all 256 codes."""
+"""The fast casts on a CPU against the formats' definitions: E4M3 for all its codes, E5M6 for all and about all ties."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from octile.formats import E4M3
-from octile.kernels.cpu import decode_e4m3
+from octile.formats import E4M3, E5M6, pack12, unpack12
+from octile.kernels.cpu import decode_e4m3, decode_e5m6, encode_e5m6
 
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
@@ -50,3 +50,51 @@ def test_the_data_stay_as_they_were():
     before = CODES.view(torch.uint8).clone()
     decode_e4m3(CODES)
     assert torch.equal(CODES.view(torch.uint8), before)
+
+
+# E5M6
+
+
+def assert_encoded_as_defined(x: torch.Tensor) -> None:
+    """The same codes; of a NaN, its being one."""
+    found, expected = unpack12(encode_e5m6(x), x.shape[-1]), E5M6.encode(x)
+    assert torch.equal(torch.where(x.isnan(), 0, found), torch.where(x.isnan(), 0, expected))
+    assert torch.equal(E5M6.decode(found).isnan(), x.isnan())
+
+
+def test_every_e5m6_code_is_decoded_to_its_value():
+    codes = torch.arange(4096, dtype=torch.int32).view(4, 1024)
+    np.testing.assert_array_equal(decode_e5m6(pack12(codes)).numpy(), E5M6.decode(codes).numpy())
+
+
+@pytest.mark.parametrize("steps", range(-2, 3))
+def test_numbers_about_the_middle_between_two_codes_of_e5m6(steps):
+    values = E5M6.values()
+    values = values[values.isfinite()].sort().values
+    middle = (values[1:] + values[:-1]) / 2
+    assert_encoded_as_defined(
+        (middle.view(torch.int32) + steps).view(torch.float32)[:, None].expand(-1, 2).contiguous()
+    )
+
+
+def test_e5m6_of_all_magnitudes_and_of_nan():
+    torch.manual_seed(0)
+    x = torch.randn(300, 300) * torch.exp2(torch.randint(-149, 17, (300, 300)).float())
+    x[0, :6] = torch.tensor([0.0, -0.0, float("nan"), -1e-30, 1e-45, -1e-45])
+    assert_encoded_as_defined(x.clamp(-E5M6.max, E5M6.max))
+
+
+def test_subnormal_numbers_of_e5m6_survive_a_processor_that_flushes_denormals(flushed_denormals):
+    x = torch.arange(-64, 64) * 2.0**-20
+    assert torch.equal(decode_e5m6(encode_e5m6(x)), x)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 3, 4)])
+def test_e5m6_of_any_shape(shape):
+    x = torch.ones(shape)
+    assert torch.equal(decode_e5m6(encode_e5m6(x)), x)
+
+
+def test_packed_rows_may_be_strided():
+    packed = encode_e5m6(torch.arange(64.0).view(8, 8))
+    assert torch.equal(decode_e5m6(packed[::2]), torch.arange(64.0).view(8, 8)[::2])

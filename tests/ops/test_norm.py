@@ -1,11 +1,13 @@
-"""RMSNorm's cast is torch's norm in FP32, then the cast."""
+"""RMSNorm's cast is torch's norm in FP32, then the cast; its gradients are what autograd finds."""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.ops.norm import rms_norm_quantize
+from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.quantize import quantize
 
 
@@ -17,26 +19,60 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_norm_rounded_only_to_the_codes(dtype: torch.dtype):
     x, weight = inputs(dtype)
-    data, scale, rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", True)
+    data, scale, rstd, y = rms_norm_quantize(x, weight, 1e-6, "e4m3", True)
     expected = quantize(F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6), 1, 128, "e4m3", True)
     assert torch.equal(data.float(), expected[0].float())
     assert torch.equal(scale, expected[1])
     torch.testing.assert_close(rstd, x.float().square().mean(-1).add(1e-6).rsqrt(), rtol=0, atol=0)
+    assert y.shape == (0, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_itself_comes_along_if_asked_for(dtype: torch.dtype):
+    x, weight = inputs(dtype)
+    y = rms_norm_quantize(x, weight, 1e-6, "e4m3", True, True)[3]
+    assert torch.equal(y, F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_what_autograd_finds(dtype: torch.dtype):
+    x, weight = inputs(dtype)
+    dy = torch.randn(20, 300).to(dtype)
+    rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", True)[2]
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    expected = torch.autograd.grad(F.rms_norm(wide[0], (300,), wide[1], 1e-6), wide, dy.double())
+    dx, dweight = rms_norm_backward(dy, x, weight, rstd)
+    assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(dx.double(), expected[0], rtol=1e-5 if dtype == torch.float32 else 2.0**-8, atol=1e-5)
+    torch.testing.assert_close(dweight.double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_no_rows_give_no_rows():
-    data, scale, rstd = rms_norm_quantize(torch.empty(0, 128), torch.ones(128), 1e-6, "e4m3", False)
-    assert (data.shape, scale.shape, rstd.shape) == ((0, 128), (0, 1), (0,))
+    data, scale, rstd, y = rms_norm_quantize(torch.empty(0, 128), torch.ones(128), 1e-6, "e4m3", False, True)
+    assert (data.shape, scale.shape, rstd.shape, y.shape) == ((0, 128), (0, 1), (0,), (0, 128))
+    dx, dweight = rms_norm_backward(y, torch.empty(0, 128), torch.ones(128), rstd)
+    assert dx.shape == (0, 128)
+    assert torch.equal(dweight, torch.zeros(128))
 
 
-def test_it_is_a_well_formed_operator():
-    torch.library.opcheck(rms_norm_quantize.overload, (*inputs(), 1e-6, "int8", False))
+CALLS: dict[str, Any] = {
+    "norm": lambda: (rms_norm_quantize, (*inputs(), 1e-6, "int8", False)),
+    "with values": lambda: (rms_norm_quantize, (*inputs(), 1e-6, "int8", False, True)),
+    "gradients": lambda: (rms_norm_backward, (torch.randn(20, 300), *inputs(), torch.rand(20))),
+}
 
 
-def test_meta_tensors_have_the_shapes_and_strides_of_real_ones():
-    x, weight = inputs()
-    meta = rms_norm_quantize(x.to("meta"), weight.to("meta"), 1e-6, "e4m3", False)
-    for m, real in zip(meta, rms_norm_quantize(x, weight, 1e-6, "e4m3", False), strict=True):
+@pytest.mark.parametrize("name", CALLS)
+def test_they_are_well_formed_operators(name: str):
+    operator, arguments = CALLS[name]()
+    torch.library.opcheck(operator.overload, arguments)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
+    operator, arguments = CALLS[name]()
+    meta = operator(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
+    for m, real in zip(meta, operator(*arguments), strict=True):
         assert (m.shape, m.dtype, m.stride()) == (real.shape, real.dtype, real.stride())
 
 
@@ -55,3 +91,18 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones():
 def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, fmt: str, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         rms_norm_quantize(x, weight, 1e-6, fmt, False)
+
+
+@pytest.mark.parametrize(
+    ("dy", "rstd", "error", "message"),
+    [
+        (torch.zeros(2, 3).double(), torch.ones(2), TypeError, "dy must be float32, bfloat16 or float16, not"),
+        (torch.zeros(2, 3), torch.ones(2).double(), TypeError, r"rstd must be float32, not torch\.float64"),
+        (torch.zeros(3, 2), torch.ones(2), ValueError, r"dy must be \(2, 3\) as x, not \(3, 2\)"),
+        (torch.zeros(2, 3), torch.ones(3), ValueError, r"rstd must be \(2,\), one for each row of x, not \(3,\)"),
+    ],
+    ids=["dtype", "rstd's dtype", "shape", "rstd"],
+)
+def test_gradients_of_something_else_are_refused(dy: Tensor, rstd: Tensor, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        rms_norm_backward(dy, torch.zeros(2, 3), torch.ones(3), rstd)

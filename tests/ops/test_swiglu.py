@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.ops.quantize import quantize
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.quantize import dequantize, quantize
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_rows_and_columns
 
 M, H = 20, 256
@@ -34,36 +34,105 @@ def test_forward_rounds_only_to_the_codes(h: int, dtype: torch.dtype):
     assert_equal(swiglu_quantize(gate, up, "e4m3", True), expected)
 
 
+@pytest.mark.parametrize("h", [256, 100])
+def test_inputs_are_kept_in_tiles_of_their_own(h: int):
+    _, gate, up = inputs(h=h)
+    weight = torch.rand(M)
+    *of_h, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, "int8", False, weight)
+    assert_equal(tuple(of_h), swiglu_quantize(gate, up, "e4m3", True, weight))
+    assert_equal((kept, kept_scale), quantize(torch.stack([gate, up]), 1, 128, "int8", False))
+    for half, x in enumerate((gate, up)):
+        assert_equal((kept[half], kept_scale[half]), quantize(x, 1, 128, "int8", False))
+
+
+def test_a_rows_weight_multiplies_it_before_the_cast():
+    _, gate, up = inputs()
+    weight = torch.rand(M)
+    expected = quantize(F.silu(gate) * up * weight[:, None], 1, 128, "e4m3", True)
+    assert_equal(swiglu_quantize(gate, up, "e4m3", True, weight), expected)
+
+
+CASTS = ("e4m3", False, "e4m3", True)  # of the gradients and of h
+
+
+def columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Turned, in tiles along the rows that x had."""
+    return quantize_rows_and_columns(x, fmt, power_of_2)[2:]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_is_what_autograd_finds(dtype: torch.dtype):
     dh, gate, up = inputs(dtype=dtype)
     wide = [t.float().detach().requires_grad_() for t in (gate, up)]
-    gradients = torch.autograd.grad(F.silu(wide[0]) * wide[1], wide, dh.float())
-    expected = quantize_rows_and_columns(torch.cat(gradients, 1), "e4m3", False)
-    assert_equal(swiglu_backward_quantize(dh, gate, up, "e4m3", False), expected)
+    h = F.silu(wide[0]) * wide[1]
+    gradients = torch.autograd.grad(h, wide, dh.float())
+    *found, of_weight = swiglu_backward_quantize(dh, gate, up, None, None, None, *CASTS)
+    expected = *quantize_rows_and_columns(torch.cat(gradients, 1), "e4m3", False), *columns(h.detach(), "e4m3", True)
+    assert_equal(tuple(found), expected)
+    assert of_weight.shape == (0,)
+
+
+def test_a_rows_weight_has_a_gradient():
+    dh, gate, up = inputs()
+    weight = torch.rand(M)
+    wide = [t.clone().requires_grad_() for t in (gate, up, weight)]
+    h = F.silu(wide[0]) * wide[1] * wide[2][:, None]
+    *gradients, of_weight = torch.autograd.grad(h, wide, dh)
+    *found, found_weight = swiglu_backward_quantize(dh, gate, up, None, None, weight, *CASTS)
+    both = torch.cat(swiglu_gradients(dh * weight[:, None], gate, up), 1)
+    expected = *quantize_rows_and_columns(both, "e4m3", False), *columns(h.detach(), "e4m3", True)
+    assert_equal(tuple(found), expected)
+    torch.testing.assert_close(both, torch.cat(gradients, 1))
+    torch.testing.assert_close(found_weight, of_weight)
+
+
+def swiglu_gradients(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)
+
+
+def test_kept_inputs_stand_for_their_values():
+    dh, gate, up = inputs()
+    *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, "e4m3", False)
+    values = dequantize(kept, kept_scale, 1, 128, torch.float32)
+    found = swiglu_backward_quantize(dh, *kept, *kept_scale, torch.ones(M), *CASTS)
+    assert_equal(found, swiglu_backward_quantize(dh, *values, None, None, torch.ones(M), *CASTS))
 
 
 def test_each_half_is_the_cast_of_one_gradient():
     dh, gate, up = inputs()
-    data, scale, data_t, scale_t = swiglu_backward_quantize(dh, gate, up, "e4m3", False)
+    data, scale, data_t, scale_t, *_ = swiglu_backward_quantize(dh, gate, up, None, None, None, *CASTS)
     d_up = quantize_rows_and_columns(dh * F.silu(gate), "e4m3", False)
     for found, expected in zip((data[:, H:], scale[:, H // 128 :], data_t[H:], scale_t[H:]), d_up, strict=True):
         assert torch.equal(found.float(), expected.float())
 
 
 def test_no_rows_give_no_rows():
-    assert swiglu_quantize(*inputs(0)[1:], "e4m3", False)[0].shape == (0, H)
-    assert [t.shape for t in swiglu_backward_quantize(*inputs(0), "e4m3", False)] == [
-        (0, 2 * H),
-        (0, 2 * H // 128),
-        (2 * H, 0),
-        (2 * H, 0),
-    ]
+    dh, gate, up = inputs(0)
+    assert swiglu_quantize(gate, up, "e4m3", False)[0].shape == (0, H)
+    assert swiglu_quantize_and_keep(gate, up, "e4m3", False, "e4m3", False)[2].shape == (2, 0, H)
+    found = swiglu_backward_quantize(dh, gate, up, None, None, torch.ones(0), *CASTS)
+    shapes = [(0, 2 * H), (0, 2 * H // 128), (2 * H, 0), (2 * H, 0), (H, 0), (H, 0), (0,)]
+    assert [t.shape for t in found] == shapes
 
 
 CALLS: dict[str, Any] = {
     "forward": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False)),
-    "backward": lambda: (swiglu_backward_quantize, (*inputs(), "int8", False)),
+    "forward, weighted": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False, torch.rand(M))),
+    "forward, kept": lambda: (swiglu_quantize_and_keep, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
+    "backward": lambda: (swiglu_backward_quantize, (*inputs(), None, None, None, "int8", False, "e4m3", True)),
+    "backward of kept": lambda: (
+        swiglu_backward_quantize,
+        (
+            inputs()[0],
+            *(q := quantize(torch.randn(2, M, H), 1, 128, "int8", False))[0],
+            *q[1],
+            torch.rand(M),
+            "int8",
+            True,
+            "e5m2",
+            False,
+        ),
+    ),
 }
 
 
@@ -103,6 +172,23 @@ def test_what_does_not_fit_is_refused(gate: Tensor, up: Tensor, fmt: str, error:
         swiglu_quantize(gate, up, fmt, False)
 
 
-def test_tiles_that_would_hold_both_gradients_are_refused():
-    with pytest.raises(ValueError, match="multiple of 128 columns, not 100"):
-        swiglu_backward_quantize(*inputs(h=100), "e4m3", False)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a: inputs(h=100) + a[3:], ValueError, "multiple of 128 columns, not 100"),
+        (lambda a: [a[0].double(), *a[1:]], TypeError, "dh must be float32, bfloat16 or float16, not torch.float64"),
+        (lambda a: [a[0][:3], *a[1:]], ValueError, r"dh must be \(20, 256\) as gate, not \(3, 256\)"),
+        (lambda a: [*a[:3], torch.ones(M, 2), *a[4:]], ValueError, "gate_scale must be given where gate and up are in"),
+        (
+            lambda a: [a[0], *(t.to(torch.float8_e4m3fn) for t in a[1:3]), *a[3:]],
+            ValueError,
+            "gate_scale must be given",
+        ),
+        (lambda a: [*a[:5], torch.ones(M).double()], TypeError, "weight must be float32, not torch.float64"),
+        (lambda a: [*a[:5], torch.ones(3)], ValueError, r"weight must be \(20,\) as gate, not \(3,\)"),
+    ],
+    ids=["columns", "dh's dtype", "dh", "a scale too many", "no scale", "weight's dtype", "weight"],
+)
+def test_what_has_no_gradients_is_refused(change: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        swiglu_backward_quantize(*change([*inputs(), None, None, None]), *CASTS)

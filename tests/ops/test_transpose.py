@@ -58,6 +58,26 @@ def test_requantising_is_a_cast_of_the_values(shape: tuple[int, ...], fmt: str, 
     assert_same(scale_t, columns_scale.mT)
 
 
+@both_scales
+def test_e5m6_becomes_8_bits(power_of_2: bool):
+    data, scale = quantize(matrix((130, 200)), 1, 128, "e5m6", True)
+    data_t, scale_t = requantize_transposed(data, scale, power_of_2, "e4m3")
+    columns, columns_scale = quantize(dequantize(data, scale, 1, 128, torch.float32), 128, 1, "e4m3", power_of_2)
+    assert_same(data_t, columns.mT)
+    assert_same(scale_t, columns_scale.mT)
+
+
+@every_format
+def test_rows_are_taken_in_the_order_that_is_asked_for(fmt: str):
+    data, scale = quantize(matrix((130, 200)), 1, 128, fmt, True)
+    rows = torch.tensor([7, 129, 7, 0, 64], dtype=torch.int32)
+    data_t, scale_t = requantize_transposed(data, scale, True, None, rows)
+    values = dequantize(data, scale, 1, 128, torch.float32)[rows.long()]
+    columns, columns_scale = quantize(values, 128, 1, fmt, True)
+    assert_same(data_t, columns.mT)
+    assert_same(scale_t, columns_scale.mT)
+
+
 @every_shape
 @every_format
 @both_scales
@@ -81,6 +101,15 @@ CALLS: dict[str, Any] = {
     "requantize_transposed": lambda: (
         requantize_transposed,
         (*quantize(matrix((5, 130)), 1, 128, "int8", False), False),
+    ),
+    "rows of E5M6": lambda: (
+        requantize_transposed,
+        (
+            *quantize(matrix((5, 130)), 1, 128, "e5m6", True),
+            True,
+            "int8",
+            torch.tensor([1, 1, 4], dtype=torch.int32),
+        ),
     ),
     "quantize_and_transpose": lambda: (quantize_and_transpose, (matrix((2, 5, 130)), "int8", False)),
 }
@@ -121,12 +150,26 @@ def test_what_cannot_be_cast_is_refused(operator: Any, x: Tensor, fmt: str, erro
 @pytest.mark.parametrize(
     ("data", "scale", "error", "message"),
     [
-        (torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 1), TypeError, "int8, not torch.uint8"),
+        (torch.zeros(4, 6), torch.ones(4, 1), TypeError, r"uint8 \(E5M6\), not torch.float32"),
+        (torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 1), ValueError, "where the result is turned, not None"),
         (torch.zeros(4, dtype=torch.int8), torch.ones(1), ValueError, r"data must be a matrix .* not \(4,\)"),
         (torch.zeros(4, 200, dtype=torch.int8), torch.ones(4, 1), ValueError, r"scale must be \(4, 2\)"),
     ],
-    ids=["dtype", "vector", "scale"],
+    ids=["dtype", "format", "vector", "scale"],
 )
 def test_what_is_not_in_tiles_is_refused(data: Tensor, scale: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         requantize_transposed(data, scale, False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int64), TypeError, "rows must be int32, not torch.int64"),
+        (torch.zeros(3, 1, dtype=torch.int32), ValueError, r"rows must be \[R\] for a matrix \[M, K\], not \(3, 1\)"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_rows_that_do_not_fit_are_refused(rows: Tensor, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        requantize_transposed(*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, rows)

@@ -12,6 +12,9 @@
     again.py                a product that looks like an earlier one: launched at once
     products.py             the products, as octile.kernels.dispatch calls them
     catalogue.py            every kernel that DeepSeek-V3's shapes need, compiled without a GPU
+    casts.py                the casts, as octile.kernels.casting calls them, with their kernels: tiles.cu, squares.cu,
+                            swiglu_backward.cu, rms_norm.cu, dequantize.cu; include/scale.cuh has what they share
+    cast_catalogue.py       what each of them launches
 
 Nothing here is imported on a machine without a GPU unless asked for, and nothing is compiled when octile is installed.
 """

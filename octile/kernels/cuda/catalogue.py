@@ -1,11 +1,12 @@
-"""Every kernel that DeepSeek-V3's shapes need, compiled without a GPU, with what each one uses."""
+"""Every kernel that DeepSeek-V3's shapes need, and every cast, compiled without a GPU, with what each one uses."""
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 
-from octile.kernels.cuda import choose, jit
+from octile.kernels.cuda import cast_catalogue, choose, jit
 from octile.kernels.cuda.config import Config
 
 
@@ -14,7 +15,7 @@ class Compiled:
     """What a kernel uses; registers, stack, spills, seconds and warnings as in `compiler.Cubin`.
 
     Attributes:
-        case: the first of the shapes that take it.
+        case: the first of the shapes that take it, or the cast.
         shared_bytes: of a block, with what the launch adds.
     """
 
@@ -41,14 +42,27 @@ def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
     for case, config in choose.plans_for_v3().items():
         cases.setdefault(config, []).append(case)
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
+    of_casts = cast_catalogue.launches()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(_compile, names, cases, repeat(architecture)))
+        products = pool.map(_compile_product, names, cases, repeat(architecture))
+        casts = pool.map(_compile, of_casts, *zip(*of_casts.values(), strict=True), repeat(architecture))
+        return [*products, *casts]
 
 
-def _compile(case: str, config: Config, architecture: str) -> Compiled:
-    cubin = jit.compile("product", config.constants(), architecture, config.headers())
-    shared = cubin.static_shared_bytes + config.shared_bytes
-    warnings = "; ".join(cubin.warnings)
+def _compile_product(case: str, config: Config, architecture: str) -> Compiled:
+    return _compile(case, "product", config.constants(), config.shared_bytes, architecture, config.headers())
+
+
+def _compile(
+    case: str,
+    kernel: str,
+    constants: Mapping[str, int | bool],
+    shared_bytes: int,
+    architecture: str,
+    headers: Mapping[str, str] | None = None,
+) -> Compiled:
+    cubin = jit.compile(kernel, constants, architecture, headers)
+    shared, warnings = cubin.static_shared_bytes + shared_bytes, "; ".join(cubin.warnings)
     return Compiled(
-        "product", case, cubin.registers, cubin.stack_bytes, cubin.spill_bytes, shared, cubin.seconds, warnings
+        kernel, case, cubin.registers, cubin.stack_bytes, cubin.spill_bytes, shared, cubin.seconds, warnings
     )

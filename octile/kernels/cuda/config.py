@@ -49,7 +49,7 @@ class Config:
     Attributes:
         tile_m, tile_n: of a team.
         stages: of a team.
-        warpgroups: that multiply, 1 or 2; one more copies.
+        warpgroups: that multiply, 1 to 3; one more copies.
         ping_pong: each warpgroup has its own tiles.
         accumulators: sums of a step that a warpgroup holds: with 2 it multiplies the next while it adds the last.
         cluster: blocks, 1 or 2, that share the tiles of one operand: of a (multicast_a), or of b.
@@ -127,12 +127,12 @@ class Config:
     @property
     def copy_registers(self) -> int:
         """That a thread of the warpgroup that copies keeps."""
-        return 40
+        return 40 if self.warpgroups < 3 else 32
 
     @property
     def math_registers(self) -> int:
         """That a thread of a warpgroup that multiplies may use."""
-        return 232 if self.warpgroups > 1 else 255
+        return {1: 255, 2: 232}.get(self.warpgroups, 160)
 
     @property
     def sums(self) -> int:
@@ -144,7 +144,7 @@ class Config:
         """For addresses, scales and the scheduler; found by compiling the largest tiles of every kind."""
         scales_in_flight = self.ping_pong and self.accumulators == 2 and self.b_scales is Scales.PER_ROW
         cut_twice = self.split_k > 1 and self.waves > 1 and STEP % self.tile_n > 0  # along K, and columns at a block
-        return OVERHEAD + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
+        return (OVERHEAD if self.warpgroups < 3 else 32) + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
 
     @property
     def piece_columns(self) -> int:
@@ -198,7 +198,7 @@ class Config:
         grouped = self.schedule in (Schedule.GROUPED, Schedule.MASKED)
         rows = 64 * self.warpgroups // self.teams
         return [
-            (self.warpgroups in (1, 2), "warpgroups must be 1 or 2"),
+            (self.warpgroups in (1, 2, 3), "warpgroups must be 1 to 3"),
             (not self.ping_pong or self.warpgroups == 2, "ping_pong takes two warpgroups"),
             (self.tile_m % rows == 0 and 0 < self.tile_m <= 256, f"tile_m must be a multiple of {rows} up to 256"),
             (self.tile_n in range(8, 257, 8), "tile_n must be a multiple of 8 up to 256"),
@@ -214,6 +214,7 @@ class Config:
             (self.split_k == 1 or not self.ping_pong, "few tiles are split, and ping_pong wants many"),
             (of_b is not Scales.PER_BLOCK or _most_blocks(self.tile_n) <= 2, "a tile would reach three blocks of b"),
             (of_a is not Scales.PER_BLOCK or self.waves <= 2, "a warpgroup's rows would reach two blocks of a"),
+            (of_a is not Scales.PER_BLOCK or self.warpgroups < 3, "three warpgroups' rows lie askew to blocks of a"),
             (not grouped or of_a is Scales.PER_ROW, "groups begin anywhere, blocks of a do not"),
             (not self.transposed or self.schedule is Schedule.DENSE, "only a dense product is transposed"),
             (not self.transposed or self.tile_n % 16 == 0, "a transposed tile_n must be a multiple of 16"),

@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
         while (scheduler.take(tile)) {
             const int steps = count_steps(tile);
-            if (team_warpgroups == 2 && steps >= 32) ptx::named_barrier_sync(1, team_threads);
+            if (team_warpgroups > 1 && steps >= 32) ptx::named_barrier_sync(1, team_threads);
             const int border = 128 - tile.n % 128;  // where the tile's columns reach the next block of scales
 
             // waits for the stage of a step, if it is not there, and removes what is not summed

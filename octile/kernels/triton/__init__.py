@@ -1,6 +1,6 @@
 """Portable kernels, for every NVIDIA GPU from sm_80 on.
 
-Each file has one `launch` function an operator, called by `octile.ops` with arguments that are checked already. Nothing
+Each file has one `launch` function an operator, called with arguments that are checked already. Nothing
 here reads a tensor on the host: grids follow from shapes alone, so every launch can be captured in a CUDA graph.
 
     codes       8-bit codes to and from numbers, in integer arithmetic

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from octile.kernels.storage import new_scale
-from octile.kernels.triton import grouped, matmul, norm, quantize, swiglu, tensor_core, transpose
+from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
 from octile.kernels.triton.machine import Machine, assume
 
 ARCHITECTURES = {
@@ -73,6 +73,10 @@ def _cases() -> dict[str, Callable[[], object]]:
     bf16, fp32 = torch.bfloat16, torch.float32
     offs = _empty(groups, dtype=torch.int32)
     gate, up = _empty(t, 2 * n).chunk(2, dim=1)
+    (kept_gate, kept_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
+    heads, angle = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
+    place, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
+    ragged = _empty(700, 1000, dtype=fp32)  # numbers that lie as these do are loaded one by one
 
     def dense(block: Sequence[int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
         out = _empty(m, n, dtype=fp32 if accumulate else bf16)
@@ -96,11 +100,45 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "scale given": lambda: quantize.launch_with_scale(_empty(t, k), _empty(1, dtype=fp32), E4M3),
         "rows and columns": lambda: transpose.launch_rows_and_columns(_empty(t, k), E4M3, False),
-        "requantise, turned": lambda: transpose.launch_requantize(*_operand(t, k, TILE)[:2], True),
+        "requantise, turned": lambda: transpose.launch_requantize(*_operand(t, k, TILE)[:2], E4M3, True),
+        "requantise E5M6, turned": lambda: transpose.launch_requantize(
+            _empty(t, k * 3 // 2, dtype=torch.uint8), _empty(t, k // 128, dtype=fp32), E4M3, True
+        ),
+        "requantise rows, turned": lambda: transpose.launch_requantize(
+            *_operand(t, k, TILE)[:2], E4M3, True, _empty(8 * t, dtype=torch.int32)
+        ),
         "weight, both ways": lambda: transpose.launch_block(_empty(n, k, dtype=fp32), E4M3, False),
         "SwiGLU": lambda: swiglu.launch(gate, up, E4M3, False),
-        "SwiGLU backward": lambda: swiglu.launch_backward(_empty(t, n), gate, up, E4M3, False),
-        "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False),
+        "SwiGLU, inputs kept": lambda: swiglu.launch_and_keep(gate, up, E4M3, True, E4M3, False, of_rows),
+        "SwiGLU backward": lambda: swiglu.launch_backward(
+            _empty(t, n), gate, up, None, None, None, E4M3, False, E4M3, True
+        ),
+        "SwiGLU backward, inputs kept": lambda: swiglu.launch_backward(
+            _empty(t, n), kept_gate, kept_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True
+        ),
+        "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
+        "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
+        "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], place),
+        "unpermute": lambda: permute.launch_back(_empty(8 * t, k), place, _empty(t, k)),
+        "ragged: rows and columns": lambda: transpose.launch_rows_and_columns(ragged, E4M3, False),
+        "ragged: weight, both ways": lambda: transpose.launch_block(ragged, E4M3, False),
+        "ragged: quantize to E5M6": lambda: quantize.launch(ragged, *TILE, torch.uint8, True),
+        "ragged: requantise, turned": lambda: transpose.launch_requantize(*_operand(700, 1000, TILE)[:2], E4M3, False),
+        "ragged: RMSNorm": lambda: norm.launch(ragged, _empty(1000), 1e-6, E4M3, False),
+        "rotate": lambda: rope.launch(heads, angle, angle),
+        "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), angle, angle, 128),
+        "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), angle, angle),
+        "AdamW": lambda: adamw.launch(
+            _empty(n, k, dtype=fp32),
+            _empty(n, k, dtype=fp32),
+            _empty(n, k),
+            _empty(n, k),
+            _empty(2, dtype=fp32),
+            0.9,
+            0.95,
+            1e-8,
+            0.9998,
+        ),
         "x · wᵀ": lambda: dense(BLOCK, E4M3, k),
         "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
         "x · wᵀ INT8": lambda: dense(BLOCK, INT8, k),

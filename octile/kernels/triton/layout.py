@@ -14,6 +14,17 @@ from torch import Tensor
 from octile.kernels.storage import VECTOR, padded
 
 
+def in_vectors(x: Tensor) -> bool:
+    """Whether the rows, or the columns, of x [..., M, K] are contiguous and multiples of 16 numbers apart, as K is one.
+
+    Triton's compiler asks for no more to load and store 16 bytes at once. Where it may not, each number has an address
+    of its own, and a program must hold fewer, or registers spill to memory. That is slow, and ptxas 12.8 then reads
+    codes before it has restored them. (Found by wrong results of an H200, and then in the machine code.)
+    """
+    steps = sorted(x.stride()[-2:])
+    return x.shape[-1] % VECTOR == 0 and steps[0] == 1 and steps[1] % VECTOR == 0
+
+
 def k_major(data: Tensor) -> Tensor:
     """data [..., M, K] of one byte a number, as it is or copied: K contiguous and padded with zeros to 16 bytes.
 

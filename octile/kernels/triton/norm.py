@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""RMSNorm, cast as it is made; `octile.ops.norm` specifies it and says what is bit for bit."""
+"""RMSNorm, cast as it is made, and its gradients; `octile.ops.norm` specifies it and says what is bit for bit."""
 
 import torch
 import triton
@@ -9,34 +9,59 @@ from torch import Tensor
 from octile.kernels.storage import new_scale
 from octile.kernels.triton import tuning
 from octile.kernels.triton.codes import as_codes, cast_constants
+from octile.kernels.triton.machine import machine
 from octile.kernels.triton.quantize_kernels import load
 from octile.kernels.triton.scaling import divide, magnitude, scale_of, to_codes
 from octile.kernels.triton.tuning import EXACT
 
 
 def launch(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, power_of_2: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K], any strides → data [M, K], scale in 1×128, rstd [M]."""
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, power_of_2: bool, values: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K], any strides → data [M, K], scale in 1×128, rstd [M], and y [M, K] in x's dtype or [0, K]."""
     m, k = x.shape
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 1, 128)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    y = x.new_empty(m if values else 0, k)
     if m:
-        tiles = triton.next_power_of_2(triton.cdiv(max(k, 1), 128))
-        rows = max(tuning.NORM_NUMBERS // (128 * tiles), 1)
-        warps = min(max(rows * tiles * 128 // tuning.NUMBERS_A_WARP, 4), 32)
+        shape = _rows_of_program(k)
         with torch.cuda.device_of(x):
-            rms_norm[(triton.cdiv(m, rows),)](
-                x, weight, eps, m, k, *x.stride(), weight.stride(0), as_codes(data), scale, rstd,
-                POWER_OF_2=power_of_2, ROWS=rows, TILES=tiles, num_warps=warps, **cast_constants(dtype), **EXACT,
+            rms_norm[(triton.cdiv(m, shape["ROWS"]),)](
+                x, weight, eps, m, k, *x.stride(), weight.stride(0), as_codes(data), scale, rstd, y,
+                VALUES=values, POWER_OF_2=power_of_2, **shape, **cast_constants(dtype), **EXACT,
             )  # fmt: skip
-    return data, scale, rstd
+    return data, scale, rstd, y
+
+
+def launch_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dy, x [M, K], any strides, rstd [M] → dx [M, K] in x's dtype, dweight [K] float32."""
+    m, k = x.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = _rows_of_program(k)
+    # as many programs as run at once: each adds up the weight's gradient over its rows, in order
+    programs = min(triton.cdiv(m, shape["ROWS"]), 2 * machine(x.device).multiprocessors)
+    parts = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
+    if m and k:
+        with torch.cuda.device_of(x):
+            rms_norm_backward[(programs,)](
+                dy, x, weight, rstd, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0), dx, parts,
+                **shape, **EXACT,
+            )  # fmt: skip
+    return dx, parts.sum(0)
+
+
+def _rows_of_program(k: int) -> dict[str, int]:
+    """How many rows a program takes at a time, of how many tiles each, with how many warps."""
+    tiles = triton.next_power_of_2(triton.cdiv(max(k, 1), 128))
+    rows = max(tuning.NORM_NUMBERS // (128 * tiles), 1)
+    warps = min(max(rows * tiles * 128 // tuning.NUMBERS_A_WARP, 4), 32)
+    return {"ROWS": rows, "TILES": tiles, "num_warps": warps}
 
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm(
-    x, weight, eps, M, K, x_row, x_col, weight_step, data, scale, rstd,
-    ROWS: tl.constexpr, TILES: tl.constexpr, POWER_OF_2: tl.constexpr,
+    x, weight, eps, M, K, x_row, x_col, weight_step, data, scale, rstd, y,
+    ROWS: tl.constexpr, TILES: tl.constexpr, VALUES: tl.constexpr, POWER_OF_2: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS whole rows, in TILES tiles each."""
@@ -48,12 +73,37 @@ def rms_norm(
     tl.store(rstd + m, factor, mask=m < M)
     w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
     value = value * factor[:, None] * w[None, :]
+    at = m.to(tl.int64)[:, None] * K + k[None, :]
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    if VALUES:
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
     tiles = tl.reshape(value, [ROWS, TILES, 128])
     tile_scale = scale_of(tl.max(magnitude(tiles), axis=2), INVERSE, REST, POWER_OF_2)
     codes = to_codes(divide(tiles, tile_scale[:, :, None], POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
-    at = m.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(data + at, tl.reshape(codes, [ROWS, TILES * 128]), mask=(m < M)[:, None] & (k < K)[None, :])
+    tl.store(data + at, tl.reshape(codes, [ROWS, TILES * 128]), mask=inside)
     tile = tl.arange(0, TILES)
     at = tile[None, :] * (tl.cdiv(M, 4) * 4) + m[:, None]
     tl.store(scale + at, tile_scale, mask=(m < M)[:, None] & (tile < tl.cdiv(K, 128))[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_backward(
+    dy, x, weight, rstd, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step, dx, parts,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: every so many rows, ROWS at a time, and its part of the weight's gradient."""
+    k = tl.arange(0, TILES * 128)
+    w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([TILES * 128], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+        m = first + tl.arange(0, ROWS)
+        gradient = load(dy, 0, m, k, M, K, 0, dy_row, dy_col)
+        factor = tl.load(rstd + m * rstd_step, mask=m < M, other=0.0)[:, None]
+        unit = load(x, 0, m, k, M, K, 0, x_row, x_col) * factor
+        of_weight += tl.sum(gradient * unit, axis=0)
+        of_unit = gradient * w[None, :]
+        value = (of_unit - unit * (tl.sum(of_unit * unit, axis=1) / K)[:, None]) * factor
+        at = m.to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(dx + at, value.to(dx.dtype.element_ty), mask=(m < M)[:, None] & (k < K)[None, :])
+    tl.store(parts + tl.program_id(0) * K + k, of_weight, mask=k < K)

@@ -12,6 +12,7 @@ from torch import Tensor
 from octile.kernels.storage import new_scale
 from octile.kernels.triton import tuning
 from octile.kernels.triton.codes import FORMAT_OF, as_codes, cast_constants, constants
+from octile.kernels.triton.layout import in_vectors
 from octile.kernels.triton.quantize_kernels import block_amax, cast_block, cast_with_scale, dequantize, quantize_blocks
 from octile.kernels.triton.tuning import ELEMENTWISE, EXACT
 
@@ -42,7 +43,8 @@ def launch(x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, powe
     scale_strides = scale.view(-1, *blocks).stride()
     options = {"POWER_OF_2": power_of_2} | cast_constants(dtype) | EXACT
     with torch.cuda.device_of(x):
-        if tile := _tile_of_whole_blocks(m, k, block_rows, block_cols):
+        most = tuning.LARGEST_TILE if in_vectors(x) else tuning.LARGEST_RAGGED_TILE
+        if tile := _tile_of_whole_blocks(m, k, block_rows, block_cols, most):
             if dtype == torch.uint8 and k % 8 == 0:
                 codes = codes.view(torch.int32)  # eight codes in three words
             grid = (x.shape[0] * triton.cdiv(m, tile["ROWS"]) * triton.cdiv(k, tile["COLS"]),)
@@ -95,7 +97,7 @@ def launch_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: 
     return out
 
 
-def _tile_of_whole_blocks(m: int, k: int, block_rows: int, block_cols: int) -> dict[str, int] | None:
+def _tile_of_whole_blocks(m: int, k: int, block_rows: int, block_cols: int, most: int) -> dict[str, int] | None:
     """The one-pass kernel's tile and blocks, all powers of two, or None where a block is none or too large."""
     # a block that covers a whole side may as well end at the next power of two
     r = block_rows if block_rows < m else triton.next_power_of_2(m)
@@ -104,7 +106,7 @@ def _tile_of_whole_blocks(m: int, k: int, block_rows: int, block_cols: int) -> d
         return None
     cols = max(c, 64 if r >= 64 else 128)  # 128 bytes a row at least, so that loads and stores fill their sectors
     rows = max(r, tuning.CAST_NUMBERS // cols)
-    if rows * cols > tuning.LARGEST_TILE:
+    if rows * cols > most:
         return None
     return {"R": r, "C": c, "ROWS": rows, "COLS": cols, "num_warps": rows * cols // tuning.NUMBERS_A_WARP}
 

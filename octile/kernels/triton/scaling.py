@@ -8,7 +8,8 @@ NaN wins every maximum, where floating-point comparisons would lose it.
 import triton
 import triton.language as tl
 
-from octile.kernels.triton.codes import encode
+from octile.kernels.triton.codes import encode, to_float
+from octile.kernels.triton.packed12 import load_packed
 
 
 @triton.jit
@@ -73,3 +74,22 @@ def to_codes(scaled, DTYPE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.const
         return scaled.to(DTYPE)
     else:
         return encode(scaled, MANTISSA, BIAS).to(DTYPE)
+
+
+@triton.jit
+def load_tiles(
+    data, scale, rows, row_inside, k, k_tile, K, data_row, data_col, scale_row, scale_col, MANTISSA: tl.constexpr
+):  # fmt: skip
+    """The values at these rows and the columns k of one tile, float32: codes times their rows' scales.
+
+    They are zero outside. Codes of 12 bits are packed, two in three bytes.
+    """
+    rows = rows.to(tl.int64)
+    inside = row_inside[:, None] & (k < K)[None, :]
+    base = data + rows[:, None] * data_row
+    if MANTISSA == 6:
+        codes = load_packed(base, k, data_col, inside)
+    else:
+        codes = tl.load(base + k.to(tl.int64)[None, :] * data_col, mask=inside, other=0.0)
+    tile_scale = tl.load(scale + rows * scale_row + k_tile.to(tl.int64) * scale_col, mask=row_inside, other=0.0)
+    return to_float(codes, MANTISSA) * tile_scale[:, None]

@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs
 """Casts that also turn the matrix, in one read of it; bit for bit what `octile.ops.transpose` specifies."""
 
-import math
 from typing import Any
 
 import torch
@@ -10,9 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.storage import new_scale, new_transposed
-from octile.kernels.triton.codes import as_codes, cast_constants, to_float
+from octile.kernels.triton import quantize
+from octile.kernels.triton.codes import as_codes, cast_constants
+from octile.kernels.triton.layout import in_vectors
 from octile.kernels.triton.quantize_kernels import load, place
-from octile.kernels.triton.scaling import divide, magnitude, scale_of, to_codes
+from octile.kernels.triton.scaling import divide, load_tiles, magnitude, scale_of, to_codes
 from octile.kernels.triton.squares import (
     store_codes,
     store_tiles,
@@ -24,40 +25,63 @@ from octile.kernels.triton.tuning import EXACT, SQUARES
 
 def launch_rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [..., M, K], any strides → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
+    if not in_vectors(x):
+        codes, column_scale = quantize.launch(x, 128, 1, dtype, power_of_2)
+        return *quantize.launch(x, 1, 128, dtype, power_of_2), new_transposed(x, dtype).copy_(codes.mT), column_scale.mT
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 1, 128)
     data_t, scale_t = new_transposed(x, dtype), new_scale(x, 128, 1).mT
     _launch(quantize_both, x, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
     return data, scale, data_t, scale_t
 
 
-def launch_requantize(data: Tensor, scale: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """data [..., M, K] with scale in 1×128, any strides → data_t [..., K, M], scale_t in 1×128 along M."""
-    data_t, scale_t = new_transposed(data, data.dtype), new_scale(data, 128, 1).mT
-    scale = scale.reshape(math.prod(scale.shape[:-2]), *scale.shape[-2:])
-    old = dict(zip(("old_batch", "old_row", "old_col"), scale.stride(), strict=True))
-    _launch(requantize, as_codes(data), power_of_2, data_t=data_t, scale_t=scale_t, old_scale=scale, **old)
+def launch_requantize(
+    data: Tensor, scale: Tensor, dtype: torch.dtype, power_of_2: bool, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """data [..., M, K] (E5M6: [..., M, 3K/2]) with scale in 1×128, any strides → data_t [..., K, M], scale_t.
+
+    With rows [R], those rows of a matrix in that order; R takes M's place.
+    """
+    *batch, m, _ = data.shape
+    k = data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
+    r = m if rows is None else len(rows)
+    like = torch.empty(*batch, r, k, dtype=dtype, device=data.device)  # never touched
+    data_t, scale_t = new_transposed(like, dtype), new_scale(like, 128, 1).mT
+    if like.numel() == 0:
+        return data_t, scale_t
+    codes = as_codes(data).reshape(-1, *data.shape[-2:])
+    scale = scale.reshape(-1, *scale.shape[-2:])
+    grid = (len(codes) * triton.cdiv(r, 128) * triton.cdiv(k, 128),)
+    with torch.cuda.device_of(data):
+        requantize[grid](
+            codes, r, k, *codes.stride(), scale, *scale.stride(), scale if rows is None else rows,
+            0 if rows is None else rows.stride(0), as_codes(data_t), scale_t,
+            OLD_MANTISSA=cast_constants(data.dtype)["MANTISSA"], ROWS=rows is not None, POWER_OF_2=power_of_2,
+            **cast_constants(dtype), **SQUARES["requantize"], **EXACT,
+        )  # fmt: skip
     return data_t, scale_t
 
 
 def launch_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., M, K], any strides → data, scale in 128×128, and data_t [..., K, M]."""
+    if not in_vectors(x):
+        data, scale = quantize.launch(x, 128, 128, dtype, power_of_2)
+        return data, scale, new_transposed(x, dtype).copy_(data.mT)
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 128, 128)
     data_t = new_transposed(x, dtype)
     _launch(quantize_block, x, power_of_2, data=data, scale=scale, data_t=data_t)
     return data, scale, data_t
 
 
-def _launch(kernel: Any, x: Tensor, power_of_2: bool, data_t: Tensor, **arguments: Any) -> None:
+def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tensor, **scales: Tensor) -> None:
     m, k = x.shape[-2:]
     if x.numel() == 0:
         return
     x = x.reshape(-1, m, k)
     grid = (len(x) * triton.cdiv(m, 128) * triton.cdiv(k, 128),)
     constants = cast_constants(data_t.dtype) | SQUARES[kernel.__name__] | EXACT
-    if "data" in arguments:
-        arguments["data"] = as_codes(arguments["data"])
+    codes = {"data": as_codes(data), "data_t": as_codes(data_t)}
     with torch.cuda.device_of(x):
-        kernel[grid](x, m, k, *x.stride(), data_t=as_codes(data_t), **arguments, POWER_OF_2=power_of_2, **constants)
+        kernel[grid](x, m, k, *x.stride(), **codes, **scales, POWER_OF_2=power_of_2, **constants)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -76,16 +100,21 @@ def quantize_both(
 
 @triton.jit(do_not_specialize=["M"])
 def requantize(
-    data, M, K, data_batch, data_row, data_col, old_scale, old_batch, old_row, old_col, data_t, scale_t,
-    POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    data, M, K, data_batch, data_row, data_col, scale, scale_batch, scale_row, scale_col, rows, rows_step,
+    data_t, scale_t,
+    OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, POWER_OF_2: tl.constexpr,
+    INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     batch, m_tile, k_tile = place(tl.program_id(0), M, K, 128, 128)
-    m = (m_tile * 128 + tl.arange(0, 128)).to(tl.int64)
-    k = (k_tile * 128 + tl.arange(0, 128)).to(tl.int64)
-    at = batch * data_batch + m[:, None] * data_row + k[None, :] * data_col
-    codes = tl.load(data + at, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-    old = tl.load(old_scale + batch * old_batch + m * old_row + k_tile * old_col, mask=m < M, other=0.0)
-    value = to_float(codes, MANTISSA) * old[:, None]
+    m = m_tile * 128 + tl.arange(0, 128)
+    k = k_tile * 128 + tl.arange(0, 128)
+    row = m
+    if ROWS:
+        row = tl.load(rows + m * rows_step, mask=m < M, other=0)
+    value = load_tiles(
+        data + batch * data_batch, scale + batch * scale_batch, row, m < M, k, k_tile, K,
+        data_row, data_col, scale_row, scale_col, OLD_MANTISSA,
+    )  # fmt: skip
     store_turned_tiles(value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
 
 

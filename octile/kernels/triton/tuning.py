@@ -1,6 +1,7 @@
 """The sizes that the casts' speed depends on, in one place: a sweep on a GPU sets other ones here and measures again.
 
-Chosen by arithmetic and by the compiler's count of registers; none is measured yet.
+Chosen by arithmetic and by the compiler's count of registers. On an H200 these kernels came to 0.16 to 0.80 of a copy's
+speed (benchmarks/LOG.md); Hopper has its own since (`octile.kernels.cuda.casts`).
 """
 
 from typing import Any
@@ -12,11 +13,16 @@ EXACT = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where th
 # their way to each.
 CAST_NUMBERS = 4096
 LARGEST_TILE = 16384
+LARGEST_RAGGED_TILE = 8192  # where numbers are loaded one by one (`layout.in_vectors`)
 NUMBERS_A_WARP = 1024
 
 ELEMENTWISE: dict[str, Any] = {"ROWS": 32, "COLS": 128, "num_warps": 4}  # dequantize, and casts by a given scale
 SWIGLU: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
 NORM_NUMBERS = 8192  # of a program, which takes whole rows
+PERMUTE_BYTES, PERMUTE_BYTES_A_WARP = 8192, 2048  # of one row, for a program and for one of its warps
+ADAMW: dict[str, Any] = {"NUMBERS": 1024, "num_warps": 4}
+ROPE: dict[str, Any] = {"HEADS": 16, "num_warps": 4}  # heads of a token
+UNPERMUTE: dict[str, Any] = {"COLS": 1024, "num_warps": 4}  # numbers of K rows
 
 # How many warps share a square of 128×128, by kernel. Two programs of 8 warps or one of 16 fill a multiprocessor at 128
 # registers a thread: two overlap one's loads with the other's arithmetic, one has registers for twice the numbers.
@@ -25,4 +31,5 @@ SQUARES: dict[str, dict[str, Any]] = {
     "requantize": {"num_warps": 8},
     "quantize_block": {"num_warps": 16},
     "swiglu_backward": {"num_warps": 16},
+    "swiglu_turned": {"num_warps": 16},
 }

@@ -6,7 +6,7 @@ from octile.kernels.cuda.config import SHARED_BYTES, Config, Scales, Schedule, S
 
 BASE = {"tile_m": 128, "tile_n": 128, "stages": 4, "staged_pieces": 2}
 REFUSED = {
-    "warpgroups must be 1 or 2": {"warpgroups": 3},
+    "warpgroups must be 1 to 3": {"warpgroups": 4},
     "ping_pong takes two": {"warpgroups": 1, "ping_pong": True},
     "tile_m must be a multiple of 128": {"tile_m": 64},
     "tile_n must be a multiple of 8": {"tile_n": 100},

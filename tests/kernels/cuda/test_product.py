@@ -33,6 +33,10 @@ SINGLE, PAIRS = Store.SINGLE, Store.PAIRS
 
 DENSE = {
     "256 rows": config(256, 128, 4, band=2),
+    "three warpgroups": config(192, 128, warpgroups=3, cluster=2, multicast_a=True, staged_pieces=2),
+    "three warpgroups, scales of rows, float32, adding": config(
+        192, 120, warpgroups=3, cluster=2, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True
+    ),
     "columns of two blocks": config(128, 160, staged_pieces=5),
     "columns of two blocks, cut oddly": config(128, 144, staged_pieces=3),
     "a cluster shares a": config(128, 96, cluster=2, multicast_a=True, staged_pieces=3),
@@ -135,6 +139,7 @@ ENDS = {
 }
 ROWS_GROUPED = {
     "two warpgroups": config(128, 64, schedule=GROUPED),
+    "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
     "a cluster shares a": config(128, 32, schedule=GROUPED, cluster=2, multicast_a=True),
     "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster=2),
     "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
@@ -209,6 +214,7 @@ WGRAD = {
     "float32": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True),
     "adding": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True),
     "bfloat16": config(256, 32, schedule=ALONG_K, b_scales=ROW),
+    "three warpgroups": config(192, 24, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, warpgroups=3),
     "bfloat16, adding, any strides": config(
         64, 24, schedule=ALONG_K, b_scales=ROW, store=SINGLE, accumulate=True, warpgroups=1
     ),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import norm
-from octile.ops.norm import normalised, rms_norm_quantize
+from octile.ops.norm import normalised, rms_norm_backward, rms_norm_quantize
 from octile.ops.quantize import DATA_DTYPES, quantize
 from tests.kernels.triton.comparison import assert_same, finite
 
@@ -13,9 +13,13 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def _check(x: Tensor, weight: Tensor, fmt: str = "e4m3", power_of_2: bool = False, eps: float = 1e-6) -> None:
-    *found, rstd = norm.launch(x, weight, eps, DATA_DTYPES[fmt], power_of_2)
+    *found, rstd, y = norm.launch(x, weight, eps, DATA_DTYPES[fmt], power_of_2, True)
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, eps, fmt, False)[2], rtol=2.0**-20, atol=0)
-    assert_same(found, quantize(normalised(x, rstd, weight), 1, 128, fmt, power_of_2))
+    values = normalised(x, rstd, weight)
+    assert_same([*found, y], [*quantize(values, 1, 128, fmt, power_of_2), values.to(x.dtype).contiguous()])
+    *again, rstd_again, nothing = norm.launch(x, weight, eps, DATA_DTYPES[fmt], power_of_2)
+    assert_same([*again, rstd_again], [*found, rstd])
+    assert nothing.shape == (0, x.shape[1])
 
 
 @pytest.mark.parametrize("shape", [(5, 300), (37, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
@@ -38,6 +42,28 @@ def test_a_row_of_zeros_is_zeros():
 def test_nan_stays_in_its_row():
     x = torch.randn(3, 200)
     x[1, 3] = float("nan")
-    data, scale, rstd = norm.launch(x, torch.ones(200), 1e-6, torch.float8_e4m3fn, False)
+    data, scale, rstd, _ = norm.launch(x, torch.ones(200), 1e-6, torch.float8_e4m3fn, False)
     assert rstd.isnan().tolist() == scale.isnan().all(1).tolist() == data.float().isnan().all(1).tolist()
     assert rstd.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("shape", [(5, 300), (70, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients(shape: tuple[int, int], dtype: torch.dtype):
+    x, weight, dy = finite(*shape).to(dtype), torch.rand(2 * shape[1])[::2] + 0.5, torch.randn(shape).to(dtype)
+    rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2]
+    dx, dweight = norm.launch_backward(dy.mT.contiguous().mT, x, weight, rstd)
+    expected_dx, expected_dweight = rms_norm_backward(dy, x, weight, rstd)
+    assert (dx.dtype, dx.stride()) == (expected_dx.dtype, expected_dx.stride())
+    size = expected_dx.float().abs().amax(-1, keepdim=True)
+    assert ((dx.float() - expected_dx.float()).abs() <= (2.0**-8 if dtype == torch.bfloat16 else 1e-5) * size).all()
+    torch.testing.assert_close(dweight, expected_dweight, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_more_rows_than_programs_run_at_once():
+    x, weight, dy = torch.randn(700, 130), torch.rand(130), torch.randn(700, 130)
+    rstd = torch.rand(700) + 0.5
+    for found, expected in zip(
+        norm.launch_backward(dy, x, weight, rstd), rms_norm_backward(dy, x, weight, rstd), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

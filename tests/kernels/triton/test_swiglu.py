@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octile.kernels.triton import swiglu
 from octile.ops.quantize import DATA_DTYPES, quantize
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite
 
@@ -41,15 +41,52 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
 
 @every_shape
 @both_scales
-def test_backward(shape: tuple[int, ...], power_of_2: bool):
+def test_forward_that_keeps_its_inputs(shape: tuple[int, ...], power_of_2: bool):
+    _, gate, up = _inputs(shape)
+    weight = torch.rand(2 * shape[0])[::2]
+    *of_h, kept, kept_scale = swiglu.launch_and_keep(gate, up, E4M3, False, torch.int8, power_of_2, weight)
+    assert_same(of_h, swiglu.launch(gate, up, E4M3, False, weight))
+    assert_same(of_h, quantize(gate * _sigmoid(gate) * up * weight[:, None], 1, 128, "e4m3", False))
+    assert_same([kept, kept_scale], quantize(torch.stack([gate, up]), 1, 128, "int8", power_of_2))
+
+
+def _backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor | None = None,
+    fmt: str = "e4m3",
+    h_fmt: str = "e4m3",
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    power_of_2: bool = False,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What the kernel finds, and what the reference does."""
+    found = swiglu.launch_backward(
+        dh, gate, up, *scales, weight, DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[h_fmt], not power_of_2
+    )
+    return found, swiglu_backward_quantize(dh, gate, up, *scales, weight, fmt, power_of_2, h_fmt, not power_of_2)
+
+
+def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        assert_close_codes(found[pair], expected[pair])
+    torch.testing.assert_close(found[6], expected[6], rtol=1e-5, atol=1e-5)
+
+
+@every_shape
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+def test_backward(shape: tuple[int, ...], weighted: bool):
     dh, gate, up = _inputs(shape)
-    found = swiglu.launch_backward(dh, gate, up, E4M3, power_of_2)
-    sigmoid = _sigmoid(gate)
+    power_of_2 = weighted
+    weight = torch.rand(2 * shape[0])[::2] if weighted else None
+    found, expected = _backward(dh, gate, up, weight, power_of_2=power_of_2)
+    _assert_close(found, expected)
+    sigmoid, h = _sigmoid(gate), gate * _sigmoid(gate) * up
+    if weight is not None:
+        dh, h = dh * weight[:, None], h * weight[:, None]
     both = torch.cat([dh * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), dh * (gate * sigmoid)], dim=1)
-    assert_same(found, quantize_rows_and_columns(both, "e4m3", power_of_2))
-    expected = swiglu_backward_quantize(dh, gate, up, "e4m3", power_of_2)
-    assert_close_codes(found[:2], expected[:2])
-    assert_close_codes(found[2:], expected[2:])
+    assert_same(found[:4], quantize_rows_and_columns(both, "e4m3", power_of_2))
+    assert_same(found[4:6], quantize_rows_and_columns(h, "e4m3", not power_of_2)[2:])
 
 
 @pytest.mark.parametrize("fmt", ["e5m2", "int8"])
@@ -57,10 +94,16 @@ def test_backward(shape: tuple[int, ...], power_of_2: bool):
 def test_other_dtypes(fmt: str, dtype: torch.dtype):
     dh, gate, up = _inputs((20, 128), dtype)
     assert_close_codes(swiglu.launch(gate, up, DATA_DTYPES[fmt], False), swiglu_quantize(gate, up, fmt, False))
-    found = swiglu.launch_backward(dh, gate, up, DATA_DTYPES[fmt], False)
-    expected = swiglu_backward_quantize(dh, gate, up, fmt, False)
-    assert_close_codes(found[:2], expected[:2])
-    assert_close_codes(found[2:], expected[2:])
+    _assert_close(*_backward(dh, gate, up, torch.rand(20), fmt))
+    _assert_close(*_backward(dh, gate, up, torch.rand(20), h_fmt=fmt))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
+@pytest.mark.parametrize("shape", [(130, 256), (5, 128), (0, 128)], ids=str)
+def test_backward_from_kept_inputs(fmt: str, shape: tuple[int, int]):
+    dh, gate, up = _inputs(shape)
+    *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, False)
+    _assert_close(*_backward(dh, *kept, torch.rand(shape[0]), scales=tuple(kept_scale)))
 
 
 def test_a_ragged_number_of_columns():
@@ -74,6 +117,6 @@ def test_nan_and_inf_stay_visible(bad: float):
     gate[2, 3] = bad
     (_, scale), (_, expected) = swiglu.launch(gate, up, E4M3, False), swiglu_quantize(gate, up, "e4m3", False)
     assert torch.equal(scale.isfinite(), expected.isfinite())
-    scales = swiglu.launch_backward(dh, gate, up, E4M3, False)[1::2]
-    for found, wanted in zip(scales, swiglu_backward_quantize(dh, gate, up, "e4m3", False)[1::2], strict=True):
-        assert torch.equal(found.isfinite(), wanted.isfinite())
+    scales, wanted = ([*t[1::2], t[6]] for t in _backward(dh, gate, up, torch.rand(5)))
+    for found, expected in zip(scales, wanted, strict=True):
+        assert torch.equal(found.isfinite(), expected.isfinite())

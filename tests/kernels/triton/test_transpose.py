@@ -34,7 +34,7 @@ def _block(x: Tensor, fmt: str, power_of_2: bool) -> None:
 
 def _again(x: Tensor, fmt: str, power_of_2: bool) -> None:
     data, scale = quantize(x, 1, 128, fmt, power_of_2)
-    found = transpose.launch_requantize(data, scale, power_of_2)
+    found = transpose.launch_requantize(data, scale, data.dtype, power_of_2)
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2))
 
 
@@ -66,3 +66,18 @@ def test_nan_and_inf_stay_visible(cast, bad: float, fmt: str, power_of_2: bool):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_strides(cast, dtype: torch.dtype, fmt: str):
     cast(torch.randn(2, 140, 9).to(dtype)[..., 1:].mT, fmt, True)
+
+
+@both_scales
+@pytest.mark.parametrize("shape", [(130, 200), (5, 8)], ids=str)
+def test_e5m6_becomes_8_bits(shape: tuple[int, ...], power_of_2: bool, fmt: str):
+    data, scale = quantize(ugly(*shape), 1, 128, "e5m6", True)
+    found = transpose.launch_requantize(data, scale, DATA_DTYPES[fmt], power_of_2)
+    assert_same(found, reference.requantize_transposed(data, scale, power_of_2, fmt))
+
+
+def test_rows_in_another_order(fmt: str):
+    rows = torch.randint(0, 130, (300,)).to(torch.int32)[::2]
+    data, scale = quantize(ugly(130, 200), 1, 128, fmt, True)
+    found = transpose.launch_requantize(data, scale, data.dtype, True, rows)
+    assert_same(found, reference.requantize_transposed(data, scale, True, None, rows))

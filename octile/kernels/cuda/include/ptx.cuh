@@ -1,6 +1,7 @@
 // What CUDA C++ has no words for: mbarriers, the copy engine (TMA), wgmma, register hand-over, stmatrix, fences.
 //
-// All inline assembly of octile stands here (and in the wgmma instruction that wgmma.py writes out for one width).
+// All inline assembly of octile stands here, in numbers.cuh and in vectors.cuh (and in the wgmma instruction that wgmma.py
+// writes out for one width).
 // Kernels above read as plain C++, and the test emulator runs them on a CPU by giving these functions other bodies.
 //
 // Source: PTX ISA 8.5, sections 9.7.9 (copies), 9.7.13 (mbarrier), 9.7.15 (wgmma), 9.7.19 (setmaxnreg).

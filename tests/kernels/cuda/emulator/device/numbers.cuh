@@ -68,10 +68,14 @@ inline uint32_t to_s8(float x) {
 }
 inline uint32_t pack_f16(float low, float high) { return emulator::to_f16(low) | emulator::to_f16(high) << 16; }
 
-inline uint32_t e4m3_to_f16(uint32_t two) {
+inline uint32_t e4m3_to_f16(uint32_t four, bool upper) {
+    const uint32_t two = upper ? four >> 16 : four;
     return pack_f16(emulator::decode(two & 0xFF, 4, 3, 7, true), emulator::decode(two >> 8 & 0xFF, 4, 3, 7, true));
 }
-inline uint32_t e5m2_to_f16(uint32_t two) { return (two & 0xFF) << 8 | (two & 0xFF00) << 16; }
+inline uint32_t e5m2_to_f16(uint32_t four, bool upper) {
+    const uint32_t two = upper ? four >> 16 : four;
+    return (two & 0xFF) << 8 | (two & 0xFF00) << 16;
+}
 inline float low_f16(uint32_t pair) { return emulator::from_f16(pair); }
 inline float high_f16(uint32_t pair) { return emulator::from_f16(pair >> 16); }
 

@@ -31,6 +31,9 @@ inline void store_8(void* to, const uint2& v, bool there) {
 inline void store_float(float* to, float x, bool there) {
     if (there) const_cast<float&>(emulator::aligned<float>(to)) = x;
 }
-inline const uint8_t* forget(const uint8_t* address) { return address; }
+template <class T>
+const T* forget(const T* address) {
+    return address;
+}
 
 }  // namespace ptx

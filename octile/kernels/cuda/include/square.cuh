@@ -1,0 +1,297 @@
+// A square of 128×128 numbers that a block of 256 threads holds: cast along its rows, along its columns, or as a whole.
+//
+// A thread holds eight rows of eight columns, and a warp 16 rows: 16 lanes lie beside each other, the other 16 below. So a
+// row's largest magnitude is found within 16 lanes, and a column's across the eight warps, through shared memory.
+//
+// NOTES
+// - Bytes are turned without being turned: a thread rounds four rows of one column at once, and what comes out is a word
+//   of the transpose. It writes words of eight rows to shared memory, from where whole rows of 128 bytes are stored.
+// - There, the 16-byte units of a row of the transpose change places, by a number that depends on the row: or the lanes of
+//   a warp would all write to the same banks. Half of them write at once, eight bytes each. To meet all banks, the second
+//   eight of these must write the other half of their units, and so they hold the other eight rows (`crossed`).
+// - Rows and columns are divided by in the same loop, so that a number is decoded once for both.
+#pragma once
+#include "tile.cuh"
+
+constexpr int side = 128, square_threads = 256, warps = square_threads / 32;
+
+// What is divided by, and how the result is stored.
+//   both         rows by their scales, and columns by theirs, turned
+//   turned_only  columns, turned
+//   columns      columns, not turned
+//   block        one scale, not turned
+//   weight       one scale, both ways
+enum Form { both, turned_only, columns, block, weight };
+
+namespace place {  // in shared memory
+constexpr int turned_bytes = 0;
+constexpr int maxima = turned_bytes + side * side;   // float [warps][side], of columns, or one for each warp
+constexpr int divisors = maxima + 4 * warps * side;  // Divisor [8][16]: a thread's columns lie 16 apart
+constexpr int care = divisors + 8 * side;            // int [4]: whether a divisor of 32 columns needs care
+constexpr int bytes = care + 16;
+}  // namespace place
+
+__device__ __forceinline__ unsigned round_up(unsigned n, unsigned unit) { return (n + unit - 1) / unit * unit; }
+__device__ __forceinline__ unsigned tiles(unsigned n) { return (n + side - 1) / side; }
+__device__ __forceinline__ int64_t wide(unsigned a, unsigned b) { return static_cast<int64_t>(a) * b; }
+
+// Where the square lies in a matrix [m, k] of a batch, and the thread's rows and columns.
+struct Square {
+    unsigned batch, m_tile, k_tile, m, k;
+
+    __device__ __forceinline__ unsigned row() const {
+        return m_tile * side + threadIdx.x / 32 * 16 + row_of_lane<crossed>() * 8;
+    }
+    __device__ __forceinline__ unsigned column() const { return k_tile * side + ptx::lane() % 16 * 8; }
+    // How many of the thread's rows there are in the matrix; below its edge and beside it none, or fewer than none.
+    __device__ __forceinline__ int rows() const { return column() < k ? static_cast<int>(m - row()) : 0; }
+};
+
+// Which square a block takes. Those that run at the same time lie beside each other both ways, `band_height` of them along
+// M: rows of the result are contiguous along K, those of the turned one along M, and neither should be written in pieces
+// that lie far apart.
+template <unsigned band_height>
+__device__ __forceinline__ Square take_square(unsigned m, unsigned k) {
+    const unsigned m_tiles = tiles(m), k_tiles = tiles(k), of_matrix = m_tiles * k_tiles;
+    Square at{0, 0, 0, m, k};
+    unsigned index = blockIdx.x;
+    if (index >= of_matrix) {
+        at.batch = index / of_matrix;
+        index -= at.batch * of_matrix;
+    }
+    const unsigned band = index / (band_height * k_tiles), first = band * band_height, in_band = index - first * k_tiles;
+    const unsigned height = min(m_tiles - first, band_height);
+    at.k_tile = height == band_height ? in_band / band_height : in_band / height;
+    at.m_tile = first + in_band - at.k_tile * height;
+    return at;
+}
+
+// Results as `octile.kernels.storage` lays them out; what a form does not make is not touched.
+struct Cast {
+    uint8_t *data, *data_t;
+    float *scale, *scale_t;
+};
+
+// Where in shared memory eight rows, 8 · piece …, of the first column of a group of eight lie; the next columns follow.
+__device__ __forceinline__ unsigned turned_place(unsigned group, unsigned piece) {
+    return group * 8 * side + (piece / 2 ^ group % 8) * 16 + piece % 2 * 8;
+}
+
+// The turned codes from shared memory to memory: 16 bytes a lane, eight lanes a row. Rows are stored up to their padding.
+__device__ __forceinline__ void store_turned(uint8_t* data_t, const Square& at, const uint8_t* shared) {
+    const unsigned lane = ptx::lane(), warp = threadIdx.x / 32, unit = lane % 8;
+    const unsigned row_bytes = round_up(at.m, 16), m = at.m_tile * side + 16 * unit;
+    unsigned column = at.k_tile * side + warp * 16 + lane / 8;
+    uint8_t* to = data_t + (wide(at.batch, at.k) + column) * row_bytes + m;
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i, column += 4, to += 4 * row_bytes) {
+        const uint8_t* from = shared + turned_place(2 * warp + i / 2, 2 * unit) + (lane / 8 + i % 2 * 4) * side;
+        ptx::store_16(to, *reinterpret_cast<const uint4*>(from), column < at.k && m < row_bytes);
+    }
+}
+
+// The divisors of all columns into shared memory, from what each warp found of them; and the scales to memory.
+template <int format, bool power_of_2>
+__device__ __forceinline__ void find_columns(float* scale_t, const Square& at, uint8_t* shared) {
+    if (threadIdx.x >= side) return;
+    const float* maxima = reinterpret_cast<const float*>(shared + place::maxima) + threadIdx.x;
+    float amax = maxima[0];
+#pragma unroll
+    for (int w = 1; w < warps; ++w) amax = larger(amax, maxima[w * side]);
+    const float scale = scale_of<format, power_of_2>(amax);
+    const unsigned column = at.k_tile * side + threadIdx.x;
+    const int64_t row = wide(at.batch, tiles(at.m)) + at.m_tile;
+    ptx::store_float(scale_t + row * round_up(at.k, 4) + column, scale, column < at.k);
+    const Divisor divisor = divisor_of<power_of_2>(scale);
+    reinterpret_cast<Divisor*>(shared + place::divisors)[threadIdx.x % 8 * 16 + threadIdx.x / 8] = divisor;
+    if constexpr (!power_of_2)
+        reinterpret_cast<int*>(shared + place::care)[threadIdx.x / 32] = __any_sync(whole_warp, divisor.needs_care());
+}
+
+// What the thread divides by: its rows', of which a lane owns one, or one for all; and its columns', in shared memory.
+struct Divisors {
+    Divisor of_row;
+    const Divisor* of_columns;
+
+    template <int form, bool power_of_2>
+    __device__ __forceinline__ Divisor row(int i) const {
+        return form == both ? from_owner<crossed, 8, power_of_2>(of_row, i) : of_row;
+    }
+    __device__ __forceinline__ Divisor column(int j) const { return of_columns[16 * j]; }
+};
+
+// The largest magnitude of each of eight columns.
+template <class Values>
+__device__ __forceinline__ Values largest_of(const Values (&x)[8]) {
+    Values most = x[0];
+#pragma unroll
+    for (int i = 1; i < 8; ++i) most.raise(x[i]);
+    return most;
+}
+
+template <int number>
+__device__ __forceinline__ Floats largest_of(const Scaled<number> (&x)[8]) {
+    Floats most;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        most.value[j] = x[0].at(j);
+#pragma unroll
+        for (int i = 1; i < 8; ++i) most.value[j] = larger(most.value[j], x[i].at(j));
+    }
+    return most;
+}
+
+// Four rows of a column, divided and rounded: a word of the transpose.
+template <int format, bool power_of_2, class Values>
+__device__ __forceinline__ uint32_t turned_word(const Values (&x)[8], int first, int j, const Divisor& divisor) {
+    float q[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) q[r] = divisor.template divide<power_of_2>(x[first + r].at(j));
+    return pack_4<format>(q[0], q[1], q[2], q[3]);
+}
+
+// Divides, rounds and stores; what is turned to shared memory.
+template <int form, int format, bool power_of_2, class Values>
+__device__ __forceinline__ void store_square(
+    const Cast& to, const Square& at, const Values (&x)[8], const Divisors& by, uint8_t* turned) {
+    if constexpr (form == turned_only) {
+        Values value[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) value[i] = found_anew(x[i]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const Divisor divisor = by.column(j);
+            const uint32_t low = turned_word<format, power_of_2>(value, 0, j, divisor);
+            const uint32_t high = turned_word<format, power_of_2>(value, 4, j, divisor);
+            *reinterpret_cast<uint2*>(turned + j * side) = make_uint2(low, high);
+        }
+        return;
+    }
+    uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
+    const int there = at.rows();
+    uint32_t words[8][2];  // of columns
+#pragma unroll
+    for (int four = 0; four < 2; ++four) {
+        float quotient[4][8];
+#pragma unroll
+        for (int r = 0; r < 4; ++r, data += at.k) {
+            const Divisor of_row = by.row<form, power_of_2>(4 * four + r);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const Divisor divisor = form == columns ? by.column(j) : of_row;
+                quotient[r][j] = divisor.template divide<power_of_2>(x[4 * four + r].at(j));
+            }
+            ptx::store_8(data, pack_8<format>(quotient[r]), 4 * four + r < there);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if constexpr (form == both)
+                words[j][four] = turned_word<format, power_of_2>(x, 4 * four, j, by.column(j));
+            if constexpr (form == weight)
+                words[j][four] = pack_4<format>(quotient[0][j], quotient[1][j], quotient[2][j], quotient[3][j]);
+        }
+    }
+    if constexpr (form == both || form == weight)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * side) = make_uint2(words[j][0], words[j][1]);
+}
+
+// The same where a divisor needs care, which is rare: row by row, each loaded again, in little code and few registers.
+template <int form, int format, class Again>
+__device__ __forceinline__ void store_square_carefully(
+    const Cast& to, const Square& at, Again again, const Divisors& by, uint8_t* turned) {
+    uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
+    const int there = at.rows();
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i, data += at.k) {
+        const Floats x = again(i);
+        const Divisor of_row = by.row<form, false>(i);
+        float quotient[8];
+        if constexpr (form != turned_only) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const Divisor divisor = form == columns ? by.column(j) : of_row;
+                quotient[j] = divisor.divide_carefully(x.at(j));
+            }
+            ptx::store_8(data, pack_8<format>(quotient), i < there);
+        }
+        if constexpr (form != columns && form != block) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float q = form == weight ? quotient[j] : by.column(j).divide_carefully(x.at(j));
+                turned[j * side + i] = pack_4<format>(q, 0.0f, 0.0f, 0.0f);
+            }
+        }
+    }
+}
+
+// Casts what the block holds. Every thread calls it, as often as is wanted. again(i): the thread's row i, found once more.
+template <int form, int format, bool power_of_2, class Values, class Again>
+__device__ __forceinline__ void cast_square(
+    const Cast& to, const Square& at, const Values (&x)[8], Again again, uint8_t* shared) {
+    constexpr bool by_column = form == both || form == turned_only || form == columns;
+    const unsigned lane = ptx::lane(), warp = threadIdx.x / 32;
+    float* maxima = reinterpret_cast<float*>(shared + place::maxima);
+    Divisors by;
+
+    if constexpr (by_column) {
+        const auto most = largest_of(x);
+        float amax[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float mine = most.at(j);
+            amax[j] = larger(mine, __shfl_xor_sync(whole_warp, mine, 16));
+        }
+        if (lane < 16) {
+            float4* row = reinterpret_cast<float4*>(maxima + warp * side + 8 * lane);
+            row[0] = make_float4(amax[0], amax[1], amax[2], amax[3]);
+            row[1] = make_float4(amax[4], amax[5], amax[6], amax[7]);
+        }
+    }
+    if constexpr (form == both) {
+        float amax[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) amax[i] = x[i].amax();
+        const float scale = scale_of<format, power_of_2>(over_row<crossed>(amax, larger));
+        const unsigned row = at.row() + owned<8>();
+        const int64_t tile = wide(at.batch, tiles(at.k)) + at.k_tile;
+        ptx::store_float(to.scale + tile * round_up(at.m, 4) + row, scale, first_owner<8>() && row < at.m);
+        by.of_row = divisor_of<power_of_2>(scale);
+    } else if constexpr (!by_column) {
+        float amax = largest_of(x).amax();
+#pragma unroll
+        for (int bit = 16; bit >= 1; bit /= 2) amax = larger(amax, __shfl_xor_sync(whole_warp, amax, bit));
+        if (lane == 0) maxima[warp] = amax;
+    }
+    __syncthreads();
+    if constexpr (by_column) {
+        find_columns<format, power_of_2>(to.scale_t, at, shared);
+        __syncthreads();
+        by.of_columns = reinterpret_cast<const Divisor*>(shared + place::divisors) + lane % 16;
+    } else {
+        float amax = maxima[0];
+#pragma unroll
+        for (int w = 1; w < warps; ++w) amax = larger(amax, maxima[w]);
+        const float scale = scale_of<format, power_of_2>(amax);
+        const int64_t row = wide(at.batch, tiles(at.m)) + at.m_tile;
+        ptx::store_float(to.scale + row * tiles(at.k) + at.k_tile, scale, threadIdx.x == 0);
+        by.of_row = divisor_of<power_of_2>(scale);
+    }
+
+    bool care = false;
+    if constexpr (!power_of_2 && form != turned_only && form != columns) care = by.of_row.needs_care();
+    if constexpr (!power_of_2 && by_column) {
+        const int4 of_columns = *reinterpret_cast<const int4*>(shared + place::care);
+        care |= (of_columns.x | of_columns.y | of_columns.z | of_columns.w) != 0;
+    }
+    uint8_t* turned = shared + turned_place(lane % 16, warp * 2 + row_of_lane<crossed>());
+    if (!power_of_2 && __any_sync(whole_warp, care))
+        store_square_carefully<form, format>(to, at, again, by, turned);
+    else
+        store_square<form, format, power_of_2>(to, at, x, by, turned);
+
+    if constexpr (form == both || form == turned_only || form == weight) {
+        __syncthreads();
+        store_turned(to.data_t, at, shared);
+    }
+}

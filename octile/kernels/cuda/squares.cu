@@ -1,0 +1,65 @@
+// Casts of squares of 128×128: along the rows and the columns, turned, or with one scale; of a matrix or of codes.
+#include "square.cuh"
+
+// x: [batches, m, k] numbers, or codes with a scale for 1×128, where the scales of rows are contiguous. Where
+// config::gather, row i of the result is row picked[i] of the matrix.
+extern "C" __global__ void __launch_bounds__(square_threads, config::blocks)
+squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data, float* scale, uint8_t* data_t,
+        float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k) {
+    constexpr int number = config::number;
+    const Cast to{data, data_t, scale, scale_t};
+    uint8_t* shared = ptx::dynamic_shared();
+    const Square at = take_square<config::band>(m, k);
+    const int there = at.rows();
+    auto row_of = [&](int i) -> int64_t {
+        if constexpr (config::gather) return static_cast<int>(ptx::load_4(picked + at.row() + i, i < there));
+        return at.row() + i;
+    };
+    auto columns_of = [&](const uint8_t* from) { return from + bytes<number>(at.batch * x_batch + at.column()); };
+    auto scales_of = [&](const float* from) { return from + at.batch * scale_batch + at.k_tile * scale_tile; };
+    auto again = [&](int i) {
+        const int64_t row = row_of(i);
+        const uint8_t* from = columns_of(ptx::forget(x)) + bytes<number>(row * x_row);  // nothing is held for this
+        const Eight<number> codes = load_eight<number>(from, i < there);
+        const float factor = number >= e4m3 ? ptx::load_float(scales_of(ptx::forget(x_scale)) + row, i < there) : 1.0f;
+        Floats value;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) value.value[j] = __fmul_rn(codes.at(j), factor);
+        return value;
+    };
+
+    const uint8_t* first = columns_of(x);
+    [[maybe_unused]] const float* scales = scales_of(x_scale);
+    [[maybe_unused]] int64_t row[8];
+    Eight<number> loaded[8];
+    if constexpr (config::gather) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row[i] = row_of(i);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) loaded[i] = load_eight<number>(first + bytes<number>(row[i] * x_row), i < there);
+    } else {
+        const uint8_t* from = first + bytes<number>(at.row() * x_row);
+#pragma unroll
+        for (int i = 0; i < 8; ++i, from += bytes<number>(x_row)) loaded[i] = load_eight<number>(from, i < there);
+    }
+    if constexpr (number < e4m3) {
+        cast_square<config::form, config::format, config::power_of_2>(to, at, loaded, again, shared);
+    } else {
+        float factor[8];
+        if constexpr (config::gather) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) factor[i] = ptx::load_float(scales + row[i], i < there);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                const uint4 four = ptx::load_16(scales + at.row() + i, i < there);
+                factor[i] = __uint_as_float(four.x), factor[i + 1] = __uint_as_float(four.y);
+                factor[i + 2] = __uint_as_float(four.z), factor[i + 3] = __uint_as_float(four.w);
+            }
+        }
+        Scaled<number> value[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) value[i] = {loaded[i], factor[i]};
+        cast_square<config::form, config::format, config::power_of_2>(to, at, value, again, shared);
+    }
+}

@@ -1,0 +1,52 @@
+# mypy: allow-untyped-defs
+"""AdamW in one pass over memory; bit for bit what `octile.ops.adamw` specifies."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.tuning import ADAMW, EXACT
+
+
+def launch(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    corrections: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """One step of contiguous tensors of one shape; weight and moments are written in place."""
+    n = weight.numel()
+    if n:
+        with torch.cuda.device_of(weight):
+            adamw[(triton.cdiv(n, ADAMW["NUMBERS"]),)](
+                weight, gradient, exp_avg, exp_avg_sq, corrections, corrections.stride(0), n,
+                1 - beta1, float(beta2), 1 - beta2, float(eps), float(decay), **ADAMW, **EXACT,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rest1", "beta2", "rest2", "eps", "decay"])
+def adamw(
+    weight, gradient, exp_avg, exp_avg_sq, corrections, corrections_step, N,
+    rest1, beta2, rest2, eps, decay, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """One program: NUMBERS numbers; rest1 and rest2 are 1 − β."""
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < N
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    step_size = tl.load(corrections)
+    root = tl.load(corrections + corrections_step)
+    m = tl.fma(g - m, tl.zeros_like(g) + rest1, m)
+    v = tl.fma(g * rest2, g, v * beta2)
+    w = w * decay - tl.div_rn(m * step_size, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    tl.store(weight + at, w, mask=inside)
+    tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)

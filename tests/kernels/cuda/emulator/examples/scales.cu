@@ -1,0 +1,10 @@
+// Scales and quotients, number by number.
+#include "scale.cuh"
+
+extern "C" __global__ void scales(const float* x, const float* scale, float* quotient, float* scale_of_x, int count) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    const Divisor divisor = divisor_of<false>(scale[i]);
+    quotient[i] = divisor.needs_care() ? divisor.divide_carefully(x[i]) : divisor.divide<false>(x[i]);
+    scale_of_x[i] = ::scale_of<config::format, false>(fabsf(x[i]));
+}

@@ -1,0 +1,32 @@
+"""The emulator's conversions, which the casts are tested with, are those of a GPU: torch's, saturating."""
+
+import pytest
+import torch
+
+from tests.kernels.cuda import emulator
+from tests.kernels.cuda.emulator import build
+from tests.kernels.cuda.emulator.examples import SOURCES
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0, torch.float16: float("inf")}
+
+
+def test_conversions_are_those_of_torch():
+    # every pattern of the upper 16 bits of FP32, and just beside it
+    upper = torch.arange(1 << 16, dtype=torch.int32) << 16
+    x = torch.cat([upper, upper + 1, upper - 1]).view(torch.float32)
+    codes, back = torch.empty(x.numel(), 4, dtype=torch.int32), torch.empty(x.numel(), 4)
+    arguments = [x, codes, back]
+    emulator.run(
+        "conversions", {}, grid=x.numel() // 256, threads=256, shared_bytes=0, arguments=arguments, headers=SOURCES
+    )  # fmt: skip
+    for i, (dtype, largest) in enumerate(LARGEST.items()):
+        rounded = x.clamp(-128.0 if dtype == torch.int8 else -largest, largest)
+        expected = rounded.round().nan_to_num(0.0).to(dtype) if dtype == torch.int8 else rounded.to(dtype)
+        torch.testing.assert_close(back[:, i], expected.float(), rtol=0, atol=0, equal_nan=True)
+        number = ~expected.float().isnan()
+        bits = expected.view(torch.int16 if dtype == torch.float16 else torch.uint8).int() & (
+            0xFFFF if i == 3 else 0xFF
+        )
+        assert torch.equal(codes[:, i][number], bits[number]), "the bits, a zero's sign too"

@@ -1,0 +1,56 @@
+"""The rotary kernels are bit for bit the reference, but for the order in which heads are summed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import rope
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from tests.kernels.triton.comparison import assert_same
+
+pytestmark = pytest.mark.usefixtures("gpu")
+Shape = tuple[int, int, int, int, int, int]  # B, S, H, N, R, V
+every_shape = pytest.mark.parametrize(
+    "shape",
+    [(2, 5, 3, 10, 8, 6), (1, 2, 19, 128, 64, 128), (1, 3, 2, 7, 12, 5), (1, 2, 2, 4, 0, 4), (0, 2, 2, 4, 4, 4)],
+    ids=str,
+)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def _tensors(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """q, kv, the rotary key, dv, all views; cos and sin."""
+    torch.manual_seed(0)
+    b, s, h, n, r, v = shape
+    q, dv = torch.randn(b, h, s, n + r).transpose(1, 2), torch.randn(b, h, s, v).transpose(1, 2)
+    kv, k_rope = torch.randn(b, s, h, n + v + 1)[..., 1:], torch.randn(b, s, r + 3)[..., 3:]
+    angle = torch.randn(s, r // 2)
+    return [*(t.to(dtype) for t in (q, kv, k_rope, dv)), angle.cos(), angle.sin()]
+
+
+@every_shape
+@every_dtype
+def test_in_place(shape: Shape, dtype: torch.dtype):
+    q, *_, cos, sin = _tensors(shape, dtype)
+    expected = q.clone()
+    rotate_(expected, cos, sin)
+    rope.launch(q, cos, sin)
+    assert_same([q.contiguous()], [expected.contiguous()])
+
+
+@every_shape
+@every_dtype
+def test_keys(shape: Shape, dtype: torch.dtype):
+    _, kv, k_rope, _, cos, sin = _tensors(shape, dtype)
+    assert_same([rope.launch_keys(kv, k_rope, cos, sin, shape[3])], [latent_keys(kv, k_rope, cos, sin, shape[3])])
+
+
+@every_shape
+@every_dtype
+def test_gradients_of_keys(shape: Shape, dtype: torch.dtype):
+    dk, _, _, dv, cos, sin = _tensors(shape, dtype)
+    found, expected = rope.launch_keys_backward(dk, dv, cos, sin), latent_keys_backward(dk, dv, cos, sin)
+    assert_same(found[:1], expected[:1])
+    assert (found[1].shape, found[1].dtype) == (expected[1].shape, dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2.0**-7, "atol": 1e-2}
+    torch.testing.assert_close(found[1], expected[1], **tolerance)

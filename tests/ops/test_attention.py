@@ -1,0 +1,120 @@
+"""Attention is torch's own, and its gradients are those that autograd finds."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.ops.attention import attention, attention_backward
+
+SCALE = 0.3
+Shape = tuple[int, int, int, int, int]  # B, S, H, X, V
+every_shape = pytest.mark.parametrize("shape", [(2, 7, 3, 24, 16), (1, 1, 1, 8, 8), (1, 33, 2, 5, 9)], ids=str)
+
+
+def inputs(shape: Shape = (2, 7, 3, 24, 16), dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v and the gradient of o."""
+    torch.manual_seed(0)
+    b, s, h, x, v = shape
+    return [torch.randn(b, s, h, width).to(dtype) for width in (x, x, v, v)]
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(1, 2)
+
+
+@every_shape
+def test_forward_is_torchs(shape: Shape):
+    q, k, v, _ = inputs(shape)
+    o, lse = attention(q, k, v, SCALE)
+    torch.testing.assert_close(o, torchs(q, k, v), rtol=1e-5, atol=1e-5)
+    last = (q[:, -1, :, None] * k.transpose(1, 2)).sum(-1) * SCALE
+    torch.testing.assert_close(lse[..., -1], last.logsumexp(-1))
+
+
+@every_shape
+def test_backward_is_what_autograd_finds(shape: Shape):
+    *qkv, do = inputs(shape)
+    wide = [t.double().requires_grad_() for t in qkv]
+    expected = torch.autograd.grad(torchs(*wide), wide, do.double())
+    found = attention_backward(do, *qkv, *attention(*qkv, SCALE), SCALE)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_backward_reads_the_output_that_it_is_given():
+    *qkv, do = inputs()
+    o, lse = attention(*qkv, SCALE)
+    dq, dk, dv = attention_backward(do, *qkv, o, lse, SCALE)
+    other = attention_backward(do, *qkv, 2 * o, lse, SCALE)
+    assert torch.equal(other[2], dv)
+    assert not torch.allclose(other[0], dq)
+    assert not torch.allclose(other[1], dk)
+
+
+def test_half_precision_is_rounded_at_the_end():
+    *qkv, do = inputs(dtype=torch.bfloat16)
+    o, lse = attention(*qkv, SCALE)
+    wide_o, wide_lse = attention(*(t.float() for t in qkv), SCALE)
+    assert torch.equal(o, wide_o.bfloat16())
+    assert torch.equal(lse, wide_lse)
+    wide = attention_backward(*(t.float() for t in (do, *qkv, o)), lse, SCALE)
+    for ours, theirs in zip(attention_backward(do, *qkv, o, lse, SCALE), wide, strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+def test_autocast_changes_nothing():
+    qkv = inputs()[:3]
+    plain = attention(*qkv, SCALE)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(attention(*qkv, SCALE), plain, strict=True))
+
+
+CALLS: dict[str, Any] = {
+    "forward": lambda: (attention, (*inputs()[:3], SCALE)),
+    "of views": lambda: (attention, (*(torch.randn(2, 7, 3, 2 * n)[..., n:] for n in (24, 24, 16)), SCALE)),
+    "backward": lambda: (
+        attention_backward,
+        ((i := inputs())[3], *i[:3], *attention(*i[:3], SCALE), SCALE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_they_are_well_formed_operators(name: str):
+    operator, arguments = CALLS[name]()
+    torch.library.opcheck(operator.overload, arguments)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
+    operator, arguments = CALLS[name]()
+    meta = operator(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
+    for m, real in zip(meta, operator(*arguments), strict=True):
+        assert (m.shape, m.dtype, m.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q, k, v: (q.double(), k, v), TypeError, "q must be float32, bfloat16 or float16, not torch.float64"),
+        (lambda q, k, v: (q, k.half(), v), TypeError, "k must be torch.float32 as q, not torch.float16"),
+        (lambda q, k, v: (q[0], k, v), ValueError, r"q must be \[B, S, H, X\], not \(7, 3, 24\)"),
+        (lambda q, k, v: (q, k[..., 1:], v), ValueError, r"k must be \(2, 7, 3, 24\), not \(2, 7, 3, 23\)"),
+        (lambda q, k, v: (q, k, v[:, 1:]), ValueError, r"v must be \(2, 7, 3, 16\), not \(2, 6, 3, 16\)"),
+    ],
+    ids=["dtype", "dtypes", "dimensions", "k", "v"],
+)
+def test_what_does_not_fit_is_refused(change: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        attention(*change(*inputs()[:3]), SCALE)
+
+
+def test_sums_of_another_shape_are_refused():
+    *qkv, do = inputs()
+    o, lse = attention(*qkv, SCALE)
+    with pytest.raises(ValueError, match=r"lse must be float32 \(2, 3, 7\), not torch.float32 \(2, 7, 3\)"):
+        attention_backward(do, *qkv, o, lse.mT, SCALE)

@@ -1,0 +1,124 @@
+"""permute and unpermute are gathers and sums in a stated order, and each the other's mirror image."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octile.ops.permute import permute, unpermute
+from octile.ops.quantize import dequantize, quantize
+
+T, K, D = 13, 3, 200
+
+
+def places(t: int = T, k: int = K, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(t * k, generator=generator).view(t, k).to(torch.int32)
+
+
+def tiles(t: int = T, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
+    return quantize(torch.randn(t, D, generator=torch.Generator().manual_seed(1)), 1, 128, fmt, True)
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["e4m3", "e5m2", "int8"]), st.integers(0, 99))
+def test_each_row_comes_to_all_its_places_with_its_scales(t: int, k: int, fmt: str, seed: int):
+    (data, scale), place = tiles(t, fmt), places(t, k, seed)
+    moved, moved_scale = permute(data, scale, place)
+    values = dequantize(data, scale, 1, 128, torch.float32)
+    expected = torch.empty(t * k, D)
+    for token, rows in enumerate(place.tolist()):
+        expected[rows] = values[token]
+    assert torch.equal(dequantize(moved, moved_scale, 1, 128, torch.float32), expected)
+
+
+def test_scales_are_stored_as_those_of_a_cast():
+    moved, moved_scale = permute(*tiles(), places())
+    assert moved_scale.stride() == quantize(torch.zeros(T * K, D), 1, 128, "e4m3", True)[1].stride()
+    assert moved.is_contiguous()
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.booleans(), st.integers(0, 99))
+def test_the_rows_of_a_token_are_summed_in_the_order_of_k(t: int, k: int, added: bool, seed: int):
+    y, place = torch.randn(t * k, 8).bfloat16(), places(t, k, seed)
+    add = torch.randn(t, 8).bfloat16() if added else None
+    expected = []
+    for token, rows in enumerate(place.tolist()):
+        total = add[token].float() if add is not None else torch.zeros(8)
+        for row in rows:
+            total = total + y[row].float()
+        expected.append(total.bfloat16())
+    assert torch.equal(unpermute(y, place, add), torch.stack(expected) if t else torch.empty(0, 8).bfloat16())
+
+
+def test_one_is_the_others_gradient():
+    """⟨permute(x), y⟩ = ⟨x, unpermute(y)⟩."""
+    (data, scale), place, y = tiles(), places(), torch.randn(T * K, D)
+    moved = dequantize(*permute(data, scale, place), 1, 128, torch.float32)
+    x = dequantize(data, scale, 1, 128, torch.float32)
+    torch.testing.assert_close((moved * y).sum(), (x * unpermute(y, place)).sum())
+
+
+def test_what_is_added_is_not_written():
+    add = torch.ones(T, 8)
+    assert unpermute(torch.zeros(T, 8), places(k=1), add).data_ptr() != add.data_ptr()
+    assert (add == 1).all()
+
+
+CALLS: dict[str, Any] = {
+    "permute": lambda: (permute, (*tiles(fmt="int8"), places())),
+    "unpermute": lambda: (unpermute, (torch.randn(T * K, D), places())),
+    "added": lambda: (unpermute, (torch.randn(T * K, D), places(), torch.randn(T, D))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_they_are_well_formed_operators(name: str):
+    operator, arguments = CALLS[name]()
+    torch.library.opcheck(operator.overload, arguments)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
+    operator, arguments = CALLS[name]()
+    meta, real = operator(*(a.to("meta") for a in arguments)), operator(*arguments)
+    for m, r in zip(*((t if isinstance(t, tuple) else (t,)) for t in (meta, real)), strict=True):
+        assert (m.shape, m.dtype, m.stride()) == (r.shape, r.dtype, r.stride())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2, 4), torch.ones(2, 1), places(2, 1)), TypeError, "data must be float8_e4m3fn, float8_e5m2 or"),
+        ((torch.zeros(2, 4).char(), torch.ones(2, 2), places(2, 1)), ValueError, r"scale must be \(2, 1\)"),
+        ((torch.zeros(2, 4).char(), torch.ones(2, 1), places(2, 1).long()), TypeError, "place must be int32, not"),
+        ((torch.zeros(2, 4).char(), torch.ones(2, 1), places(2, 1)[0]), ValueError, r"place must be \[T, K\], not"),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), places(3, 1)),
+            ValueError,
+            "for each of the 2 rows of data, not 3",
+        ),
+    ],
+    ids=["dtype", "scale", "place's dtype", "place's shape", "rows"],
+)
+def test_what_cannot_be_permuted_is_refused(arguments: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        permute(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2, 4).double(), places(2, 1)), TypeError, "y must be float32, bfloat16 or float16, not"),
+        ((torch.zeros(2), places(2, 1)), ValueError, r"y must be a matrix \[T·K, D\], not \(2,\)"),
+        ((torch.zeros(3, 4), places(2, 2)), ValueError, r"for each of the \(2, 2\) places, not 3 rows"),
+        ((torch.zeros(4, 4), places(2, 2), torch.ones(2, 4).half()), TypeError, "add must be torch.float32 as y, not"),
+        ((torch.zeros(4, 4), places(2, 2), torch.ones(4, 4)), ValueError, r"add must be \(2, 4\), not \(4, 4\)"),
+    ],
+    ids=["dtype", "shape", "rows", "add's dtype", "add"],
+)
+def test_what_cannot_be_summed_is_refused(arguments: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        unpermute(*arguments)
