@@ -186,13 +186,14 @@ class Bench:
 
     Attributes:
         what: gemm (products), casts (quantisation), step (training: speed, memory, checkpoint size), lab (the model of
-            the tensor core), or tune, which searches the fastest kernels on a Hopper GPU and keeps them.
+            the tensor core); tune, which searches the fastest products on a Hopper GPU and keeps them; or tune-casts,
+            which shows the fastest settings of casts there.
         json: also write the rows to this file.
         shape: M,N,K of one product to tune; every shape of gemm if not given.
         minutes: after which tune begins no other shape.
     """
 
-    what: tyro.conf.Positional[Literal["gemm", "casts", "step", "lab", "tune"]] = "step"
+    what: tyro.conf.Positional[Literal["gemm", "casts", "step", "lab", "tune", "tune-casts"]] = "step"
     json: Path | None = None
     shape: str | None = None
     minutes: float | None = None
@@ -201,16 +202,18 @@ class Bench:
 def bench(arguments: list[str]) -> None:
     """Measure products, casts or a training step on this machine, beside a peer."""
     asked = _parse(Bench, arguments, "bench")
-    from octile.bench import run, search
+    from octile.bench import run, search, search_casts
 
-    if asked.what != "tune":
-        if asked.shape is not None or asked.minutes is not None:
-            raise ValueError(f"shape and minutes are of tune, not of {asked.what}")
-        run(asked.what, asked.json)
-    elif asked.json is not None:
-        raise ValueError("tune writes no rows: json is of gemm, casts and step")
-    else:
+    if asked.what != "tune" and (asked.shape is not None or asked.minutes is not None):
+        raise ValueError(f"shape and minutes are of tune, not of {asked.what}")
+    if asked.what.startswith("tune") and asked.json is not None:
+        raise ValueError(f"{asked.what} writes no rows: json is of gemm, casts and step")
+    if asked.what == "tune-casts":
+        search_casts()
+    elif asked.what == "tune":
         search(asked.shape, asked.minutes)
+    else:
+        run(asked.what, asked.json)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch._dynamo  # it loads Triton, which cannot be loaded again once a test has dropped it
 
 import octile
 from octile.checkpoint.hugging_face import save

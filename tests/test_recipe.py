@@ -185,6 +185,8 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "other.toml"', "unknown recipe 'other.toml'"),
         ('recipe = "per_tensor"\nstrict = true', "must say recipe"),
         ("recipe = ", "r.toml: "),
+        ('recipe = "deepseek_v3"\nswiglu_inputs = "no"', 'swiglu_inputs must be "kept" or "recomputed", not \'no\''),
+        ('recipe = "bf16"\nswiglu_inputs = "recomputed"', "recipe 'bf16' keeps SwiGLU's inputs as they are"),
         ('recipe = "bf16"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'bf16' casts nothing"),
         ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"', "keep 1 must say layers, a pattern, and products, a list"),
         ('recipe = "per_tensor"\nkeep = "all"', "keep must be a list"),
@@ -198,6 +200,34 @@ def test_files_that_are_no_recipe_are_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Recipe.read(path)
+
+
+def test_a_file_says_that_swiglus_inputs_are_recomputed(tmp_path):
+    recipe = replace(Recipe.deepseek_v3(), swiglu_inputs="recomputed")
+    path = recipe.write(tmp_path / "r.toml")
+    assert Recipe.read(path) == recipe
+    path.write_text('recipe = "deepseek_v3"\nswiglu_inputs = "kept"')
+    assert Recipe.read(path) == Recipe.deepseek_v3()
+
+
+@pytest.mark.parametrize("name", Recipe.names())
+def test_only_recipes_in_tiles_take_the_data_flow_of_deepseek_v3(name):
+    recipe = Recipe.named(name)
+    fused = name in ("deepseek_v3", "hybrid_e5m2", "int8_tiles")
+    assert (recipe.fuses_attention, recipe.fuses_swiglu) == (fused, fused)
+
+
+def test_a_product_in_high_precision_takes_its_block_apart():
+    recipe = Recipe.deepseek_v3().without("wgrad")
+    assert not recipe.fuses_attention
+    assert not recipe.fuses_swiglu
+
+
+def test_blocks_along_other_sides_are_no_tiles():
+    casts = Recipe.deepseek_v3().casts
+    assert casts.tiled
+    assert not replace(casts, dy=Cast(block=BLOCK)).tiled
+    assert not replace(casts, wgrad_dy=Cast(block=COLUMN_TILE, scale="power_of_2")).tiled
 
 
 def test_a_file_that_does_not_exist_is_refused():

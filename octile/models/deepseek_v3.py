@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
 from octile.nn.attention import MLA, LatentCache, LayerCache
+from octile.nn.functional import result_dtype
 from octile.nn.gate import Gate
 from octile.nn.mlp import MLP
 from octile.nn.moe import MoE
@@ -39,8 +40,8 @@ class Block(nn.Module):
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, cache)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+        x_BSD = x_BSD + self.self_attn(x_BSD, cos_sin, cache, norm=self.input_layernorm)
+        return x_BSD + self.mlp(x_BSD, norm=self.post_attention_layernorm)
 
 
 class MTPBlock(Block):
@@ -115,7 +116,7 @@ class DeepseekV3(nn.Module):
         s = tokens_BS.shape[1]
         cos_sin = self.rope.cos_sin(torch.arange(start, start + s, device=tokens_BS.device))
 
-        x_BSD = self.model.embed_tokens(tokens_BS)
+        x_BSD = self._embedded(tokens_BS)
         for i, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
             x_BSD = layer(x_BSD, cos_sin, cache[i] if cache is not None else None)
         h_BSD = self.model.norm(x_BSD)
@@ -149,11 +150,16 @@ class DeepseekV3(nn.Module):
         return main + self.config.mtp_loss_weight * mtp + balance
 
     def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
-        next_BSD = self.model.embed_tokens(tokens_BS[:, 1:])
+        next_BSD = self._embedded(tokens_BS[:, 1:])
         both_BSD = torch.cat((next_BSD, h_BSD[:, :-1].to(next_BSD.dtype)), dim=-1)
         cos_SR, sin_SR = cos_sin
         x_BSD = self.model.layers[-1](both_BSD, (cos_SR[:-1], sin_SR[:-1]))
         return self._cross_entropy(x_BSD[:, :-1], labels_BS[:, 2:])
+
+    def _embedded(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S, D] in autocast's dtype where autocast is on: it leaves embeddings alone, and what is added to them."""
+        x_BSD = self.model.embed_tokens(tokens_BS)
+        return x_BSD.to(result_dtype(x_BSD))
 
     def _pop_balance_loss(self) -> Tensor | float:
         return sum(moe.pop_balance_loss() for moe in self.moe_layers().values())

@@ -19,9 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.nn.functional import result_dtype
+from octile.nn.input import read
+from octile.nn.latent_attention import Heads, latent_attention
+from octile.nn.layers import common_recipe, fusable_norm
 from octile.nn.norm import RMSNorm
+from octile.nn.projections import projections
 from octile.nn.rope import CosSin, rotate
 from octile.nn.together import together
+from octile.recipe import Recipe
 
 
 class LatentCache:
@@ -111,9 +117,18 @@ class MLA(nn.Module):
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_attention_heads * sum(self.kv_split), bias=False)
         self.o_proj = nn.Linear(num_attention_heads * v_head_dim, hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
-        """Attends from S new tokens to themselves and, with a cache, to the tokens before them: [B, S, D]."""
-        q_BSHX, latent_BSW = self._projections(x_BSD)
+    def forward(
+        self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """Attends from S new tokens to themselves and, with a cache, to the tokens before them: [B, S, D].
+
+        Args:
+            norm: applied to x first; of both only x is then kept for the backward pass.
+        """
+        recipe = self._fused_recipe()
+        if recipe is not None and cache is None and fusable_norm(norm):
+            return self._fused(x_BSD, cos_sin, norm, recipe)
+        q_BSHX, latent_BSW = self._projections(x_BSD if norm is None else norm(x_BSD))
         q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
         q_rope_BSHR = rotate(q_rope_BSHR, cos_sin)
         latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
@@ -127,6 +142,34 @@ class MLA(nn.Module):
         else:
             o_BSHV = self._absorbed(q_nope_BSHN, q_rope_BSHR, cached_BTW)
         return self.o_proj(o_BSHV.flatten(-2))
+
+    def _fused_recipe(self) -> Recipe | None:
+        """The recipe, where attention and the layers around it are one function under it."""
+        compressed = hasattr(self, "q_a_proj")
+        of_q = [self.q_a_proj, self.q_b_proj] if compressed else [self.q_proj]
+        norms = [self.kv_a_layernorm, *([self.q_a_layernorm] if compressed else [])]
+        recipe = common_recipe(*of_q, self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj)
+        fuses = recipe is not None and recipe.fuses_attention and all(fusable_norm(norm) for norm in norms)
+        return recipe if fuses else None
+
+    def _fused(self, x_BSD: Tensor, cos_sin: CosSin, norm: RMSNorm | None, recipe: Recipe) -> Tensor:
+        assert recipe.casts is not None
+        how, dtype = recipe.casts.x, result_dtype(x_BSD)
+        x = read(x_BSD.flatten(0, 1), how, norm)
+        if hasattr(self, "q_a_proj"):
+            down = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
+            q_TK, latent_TW = projections(x, down, recipe, dtype)
+            x_q, w_q = read(q_TK, how, self.q_a_layernorm), self.q_b_proj.weight
+        else:
+            (latent_TW,) = projections(x, [self.kv_a_proj_with_mqa.weight], recipe, dtype)
+            x_q, w_q = x, self.q_proj.weight
+        latent_TC, k_rope_TR = latent_TW.split(self.latent_split, dim=-1)
+        x_kv = read(latent_TC, how, self.kv_a_layernorm)
+        weights = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
+        nope_dim, rope_dim = self.q_split
+        heads = Heads(len(x_BSD), self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
+        y_TD = latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *weights, heads, recipe, dtype)
+        return y_TD.view(*x_BSD.shape[:-1], -1)
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The queries [B, S, H, N + R], and the latents with the rotary key beside them [B, S, W]."""

@@ -13,8 +13,6 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1, figure 6.  Shapes: T tokens, K i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,27 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.nn import plain
-from octile.nn.delayed import AmaxHistory, unscaled
+from octile.nn.cast import cast, cast_again, cast_gradient, cast_weight
+from octile.nn.cast import watch_casts as watch_casts
+from octile.nn.delayed import AmaxHistory
+from octile.nn.products import into_main_grad, nt, wgrad
 from octile.nn.together import Shared, once, shared_by_layers
 from octile.nn.watched import Product, begin, show, watched
-from octile.nn.weight_cache import may_be_kept, quantized_weight
+from octile.nn.weight_cache import may_be_kept
 from octile.ops.grouped import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
-from octile.recipe import PRODUCTS, Cast, Recipe
-from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
-
-Watcher = Callable[[str, ScaledTensor], None]
-_watchers: list[Watcher] = []
-
-
-@contextmanager
-def watch_casts(watcher: Watcher) -> Iterator[None]:
-    """Calls watcher(operand, quantised) for all that is cast inside: "x", "w", "dy", "wgrad_x", "wgrad_dy"."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
+from octile.recipe import PRODUCTS, Casts, Recipe
+from octile.scaled import ScaledTensor
 
 
 def linear(
@@ -74,7 +62,7 @@ def linear(
     _check(x, weight, recipe, history, weight_dims=2)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{len(weight)}], not {list(bias.shape)}")
-    out_dtype = _out_dtype(x)
+    out_dtype = result_dtype(x)
     x_TK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y_TN = _product(x_TK, weight, None, recipe, history, out_dtype, shared_by_layers(x))
     y = y_TN.reshape(*x.shape[:-1], len(weight))
@@ -107,7 +95,7 @@ def grouped_linear(
     if x_TK.dim() != 2:
         raise ValueError(f"x must be [T, K], not {list(x_TK.shape)}")
     check_sizes("offs", offs, len(weight_GNK), x_TK.device)
-    return _product(x_TK, weight_GNK, offs, recipe, history, _out_dtype(x_TK))
+    return _product(x_TK, weight_GNK, offs, recipe, history, result_dtype(x_TK))
 
 
 def _product(
@@ -123,7 +111,8 @@ def _product(
         compute = out_dtype if recipe is None else recipe.compute
         return plain.PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
     keep_w = may_be_kept(weight, recipe.casts.w)  # asked out here: inside, gradients are always off
-    return _Product.apply(x_TK, weight, offs, recipe, history, out_dtype, shared, keep_w)
+    turned = torch.is_grad_enabled() and x_TK.requires_grad
+    return _Product.apply(x_TK, weight, offs, recipe, history, out_dtype, shared, keep_w, turned)
 
 
 class _Product(torch.autograd.Function):
@@ -138,15 +127,17 @@ class _Product(torch.autograd.Function):
         out_dtype: torch.dtype,
         shared: Shared | None,
         keep_w: bool,
+        turned: bool,
     ) -> Tensor:
         casts, uncast, compute = recipe.casts, recipe.uncast, recipe.compute
         assert casts is not None
-        x = once(None if casts.delayed else shared, casts.x, lambda: _cast(x_TK, casts.x, "x", history))
-        w = _cast(weight, casts.w, "w", history, keep_w)
+        x = once(None if casts.delayed else shared, casts.x, lambda: cast(x_TK, casts.x, "x", history))
+        weights = cast_weight(weight, casts.w, history, keep_w, turned)
+        w, of_dgrad = weights.w, weights.w_t.mT
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
-        ctx.w = w if keep_w else None  # it lives on in the cache: nothing more to keep
+        ctx.weights = weights if keep_w else None  # they live on in the cache: nothing more to keep
         saved_x = (x.data, x.scale) if w_has_gradient and "wgrad" not in uncast else (None, None)
-        saved_w = (w.data, w.scale) if x_has_gradient and ctx.w is None else (None, None)
+        saved_w = (of_dgrad.data, of_dgrad.scale) if x_has_gradient and ctx.weights is None else (None, None)
         plain_x = x_TK.to(compute) if w_has_gradient and "wgrad" in uncast else None
         plain_w = weight.to(compute) if x_has_gradient and "dgrad" in uncast else None
         ctx.save_for_backward(*saved_x, *saved_w, plain_x, plain_w, offs)
@@ -158,77 +149,48 @@ class _Product(torch.autograd.Function):
         ctx.seen = begin(weight, Product("fprop", x_TK, a, b, offs)) if looked_at else []
         if "fprop" in uncast:
             return plain.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
-        return _nt(x, w, offs, out_dtype)
+        return nt(x, w, offs, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, w_data, w_scale, plain_x, plain_w, offs = ctx.saved_tensors
         casts, compute = ctx.recipe.casts, ctx.recipe.compute
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
-        dx = dw = dy = None
-        if x_has_gradient and plain_w is None:
-            w = ctx.w or ScaledTensor(w_data, w_scale, ctx.blocks[1])
-            dy = _cast(dy_TN, casts.dy, "dy", ctx.history)
-            show(ctx.seen, Product("dgrad", dy_TN, dy, w.mT, offs))
-            dx = _nt(dy, w.mT, offs, ctx.x_dtype)
+        dx = dw = None
+        in_8_bits = x_has_gradient and plain_w is None, w_has_gradient and plain_x is None
+        dgrad_dy, wgrad_dy = _cast_gradient(dy_TN, casts, ctx.history, *in_8_bits)
+        if dgrad_dy is not None:
+            w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
+            show(ctx.seen, Product("dgrad", dy_TN, dgrad_dy, w_t, offs))
+            dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
         elif x_has_gradient:
             show(ctx.seen, Product("dgrad", dy_TN, offs=offs))
             dx = plain.nt(dy_TN.to(compute), plain_w.mT, offs).to(ctx.x_dtype)
-        if w_has_gradient and plain_x is None:
+        if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
-            if dy is None or casts.wgrad_dy != casts.dy:
-                operand = "dy" if casts.wgrad_dy == casts.dy else "wgrad_dy"
-                dy = _cast(dy_TN, casts.wgrad_dy, operand, ctx.history)
             if casts.wgrad_x != casts.x:
-                x = _cast(x.dequantize(), casts.wgrad_x, "wgrad_x", ctx.history)
-            show(ctx.seen, Product("wgrad", dy_TN.mT, dy.mT, x.mT, offs))
-            dw = _wgrad(dy, x, offs, ctx.w_dtype, ctx.main_grad)
+                x = cast_again(x, casts.wgrad_x)
+            show(ctx.seen, Product("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
+            dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
             show(ctx.seen, Product("wgrad", dy_TN.mT, offs=offs))
-            dw = _in_grad(plain.tn(dy_TN.to(compute), plain_x, offs), ctx.w_dtype, ctx.main_grad)
-        return dx, dw, None, None, None, None, None, None
+            dw = into_main_grad(plain.tn(dy_TN.to(compute), plain_x, offs), ctx.w_dtype, ctx.main_grad)
+        return dx, dw, None, None, None, None, None, None, None
 
 
-def _nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # FP16 could overflow on the way
-    y = matmul_nt(a, b, product_dtype) if offs is None else grouped_matmul_nt(a, b, offs, product_dtype)
-    return y.to(dtype)
+def _cast_gradient(
+    dy: Tensor, casts: Casts, history: AmaxHistory | None, dgrad: bool, wgrad: bool
+) -> tuple[ScaledTensor | None, ScaledTensor | None]:
+    """dy as dgrad and as wgrad take it, as far as they are made in 8 bits."""
+    if dgrad and wgrad:
+        return cast_gradient(dy, casts, history)
+    rows = cast(dy, casts.dy, "dy", history) if dgrad else None
+    columns = cast(dy, casts.wgrad_dy, "dy" if casts.wgrad_dy == casts.dy else "wgrad_dy", history) if wgrad else None
+    return rows, columns
 
 
-def _wgrad(
-    dy: ScaledTensor, x: ScaledTensor, offs: Tensor | None, dtype: torch.dtype, main_grad: Tensor | None
-) -> Tensor | None:
-    """The weight's gradient, summed in FP32 and then in dtype, or None where it went into main_grad."""
-    if main_grad is not None and offs is None:
-        matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)
-        return None
-    dw = matmul_nt(dy.mT, x.mT, torch.float32) if offs is None else grouped_wgrad(dy, x, offs, torch.float32)
-    return _in_grad(dw, dtype, main_grad)
-
-
-def _in_grad(dw: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
-    if main_grad is None:
-        return dw.to(dtype)
-    main_grad.add_(dw)
-    return None
-
-
-def _cast(t: Tensor, cast: Cast, operand: str, history: AmaxHistory | None, keep: bool = False) -> ScaledTensor:
-    if cast.amax == "delayed":
-        assert history is not None  # checked before the forward pass
-        q = history.quantize(t, operand, cast)
-    else:
-        q = quantized_weight(t, cast, _quantize) if keep else _quantize(t.detach(), cast)
-    for watcher in _watchers:
-        watcher(operand, q)
-    return q
-
-
-def _quantize(t: Tensor, cast: Cast) -> ScaledTensor:
-    return unscaled(t, cast) if cast.amax == "unscaled" else quantize(t, cast.block, cast.fmt, cast.scale)
-
-
-def _out_dtype(x: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Of a layer that reads x: autocast's where autocast is on, else x's."""
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else x.dtype

@@ -9,12 +9,13 @@ Shapes: T tokens, D model, E experts, K chosen experts, G groups of e experts.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.nn.input import Input, Source
 from octile.ops.matmul import without_autocast
 
 
@@ -65,9 +66,13 @@ class Gate(nn.Module):
         steered = topk_method == "noaux_tc"
         self.register_buffer("e_score_correction_bias", torch.zeros(n_experts) if steered else None)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        with without_autocast(x_TD.device):
-            logit_TE = F.linear(x_TD.float(), self.weight.float())
+    def forward(self, x: Tensor | Input) -> Routing:
+        """x [T, D], or what other layers read as well and which is kept as they keep it."""
+        if isinstance(x, Input):
+            logit_TE = _Logits.apply(x.x, self.weight, x.kept, x.source)
+        else:
+            with without_autocast(x.device):
+                logit_TE = F.linear(x.float(), self.weight.float())
         affinity_TE = logit_TE.sigmoid() if self.scoring_func == "sigmoid" else logit_TE.softmax(-1)
         score_TE = affinity_TE.detach()
         if self.e_score_correction_bias is not None:
@@ -113,3 +118,23 @@ class Gate(nn.Module):
         if exact is not None and moved is not None and moved.dtype != exact.dtype:
             self.e_score_correction_bias = exact.to(moved.device)
         return self
+
+
+class _Logits(torch.autograd.Function):
+    """x · wᵀ in FP32, of an input that is not kept in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, kept: tuple[Tensor, ...], source: Source) -> Tensor:
+        ctx.save_for_backward(weight_ED, *kept)
+        ctx.source = source
+        with without_autocast(x_TD.device):
+            return F.linear(x_TD.float(), weight_ED.float())
+
+    @staticmethod
+    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
+        weight_ED, *kept = ctx.saved_tensors
+        x_TD = ctx.source.values_again(tuple(kept))
+        with without_autocast(dy_TE.device):
+            dx_TD = (dy_TE @ weight_ED.float()).to(x_TD.dtype)
+            dweight_ED = (dy_TE.mT @ x_TD.float()).to(weight_ED.dtype)
+        return dx_TD, dweight_ED, None, None

@@ -3,13 +3,24 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.nn import feed_forward
+from octile.nn.functional import result_dtype
+from octile.nn.input import Input, read
+from octile.nn.layers import common_recipe, fusable_norm
 from octile.nn.linear import Linear
+from octile.nn.norm import RMSNorm
 from octile.nn.smooth import power_of_2
 from octile.nn.together import together
+from octile.recipe import Recipe
 
 
 class MLP(nn.Module):
-    """SwiGLU with the published checkpoints' names: x [..., hidden_size] → [..., hidden_size]."""
+    """SwiGLU with the published checkpoints' names: x [..., hidden_size] → [..., hidden_size].
+
+    Under a recipe that says how SwiGLU's inputs are kept, and with an intermediate_size that is a multiple of 128, its
+    three layers are one function (`feed_forward.py`): in its backward pass it computes h from gate and up as they were
+    kept. Otherwise, and where a layer has hooks or was replaced, they are called one after the other.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -17,7 +28,26 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """The layer of x, or of norm(x), of which only x is then kept for the backward pass."""
+        recipe = self.fused_recipe()
+        if recipe is None or recipe.casts is None or not fusable_norm(norm):
+            return self._in_steps(x if norm is None else norm(x))
+        y_TD = self.fused(read(x.reshape(-1, x.shape[-1]), recipe.casts.x, norm), recipe)
+        return y_TD.view_as(x)
+
+    def fused_recipe(self) -> Recipe | None:
+        """The recipe, where the layers are one function under it."""
+        recipe = common_recipe(self.gate_proj, self.up_proj, self.down_proj)
+        fuses = recipe is not None and recipe.fuses_swiglu and feed_forward.takes(self.down_proj.in_features)
+        return recipe if fuses else None
+
+    def fused(self, x: Input, recipe: Recipe) -> Tensor:
+        """The one function: x [T, hidden_size] → [T, hidden_size]."""
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        return feed_forward.feed_forward(x, *weights, recipe, result_dtype(x.x))
+
+    def _in_steps(self, x: Tensor) -> Tensor:
         gate, up = together(x, self.gate_proj, self.up_proj)
         h = F.silu(gate) * up
         down = self.down_proj

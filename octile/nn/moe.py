@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn.dispatch import LocalDispatcher
-from octile.nn.functional import grouped_linear
-from octile.nn.gate import Gate
+from octile.nn import feed_forward
+from octile.nn.dispatch import LocalDispatcher, Plan
+from octile.nn.functional import grouped_linear, result_dtype
+from octile.nn.gate import Gate, Routing
+from octile.nn.input import Input, read
+from octile.nn.layers import fusable_norm, unobserved
 from octile.nn.linear import history_for
 from octile.nn.mlp import MLP
+from octile.nn.norm import RMSNorm
 from octile.nn.smooth import power_of_2, scale_columns
 from octile.recipe import Recipe
 
@@ -50,6 +54,11 @@ class Experts(nn.Module):
             h_RI, down_EDI = _smooth(h_RI, down_EDI, offs_E)
         return grouped_linear(h_RI, down_EDI, offs_E, self.recipe, self.down_history)
 
+    def fused_recipe(self) -> Recipe | None:
+        """The recipe, where these layers and the way to them and back are one function under it."""
+        fuses = self.recipe is not None and self.recipe.fuses_swiglu and feed_forward.takes(self.down.shape[-1])
+        return self.recipe if fuses and type(self) is Experts and unobserved(self) else None
+
 
 def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
     """Moves each expert's channel sizes from h into the weight; see `smooth.py`."""
@@ -64,6 +73,14 @@ def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Ten
 class MoE(nn.Module):
     """A mixture of experts of which each token uses a few, and shared ones that all use: x [B, S, D] → [B, S, D].
 
+    For any model (`docs/moe.md`): any number of tokens, experts and chosen ones, any sizes. No token is dropped and
+    none is padded, an expert without tokens costs nothing, nothing waits for the host, and the same tokens give the
+    same bits.
+
+    It computes in the input's dtype, or autocast's, until `octile.convert` or `use_recipe` of its experts gives it a
+    recipe. Under one that says how SwiGLU's inputs are kept, and with intermediate sizes that are multiples of 128,
+    the input is quantised once, travels to the experts in 8 bits, and comes back in BF16 (`feed_forward.py`).
+
     In training mode a forward pass leaves two things behind:
 
         last_load_E     int64 [E], how many tokens each expert got: what `gate.balance` needs after the step
@@ -71,37 +88,68 @@ class MoE(nn.Module):
 
     Args:
         gate: chooses the experts; their number is its.
-        shared_intermediate_size: of the shared experts, which are one SwiGLU layer together.
+        hidden_size, intermediate_size: D, and I of an expert.
+        shared_intermediate_size: of the shared experts, which are one SwiGLU layer together; 0: there are none.
         alpha: weight α of the balance loss.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.3.3.
     """
 
     last_load_E: Tensor
 
     def __init__(
-        self, gate: Gate, hidden_size: int, intermediate_size: int, shared_intermediate_size: int, alpha: float = 1e-4
+        self,
+        gate: Gate,
+        hidden_size: int,
+        intermediate_size: int,
+        shared_intermediate_size: int = 0,
+        alpha: float = 1e-4,
     ):
         super().__init__()
         n_experts = len(gate.weight)
         self.gate = gate
         self.experts = Experts(n_experts, hidden_size, intermediate_size)
-        self.shared_experts = MLP(hidden_size, shared_intermediate_size)
+        self.shared_experts = MLP(hidden_size, shared_intermediate_size) if shared_intermediate_size else None
         self.dispatcher = LocalDispatcher()
         self.alpha = alpha
         self.register_buffer("last_load_E", torch.zeros(n_experts, dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_TD = x_BSD.flatten(0, 1)
-        routing = self.gate(x_TD)
-        load_BE = self._load(routing.experts_TK, len(x_BSD))
+    def forward(self, x_BSD: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """The mixture's result for x, or for norm(x), of which only x is then kept for the backward pass."""
+        recipe = self.experts.fused_recipe()
+        if recipe is not None and recipe.casts is not None and fusable_norm(norm):
+            return self._fused(x_BSD, norm, recipe)
+        x_TD = (x_BSD if norm is None else norm(x_BSD)).flatten(0, 1)
+        routing, plan = self._route(x_TD, len(x_BSD))
+        y_RD = self.experts(self.dispatcher.spread(x_TD, plan), plan.offs_E)
+        y_TD = self.dispatcher.collect(y_RD, routing.weights_TK, plan)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD.view_as(x_BSD)
+
+    def _fused(self, x_BSD: Tensor, norm: RMSNorm | None, recipe: Recipe) -> Tensor:
+        assert recipe.casts is not None
+        x = read(x_BSD.flatten(0, 1), recipe.casts.x, norm, values=True)  # the gate reads the values
+        routing, plan = self._route(x, len(x_BSD))
+        shared = None
+        if self.shared_experts is not None:
+            alike = self.shared_experts.fused_recipe() == recipe and unobserved(self.shared_experts)
+            shared = self.shared_experts.fused(x, recipe) if alike else self.shared_experts(x.x)
+        routed = feed_forward.Routed(self.dispatcher, plan)
+        weights = (self.experts.gate_up, self.experts.down)
+        y_TD = feed_forward.experts(x, *weights, routing.weights_TK, shared, routed, recipe, result_dtype(x.x))
+        return y_TD.view_as(x_BSD)
+
+    def _route(self, x: Tensor | Input, batch: int) -> tuple[Routing, Plan]:
+        """Which token goes where; notes the load and its loss."""
+        own_gate = type(self.gate) is Gate and unobserved(self.gate)
+        routing = self.gate(x if own_gate or not isinstance(x, Input) else x.x)
+        load_BE = self._load(routing.experts_TK, batch)
         if self.training:
             self.last_load_E = load_BE.sum(0)
             self.balance_loss = self.alpha * sequence_balance(routing.affinity_TE, load_BE)
-
-        rows = self.dispatcher.dispatch(x_TD, routing.experts_TK, load_BE.sum(0))
-        y_RD = self.experts(rows.x_RD, rows.offs_E)
-        y_TD = self.dispatcher.combine(y_RD, routing.weights_TK, rows) + self.shared_experts(x_TD)
-        return y_TD.view_as(x_BSD)
+        return routing, self.dispatcher.plan(routing.experts_TK, load_BE.sum(0))
 
     def pop_balance_loss(self) -> Tensor | float:
         """The balance loss of the last forward pass in training mode, once; 0 if there was none."""
@@ -110,9 +158,11 @@ class MoE(nn.Module):
 
     def _load(self, experts_TK: Tensor, batch: int) -> Tensor:
         """How many tokens of each sequence go to each expert: int64 [B, E]."""
-        experts_BX = experts_TK.view(batch, -1)
-        zeros_BE = experts_BX.new_zeros(batch, len(self.gate.weight))
-        return zeros_BE.scatter_add_(1, experts_BX, torch.ones_like(experts_BX))
+        tokens, n_experts = len(experts_TK), len(self.gate.weight)
+        sequence_T = torch.arange(tokens, device=experts_TK.device) // max(tokens // max(batch, 1), 1)
+        index_X = (experts_TK + sequence_T[:, None] * n_experts).flatten()  # one dimension: added up in a fixed order
+        zeros_X = experts_TK.new_zeros(batch * n_experts)
+        return zeros_X.scatter_add_(0, index_X, torch.ones_like(index_X)).view(batch, n_experts)
 
 
 def sequence_balance(affinity_TE: Tensor, load_BE: Tensor) -> Tensor:

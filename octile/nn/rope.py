@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octile.ops.rope import turned
+
 CosSin = tuple[Tensor, Tensor]  # each [S, R/2] float32
 
 
@@ -69,7 +71,4 @@ class Rope:
 
 def rotate(x_SHR: Tensor, cos_sin: CosSin) -> Tensor:
     """Turns the pairs of x [..., S, H, R] in FP32; returns x's shape and dtype."""
-    cos_S1R, sin_S1R = (t[:, None] for t in cos_sin)
-    a, b = x_SHR.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((a * cos_S1R - b * sin_S1R, a * sin_S1R + b * cos_S1R), dim=-1)
-    return turned.flatten(-2).to(x_SHR.dtype)
+    return turned(x_SHR, *cos_sin).to(x_SHR.dtype)

@@ -17,7 +17,7 @@ as it is then.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from octile.recipe import Cast
-from octile.scaled import ScaledTensor
+
+T = TypeVar("T")
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → (what it was made from, the quantised copy)
 _stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a torch optimizer writes
@@ -52,10 +53,14 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
                 _kept.pop(weight, None)
 
 
-def quantized_weight(weight: Tensor, cast: Cast, quantize: Callable[[Tensor, Cast], ScaledTensor]) -> ScaledTensor:
-    """quantize(weight, cast), kept; or what was kept, if it was made from the same memory and no write was counted."""
+def quantized_weight(weight: Tensor, cast: Cast, quantize: Callable[[Tensor, Cast], T], turned: bool = False) -> T:
+    """quantize(weight, cast), kept; or what was kept, if it was made from the same memory and no write was counted.
+
+    Args:
+        turned: what quantize makes has the transposed weight beside it; the other form is another result.
+    """
     memory = StorageWeakRef(weight.untyped_storage())  # an address alone may have been freed and given out again
-    made_from = (memory, weight.storage_offset(), weight._version, weight.dtype, cast)
+    made_from = (memory, weight.storage_offset(), weight._version, weight.dtype, cast, turned)
     kept = _kept.get(weight)
     if kept is None or kept[0] != made_from:
         kept = made_from, quantize(weight.detach(), cast)

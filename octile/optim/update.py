@@ -3,9 +3,12 @@
     m ← β₁·m + (1 − β₁)·g               v ← β₂·v + (1 − β₂)·g²
     w ← w·(1 − lr·λ) − lr · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε)
 
-The arithmetic is torch's fused kernel, one pass over memory. It wants FP32 everywhere, so moments stored in BF16 are
-unfolded for it, a batch at a time: small tensors are packed into a batch, large ones are cut, and the unfolded numbers
-never leave the cache (on two cores a step then takes a fifth of the time of one large batch).
+On a GPU one kernel a tensor reads and writes everything once, moments in BF16 as they are stored (`octile.ops.adamw`).
+
+On a CPU the arithmetic is torch's fused kernel. It wants FP32 everywhere, so moments stored in BF16 are unfolded for
+it, a batch at a time: small tensors are packed into a batch, large ones are cut, and the unfolded numbers never leave
+the cache (on two cores a step then takes a fifth of the time of one large batch). Where the processor has a fused
+multiply-add both give the same bits.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101).
 """
@@ -15,8 +18,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from octile.ops.adamw import adamw
+
 CPU_BATCH = 2**18  # elements: their FP32 moments, 2 MiB, stay in a core's cache
-CUDA_BATCH = 2**26  # enough to keep a GPU busy, 512 MiB of moments
 
 
 def adamw_(
@@ -39,9 +43,14 @@ def adamw_(
         exp_avgs, exp_avg_sqs: m and v, contiguous, of any floating-point dtype; rounded to nearest even.
         steps: t, float32 [], this step counted.
     """
+    every = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
+    on_gpus: list[tuple[Tensor, ...]] = [tensors for tensors in every if tensors[0].is_cuda]
+    for *tensors, corrections in _with_corrections(on_gpus, lr, betas):
+        adamw(*(t.detach() for t in tensors), corrections, *betas, eps, 1 - lr * weight_decay)
     flat: list[tuple[Tensor, ...]] = [
         (w.detach().view(-1), g.detach().reshape(-1), m.view(-1), v.view(-1), step)
-        for w, g, m, v, step in zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True)
+        for w, g, m, v, step in every
+        if not w.is_cuda
     ]
     for batch in _batches(flat):
         w, g, m, v, t = (list(tensors) for tensors in zip(*batch, strict=True))
@@ -66,6 +75,19 @@ def adamw_(
                 torch._foreach_copy_(stored, updated)
 
 
+def _with_corrections(
+    every: list[tuple[Tensor, ...]], lr: float, betas: tuple[float, float]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Each parameter's tensors, with what `adamw` takes instead of its step, computed where the step is counted."""
+    for device in dict.fromkeys(step.device for *_, step in every):
+        there = [tensors for tensors in every if tensors[-1].device == device]
+        step_N = torch.stack([step for *_, step in there]).double()
+        bias1_N, bias2_N = (1 - beta**step_N for beta in betas)
+        corrections_N2 = torch.stack((lr / bias1_N, bias2_N.sqrt()), dim=1).float()
+        for (*tensors, _), corrections in zip(there, corrections_N2.unbind(), strict=True):
+            yield *tensors, corrections
+
+
 def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
     """The list itself where all are float32 already, otherwise copies."""
     if all(t.dtype == torch.float32 for t in tensors):
@@ -76,15 +98,13 @@ def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _batches(flat: list[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Cuts and packs rows of flat tensors into batches of one device and at most its number of elements."""
+    """Cuts and packs rows of flat tensors into batches of at most CPU_BATCH elements."""
     batch: list[tuple[Tensor, ...]] = []
     filled = 0
     for *tensors, step in flat:
-        device = step.device
-        size = CPU_BATCH if device.type == "cpu" else CUDA_BATCH
-        for pieces in zip(*(t.split(size) for t in tensors), strict=True):
+        for pieces in zip(*(t.split(CPU_BATCH) for t in tensors), strict=True):
             n = pieces[0].numel()
-            if batch and (filled + n > size or batch[0][-1].device != device):
+            if batch and filled + n > CPU_BATCH:
                 yield batch
                 batch, filled = [], 0
             batch.append((*pieces, step))

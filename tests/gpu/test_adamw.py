@@ -1,0 +1,54 @@
+"""AdamW on a GPU: bit for bit its reference, and bit for bit what the optimizer does on the CPU."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.ops.adamw import adamw
+from octile.optim import AdamW
+from octile.recipe import OptimizerFormats
+
+SETTINGS = (0.9, 0.95, 1e-8, 0.9997)
+
+
+def tensors(shape: tuple[int, ...], moments: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    w, g, m = (torch.randn(shape, generator=generator) * size for size in (1.0, 1e-2, 1e-2))
+    return [w, g, m.to(moments), (torch.rand(shape, generator=generator) * 1e-4).to(moments)]
+
+
+@pytest.mark.parametrize("shape", [(1,), (333, 777), (2048, 4096)], ids=str)
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("t", [1, 1000])
+def test_the_kernel_is_its_reference(shape: tuple[int, ...], moments: torch.dtype, t: int):
+    corrections = torch.tensor([3e-3 / (1 - 0.9**t), math.sqrt(1 - 0.95**t)])
+    expected, found = tensors(shape, moments), [x.cuda() for x in tensors(shape, moments)]
+    adamw(*expected, corrections, *SETTINGS)
+    adamw(*found, corrections.cuda(), *SETTINGS)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the CPU has no fused multiply-add"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("formats", [OptimizerFormats(), OptimizerFormats(exp_avg="float32", exp_avg_sq="float32")])
+def test_the_optimizer_does_what_it_does_on_the_cpu(dtype: torch.dtype, formats: OptimizerFormats):
+    generator = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(64, n, generator=generator).to(dtype)) for n in (16, 768)]
+    theirs = [nn.Parameter(copy.deepcopy(p.detach()).cuda()) for p in ours]
+    optimizers = [AdamW(params, lr=3e-3, formats=formats) for params in (ours, theirs)]
+    for _ in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            q.grad = p.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q.cpu())
+        for kind, state in optimizers[0].state[p].items():
+            assert torch.equal(state, optimizers[1].state[q][kind].cpu()), kind

@@ -1,0 +1,276 @@
+"""Blocks on a GPU: what they compute on the CPU, without waiting for the GPU, in graphs, compiled, and twice the same.
+
+Between two products a few numbers round to the neighbouring 8-bit code, since sums are made in another order.
+Shapes: B batch, S sequence, H heads, X and V channels of a head.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import Block, DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.nn.rope import Rope
+from octile.ops.attention import attention, attention_backward
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.optim import AdamW, param_groups
+from octile.recipe import Recipe
+from tests.models.test_kept_bytes import formula, kept_bytes, predicted_bytes  # noqa: F401  (a fixture)
+
+WORST = 0.05  # of a tensor's norm
+B, S = 2, 192
+CONFIG = replace(
+    ModelConfig.tiny(), hidden_size=384, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=128
+)
+KEPT = Recipe.deepseek_v3()
+RECOMPUTED = replace(KEPT, swiglu_inputs="recomputed")
+
+both_kinds = pytest.mark.parametrize("layer", [0, 1], ids=["dense", "mixture"])
+both_settings = pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
+
+
+def block_of(layer: int, recipe: Recipe, device: str = "cuda") -> Block:
+    torch.manual_seed(0)
+    block = Block(CONFIG, layer)
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        else:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return apply_recipe(block.to(device), recipe)
+
+
+def inputs(device: str = "cuda", seed: int = 1) -> tuple[Tensor, Tensor]:
+    """x, and the gradient of the result."""
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(B, S, CONFIG.hidden_size, generator=generator).bfloat16().to(device) for _ in range(2))
+    return x, dy
+
+
+def run(block: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """The result and all gradients of one pass under autocast."""
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    cos_sin = Rope(CONFIG.qk_rope_head_dim).cos_sin(torch.arange(S, device=x.device))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = block(x, cos_sin)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad for p in block.parameters())]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], worst: float = WORST) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        ours, theirs = ours.float().cpu(), theirs.float().cpu()
+        assert (ours - theirs).norm() <= worst * theirs.norm()
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for the gate's product
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64), (24, 12), (40, 40)], ids=str)
+@pytest.mark.parametrize("s", [256, 77, 1])
+def test_attention_is_the_reference(dtype: torch.dtype, widths: tuple[int, int], s: int):
+    _assert_attention(dtype, widths, s)
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (128, 128), (24, 12)], ids=str)
+def test_attention_is_the_reference_in_deterministic_mode_too(widths: tuple[int, int], deterministic: None):
+    _assert_attention(torch.bfloat16, widths, 256)
+    again = [_attention_on_gpu(torch.bfloat16, widths, 256) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*again, strict=True))
+
+
+def _attention_inputs(dtype: torch.dtype, widths: tuple[int, int], s: int) -> list[Tensor]:
+    """q, k, v as a view into wider rows, and the gradient of o."""
+    generator = torch.Generator().manual_seed(0)
+    x, v = widths
+    q, k = (torch.randn(B, s, 3, x, generator=generator) for _ in range(2))
+    kv, do = torch.randn(B, s, 3, x + v, generator=generator), torch.randn(B, s, 3, v, generator=generator)
+    return [t.to(dtype) for t in (q, k, kv[..., x:], do)]
+
+
+def _attention_on_gpu(dtype: torch.dtype, widths: tuple[int, int], s: int) -> list[Tensor]:
+    q, k, v, do = (t.cuda() for t in _attention_inputs(dtype, widths, s))
+    o, lse = attention(q, k, v, 0.1)
+    return [o, lse, *attention_backward(do, q, k, v, o, lse, 0.1)]
+
+
+def _assert_attention(dtype: torch.dtype, widths: tuple[int, int], s: int) -> None:
+    *qkv, do = (t.float() for t in _attention_inputs(dtype, widths, s))
+    o, lse = attention(*qkv, 0.1)
+    expected = [o, lse, *attention_backward(do, *qkv, o, lse, 0.1)]
+    found = _attention_on_gpu(dtype, widths, s)
+    assert [t.dtype for t in found] == [dtype, torch.float32, dtype, dtype, dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        ours = ours.float().cpu()
+        assert ours.shape == theirs.shape
+        # of a single token all but v's gradient is zero, up to rounding
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm() + 1e-4 * do.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 300, 128, 128, 64, 128), (1, 5, 3, 10, 8, 6)], ids=str)
+def test_rotary_operators_are_their_references(shape: tuple[int, ...], dtype: torch.dtype):
+    b, s, h, n, r, v = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((b, s, h, n + r), (b, s, h, n + v), (b, s, r), (b, s, h, v))
+    q, kv, k_rope, dv = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    angles = Rope(r).cos_sin(torch.arange(s))
+    on_gpu = tuple(t.cuda() for t in angles)
+    k = latent_keys(kv, k_rope, *angles, n)
+    assert torch.equal(latent_keys(kv.cuda(), k_rope.cuda(), *on_gpu, n).cpu(), k)
+    found = [t.cpu() for t in latent_keys_backward(q.cuda(), dv.cuda(), *on_gpu)]
+    expected = latent_keys_backward(q, dv, *angles)
+    assert torch.equal(found[0], expected[0])
+    assert_close(found[1:], expected[1:], worst=0.01)
+    turned = q.clone().cuda()
+    rotate_(turned, *on_gpu)
+    rotate_(q, *angles)
+    assert torch.equal(turned.cpu(), q)
+
+
+# Blocks
+
+
+@both_kinds
+@pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
+def test_a_block_computes_what_it_does_on_the_cpu(layer: int, name: str):
+    recipe = Recipe.named(name)
+    found, expected = (run(block_of(layer, recipe, device), *inputs(device)) for device in ("cuda", "cpu"))
+    assert_close(found[:2], expected[:2])
+    # tokens whose experts are nearly alike may go to others: their share of a weight's gradient does, too
+    assert_close(found[2:], expected[2:], worst=0.15 if layer else WORST)
+
+
+@both_kinds
+@both_settings
+def test_a_block_keeps_what_the_formula_says(formula, layer: int, recipe: Recipe):  # noqa: F811
+    kind = "mixture" if layer else "dense"
+    recomputed = recipe.swiglu_inputs == "recomputed"
+    found = kept_bytes(apply_recipe(Block(CONFIG, layer).cuda(), recipe), CONFIG)
+    assert found == predicted_bytes(formula, CONFIG, kind, recomputed)
+
+
+@both_kinds
+@both_settings
+def test_two_passes_give_the_same_bits(layer: int, recipe: Recipe, deterministic: None):
+    block = block_of(layer, recipe)
+    first, second = ([t.clone() for t in run(block, *inputs())] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@both_kinds
+@both_settings
+def test_nothing_waits_for_the_gpu(layer: int, recipe: Recipe):
+    block, (x, dy) = block_of(layer, recipe), inputs()
+    optimizer = AdamW(param_groups(block, 0.1), lr=1e-3)
+    for _ in range(2):
+        run(block, x, dy)
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(block, x, dy)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_models_loss_and_its_gradients_wait_for_nothing():
+    torch.manual_seed(0)
+    model = apply_recipe(DeepseekV3(ModelConfig.tiny()).cuda(), KEPT)
+    tokens = torch.randint(0, 4096, (2, 64), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@both_kinds
+@both_settings
+def test_a_graph_follows_inputs_and_weights(layer: int, recipe: Recipe):
+    eager = block_of(layer, recipe)
+    graphed, (x, dy) = copy.deepcopy(eager), inputs()
+    static_x, static_dy = x.clone().requires_grad_(), dy.clone()
+    cos_sin = Rope(CONFIG.qk_rope_head_dim).cos_sin(torch.arange(S, device="cuda"))
+
+    def forward_and_backward() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            y = graphed(static_x, cos_sin)
+        y.backward(static_dy)
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            forward_and_backward()
+    torch.cuda.current_stream().wait_stream(side)
+    for t in (static_x, *graphed.parameters()):
+        t.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = forward_and_backward()
+
+    for seed in (2, 3):
+        x, dy = inputs(seed=seed)
+        with torch.no_grad():
+            static_x.copy_(x)
+            static_dy.copy_(dy)
+            for p, q in zip(graphed.parameters(), eager.parameters(), strict=True):
+                p.mul_(0.9)
+                q.mul_(0.9)
+        graph.replay()
+        found = [y.detach(), static_x.grad, *(p.grad for p in graphed.parameters())]
+        assert_close(found, run(eager, x, dy), worst=0.01)  # but for attention's gradients the same bits
+
+
+@both_kinds
+@both_settings
+def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe):
+    block = block_of(layer, recipe)
+    compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
+    expected, found = run(block, *inputs()), run(compiled, *inputs())
+    assert_close(found[:2], expected[:2])
+    assert_close(found[2:], expected[2:], worst=0.15 if layer else WORST)
+
+
+def test_main_grads_of_experts_are_added_to_in_place():
+    block = block_of(1, KEPT)
+    expected = run(block, *inputs())
+    weights = {n: p for n, p in block.named_parameters() if p.dim() > 1 and "gate.weight" not in n}
+    grads = {n: p.grad.clone() for n, p in weights.items()}
+    for p in weights.values():
+        p.main_grad = torch.ones(p.shape, device="cuda")
+    x, dy = inputs()
+    block.zero_grad()
+    cos_sin = Rope(CONFIG.qk_rope_head_dim).cos_sin(torch.arange(S, device="cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        y = block(x, cos_sin)
+    y.backward(dy)
+    assert torch.equal(y, expected[0])
+    for n, p in weights.items():
+        assert p.grad is None
+        assert_close([p.main_grad - 1], [grads[n]], worst=0.01)
