@@ -12,8 +12,8 @@ says what differs; in short, any sizes are taken, refusals are TypeError or Valu
     settings     multiprocessors, alignment
     utils        casts, as `deep_gemm.utils`
 
-`compiled_dims` and the expected sizes are hints for DeepGEMM's compiler and tile choice; octile uses what is expected of
-masked rows, the others are accepted and have no effect.
+`compiled_dims` and the expected sizes are hints for DeepGEMM's compiler and tile choice; octile uses what is expected
+of masked rows, the others are accepted and have no effect.
 """
 
 from octile.compat.deep_gemm import utils

@@ -99,8 +99,8 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """d[g] = a[g] · b[g]ᵀ for the first masked_m[g] rows: a[G, M, K], b[G, N, K], d[G, M, N], contiguous.
 
-    The other rows of d may hold anything afterwards. expected_m decides on the speed; compiled_dims and disable_ue8m0_cast
-    have no effect.
+    The other rows of d may hold anything afterwards. expected_m decides on the speed; compiled_dims and
+    disable_ue8m0_cast have no effect.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
