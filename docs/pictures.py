@@ -24,6 +24,7 @@ from octile.lab import tensor_core_matmul
 from octile.lab.reference import exponent
 from octile.report.figures import COLOR, PALETTE, WIDE, drawing, dress, label_ends
 from octile.report.lab_page import power
+from octile.report.lab_what_if import PRODUCT_COLOR
 from octile.report.svg import to_svg
 
 IMAGES = Path(__file__).parent / "images"
@@ -34,7 +35,6 @@ FROM_PAGES = {
 }
 KEPT = 13  # fraction bits
 SUMS_COLOR = {"FP32": "ink", "promoted every 128": "blue", "never promoted": "vermilion"}
-PRODUCT_COLOR = {"fprop": "blue", "dgrad": "vermilion", "wgrad": "green"}
 
 
 def main() -> None:

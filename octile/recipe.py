@@ -130,7 +130,9 @@ class Recipe:
         smooths_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
         optimizer: the formats of the optimizer's state.
         attention_output: how attention's output is kept, once, for its own backward pass and for wgrad of the layer
-            that follows; queries, keys and values are then made again. None: autograd keeps them all as they are.
+            that follows. None: autograd keeps all of attention as it is.
+        attention_inputs: whether queries, keys and values are kept in BF16 or made again where they come straight from
+            the block's input; those that come from a compression (MLA) are made again where `attention_output` is kept.
         swiglu_inputs: how SwiGLU's inputs are kept, its output being made again; or "recomputed": they are made again
             too. None: autograd keeps them as they are, and the output's cast.
     """
@@ -144,6 +146,7 @@ class Recipe:
     uncast: frozenset[ProductName] = frozenset()
     exceptions: tuple[tuple[str, frozenset[ProductName]], ...] = ()
     attention_output: Cast | None = None
+    attention_inputs: Literal["kept", "recomputed"] = "kept"
     swiglu_inputs: Cast | Literal["recomputed"] | None = None
 
     @property
@@ -202,6 +205,8 @@ class Recipe:
             FileNotFoundError: there is no such file.
             ValueError: it is no such text.
         """
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no recipe file {str(path)!r}")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

@@ -231,5 +231,5 @@ def test_blocks_along_other_sides_are_no_tiles():
 
 
 def test_a_file_that_does_not_exist_is_refused():
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.toml"):
+    with pytest.raises(FileNotFoundError, match=r"there is no recipe file .nowhere\.toml"):
         Recipe.named("nowhere.toml")

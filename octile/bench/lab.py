@@ -1,4 +1,8 @@
-"""`octile bench lab`: how fast the model of the tensor core is, in C++ and in plain torch, beside an FP32 product."""
+"""`octile bench lab`: how fast the model of the tensor core is, and what telemetry costs.
+
+The model in C++ and in plain torch beside an FP32 product; a training step that telemetry measures beside one that it
+does not, by turns.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,29 @@ from octile.bench.timing import seconds
 from octile.lab import native, vectorised
 from octile.lab.architectures import instruction
 from octile.lab.operand import Operand, decode
+from octile.lab.telemetry import telemetry
 from octile.lab.vectorised import Sum
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.optim import AdamW, param_groups
+from octile.recipe import Recipe
+from octile.train.loop import pick_device
 
 Form = Callable[[Operand, Operand, Tensor, Sum], Tensor]
 SIZE = 512
+SEQUENCES, LENGTH = 8, 128  # of a training step
+EVERY = 100
 CASES = (("sm_90", torch.float8_e4m3fn), ("sm_100", torch.float8_e4m3fn), ("sm_90", torch.bfloat16))
 
 
 def rows() -> Iterator[Row]:
+    """The model's speed, then telemetry's cost."""
+    yield from _tensor_core()
+    yield from _telemetry(ModelConfig.tiny())
+
+
+def _tensor_core() -> Iterator[Row]:
     """GFLOP/s on the CPU, promoted every 128, operands decoded in the time."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
@@ -37,6 +56,30 @@ def rows() -> Iterator[Row]:
         for name in forms:
             case = f"{arch} {row.name} {dtype}".replace("torch.", "")
             yield beside(case, name, speed[name], "GFLOP/s", "torch's FP32 product", speed["FP32"])
+
+
+def _telemetry(config: ModelConfig) -> Iterator[Row]:
+    """Milliseconds of a measured step of a model beside another step of it, and what every 100th adds to a run."""
+    device = pick_device("auto")
+    torch.manual_seed(0)
+    model = apply_recipe(DeepseekV3(config), Recipe.deepseek_v3()).to(device)
+    optimizer = AdamW(param_groups(model, 0.1), lr=1e-5)
+    tokens_BS = torch.randint(config.vocab_size, (SEQUENCES, LENGTH), device=device)
+
+    def step() -> None:
+        model(tokens_BS, tokens_BS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def measured() -> None:
+        with telemetry(model) as watching:
+            step()
+            watching.step()
+
+    times = seconds({"measured": measured, "other": step}, rounds=12)
+    case, cost = f"tiny, {SEQUENCES} × {LENGTH} tokens", times["measured"] / times["other"] - 1
+    yield beside(case, "a step with telemetry", times["measured"] * 1e3, "ms", "without", times["other"] * 1e3)
+    yield Row(case, f"telemetry at every {EVERY}th step adds", 100 * cost / EVERY, "%")
 
 
 def show(found: Sequence[Row]) -> str:

@@ -35,6 +35,7 @@ from octile.recipe import PRODUCTS, ProductName
 
 FORMAT_VERSION = 1
 METADATA = "octile_capture"
+FIELDS = {"step": int, "recipe": str, "run": str, "octile": str, "sha256": str, "products": list}  # of the note
 OPERANDS: Mapping[ProductName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
@@ -205,6 +206,14 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             f"{path} is a capture of version {version}, written by octile {about.get('octile')}; this is octile"
             f" {__version__}, which reads version {FORMAT_VERSION}: capture it anew"
         )
+    for name, kind in FIELDS.items():
+        if name not in about:
+            raise ValueError(f"{path} is damaged: it has no {name}")
+        if not isinstance(about[name], kind):
+            raise ValueError(f"{path} is damaged: its {name} is {about[name]!r}")
+    for entry in about["products"]:
+        if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in PRODUCTS:
+            raise ValueError(f"{path} is damaged: its products hold {entry!r}, which is no layer and product")
     return dict(about)
 
 

@@ -145,6 +145,8 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
         FileNotFoundError: there is no such file.
         ValueError: it is no TOML, has something else than rules, or a rule is not right: says which and why.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of rules {str(path)!r}")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -39,8 +39,8 @@ def show_accumulate(
     """Runs the experiment and shows it.
 
     Raises:
-        ValueError: as `octile.lab.accumulate.accumulate`, before any work; the architecture multiplies no such format;
-            the operands of the longest sums do not fit into memory.
+        ValueError: as `octile.lab.accumulate.accumulate`, before any work; the architecture multiplies no such format
+            or promotes by itself; the operands of the longest sums do not fit into memory.
     """
     _check_memory(max(ks))
     fmt = by_name[fmt_name]
@@ -50,6 +50,10 @@ def show_accumulate(
         core = instruction(arch, fmt.dtype, fmt.dtype)
     except TypeError as error:
         raise ValueError(f"arch {arch!r} multiplies no {fmt_name.upper()}: {error}") from None
+    if core.promotes and any(intervals):
+        raise ValueError(
+            f"promote must be never for {arch}: its {core.name} adds every {core.promotes} in FP32 by itself"
+        )
     experiment([1], data, intervals, arch, fmt, rows=1, columns=1)  # refuses what does not go
     console = Console(stderr=True)
     cases = [(kind, k) for kind in data for k in ks]

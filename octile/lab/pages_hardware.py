@@ -7,10 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from octile.lab.architectures import EVIDENCE, instruction
 from octile.lab.capture import load
-from octile.lab.hardware import HBM, Hardware, Suggestion, hardware
+from octile.lab.hardware import HBM, MX, Hardware, Suggestion, hardware
 from octile.lab.pages import screen_table
 from octile.lab.what_if import chosen, decibels
 from octile.recipe import ProductName
@@ -128,12 +130,14 @@ def _moved(s: Suggestion) -> draw.Moved:
 
 
 def _note() -> str:
+    mx = instruction(MX.arch, torch.float8_e4m3fn, torch.float8_e4m3fn, scaled=True)
     return (
         "s is the bytes of a value in FP8 with its share of a scale: 1 and 4 more for each 1×128 tile. Each tensor"
         " counts once for every kernel that reads or writes it. Transposed reads: wgrad of x cast once, against x cast"
-        " again along the tokens. Scaling in the tensor core: MX on sm_100, against 1×128 tiles promoted every 128 on"
-        " sm_90. Longer accumulation: 25 fraction bits never promoted, against 13 promoted every 128, both with one"
-        " scale a tensor. Communication off the SMs is nothing that a capture of one step's products can say."
+        f" again along the tokens. Scaling in the tensor core: MX on sm_100 ({EVIDENCE[mx.evidence]}), against"
+        " 1×128 tiles promoted every 128 on sm_90. Longer accumulation: 25 fraction bits never promoted, against 13"
+        " promoted every 128, both with one scale a tensor. Communication off the SMs is nothing that a capture of one"
+        " step's products can say."
     )
 
 

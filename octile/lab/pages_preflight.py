@@ -21,6 +21,7 @@ from octile.report import lab_preflight as draw
 from octile.report.figures import PHONE, WIDE
 from octile.report.lab_page import Section, Table, write_lab_page
 from octile.report.lab_what_if import draw_heat
+from octile.report.page import counted
 from octile.report.svg import make_chart
 
 SHOWN = 12  # products in the terminal's table
@@ -135,9 +136,10 @@ def _write_page(folder: Path, asked: Asked, rows: list[draw.Predicted], sentence
             )
         )
     lead = (
-        f"The products of {folder.name} in {asked.batches} batches of {asked.batch_size} × {asked.sequence_length}"
-        f" tokens, made in high precision, cast as recipe {asked.recipe} would and multiplied on the model of Hopper's"
-        f" tensor core, {asked.sample} rows of each operand drawn with seed {asked.seed}."
+        f"The products of {folder.name} in {'1 batch' if asked.batches == 1 else f'{asked.batches:,} batches'} of"
+        f" {asked.batch_size} × {asked.sequence_length} tokens, made in high precision, cast as recipe {asked.recipe}"
+        f" would and multiplied on the model of Hopper's tensor core, {counted(asked.sample, 'row')} of each operand"
+        f" drawn with seed {asked.seed}."
     )
     note = f"The recipe with the advised exceptions is {asked.write}: octile train --recipe {asked.write}."
     return write_lab_page(

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from octile.lab.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.capture import Capture, Captured, load
 from octile.lab.outliers import Outliers, by_token, kinds_of, most_outlying, outliers
 from octile.lab.pages import screen_table
@@ -22,6 +23,7 @@ from octile.lab.what_if import Rank, WhatIf, chosen, decibels, what_if
 from octile.recipe import ProductName
 from octile.report import lab_what_if as draw
 from octile.report.lab_page import Section, Table, write_lab_page
+from octile.report.page import counted
 
 COLUMNS = (
     "format",
@@ -91,7 +93,7 @@ def show_what_if(paths: Sequence[Path], asked: Asked) -> None:
     page = write_lab_page(asked.out, "What if", lead, sections, [why_unseen] if why_unseen else [])
     shown = Console()
     shown.print(screen_table(short_table(listed)))
-    for line in (_sample_words(found), *refusals(found)):
+    for line in (_sample_words(found), *refusals(found), *unchecked(found)):
         shown.print(line, highlight=False, markup=False, soft_wrap=True)
     shown.print(f"pictures: {page}", highlight=False, soft_wrap=True)
 
@@ -156,7 +158,8 @@ def _db(noise: float) -> str:
 
 def refusals(found: WhatIf) -> list[str]:
     """A line for each reason why combinations do not apply."""
-    return [f"left out, {len(variants)} combinations: {reason}" for reason, variants in found.refused.items()] + (
+    left_out = [(counted(len(variants), "combination"), reason) for reason, variants in found.refused.items()]
+    return [f"left out, {how_many}: {reason}" for how_many, reason in left_out] + (
         [f"left out, products that are all zeros: {', '.join(found.silent)}"] if found.silent else []
     )
 
@@ -164,8 +167,8 @@ def refusals(found: WhatIf) -> list[str]:
 def _sample_words(found: WhatIf) -> str:
     n = len({(row.layer, row.product) for row in found.rows})
     return (
-        f"Measured on {n} products, {found.sample} rows of each operand drawn with seed {found.seed}, whole sums;"
-        " of experts the busiest of each layer."
+        f"Measured on {counted(n, 'product')}, {counted(found.sample, 'row')} of each operand drawn with seed"
+        f" {found.seed}, whole sums; of experts the busiest of each layer."
     )
 
 
@@ -174,8 +177,15 @@ def _note(found: WhatIf) -> str:
         "SNR is that of all errors together, noise averaged over the products; beside it the cast's alone (sums exact)"
         " and the sums' alone (operands as cast). Worst/RMS is the largest single error of any product over its RMS;"
         " bias is the mean error away from zero, below 0 where results are too small. Bits a value count the scales. "
-        + ". ".join(line[0].upper() + line[1:] for line in refusals(found))
+        + " ".join(f"{line[0].upper()}{line[1:]}." for line in [*refusals(found), *unchecked(found)])
     )
+
+
+def unchecked(found: WhatIf) -> list[str]:
+    """The tensor cores among the combinations that are modelled as published, and no more."""
+    archs = [arch for arch in ARCHITECTURES if any(row.variant.arch == arch for row in found.rows)]
+    only = [arch for arch in archs if all(row.evidence == "published" for row in ARCHITECTURES[arch])]
+    return [f"{', '.join(only)}: {EVIDENCE['published']}"] if only else []
 
 
 def steps_of(

@@ -59,6 +59,7 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
         tokens=[_tokens(found) for found in result.tokens],
         gradients=[_gradients(result, name) for name in dict.fromkeys(c.recipe for c in result.gradients)],
         machine=result.machine,
+        recipe_files=result.recipe_files,
         configuration=flatten(result.config),
     )
     path = folder / "report.html"

@@ -4,10 +4,11 @@
     outcome[]      gap, intervals, divergence point and verdict of each recipe: what follows from the curves
     tokens[]       losses of held-out tokens beside BF16's, in groups
     gradients[]    angle and norms of each weight's gradient beside BF16's
+    recipe_files   what the files said that recipes came from
     preset, bar, machine, measured_on, config
 
 A number that is NaN or infinite is null, which JSON has. A file written before there were `bf16_more_seeds`, `outcome`,
-`tokens`, `gradients` and what is newer in a curve is read as one that has none of them.
+`tokens`, `gradients`, `recipe_files` and what is newer in a curve is read as one that has none of them.
 """
 
 from __future__ import annotations

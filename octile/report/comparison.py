@@ -70,7 +70,8 @@ class Curve:
 class CompareResult:
     """What `octile compare` measured: BF16 with every seed (two at least), and each recipe with every seed asked for.
 
-    `tokens` and `gradients` hold what was measured beside the losses, of the recipes that were measured so.
+    `tokens` and `gradients` hold what was measured beside the losses, of the recipes that were measured so;
+    `recipe_files` what the files said that recipes came from, by the recipe's name.
     """
 
     preset: str
@@ -83,6 +84,7 @@ class CompareResult:
     bf16_more_seeds: tuple[Curve, ...] = ()
     tokens: tuple[TokenDifferences, ...] = ()
     gradients: tuple[GradientCheck, ...] = ()
+    recipe_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def baselines(self) -> tuple[Curve, ...]:

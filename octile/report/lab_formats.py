@@ -242,7 +242,7 @@ def say_lost_update(weights: Mapping[str, Floats], update: float, epsilon: Mappi
     times = len(next(iter(weights.values()))) - 1
     return (
         f"A weight of 1 gets {update:g} added {times:,} times. In BF16, whose next value after 1 is"
-        f" 1 + {epsilon['bf16']:.4g}, each sum rounds back to 1 and training would stand still; FP16 takes part of each"
-        f" update (it arrives at {weights['fp16'][-1]:.4g}); FP32 arrives at {weights['fp32'][-1]:.4g}: hence FP32"
-        " masters."
+        f" 1 + {power(epsilon['bf16'])}, each sum rounds back to 1 and training would stand still; FP16 takes part of"
+        f" each update (it arrives at {weights['fp16'][-1]:.4g}); FP32 arrives at {weights['fp32'][-1]:.4g}: hence"
+        " FP32 masters."
     )

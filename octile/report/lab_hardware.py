@@ -66,10 +66,12 @@ def say_bits(curve: Curve) -> str:
         None,
     )
     matches = f" With {enough} bits it would match today's promotion every 128." if enough else ""
+    lost = curve.cast_db
+    casts = "" if lost is None else f" The casts alone leave {lost:.0f} dB: sums far above that do not matter."
     return (
         f"One scale a tensor, so that a sum may stay in the tensor core. With Hopper's {curve.bits[0]} bits the sums"
-        f" have {first:.0f} dB{gain}.{matches} The dotted line is what the casts lose: sums far above it do not matter."
-        f" The longest sum here has {curve.longest:,} products; longer ones lose more."
+        f" have {first:.0f} dB{gain}.{matches}{casts} The longest sum here has {curve.longest:,} products; longer ones"
+        " lose more."
     )
 
 

@@ -57,6 +57,11 @@ class Without(Protocol):
     def others(self) -> Mapping[str, float]: ...
 
 
+def in_words(kind: str) -> str:
+    """A kind of token within a sentence."""
+    return "“.”" if kind == "." else kind
+
+
 def draw_map(figure: Figure, data: Map) -> None:
     """A dot a large value, in the colour of its token's kind; its area grows with its size."""
     axes = figure.subplots()
@@ -72,7 +77,7 @@ def draw_map(figure: Figure, data: Map) -> None:
     axes.set_ylim(data.size.shape[0] - 0.5, -1.5)
     axes.grid(visible=False)
     there = {data.kinds[t] for t in token}
-    used = {"“.”" if kind == "." else kind: name for kind, name in KIND_COLOR.items() if kind in there}
+    used = {in_words(kind): name for kind, name in KIND_COLOR.items() if kind in there}
     legend(figure, used, figure.get_figwidth() * 72 > LARGE)
 
 
@@ -93,7 +98,7 @@ def say_map(data: Map) -> str:
     return (
         f"The input of {data.layer}. A column of dots is a channel that is large in many tokens, a row a token that is"
         f" large in many channels. The largest value is {data.size.max():,.0f} times the median, in channel"
-        f" {place[1]} of token {place[0]} ({data.kinds[place[0]]}); channels {', '.join(map(str, top))} hold"
+        f" {place[1]} of token {place[0]} ({in_words(data.kinds[place[0]])}); channels {', '.join(map(str, top))} hold"
         f" {share:.0%} of the {len(token):,} dots."
     )
 
@@ -102,7 +107,7 @@ def draw_without(figure: Figure, rows: Sequence[Without]) -> None:
     """A row a kind of token: what of the error remains where nothing was zeroed, and how far the output moves."""
     desk = figure.get_figwidth() * 72 > LARGE
     left, right = figure.subplots(*((1, 2) if desk else (2, 1)), sharey=desk, squeeze=True)
-    names = [f"{row.kind} ({row.massive:,})" for row in rows]
+    names = [f"{in_words(row.kind)} ({row.massive:,})" for row in rows]
     dress(left, "share of the error that remains", "error of all other tokens")
     dress(right, "‖Δy‖ / ‖y‖", "how far the layer's output moves")
     schemes = list(rows[0].others)
@@ -128,7 +133,7 @@ def say_without(rows: Sequence[Without], massive: float) -> str:
         return f"No value is {massive:g} times the median or more: this input has no massive activations to remove."
     first, *_, last = everything.others
     apart = everything.others[last] > 0.95 > everything.others[first]
-    parts = [f"{row.kind}: {row.massive:,} in {row.tokens:,}" for row in rows[:-1]]
+    parts = [f"{in_words(row.kind)}: {row.massive:,} in {row.tokens:,}" for row in rows[:-1]]
     return (
         f"Values of {massive:g} times the median or more are set to zero, kind by kind (values in tokens:"
         f" {'; '.join(parts)}). Without any of them, the tokens that never had one keep {everything.others[first]:.0%}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from octile.report.figures import COLOR, dress
 from octile.report.lab_real import shortened
 from octile.report.lab_what_if import LARGE, PRODUCT_COLOR, Heat, legend
+from octile.report.page import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +48,8 @@ def say_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
     below, kept = (sum(chosen) for chosen in ([row.snr_db < least_db for row in rows], [row.excepted for row in rows]))
     shared = " (an expert's two weights share one recipe)" if kept > below else ""
     found = (
-        f"{below} of {len(rows)} products fall below {least_db:g} dB; {kept} are advised to stay in BF16{shared}."
+        f"{below} of {counted(len(rows), 'product')} fall{'s' if below == 1 else ''} below {least_db:g} dB;"
+        f" {kept} {'is' if kept == 1 else 'are'} advised to stay in BF16{shared}."
         if below
         else f"None falls below {least_db:g} dB, so nothing need stay in BF16."
     )
@@ -84,7 +86,7 @@ def say_check(rows: Sequence[Predicted]) -> str:
     pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
     off = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
     return (
-        f"The same batches through real steps in 8 bits: what its {len(pairs)} measured products lost, against what was"
-        f" predicted. On the dotted line the two agree; they are {off:.1f} dB apart (RMS). In a real step every layer"
-        " gets operands that carry the errors of the layers before it."
+        f"The same batches through real steps in 8 bits: what {counted(len(pairs), 'measured product')} lost, against"
+        f" what was predicted. On the dotted line the two agree; they are {off:.1f} dB apart (RMS). In a real step"
+        " every layer gets operands that carry the errors of the layers before it."
     )

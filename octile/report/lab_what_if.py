@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from octile.report.figures import COLOR, dress
 from octile.report.lab_real import shortened
+from octile.report.page import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,8 +97,9 @@ def say_casts(casts: Sequence[CastLoss], products: int) -> str:
     best = max(eight or casts, key=lambda cast: cast.snr_db)
     worst = min(eight or casts, key=lambda cast: cast.snr_db)
     said = (
-        f"Each dot is one way to cast, averaged over {products} products of the run, sums exact. The best of those in 8"
-        f" bits is {_cast_name(best)} at {best.snr_db:.1f} dB, the worst {_cast_name(worst)} at {worst.snr_db:.1f}."
+        f"Each dot is one way to cast, averaged over {counted(products, 'product')} of the run, sums exact. The best of"
+        f" those in 8 bits is {_cast_name(best)} at {best.snr_db:.1f} dB, the worst {_cast_name(worst)} at"
+        f" {worst.snr_db:.1f}."
     )
     drop = _drop(casts, "up", "down")
     if drop is not None:

@@ -58,10 +58,9 @@ def say_outcomes(result: CompareResult) -> str:
         )
     else:
         over = "there is no interval over seeds, since one seed cannot tell what another would give"
-    return (
-        "Each dot is one seed and the tall tick their mean; the thin line is the 95% interval, had other text been held"
-        f" out; {over}."
-    )
+    texts = any(result.outcome(name).over_text for name in result.names)
+    text = " the thin line is the 95% interval, had other text been held out;" if texts else ""
+    return f"Each dot is one seed and the tall tick their mean;{text} {over}."
 
 
 def _row(axes, at, gaps, name, color, text):  # type: ignore[no-untyped-def]

@@ -38,6 +38,11 @@ def amount(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """How many there are: "1 product", "1,024 products"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def byte_size(value: float) -> str:
     """Bytes in decimal units: 1_240_000 → "1.24 MB"."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

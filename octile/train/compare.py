@@ -61,7 +61,8 @@ def compare(
         ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
     """
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name != "bf16")
-    configs = {name: with_recipe_text(replace(config, recipe=name)) for name in recipes}
+    texts = {name: with_recipe_text(replace(config, recipe=name)) for name in recipes}
+    configs = {short: replace(texts[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
         recipe_of(each)  # an unknown one is refused before any work
     chosen = chosen_steps(gradient_steps, config.steps)
@@ -71,6 +72,21 @@ def compare(
         raise FileExistsError(f"out {str(out)!r} holds a comparison already: choose another --out")
     with taken(out):
         return _compare(config, configs, out, screen, seeds or (config.seed,), chosen)
+
+
+def _short_names(recipes: tuple[str, ...]) -> dict[str, str]:
+    """Recipes' files by the end of their paths that tells them apart; names stay as they are."""
+    files = [name for name in recipes if name.endswith(".toml")]
+
+    def end(name: str, parts: int) -> str:
+        return str(Path(*Path(name).parts[-parts:]))
+
+    def short(name: str) -> str:
+        others = [other for other in files if other != name]
+        enough = (n for n in range(1, len(Path(name).parts)) if all(end(o, n) != end(name, n) for o in others))
+        return end(name, next(enough, len(Path(name).parts)))
+
+    return {name: short(name) if name in files else name for name in recipes}
 
 
 def _compare(
@@ -99,6 +115,7 @@ def _compare(
         machine=in_words(measured_on),
         config=asdict(config),
         bf16_more_seeds=tuple(more),
+        recipe_files={name: c.recipe_text for name, c in recipes.items() if c.recipe_text is not None},
     )
     report = write(result)
     for name, with_recipe in recipes.items():

@@ -1,9 +1,25 @@
+import pytest
+
 from octile.bench import lab
 
 
-def test_both_forms_of_the_model_are_measured_beside_a_product(monkeypatch):
-    monkeypatch.setattr(lab, "SIZE", 64)
-    rows = list(lab.rows())
-    assert [row.what for row in rows] == ["native", "vectorised"] * len(lab.CASES)
-    assert all(row.value > 0 and row.against is not None for row in rows)
+@pytest.fixture(scope="module")
+def rows():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "SIZE", 64)
+        patch.setattr(lab, "SEQUENCES", 1)
+        patch.setattr(lab, "LENGTH", 16)
+        return list(lab.rows())
+
+
+def test_both_forms_of_the_model_are_measured_beside_a_product(rows):
+    speeds = [row for row in rows if row.unit == "GFLOP/s"]
+    assert [row.what for row in speeds] == ["native", "vectorised"] * len(lab.CASES)
+    assert all(row.value > 0 and row.against is not None for row in speeds)
     assert "wgmma" in lab.show(rows)
+
+
+def test_telemetrys_cost_is_that_of_a_measured_step_spread_over_all(rows):
+    measured, added = rows[-2:]
+    assert (measured.unit, added.unit) == ("ms", "%")
+    assert added.value == pytest.approx(measured.against.ratio - 1)  # 100 per cent of it at every 100th step

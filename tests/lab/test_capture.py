@@ -143,6 +143,10 @@ BAD = {
     "list": (lambda about: "[]", "is damaged: its note octile_capture cannot be read"),
     "layer": (lambda about: about | {"products": [["last", "fprop"]]}, "is damaged: it has no last.x"),
     "field": (lambda about: {k: v for k, v in about.items() if k != "step"}, "is damaged: it has no step"),
+    "step": (lambda about: about | {"step": "x"}, "is damaged: its step is 'x'"),
+    "products": (lambda about: about | {"products": 3}, "is damaged: its products is 3"),
+    "pair": (lambda about: about | {"products": [["first"]]}, "is damaged: its products hold \\['first'\\]"),
+    "product": (lambda about: about | {"products": [["first", "gelu"]]}, "which is no layer and product"),
 }
 
 

@@ -96,6 +96,7 @@ def test_accumulates_json_is_the_experiments(capsys, folder):
         (("--promote", "33"), "promote_every must be a multiple of the 32 products a step, not 33"),
         (("--arch", "sm_70"), "sm_70"),
         (("--arch", "sm_80"), "arch 'sm_80' multiplies no E4M3"),
+        (("--arch", "sm_90_mma"), "promote must be never for sm_90_mma: its mma.sync.m16n8k32 adds every 32 in FP32"),
     ],
 )
 def test_accumulate_refuses(capsys, folder, options, message):

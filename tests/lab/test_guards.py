@@ -173,7 +173,7 @@ def test_the_documented_rule_is_one_and_every_figure_is_documented(tmp_path):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"there is no file of rules .*none\.toml"):
         read_rules(tmp_path / "none.toml")
 
 

@@ -47,6 +47,14 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     assert "pictures: lab/what_if.html" in out
 
 
+@pytest.mark.parametrize(("arch", "said"), [("sm_90", False), ("sm_89,sm_100", True)])
+def test_tensor_cores_that_nobody_here_checked_are_named(capsys, folder, arch, said):
+    _, out, _ = call(
+        capsys, "lab", "what-if", "c.safetensors", "--layers", "first", "--formats", "e4m3", "--arch", arch
+    )
+    assert ("sm_89, sm_100: as published, not checked on hardware" in out) == said
+
+
 def test_the_page_stands_alone_and_shows_everything(capsys, folder):
     write_capture(folder / "later.safetensors", step=9, change=torch.ones(160))
     call(capsys, "lab", "what-if", "c.safetensors", "later.safetensors", *SMALL)
@@ -144,6 +152,9 @@ def test_hardware_prints_a_table_and_leaves_a_page(capsys, folder):
     for name in ("cast fused with the load", "transposed reads", "scaling in the tensor core", "longer accumulation"):
         assert name in out
     assert "pictures: lab/hardware.html" in out
+    assert "dotted" not in out
+    page = read_page(folder / "lab" / "hardware.html")
+    assert "MX on sm_100 (as published, not checked on hardware)" in page.words
     assert all(address.startswith("#") for address in read_page(folder / "lab" / "hardware.html").loads)
 
 

@@ -23,7 +23,8 @@ def whole():
     check = GradientCheck("deepseek_v3", 0, 1, (WeightGradient("lm_head.weight", 0.99, 1.5, 1.25),))
     ours = curve("deepseek_v3", 3.003, window_loss=(3.0, 3.01), speed_quartiles=(1.0, 2.0), yardstick_s=0.002)
     more = (curve("bf16", 3.1, seed=2),)
-    return compared(ours, diverged(), bf16_more_seeds=more, tokens=(tokens,), gradients=(check,), config={"steps": 40})
+    return compared(ours, diverged(), bf16_more_seeds=more, tokens=(tokens,), gradients=(check,), config={"steps": 40},
+                    recipe_files={"mine.toml": 'recipe = "deepseek_v3"'})  # fmt: skip
 
 
 def test_what_was_written_is_read(tmp_path):

@@ -7,8 +7,9 @@ import pytest
 
 from octile.report import write_compare_report
 from octile.report.gradients import GradientCheck, WeightGradient
+from octile.report.outcome_figure import say_outcomes
 from tests.report.conftest import read_page
-from tests.report.test_compare import curve
+from tests.report.test_compare import compared, curve
 from tests.report.test_compare_file import whole
 
 
@@ -54,3 +55,15 @@ def test_gradients_that_broke_still_give_a_page(tmp_path):
     check = GradientCheck("deepseek_v3", 0, 3, (WeightGradient("lm_head.weight", math.nan, math.nan, 1.0),))
     page = read_page(write_compare_report(tmp_path, replace(whole(), gradients=(check,))))
     assert "No gradient of deepseek_v3 at step 3 was finite" in page.words
+
+
+def test_the_page_shows_what_recipe_files_said(tmp_path):
+    page = read_page(write_compare_report(tmp_path, replace(whole(), recipe_files={"mine.toml": 'recipe = "<b>"'})))
+    assert 'What mine.toml says recipe = "<b>"' in page.words
+
+
+@pytest.mark.parametrize(("windows", "said"), [((3.0, 3.01) * 4, True), ((), False)])
+def test_an_interval_that_is_not_drawn_is_not_spoken_of(windows, said):
+    result = compared(curve("deepseek_v3", 3.003, window_loss=windows))
+    result = replace(result, bf16=replace(result.bf16, window_loss=windows))
+    assert ("thin line" in say_outcomes(result)) == said

@@ -80,7 +80,7 @@ def test_sentences_carry_the_figures():
 def test_the_lost_update_says_where_each_weight_arrives():
     weights = {"fp32": np.array([1.0, 2.0]), "fp16": np.array([1.0, 1.5]), "bf16": np.array([1.0, 1.0])}
     said = lab_formats.say_lost_update(weights, 0.5, {"bf16": 2.0**-7})
-    assert "1 + 0.007812" in said
+    assert "1 + 2⁻⁷" in said
     assert "it arrives at 1.5" in said
 
 

@@ -137,6 +137,11 @@ def test_how_many_bits_match_promotion():
     said = lab_hardware.say_bits(CURVE)
     assert "13 bits the sums have 60 dB and each further one is worth 8 dB" in said
     assert "With 15 bits it would match" in said
+    assert "The casts alone leave 30 dB: sums far above that do not matter." in said
+
+
+def test_casts_that_lose_nothing_are_not_spoken_of():
+    assert "casts" not in lab_hardware.say_bits(replace(CURVE, cast_db=None))
 
 
 @pytest.mark.parametrize("cast", [None, 30.0])
@@ -162,13 +167,13 @@ def predicted(snr=10.0, measured=12.0, excepted=True):
 
 def test_the_riskiest_product_is_named():
     said = lab_preflight.say_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
-    assert "1 of 2 products fall below 20 dB; 1 are advised to stay in BF16." in said
+    assert "1 of 2 products falls below 20 dB; 1 is advised to stay in BF16." in said
     assert "wgrad of 0 · e.3, 10.0 dB, by the cast of x, 25% of whose values become zero" in said
 
 
 def test_what_is_kept_for_another_products_sake_is_told_apart():
     said = lab_preflight.say_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
-    assert "1 of 2 products fall below 20 dB; 2 are advised to stay in BF16 (an expert's two weights share" in said
+    assert "1 of 2 products falls below 20 dB; 2 are advised to stay in BF16 (an expert's two weights share" in said
 
 
 def test_without_a_risk_nothing_is_kept():

@@ -107,6 +107,18 @@ def test_every_recipe_has_every_seed_and_its_own_bf16(text, tmp_path):
     assert result.gradients == ()
 
 
+def test_recipe_files_are_named_without_their_folders_and_kept(text, tmp_path):
+    files = [tmp_path / folder / f"{name}.toml" for folder, name in (("a", "mine"), ("a", "same"), ("b", "same"))]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('recipe = "deepseek_v3"\n')
+    config = micro(data=str(text), steps=1, validate_every=1)
+    screen = Screen(Console(file=io.StringIO()))
+    result = compare(config, tuple(map(str, files)), tmp_path / "out", screen, gradient_steps="none")
+    assert result.names == ("mine.toml", "a/same.toml", "b/same.toml")
+    assert read_result(tmp_path / "out" / "compare.json").recipe_files["mine.toml"] == files[0].read_text()
+
+
 def test_an_impossible_step_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="gradient_steps must be from 1 to 6"):
         compare(micro(), ("deepseek_v3",), tmp_path / "out", Screen(), gradient_steps="7")
