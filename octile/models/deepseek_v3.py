@@ -40,8 +40,8 @@ class Block(nn.Module):
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(x_BSD, cos_sin, cache, norm=self.input_layernorm)
-        return x_BSD + self.mlp(x_BSD, norm=self.post_attention_layernorm)
+        x_BSD = self.self_attn(x_BSD, cos_sin, cache, norm=self.input_layernorm, residual=True)
+        return self.mlp(x_BSD, norm=self.post_attention_layernorm, residual=True)
 
 
 class MTPBlock(Block):
@@ -112,20 +112,31 @@ class DeepseekV3(nn.Module):
             ValueError: wrong shapes, labels together with a cache, more tokens than the model or the cache can hold.
         """
         self._check(tokens_BS, labels_BS, cache)
-        start = cache.length if cache is not None else 0
-        s = tokens_BS.shape[1]
-        cos_sin = self.rope.cos_sin(torch.arange(start, start + s, device=tokens_BS.device))
-
-        x_BSD = self._embedded(tokens_BS)
-        for i, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
-            x_BSD = layer(x_BSD, cos_sin, cache[i] if cache is not None else None)
-        h_BSD = self.model.norm(x_BSD)
-        if cache is not None:
-            cache.length += s
+        h_BSD, cos_sin = self._main(tokens_BS, cache)
         if labels_BS is None:
             self._pop_balance_loss()
             return self.lm_head(h_BSD)
         return self._loss(tokens_BS, labels_BS, h_BSD, cos_sin)
+
+    def with_drafts(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Two guesses at each place t: the next token's logits [B, S, V], and, knowing that token, those of the one
+        after it, [B, S − 1, V]: what a decoder drafts, which the first guess at t + 1 accepts or not.
+
+        Args:
+            tokens_BS: int64 [B, S], S at least 2.
+
+        Raises:
+            ValueError: the model has no multi-token prediction, or tokens of a wrong shape.
+        """
+        if not self.config.num_nextn_predict_layers:
+            raise ValueError("the model has no multi-token prediction, so it drafts nothing")
+        if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
+            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
+        self._check(tokens_BS, None, None)
+        h_BSD, cos_sin = self._main(tokens_BS)
+        drafts_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
+        self._pop_balance_loss()
+        return self.lm_head(h_BSD), self.lm_head(drafts_BSD)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
         """An empty cache for `batch` texts of up to `max_length` tokens, on the model's device."""
@@ -139,6 +150,18 @@ class DeepseekV3(nn.Module):
         layers = enumerate(self.model.layers)
         return {f"model.layers.{i}.mlp": layer.mlp for i, layer in layers if isinstance(layer.mlp, MoE)}
 
+    def _main(self, tokens_BS: Tensor, cache: LatentCache | None = None) -> tuple[Tensor, CosSin]:
+        """What the head reads, normalised [B, S, D], and the rotation of these places."""
+        start = cache.length if cache is not None else 0
+        s = tokens_BS.shape[1]
+        cos_sin = self.rope.cos_sin(torch.arange(start, start + s, device=tokens_BS.device))
+        x_BSD = self._embedded(tokens_BS)
+        for i, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
+            x_BSD = layer(x_BSD, cos_sin, cache[i] if cache is not None else None)
+        if cache is not None:
+            cache.length += s
+        return self.model.norm(x_BSD), cos_sin
+
     def _loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         main = self._cross_entropy(h_BSD[:, :-1], labels_BS[:, 1:])
         mtp = balance = torch.zeros_like(main)
@@ -150,11 +173,15 @@ class DeepseekV3(nn.Module):
         return main + self.config.mtp_loss_weight * mtp + balance
 
     def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        x_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
+        return self._cross_entropy(x_BSD[:, :-1], labels_BS[:, 2:])
+
+    def _drafts(self, tokens_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        """What the head reads for the token after the next one, at every place but the last: [B, S − 1, D]."""
         next_BSD = self._embedded(tokens_BS[:, 1:])
         both_BSD = torch.cat((next_BSD, h_BSD[:, :-1].to(next_BSD.dtype)), dim=-1)
         cos_SR, sin_SR = cos_sin
-        x_BSD = self.model.layers[-1](both_BSD, (cos_SR[:-1], sin_SR[:-1]))
-        return self._cross_entropy(x_BSD[:, :-1], labels_BS[:, 2:])
+        return self.model.layers[-1](both_BSD, (cos_SR[:-1], sin_SR[:-1]))
 
     def _embedded(self, tokens_BS: Tensor) -> Tensor:
         """[B, S, D] in autocast's dtype where autocast is on: it leaves embeddings alone, and what is added to them."""

@@ -22,6 +22,7 @@ from octile.nn.weight_cache import frozen_weights
 from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
+from octile.recipe import Recipe
 from octile.train.batches import Batches, validation
 from octile.train.config import TrainConfig
 from octile.train.run_folder import Metrics
@@ -37,14 +38,15 @@ class Trainer:
         config: of the run; its seed decides the initial weights, if it has no `init_from`, and the order of the data.
         store: the tokens.
         device: where the model lives.
+        recipe: a variation that has no name; the one that config names if not given.
     """
 
-    def __init__(self, config: TrainConfig, store: TokenStore, device: torch.device):
+    def __init__(self, config: TrainConfig, store: TokenStore, device: torch.device, recipe: Recipe | None = None):
         # what ends a text is the tokenizer's to say
         tokenizer = store.tokenizer
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
         self.config, self.device = replace(config, model=model), device
-        self.recipe = recipe_of(config)
+        self.recipe = recipe or recipe_of(config)
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:
@@ -63,6 +65,7 @@ class Trainer:
         self.batches = Batches(store.train, config.batch_size, config.sequence_length - 1, config.seed)
         self.held_out = validation(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
+        self.last_load = {name: moe.last_load_E for name, moe in self.moes.items()}
         self.steps_done = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -94,6 +97,7 @@ class Trainer:
                 sums[name] = sums[name] + value / config.micro_batches
             for name, moe in self.moes.items():
                 load[name] += moe.last_load_E
+        self.last_load = load
 
         parameters = list(self.model.parameters())
         unscaled = self.loss_scale.unscale_(parameters) if self.loss_scale else True
@@ -129,8 +133,8 @@ class Trainer:
         return loss.detach()
 
     def expert_load(self) -> dict[str, list[int]]:
-        """How many tokens each expert of each layer got in the last micro-batch."""
-        return {name: moe.last_load_E.tolist() for name, moe in self.moes.items()}
+        """How many tokens each expert of each layer got in the last step."""
+        return {name: load_E.tolist() for name, load_E in self.last_load.items()}
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:

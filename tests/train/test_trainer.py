@@ -1,13 +1,14 @@
 """A training step, its state, and what happens when numbers break."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
-from octile.train.trainer import schedule
+from octile.train.trainer import Trainer, schedule
 from tests.train.conftest import micro
 
 
@@ -154,6 +155,18 @@ def test_every_token_is_counted_in_the_expert_load(new_trainer):
     trainer = new_trainer()
     trainer.step()
     assert {sum(load) for load in trainer.expert_load().values()} <= {4 * 32 * 2, 4 * 31 * 2}  # MTP has one fewer
+
+
+def test_the_expert_load_is_the_whole_steps_whatever_its_micro_batches(new_trainer):
+    trainer = new_trainer(micro_batches=2)
+    trainer.step()
+    assert {sum(load) for load in trainer.expert_load().values()} <= {4 * 32 * 2, 4 * 31 * 2}
+
+
+def test_a_variation_of_a_recipe_can_be_trained_that_has_no_name(store):
+    fewer_bits = replace(Recipe.deepseek_v3(), attention_output=None)
+    trainer = Trainer(micro(), store, torch.device("cpu"), fewer_bits)
+    assert trainer.recipe == trainer.model.model.layers[0].self_attn.o_proj.recipe == fewer_bits
 
 
 def test_the_balance_bias_moves_by_its_speed(new_trainer):

@@ -1,0 +1,100 @@
+"""What is run, the most important first. A job is one training run.
+
+core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail
+long       the smallest size over 300M tokens
+ablation   recipes and variations at the smallest size, all from the same weights and the same batches
+rate       learning rates, up to divergence
+balance    what keeps the experts' load even, and multi-token prediction
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from experiments.loss.sizes import run_config
+from octile.train.config import TrainConfig
+
+Group = Literal["core", "long", "ablation", "rate", "balance"]
+LONG, CORE, SHORT, RATE = 300e6, 100e6, 40e6, 12e6  # tokens
+ABLATIONS = (
+    "per_tensor",
+    "delayed",
+    "hybrid_e5m2",
+    "no_e5m6",
+    "float32_scales",
+    "weights_1x128",
+    "blockwise_gradients",
+    "fp32_moments",
+    "global_scale",
+    "int8_tiles",
+    "smooth_swiglu",
+    "fp8_lm",
+    "no_promotion",
+    "fp16_loss_scaling",
+)
+RATES = (4, 16, 64)  # times the usual one, which every other job has
+RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
+BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a step, sequence loss of 1e-4
+    "bias alone": {"aux_loss_alpha": 0.0},
+    "sequence loss alone": {"balance_speed": 0.0},
+    "auxiliary loss alone": {"balance_speed": 0.0, "aux_loss_alpha": 0.01},
+    "nothing": {"balance_speed": 0.0, "aux_loss_alpha": 0.0},
+    "published speed": {"balance_speed": 0.001},
+    "with MTP": {"num_nextn_predict_layers": 1},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run.
+
+    Attributes:
+        name: of its files.
+        changes: of the run's configuration: fields of `OptimConfig` and `ModelConfig` by their names.
+    """
+
+    name: str
+    group: Group
+    size: str
+    recipe: str
+    seed: int
+    tokens: float
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> TrainConfig:
+        """Its configuration, but for the recipe, which may have no name."""
+        config = run_config(self.size, self.tokens, seed=self.seed)
+        own = {name: self.changes[name] for name in self.changes if hasattr(config.optim, name)}
+        shape = {name: value for name, value in self.changes.items() if name not in own}
+        return replace(config, optim=replace(config.optim, **own), model=replace(config.model, **shape))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")) -> list[Job]:
+    """Every job, in the order in which they begin: what takes longest does so first, and what may be left out last."""
+    jobs = [job("long", small, recipe, 0, LONG) for recipe in ("bf16", "deepseek_v3")]
+    for size in sizes:
+        jobs += [job("core", size, *run, CORE) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
+    jobs += [job("core", size, "control", 0, CORE) for size in sizes]
+    jobs += [job("ablation", small, *run, SHORT) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
+    jobs += [job("ablation", small, recipe, 0, SHORT) for recipe in ABLATIONS[:8]]
+    jobs += [job("core", size, "deepseek_v3", 1, CORE) for size in sizes]
+    usual = run_config(small, RATE).optim.lr
+    jobs += [
+        replace(job("rate", small, recipe, 0, RATE, lr=times * usual), name=f"rate-{recipe}-{times}")
+        for times in (1, *RATES)
+        for recipe in RATE_RECIPES
+    ]
+    for name, changes in BALANCES.items():
+        one = job("balance", small, "deepseek_v3", 0, SHORT, **changes)
+        jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
+    jobs += [job("ablation", small, recipe, 0, SHORT) for recipe in ABLATIONS[8:]]
+    jobs += [job("ablation", small, "deepseek_v3", 1, SHORT)]
+    return jobs
+
+
+def job(group: Group, size: str, recipe: str, seed: int, tokens: float, **changes: Any) -> Job:
+    return Job(f"{group}-{size}-{recipe}-{seed}", group, size, recipe, seed, tokens, changes)

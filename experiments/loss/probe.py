@@ -1,0 +1,235 @@
+"""`python -m experiments.loss.probe OUT`: how fast a step of each size is, and where its time goes.
+
+For each size in BF16 and with DeepSeek-V3's recipe, on random tokens: tokens a second, peak memory, and, of some steps
+under torch's profiler, the share of the time in which the GPU waits and each kind of kernel's. Leaves OUT/probe.json
+and OUT/probe.txt, both written again after each model. What fails is noted and the rest goes on. With `--quick`, five
+steps each and no profile: whether every recipe runs at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import re
+import statistics
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from experiments.loss.recipes import around, recipe
+from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
+from octile.report.machine import machine
+from octile.train.loop import pick_device
+from octile.train.store import Manifest, TokenStore
+from octile.train.tokenizer import Tokenizer
+from octile.train.trainer import Trainer
+
+RECIPES = ("bf16", "deepseek_v3")
+WARM_UP, STEPS, PROFILED = 12, 40, 3
+QUICK = 5  # steps
+LONGEST = 14.0  # seconds for the steps of one model; fewer steps are measured where they are slower
+TOP = 25
+KINDS = {  # the first pattern that a kernel's name contains decides
+    "attention": r"flash|fmha|sdpa|mha|attention",
+    "FP8 product": r"^product$|^_(matmul|grouped|masked|wgrad)$",
+    "BF16 product": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
+    "optimizer": r"adamw|multi_tensor|lpnorm|foreach",
+    "cast, fused with what makes it": r"^(tiles|squares|dequantize|rms_norm|swiglu|swiglu_backward|swiglu_turned)$"
+    r"|quantize|cast_|block_amax|^requantize|^rms_norm|^rotate$|^latent_keys",
+    "permute, routing": r"permute|sort|scatter|gather|topk|TopK|index|scan|searchsorted|bitonic",
+    "loss": r"softmax|nll",
+    "copy": r"^Mem(cpy|set)",
+    "elementwise": r"elementwise|reduce|vectorized|fill|triton_poi|triton_red|triton_per",
+}
+
+
+class Kernel(NamedTuple):
+    """A kernel or a copy in the profiler's record; times in µs."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def kind(name: str) -> str:
+    """What a kernel of that name is there for."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+def busy(kernels: Iterable[Kernel]) -> float:
+    """µs in which at least one kernel ran."""
+    total, end = 0.0, 0.0
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(0.0, kernel.start + kernel.duration - max(end, kernel.start))
+        end = max(end, kernel.start + kernel.duration)
+    return total
+
+
+def summary(kernels: list[Kernel], steps: int) -> dict[str, Any]:
+    """Of some steps' kernels: the time between the first and the last in which none ran, and who takes the rest."""
+    span = max(k.start + k.duration for k in kernels) - min(k.start for k in kernels)
+    kinds: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    counts = Counter[str]()
+    for kernel in kernels:
+        kinds[kind(kernel.name)] += kernel.duration
+        names[kernel.name] += kernel.duration
+        counts[kernel.name] += 1
+    total = sum(kinds.values())
+    return {
+        "span_ms": span / 1e3 / steps,
+        "idle_share": 1 - busy(kernels) / span,
+        "kernels_a_step": len(kernels) / steps,
+        "kinds": {name: {"ms": t / 1e3 / steps, "share": t / total} for name, t in _largest_first(kinds)},
+        "top": [
+            {"kernel": n[:110], "kind": kind(n), "ms": t / 1e3 / steps, "calls": counts[n] / steps}
+            for n, t in _largest_first(names)[:TOP]
+        ],
+    }
+
+
+def _largest_first(of: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(of.items(), key=lambda item: -item[1])
+
+
+def profiled(trainer: Trainer, steps: int) -> dict[str, Any]:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(steps):
+            trainer.step()
+        torch.cuda.synchronize()
+    kernels = [
+        Kernel(event.name, event.time_range.start, event.time_range.elapsed_us())
+        for event in record.events() or ()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return summary(kernels, steps)
+
+
+def host(trainer: Trainer, steps: int) -> str:
+    """Where Python's own time goes: cProfile's first lines, by the time in a function itself."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        trainer.step()
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(30)
+    return text.getvalue()
+
+
+def random_store(vocabulary: int, tokens: int) -> TokenStore:
+    """A store of random tokens; nothing of it lies on disk."""
+    rng = np.random.default_rng(0)
+    train, val = (rng.integers(0, vocabulary, n, dtype=np.uint16) for n in (tokens, tokens // 8))
+    tokenizer = Tokenizer.train(["probe"], 258)
+    manifest = Manifest("random", {}, "", vocabulary, {}, {}, {}, {}, {})
+    return TokenStore(Path(), manifest, tokenizer, train, val)
+
+
+def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str, Any]:
+    config = run_config(size, 1e9)
+    store = random_store(config.model.vocab_size, 16 * config.batch_size * config.sequence_length)
+    begin = time.perf_counter()
+    trainer = Trainer(config, store, device, recipe(name))
+    for _ in range(2 if quick else WARM_UP):
+        trainer.step()
+    ready = time.perf_counter() - begin
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while len(seconds) < (QUICK if quick else STEPS) and time.perf_counter() - begin < LONGEST:
+        before = trainer.seconds
+        trainer.step()
+        seconds.append(trainer.seconds - before)
+    tokens = config.batch_size * config.sequence_length
+    found = {
+        "ready_s": ready,
+        "steps": len(seconds),
+        "step_ms": 1e3 * statistics.median(seconds),
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "share_in_8_bits": share_in_8_bits(config.model),
+        "loss": trainer.validate()["val_loss"],
+    }
+    if not quick:
+        found |= profiled(trainer, PROFILED) if gpu else {}
+        found["host"] = host(trainer, 2)
+    return found
+
+
+def show(found: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for name, row in found.items():
+        if "error" in row:
+            lines.append(f"{name}: {row['error']}")
+            continue
+        peak = "" if row["peak_GiB"] is None else f"   {row['peak_GiB']:.1f} GiB"
+        lines.append(
+            f"{name}: {row['tokens_per_s']:,.0f} tokens/s   {row['step_ms']:.1f} ms a step ({row['steps']})"
+            f"{peak}   ready in {row['ready_s']:.1f} s   loss {row['loss']:.3f}"
+        )
+        if "kinds" in row:
+            lines.append(
+                f"    profiled: {row['span_ms']:.1f} ms a step, the GPU waits {row['idle_share']:.1%}, "
+                f"{row['kernels_a_step']:.0f} kernels"
+            )
+            lines += [f"    {n:32} {k['ms']:8.2f} ms {k['share']:7.1%}" for n, k in row["kinds"].items()]
+            lines += [
+                f"        {k['ms']:8.3f} ms {k['calls']:7.1f} × {k['kind']:14.14} {k['kernel']}" for k in row["top"]
+            ]
+    hosts = [f"\n== host, {name}\n{row['host']}" for name, row in found.items() if "host" in row]
+    return "\n".join([*lines, *hosts]) + "\n"
+
+
+@contextmanager
+def written(out: Path, found: dict[str, dict[str, Any]], device: torch.device) -> Iterator[None]:
+    """Writes both files in the end, whatever happens inside."""
+    try:
+        yield
+    finally:
+        rest = {n: {k: v for k, v in row.items() if k != "host"} for n, row in found.items()}
+        (out / "probe.json").write_text(json.dumps({"machine": machine(device), "models": rest}, indent=1) + "\n")
+        (out / "probe.txt").write_text(show(found))
+
+
+def main(out: Path, sizes: tuple[str, ...], recipes: tuple[str, ...], quick: bool) -> None:
+    device = pick_device("auto")
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Any]] = {}
+    for size in sizes:
+        for one in recipes:
+            name = f"{size} {one}"
+            with written(out, found, device), around(one):
+                try:
+                    found[name] = measure(size, one, device, quick)
+                except Exception as error:  # the other models are measured all the same
+                    found[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+            print(show({name: {k: v for k, v in found[name].items() if k != "host"}}), flush=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sizes", default=",".join(MODELS), help="of these, or toy")
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    main(asked.out, tuple(asked.sizes.split(",")), tuple(asked.recipes.split(",")), asked.quick)

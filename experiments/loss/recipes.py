@@ -1,0 +1,73 @@
+"""The recipes that are compared: those of the library by their names, and variations that change one thing.
+
+control              E4M3 with one scale a tensor for inputs and weights, and none for gradients. The loss is a mean
+                     over 65,536 tokens, so most of a gradient's numbers are below 2⁻¹⁰, half of E4M3's smallest, and
+                     become 0: layers in 8 bits hardly learn. It has to fail, and visibly
+no_promotion         `per_tensor`, whose sums stay in the tensor core's own accumulator (cuBLAS with use_fast_accum);
+                     tiles cannot do so, since each sum of 128 has scales of its own
+no_e5m6              attention keeps what autograd keeps: its output in BF16
+float32_scales       inputs' scales are any numbers, so what wgrad reads is rounded twice
+weights_1x128        weights in tiles as activations are, each product's along what it sums over
+blockwise_gradients  gradients in 128×128, which DeepSeek-V3 (arXiv 2412.19437) saw diverge (§B.2)
+fp32_moments         AdamW's two moments in FP32
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.ops.accumulator import Block, summed_by
+from octile.recipe import BLOCK, TENSOR, TILE, Cast, Casts, OptimizerFormats, Recipe
+
+STEP = 16  # cuBLAS multiplies multiples of so many numbers
+
+
+def _variations() -> dict[str, Recipe]:
+    v3, per_tensor = Recipe.deepseek_v3(), Recipe.per_tensor()
+    casts = v3.casts
+    assert casts is not None
+    unscaled = Cast(block=TENSOR, amax="unscaled")
+    free, block = replace(casts.x, scale="float32"), Cast(block=BLOCK)
+    return {
+        "control": Recipe("control", Casts.whole_tensors(Cast(block=TENSOR), unscaled)),
+        "no_promotion": per_tensor,
+        "no_e5m6": replace(v3, attention_output=None),
+        "float32_scales": replace(v3, casts=replace(casts, x=free, wgrad_x=replace(casts.wgrad_x, scale="float32"))),
+        "weights_1x128": replace(v3, casts=replace(casts, w=Cast(block=TILE))),
+        "blockwise_gradients": replace(v3, casts=replace(casts, dy=block, wgrad_dy=block)),
+        "fp32_moments": replace(v3, optimizer=OptimizerFormats(exp_avg="float32", exp_avg_sq="float32")),
+    }
+
+
+VARIATIONS = _variations()
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name, which it bears.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in VARIATIONS:
+        return replace(VARIATIONS[name], name=name)
+    return Recipe.named(name)
+
+
+def around(name: str) -> AbstractContextManager[object]:
+    """What the steps of a recipe happen inside: for no_promotion, sums of the tensor core alone."""
+    return summed_by(raw_accumulator) if name == "no_promotion" else nullcontext()
+
+
+def raw_accumulator(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
+    """a[M, K] · b[N, K]ᵀ, each with one scale, as cuBLAS sums it in FP8's own accumulator: float32 [M, N]."""
+    (m, k), n = a.shape, b.shape[0]
+    if not m or not k:
+        return torch.zeros(m, n, device=a.device)
+    a, b = (F.pad(t.view(torch.uint8), (0, -k % STEP, 0, -len(t) % STEP)).view(t.dtype).contiguous() for t in (a, b))
+    one, other = (scale.flatten()[:1].view(1, 1) for scale in (a_scale, b_scale))
+    return torch._scaled_mm(a, b.mT, one, other, out_dtype=torch.float32, use_fast_accum=True)[:m, :n]

@@ -1,0 +1,304 @@
+"""`python -m experiments.loss.report RESULTS.json FOLDER`: tables, curves over one another, and a page a comparison.
+
+FOLDER/README.md has the tables; FOLDER/NAME.svg and FOLDER/NAME/report.html show each group of runs that has BF16 with
+two seeds, by the tools of `octile compare`. What is missing in RESULTS.json is missing in the tables, and is said so.
+
+A gap is (L − L_s) / L_s, with L_s the held-out loss of BF16 with the same seed, on the same windows; its interval is
+that of 95% over windows. A run that was stopped early is compared where both were last measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.loss.jobs import BALANCES, RATE_RECIPES, RATES, all_jobs
+from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
+from experiments.loss.sizes import RATES as USUAL_RATE
+from octile.report.compare import save_compare_figure, write_compare_report
+from octile.report.compare_words import verdict_sentence
+from octile.report.comparison import CompareResult, Curve
+from octile.report.intervals import bootstrap_interval
+
+Result = dict[str, Any]
+Rows = list[tuple[str, ...]]
+KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
+AFTER_WARM_UP = 0.2  # of the steps
+HOW = f"""The text is built by `python -m experiments.loss.text fetch .data` and `… build .data`, the runs by
+`python -m experiments.loss.run .data/tokens OUT --seconds 1100 --gpus 0,1,2,3,4,5,6,7`, this page by
+`python -m experiments.loss.report`. Configurations are in `experiments/loss/sizes.py` and `jobs.py`, what a variation
+changes in `recipes.py`, the library's recipes in `docs/recipes.md`.
+
+{TOKENS_A_STEP:,} tokens a step in texts of {SEQUENCE:,}; warm-up over 5% of the steps, then a cosine to a tenth; AdamW
+with 0.9, 0.95, decay 0.1, clipping at 1. A seed decides weights and the order of the text: runs of one seed begin alike
+and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. Runs that shared a
+GPU with another are slower than they are alone."""
+
+
+def curve(result: Result, name: str | None = None) -> Curve:
+    """A job's result as `octile compare` has it."""
+    job = result["job"]
+    broke = result["state"] == "diverged"
+    return Curve(
+        recipe=name or job["recipe"],
+        seed=job["seed"],
+        steps=tuple(result.get("steps", ())),
+        train_loss=tuple(result.get("loss", ())),
+        val_steps=tuple(result.get("val_steps", ())),
+        val_loss=tuple(result.get("val_loss", ())),
+        tokens_per_s=speed(result),
+        diverged_at=max((*result["steps"], *result["val_steps"], 1)) if broke else None,
+        window_loss=tuple(result.get("window_loss", ())) if result["state"] == "done" else (),
+    )
+
+
+def speed(result: Result) -> float:
+    """Tokens a second, the median, of what was measured after the first lines, in which kernels are compiled."""
+    measured = result.get("speed") or [0]
+    return statistics.median(measured[2:] or measured)
+
+
+def gap(result: Result, base: Result) -> tuple[float, int]:
+    """(L − L_s) / L_s at the last step at which both were measured, and that step; NaN and 0 if there is none."""
+    known = dict(zip(base.get("val_steps", ()), base.get("val_loss", ()), strict=True))
+    both = [(s, v) for s, v in zip(result.get("val_steps", ()), result.get("val_loss", ()), strict=True) if s in known]
+    return (both[-1][1] / known[both[-1][0]] - 1, both[-1][0]) if both else (math.nan, 0)
+
+
+def interval(result: Result, base: Result) -> str:
+    """Of the gap at the end, over the held-out windows, which both runs were measured on."""
+    a, b = (np.array(r.get("window_loss", ())) for r in (result, base))
+    if not a.size or a.shape != b.shape or {result["state"], base["state"]} != {"done"}:
+        return ""
+    found = bootstrap_interval((a - b) / b.mean())
+    return f"{_percent(found.low)} … {_percent(found.high)}" if found else ""
+
+
+class Results:
+    """All runs, by what they are."""
+
+    def __init__(self, found: Iterable[Result]):
+        self.all = {result["job"]["name"]: result for result in found}
+
+    def get(self, group: str, size: str, recipe: str, seed: int = 0) -> Result | None:
+        return self.all.get(f"{group}-{size}-{recipe}-{seed}")
+
+    def sizes(self, group: str) -> list[str]:
+        """The smallest first."""
+        there = {r["job"]["size"] for r in self.all.values() if r["job"]["group"] == group}
+        return sorted(there, key=lambda size: list(MODELS).index(size) if size in MODELS else -1)
+
+    def of(self, group: str, size: str) -> list[Result]:
+        rows = [r for r in self.all.values() if (r["job"]["group"], r["job"]["size"]) == (group, size)]
+        return [r for r in rows if r.get("val_loss")]
+
+    def comparison(self, group: str, size: str) -> CompareResult | None:
+        """None without BF16 with two seeds."""
+        first, other = (self.get(group, size, "bf16", seed) for seed in (0, 1))
+        if not (first and other and first.get("val_loss") and other.get("val_loss")):
+            return None
+        rest = [r for r in self.of(group, size) if r["job"]["recipe"] != "bf16"]
+        device = first["facts"].get("device", "")
+        return CompareResult(
+            f"{group} {size}", curve(first), curve(other), tuple(curve(r) for r in rest), machine=device
+        )
+
+
+def core_table(r: Results) -> str:
+    rows: Rows = [
+        ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over text", "tokens/s", "GiB", "")
+    ]
+    for group in ("core", "long"):
+        for size in r.sizes(group):
+            for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
+                job = result["job"]
+                is_base = job["recipe"] == "bf16"
+                base = r.get(group, size, "bf16", 0 if is_base else job["seed"])
+                base = None if base is result else base
+                rows.append((
+                    size,
+                    f"`{job['recipe']}`, {job['seed']}",
+                    f"{result['facts']['tokens'] / 1e6:.0f}M" if "tokens" in result["facts"] else "",
+                    f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}",
+                    _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
+                    interval(result, base) if base else "",
+                    f"{speed(result):,.0f}",
+                    f"{result['facts'].get('peak_GiB', math.nan):.1f}",
+                    _ended(result),
+                ))  # fmt: skip
+    return _table(rows)
+
+
+def ablation_table(r: Results) -> str:
+    parts = []
+    for size in r.sizes("ablation"):
+        base, other = (r.get("ablation", size, "bf16", seed) for seed in (0, 1))
+        if base is None:
+            continue
+        noise = abs(gap(other, base)[0]) if other else math.nan
+        rows: Rows = [
+            ("recipe", "gap to BF16", "95% over text", "beside the noise", *KINDS, "sum, bytes", "tokens/s", "")
+        ]
+        runs = [x for x in r.of("ablation", size) if x is not base]
+        for result in sorted(runs, key=lambda x: gap(x, base)[0]):
+            job = result["job"]
+            partner = r.get("ablation", size, "bf16", job["seed"]) if job["recipe"] != "bf16" else base
+            found = gap(result, partner or base)[0]
+            kept = result["facts"].get("bytes_a_parameter", {})
+            rows.append((
+                f"`{job['recipe']}`" + (f", seed {job['seed']}" if job["seed"] else ""),
+                _percent(found),
+                interval(result, partner or base),
+                "the noise" if job["recipe"] == "bf16" else _beside(found, noise),
+                *(f"{kept.get(kind, math.nan):.2f}" for kind in KINDS),
+                f"{sum(kept.values()):.2f}",
+                f"{speed(result):,.0f}",
+                _ended(result),
+            ))  # fmt: skip
+        loss = f"{base['val_loss'][-1]:.4f}"
+        parts.append(f"{size}; BF16 of seed 0: {loss}; two seeds lie {noise:.2%} apart.\n\n{_table(rows)}")
+    return "\n\n".join(parts) or "None was run."
+
+
+def rate_table(r: Results) -> str:
+    found = {name: r.all.get(name) for name in (f"rate-{c}-{t}" for c in RATE_RECIPES for t in (1, *RATES))}
+    sizes = {x["job"]["size"] for x in found.values() if x}
+    rows: Rows = [("learning rate", *(f"`{recipe}`" for recipe in RATE_RECIPES))]
+    for times in (1, *RATES):
+        cells = [_rate_cell(found[f"rate-{recipe}-{times}"]) for recipe in RATE_RECIPES]
+        peak = ", ".join(f"{times * USUAL_RATE[size]:g}" for size in sizes if size in USUAL_RATE)
+        rows.append((f"{times} × the usual{f', {peak}' if peak else ''}", *cells))
+    return _table(rows)
+
+
+def _rate_cell(result: Result | None) -> str:
+    if result is None or not result.get("loss"):
+        return "–"
+    if result["state"] == "diverged":
+        return f"diverged at step {curve(result).diverged_at:,}"
+    worst, last = max(result["loss"][1:] or result["loss"]), result["val_loss"][-1] if result["val_loss"] else math.nan
+    rose = f", at worst {worst:.2f} in training" if worst > result["loss"][0] else ""
+    skipped = f", {result['skipped']} steps skipped" if result["skipped"] else ""
+    return f"{last:.4f}{rose}{skipped}{_ended(result) and ', ' + _ended(result)}"
+
+
+def balance_table(r: Results) -> str:
+    rows: Rows = [
+        ("balance", "held-out loss", "max/mean load after warm-up", "at the end", "drafts kept: greedy, drawn", "")
+    ]
+    named = {"usual: bias 0.005, sequence loss 1e-4": next(iter(_usual(r)), None)}
+    named |= {name: r.all.get(f"balance-{name.replace(' ', '-')}") for name in BALANCES}
+    for name, result in named.items():
+        if result is None or not result.get("imbalance"):
+            continue
+        steps, worst = np.array(result["steps"]), np.array([max(layers) for layers in result["imbalance"]])
+        late = worst[steps > AFTER_WARM_UP * steps[-1]] if len(steps) > 4 else worst
+        drafts = result.get("drafts") or {}
+        rows.append((
+            name,
+            f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}" if result["val_loss"] else "",
+            f"{late.mean():.2f}, at most {late.max():.2f}",
+            f"{worst[-1]:.2f}",
+            f"{drafts['greedy']:.1%}, {drafts['drawn']:.1%}" if drafts else "",
+            _ended(result),
+        ))  # fmt: skip
+    return _table(rows)
+
+
+def _usual(r: Results) -> Iterable[Result]:
+    found = (r.get("ablation", size, "deepseek_v3") for size in r.sizes("ablation"))
+    return (x for x in found if x)
+
+
+def text_table() -> str:
+    facts = json.loads(Path(__file__).with_name("text.json").read_text())
+    rows: Rows = [("source", "MB"), *((name, f"{n / 1e6:.1f}") for name, n in facts["bytes"].items())]
+    kinds = ", ".join(f"{n / 1e6:.0f} MB of {kind}" for kind, n in facts["kinds"].items())
+    tokens = f"{facts['tokens']['train']:,} tokens to train on, {facts['tokens']['val']:,} held out"
+    return f"{kinds}; {tokens}, of a vocabulary of {VOCABULARY:,}.\n\n{_table(rows)}"
+
+
+def size_table() -> str:
+    from octile.models.counts import count_parameters
+
+    rows: Rows = [("size", "hidden", "layers", "active", "all", "in 8 bits", "head", "attention", "gate", "peak rate")]
+    for name, model in MODELS.items():
+        counts, of = count_parameters(model), operations(model)
+        total = sum(of.values())
+        shares = [f"{of[kind] / total:.1%}" for kind in ("head", "attention", "gate")]
+        active, every = (f"{n / 1e6:.1f}M" for n in (counts.active, counts.total))
+        first = (name, f"{model.hidden_size:,}", str(model.num_hidden_layers), active, every)
+        rows.append((*first, f"{share_in_8_bits(model):.1%}", *shares, f"{USUAL_RATE[name]:g}"))
+    return _table(rows)
+
+
+def write(results: Path, folder: Path) -> Path:
+    """Writes FOLDER/README.md, a figure and a page of each comparison; returns the README's path."""
+    r = Results(json.loads(results.read_text())["results"])
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = []
+    for group in ("core", "ablation"):
+        for size in r.sizes(group):
+            comparison = r.comparison(group, size)
+            if comparison is None:
+                continue
+            name = f"{group}-{size}"
+            save_compare_figure(comparison, folder / f"{name}.svg")
+            (folder / name).mkdir(exist_ok=True)
+            write_compare_report(folder / name, comparison)
+            figures.append(f"![{name}]({name}.svg)\n\n{verdict_sentence(comparison)} [The page]({name}/report.html)")
+    failed = [f"- {n}: {x['why']}; `{(x.get('log') or [''])[-1]}`" for n, x in r.all.items() if x["state"] == "failed"]
+    missing = [job.name for job in all_jobs() if job.name not in r.all]
+    parts = {
+        "The loss of FP8 beside BF16's": "",
+        "How it was made": HOW,
+        "Text": text_table(),
+        "Models": size_table(),
+        "The loss": core_table(r),
+        "Curves": "\n\n".join(figures),
+        "Ablations": ablation_table(r),
+        "Learning rates": rate_table(r),
+        "Balance and multi-token prediction": balance_table(r),
+        "Not run": ", ".join(missing) or "Everything was.",
+        "Failed": "\n".join(failed) or "None.",
+    }
+    title, *rest = parts
+    text = f"# {title}\n\n" + "\n\n".join(f"## {name}\n\n{parts[name]}" for name in rest) + "\n"
+    (folder / "README.md").write_text(text)
+    (folder / "results.json").write_text(json.dumps({"results": list(r.all.values())}) + "\n")
+    return folder / "README.md"
+
+
+def _ended(result: Result) -> str:
+    if result["state"] == "done":
+        return ""
+    if result["state"] == "diverged":
+        return f"diverged at step {curve(result).diverged_at:,}"
+    at = (result.get("val_steps") or [0])[-1]
+    return f"{result['state']} at step {at:,} of {result.get('facts', {}).get('steps_asked', '?')}"
+
+
+def _beside(found: float, noise: float) -> str:
+    if math.isnan(found) or math.isnan(noise):
+        return ""
+    return "cannot be seen" if abs(found) <= noise else f"{abs(found) / noise:.1f} × the noise" if noise else "seen"
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:+.2%}".replace("-", "−") if math.isfinite(fraction) else "–"
+
+
+def _table(rows: Rows) -> str:
+    head, *rest = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rest))
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1]), Path(sys.argv[2])))

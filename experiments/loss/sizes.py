@@ -1,0 +1,136 @@
+"""The models of the experiment: three sizes of DeepSeek-V3's shape, of which each token uses 35M, 81M and 143M.
+
+Depth, heads and experts are chosen so that at least 85% of a token's operations are products that a recipe may make in
+8 bits: a vocabulary of 8,192, since the head stays in BF16; heads of 96 and 64 channels and texts of 1,024 tokens,
+since the attention operator does; a gate in FP32 over 32 experts. Multi-token prediction only where a job asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octile.models.config import ModelConfig
+from octile.train.config import OptimConfig, TrainConfig
+
+VOCABULARY = 8192
+SEQUENCE = 1024
+BATCH = 64  # sequences a step: 65,536 tokens
+TOKENS_A_STEP = BATCH * SEQUENCE
+
+_SHAPE = ModelConfig(
+    vocab_size=VOCABULARY,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    n_routed_experts=32,
+    num_experts_per_tok=4,
+    n_group=8,
+    topk_group=4,
+    max_position_embeddings=SEQUENCE,
+    rope_scaling=None,
+    initializer_range=0.02,
+)
+MODELS = {
+    "30m": replace(
+        _SHAPE,
+        hidden_size=384,
+        intermediate_size=3840,
+        moe_intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        q_lora_rank=192,
+        kv_lora_rank=96,
+    ),
+    "80m": replace(
+        _SHAPE,
+        hidden_size=768,
+        intermediate_size=3200,
+        moe_intermediate_size=640,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        q_lora_rank=384,
+        kv_lora_rank=224,
+    ),
+    "150m": replace(
+        _SHAPE,
+        hidden_size=1024,
+        intermediate_size=3840,
+        moe_intermediate_size=768,
+        num_hidden_layers=9,
+        num_attention_heads=8,
+        q_lora_rank=512,
+        kv_lora_rank=352,
+    ),
+}
+RATES = {"30m": 2e-3, "80m": 1.5e-3, "150m": 1e-3}  # the peak of the learning rate
+
+TOY = replace(
+    _SHAPE,
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    q_lora_rank=None,
+    kv_lora_rank=96,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+    max_position_embeddings=64,
+)
+
+
+def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
+    """A run of a size over so many tokens: warm-up over a twentieth of its steps, then a cosine to a tenth.
+
+    Args:
+        size: of MODELS, or "toy": a CPU's, of 8 sequences of 64.
+        changes: of `TrainConfig`'s fields.
+
+    Raises:
+        ValueError: there is no such size.
+    """
+    if size != "toy" and size not in MODELS:
+        raise ValueError(f"size must be one of {', '.join(MODELS)} or toy, not {size!r}")
+    toy = size == "toy"
+    batch, length = (8, 64) if toy else (BATCH, SEQUENCE)
+    optim = OptimConfig(lr=2e-3 if toy else RATES[size], warmup=0.05, decay=0.95, final_lr=0.1, balance_speed=0.005)
+    config = TrainConfig(
+        preset=f"loss-{size}",
+        steps=max(1, round(tokens / (batch * length))),
+        checkpoint_every=0,
+        batch_size=batch,
+        sequence_length=length,
+        model=TOY if toy else MODELS[size],
+        optim=optim,
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def operations(c: ModelConfig) -> dict[str, float]:
+    """Multiply-adds of a token's forward pass by what makes them: "8 bits", "head", "attention" and "gate".
+
+    The attention of a text of SEQUENCE tokens counts the keys that a query may see, half of them on average. A backward
+    pass makes twice as many of each, so the shares are those of a training step.
+    """
+    from octile.models.counts import count_parameters
+
+    used = count_parameters(c).main_active
+    layers = sum(used[kind] for kind in used if kind.endswith(("projections", "experts", "MLP")))
+    channels = c.num_attention_heads * (c.qk_head_dim + c.v_head_dim)
+    return {
+        "8 bits": layers,
+        "head": used["head"],
+        "attention": c.num_hidden_layers * channels * min(SEQUENCE, c.max_position_embeddings) / 2,
+        "gate": used["gate"],
+    }
+
+
+def share_in_8_bits(c: ModelConfig) -> float:
+    """Of a token's operations, those of products that a recipe may make in 8 bits."""
+    found = operations(c)
+    return found["8 bits"] / sum(found.values())

@@ -1,0 +1,136 @@
+"""One run of the experiment, and the report of many."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from experiments.loss import job as module
+from experiments.loss.jobs import job
+from experiments.loss.report import Results, gap, interval, write
+from octile.train.data import prepare
+
+TOKENS = 8 * 8 * 64  # eight steps of the model for a CPU
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    import argparse
+    import inspect
+
+    text = tmp_path_factory.mktemp("text")
+    source = inspect.getsource(argparse)
+    for i in range(0, len(source), 4000):
+        (text / f"{i}.txt").write_text(source[i : i + 4000])
+    return prepare(text, 512, tmp_path_factory.mktemp("store"), 63, held_out_windows=8)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 2)
+    monkeypatch.setattr(module, "LOOKS", 2)
+
+
+def run(store, out, one):
+    module.run(store, one, out / f"{one.name}.json")
+    return json.loads((out / f"{one.name}.json").read_text())
+
+
+def test_a_run_keeps_its_curves_and_what_it_cost(store, tmp_path):
+    result = run(store, tmp_path, job("core", "toy", "deepseek_v3", 0, TOKENS))
+    assert result["state"] == "done"
+    assert result["steps"] == [2, 4, 6, 8]
+    assert len(result["loss"]) == len(result["speed"]) == len(result["imbalance"]) == 4
+    assert result["val_steps"] == [4, 8]
+    assert result["val_loss"][-1] == pytest.approx(sum(result["window_loss"]) / len(result["window_loss"]), rel=1e-5)
+    assert result["facts"]["bytes_a_parameter"]["exp_avg"] == 2.0
+    assert 0 < result["facts"]["bytes_a_parameter"]["copies"] < 1.1
+
+
+def test_a_run_that_breaks_says_so(store, tmp_path):
+    result = run(store, tmp_path, job("rate", "toy", "bf16", 0, 20 * TOKENS, lr=1e4))
+    assert result["state"] == "diverged"
+    assert result["why"]
+
+
+def test_drafts_are_measured_where_there_are_any(store, tmp_path):
+    result = run(store, tmp_path, job("balance", "toy", "bf16", 0, TOKENS, num_nextn_predict_layers=1))
+    assert set(result["drafts"]) == {"greedy", "drawn"}
+    assert result["mtp_loss"][-1] > 0
+
+
+def test_a_run_that_is_told_to_stop_keeps_what_it_has(store, tmp_path, monkeypatch):
+    told = [1]
+    monkeypatch.setattr(module, "_signals", lambda: nullcontext(told))
+    result = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
+    assert result["state"] == "stopped"
+    assert result["val_loss"]
+
+
+# the report
+
+
+def fake(one, loss, state="done", val_steps=(4, 8), **more):
+    windows = [loss + 0.1 * i for i in (-2, -1, 0, 0, 1, 2)] if state == "done" else []
+    return {
+        "job": one.to_json(), "state": state, "facts": {"tokens": 1e6, "bytes_a_parameter": {"master": 4.0}},
+        "steps": [2, 4, 6, 8], "loss": [6.0, 5.0, 4.0, loss], "grad_norm": [1.0] * 4, "speed": [100] * 4,
+        "imbalance": [[2.0, 1.5]] * 4, "mtp_loss": [0.0] * 4, "skipped": 0, "val_steps": list(val_steps),
+        "val_loss": [5.0] * (len(val_steps) - 1) + [loss], "val_error": [0.01] * len(val_steps),
+        "window_loss": windows, "why": "", "drafts": {},
+    } | more  # fmt: skip
+
+
+BASE, OTHER, FP8 = (
+    job("core", "30m", recipe, seed, 1e6) for recipe, seed in (("bf16", 0), ("bf16", 1), ("deepseek_v3", 0))
+)
+
+
+def test_a_gap_is_relative_to_bf16_at_the_last_step_that_both_have():
+    base = fake(BASE, 4.0, val_steps=(4, 8))
+    assert gap(fake(FP8, 4.04), base) == (pytest.approx(0.01), 8)
+    assert gap(fake(FP8, 5.05, "stopped", val_steps=(4,)), base) == (pytest.approx(0.01), 4)
+
+
+def test_an_interval_is_that_of_windows_in_pairs():
+    base = fake(BASE, 4.0)
+    assert interval(fake(FP8, 4.04), base) == "+1.00% … +1.00%"
+    assert interval(fake(FP8, 4.04, "stopped"), base) == ""
+
+
+def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
+    runs = [fake(BASE, 4.0), fake(OTHER, 4.02), fake(FP8, 4.002)]
+    runs += [
+        fake(replace(one, group="ablation", name=one.name.replace("core", "ablation")), 4.0) for one in (BASE, OTHER)
+    ]
+    runs += [fake(job("ablation", "30m", "per_tensor", 0, 1e6), 4.5)]
+    runs += [fake(replace(job("rate", "30m", "bf16", 0, 1e6), name="rate-bf16-64"), 9.0, "diverged")]
+    runs += [fake(replace(BASE, name="balance-with-MTP", group="balance"), 4.0, drafts={"greedy": 0.5, "drawn": 0.6})]
+    runs += [
+        {
+            "job": FP8.to_json() | {"name": "x", "size": "80m"},
+            "state": "failed",
+            "why": "exit status 1",
+            "log": ["oh"],
+            "speed": [],
+        }
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"results": runs}))
+    text = write(tmp_path / "results.json", tmp_path / "report").read_text()
+    for part in (
+        "+0.05%",
+        "+0.50% (the noise)",
+        "diverged at step 8",
+        "50.0%, 60.0%",
+        "- x: exit status 1; `oh`",
+        "150m",
+    ):
+        assert part in text
+    assert "core-150m-bf16-0" in text.split("## Not run")[1]
+    assert (tmp_path / "report/core-30m.svg").exists()
+    assert (tmp_path / "report/core-30m/report.html").exists()
+
+
+def test_without_a_second_seed_there_is_no_comparison():
+    assert Results([fake(BASE, 4.0), fake(FP8, 4.0)]).comparison("core", "30m") is None

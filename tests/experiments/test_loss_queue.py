@@ -1,0 +1,100 @@
+"""The queue: who runs where, what fails, and what the deadline does."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.loss.jobs import job
+from experiments.loss.run import Queue, results, state
+
+SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
+FAILS = job("rate", "30m", "int8_tiles", 0, 1e6)
+# what a job's process is replaced by: it writes its result, waits, and ends as it is asked to
+SCRIPT = """
+import json, signal, sys, time
+store, asked, out = sys.argv[-3:]
+job = json.load(open(asked))
+stop = []
+signal.signal(signal.SIGINT, lambda *_: stop.append(1))
+result = {"job": job, "state": "running", "speed": [1e5], "steps": [1], "loss": [2.0], "imbalance": [[1.5]],
+          "val_loss": [], "val_error": []}
+if job["recipe"] == "int8_tiles":
+    sys.exit("no tensor core for this")
+json.dump(result, open(out, "w"))
+limit = time.time() + (30 if store == "slow" else 0.2)
+while time.time() < limit and not stop:
+    time.sleep(0.02)
+json.dump(result | {"state": "stopped" if stop else "done"}, open(out, "w"))
+"""
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """queue(jobs, …): one whose jobs are the script's."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\n{SCRIPT}")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def make(jobs, gpus=(0,), together=(), seconds=20.0, store="quick"):
+        return Queue(Path(store), out, list(jobs), list(gpus), set(together), time.time() + seconds)
+
+    return make
+
+
+def states(queue):
+    return {result["job"]["name"]: result["state"] for result in results(queue.out)}
+
+
+def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
+    q = queue([FAILS, SMALL])
+    q.run()
+    assert states(q) == {FAILS.name: "failed", SMALL.name: "done"}
+    (failed,) = (result for result in results(q.out) if result["state"] == "failed")
+    assert failed["log"] == ["no tensor core for this"]
+    state(q.out, q.out / "all" / "results.json")
+    assert "no tensor core for this" in capsys.readouterr().out
+    assert len(json.loads((q.out / "all" / "results.json").read_text())["results"]) == 2
+
+
+def test_at_the_deadline_what_runs_is_stopped_and_keeps_what_it_has(queue):
+    q = queue([SMALL, LARGE], seconds=4.0, store="slow")
+    q.run()
+    assert states(q) == {SMALL.name: "stopped"}
+    assert q.waiting == [LARGE]
+
+
+def test_two_jobs_share_a_gpu_where_it_is_allowed(queue):
+    other = job("rate", "30m", "deepseek_v3", 0, 1e6)
+    alone, shared = queue([SMALL, other], store="slow"), queue([SMALL, other], together=["rate"], store="slow")
+    for q, expected in ((alone, 1), (shared, 2)):
+        q._begin()
+        assert len(q.running) == expected
+        for running in q.running:
+            running.process.kill()
+            running.process.wait()
+        for file in q.out.glob("*.json"):
+            file.unlink()
+
+
+def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue):
+    known = {"job": LARGE.to_json(), "state": "done", "speed": [1e3]}
+    q = queue([], seconds=200.0)
+    (q.out / "known.json").write_text(json.dumps(known | {"job": known["job"] | {"name": "known"}}))
+    q.waiting = [LARGE, SMALL]
+    q._begin()
+    assert [running.job for running in q.running] == [SMALL]
+    assert q.passed_over == {LARGE.name}
+    q.running[0].process.kill()
+    q.running[0].process.wait()
+
+
+def test_a_job_that_was_done_is_not_done_again(queue):
+    q = queue([SMALL])
+    q.run()
+    assert queue([SMALL, LARGE]).waiting == [LARGE]
