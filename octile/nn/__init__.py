@@ -6,12 +6,14 @@ from octile.nn.conversion import convert
 from octile.nn.delayed import end_step
 from octile.nn.gate import Gate
 from octile.nn.linear import Linear
+from octile.nn.mha import MHA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.weight_cache import frozen_weights
 
 __all__ = [
+    "MHA",
     "MLA",
     "MLP",
     "Experts",

@@ -118,17 +118,27 @@ class MLA(nn.Module):
         self.o_proj = nn.Linear(num_attention_heads * v_head_dim, hidden_size, bias=False)
 
     def forward(
-        self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None, norm: RMSNorm | None = None
+        self,
+        x_BSD: Tensor,
+        cos_sin: CosSin,
+        cache: LayerCache | None = None,
+        norm: RMSNorm | None = None,
+        residual: bool = False,
     ) -> Tensor:
         """Attends from S new tokens to themselves and, with a cache, to the tokens before them: [B, S, D].
 
         Args:
             norm: applied to x first; of both only x is then kept for the backward pass.
+            residual: adds x to the result.
         """
         recipe = self._fused_recipe()
         if recipe is not None and cache is None and fusable_norm(norm):
-            return self._fused(x_BSD, cos_sin, norm, recipe)
-        q_BSHX, latent_BSW = self._projections(x_BSD if norm is None else norm(x_BSD))
+            return self._fused(x_BSD, cos_sin, norm, residual, recipe)
+        y_BSD = self._in_steps(x_BSD if norm is None else norm(x_BSD), cos_sin, cache)
+        return x_BSD + y_BSD if residual else y_BSD
+
+    def _in_steps(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None) -> Tensor:
+        q_BSHX, latent_BSW = self._projections(x_BSD)
         q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
         q_rope_BSHR = rotate(q_rope_BSHR, cos_sin)
         latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
@@ -152,7 +162,7 @@ class MLA(nn.Module):
         fuses = recipe is not None and recipe.fuses_attention and all(fusable_norm(norm) for norm in norms)
         return recipe if fuses else None
 
-    def _fused(self, x_BSD: Tensor, cos_sin: CosSin, norm: RMSNorm | None, recipe: Recipe) -> Tensor:
+    def _fused(self, x_BSD: Tensor, cos_sin: CosSin, norm: RMSNorm | None, residual: bool, recipe: Recipe) -> Tensor:
         assert recipe.casts is not None
         how, dtype = recipe.casts.x, result_dtype(x_BSD)
         x = read(x_BSD.flatten(0, 1), how, norm)
@@ -169,6 +179,7 @@ class MLA(nn.Module):
         nope_dim, rope_dim = self.q_split
         heads = Heads(len(x_BSD), self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
         y_TD = latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *weights, heads, recipe, dtype)
+        y_TD = x.residual + y_TD if residual else y_TD
         return y_TD.view(*x_BSD.shape[:-1], -1)
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,8 @@ def cast_weight(weight: Tensor, how: Cast, history: AmaxHistory | None, keep: bo
 
 def _one_way(weight: Tensor, how: Cast) -> Weight:
     w = _quantize(weight, how)
-    return Weight(w, w.mT)
+    # tiles lie along what is summed over: along the inputs for fprop, along the outputs for dgrad
+    return Weight(w, _quantize(weight.mT, how) if how.block == TILE else w.mT)
 
 
 def _both_ways(weight: Tensor, how: Cast) -> Weight:

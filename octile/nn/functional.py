@@ -141,7 +141,7 @@ class _Product(torch.autograd.Function):
         plain_x = x_TK.to(compute) if w_has_gradient and "wgrad" in uncast else None
         plain_w = weight.to(compute) if x_has_gradient and "dgrad" in uncast else None
         ctx.save_for_backward(*saved_x, *saved_w, plain_x, plain_w, offs)
-        ctx.blocks = x.block, w.block
+        ctx.blocks = x.block, of_dgrad.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
         a, b = (x, w) if "fprop" not in uncast else (None, None)
@@ -192,7 +192,7 @@ def _cast_gradient(
 def result_dtype(x: Tensor) -> torch.dtype:
     """Of a layer that reads x: autocast's where autocast is on, else x's."""
     device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    on = device != "meta" and torch.is_autocast_enabled(device)  # the meta device knows no autocast
     return torch.get_autocast_dtype(device) if on else x.dtype
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.input import Input, Source
-from octile.ops.matmul import without_autocast
+from octile.ops.gate import gate_logits, gate_logits_backward
 
 
 class Routing(NamedTuple):
@@ -68,11 +67,8 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor | Input) -> Routing:
         """x [T, D], or what other layers read as well and which is kept as they keep it."""
-        if isinstance(x, Input):
-            logit_TE = _Logits.apply(x.x, self.weight, x.kept, x.source)
-        else:
-            with without_autocast(x.device):
-                logit_TE = F.linear(x.float(), self.weight.float())
+        read = (x.x, x.kept, x.source) if isinstance(x, Input) else (x, (x.detach(),), None)
+        logit_TE = _Logits.apply(self.weight, *read)
         affinity_TE = logit_TE.sigmoid() if self.scoring_func == "sigmoid" else logit_TE.softmax(-1)
         score_TE = affinity_TE.detach()
         if self.e_score_correction_bias is not None:
@@ -121,20 +117,17 @@ class Gate(nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """x · wᵀ in FP32, of an input that is not kept in FP32."""
+    """x · wᵀ in FP32, of an input that is not kept in FP32; without a source it is kept as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, kept: tuple[Tensor, ...], source: Source) -> Tensor:
+    def forward(ctx: Any, weight_ED: Tensor, x_TD: Tensor, kept: tuple[Tensor, ...], source: Source | None) -> Tensor:
         ctx.save_for_backward(weight_ED, *kept)
         ctx.source = source
-        with without_autocast(x_TD.device):
-            return F.linear(x_TD.float(), weight_ED.float())
+        return gate_logits(x_TD, weight_ED)
 
     @staticmethod
     def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
         weight_ED, *kept = ctx.saved_tensors
-        x_TD = ctx.source.values_again(tuple(kept))
-        with without_autocast(dy_TE.device):
-            dx_TD = (dy_TE @ weight_ED.float()).to(x_TD.dtype)
-            dweight_ED = (dy_TE.mT @ x_TD.float()).to(weight_ED.dtype)
-        return dx_TD, dweight_ED, None, None
+        x_TD = kept[0] if ctx.source is None else ctx.source.values_again(tuple(kept))
+        dx_TD, dweight_ED = gate_logits_backward(dy_TE, x_TD, weight_ED)
+        return dweight_ED.to(weight_ED.dtype), dx_TD, None, None

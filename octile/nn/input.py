@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octile.nn.cast import cast, seen
 from octile.nn.norm import RMSNorm
+from octile.nn.watched import watched
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.transpose import TILE
 from octile.recipe import Cast
@@ -53,48 +54,54 @@ class Input(NamedTuple):
     """An input of several layers.
 
     Attributes:
-        x: [T, K], the activation or its norm; the layers' gradients go here.
+        x: [T, K], the activation or its norm; the layers' gradients go here. A norm has numbers only where they were
+            asked for, or somebody looks on.
         q: its cast.
         kept: what the layers keep of it, all of them the same tensors; `source` says what they are.
+        residual: what was read, before a norm. Whoever adds it to the layers' result takes it from here: the norm's
+            backward pass then adds the two gradients as it writes its own.
     """
 
     x: Tensor
     q: ScaledTensor
     kept: tuple[Tensor, ...]
     source: Source
+    residual: Tensor
 
 
 def read(x: Tensor, how: Cast, norm: RMSNorm | None = None, values: bool = False) -> Input:
     """x [T, K], or its norm, as an input of layers that take it as `how` casts it, in 1×128 tiles.
 
     Args:
-        values: x itself will be kept by a layer that reads it as it is.
+        values: a layer reads x as it is, not cast, and keeps it.
     """
     if norm is not None:
-        y, data, scale = _NormAndCast.apply(x, norm.weight, norm.eps, how)
+        y, data, scale, residual = _NormAndCast.apply(x, norm.weight, norm.eps, how, values or watched())
         q = seen("x", ScaledTensor(data, scale, TILE))
-        return Input(y, q, (x.detach(), norm.weight.detach()), Source("norm", how, norm.eps))
+        return Input(y, q, (x.detach(), norm.weight.detach()), Source("norm", how, norm.eps), residual)
     q = cast(x, how, "x")
     if values:
-        return Input(x, q, (x.detach(),), Source("values", how))
-    return Input(x, q, (q.data, q.scale), Source("itself", how))
+        return Input(x, q, (x.detach(),), Source("values", how), x)
+    return Input(x, q, (q.data, q.scale), Source("itself", how), x)
 
 
 class _NormAndCast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, how: Cast) -> tuple[Tensor, Tensor, Tensor]:
-        data, scale, rstd, y = rms_norm_quantize(
-            x_TK, weight_K, eps, how.fmt.name, how.scale == "power_of_2", values=True
-        )
+    def forward(
+        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, how: Cast, values: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, how.fmt.name, how.scale == "power_of_2", values)
+        if not values:
+            y = x_TK.new_empty(()).expand(x_TK.shape)  # a place for the gradient
         ctx.save_for_backward(x_TK, weight_K, rstd)
         ctx.mark_non_differentiable(data, scale)
         ctx.set_materialize_grads(False)
-        return y, data, scale
+        return y, data, scale, x_TK.view_as(x_TK)
 
     @staticmethod
-    def backward(ctx: Any, dy_TK: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy_TK: Tensor | None, _: None, __: None, dx_TK: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy_TK is None:
-            return None, None, None, None
+            return dx_TK, None, None, None, None
         x_TK, weight_K, rstd_T = ctx.saved_tensors
-        dx_TK, dweight_K = rms_norm_backward(dy_TK, x_TK, weight_K, rstd_T)
-        return dx_TK, dweight_K.to(weight_K.dtype), None, None
+        dx_TK, dweight_K = rms_norm_backward(dy_TK, x_TK, weight_K, rstd_T, dx_TK)
+        return dx_TK, dweight_K.to(weight_K.dtype), None, None, None

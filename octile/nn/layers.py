@@ -8,12 +8,11 @@ is called, and its block computes the same in single steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from octile.nn.cast import Weight, cast_weight
 from octile.nn.linear import Linear
@@ -120,13 +119,39 @@ class Layers:
 def save(ctx: Any, layers: Layers, weights: Sequence[Weight], **tree: Any) -> None:
     """Saves tensors, tensors in tiles and None by name, and the weights that nobody else keeps."""
     tree["weights"] = [w if kept is None else None for w, kept in zip(weights, layers.cached, strict=True)]
-    leaves, ctx.tree = pytree.tree_flatten(tree)
+    leaves: list[Tensor | None] = []
+    ctx.tree = {name: _apart(part, leaves) for name, part in tree.items()}
     ctx.layers = layers
     ctx.save_for_backward(*leaves)
 
 
 def saved(ctx: Any) -> tuple[Layers, list[Weight], dict[str, Any]]:
     """What `save` was given."""
-    tree = pytree.tree_unflatten(list(ctx.saved_tensors), ctx.tree)
+    leaves = iter(ctx.saved_tensors)
+    tree = {name: _together(form, leaves) for name, form in ctx.tree.items()}
     weights = [kept or own for kept, own in zip(ctx.layers.cached, tree.pop("weights"), strict=True)]
     return ctx.layers, weights, tree
+
+
+# torch's own pytree does this for any classes, and takes 110 µs of the host for what takes 20 here
+
+
+def _apart(tree: Any, leaves: list[Tensor | None]) -> Any:
+    """Adds the tree's tensors to the leaves, None for None; returns what `_together` makes the tree of."""
+    if tree is None or isinstance(tree, Tensor):
+        leaves.append(tree)
+        return None
+    if isinstance(tree, ScaledTensor):
+        leaves += [tree.data, tree.scale]
+        return ScaledTensor, tree.block
+    return type(tree), [_apart(part, leaves) for part in tree]
+
+
+def _together(form: Any, leaves: Iterator[Tensor]) -> Any:
+    if form is None:
+        return next(leaves)
+    kind, parts = form
+    if kind is ScaledTensor:
+        return ScaledTensor(next(leaves), next(leaves), parts)
+    made = [_together(part, leaves) for part in parts]
+    return kind(*made) if hasattr(kind, "_fields") else kind(made)

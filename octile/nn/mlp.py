@@ -28,13 +28,19 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """The layer of x, or of norm(x), of which only x is then kept for the backward pass."""
+    def forward(self, x: Tensor, norm: RMSNorm | None = None, residual: bool = False) -> Tensor:
+        """The layer of x, or of norm(x), of which only x is then kept for the backward pass.
+
+        Args:
+            residual: adds x to the result.
+        """
         recipe = self.fused_recipe()
         if recipe is None or recipe.casts is None or not fusable_norm(norm):
-            return self._in_steps(x if norm is None else norm(x))
-        y_TD = self.fused(read(x.reshape(-1, x.shape[-1]), recipe.casts.x, norm), recipe)
-        return y_TD.view_as(x)
+            y = self._in_steps(x if norm is None else norm(x))
+            return x + y if residual else y
+        of_x = read(x.reshape(-1, x.shape[-1]), recipe.casts.x, norm)
+        y_TD = self.fused(of_x, recipe)
+        return (of_x.residual + y_TD if residual else y_TD).view_as(x)
 
     def fused_recipe(self) -> Recipe | None:
         """The recipe, where the layers are one function under it."""

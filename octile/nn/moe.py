@@ -115,20 +115,25 @@ class MoE(nn.Module):
         self.register_buffer("last_load_E", torch.zeros(n_experts, dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
-    def forward(self, x_BSD: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """The mixture's result for x, or for norm(x), of which only x is then kept for the backward pass."""
+    def forward(self, x_BSD: Tensor, norm: RMSNorm | None = None, residual: bool = False) -> Tensor:
+        """The mixture's result for x, or for norm(x), of which only x is then kept for the backward pass.
+
+        Args:
+            residual: adds x to the result.
+        """
         recipe = self.experts.fused_recipe()
         if recipe is not None and recipe.casts is not None and fusable_norm(norm):
-            return self._fused(x_BSD, norm, recipe)
+            return self._fused(x_BSD, norm, residual, recipe)
         x_TD = (x_BSD if norm is None else norm(x_BSD)).flatten(0, 1)
         routing, plan = self._route(x_TD, len(x_BSD))
         y_RD = self.experts(self.dispatcher.spread(x_TD, plan), plan.offs_E)
         y_TD = self.dispatcher.collect(y_RD, routing.weights_TK, plan)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view_as(x_BSD)
+        y_BSD = y_TD.view_as(x_BSD)
+        return x_BSD + y_BSD if residual else y_BSD
 
-    def _fused(self, x_BSD: Tensor, norm: RMSNorm | None, recipe: Recipe) -> Tensor:
+    def _fused(self, x_BSD: Tensor, norm: RMSNorm | None, residual: bool, recipe: Recipe) -> Tensor:
         assert recipe.casts is not None
         x = read(x_BSD.flatten(0, 1), recipe.casts.x, norm, values=True)  # the gate reads the values
         routing, plan = self._route(x, len(x_BSD))
@@ -139,7 +144,7 @@ class MoE(nn.Module):
         routed = feed_forward.Routed(self.dispatcher, plan)
         weights = (self.experts.gate_up, self.experts.down)
         y_TD = feed_forward.experts(x, *weights, routing.weights_TK, shared, routed, recipe, result_dtype(x.x))
-        return y_TD.view_as(x_BSD)
+        return (x.residual + y_TD if residual else y_TD).view_as(x_BSD)
 
     def _route(self, x: Tensor | Input, batch: int) -> tuple[Routing, Plan]:
         """Which token goes where; notes the load and its loss."""

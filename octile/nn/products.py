@@ -28,14 +28,16 @@ def nt_sum(pairs: list[tuple[ScaledTensor, ScaledTensor]], offs: Tensor | None, 
 def wgrad(
     dy: ScaledTensor, x: ScaledTensor, offs: Tensor | None, dtype: torch.dtype, main_grad: Tensor | None
 ) -> Tensor | None:
-    """The weight's gradient, summed in FP32 and then in dtype, or None where it was added to main_grad.
+    """The weight's gradient, summed in FP32, in dtype, or None where it was added to main_grad.
 
     Args:
         dy [T, N], x [T, K]: cast along the tokens.
         main_grad: float32 of the weight's shape, or None.
     """
     if main_grad is None or not (offs is None or main_grad.is_contiguous()):
-        dw = matmul_nt(dy.mT, x.mT, torch.float32) if offs is None else grouped_wgrad(dy, x, offs)
+        # FP16 could overflow before it is unscaled; of BF16 the product's own store rounds the sum once
+        sum_dtype = torch.bfloat16 if main_grad is None and dtype == torch.bfloat16 else torch.float32
+        dw = matmul_nt(dy.mT, x.mT, sum_dtype) if offs is None else grouped_wgrad(dy, x, offs, sum_dtype)
         return into_main_grad(dw, dtype, main_grad)
     if offs is None:
         matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)

@@ -71,13 +71,16 @@ def _(x, weight, eps, fmt, power_of_2, values=False):
 
 
 @operator()
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and of weight, each with one rounding.
 
     Args:
         dy: [M, K], of y, float32, bfloat16 or float16.
         x, weight: as they were in the forward pass.
         rstd: [M] float32.
+        add: [M, K] in x's dtype, a gradient of x from elsewhere, which dx is added to; None: zeros.
 
     Returns:
         dx [M, K] in x's dtype, dweight [K] float32.
@@ -86,24 +89,25 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tu
         TypeError: a tensor is of another dtype.
         ValueError: their shapes or devices do not fit together.
     """
-    _check_backward(dy, x, weight, rstd)
+    _check_backward(dy, x, weight, rstd, add)
     unit, dy = x.float() * rstd[:, None], dy.float()
     of_unit = dy * weight.float()
     dx = (of_unit - unit * (of_unit * unit).mean(-1, keepdim=True)) * rstd[:, None]
+    dx = dx if add is None else dx + add.float()
     return dx.to(x.dtype).contiguous(), (dy * unit).sum(0)
 
 
 @rms_norm_backward.register_fake
-def _(dy, x, weight, rstd):
+def _(dy, x, weight, rstd, add=None):
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @rms_norm_backward.register_kernel("cuda")
-def _(dy, x, weight, rstd):
+def _(dy, x, weight, rstd, add=None):
     from octile.kernels.triton import norm  # late: a machine without a GPU has no Triton
 
-    _check_backward(dy, x, weight, rstd)
-    return norm.launch_backward(dy, x, weight, rstd)
+    _check_backward(dy, x, weight, rstd, add)
+    return norm.launch_backward(dy, x, weight, rstd, add)
 
 
 def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
@@ -112,7 +116,7 @@ def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8', not {fmt!r}")
 
 
-def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> None:
+def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None) -> None:
     _check_operands(x, weight)
     if dy.dtype not in INPUT_DTYPES:
         raise TypeError(f"dy must be float32, bfloat16 or float16, not {dy.dtype}")
@@ -122,8 +126,12 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> None
         raise ValueError(f"dy must be {tuple(x.shape)} as x, not {tuple(dy.shape)}")
     if rstd.shape != x.shape[:1]:
         raise ValueError(f"rstd must be ({len(x)},), one for each row of x, not {tuple(rstd.shape)}")
-    for name, t in (("dy", dy), ("rstd", rstd)):
-        if t.device != x.device:
+    if add is not None and add.dtype != x.dtype:
+        raise TypeError(f"add must be {x.dtype} as x, not {add.dtype}")
+    if add is not None and add.shape != x.shape:
+        raise ValueError(f"add must be {tuple(x.shape)} as x, not {tuple(add.shape)}")
+    for name, t in (("dy", dy), ("rstd", rstd), ("add", add)):
+        if t is not None and t.device != x.device:
             raise ValueError(f"x lies on {x.device} but {name} on {t.device}")
 
 

@@ -1,4 +1,9 @@
-"""The casts that turn, normalise or gate on a GPU: bit for bit the CPU's, or within the stated bound of them."""
+"""The casts that turn, normalise or gate on a GPU: bit for bit the CPU's, or within the stated bound of them.
+
+A kernel is compiled for each format and way of scaling, and takes longer to compile than to run, so not all pairs are
+tried; of the matrices that Hopper's own kernels leave to Triton's, whose compiler is the slower one, fewer still. All
+pairs run in the interpreter and in the emulator. One matrix for each cast is large.
+"""
 
 from collections.abc import Callable
 
@@ -14,11 +19,15 @@ from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_colum
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
 
 FORMATS = ["e4m3", "e5m2", "int8"]
-SHAPES = [(1000, 1152), (4096, 7168), (1, 5), (3, 130, 300), (128, 128), (0, 256)]
+SHAPES = [(1000, 1152), (1300, 2304), (3, 130, 304), (128, 128), (0, 256)]
+RAGGED = [(1, 5), (3, 130, 300)]
 
 every_format = pytest.mark.parametrize("fmt", FORMATS)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+formats_and_scales = pytest.mark.parametrize(
+    ("fmt", "power_of_2"), [("e4m3", False), ("e4m3", True), ("e5m2", True), ("int8", False)]
+)
 
 
 def _tiles(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, ...]:
@@ -36,23 +45,41 @@ def _cpu(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in tensors]
 
 
+def _assert_as_on_the_cpu(cast: Callable[..., tuple[Tensor, ...]], x: Tensor, fmt: str, power_of_2: bool) -> None:
+    assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
+
+
 @every_cast
 @every_shape
-@every_format
-@both_scales
+@formats_and_scales
 def test_turned_casts(cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], fmt: str, power_of_2: bool):
-    x = finite(*shape).bfloat16()
-    assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
+    _assert_as_on_the_cpu(cast, finite(*shape).bfloat16(), fmt, power_of_2)
 
 
 @every_cast
-@every_format
-@both_scales
-@pytest.mark.parametrize("k", [1000, 1003])
-def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], k: int, fmt: str, power_of_2: bool):
+@pytest.mark.parametrize("shape", [(4096, 7168), *RAGGED], ids=str)
+def test_turned_casts_of_a_large_matrix_and_of_ragged_ones(
+    cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...]
+):
+    _assert_as_on_the_cpu(cast, finite(*shape).bfloat16(), "e4m3", False)
+
+
+def _all_magnitudes(k: int) -> Tensor:
     x = ugly(700, k)
     x[3, 5], x[200, 300], x[600, 999] = float("nan"), float("inf"), float("-inf")
-    assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
+    return x
+
+
+@every_cast
+@formats_and_scales
+def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool):
+    _assert_as_on_the_cpu(cast, _all_magnitudes(1000), fmt, power_of_2)
+
+
+@every_cast
+@pytest.mark.parametrize(("fmt", "power_of_2"), [("e4m3", False), ("int8", True)])
+def test_ragged_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool):
+    _assert_as_on_the_cpu(cast, _all_magnitudes(1003), fmt, power_of_2)
 
 
 @every_format
@@ -99,9 +126,8 @@ def test_a_given_scale(k: int, fmt: str, scale: float):
     assert_same(_cpu((quantize_with_scale(x.cuda(), given.cuda(), fmt),)), [quantize_with_scale(x, given, fmt)])
 
 
-@every_format
-@both_scales
-@pytest.mark.parametrize("shape", [(4096, 2048), (999, 256), (1, 128)], ids=str)
+@formats_and_scales
+@pytest.mark.parametrize("shape", [(1300, 1024), (999, 256), (1, 128)], ids=str)
 def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2: bool):
     m, h = shape
     dh, (gate, up) = torch.randn(shape).bfloat16(), (4 * torch.randn(m, 2 * h)).bfloat16().chunk(2, 1)
@@ -119,10 +145,17 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
         torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
 
 
-@every_format
-@both_scales
-@pytest.mark.parametrize("shape", [(4096, 2048), (999, 300), (1, 128)], ids=str)
+@formats_and_scales
+@pytest.mark.parametrize("shape", [(1300, 1024), (999, 304), (1, 128)], ids=str)
 def test_swiglu_keeps_its_inputs(shape: tuple[int, int], fmt: str, power_of_2: bool):
+    _assert_inputs_are_kept(shape, fmt, power_of_2)
+
+
+def test_swiglu_keeps_ragged_inputs():
+    _assert_inputs_are_kept((999, 300), "e4m3", False)
+
+
+def _assert_inputs_are_kept(shape: tuple[int, int], fmt: str, power_of_2: bool) -> None:
     gate, up = (4 * torch.randn(2, *shape)).bfloat16()
     weight = torch.rand(shape[0])
     found = _cpu(swiglu_quantize_and_keep(gate.cuda(), up.cuda(), "e4m3", True, fmt, power_of_2, weight.cuda()))
@@ -132,7 +165,7 @@ def test_swiglu_keeps_its_inputs(shape: tuple[int, int], fmt: str, power_of_2: b
 
 
 @pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
-@pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (5, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1300, 2304), (999, 300), (5, 8)], ids=str)
 def test_e5m6_becomes_8_bits_and_rows_are_taken_in_another_order(shape: tuple[int, int], power_of_2: bool):
     packed = quantize(finite(*shape).bfloat16(), 1, 128, "e5m6", True)
     found = requantize_transposed(*(t.cuda() for t in packed), power_of_2, "e4m3")
@@ -153,10 +186,18 @@ def test_rows_go_to_their_places_and_back(shape: tuple[int, int, int]):
     assert_same(_cpu((unpermute(y.cuda(), place.cuda(), add.cuda()),)), [unpermute(y, place, add)])
 
 
-@every_format
-@both_scales
-@pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (1, 128), (5, 32768)], ids=str)
+@formats_and_scales
+@pytest.mark.parametrize("shape", [(1300, 2304), (999, 304), (1, 128)], ids=str)
 def test_rms_norm_is_bit_for_bit_after_its_rstd(shape: tuple[int, int], fmt: str, power_of_2: bool):
+    _assert_normalised(shape, fmt, power_of_2)
+
+
+@pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (5, 32768)], ids=str)
+def test_rms_norm_of_large_ragged_and_wide_matrices(shape: tuple[int, int]):
+    _assert_normalised(shape, "e4m3", False)
+
+
+def _assert_normalised(shape: tuple[int, int], fmt: str, power_of_2: bool) -> None:
     x, weight = finite(*shape).bfloat16(), torch.rand(shape[1]) + 0.5
     *found, rstd, y = _cpu(rms_norm_quantize(x.cuda(), weight.cuda(), 1e-6, fmt, power_of_2, True))
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, fmt, power_of_2)[2], rtol=2.0**-20, atol=0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import Block, DeepseekV3
+from octile.nn import MHA, MoE, RMSNorm
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
@@ -249,12 +250,62 @@ def test_a_graph_follows_inputs_and_weights(layer: int, recipe: Recipe):
 
 @both_kinds
 @both_settings
-def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe):
+def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe, deterministic: None):
     block = block_of(layer, recipe)
     compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
-    expected, found = run(block, *inputs()), run(compiled, *inputs())
-    assert_close(found[:2], expected[:2])
-    assert_close(found[2:], expected[2:], worst=0.15 if layer else WORST)
+    # Left to itself the compiler does not round gradients to BF16 between two additions. That is more exact, but where
+    # the sum is cast again it moves 8-bit codes: on a CPU gradients of weights then differ by up to 4%, see below.
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        found = run(compiled, *inputs())
+    expected = run(block, *inputs())
+    assert_close(found, expected, worst=0.01)  # on a CPU the same bits; on a GPU the compiler adds in other orders
+
+
+@both_kinds
+def test_a_compiled_block_is_as_near_to_the_truth(layer: int, deterministic: None):
+    block = block_of(layer, KEPT)
+    exact = [t.double() for t in _without_casts(block)]
+    compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
+    found, eager = run(compiled, *inputs()), run(block, *inputs())
+    for ours, theirs, true in zip(found, eager, exact, strict=True):
+        # codes that fall on the other side by chance: on a CPU the errors are alike within 2%
+        assert (ours.double() - true).norm() <= 1.05 * (theirs.double() - true).norm()
+
+
+def _without_casts(block: Block) -> list[Tensor]:
+    """The block in FP32, in single steps."""
+    plain = Block(CONFIG, 1 if isinstance(block.mlp, MoE) else 0).to("cuda")
+    plain.load_state_dict(block.state_dict())
+    x, dy = (t.float() for t in inputs())
+    x.requires_grad_()
+    y = plain(x, Rope(CONFIG.qk_rope_head_dim).cos_sin(torch.arange(S, device="cuda")))
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad for p in plain.parameters())]
+
+
+@pytest.mark.parametrize("again", ["kept", "recomputed"])
+def test_attention_with_rotary_positions_computes_what_it_does_on_the_cpu(again: str):
+    found, expected = (_attention_block(again, device) for device in ("cuda", "cpu"))
+    assert_close(found, expected, worst=WORST)
+
+
+def test_queries_made_again_are_those_that_were_kept(deterministic: None):
+    kept, made = _attention_block("kept", "cuda"), _attention_block("recomputed", "cuda")
+    assert all(torch.equal(a, b) for a, b in zip(kept, made, strict=True))
+
+
+def _attention_block(again: str, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    attention, norm = MHA(384, 3), RMSNorm(384)
+    apply_recipe(attention.to(device), replace(KEPT, attention_inputs=again))
+    norm.to(device)
+    x, dy = inputs(device)
+    x.requires_grad_()
+    cos_sin = Rope(128).cos_sin(torch.arange(S, device=device))
+    with torch.autocast(device, torch.bfloat16):
+        y = attention(x, cos_sin, norm=norm)
+    y.backward(dy)
+    return [y.detach(), x.grad, norm.weight.grad, *(p.grad for p in attention.parameters())]
 
 
 def test_main_grads_of_experts_are_added_to_in_place():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octile.ops.attention import attention, attention_backward
+from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -43,6 +44,15 @@ def _place() -> torch.Tensor:
 
 
 CASES = {
+    "gate": lambda: (gate_logits, (torch.randn(5, 64, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda"))),
+    "gate backward": lambda: (
+        gate_logits_backward,
+        (
+            torch.randn(5, 8, device="cuda"),
+            torch.randn(5, 64, device="cuda").bfloat16(),
+            torch.randn(8, 64, device="cuda"),
+        ),
+    ),
     "quantize": lambda: (quantize, (torch.randn(2, 5, 130, device="cuda"), *TILE, "int8", True)),
     "dequantize": lambda: (dequantize, (*_operand((5, 130), TILE)[:2], *TILE, torch.bfloat16)),
     "quantize_with_scale": lambda: (

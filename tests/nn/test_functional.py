@@ -5,6 +5,7 @@ tests/ops/test_matmul.py: |error| ≤ (K + 2) · 2⁻²⁴ · Σ|a||b|. Shapes: 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
 from octile.nn.delayed import AmaxHistory
 from octile.nn.functional import grouped_linear, linear, watch_casts
-from octile.recipe import Recipe
+from octile.nn.watched import watch_products
+from octile.recipe import TILE, Cast, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 T, K, N = 140, 200, 150  # no multiples of 128
@@ -471,3 +473,20 @@ def test_a_second_derivative_is_an_error_and_no_wrong_number(x, w):
     (dx,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
+
+
+def test_weights_in_tiles_are_cut_along_what_each_product_sums_over(x, w, dy):
+    casts = Recipe.deepseek_v3().casts
+    recipe = replace(Recipe.deepseek_v3(), casts=replace(casts, w=Cast(block=TILE)))
+    operands = {}
+
+    def watcher(weight, fprop):
+        operands["fprop"] = fprop.b
+        return lambda product: operands.update({product.name: product.b})
+
+    with watch_products(watcher):
+        linear(x, w, recipe=recipe).backward(dy)
+    for name, expected in (("fprop", w), ("dgrad", w.mT)):
+        tiles = quantize(expected.detach(), TILE, E4M3, "float32")
+        assert operands[name].block == TILE
+        assert torch.equal(operands[name].dequantize(), tiles.dequantize())

@@ -47,6 +47,13 @@ def test_gradients_are_what_autograd_finds(dtype: torch.dtype):
     torch.testing.assert_close(dweight.double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_from_elsewhere_is_added_before_the_rounding():
+    x, weight = inputs(torch.bfloat16)
+    dy, rstd, add = torch.randn(20, 300).bfloat16(), torch.rand(20), torch.randn(20, 300).bfloat16()
+    exact = rms_norm_backward(dy, x.float(), weight.float(), rstd)[0] + add.float()
+    assert torch.equal(rms_norm_backward(dy, x, weight, rstd, add)[0], exact.bfloat16())
+
+
 def test_no_rows_give_no_rows():
     data, scale, rstd, y = rms_norm_quantize(torch.empty(0, 128), torch.ones(128), 1e-6, "e4m3", False, True)
     assert (data.shape, scale.shape, rstd.shape, y.shape) == ((0, 128), (0, 1), (0,), (0, 128))
@@ -59,6 +66,10 @@ CALLS: dict[str, Any] = {
     "norm": lambda: (rms_norm_quantize, (*inputs(), 1e-6, "int8", False)),
     "with values": lambda: (rms_norm_quantize, (*inputs(), 1e-6, "int8", False, True)),
     "gradients": lambda: (rms_norm_backward, (torch.randn(20, 300), *inputs(), torch.rand(20))),
+    "gradients, added": lambda: (
+        rms_norm_backward,
+        (torch.randn(20, 300), *inputs(), torch.rand(20), torch.randn(20, 300)),
+    ),
 }
 
 
@@ -106,3 +117,16 @@ def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, fmt: str, error
 def test_gradients_of_something_else_are_refused(dy: Tensor, rstd: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         rms_norm_backward(dy, torch.zeros(2, 3), torch.ones(3), rstd)
+
+
+@pytest.mark.parametrize(
+    ("add", "error", "message"),
+    [
+        (torch.zeros(2, 3).bfloat16(), TypeError, r"add must be torch\.float32 as x, not torch\.bfloat16"),
+        (torch.zeros(3, 3), ValueError, r"add must be \(2, 3\) as x, not \(3, 3\)"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_what_cannot_be_added_is_refused(add: Tensor, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        rms_norm_backward(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3), torch.ones(2), add)

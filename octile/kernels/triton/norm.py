@@ -24,7 +24,7 @@ def launch(
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     y = x.new_empty(m if values else 0, k)
     if m:
-        shape = _rows_of_program(k)
+        shape = _rows_of_program(k, tuning.NORM)
         with torch.cuda.device_of(x):
             rms_norm[(triton.cdiv(m, shape["ROWS"]),)](
                 x, weight, eps, m, k, *x.stride(), weight.stride(0), as_codes(data), scale, rstd, y,
@@ -33,28 +33,31 @@ def launch(
     return data, scale, rstd, y
 
 
-def launch_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, x [M, K], any strides, rstd [M] → dx [M, K] in x's dtype, dweight [K] float32."""
+def launch_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dy, x, add [M, K], any strides, rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
     m, k = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shape = _rows_of_program(k)
+    shape = _rows_of_program(k, tuning.NORM_BACKWARD)
     # as many programs as run at once: each adds up the weight's gradient over its rows, in order
     programs = min(triton.cdiv(m, shape["ROWS"]), 2 * machine(x.device).multiprocessors)
     parts = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
+    added = x if add is None else add  # read only where given
     if m and k:
         with torch.cuda.device_of(x):
             rms_norm_backward[(programs,)](
-                dy, x, weight, rstd, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0), dx, parts,
-                **shape, **EXACT,
+                dy, x, weight, rstd, added, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0),
+                *added.stride(), dx, parts, ADD=add is not None, **shape, **EXACT,
             )  # fmt: skip
     return dx, parts.sum(0)
 
 
-def _rows_of_program(k: int) -> dict[str, int]:
+def _rows_of_program(k: int, sizes: tuning.Rows) -> dict[str, int]:
     """How many rows a program takes at a time, of how many tiles each, with how many warps."""
     tiles = triton.next_power_of_2(triton.cdiv(max(k, 1), 128))
-    rows = max(tuning.NORM_NUMBERS // (128 * tiles), 1)
-    warps = min(max(rows * tiles * 128 // tuning.NUMBERS_A_WARP, 4), 32)
+    rows = max(sizes.numbers // (128 * tiles), 1)
+    warps = min(max(rows * tiles * 128 // sizes.numbers_a_warp, 4), sizes.warps)
     return {"ROWS": rows, "TILES": tiles, "num_warps": warps}
 
 
@@ -89,21 +92,49 @@ def rms_norm(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_backward(
-    dy, x, weight, rstd, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step, dx, parts,
-    ROWS: tl.constexpr, TILES: tl.constexpr,
+    dy, x, weight, rstd, add, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step, add_row, add_col, dx, parts,
+    ADD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many rows, ROWS at a time, and its part of the weight's gradient."""
     k = tl.arange(0, TILES * 128)
     w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
     of_weight = tl.zeros([TILES * 128], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+    start = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+    next_dy, next_x, next_rstd = _rows(dy, x, rstd, start, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS)
+    for first in range(start, M, step):
         m = first + tl.arange(0, ROWS)
-        gradient = load(dy, 0, m, k, M, K, 0, dy_row, dy_col)
-        factor = tl.load(rstd + m * rstd_step, mask=m < M, other=0.0)[:, None]
-        unit = load(x, 0, m, k, M, K, 0, x_row, x_col) * factor
+        inside = (m < M)[:, None] & (k < K)[None, :]
+        if ADD:
+            other = tl.load(add + m.to(tl.int64)[:, None] * add_row + k.to(tl.int64)[None, :] * add_col, mask=inside)
+        gradient = next_dy.to(tl.float32)
+        factor = next_rstd[:, None]
+        unit = next_x.to(tl.float32) * factor
+        # the next rows are on their way while these are summed
+        next_dy, next_x, next_rstd = _rows(
+            dy, x, rstd, first + step, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS
+        )
         of_weight += tl.sum(gradient * unit, axis=0)
         of_unit = gradient * w[None, :]
         value = (of_unit - unit * (tl.sum(of_unit * unit, axis=1) / K)[:, None]) * factor
+        if ADD:
+            value += other.to(tl.float32)
         at = m.to(tl.int64)[:, None] * K + k[None, :]
-        tl.store(dx + at, value.to(dx.dtype.element_ty), mask=(m < M)[:, None] & (k < K)[None, :])
+        tl.store(dx + at, value.to(dx.dtype.element_ty), mask=inside)
     tl.store(parts + tl.program_id(0) * K + k, of_weight, mask=k < K)
+
+
+@triton.jit
+def _rows(
+    dy, x, rstd, first, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS: tl.constexpr
+):  # fmt: skip
+    """Rows of dy and x as they lie in memory, zeros past the last, and their rstd."""
+    m = first + tl.arange(0, ROWS)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    row = m.to(tl.int64)[:, None]
+    column = k.to(tl.int64)[None, :]
+    return (
+        tl.load(dy + row * dy_row + column * dy_col, mask=inside, other=0.0),
+        tl.load(x + row * x_row + column * x_col, mask=inside, other=0.0),
+        tl.load(rstd + m * rstd_step, mask=m < M, other=0.0),
+    )

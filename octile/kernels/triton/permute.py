@@ -8,21 +8,26 @@ from torch import Tensor
 
 from octile.kernels.storage import new_scale
 from octile.kernels.triton import tuning
-from octile.kernels.triton.tuning import EXACT, UNPERMUTE
+from octile.kernels.triton.tuning import EXACT, PERMUTE_SCALES, UNPERMUTE
 
 
 def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     """Row t of data [T, D] with scale [T, ⌈D/128⌉], any strides, to the rows place[t] of the result."""
     (t, d), k = data.shape, place.shape[1]
-    moved = torch.empty(t * k, d, dtype=data.dtype, device=data.device)
+    rows = t * k
+    moved = torch.empty(rows, d, dtype=data.dtype, device=data.device)
     moved_scale = new_scale(moved, 1, 128)
     if moved.numel():
+        token = torch.empty(rows, dtype=torch.int32, device=data.device)
         cols = min(max(triton.next_power_of_2(d), 128), tuning.PERMUTE_BYTES)
         warps = max(cols // tuning.PERMUTE_BYTES_A_WARP, 1)
+        of_scales = triton.cdiv(rows, PERMUTE_SCALES["ROWS"]) * triton.cdiv(scale.shape[1], PERMUTE_SCALES["TILES"])
         with torch.cuda.device_of(data):
-            permute[(t * triton.cdiv(d, cols),)](
-                data.view(torch.uint8), scale, place, d, *data.stride(), *scale.stride(), *place.stride(),
-                moved.view(torch.uint8), moved_scale, moved_scale.stride(1), K=k, COLS=cols, num_warps=warps,
+            find_tokens[(triton.cdiv(rows, 1024),)](place, *place.stride(), token, rows, K=k, ROWS=1024)
+            permute[(of_scales + t * triton.cdiv(d, cols),)](
+                data.view(torch.uint8), scale, place, token, rows, d, *data.stride(), *scale.stride(), *place.stride(),
+                moved.view(torch.uint8), moved_scale, moved_scale.stride(1), of_scales,
+                K=k, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
             )  # fmt: skip
     return moved, moved_scale
 
@@ -42,24 +47,42 @@ def launch_back(y: Tensor, place: Tensor, add: Tensor | None) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
+def find_tokens(place, place_row, place_col, token, R, K: tl.constexpr, ROWS: tl.constexpr):
+    """Whose row each of the result is."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(place + (index // K).to(tl.int64) * place_row + index % K * place_col, mask=index < R, other=0)
+    tl.store(token + row, index // K, mask=index < R)
+
+
+@triton.jit(do_not_specialize=["R", "OF_SCALES"])
 def permute(
-    data, scale, place, D, data_row, data_col, scale_row, scale_col, place_row, place_col,
-    moved, moved_scale, moved_scale_col, K: tl.constexpr, COLS: tl.constexpr,
+    data, scale, place, token_of, R, D, data_row, data_col, scale_row, scale_col, place_row, place_col,
+    moved, moved_scale, moved_scale_col, OF_SCALES,
+    K: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program: COLS bytes of a token's row and their scales, read once, written K times."""
-    parts = tl.cdiv(D, COLS)
-    token = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
-    column = part * COLS + tl.arange(0, COLS)
-    tile = part * (COLS // 128) + tl.arange(0, COLS // 128)
-    codes = tl.load(data + token * data_row + column.to(tl.int64) * data_col, mask=column < D)
-    has_tile = tile < tl.cdiv(D, 128)
-    scales = tl.load(scale + token * scale_row + tile.to(tl.int64) * scale_col, mask=has_tile)
-    for k in tl.static_range(K):
-        row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
-        tl.store(moved + row * D + column, codes, mask=column < D)
-        tl.store(moved_scale + row + tile.to(tl.int64) * moved_scale_col, scales, mask=has_tile)
+    """One program: COLS bytes of a token's row, read once, written K times; or the scales of ROWS rows and TILES tiles.
+
+    A tile's scales lie one beside the other across the rows, so they are written in the rows' order: by the token's
+    program, each would be a write of four bytes, and as many writes as all of the codes.
+    """
+    if tl.program_id(0) < OF_SCALES:
+        blocks = tl.cdiv(R, ROWS)
+        to = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+        whose = tl.load(token_of + to, mask=to < R, other=0).to(tl.int64)
+        tile = (tl.program_id(0) // blocks * TILES + tl.arange(0, TILES)).to(tl.int64)[:, None]
+        inside = (tile < tl.cdiv(D, 128)) & (to < R)[None, :]
+        factor = tl.load(scale + whose[None, :] * scale_row + tile * scale_col, mask=inside)
+        tl.store(moved_scale + to[None, :] + tile * moved_scale_col, factor, mask=inside)
+    else:
+        index = tl.program_id(0) - OF_SCALES
+        parts = tl.cdiv(D, COLS)
+        token = (index // parts).to(tl.int64)
+        column = index % parts * COLS + tl.arange(0, COLS)
+        codes = tl.load(data + token * data_row + column.to(tl.int64) * data_col, mask=column < D)
+        for k in tl.static_range(K):
+            row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
+            tl.store(moved + row * D + column, codes, mask=column < D)
 
 
 @triton.jit

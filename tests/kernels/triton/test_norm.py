@@ -49,11 +49,13 @@ def test_nan_stays_in_its_row():
 
 @pytest.mark.parametrize("shape", [(5, 300), (70, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients(shape: tuple[int, int], dtype: torch.dtype):
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+def test_gradients(shape: tuple[int, int], dtype: torch.dtype, added: bool):
     x, weight, dy = finite(*shape).to(dtype), torch.rand(2 * shape[1])[::2] + 0.5, torch.randn(shape).to(dtype)
     rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2]
-    dx, dweight = norm.launch_backward(dy.mT.contiguous().mT, x, weight, rstd)
-    expected_dx, expected_dweight = rms_norm_backward(dy, x, weight, rstd)
+    add = torch.randn(shape).to(dtype) if added else None
+    dx, dweight = norm.launch_backward(dy.mT.contiguous().mT, x, weight, rstd, add)
+    expected_dx, expected_dweight = rms_norm_backward(dy, x, weight, rstd, add)
     assert (dx.dtype, dx.stride()) == (expected_dx.dtype, expected_dx.stride())
     size = expected_dx.float().abs().amax(-1, keepdim=True)
     assert ((dx.float() - expected_dx.float()).abs() <= (2.0**-8 if dtype == torch.bfloat16 else 1e-5) * size).all()
