@@ -27,7 +27,7 @@ from octile.bench.setup import LARGEST_DIFFERENCE, Setup, set_up
 from octile.bench.shapes import Case
 from octile.kernels.cuda import jit, limits, tuned
 from octile.kernels.cuda.choose import candidates, cycles
-from octile.kernels.cuda.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.config import Config, Scales, Schedule
 from octile.kernels.cuda.plan import Product
 from octile.kernels.cuda.problem import Chip, Problem, rounded
 
@@ -123,7 +123,6 @@ def problem(case: Case) -> Problem:
         b_scales=Scales.PER_ROW if case.tiles else Scales.PER_BLOCK,
         out_float=case.accumulate,
         accumulate=case.accumulate,
-        store=Store.PAIRS if case.accumulate else Store.TMA,
         transposable=kind == "dense" and not case.tiles,
     )
 

@@ -5,7 +5,7 @@ makes one after the other. A step of 128 along K takes as long as the slowest of
 
     multiplying     64 rows × n columns: 2n cycles on the tensor cores, or 64 + n to read both from shared memory
     one warpgroup   its own multiplication and then the additions on the CUDA cores, which two accumulators overlap
-    loading         both tiles from the L2 cache, half of the one that a cluster shares; and, of all, from memory
+    loading         both tiles from the L2 cache, of what a cluster shares a block's part; and, of all, from memory
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
 of reading the weights from all multiprocessors at once. The constants are estimates; `octile bench tune` measures
@@ -23,13 +23,18 @@ from octile.kernels.cuda.config import SHARED_BYTES, STEP, Config, Scales, Sched
 from octile.kernels.cuda.problem import Chip, Problem, rounded
 
 LAUNCH = 3000  # cycles until the first products, and after the last
-L2_BYTES = 36  # a cycle, for each of the multiprocessors when all load; its 96 ports of 64 bytes would give 46
+L2_BYTES = 36  # a cycle, for each of the multiprocessors when all load; its 96 ports of 64 bytes would give 46,
+L2_BYTES_ONCE = 46  # which tiles get that are made in one round; and no multiprocessor takes more than
+OWN_BYTES = 52
+CLUSTER = 2700  # cycles more until the blocks of a cluster have all begun and ended: hidden where they make many tiles
+PART = 1500  # cycles to write, count and read each part of a split sum
 MEMORY_BYTES = 2450  # a cycle, of all
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1200  # cycles from asking for a stage to having it
 STAGING = 400  # cycles to fill a part of the staging, and to wait until it was emptied
 WAIT = 100  # cycles between the last multiplication of a step and the first addition
 MOST_STAGES = 12
+CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
 IN_FLIGHT = 3.0e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
 H200 = 132  # multiprocessors
 
@@ -63,9 +68,11 @@ def _possible(problem: Problem, chip: Chip) -> Iterator[Config]:
             for tile_n in _widths(p):
                 if warpgroups == 3 and tile_n < 112:  # narrow tiles of many rows wait for the L2 cache
                     continue
-                for cluster, multicast_a in ((1, False), (2, True), (2, False))[: 3 if chip.multiprocessors > 1 else 1]:
+                for cluster_m, cluster_n in CLUSTERS:
+                    if not chip.clusters(cluster_m * cluster_n):
+                        continue
                     for accumulators in (1, 2):
-                        shape = (tile_m, tile_n, warpgroups, ping_pong, cluster, multicast_a, accumulators)
+                        shape = (tile_m, tile_n, warpgroups, ping_pong, cluster_m, cluster_n, accumulators)
                         yield from _with_splits(p, turned, shape, chip)
 
 
@@ -80,10 +87,10 @@ def _widths(p: Problem) -> tuple[int, ...]:
 
 
 def _with_splits(
-    p: Problem, turned: bool, shape: tuple[int, int, int, bool, int, bool, int], chip: Chip
+    p: Problem, turned: bool, shape: tuple[int, int, int, bool, int, int, int], chip: Chip
 ) -> Iterator[Config]:
-    tile_m, tile_n, warpgroups, ping_pong, cluster, multicast_a, accumulators = shape
-    if turned and p.store is Store.PAIRS:
+    tile_m, tile_n, warpgroups, ping_pong, cluster_m, cluster_n, accumulators = shape
+    if turned and (p.store is Store.PAIRS or p.out_float):
         p = replace(p, store=Store.SINGLE)
     try:
         first = Config(
@@ -93,8 +100,8 @@ def _with_splits(
             warpgroups=warpgroups,
             ping_pong=ping_pong,
             accumulators=accumulators,
-            cluster=cluster,
-            multicast_a=multicast_a,
+            cluster_m=cluster_m,
+            cluster_n=cluster_n,
             a_scales=p.a_scales,
             b_scales=p.b_scales,
             schedule=p.schedule,
@@ -105,9 +112,9 @@ def _with_splits(
             store=p.store,
             staged_pieces=1 if p.store is Store.TMA else 0,
             band=_band(
-                tile_m * (1 if multicast_a else cluster),
-                tile_n * (cluster if multicast_a else 1),
-                chip.multiprocessors // cluster * (2 if ping_pong else 1),
+                tile_m * cluster_m,
+                tile_n * cluster_n,
+                chip.clusters(cluster_m * cluster_n) * (2 if ping_pong else 1),
             ),
             max_groups=0 if p.schedule is Schedule.DENSE else max(32, 1 << (p.groups - 1).bit_length()),
             zero_rest=p.zero_rest,
@@ -132,7 +139,8 @@ def _filled(config: Config) -> Iterator[Config]:
     piece = config.warpgroups * config.piece_bytes
     room = SHARED_BYTES - config.other_bytes
     seen = set()
-    for pieces in (config.staged_pieces, config.pieces) if config.store is Store.TMA else (0,):
+    wave = config.pieces // config.waves
+    for pieces in sorted({config.staged_pieces, wave, config.pieces}) if config.store is Store.TMA else (0,):
         stages = min((room - (pieces - config.staged_pieces) * piece) // stage, MOST_STAGES)
         if stages >= 2 and stages not in seen:
             seen.add(stages)
@@ -172,7 +180,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     if c.transposed:
         p = transposed(p)
     tiles = _tiles(p, c) * c.split_k
-    workers = chip.multiprocessors // c.cluster * c.cluster
+    workers = chip.clusters(c.cluster) * c.cluster
     rounds = -(-tiles // (workers * c.teams))
     busy = min(tiles, workers)
     k = p.k / max(p.groups, 1) if p.schedule is Schedule.ALONG_K else p.k
@@ -184,10 +192,8 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     add = (c.waves * c.tile_n // 2 * operations + 45) if c.promote else 20
     own = multiply * c.waves // waves  # by one warpgroup
     alone = own + (add + WAIT * c.waves) / c.accumulators
-    load = (
-        c.tile_m / (2 if c.multicast_a else 1) + c.tile_n / (2 if c.cluster == 2 and not c.multicast_a else 1)
-    ) * STEP
-    slow = L2_BYTES * min(chip.multiprocessors / busy, 2)
+    load = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * STEP
+    slow = min((L2_BYTES_ONCE if rounds == 1 else L2_BYTES) * chip.multiprocessors / busy, OWN_BYTES)
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1))
     if c.ping_pong:  # two tiles at once
         step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
@@ -195,17 +201,20 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
         stored *= 2
     times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
-    if c.split_k > 1:  # the last one reads all parts, twice as fast
-        stored *= 1 + c.split_k / 2
-    epilogue = 300 + STAGING * times + stored
-    hidden = 0.2 if c.ping_pong and rounds > 1 else 1
-    tile = steps * step * (_slower(c) if busy == workers else 1) + epilogue * hidden
+    if c.store is Store.TMA and c.out_float:  # waits for the memory, not for the room
+        times = 1
+    epilogue = 300 + STAGING * times + stored + (PART * c.split_k if c.split_k > 1 else 0)
+    under_products = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
+    hidden = 0.2 if c.ping_pong else 0.5 if under_products else 1
+    tile = steps * step * (_slower(c) if busy == workers else 1) + epilogue * (hidden if rounds > 1 else 1)
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
+    if p.accumulate:
+        memory += 2 * (4 if p.out_float else 2) * p.m * p.n * weights / MEMORY_BYTES
     under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
-    made = rounds * tile
+    made = rounds * tile + (CLUSTER if c.cluster > 1 and rounds == 1 else 0)
     return LAUNCH + max(made, memory) + 0.1 * min(made, memory)  # of two that take as long, the one that does less
 
 
@@ -213,10 +222,12 @@ def _slower(c: Config) -> float:
     """Than the arithmetic says a step is where all multiprocessors are busy: on an H200 (h200_variants.txt)."""
     of_rows = c.b_scales is Scales.PER_ROW and c.a_scales is Scales.PER_ROW
     if c.ping_pong:
-        return 1.45 if of_rows else 1.35
+        return 1.5 if of_rows else 1.35
     if c.warpgroups == 3:
-        return 1.55 if of_rows else 1.1
-    return 1.7 if of_rows else 1.15
+        return 1.7 if of_rows else 1.1
+    if c.waves == 1 and c.accumulators == 1:
+        return 2.0 if of_rows else 1.25
+    return 1.55 if of_rows else 1.15
 
 
 LARGE = (
@@ -225,7 +236,7 @@ LARGE = (
 )  # fmt: skip
 SMALL = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))
 EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
-FLOAT: dict[str, Any] = {"out_float": True, "store": Store.PAIRS}
+FLOAT: dict[str, Any] = {"out_float": True}
 WGRAD: dict[str, Any] = {"b_scales": Scales.PER_ROW}
 ONE_SCALE: dict[str, Any] = {"a_scales": Scales.PER_TENSOR, "b_scales": Scales.PER_TENSOR}
 

@@ -52,7 +52,7 @@ class Config:
         warpgroups: that multiply, 1 to 3; one more copies.
         ping_pong: each warpgroup has its own tiles.
         accumulators: sums of a step that a warpgroup holds: with 2 it multiplies the next while it adds the last.
-        cluster: blocks, 1 or 2, that share the tiles of one operand: of a (multicast_a), or of b.
+        cluster_m, cluster_n: blocks of a cluster along M, which share tiles of b, and along N, which share tiles of a.
         split_k: parts that the sum over K is cut into.
         a_scales, b_scales: what a scale stands for.
         schedule: what the product is a product of.
@@ -77,8 +77,8 @@ class Config:
     warpgroups: int = 2
     ping_pong: bool = False
     accumulators: int = 1
-    cluster: int = 1
-    multicast_a: bool = False
+    cluster_m: int = 1
+    cluster_n: int = 1
     split_k: int = 1
     a_scales: Scales = Scales.PER_ROW
     b_scales: Scales = Scales.PER_BLOCK
@@ -110,14 +110,19 @@ class Config:
         return self.warpgroups if self.ping_pong else 1
 
     @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
     def unit_m(self) -> int:
         """Rows that the blocks of a cluster take together."""
-        return self.tile_m * (1 if self.multicast_a else self.cluster)
+        return self.tile_m * self.cluster_m
 
     @property
     def unit_n(self) -> int:
         """Columns that they take together."""
-        return self.tile_n * (self.cluster if self.multicast_a else 1)
+        return self.tile_n * self.cluster_n
 
     @property
     def waves(self) -> int:
@@ -125,19 +130,37 @@ class Config:
         return self.tile_m * self.teams // (64 * self.warpgroups)
 
     @property
+    def of_rows(self) -> bool:
+        """Both operands have scales of rows."""
+        return self.a_scales is self.b_scales is Scales.PER_ROW
+
+    @property
     def copy_registers(self) -> int:
         """That a thread of the warpgroup that copies keeps."""
-        return 40 if self.warpgroups < 3 else 32
+        return {1: 40, 2: 24 if self._needs_registers else 40}.get(self.warpgroups, 32)
 
     @property
     def math_registers(self) -> int:
         """That a thread of a warpgroup that multiplies may use."""
-        return {1: 255, 2: 232}.get(self.warpgroups, 160)
+        return {1: 255, 2: 240 if self._needs_registers else 232}.get(self.warpgroups, 160)
+
+    @property
+    def _needs_registers(self) -> bool:
+        """For scales of b's rows; the copying thread, which reads no scales and no groups then, can do with few."""
+        return self.of_rows and self.schedule is Schedule.DENSE
 
     @property
     def sums(self) -> int:
         """Registers of a thread that hold sums."""
         return self.tile_n // 2 * (self.waves + (self.accumulators if self.promote else 0))
+
+    @property
+    def held_columns(self) -> int:
+        """Pairs of a step's scales of columns that a thread keeps in registers."""
+        if not self.of_rows or self.accumulators > 1:
+            return 0
+        others = 16 if self.out_float else 28  # found by compiling
+        return min(max(self.math_registers - self.sums - others, 0) // 2, self.tile_n // 8)
 
     @property
     def other_registers(self) -> int:
@@ -147,9 +170,14 @@ class Config:
         return (OVERHEAD if self.warpgroups < 3 else 32) + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
 
     @property
+    def out_bytes(self) -> int:
+        """Of a number of the result."""
+        return 4 if self.out_float else 2
+
+    @property
     def piece_columns(self) -> int:
         """Columns of a piece of 64 rows that the copy engine stores."""
-        return self.tile_n if self.transposed else gcd(self.tile_n, 64)
+        return self.tile_n if self.transposed else gcd(self.tile_n, 128 // self.out_bytes)
 
     @property
     def pieces(self) -> int:
@@ -158,8 +186,8 @@ class Config:
 
     @property
     def piece_bytes(self) -> int:
-        """Of a piece, bfloat16."""
-        return 64 * self.piece_columns * 2
+        """Of a piece."""
+        return 64 * self.piece_columns * self.out_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -184,7 +212,7 @@ class Config:
     def constants(self) -> dict[str, int | bool]:
         """What the CUDA source is specialised with."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        derived = ("copy_registers", "math_registers", "shared_bytes")
+        derived = ("copy_registers", "math_registers", "held_columns", "shared_bytes")
         return named | {name: getattr(self, name) for name in derived}
 
     def headers(self) -> dict[str, str]:
@@ -203,8 +231,7 @@ class Config:
             (self.tile_m % rows == 0 and 0 < self.tile_m <= 256, f"tile_m must be a multiple of {rows} up to 256"),
             (self.tile_n in range(8, 257, 8), "tile_n must be a multiple of 8 up to 256"),
             (self.stages >= 2, "there must be two stages or more"),
-            (self.cluster in (1, 2), "cluster must be 1 or 2"),
-            (self.cluster == 2 or not self.multicast_a, "a cluster of one block shares nothing"),
+            (self.cluster in (1, 2), "a cluster must have 1 or 2 blocks"),
             (kinds in KINDS, "scales must be of rows with blocks, of rows, or of the whole tensors"),
             (self.promote or kinds == (Scales.PER_TENSOR,) * 2, "without promotion there can be one scale only"),
             (self.accumulators in (1, 2), "accumulators must be 1 or 2"),
@@ -220,7 +247,8 @@ class Config:
             (not self.transposed or self.tile_n % 16 == 0, "a transposed tile_n must be a multiple of 16"),
             (not self.transposed or self.store is not Store.PAIRS, "pairs of a transposed result are no neighbours"),
             (self.schedule is Schedule.DENSE or self.max_groups > 0, "groups need shared memory"),
-            (not copied or not (self.out_float or self.accumulate), "the copy engine stores BF16 only"),
+            (not copied or not self.accumulate or self.out_float, "the copy engine adds float32 only"),
+            (not copied or not (self.transposed and self.out_float), "a transposed float32 result is stored directly"),
             (not copied or 0 < self.staged_pieces <= self.pieces, f"staged_pieces must be 1 to {self.pieces}"),
             (copied or self.staged_pieces == 0, "only the copy engine stores staged pieces"),
             (self.sums + self.other_registers <= self.math_registers, f"{self.sums} registers of sums do not fit"),

@@ -123,7 +123,7 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
     tiles = units_m * units_n * config.cluster if config.split_k > 1 else 0
     return Plan(
         config,
-        grid=min(chip.multiprocessors // config.cluster, units) * config.cluster,
+        grid=min(chip.clusters(config.cluster), units) * config.cluster,
         maps=maps,
         numbers=(_strides(block_scale), _strides(out), (m, n, k, groups)),
         parts=tiles * config.split_k * config.tile_m * config.tile_n,
@@ -197,12 +197,12 @@ def _store(p: Product) -> Store:
     if column != 1 and p.out.shape[-1] > 1:
         return Store.SINGLE
     strides = [stride for stride, extent in zip(outer, p.out.shape, strict=False) if extent > 1]
-    address = p.out.data_ptr()
+    address, size = p.out.data_ptr(), p.out.itemsize
     # of a row that ends within 16 bytes the copy engine would write all 16 (seen on an H200)
-    whole = (address // 2, p.out.shape[-1], *strides)
-    if p.out.dtype == torch.bfloat16 and not p.accumulate and all(i % 8 == 0 for i in whole):
+    whole = (address // size, p.out.shape[-1], *strides)
+    if all(i % (VECTOR // size) == 0 for i in whole) and (p.out.dtype == torch.float32 or not p.accumulate):
         return Store.TMA
-    pairs = p.out.shape[-1] % 2 == 0 and address % (2 * p.out.itemsize) == 0 and all(i % 2 == 0 for i in strides)
+    pairs = p.out.shape[-1] % 2 == 0 and address % (2 * size) == 0 and all(i % 2 == 0 for i in strides)
     return Store.PAIRS if pairs else Store.SINGLE
 
 
@@ -220,7 +220,7 @@ def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
 def _out_map(out: Tensor, config: Config) -> TensorMap:
     if config.transposed:
         return _map(out.mT, (config.tile_n, 64), 128)
-    row_bytes = config.piece_columns * 2
+    row_bytes = config.piece_columns * config.out_bytes
     return _map(out, (64, config.piece_columns), row_bytes if row_bytes > VECTOR else 0)
 
 

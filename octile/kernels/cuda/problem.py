@@ -13,6 +13,10 @@ class Chip:
 
     multiprocessors: int
 
+    def clusters(self, size: int) -> int:
+        """Clusters of so many blocks that run at the same time."""
+        return self.multiprocessors // size
+
 
 @dataclass(frozen=True)
 class Problem:

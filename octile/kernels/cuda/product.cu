@@ -19,15 +19,11 @@
 // - A step's scales come with its stage: those of rows by the copy engine, those of 128×128 blocks, of which it needs one
 //   or two numbers, from the copying thread, which reads them a step ahead.
 // - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back
-//   before the additions and the next one asked for; nearly all additions are made when its answer is needed.
-// - Of two warpgroups one gets ahead, up to all stages, and then waits for memory in every step: the additions no longer
-//   alternate. In long sums they meet at the start of a tile. In short ones it is better that one stores meanwhile.
-// - A step under way at the end of a loop's body would make the compiler run all products one after the other. So two
-//   accumulators take the steps in pairs, and every second addition waits.
-// - A step's scales come with its stage: those of rows by the copy engine, those of 128×128 blocks, of which it needs one
-//   or two numbers, by ordinary asynchronous copies.
-// - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back,
-//   and the next one waited for, in the middle of the additions; and factors are multiplied while wgmma runs.
+//   before the additions and the next one asked for: the answer comes when it is there, and meanwhile is added.
+// - Additions that read a scale of b for each column would wait for shared memory, which wgmma keeps busy. As many of
+//   these scales as there are registers for are read under the products, once for all waves of a step.
+// - Results are stored under products, too: each wave's under those of the next, and the last one's of a tile under the
+//   first ones of the next tile.
 // - The copy engine takes any coordinates: a tile begins at its group's own first row, and what it loads of the next
 //   group is harmless. Along K it is not: what is not summed there is zeroed in shared memory.
 #include "ptx.cuh"
@@ -48,16 +44,18 @@ struct Blocks {
     int64_t group, row, column;
 };
 
-// Starts the copy of a box. What the cluster shares its first block brings for all.
-template <bool shared_by_cluster>
+// Starts the copy of a box. What the cluster shares its first block brings for both.
+template <bool shared>
 __device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Barrier* full, int x, int y, int z) {
-    if constexpr (!shared_by_cluster) ptx::load_3d(to, map, full, x, y, z);
-    else if (ptx::cluster_rank() == 0) ptx::load_3d_multicast(to, map, full, x, y, z, (1 << config::cluster) - 1);
+    if constexpr (!shared) ptx::load_3d(to, map, full, x, y, z);
+    else if (block_rank() == 0) ptx::load_3d_multicast(to, map, full, x, y, z, 0b11);
 }
 
-// Brings a team's tiles: one warp, of which one thread waits for room and starts the copies.
+// Brings a team's tiles: one warp, of which one thread starts the copies. The scales of blocks are read by all its lanes,
+// 32 steps at a time: one by one they would take longer to come than the products of a small tile.
 __device__ __forceinline__ void load_tiles(
     uint8_t* shared, const Maps& maps, const Blocks& blocks, const Sizes& sizes, const Groups& groups, int team) {
+    constexpr bool share_a = config::cluster_n > 1, share_b = config::cluster_m > 1;
     Ring ring(shared, team);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
@@ -65,7 +63,6 @@ __device__ __forceinline__ void load_tiles(
     while (scheduler.take(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
         const int steps = count_steps(tile);
-        if (ptx::lane() != 0) continue;
 
         // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
         constexpr bool a_blocks = config::a_scales == per_block;
@@ -76,35 +73,51 @@ __device__ __forceinline__ void load_tiles(
         const float* scale = blocks.scale + (rows_grouped ? tile.group : 0) * blocks.group;
         const float* second_scale = scale + min(second_block, last_block) * blocks.row;
         scale += min(first_block, last_block) * blocks.row;
-        float2 block_scales{};
-        auto read_block_scales = [&](int k_step) {
-            if constexpr (one_is_block) block_scales.x = __ldg(scale + k_step * blocks.column);
-            if constexpr (second) block_scales.y = __ldg(second_scale + k_step * blocks.column);
+        auto read_block_scales = [&](int step) {  // of this lane's step, counted from the given one
+            step += ptx::lane();
+            float2 scales{};
+            if (step >= steps) return scales;
+            if constexpr (one_is_block) scales.x = __ldg(scale + (first_step(tile) + step) * blocks.column);
+            if constexpr (second) scales.y = __ldg(second_scale + (first_step(tile) + step) * blocks.column);
+            return scales;
         };
 
-        if (steps > 0) read_block_scales(first_step(tile));
+        float2 block_scales{}, later = read_block_scales(0);
         for (int step = 0; step < steps; ++step, ring.advance()) {
             const int stage = ring.stage, k_step = first_step(tile) + step, k = k_step * 128;
             ptx::Barrier* full = ring.full + stage;
             ring.empty[stage].wait(ring.parity ^ 1);
-            if constexpr (one_is_block)  // Two of each: what all lanes read from one place the compiler would move to
-                                         // the registers that a warp shares, and wait for it.
-                reinterpret_cast<float4*>(shared + memory::block_scale)[stage] =
-                    make_float4(block_scales.x, block_scales.x, block_scales.y, block_scales.y);
-            full->arrive_and_expect(memory::stage_bytes);
-
-            uint8_t* a = shared + memory::a + stage * memory::a_tile;
-            uint8_t* b = shared + memory::b + stage * memory::b_tile;
-            uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
-            uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
-            load<multicast_a>(a, maps.a, full, k, tile.m, a_group);
-            load<multicast_b>(b, maps.b, full, k, tile.n, b_group);
-            if constexpr (a_rows) load<multicast_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
-            if constexpr (b_rows) load<multicast_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
-            if (step + 1 < steps) read_block_scales(k_step + 1);
+            if (ptx::lane() == 0) {
+                uint8_t* a = shared + memory::a + stage * memory::a_tile;
+                uint8_t* b = shared + memory::b + stage * memory::b_tile;
+                uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
+                uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
+                load<share_a>(a, maps.a, full, k, tile.m, a_group);
+                if constexpr (a_rows) load<share_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
+                load<share_b>(b, maps.b, full, k, tile.n, b_group);
+                if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
+            }
+            __syncwarp();
+            if (step % 32 == 0) {
+                block_scales = later;
+                later = read_block_scales(step + 32);
+            }
+            const float first = __shfl_sync(~0u, block_scales.x, step % 32);
+            const float other = __shfl_sync(~0u, block_scales.y, step % 32);
+            if (ptx::lane() == 0) {
+                if constexpr (one_is_block)  // Two of each: what all lanes read from one place the compiler would move
+                                             // to the registers that a warp shares, and wait for it.
+                    reinterpret_cast<float4*>(shared + memory::block_scale)[stage] =
+                        make_float4(first, first, other, other);
+                full->arrive_and_expect(memory::stage_bytes);
+            }
         }
     }
 }
+
+// The results of 64 rows are stored while the next products run.
+constexpr bool stored_under_products =
+    config::store == tma && config::promote && config::accumulators == 1 && config::split_k == 1;
 
 // A descriptor that the compiler keeps, rather than make it anew from an address in every step.
 __device__ __forceinline__ uint64_t kept(uint64_t descriptor) {
@@ -127,10 +140,11 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     Groups& groups = *reinterpret_cast<Groups*>(shared + memory::groups);
     const Sizes sizes{m, n, k, group_count, groups_end};
     const int warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+    const int rank = block_rank();
 
     // ---- Before the first tile ----
     if (warp == 0 && ptx::lane() == 0) {
-        init_barriers(shared);
+        init_barriers(shared, rank);
         ptx::prefetch_map(&a_map);
         ptx::prefetch_map(&b_map);
         if (a_rows) ptx::prefetch_map(&a_scale_map);
@@ -138,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         if (config::store == tma) ptx::prefetch_map(&out_map);
     }
     if (config::schedule != dense && warp == 1) list_groups(groups, sizes);
-    if constexpr (config::cluster > 1) ptx::cluster_sync();
+    if constexpr (cluster > 1) ptx::cluster_sync();
     else __syncthreads();
 
     if (warpgroup == config::warpgroups) {
@@ -147,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         const int team = warp % 4;
         const Blocks blocks{
             config::a_scales == per_block ? a_scale : b_scale, scale_group, scale_row, scale_column};
-        if (team < teams) load_tiles(shared, {&a_map, &b_map, &a_scale_map, &b_scale_map}, blocks, sizes, groups, team);
+        const Maps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
+        if (team < teams) load_tiles(shared, maps, blocks, sizes, groups, team);
         __syncwarp();
     } else {
         // ---- Products ----
@@ -163,6 +178,31 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         Ring ring(shared, team);
         Scheduler scheduler(sizes, groups, team, teams);
         Tile tile;
+        float total[waves][count] = {};
+
+        uint8_t* staging = shared + memory::staging + warpgroup * config::staged_pieces * piece_bytes;
+        const float scale = config::a_scales == per_tensor ? __fmul_rn(__ldg(a_scale), __ldg(b_scale)) : 1.0f;
+        // stores 64 rows of a tile, and begins their next sum
+        auto store = [&](float (&sums)[count], int wave, const Tile& to) {
+            if constexpr (config::a_scales == per_tensor)
+                for (int i = 0; i < count; ++i) sums[i] *= scale;
+            const int row = to.m + first_row + wave * 64;
+            if constexpr (config::store == tma) store_staged(sums, wave, staging, out, to, row, n, warpgroup);
+            else store_directly(sums, out, to, row, n);
+#pragma unroll
+            for (int i = 0; i < count; ++i) sums[i] = 0.0f;
+        };
+        Tile before;  // whose last wave is not stored yet; its end is 0 where there is none
+        before.m_end = 0;
+        auto store_pending = [&] {
+            if (before.m_end > 0) store(total[waves - 1], waves - 1, before);
+            before.m_end = 0;
+        };
+
+        auto clear = [&] {
+#pragma unroll
+            for (int i = 0; i < waves * count; ++i) total[i / count][i % count] = 0.0f;
+        };
 
         // one warpgroup is to store while the other multiplies: the second begins when the first is half through
         bool ahead = config::ping_pong && team == 0;
@@ -176,7 +216,6 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
         while (scheduler.take(tile)) {
             const int steps = count_steps(tile);
-            if (team_warpgroups > 1 && steps >= 32) ptx::named_barrier_sync(1, team_threads);
             const int border = 128 - tile.n % 128;  // where the tile's columns reach the next block of scales
 
             // waits for the stage of a step, if it is not there, and removes what is not summed
@@ -194,20 +233,21 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     }
                 }
             };
-            // a step's scales are read before it is multiplied: afterwards the stage may be gone
-            auto factors = [&](Factors (&f)[waves]) {
-                const int stage = ring.stage;
+            // a step's scales, read while it is multiplied
+            auto factors = [&](int stage, Factors (&f)[waves]) {
                 const float* a = reinterpret_cast<const float*>(shared + memory::a_scale + stage * memory::a_scales);
-                const float* b = reinterpret_cast<const float*>(shared + memory::b_scale + stage * memory::b_scales);
                 const float* blocks = reinterpret_cast<const float*>(shared + memory::block_scale) + 4 * stage + copy;
+                const float left = one_is_block ? blocks[config::a_scales == per_block ? 2 * member : 0] : 0;
+                const float right = two_blocks ? blocks[2] : 0;
 #pragma unroll
                 for (int wave = 0; wave < waves; ++wave) {
                     const int row = thread_row + wave * 64;
-                    if constexpr (a_rows) f[wave].rows[0] = a[row], f[wave].rows[1] = a[row + 8];
-                    if constexpr (b_rows) f[wave].columns = b + thread_column;
-                    if constexpr (one_is_block) f[wave].left = blocks[config::a_scales == per_block ? 2 * member : 0];
-                    if constexpr (two_blocks) f[wave].right = blocks[2];
+                    f[wave] = {{a_rows ? a[row] : 0, a_rows ? a[row + 8] : 0}, left, right};
                 }
+            };
+            auto columns = [&](int stage) {
+                const uint8_t* scales = shared + memory::b_scale + stage * memory::b_scales;
+                return Columns(reinterpret_cast<const float*>(scales) + thread_column);
             };
             auto multiply = [&](float (&sum)[count], int stage, int wave, bool add) {
                 const uint32_t a = (stage * memory::a_tile + wave * 64 * 128) / 16, b = stage * memory::b_tile / 16;
@@ -222,12 +262,11 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 for (int i = 0; i < count; ++i) ptx::pin(sum[i]);
             };
 
-            float total[waves][count] = {};
             if (tile.m + first_row >= tile.m_end || tile.n >= n) {  // all of it lies outside: nothing to multiply
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     arrive(step);
                     __syncwarp();
-                    ring.release(ring.stage);
+                    ring.release(ring.stage, rank);
                 }
                 let_other_begin(true);
                 if (config::split_k == 1) continue;
@@ -237,66 +276,67 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) multiply(total[wave], ring.stage, wave, step > 0);
                     ptx::wgmma_wait<waves>();  // the step before is done
-                    if (step > 0) ring.release(ring.before(ring.stage));
+                    if (step > 0) ring.release(ring.before(ring.stage), rank);
                     let_other_begin(2 * step >= steps);
                 }
                 ptx::wgmma_wait<0>();
-                if (steps > 0) ring.release(ring.before(ring.stage));
+                if (steps > 0) ring.release(ring.before(ring.stage), rank);
 #pragma unroll
                 for (int wave = 0; wave < waves; ++wave) pin(total[wave]);
             } else if constexpr (config::accumulators == 1) {
                 float sum[count];
-                Factors f[waves];
-                if (steps > 0) arrive(0), factors(f);
+                bool ready = false;  // the stage of the step
                 for (int step = 0; step < steps; ++step) {
                     const int stage = ring.stage;
-                    bool ready = false;
+                    arrive(step, ready);
+                    multiply(sum, stage, 0, false);
+                    Factors f[waves];
+                    factors(stage, f);
+                    const Columns of_b = columns(stage);
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) {
-                        const bool last = wave == waves - 1;
-                        const Products products(f[wave], border);
-                        multiply(sum, stage, wave, false);
+                        if (wave > 0) multiply(sum, stage, wave, false);
+                        if constexpr (stored_under_products) {
+                            if (wave == 0 && step == 0) store_pending();
+                            if (wave > 0 && step == steps - 1) store(total[wave - 1], wave - 1, tile);
+                        }
                         ptx::wgmma_wait<0>();
                         pin(sum);
-                        if (last) {
-                            if constexpr (!b_rows) ring.release(stage);
+                        if (wave == waves - 1) {
+                            if constexpr (!reads_late) ring.release(stage, rank);
                             ring.advance();
-                            ready = ring.full[ring.stage].test(ring.parity);
+                            ready = ring.full[ring.stage].ask(ring.parity, step + 1 < steps);
                         }
-                        promote<0, most>(total[wave], sum, products);
-                        if (last) {
-                            if (step + 1 < steps) arrive(step + 1, ready);
-                            factors(f);  // after the last step of whatever lies there
-                        }
-                        promote<most, count>(total[wave], sum, products);
+                        promote(total[wave], sum, Products(f[wave], of_b, border));
                     }
-                    if constexpr (b_rows) {  // of which the additions read scales in the stage
+                    if constexpr (reads_late) {
                         __syncwarp();
-                        ring.release(stage);
+                        ring.release(stage, rank);
                     }
                     let_other_begin(2 * step >= steps);
                 }
             } else {
                 struct Step {
                     int stage;
-                    Products products;
+                    Factors factors;
+                    Columns columns;
                 };
                 auto begin = [&](int step, float (&sum)[count]) {
                     const int stage = ring.stage;
                     arrive(step);
-                    Factors f[waves];  // one
-                    factors(f);
                     multiply(sum, stage, 0, false);
+                    Factors f[waves];  // one
+                    factors(stage, f);
                     ring.advance();
-                    return Step{stage, Products(f[0], border)};
+                    return Step{stage, f[0], columns(stage)};
                 };
                 auto finish = [&](float (&sum)[count], const Step& step) {
                     pin(sum);
-                    if constexpr (!b_rows) ring.release(step.stage);
-                    promote<0, count>(total[0], sum, step.products);
-                    if constexpr (b_rows) {
+                    if constexpr (!reads_late) ring.release(step.stage, rank);
+                    promote(total[0], sum, Products(step.factors, step.columns, border));
+                    if constexpr (reads_late) {
                         __syncwarp();
-                        ring.release(step.stage);
+                        ring.release(step.stage, rank);
                     }
                 };
                 float even[count], odd[count];
@@ -320,25 +360,30 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             let_other_begin(true);
             if constexpr (config::split_k > 1) {
                 volatile int* last = reinterpret_cast<int*>(shared + memory::last) + warpgroup;
-                if (!sum_parts(total, parts, arrived, last, tile, warpgroup)) continue;
-                if (tile.m + first_row >= tile.m_end || tile.n >= n) continue;
+                const bool whole = sum_parts(total, parts, arrived, last, tile, warpgroup);
+                if (!whole || tile.m + first_row >= tile.m_end || tile.n >= n) {
+                    clear();
+                    continue;
+                }
             }
-            if constexpr (config::a_scales == per_tensor) {
-                const float scale = __fmul_rn(__ldg(a_scale), __ldg(b_scale));
+            const bool empty = (config::split_k > 1 ? k : steps) == 0;
+            if (config::accumulate && empty) continue;  // nothing to add
+            if constexpr (stored_under_products) {
+                if (empty) {
+                    store_zeros(out, tile, tile.m + first_row, waves * 64, n);
+                } else {
+                    before = tile;
+                }
+            } else {
 #pragma unroll
-                for (int i = 0; i < waves * count; ++i) total[i / count][i % count] *= scale;
+                for (int wave = 0; wave < waves; ++wave) store(total[wave], wave, tile);
             }
-            if (config::accumulate && (config::split_k > 1 ? k : steps) == 0) continue;  // nothing to add
-            uint8_t* staging = shared + memory::staging + warpgroup * config::staged_pieces * piece_bytes;
-            if constexpr (config::store == tma)
-                store_staged(total, staging, out, tile, tile.m + first_row, n, warpgroup);
-            else
-                store_directly(total, out, tile, tile.m + first_row, n);
         }
+        store_pending();
         let_other_begin(true);  // where this one has no tile at all
-        if (config::store == tma && threadIdx.x % 128 == 0) ptx::wait_stores_read<0>();
+        if (config::store == tma) ptx::wait_stores_read<0>();
     }
     // a block must not leave while the other may still write to its barriers
     __syncwarp();
-    if constexpr (config::cluster > 1) ptx::cluster_sync();
+    if constexpr (cluster > 1) ptx::cluster_sync();
 }

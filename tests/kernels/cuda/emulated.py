@@ -52,7 +52,7 @@ def emulate(
 ) -> Tensor:
     """Makes a product on a GPU of few multiprocessors, into out."""
     p = Product(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote, config.zero_rest)
-    made = plan(p, Chip(multiprocessors), config)
+    made = plan(p, Chip(max(multiprocessors, config.cluster)), config)
     parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = parts.data_ptr(), arrivals.data_ptr()
     emulator.run(

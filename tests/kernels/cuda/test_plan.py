@@ -22,7 +22,8 @@ def _product(out=None, a=None, b=None, **others) -> Product:
 OUTS = {
     "copy engine": (torch.empty(M, N, dtype=torch.bfloat16), Store.TMA),
     "rows with room behind them": (torch.empty(M, N + 8, dtype=torch.bfloat16)[:, :N], Store.TMA),
-    "float32": (torch.empty(M, N), Store.PAIRS),
+    "float32": (torch.empty(M, N), Store.TMA),
+    "float32, rows at 8 bytes": (torch.empty(M, N + 2)[:, :N], Store.PAIRS),
     "rows at 4 bytes": (torch.empty(M, N + 2, dtype=torch.bfloat16)[:, :N], Store.PAIRS),
     "a base at 4 bytes": (torch.empty(M, N + 8, dtype=torch.bfloat16)[:, 2 : N + 2], Store.PAIRS),
     "an odd stride": (torch.empty(M, N + 1)[:, :N], Store.SINGLE),
@@ -36,7 +37,8 @@ def test_how_a_result_is_stored(case: str):
     assert problem(_product(out)).store is store
 
 
-def test_an_added_result_is_not_for_the_copy_engine():
+def test_the_copy_engine_adds_float32_only():
+    assert problem(_product(torch.empty(M, N), accumulate=True)).store is Store.TMA
     assert problem(_product(accumulate=True)).store is Store.PAIRS
 
 
@@ -67,7 +69,7 @@ def test_data_that_the_copy_engine_cannot_read(lies: str):
 
 
 def test_the_grid_is_no_larger_than_the_work():
-    kernel = Config(128, 64, 3, staged_pieces=1, cluster=2)
+    kernel = Config(128, 64, 3, staged_pieces=1, cluster_m=2)
     assert plan(_product(), Chip(132), kernel).grid == 2
     large = _product(torch.empty(3000, N, dtype=torch.bfloat16), operand((3000, K), ROW))
     assert plan(large, Chip(132), kernel).grid == 24

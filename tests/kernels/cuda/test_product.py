@@ -33,24 +33,32 @@ SINGLE, PAIRS = Store.SINGLE, Store.PAIRS
 
 DENSE = {
     "256 rows": config(256, 128, 4, band=2),
-    "three warpgroups": config(192, 128, warpgroups=3, cluster=2, multicast_a=True, staged_pieces=2),
+    "three warpgroups": config(192, 128, warpgroups=3, cluster_n=2, staged_pieces=2),
     "three warpgroups, scales of rows, float32, adding": config(
-        192, 120, warpgroups=3, cluster=2, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True
+        192, 120, warpgroups=3, cluster_m=2, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True
     ),
     "columns of two blocks": config(128, 160, staged_pieces=5),
     "columns of two blocks, cut oddly": config(128, 144, staged_pieces=3),
-    "a cluster shares a": config(128, 96, cluster=2, multicast_a=True, staged_pieces=3),
-    "a cluster shares b": config(128, 48, cluster=2, staged_pieces=2),
+    "a cluster shares a": config(128, 96, cluster_n=2, staged_pieces=3),
+    "a cluster shares b": config(128, 48, cluster_m=2, staged_pieces=2),
+    "256 rows, scales of rows, some kept": config(256, 128, 3, b_scales=ROW, staged_pieces=2),
     "one warpgroup": config(64, 64, 2, warpgroups=1),
     "two accumulators": config(128, 64, 4, accumulators=2),
     "ping-pong": config(64, 64, ping_pong=True),
-    "ping-pong, in clusters, two accumulators": config(64, 32, ping_pong=True, cluster=2, accumulators=2),
+    "ping-pong, in clusters, two accumulators": config(64, 32, ping_pong=True, cluster_m=2, accumulators=2),
     "ping-pong of 128 rows": config(128, 64, ping_pong=True, staged_pieces=2),
     "scales of rows": config(128, 64, b_scales=ROW),
     "scales of rows, two accumulators, float32": config(
         128, 40, b_scales=ROW, accumulators=2, store=PAIRS, out_float=True
     ),
     "scales of a's blocks": config(128, 48, a_scales=BLOCK, b_scales=ROW),
+    "float32, by the copy engine": config(256, 96, out_float=True, staged_pieces=3),
+    "scales of rows, float32, adding, by the copy engine": config(
+        256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=4
+    ),
+    "ping-pong, float32, adding, by the copy engine": config(
+        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+    ),
     "one scale": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
     "no promotion": config(256, 64, a_scales=TENSOR, b_scales=TENSOR, promote=False),
     "float32": config(128, 64, store=PAIRS, out_float=True),
@@ -63,7 +71,7 @@ DENSE = {
     "split": config(128, 64, split_k=3),
     "split, transposed": config(128, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, split_k=4),
     "split, in clusters, adding": config(
-        64, 32, warpgroups=1, cluster=2, split_k=2, store=PAIRS, out_float=True, accumulate=True
+        64, 32, warpgroups=1, cluster_m=2, split_k=2, store=PAIRS, out_float=True, accumulate=True
     ),
     "E5M2 times E4M3": config(128, 64, a_e5m2=True),
 }
@@ -140,10 +148,11 @@ ENDS = {
 ROWS_GROUPED = {
     "two warpgroups": config(128, 64, schedule=GROUPED),
     "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
-    "a cluster shares a": config(128, 32, schedule=GROUPED, cluster=2, multicast_a=True),
-    "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster=2),
+    "a cluster shares a": config(128, 32, schedule=GROUPED, cluster_n=2),
+    "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster_m=2),
     "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
     "float32": config(256, 24, schedule=GROUPED, store=PAIRS, out_float=True),
+    "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_pieces=3),
     "scales of rows": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
 }
 
@@ -219,8 +228,11 @@ WGRAD = {
         64, 24, schedule=ALONG_K, b_scales=ROW, store=SINGLE, accumulate=True, warpgroups=1
     ),
     "ping-pong": config(64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True),
+    "adding, by the copy engine": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+    ),
     "a cluster shares b, two accumulators": config(
-        128, 48, schedule=ALONG_K, b_scales=ROW, cluster=2, accumulators=2, store=SINGLE, out_float=True
+        128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True
     ),
 }  # fmt: skip
 

@@ -1,10 +1,9 @@
 // A warpgroup's sums to global memory.
 //
-//   tma      BF16, whole pieces of 64 rows through shared memory, swizzled against bank conflicts: the copy engine
-//            stores them, and leaves out what lies outside of the tensor. It would also store rows of the next group:
-//            a group's last piece is copied from there by the threads, 16 bytes each.
-//   pairs    two neighbouring numbers at once: FP32, where four threads fill a whole sector of 32 bytes anyway, and
-//            BF16 that the copy engine cannot take
+//   tma      whole pieces of 64 rows through shared memory, swizzled against bank conflicts: the copy engine stores
+//            them, or adds them (FP32), and leaves out what lies outside of the tensor. It would also store rows of the
+//            next group: of a piece that is not whole they are stored one by one, and it is not swizzled.
+//   pairs    two neighbouring numbers at once, where the copy engine cannot store
 //   single   any strides
 //
 // Adding to what is there has one writer an element, so that the result does not depend on who comes first. What adds in
@@ -53,19 +52,19 @@ __device__ __forceinline__ void store_one(void* data, int64_t at, float x) {
     }
 }
 
-// From registers. `m`: the first row of this warpgroup.
+// Sums of 64 rows, from registers; `m` is the first of these rows.
 __device__ __forceinline__ void store_directly(
-    const float (&total)[waves][count], const Out& out, const Tile& tile, int m, int columns) {
+    const float (&total)[count], const Out& out, const Tile& tile, int m, int columns) {
     const int row = m + threadIdx.x % 128 / 32 * 16 + ptx::lane() / 4, column = tile.n + 2 * (ptx::lane() % 4);
 #pragma unroll
-    for (int i = 0; i < 2 * waves; ++i) {
-        const int r = row + i / 2 * 64 + i % 2 * 8;
+    for (int i = 0; i < 2; ++i) {
+        const int r = row + i * 8;
         if (r < tile.m_begin || r >= tile.m_end) continue;
         const int64_t base = out_group(tile) * out.group + r * out.row;
 #pragma unroll
         for (int j = 0; j < count / 4; ++j) {
             const int c = column + 8 * j;
-            const float x = total[i / 2][4 * j + i % 2 * 2], y = total[i / 2][4 * j + i % 2 * 2 + 1];
+            const float x = total[4 * j + i * 2], y = total[4 * j + i * 2 + 1];
             if constexpr (config::store == pairs) {
                 if (c < columns) store_pair(out.data, base + c, x, y);
             } else {
@@ -83,24 +82,40 @@ __device__ __forceinline__ int swizzled(int at) {
     return at ^ ((at >> 7 & (row_bytes / 16 - 1)) << 4);
 }
 
-// Piece `i` of the warpgroup's sums to shared memory, rounded.
-template <int i>
-__device__ __forceinline__ void stage_piece(const float (&total)[waves][count], uint8_t* piece) {
-    constexpr int wave = i * piece_columns / config::tile_n, first = i * piece_columns % config::tile_n / 8;
+// As many columns of 64 rows' sums as a piece has, from the 8·`first`th on, to shared memory; BF16 is rounded.
+// Of two offsets that differ in bits which the swizzle does not look at, so do the swizzled ones: one is kept, and the
+// others are one exclusive or away.
+__device__ __forceinline__ void stage_piece(const float (&total)[count], int first, uint8_t* piece, bool swizzle) {
+    constexpr int row_bytes = config::transposed ? 128 : piece_columns * out_bytes;
     const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane();
+    // lanes 0 … 7 name the rows of the first 8×8 matrix, then 8 rows below it, then both 8 columns further on
+    const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix = lane / 16;
+    if constexpr (config::out_float) {
+        const int plain = (warp_row + lane / 4) * row_bytes + lane % 4 * 8;
+        const int at = swizzle ? swizzled<row_bytes>(plain) : plain;
 #pragma unroll
-    for (int j = 0; j < piece_columns / 8; j += 2) {
-        const float* x = &total[wave][4 * (first + j)];
-        // lanes 0 … 7 name the rows of the first 8×8 matrix, then 8 rows below it, then both 8 columns further on
-        const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix_column = 8 * (j + lane / 16);
-        if constexpr (config::transposed) {
-            const int row = lane % 8 + matrix_column, byte = (warp_row + lane / 8 % 2 * 8) * 2;
-            ptx::store_matrix_4_transposed(piece + swizzled<128>(row * 128 + byte), ptx::pack_bf16(x[0], x[1]),
-                                           ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]),
-                                           ptx::pack_bf16(x[6], x[7]));
-        } else {
-            constexpr int row_bytes = piece_columns * 2;
-            uint8_t* to = piece + swizzled<row_bytes>((warp_row + matrix_row) * row_bytes + matrix_column * 2);
+        for (int j = 0; j < piece_columns / 8; ++j) {
+            const float* x = &total[4 * (first + j)];
+            uint8_t* to = piece + (at ^ j * 32);
+            *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
+            *reinterpret_cast<float2*>(to + 8 * row_bytes) = make_float2(x[2], x[3]);
+        }
+    } else if constexpr (config::transposed) {
+        const int at = (lane % 8 + 8 * matrix) * 128 + (warp_row + lane / 8 % 2 * 8) * 2;
+        uint8_t* to = piece + swizzled<row_bytes>(at);
+#pragma unroll
+        for (int j = 0; j < piece_columns / 8; j += 2) {
+            const float* x = &total[4 * (first + j)];
+            ptx::store_matrix_4_transposed(to + j * 8 * 128, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
+                                           ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
+        }
+    } else {
+        const int plain = (warp_row + matrix_row) * row_bytes + matrix * 16;
+        const int at = swizzle ? swizzled<row_bytes>(plain) : plain;
+#pragma unroll
+        for (int j = 0; j < piece_columns / 8; j += 2) {
+            const float* x = &total[4 * (first + j)];
+            uint8_t* to = piece + (at ^ j * 16);
             if (j + 1 < piece_columns / 8)
                 ptx::store_matrix_4(to, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
                                     ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
@@ -110,52 +125,51 @@ __device__ __forceinline__ void stage_piece(const float (&total)[waves][count], 
     }
 }
 
-// Rows `first` to `end` of a piece from shared memory; its row 0 and column 0 go to (m, n).
-__device__ __forceinline__ void copy_rows(
-    const uint8_t* piece, const Out& out, int first, int end, int m, int n, int columns) {
-    constexpr int vectors = piece_columns / 8;
-    for (int i = first * vectors + threadIdx.x % 128; i < end * vectors; i += 128) {
-        const int row = i / vectors, column = i % vectors * 8;
-        if (n + column >= columns) continue;
-        uint16_t* to = static_cast<uint16_t*>(out.data) + (m + row) * out.row + n + column;
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(
-            piece + swizzled<piece_columns * 2>((row * piece_columns + column) * 2));
-    }
-}
-
-template <int first, int i = 0>
-__device__ __forceinline__ void stage_pieces(const float (&total)[waves][count], uint8_t* staging) {
-    if constexpr (i < config::staged_pieces && first + i < pieces) {
-        stage_piece<first + i>(total, staging + i * piece_bytes);
-        stage_pieces<first, i + 1>(total, staging);
-    }
-}
-
-// Through shared memory, as many pieces at a time as have room there. The stores are waited for before the room is used
-// again: in a persistent grid the next tile's products run meanwhile.
-template <int first = 0>
+// Sums of 64 rows through shared memory, as many pieces at a time as have room there. Where two waves have room, one is
+// staged while the copy engine still reads the other.
 __device__ __forceinline__ void store_staged(
-    const float (&total)[waves][count], uint8_t* staging, const Out& out, const Tile& tile, int m, int columns,
+    const float (&total)[count], int wave, uint8_t* staging, const Out& out, const Tile& tile, int m, int columns,
     int warpgroup) {
-    const bool leader = threadIdx.x % 128 == 0;
-    if (leader) ptx::wait_stores_read<0>();
-    ptx::named_barrier_sync(4 + warpgroup, 128);
-    stage_pieces<first>(total, staging);
-    ptx::fence_async_shared();
-    ptx::named_barrier_sync(4 + warpgroup, 128);
+    constexpr int of_wave = pieces / waves, at_once = of_wave < config::staged_pieces ? of_wave : config::staged_pieces;
+    constexpr bool two = config::staged_pieces >= 2 * of_wave;
+    const int thread = threadIdx.x % 128, first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);
+    const bool whole = config::schedule != grouped || end_row - first_row == 64;
+    const bool stores = whole ? thread == 0 : first_row <= thread && thread < end_row;
+    uint8_t* room = staging + (two ? wave % 2 * of_wave * piece_bytes : 0);
+#pragma unroll
+    for (int first = 0; first < of_wave; first += at_once) {
+        ptx::wait_stores_read<two>();
+        ptx::named_barrier_sync(4 + warpgroup, 128);
+#pragma unroll
+        for (int i = 0; i < at_once && first + i < of_wave; ++i)
+            stage_piece(total, (first + i) * piece_columns / 8, room + i * piece_bytes, whole);
+        ptx::fence_async_shared();
+        ptx::named_barrier_sync(4 + warpgroup, 128);
 
 #pragma unroll
-    for (int i = first; i < first + config::staged_pieces && i < pieces; ++i) {
-        const int row = m + i * piece_columns / config::tile_n * 64, n = tile.n + i * piece_columns % config::tile_n;
-        const uint8_t* piece = staging + (i - first) * piece_bytes;
-        const int first_row = max(tile.m_begin - row, 0), end_row = min(tile.m_end - row, 64);
-        if (first_row >= end_row || n >= columns) continue;
-        if (config::schedule == grouped && end_row - first_row < 64)
-            copy_rows(piece, out, first_row, end_row, row, n, columns);
-        else if (leader && config::transposed) ptx::store_3d(out.map, piece, row, n, out_group(tile));
-        else if (leader) ptx::store_3d(out.map, piece, n, row, out_group(tile));
+        for (int i = 0; i < at_once && first + i < of_wave; ++i) {
+            const int n = tile.n + (first + i) * piece_columns;
+            const uint8_t* piece = room + i * piece_bytes;
+            if (!stores || n >= columns || m >= tile.m_end) continue;
+            if (!whole) {
+                constexpr int row_bytes = piece_columns * out_bytes;
+                uint8_t* row = static_cast<uint8_t*>(out.data) + ((m + thread) * out.row + n) * out_bytes;
+                ptx::store_bytes(row, piece + thread * row_bytes, min(row_bytes, round_up((columns - n) * out_bytes, 16)));
+            } else if constexpr (config::transposed) ptx::store_3d(out.map, piece, m, n, out_group(tile));
+            else if constexpr (config::accumulate) ptx::add_3d(out.map, piece, n, m, out_group(tile));
+            else ptx::store_3d(out.map, piece, n, m, out_group(tile));
+        }
+        ptx::commit_stores();
     }
-    if (leader) ptx::commit_stores();
-    if constexpr (first + config::staged_pieces < pieces)
-        store_staged<first + config::staged_pieces>(total, staging, out, tile, m, columns, warpgroup);
+}
+
+// Zeros to `rows` rows of a tile from m on, 16 bytes each: the result of an empty sum, where the copy engine could store.
+__device__ __forceinline__ void store_zeros(const Out& out, const Tile& tile, int m, int rows, int columns) {
+    constexpr int of_16_bytes = 16 / out_bytes, vectors = config::tile_n / of_16_bytes;
+    uint8_t* data = static_cast<uint8_t*>(out.data) + out_group(tile) * out.group * out_bytes;
+    for (int i = threadIdx.x % 128; i < rows * vectors; i += 128) {
+        const int row = m + i / vectors, column = tile.n + i % vectors * of_16_bytes;
+        if (tile.m_begin <= row && row < tile.m_end && column < columns)
+            *reinterpret_cast<uint4*>(data + (row * out.row + column) * out_bytes) = make_uint4(0, 0, 0, 0);
+    }
 }

@@ -15,8 +15,9 @@ __device__ constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : gr
 __device__ constexpr int round_up(int bytes, int unit) { return ceil_div(bytes, unit) * unit; }
 
 // A stored piece: 64 rows and as many columns as fit 128 bytes and divide the tile; turned, all columns as 64 rows.
-constexpr int piece_columns = config::transposed ? config::tile_n : greatest_divisor(config::tile_n, 64);
-constexpr int piece_bytes = 64 * piece_columns * 2;
+constexpr int out_bytes = config::out_float ? 4 : 2;
+constexpr int piece_columns = config::transposed ? config::tile_n : greatest_divisor(config::tile_n, 128 / out_bytes);
+constexpr int piece_bytes = 64 * piece_columns * out_bytes;
 constexpr int pieces = waves * config::tile_n / piece_columns;  // of a warpgroup
 
 namespace memory {
@@ -62,22 +63,22 @@ struct Ring {
         return (which == first ? first + config::stages : which) - 1;
     }
 
-    // A warp has read what it needs of a stage, which the copy engine may fill again: here, and in the other block
-    // where that one's copies come here too.
-    __device__ __forceinline__ void release(int which) {
-        if constexpr (config::cluster == 1) {
+    // A warp has read what it needs of a stage, which the copy engine may fill again. Of the blocks of a cluster the first
+    // brings what they share: it must know of all of them. `rank`: this block's.
+    __device__ __forceinline__ void release(int which, int rank) {
+        if constexpr (cluster == 1) {
             if (ptx::lane() == 0) empty[which].arrive();
         } else {
-            if (ptx::lane() < config::cluster) empty[which].arrive_at(ptx::lane());
+            if (ptx::lane() <= rank) empty[which].arrive_at(ptx::lane() == 0 ? rank : 0);
         }
     }
 };
 
-__device__ __forceinline__ void init_barriers(uint8_t* shared) {
+__device__ __forceinline__ void init_barriers(uint8_t* shared, int rank) {
     Ring ring(shared, 0);
     for (int stage = 0; stage < memory::stages; ++stage) {
         ring.full[stage].init(1);
-        ring.empty[stage].init(4 * team_warpgroups * config::cluster);
+        ring.empty[stage].init(4 * team_warpgroups * (rank == 0 ? cluster : 1));
     }
     ptx::fence_barrier_init();
 }

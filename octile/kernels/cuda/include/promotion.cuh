@@ -10,19 +10,35 @@
 constexpr int count = config::tile_n / 2;  // accumulator registers of 64 rows
 constexpr bool two_blocks = config::b_scales == per_block && 128 % config::tile_n != 0;  // of columns in a tile
 
-constexpr int most = count * 7 / 8 / 4 * 4;  // of them, see product.cu
+constexpr bool reads_late = b_rows && config::held_columns < count / 4;  // scales in a stage, after its products
 
 // What a thread needs to scale its part of one step.
 struct Factors {
-    float rows[2];         // scales of a's rows r and r + 8
-    const float* columns;  // those of b's rows, in shared memory, from the thread's first on
-    float left, right;     // those of blocks, before and after the border between two
+    float rows[2];      // scales of a's rows r and r + 8
+    float left, right;  // those of blocks, before and after the border between two
+};
+
+// The scales of b's rows that belong to a thread's columns: pairs of neighbours, each 8 columns after the last. The first
+// ones are kept in registers.
+struct Columns {
+    const float* scales;  // in shared memory
+    float2 held[config::held_columns > 0 ? config::held_columns : 1];
+
+    __device__ __forceinline__ explicit Columns(const float* scales) : scales(scales) {
+#pragma unroll
+        for (int i = 0; i < config::held_columns; ++i) held[i] = *reinterpret_cast<const float2*>(scales + 8 * i);
+    }
+
+    __device__ __forceinline__ float2 operator[](int pair) const {
+        return pair < config::held_columns ? held[pair] : *reinterpret_cast<const float2*>(scales + 8 * pair);
+    }
 };
 
 // The products of scales for 64 rows of a step: with blocks there are two or four, with rows of b one for each number.
 struct Products {
     // `border`: the first column of the tile that belongs to the second block of columns.
-    __device__ __forceinline__ Products(const Factors& f, int border) : f(f), border(border) {
+    __device__ __forceinline__ Products(const Factors& f, const Columns& columns, int border)
+        : f(f), columns(columns), border(border) {
         if constexpr (config::b_scales == per_block) {
             for (int i = 0; i < 2; ++i) left[i] = __fmul_rn(f.rows[i], f.left);
             if constexpr (two_blocks)
@@ -33,7 +49,7 @@ struct Products {
     // Those of registers j … j+3: two neighbouring columns in row r, and in row r + 8.
     __device__ __forceinline__ void at(int j, float (&four)[4]) const {
         if constexpr (b_rows) {
-            const float2 b = *reinterpret_cast<const float2*>(f.columns + 2 * j);
+            const float2 b = columns[j / 4];
             four[0] = __fmul_rn(a_rows ? f.rows[0] : f.left, b.x);
             four[1] = __fmul_rn(a_rows ? f.rows[0] : f.left, b.y);
             four[2] = a_rows ? __fmul_rn(f.rows[1], b.x) : four[0];
@@ -46,16 +62,16 @@ struct Products {
     }
 
 private:
-    const Factors f;
+    const Factors& f;
+    const Columns& columns;
     int border;
     float left[2], right[2];
 };
 
-// total += sum · scales, of registers first … end−1.
-template <int first, int end>
+// total += sum · scales
 __device__ __forceinline__ void promote(float (&total)[count], const float (&sum)[count], const Products& products) {
 #pragma unroll
-    for (int j = first; j < end; j += 4) {
+    for (int j = 0; j < count; j += 4) {
         if constexpr (config::a_scales == per_tensor) {  // one scale for all is multiplied in at the end
             for (int i = 0; i < 4; ++i) total[j + i] = __fadd_rn(total[j + i], sum[j + i]);
         } else {

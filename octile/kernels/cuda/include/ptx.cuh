@@ -122,15 +122,18 @@ struct Barrier {
             : "memory");
     }
 
-    // Whether that phase has ended.
-    __device__ __forceinline__ bool test(uint32_t parity) {
+    // Whether that phase has ended, or ends soon; without `really` nothing is asked, and true. Instructions that do not
+    // need the answer go on meanwhile.
+    __device__ __forceinline__ bool ask(uint32_t parity, bool really) {
         uint32_t yes;
         asm volatile(
-            "{\n.reg .pred ended;\n"
-            "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+            "{\n.reg .pred ended, really;\n"
+            "setp.ne.u32 really, %3, 0;\n"
+            "setp.eq.u32 ended, %3, 0;\n"
+            "@really mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
             "selp.b32 %0, 1, 0, ended;\n}"
             : "=r"(yes)
-            : "r"(shared_address(this)), "r"(parity)
+            : "r"(shared_address(this)), "r"(parity), "r"(static_cast<uint32_t>(really))
             : "memory");
         return yes;
     }
@@ -199,6 +202,13 @@ __device__ __forceinline__ void store_3d(const TensorMap* map, const void* from,
 __device__ __forceinline__ void add_3d(const TensorMap* map, const void* from, int x, int y, int z) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// Bytes of shared memory to global memory: a multiple of 16, and both ends at multiples of 16.
+__device__ __forceinline__ void store_bytes(void* to, const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
                  : "memory");
 }
 

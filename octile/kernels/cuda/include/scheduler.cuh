@@ -35,15 +35,16 @@ struct Tile {
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-constexpr bool multicast_b = config::cluster > 1 && !config::multicast_a;
-constexpr bool multicast_a = config::cluster > 1 && config::multicast_a;
-constexpr int unit_m = config::tile_m * (multicast_b ? config::cluster : 1);
-constexpr int unit_n = config::tile_n * (multicast_a ? config::cluster : 1);
+constexpr int cluster = config::cluster_m * config::cluster_n;  // blocks, 1 or 2
+constexpr int unit_m = config::tile_m * config::cluster_m, unit_n = config::tile_n * config::cluster_n;
 constexpr bool rows_grouped = config::schedule == grouped || config::schedule == masked;
 
 // What is the same in all lanes of a warp, so that the compiler knows it, too: it then keeps addresses of tiles in the
 // registers that a warp shares, where wgmma wants them.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// Of this block in its cluster.
+__device__ __forceinline__ int block_rank() { return cluster > 1 ? ptx::cluster_rank() : 0; }
 
 // Where groups begin, in shared memory.
 struct Groups {
@@ -92,10 +93,10 @@ class Scheduler {
 public:
     __device__ __forceinline__ Scheduler(const Sizes& sizes, const Groups& groups, int team, int teams)
         : sizes(sizes), groups(groups) {
-        const int clusters = gridDim.x / config::cluster;
-        next = team * clusters + blockIdx.x / config::cluster;
+        const int clusters = gridDim.x / cluster;
+        next = uniform(team * clusters + blockIdx.x / cluster);
         step = teams * clusters;
-        rank = config::cluster > 1 ? ptx::cluster_rank() : 0;
+        rank = block_rank();
     }
 
     // The next tile of this team, for a whole warp; false when there is none.
@@ -140,9 +141,9 @@ public:
         const int band = unit / (config::band * n_units), in_band = unit % (config::band * n_units);
         const int height = min(config::band, m_units - band * config::band);
         const int m_unit = band * config::band + in_band % height, n_unit = in_band / height;
-        tile.m = m_begin + m_unit * unit_m + (multicast_b ? rank * config::tile_m : 0);
-        tile.n = n_unit * unit_n + (multicast_a ? rank * config::tile_n : 0);
-        tile.index = unit * config::cluster + rank;
+        tile.m = uniform(m_begin + m_unit * unit_m + rank / config::cluster_n * config::tile_m);
+        tile.n = uniform(n_unit * unit_n + rank % config::cluster_n * config::tile_n);
+        tile.index = unit * cluster + rank;
         return true;
     }
 

@@ -89,7 +89,7 @@ void arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     complete(block, barrier);
 }
 
-bool test(uint64_t& state, uint32_t parity) {
+bool ask(uint64_t& state, uint32_t parity) {
     may_switch();
     if (parity > 1) fail("an mbarrier's parity is 0 or 1, not %u", parity);
     return (barrier_of(me()->home, state).phase & 1) != parity;

@@ -134,7 +134,8 @@ static Map checked(const TensorMap* tensor_map, int dimensions) {
     return map;
 }
 
-static std::shared_ptr<Copy> new_copy(const Map& map, const int* place, Block* block, const void* shared) {
+static std::shared_ptr<Copy> new_copy(
+    const Map& map, const int* place, Block* block, const void* shared, uint32_t alignment = 128) {
     auto copy = std::make_shared<Copy>();
     if (int64_t(place[0]) * map.element % 16)  // seen on an H200, in no documentation that we know
         fail("TMA: illegal instruction: the first coordinate %d of elements of %u bytes is no multiple of 16 bytes",
@@ -145,8 +146,8 @@ static std::shared_ptr<Copy> new_copy(const Map& map, const int* place, Block* b
     copy->issuer = name(me());
     const uint8_t* start = shared_range(me()->home, shared, copy->bytes(), "TMA");
     copy->offset = start - me()->home->shared;
-    if ((shared_start + copy->offset) % 128)
-        fail("TMA: shared memory at offset %u is not 128-byte aligned", copy->offset);
+    if ((shared_start + copy->offset) % alignment)
+        fail("TMA: shared memory at offset %u is not %u-byte aligned", copy->offset, alignment);
     return copy;
 }
 
@@ -172,12 +173,7 @@ void load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* pla
     if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
-void store(const TensorMap* tensor_map, const void* from, const int* place, int dimensions, bool add) {
-    may_switch();
-    const Map map = checked(tensor_map, dimensions);
-    if (add && map.element != 4) fail("add_3d adds float32, not elements of %u bytes", map.element);
-    auto copy = new_copy(map, place, me()->home, from);
-    copy->kind = add ? Copy::add : Copy::store;
+static void begin_store(const std::shared_ptr<Copy>& copy) {
     for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
         if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])
             fail("stores offset %u of shared memory, which stmatrix of warp %u wrote without fence_async_shared",
@@ -185,6 +181,28 @@ void store(const TensorMap* tensor_map, const void* from, const int* place, int 
     me()->open_group.push_back(copy);
     machine.copies.push_back(copy);
     if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
+}
+
+void store(const TensorMap* tensor_map, const void* from, const int* place, int dimensions, bool add) {
+    may_switch();
+    const Map map = checked(tensor_map, dimensions);
+    if (add && map.element != 4) fail("add_3d adds float32, not elements of %u bytes", map.element);
+    auto copy = new_copy(map, place, me()->home, from);
+    copy->kind = add ? Copy::add : Copy::store;
+    begin_store(copy);
+}
+
+void store_bytes(void* to, const void* from, uint32_t bytes) {
+    may_switch();
+    if (reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) fail("a row to store is not 16-byte aligned, or long");
+    Map row{};
+    row.base = static_cast<uint8_t*>(to);
+    row.sizes[0] = row.box[0] = bytes;
+    row.rank = row.element = 1;
+    const int first = 0;
+    auto copy = new_copy(row, &first, me()->home, from, 16);
+    copy->kind = Copy::store;
+    begin_store(copy);
 }
 
 void commit_stores() { me()->groups.push_back(std::move(me()->open_group)), me()->open_group.clear(); }

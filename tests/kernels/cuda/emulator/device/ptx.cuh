@@ -19,11 +19,12 @@ void set_registers(int registers, bool give);
 void init(uint64_t& barrier, uint32_t count);
 void arrive(uint64_t& barrier, uint32_t rank, uint32_t bytes);
 void wait(uint64_t& barrier, uint32_t parity);
-bool test(uint64_t& barrier, uint32_t parity);
+bool ask(uint64_t& barrier, uint32_t parity);
 void fence_barrier_init();
 void fence_async_shared();
 void load(void* to, const TensorMap* map, uint64_t& barrier, const int* place, int dimensions, uint32_t blocks);
 void store(const TensorMap* map, const void* from, const int* place, int dimensions, bool add);
+void store_bytes(void* to, const void* from, uint32_t bytes);
 void commit_stores();
 void wait_stores(int groups, bool read_only);
 void wgmma_fence();
@@ -60,7 +61,7 @@ struct Barrier {
     void arrive() { emulator::arrive(state, cluster_rank(), 0); }
     void arrive_at(uint32_t rank) { emulator::arrive(state, rank, 0); }
     void arrive_and_expect(uint32_t bytes) { emulator::arrive(state, cluster_rank(), bytes); }
-    bool test(uint32_t parity) { return emulator::test(state, parity); }
+    bool ask(uint32_t parity, bool really) { return !really || emulator::ask(state, parity); }
     void wait(uint32_t parity) { emulator::wait(state, parity); }
 };
 
@@ -92,6 +93,7 @@ inline void add_3d(const TensorMap* map, const void* from, int x, int y, int z) 
     const int place[] = {x, y, z};
     emulator::store(map, from, place, 3, true);
 }
+inline void store_bytes(void* to, const void* from, uint32_t bytes) { emulator::store_bytes(to, from, bytes); }
 inline void commit_stores() { emulator::commit_stores(); }
 template <int groups>
 void wait_stores_read() {
