@@ -14,6 +14,8 @@ from torch import Tensor
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, beside, table
+from octile.nn.dispatch import LocalDispatcher
+from octile.ops.adamw import adamw
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
@@ -21,7 +23,7 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 GPU_SHAPES, CPU_SHAPES = ((4096, 7168), (8192, 7168), (16384, 7168)), ((2048, 1024),)
-CHOSEN = 8  # experts of a token
+CHOSEN, EXPERTS = 8, 64  # of a token, and of a layer
 ALIGNMENT = 256  # bytes; a copy to where an address is no multiple of 16 runs at half its speed
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
 
@@ -61,8 +63,10 @@ def _cases(x: Tensor) -> list[Case]:
     gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
     kept = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
     weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
-    place = torch.randperm(len(x), device=x.device).to(torch.int32).view(-1, CHOSEN)
+    place = _places(len(x) // CHOSEN, x.device)
     tokens = quantize(x[: len(place)], 1, 128, "e4m3", True)
+    moments = torch.randn_like(x).bfloat16() * 1e-2, torch.rand_like(x).bfloat16() * 1e-4
+    corrections = torch.tensor([3e-3, 0.5], device=x.device)
     return [
         *cases,
         ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
@@ -85,7 +89,20 @@ def _cases(x: Tensor) -> list[Case]:
         ("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd)),
         (f"permute to {CHOSEN} places", permute, (*tokens, place)),
         (f"unpermute, sums of {CHOSEN}", unpermute, (x, place)),
+        ("AdamW, BF16 moments", _step, (x.float(), dh.float(), *moments, corrections)),
     ]
+
+
+def _places(tokens: int, device: torch.device) -> Tensor:
+    """Of the rows of tokens that choose experts at random, sorted by expert: [T, K]."""
+    experts = torch.rand(tokens, EXPERTS, device=device).topk(CHOSEN).indices
+    return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS)).place_TK
+
+
+def _step(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor) -> list[Tensor]:
+    """A step of the optimizer, and what it writes."""
+    adamw(weight, gradient, exp_avg, exp_avg_sq, corrections, 0.9, 0.95, 1e-8, 0.9997)
+    return [weight, exp_avg, exp_avg_sq]
 
 
 def _there_and_back(name: str, x: Tensor, block: Sequence[int], fmt: str) -> list[Case]:

@@ -48,6 +48,8 @@ OPERATORS = (
     "rotate_",
     "latent_keys",
     "latent_keys_backward",
+    "gate_logits",
+    "gate_logits_backward",
     "adamw",
     "matmul_nt",
     "matmul_nt_out",
@@ -62,6 +64,7 @@ OPERATORS = (
 PRODUCTS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
 CASTS = [name for name in OPERATORS if "quantize" in name]
 ATTENTION = ("attention", "attention_backward")
+GATE = ("gate_logits", "gate_logits_backward")
 STACK = (
     "stack bytes: local memory of a thread, for registers that did not fit or for arrays; "
     "spill bytes: loads and stores of such registers, which Triton does not tell"
@@ -190,6 +193,7 @@ def _operators() -> list[dict[str, str]]:
         served |= dict.fromkeys([*PRODUCTS, *CASTS], _of_hopper())
     if served["attention"][0] == "Triton":
         served |= dict.fromkeys(ATTENTION, ("torch", "attention takes cuDNN or FlashAttention, as torch's own does"))
+        served |= dict.fromkeys(GATE, ("torch", "FP32 numbers are multiplied as three BF16 parts each"))
     return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(served.items())]
 
 

@@ -27,8 +27,8 @@ Cast = Callable[[], tuple[Tensor, ...]]
 DEVICE, SHAPES = "cuda", ((4096, 7168), (16384, 7168))
 MOST_THREADS = 2048  # of a multiprocessor
 CHOICES = {  # of each setting that a kind has
-    "tiles": {"rows": (4, 8), "warps": (4, 8), "blocks": (2, 3, 4, 6)},
-    "squares": {"band": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3)},
+    "tiles": {"rows": (2, 4, 8), "warps": (4, 8), "blocks": (2, 3, 4, 5, 6, 8)},
+    "squares": {"band": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3, 4)},
     "rms_norm": {"rows": (1, 2, 4, 8, 16), "blocks": (1, 2, 3, 4)},
 }
 GAIN = 0.99  # of the chosen settings' time: less than that is noise
@@ -119,6 +119,7 @@ def prepared(kind: str, x: Tensor) -> Cast:
         "tiles, E5M6": lambda: casts.quantize(x, 1, 128, torch.uint8, True),
         "scale given": lambda: (casts.quantize_with_scale(x, one, E4M3),),
         "swiglu": lambda: casts.swiglu(x, x, E4M3, False, None)[:2],
+        "swiglu, inputs kept": lambda: casts.swiglu(x, x, E4M3, False, None, E4M3, False),
         "both": lambda: casts.rows_and_columns(x, E4M3, False),
         "columns": lambda: casts.quantize(x, 128, 1, E4M3, False),
         "block": lambda: casts.quantize(x, 128, 128, E4M3, False),

@@ -25,7 +25,7 @@ from octile.ops.quantize import decode, in_blocks
 from octile.scaled import ScaledTensor
 from octile.train.watch import of_zeros
 
-SAMPLE = 1 << 16  # values that are measured in full at most, or one row of tiles
+SAMPLE = 1 << 14  # values that are measured in full at most, or one row of tiles
 OUTLIER = 10.0  # a channel is an outlier where its largest value is so many times that of the median channel
 EXPONENTS = range(-150, 129)  # of scales that the histogram tells apart
 TOP_CHANNELS = 3

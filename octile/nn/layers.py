@@ -154,4 +154,4 @@ def _together(form: Any, leaves: Iterator[Tensor]) -> Any:
     if kind is ScaledTensor:
         return ScaledTensor(next(leaves), next(leaves), parts)
     made = [_together(part, leaves) for part in parts]
-    return kind(*made) if hasattr(kind, "_fields") else kind(made)
+    return kind(made) if kind in (tuple, list) else kind(*made)

@@ -57,7 +57,7 @@ def test_where_no_kernel_can_run_it_says_so(pretend, capability, triton):
 
 def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     pretend((8, 9))
-    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys(doctor.ATTENTION, "torch")
+    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys([*doctor.ATTENTION, *doctor.GATE], "torch")
 
 
 def test_on_hopper_products_and_casts_have_kernels_of_their_own(pretend):

@@ -72,6 +72,10 @@ def test_casts_that_turn_have_bounds_of_their_own():
     assert twice.endswith("floor each ≥ 0.70× met, aim each ≥ 0.85× met")
 
 
+def test_of_permutation_and_optimizer_a_floor_is_asked_only():
+    assert goals.casts_in_words(casts(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
+
+
 def test_the_slowest_cast_of_all_shapes_is_judged():
     measured = [*casts(**{"RMSNorm, 1×128": 0.7}), beside("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
     assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_in_words(measured)
@@ -79,4 +83,4 @@ def test_the_slowest_cast_of_all_shapes_is_judged():
 
 def test_every_cast_that_is_judged_is_measured():
     what = {name for name, _, _ in _cases(torch.randn(128, 256))}
-    assert what >= goals.ONCE | goals.TWICE
+    assert what >= goals.ONCE | goals.TWICE | goals.MOVES

@@ -82,4 +82,5 @@ def test_every_cast_is_measured(results):
         "RMSNorm backward",
         "permute to 8 places",
         "unpermute, sums of 8",
+        "AdamW, BF16 moments",
     ]

@@ -114,6 +114,34 @@ def test_bfloat16_autocast_stays_close(mini):
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=0)
 
 
+# drafts
+
+
+@torch.no_grad()
+def test_a_draft_is_what_the_slow_reference_says(mini):
+    t = tokens()
+    main, drafts = mini.with_drafts(t)
+    torch.testing.assert_close(main, mini(t))
+    torch.testing.assert_close(drafts, slow_mtp_logits(mini, t))
+
+
+def test_drafts_leave_no_balance_loss_behind(mini):
+    t = tokens()
+    mini.train().with_drafts(t)
+    mini.eval()(t, t)
+    assert mini.last_losses["balance"] == 0
+
+
+def test_a_model_without_multi_token_prediction_drafts_nothing():
+    with pytest.raises(ValueError, match="the model has no multi-token prediction"):
+        build(replace(MINI_V3, num_nextn_predict_layers=0)).with_drafts(tokens())
+
+
+def test_drafts_need_two_tokens(mini):
+    with pytest.raises(ValueError, match=r"tokens must be .* of two tokens or more, not \[2, 1\]"):
+        mini.with_drafts(tokens(length=1))
+
+
 # decoding
 
 

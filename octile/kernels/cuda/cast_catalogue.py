@@ -88,7 +88,14 @@ def noted() -> Iterator[list[Launched]]:
     seen: list[Launched] = []
 
     def note(
-        name: str, constants: Mapping[str, int | bool], x: Tensor, blocks: int, threads: int, shared: int, *_: Any
+        name: str,
+        constants: Mapping[str, int | bool],
+        x: Tensor,
+        blocks: int,
+        threads: int,
+        shared: int,
+        *_: Any,
+        resident: int | None = None,
     ) -> None:
         seen.append(Launched(name, constants, shared))
 

@@ -1,7 +1,8 @@
 """Casts for Hopper in CUDA C++, with the signatures of those in Triton and bit for bit their results.
 
-    tiles.cu            1×128, of a matrix or of SwiGLU's result; and by a scale that is given
+    tiles.cu            1×128; and by a scale that is given
     squares.cu          128×128 numbers at once: rows and columns, requantising for the other side, weights both ways
+    swiglu.cu           SwiGLU's result, 1×128
     swiglu_backward.cu  SwiGLU's gradients and its result, along rows and columns
     rms_norm.cu         RMSNorm
     dequantize.cu       codes back to numbers
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda import products
+from octile.kernels.cuda import limits, products
 from octile.kernels.storage import new_scale, new_transposed
 
 NUMBERS = {  # enum Number of scale.cuh
@@ -38,11 +39,11 @@ NUMBERS = {  # enum Number of scale.cuh
     torch.uint8: 6,  # E5M6, packed: two codes in three bytes
 }
 SIDE, MOST_COLUMNS = 128, 16384  # of a square; of a row that RMSNorm takes
-SQUARE_THREADS, SQUARE_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 8 * 128 + 16  # place::bytes of square.cuh
+SQUARE_THREADS, SQUARE_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # place::bytes of square.cuh
 BESIDE_BYTES = 4 * SIDE * SIDE + 4 * 3 * SIDE  # what swiglu_backward.cu keeps besides
 
 # What the casts' speed depends on besides their shapes; `octile bench tune-casts` searches better ones on a GPU.
-#   rows     of a thread (tiles, dequantize) or of a block (rms_norm)
+#   rows     of a thread (tiles, swiglu, dequantize), or of a block one after the other (rms_norm)
 #   warps    of a block
 #   blocks   that must fit into a multiprocessor, which bounds the registers of a thread
 #   band     squares one below the other that run at the same time
@@ -51,18 +52,20 @@ SETTINGS: dict[str, dict[str, int]] = {
     "tiles, 32 bits": {"rows": 4, "warps": 8, "blocks": 3},
     "tiles, E5M6": {"rows": 8, "warps": 8, "blocks": 3},
     "scale given": {"rows": 8, "warps": 8, "blocks": 3},
-    "swiglu": {"rows": 4, "warps": 8, "blocks": 2},
-    "both": {"band": 8, "blocks": 3},
-    "turned_only": {"band": 8, "blocks": 2},
+    "swiglu": {"rows": 2, "warps": 4, "blocks": 8},
+    "swiglu, inputs kept": {"rows": 4, "warps": 4, "blocks": 6},
+    "both": {"band": 1, "blocks": 3},
+    "turned_only": {"band": 1, "blocks": 4},
     "columns": {"band": 8, "blocks": 3},
     "block": {"band": 8, "blocks": 3},
     "weight": {"band": 8, "blocks": 3},
-    "swiglu_backward": {"band": 8, "blocks": 2},
-    "swiglu_backward, wide": {"band": 8, "blocks": 1},
-    "rms_norm": {"rows": 4, "blocks": 3},
+    "swiglu_backward": {"band": 1, "blocks": 2},
+    "swiglu_backward, wide": {"band": 1, "blocks": 1},
+    "rms_norm": {"rows": 1, "blocks": 3},
     "rms_norm, wide": {"rows": 4, "blocks": 2},
     "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
 }
+NORM_BYTES = 2 * 4 * 32  # of shared memory: two rooms of rms_norm.cu
 NORM_UNITS = 4  # times eight columns of a row that a thread of rms_norm holds
 
 
@@ -74,13 +77,6 @@ class Form(IntEnum):
     COLUMNS = 2
     BLOCK = 3
     WEIGHT = 4
-
-
-class Source(IntEnum):
-    """enum Source of tiles.cu."""
-
-    MATRIX = 0
-    SWIGLU = 1
 
 
 def serves(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
@@ -218,10 +214,20 @@ def swiglu(
     if kept_dtype is not None:
         kept = gate.new_empty(2, *gate.shape, dtype=kept_dtype)
         kept_scale = new_scale(kept, 1, SIDE)
-    _tiles(
-        SETTINGS["swiglu"], gate, dtype, power_of_2, data=data, scale=scale, up=up, weight=weight,
-        keep=kept_dtype is not None, kept=kept, kept_scale=kept_scale, kept_power_of_2=kept_power_of_2,
+    m, h = gate.shape
+    lean = kept_dtype is None or gate.dtype == torch.float32  # of more rows the others take too many registers
+    settings = SETTINGS["swiglu" if lean else "swiglu, inputs kept"]
+    constants = {
+        "number": NUMBERS[gate.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2,
+        "weighted": weight is not None, "keep": kept_dtype is not None, "kept_format": NUMBERS[kept.dtype],
+        "kept_power_of_2": kept_power_of_2, **settings,
+    }  # fmt: skip
+    arguments = (
+        *map(_address, (gate, up, weight, data, scale, kept, kept_scale)), gate.stride(0), up.stride(0),
+        0 if weight is None else weight.stride(0), m, h, _inverse(_up(h, SIDE)),
     )  # fmt: skip
+    blocks = _up(m, 2 * settings["rows"] * settings["warps"]) * _up(h, SIDE)
+    _launch("swiglu", constants, gate, blocks, 32 * settings["warps"], 0, *arguments)
     return data, scale, kept, kept_scale
 
 
@@ -254,6 +260,7 @@ def swiglu_backward(
     arguments = (
         *map(_address, (dh, gate, up, gate_scale, up_scale, weight, *results)),
         dh.stride(0), gate.stride(0), up.stride(0), *steps_of_scales, 0 if weight is None else weight.stride(0), m, h,
+        _inverse(constants["band"] * (h // SIDE)),
     )  # fmt: skip
     squares, room = _up(m, SIDE) * (h // SIDE), SQUARE_BYTES + BESIDE_BYTES
     _launch("swiglu_backward", constants, gate, squares, SQUARE_THREADS, room, *arguments)
@@ -274,9 +281,9 @@ def rms_norm(
         "power_of_2": power_of_2, "values": values, "units": NORM_UNITS, "warps": warps,
         "rows": settings["rows"], "blocks": min(settings["blocks"], max(1, 28 // warps)),
     }  # fmt: skip
-    arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), x.stride(0), m, k)
-    room = 4 * warps * settings["rows"]
-    _launch("rms_norm", constants, x, _up(m, settings["rows"]), 32 * warps, room, *arguments)
+    arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
+    resident = None if values else constants["blocks"]
+    _launch("rms_norm", constants, x, _up(m, settings["rows"]), 32 * warps, NORM_BYTES, *arguments, resident=resident)
     return data, scale, rstd, y
 
 
@@ -288,23 +295,13 @@ def _tiles(
     data: Tensor,
     scale: Tensor | None = None,
     given: Tensor | None = None,
-    up: Tensor | None = None,
-    weight: Tensor | None = None,
-    keep: bool = False,
-    kept: Tensor | None = None,
-    kept_scale: Tensor | None = None,
-    kept_power_of_2: bool = False,
 ) -> None:
     m, k = x.shape[-2:]
     constants = {
-        "source": Source.MATRIX if up is None else Source.SWIGLU, "number": NUMBERS[x.dtype], "format": NUMBERS[dtype],
-        "power_of_2": power_of_2, "given": given is not None, "weighted": weight is not None, "keep": keep,
-        "kept_format": NUMBERS[dtype if kept is None else kept.dtype], "kept_power_of_2": kept_power_of_2, **settings,
+        "number": NUMBERS[x.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2, "given": given is not None,
+        **settings,
     }  # fmt: skip
-    arguments = (
-        *map(_address, (x, up, weight, data, scale, kept, kept_scale, given)), *(_steps(x) or ()),
-        0 if up is None else up.stride(-2), 0 if weight is None else weight.stride(0), m, k,
-    )  # fmt: skip
+    arguments = (*map(_address, (x, data, scale, given)), *(_steps(x) or ()), m, k, _inverse(_up(k, SIDE)))
     warp_rows, warps = 2 * settings["rows"], settings["warps"]
     room = warps * warp_rows * SIDE * 3 // 2 if dtype == torch.uint8 else 0
     blocks = _batches(x) * _up(m, warp_rows * warps) * _up(k, SIDE)
@@ -329,23 +326,34 @@ def _squares(
         "gather": rows is not None, **SETTINGS[form.name.lower()],
     }  # fmt: skip
     lean = x.dtype == torch.bfloat16 and dtype != torch.int8
-    if x.dtype == torch.float32 or (form is Form.BOTH and not lean):  # takes more registers
-        constants["blocks"] = min(constants["blocks"], 2)
+    most = 2 if x.dtype == torch.float32 or (form is Form.BOTH and not lean) else 3 if x.dtype == torch.uint8 else 4
+    constants["blocks"] = min(constants["blocks"], most)  # others take more registers
     steps = (n // 3 * 2 if x.dtype == torch.uint8 else n for n in _steps(x) or ())  # in numbers
     old_steps = (0, 0) if old_scale is None else (_step_of_batch(old_scale), old_scale.stride(-1))
     arguments = (
-        *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *steps, *old_steps, m, k
+        *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *steps, *old_steps, m, k,
+        _inverse(constants["band"] * _up(k, SIDE)),
     )  # fmt: skip
     blocks = _batches(x) * _up(m, SIDE) * _up(k, SIDE)
     _launch("squares", constants, x, blocks, SQUARE_THREADS, SQUARE_BYTES, *arguments)
 
 
 def _launch(
-    name: str, constants: Mapping[str, int | bool], x: Tensor, blocks: int, threads: int, shared: int, *arguments: Any
+    name: str,
+    constants: Mapping[str, int | bool],
+    x: Tensor,
+    blocks: int,
+    threads: int,
+    shared: int,
+    *arguments: Any,
+    resident: int | None = None,
 ) -> None:
+    """Launches a kernel where x lies; with `resident`, no more blocks than that many on each multiprocessor."""
     from octile.kernels.cuda import jit  # late: needs a GPU's driver
     from octile.kernels.cuda.driver import current_stream
 
+    if resident is not None:
+        blocks = min(blocks, resident * limits.multiprocessors(x.device))
     kernel = jit.load(name, constants, x.device)
     kernel.ready(blocks, 1, threads, shared, arguments, current_stream(kernel.device))()
 
@@ -378,6 +386,11 @@ def columns(data: Tensor) -> int:
 
 def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
+
+
+def _inverse(n: int) -> int:
+    """What `quotient` of tile.cuh divides by n with."""
+    return min(2**31 // n, 2**31 - 1)
 
 
 def _up(n: int, unit: int) -> int:

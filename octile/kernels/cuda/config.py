@@ -131,23 +131,19 @@ class Config:
 
     @property
     def of_rows(self) -> bool:
-        """Both operands have scales of rows."""
+        """Both operands have scales of rows: those of b take registers, and the copying threads, which read none, can do
+        with few."""
         return self.a_scales is self.b_scales is Scales.PER_ROW
 
     @property
     def copy_registers(self) -> int:
         """That a thread of the warpgroup that copies keeps."""
-        return {1: 40, 2: 24 if self._needs_registers else 40}.get(self.warpgroups, 32)
+        return {1: 40, 2: 24 if self.of_rows else 40}.get(self.warpgroups, 32)
 
     @property
     def math_registers(self) -> int:
         """That a thread of a warpgroup that multiplies may use."""
-        return {1: 255, 2: 240 if self._needs_registers else 232}.get(self.warpgroups, 160)
-
-    @property
-    def _needs_registers(self) -> bool:
-        """For scales of b's rows; the copying thread, which reads no scales and no groups then, can do with few."""
-        return self.of_rows and self.schedule is Schedule.DENSE
+        return {1: 255, 2: 240 if self.of_rows else 232}.get(self.warpgroups, 160)
 
     @property
     def sums(self) -> int:

@@ -9,7 +9,8 @@ Everything happens in the device's primary context, which is torch's.
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,11 +51,8 @@ class Launch:
         """The first launch of a thread, or one for a GPU that is not the current one, finds another context or none."""
         kernel = self._kernel
         if error in WRONG_CONTEXT:
-            checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(kernel.context))
-            try:
+            with kernel.in_context():
                 (error,) = driver.cuLaunchKernelEx(self._config, kernel.function, self._table, 0)
-            finally:
-                driver.cuCtxPopCurrent()
         checked(f"launching {kernel.name}", (error,))
 
 
@@ -75,14 +73,11 @@ class Kernel:
         torch.cuda.init()
         self.name, self.device = name, device
         self.context = checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
-        checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.context))
-        try:
+        with self.in_context():
             module = checked(f"loading {name}", driver.cuModuleLoadData(image))
             self.function = checked(f"finding {name}", driver.cuModuleGetFunction(module, name.encode()))
             self._allow_shared_memory()
             self.parameters = _parameters(self.function)
-        finally:
-            driver.cuCtxPopCurrent()
         self._configs: Recent[Any] = Recent(MOST_SHAPES)
         self._layout: struct.Struct | None = None  # as the first arguments say: four bytes may be an int or a float
 
@@ -122,6 +117,15 @@ class Kernel:
         lies.pack_into(buffer, 0, *arguments)
         struct.pack_into(f"<{len(self.parameters)}Q", buffer, table, *[start + at for at, _ in self.parameters])
         return Launch(self, config, buffer, start + table)
+
+    @contextmanager
+    def in_context(self) -> Iterator[None]:
+        """With the kernel's context current: a thread of autograd's has none before its first use of the GPU."""
+        checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.context))
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent()
 
     def _allow_shared_memory(self) -> None:
         """Permits all the shared memory that a block can have; a launch takes what it asks for."""

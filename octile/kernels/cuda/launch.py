@@ -66,7 +66,8 @@ class Prepared:
         key = (self, pointers, workspace, stream)
         launch = _launches.get(key)
         if launch is None:
-            arguments = self.plan.arguments(pointers, *workspace, tensor_map.encode)
+            with self.kernel.in_context():
+                arguments = self.plan.arguments(pointers, *workspace, tensor_map.encode)
             launch = _launches[key] = self.kernel.ready(*self.shape, arguments, stream)
         launch()
 

@@ -33,10 +33,11 @@ def bound() -> int | None:
 
 def num_sms(device: torch.device | int | None = None) -> int:
     """The multiprocessors of a GPU that products may use: all of them, or as many as `set_num_sms` said."""
-    there = _multiprocessors(torch.cuda.current_device() if device is None else device)
+    there = multiprocessors(torch.cuda.current_device() if device is None else device)
     return there if _bound is None else min(_bound, there)
 
 
 @cache  # every launch asks
-def _multiprocessors(device: torch.device | int) -> int:
+def multiprocessors(device: torch.device | int) -> int:
+    """Those of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

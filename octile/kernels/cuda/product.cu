@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     }
                 }
             };
-            // a step's scales, read while it is multiplied
+            // a step's scales; those of columns are many, and are read while it is multiplied
             auto factors = [&](int stage, Factors (&f)[waves]) {
                 const float* a = reinterpret_cast<const float*>(shared + memory::a_scale + stage * memory::a_scales);
                 const float* blocks = reinterpret_cast<const float*>(shared + memory::block_scale) + 4 * stage + copy;
@@ -246,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 }
             };
             auto columns = [&](int stage) {
+                if constexpr (config::held_columns > 0) __syncwarp();  // or the compiler reads them between the products
                 const uint8_t* scales = shared + memory::b_scale + stage * memory::b_scales;
                 return Columns(reinterpret_cast<const float*>(scales) + thread_column);
             };
@@ -289,9 +290,9 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 for (int step = 0; step < steps; ++step) {
                     const int stage = ring.stage;
                     arrive(step, ready);
-                    multiply(sum, stage, 0, false);
                     Factors f[waves];
                     factors(stage, f);
+                    multiply(sum, stage, 0, false);
                     const Columns of_b = columns(stage);
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) {
@@ -324,9 +325,9 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 auto begin = [&](int step, float (&sum)[count]) {
                     const int stage = ring.stage;
                     arrive(step);
-                    multiply(sum, stage, 0, false);
                     Factors f[waves];  // one
                     factors(stage, f);
+                    multiply(sum, stage, 0, false);
                     ring.advance();
                     return Step{stage, f[0], columns(stage)};
                 };

@@ -1,7 +1,7 @@
 // RMSNorm, cast as it is made: y = x · rstd · weight of whole rows, in tiles of 1×128.
 //
-// A block takes config::rows rows, one after the other. A thread holds config::units times eight columns of a row; 16
-// threads beside each other hold a tile.
+// A block takes config::rows rows, one after the other, and then its next turn. A thread holds config::units times eight
+// columns of a row; 16 threads beside each other hold a tile.
 //
 // NOTES
 // - While a row is summed, cast and stored, the next one is on its way.
@@ -9,8 +9,9 @@
 #include "tile.cuh"
 
 constexpr int units = config::units, norm_warps = config::warps, norm_threads = 32 * norm_warps;
+constexpr int room_floats = 32;  // a multiple of four: the compiler reads vectors of 16 bytes there
 
-// The sum over the block. Each call in turn has room of its own, so that one barrier does.
+// The sum over the block. Two calls in turn have rooms of their own, so that one barrier does.
 __device__ __forceinline__ float over_block(float x, float* room) {
 #pragma unroll
     for (int bit = 16; bit >= 1; bit /= 2) x = __fadd_rn(x, __shfl_xor_sync(whole_warp, x, bit));
@@ -38,15 +39,18 @@ __device__ __forceinline__ void store_values(uint8_t* y, int64_t index, const Fl
     }
 }
 
-// x: [m, k] numbers, rows x_row apart; weight [k]. y, in x's numbers, where config::values.
+// x: [m, k] numbers, rows x_row apart; weight [k]. y, in x's numbers, where config::values. per_number: 1 / k.
 extern "C" __global__ void __launch_bounds__(norm_threads, config::blocks)
 rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, float* rstds, uint8_t* y, float eps,
-         int64_t x_row, int m, int k) {
+         float per_number, int64_t x_row, int m, int k) {
     constexpr int number = config::number, format = config::format;
     constexpr bool power_of_2 = config::power_of_2;
-    float* room = reinterpret_cast<float*>(ptx::dynamic_shared());
+    float *rooms = reinterpret_cast<float*>(ptx::dynamic_shared()), *room = rooms;
     const int column = threadIdx.x * 8, step = norm_threads * 8;  // of unit u: column + u · step
-    const int first = blockIdx.x * config::rows, last = min(first + config::rows, m);
+    const int first = blockIdx.x * config::rows;
+    auto after = [&](int i) {
+        return i % config::rows < config::rows - 1 ? i + 1 : i + 1 + static_cast<int>(gridDim.x - 1) * config::rows;
+    };
 
     auto load_row = [&](int i, int u, bool there) {
         const int at = column + u * step;
@@ -60,18 +64,20 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
 #pragma unroll
     for (int u = 0; u < units; ++u) next[u] = load_row(first, u, true);
 #pragma unroll 1
-    for (int i = first; i < last; ++i, room += norm_warps) {
+    for (int i = first, next_row; i < m; i = next_row) {
         float squares = 0.0f;
+        next_row = after(i);
 #pragma unroll
         for (int u = 0; u < units; ++u) {
             row[u] = next[u];
-            next[u] = load_row(i + 1, u, i + 1 < last);
+            next[u] = load_row(next_row, u, next_row < m);
         }
 #pragma unroll
         for (int u = 0; u < units; ++u)
 #pragma unroll
             for (int j = 0; j < 8; ++j) squares = __fmaf_rn(row[u].at(j), row[u].at(j), squares);
-        const float mean = __fdiv_rn(over_block(squares, room), static_cast<float>(k));
+        const float mean = __fmul_rn(over_block(squares, room), per_number);
+        room = room == rooms ? rooms + room_floats : rooms;
         const float rstd = ptx::reciprocal_root(__fadd_rn(mean, eps));
         ptx::store_float(rstds + i, rstd, threadIdx.x == 0);
 
@@ -100,7 +106,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
             for (int u = 0; u < units; ++u) {  // found once more: rare, and in few registers
                 const bool there = column + u * step < k;
                 const Floats again = normalised(load_row(i, u, true), load_weight(u));
-                const Divisor divisor = from_owner<in_halves, units, power_of_2>(own, u);
+                const Divisor divisor = from_owner<units, power_of_2>(own, u);
                 float quotient[8];
 #pragma unroll
                 for (int j = 0; j < 8; ++j) quotient[j] = divisor.divide_carefully(again.at(j));
@@ -109,7 +115,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
         } else {
 #pragma unroll
             for (int u = 0; u < units; ++u) {
-                const Divisor divisor = from_owner<in_halves, units, power_of_2>(own, u);
+                const Divisor divisor = from_owner<units, power_of_2>(own, u);
                 float quotient[8];
 #pragma unroll
                 for (int j = 0; j < 8; ++j) quotient[j] = divisor.template divide<power_of_2>(value[u].at(j));

@@ -5,11 +5,12 @@
 // config::gather, row i of the result is row picked[i] of the matrix.
 extern "C" __global__ void __launch_bounds__(square_threads, config::blocks)
 squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data, float* scale, uint8_t* data_t,
-        float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k) {
+        float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k,
+        int band_inverse) {
     constexpr int number = config::number;
     const Cast to{data, data_t, scale, scale_t};
     uint8_t* shared = ptx::dynamic_shared();
-    const Square at = take_square<config::band>(m, k);
+    const Square at = square_of<config::band>(blockIdx.x, m, k, band_inverse);
     const int there = at.rows();
     auto row_of = [&](int i) -> int64_t {
         if constexpr (config::gather) return static_cast<int>(ptx::load_4(picked + at.row() + i, i < there));

@@ -61,8 +61,8 @@ struct Row {
                 } else {
                     const float g = gate_at(j), s = sigmoid(g);
                     gated.value[j] = __fmul_rn(g, s);
-                    const float slope = __fmaf_rn(g, __fsub_rn(1.0f, s), 1.0f);
-                    x = __fmul_rn(__fmul_rn(__fmul_rn(x, up_at(j)), s), slope);
+                    const float slope = __fmaf_rn(gated.value[j], __fsub_rn(1.0f, s), s);  // s · (1 + g · (1 − s))
+                    x = __fmul_rn(__fmul_rn(x, up_at(j)), slope);
                 }
             }
             found.value[j] = x;
@@ -79,19 +79,26 @@ struct Row {
 // What the thread needs of `count` rows from the first on, all of it under way at once.
 template <int part, int count>
 __device__ __forceinline__ void load(Row<part> (&row)[count], const Inputs& from, const Square& at, int first) {
-    const int there = at.rows() - first;
     const int64_t m = at.row() + first;
+    const int there = at.rows() - first;
     const uint8_t* dh = ptx::forget(from.dh) + bytes<config::dh_number>(m * from.dh_row + at.column());
     const uint8_t* gate = from.gate + bytes<config::number>(m * from.gate_row + at.column());
     const uint8_t* up = ptx::forget(from.up) + bytes<config::number>(m * from.up_row + at.column());
+    auto load_rows = [&](bool all) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-        if constexpr (part != of_h || config::weighted) row[i].dh = load_eight<config::dh_number>(dh, i < there);
-        if constexpr (part == of_gate) row[i].gate = load_eight<config::number>(gate, i < there);
-        if constexpr (part != of_up) row[i].up = load_eight<config::number>(up, i < there);
-        dh += bytes<config::dh_number>(from.dh_row);
-        gate += bytes<config::number>(from.gate_row), up += bytes<config::number>(from.up_row);
-    }
+        for (int i = 0; i < count; ++i) {
+            const bool is_there = all || i < there;
+            if constexpr (part != of_h || config::weighted) row[i].dh = load_eight<config::dh_number>(dh, is_there);
+            if constexpr (part == of_gate) row[i].gate = load_eight<config::number>(gate, is_there);
+            if constexpr (part != of_up) row[i].up = load_eight<config::number>(up, is_there);
+            dh += bytes<config::dh_number>(from.dh_row);
+            gate += bytes<config::number>(from.gate_row), up += bytes<config::number>(from.up_row);
+        }
+    };
+    if ((at.m_tile + 1) * side <= at.m)  // most squares: nothing is asked, and nothing set to zero
+        load_rows(true);
+    else
+        load_rows(false);
 }
 
 template <int part, int form, int format, bool power_of_2>
@@ -125,11 +132,11 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
                 const float* up_scale, const float* weight, uint8_t* data, float* scale, uint8_t* data_t,
                 float* scale_t, uint8_t* h_t, float* h_scale_t, float* parts, int64_t dh_row, int64_t gate_row,
                 int64_t up_row, int64_t gate_scale_row, int64_t gate_scale_tile, int64_t up_scale_row,
-                int64_t up_scale_tile, int64_t weight_step, int m, int h) {
+                int64_t up_scale_tile, int64_t weight_step, int m, int h, int band_inverse) {
     const Cast gradients{data, data_t, scale, scale_t}, result{nullptr, h_t, nullptr, h_scale_t};
     const Inputs from{dh, gate, up, dh_row, gate_row, up_row, parts};
     uint8_t* shared = ptx::dynamic_shared();
-    const Square at = take_square<config::band>(m, h);
+    const Square at = square_of<config::band>(blockIdx.x, m, h, band_inverse);
     if (threadIdx.x < side) {
         const int64_t row = at.m_tile * side + threadIdx.x;
         const bool kept = config::number >= e4m3 && row < m, weighted = config::weighted && row < m;

@@ -30,7 +30,7 @@ SWIGLU: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
 NORM = Rows(numbers=8192, numbers_a_warp=NUMBERS_A_WARP, warps=32)
 NORM_BACKWARD = Rows(numbers=4096, numbers_a_warp=256, warps=16)  # holds a row's sums, and the next row on its way
 PERMUTE_BYTES, PERMUTE_BYTES_A_WARP = 8192, 2048  # of one row, for a program and for one of its warps
-PERMUTE_SCALES: dict[str, Any] = {"ROWS": 256, "TILES": 8}  # of the result, for a program
+PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, for a program
 ADAMW: dict[str, Any] = {"NUMBERS": 1024, "num_warps": 4}
 ROPE: dict[str, Any] = {"HEADS": 16, "num_warps": 4}  # heads of a token
 UNPERMUTE: dict[str, Any] = {"COLS": 1024, "num_warps": 8}  # numbers of K rows

@@ -69,7 +69,7 @@ def gpu() -> Iterator[list[Any]]:
         patch.setattr(plan, "_k_major", k_major)
         patch.setattr(launch, "current_stream", lambda device: 7)
         patch.setattr(launch.jit, "load", lambda _, constants, *others: FakeKernel(decided[-1], constants, launches))
-        patch.setattr(limits, "_multiprocessors", lambda device: 132)
+        patch.setattr(limits, "multiprocessors", lambda device: 132)
         patch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         for module, names in (

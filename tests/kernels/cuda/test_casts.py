@@ -41,10 +41,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.append(t)
         return t.data_ptr()
 
-    def launch(name, constants, x, blocks, threads, shared, *arguments) -> None:
+    def launch(name, constants, x, blocks, threads, shared, *arguments, resident=None) -> None:
         given = [t for t in memory if t.numel()]
+        grid = blocks if resident is None else min(blocks, 2)  # so that blocks have several turns
         emulator.run(
-            name, constants, grid=blocks, threads=threads, shared_bytes=shared, arguments=arguments, memory=given
+            name, constants, grid=grid, threads=threads, shared_bytes=shared, arguments=arguments, memory=given
         )  # fmt: skip
         memory.clear()
 
@@ -266,6 +267,16 @@ def test_rms_norm_of_zeros_and_of_nan():
     assert rstd.isnan().tolist() == scale.isnan().all(1).tolist() == data.float().isnan().all(1).tolist()
     assert rstd.isnan().tolist() == [False, False, True]
     assert not data[0].float().any()
+
+
+# ---- Which part of a matrix a block takes ----
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 56, 448, 12345, 2**31 - 1])
+def test_what_the_host_divides_is_at_most_one_too_small(d: int):
+    """`quotient` of tile.cuh adds the one."""
+    numbers = {0, 1, d - 1, d, 2 * d - 1, 1000 * d, 2**31 - 1, *torch.randint(2**31, (1000,)).tolist()}
+    assert {n // d - (n * casts._inverse(d) >> 31) for n in numbers if n < 2**31} <= {0, 1}
 
 
 # ---- What is taken ----

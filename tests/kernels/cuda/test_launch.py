@@ -1,6 +1,7 @@
 """A product's launch is decided once for a layout, and made once for tensors at the same addresses."""
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []
-        self.made = 0
+        self.made = self.entered = 0
+
+    @contextmanager
+    def in_context(self):
+        self.entered += 1
+        yield
 
     def ready(self, *arguments):
         self.made += 1
@@ -56,6 +62,13 @@ def test_a_second_launch_is_the_same_and_is_not_made_again(kernel: FakeKernel):
     launching.launch(p)
     assert kernel.launches[0] == kernel.launches[1]
     assert kernel.made == 1
+
+
+def test_maps_are_made_in_the_kernels_context(kernel: FakeKernel, monkeypatch):
+    entered = []
+    monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: entered.append(kernel.entered) or b"")
+    launching.launch(_product())
+    assert entered and set(entered) == {1}
 
 
 def test_another_stream_is_another_launch(kernel: FakeKernel, monkeypatch):

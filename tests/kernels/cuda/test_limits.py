@@ -12,10 +12,10 @@ from octile.kernels.cuda import limits
 def a_gpu_of_132(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    limits._multiprocessors.cache_clear()
+    limits.multiprocessors.cache_clear()
     yield
     limits.set_num_sms(None)
-    limits._multiprocessors.cache_clear()
+    limits.multiprocessors.cache_clear()
 
 
 def test_all_multiprocessors_are_used_by_default():

@@ -27,8 +27,10 @@ namespace place {  // in shared memory
 constexpr int turned_bytes = 0;
 constexpr int maxima = turned_bytes + side * side;   // float [warps][side], of columns, or one for each warp
 constexpr int divisors = maxima + 4 * warps * side;  // Divisor [8][16]: a thread's columns lie 16 apart
-constexpr int care = divisors + 8 * side;            // int [4]: whether a divisor of 32 columns needs care
-constexpr int bytes = care + 16;
+constexpr int row_divisors = divisors + 8 * side;    // Divisor [side], of rows
+constexpr int row_maxima = row_divisors + 8 * side;  // float [side]
+constexpr int care = row_maxima + 4 * side;          // int [8]: whether a divisor of 32 columns, or rows, needs care
+constexpr int bytes = care + 32;
 }  // namespace place
 
 __device__ __forceinline__ unsigned round_up(unsigned n, unsigned unit) { return (n + unit - 1) / unit * unit; }
@@ -47,20 +49,19 @@ struct Square {
     __device__ __forceinline__ int rows() const { return column() < k ? static_cast<int>(m - row()) : 0; }
 };
 
-// Which square a block takes. Those that run at the same time lie beside each other both ways, `band_height` of them along
-// M: rows of the result are contiguous along K, those of the turned one along M, and neither should be written in pieces
-// that lie far apart.
+// The square of an index. Those that are taken at the same time lie beside each other both ways, `band_height` of them
+// along M: rows of the result are contiguous along K, those of the turned one along M, and neither should be written in
+// pieces that lie far apart. band_inverse: that of a band's squares, for `quotient`.
 template <unsigned band_height>
-__device__ __forceinline__ Square take_square(unsigned m, unsigned k) {
+__device__ __forceinline__ Square square_of(unsigned index, unsigned m, unsigned k, unsigned band_inverse) {
     const unsigned m_tiles = tiles(m), k_tiles = tiles(k), of_matrix = m_tiles * k_tiles;
     Square at{0, 0, 0, m, k};
-    unsigned index = blockIdx.x;
     if (index >= of_matrix) {
         at.batch = index / of_matrix;
         index -= at.batch * of_matrix;
     }
-    const unsigned band = index / (band_height * k_tiles), first = band * band_height, in_band = index - first * k_tiles;
-    const unsigned height = min(m_tiles - first, band_height);
+    const unsigned band = quotient(index, band_height * k_tiles, band_inverse), first = band * band_height;
+    const unsigned in_band = index - first * k_tiles, height = min(m_tiles - first, band_height);
     at.k_tile = height == band_height ? in_band / band_height : in_band / height;
     at.m_tile = first + in_band - at.k_tile * height;
     return at;
@@ -90,32 +91,48 @@ __device__ __forceinline__ void store_turned(uint8_t* data_t, const Square& at, 
     }
 }
 
-// The divisors of all columns into shared memory, from what each warp found of them; and the scales to memory.
-template <int format, bool power_of_2>
-__device__ __forceinline__ void find_columns(float* scale_t, const Square& at, uint8_t* shared) {
-    if (threadIdx.x >= side) return;
-    const float* maxima = reinterpret_cast<const float*>(shared + place::maxima) + threadIdx.x;
-    float amax = maxima[0];
+// The divisors of all columns into shared memory, from what each warp found of them, and where with_rows those of all rows,
+// by the threads that have no column; and the scales to memory.
+template <int format, bool power_of_2, bool with_rows>
+__device__ __forceinline__ void find_divisors(const Cast& to, const Square& at, uint8_t* shared) {
+    const unsigned own = threadIdx.x % side;
+    const bool of_row = threadIdx.x >= side;
+    if (of_row && !with_rows) return;
+    float amax, *scale_to;
+    bool there;
+    Divisor* divisor_to;
+    if (of_row) {
+        amax = reinterpret_cast<const float*>(shared + place::row_maxima)[own];
+        const unsigned row = at.m_tile * side + own;
+        scale_to = to.scale + (wide(at.batch, tiles(at.k)) + at.k_tile) * round_up(at.m, 4) + row;
+        there = row < at.m;
+        divisor_to = reinterpret_cast<Divisor*>(shared + place::row_divisors) + own;
+    } else {
+        const float* maxima = reinterpret_cast<const float*>(shared + place::maxima) + own;
+        amax = maxima[0];
 #pragma unroll
-    for (int w = 1; w < warps; ++w) amax = larger(amax, maxima[w * side]);
+        for (int w = 1; w < warps; ++w) amax = larger(amax, maxima[w * side]);
+        const unsigned column = at.k_tile * side + own;
+        scale_to = to.scale_t + (wide(at.batch, tiles(at.m)) + at.m_tile) * round_up(at.k, 4) + column;
+        there = column < at.k;
+        divisor_to = reinterpret_cast<Divisor*>(shared + place::divisors) + own % 8 * 16 + own / 8;
+    }
     const float scale = scale_of<format, power_of_2>(amax);
-    const unsigned column = at.k_tile * side + threadIdx.x;
-    const int64_t row = wide(at.batch, tiles(at.m)) + at.m_tile;
-    ptx::store_float(scale_t + row * round_up(at.k, 4) + column, scale, column < at.k);
+    ptx::store_float(scale_to, scale, there);
     const Divisor divisor = divisor_of<power_of_2>(scale);
-    reinterpret_cast<Divisor*>(shared + place::divisors)[threadIdx.x % 8 * 16 + threadIdx.x / 8] = divisor;
+    *divisor_to = divisor;
     if constexpr (!power_of_2)
         reinterpret_cast<int*>(shared + place::care)[threadIdx.x / 32] = __any_sync(whole_warp, divisor.needs_care());
 }
 
-// What the thread divides by: its rows', of which a lane owns one, or one for all; and its columns', in shared memory.
+// What the thread divides by: its rows and its columns, in shared memory, or one for all.
 struct Divisors {
-    Divisor of_row;
-    const Divisor* of_columns;
+    Divisor of_all;
+    const Divisor *of_rows, *of_columns;
 
-    template <int form, bool power_of_2>
+    template <int form>
     __device__ __forceinline__ Divisor row(int i) const {
-        return form == both ? from_owner<crossed, 8, power_of_2>(of_row, i) : of_row;
+        return form == both ? of_rows[i] : of_all;
     }
     __device__ __forceinline__ Divisor column(int j) const { return of_columns[16 * j]; }
 };
@@ -175,7 +192,7 @@ __device__ __forceinline__ void store_square(
         float quotient[4][8];
 #pragma unroll
         for (int r = 0; r < 4; ++r, data += at.k) {
-            const Divisor of_row = by.row<form, power_of_2>(4 * four + r);
+            const Divisor of_row = by.row<form>(4 * four + r);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const Divisor divisor = form == columns ? by.column(j) : of_row;
@@ -205,7 +222,7 @@ __device__ __forceinline__ void store_square_carefully(
 #pragma unroll 1
     for (int i = 0; i < 8; ++i, data += at.k) {
         const Floats x = again(i);
-        const Divisor of_row = by.row<form, false>(i);
+        const Divisor of_row = by.row<form>(i);
         float quotient[8];
         if constexpr (form != turned_only) {
 #pragma unroll
@@ -252,11 +269,9 @@ __device__ __forceinline__ void cast_square(
         float amax[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) amax[i] = x[i].amax();
-        const float scale = scale_of<format, power_of_2>(over_row<crossed>(amax, larger));
-        const unsigned row = at.row() + owned<8>();
-        const int64_t tile = wide(at.batch, tiles(at.k)) + at.k_tile;
-        ptx::store_float(to.scale + tile * round_up(at.m, 4) + row, scale, first_owner<8>() && row < at.m);
-        by.of_row = divisor_of<power_of_2>(scale);
+        const float own = over_row<crossed>(amax, larger);
+        if (first_owner<8>())
+            reinterpret_cast<float*>(shared + place::row_maxima)[at.row() % side + owned<8>()] = own;
     } else if constexpr (!by_column) {
         float amax = largest_of(x).amax();
 #pragma unroll
@@ -265,8 +280,9 @@ __device__ __forceinline__ void cast_square(
     }
     __syncthreads();
     if constexpr (by_column) {
-        find_columns<format, power_of_2>(to.scale_t, at, shared);
+        find_divisors<format, power_of_2, form == both>(to, at, shared);
         __syncthreads();
+        by.of_rows = reinterpret_cast<const Divisor*>(shared + place::row_divisors) + at.row() % side;
         by.of_columns = reinterpret_cast<const Divisor*>(shared + place::divisors) + lane % 16;
     } else {
         float amax = maxima[0];
@@ -275,15 +291,17 @@ __device__ __forceinline__ void cast_square(
         const float scale = scale_of<format, power_of_2>(amax);
         const int64_t row = wide(at.batch, tiles(at.m)) + at.m_tile;
         ptx::store_float(to.scale + row * tiles(at.k) + at.k_tile, scale, threadIdx.x == 0);
-        by.of_row = divisor_of<power_of_2>(scale);
+        by.of_all = divisor_of<power_of_2>(scale);
     }
 
     bool care = false;
-    if constexpr (!power_of_2 && form != turned_only && form != columns) care = by.of_row.needs_care();
-    if constexpr (!power_of_2 && by_column) {
-        const int4 of_columns = *reinterpret_cast<const int4*>(shared + place::care);
-        care |= (of_columns.x | of_columns.y | of_columns.z | of_columns.w) != 0;
-    }
+    if constexpr (!power_of_2 && !by_column) care = by.of_all.needs_care();
+    if constexpr (!power_of_2 && by_column)
+#pragma unroll
+        for (int i = 0; i < (form == both ? 2 : 1); ++i) {
+            const int4 flags = reinterpret_cast<const int4*>(shared + place::care)[i];
+            care |= (flags.x | flags.y | flags.z | flags.w) != 0;
+        }
     uint8_t* turned = shared + turned_place(lane % 16, warp * 2 + row_of_lane<crossed>());
     if (!power_of_2 && __any_sync(whole_warp, care))
         store_square_carefully<form, format>(to, at, again, by, turned);

@@ -7,6 +7,12 @@ constexpr uint32_t whole_warp = 0xFFFFFFFF;
 
 __device__ constexpr int log2(int n) { return n < 2 ? 0 : 1 + log2(n / 2); }
 
+// n / d, from min(2³¹ / d, 2³¹ − 1) rounded down; n is less than 2³¹. The host divides, since here it takes 20 instructions.
+__device__ __forceinline__ unsigned quotient(unsigned n, unsigned d, unsigned inverse) {
+    const unsigned q = static_cast<uint64_t>(n) * inverse >> 31;  // may be one too small
+    return n - q * d >= d ? q + 1 : q;
+}
+
 // How the 16 lanes of a row lie in a warp: in one half of it; or crossed, eight in each half, so that one row has lanes
 // 0 … 7 and 24 … 31 and the other 8 … 23.
 enum Lanes { in_halves, crossed };
@@ -49,11 +55,10 @@ __device__ __forceinline__ bool first_owner() {
     return ptx::lane() % (16 / count) == 0;
 }
 
-// The divisor of number `i` from the lane of this row that owns it.
-template <int lanes, int count, bool power_of_2>
+// The divisor of number `i` from the lane of this row that owns it; the lanes of a row lie in one half of the warp.
+template <int count, bool power_of_2>
 __device__ __forceinline__ Divisor from_owner(const Divisor& owned, int i) {
-    const unsigned in_half = i << (4 - log2(count)), row = row_of_lane<lanes>();
-    const unsigned lane = in_half | (lanes == crossed ? row ^ in_half / 8 : row) * 16;
+    const unsigned lane = i << (4 - log2(count)) | ptx::lane() / 16 * 16;
     const float inverse = __shfl_sync(whole_warp, owned.inverse, lane);
     return {inverse, power_of_2 ? 0.0f : __shfl_sync(whole_warp, owned.rest, lane)};
 }
