@@ -24,14 +24,15 @@ from octile.kernels.cuda.problem import Chip, Problem, rounded
 
 LAUNCH = 3000  # cycles until the first products, and after the last
 L2_BYTES = 36  # a cycle, for each of the multiprocessors when all load; its 96 ports of 64 bytes would give 46,
-L2_BYTES_ONCE = 46  # which tiles get that are made in one round; and no multiprocessor takes more than
-OWN_BYTES = 52
-CLUSTER = 2700  # cycles more until the blocks of a cluster have all begun and ended: hidden where they make many tiles
-PART = 1500  # cycles to write, count and read each part of a split sum
+L2_BYTES_ONCE = 52  # and more is seen where all tiles are made in one round
+OWN_BYTES = 75  # that one multiprocessor takes at most
+CLUSTER = 2000  # cycles more until the blocks of a cluster have all begun and ended: hidden where they make many tiles
+PART = 2400  # cycles to write, count and read each part of a split sum
 MEMORY_BYTES = 2450  # a cycle, of all
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1200  # cycles from asking for a stage to having it
 STAGING = 400  # cycles to fill a part of the staging, and to wait until it was emptied
+LEAST = 250  # cycles of a step, however small: waiting for a stage, multiplying, waiting for the sums
 WAIT = 100  # cycles between the last multiplication of a step and the first addition
 MOST_STAGES = 12
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
@@ -124,6 +125,8 @@ def _with_splits(
     except ValueError:
         return
     steps, tiles = -(-p.k // STEP), _tiles(p, first)
+    if ping_pong and tiles < chip.multiprocessors:  # one warpgroup of each block would have none
+        return
     for filled in _filled(first):
         yield filled
         if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
@@ -194,18 +197,18 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     alone = own + (add + WAIT * c.waves) / c.accumulators
     load = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * STEP
     slow = min((L2_BYTES_ONCE if rounds == 1 else L2_BYTES) * chip.multiprocessors / busy, OWN_BYTES)
-    step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1))
+    step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
         step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
     stored = c.tile_m * c.tile_n * (4 if c.out_float or c.split_k > 1 else 2) / STORE_BYTES
     if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
         stored *= 2
     times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
-    if c.store is Store.TMA and c.out_float:  # waits for the memory, not for the room
+    if c.store is Store.TMA and c.out_float and c.schedule is Schedule.DENSE:  # waits for memory, not for the room
         times = 1
     epilogue = 300 + STAGING * times + stored + (PART * c.split_k if c.split_k > 1 else 0)
     under_products = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
-    hidden = 0.2 if c.ping_pong else 0.5 if under_products else 1
+    hidden = 0.2 if c.ping_pong else 1 if not under_products else 0.5 if c.waves > 1 else 0.9
     tile = steps * step * (_slower(c) if busy == workers else 1) + epilogue * (hidden if rounds > 1 else 1)
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
@@ -224,10 +227,10 @@ def _slower(c: Config) -> float:
     if c.ping_pong:
         return 1.5 if of_rows else 1.35
     if c.warpgroups == 3:
-        return 1.7 if of_rows else 1.1
+        return 1.7 if of_rows else 1.07
     if c.waves == 1 and c.accumulators == 1:
         return 2.0 if of_rows else 1.25
-    return 1.55 if of_rows else 1.15
+    return 1.55 if of_rows else 1.17 if c.stages == 3 else 1.15  # with three, some products wait for a stage
 
 
 LARGE = (
