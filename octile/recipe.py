@@ -23,6 +23,7 @@ import json
 import tomllib
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,7 +92,13 @@ class Casts:
     wgrad_x: Cast
     wgrad_dy: Cast
 
+    @cached_property
+    def routed(self) -> tuple[Cast, Cast]:
+        """dy and wgrad_dy where rows travel in 8 bits and are cast again: with the scales of x, powers of two if they are."""
+        return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
+
     def __post_init__(self) -> None:
+        assert self.routed  # made now: the compiler of torch 2.11 cannot make a cast
         if self.delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
             raise ValueError("wgrad_x and wgrad_dy must be x and dy where a scale is delayed: a history has no others")
 

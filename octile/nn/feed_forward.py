@@ -22,7 +22,6 @@ Shapes: T tokens, D model, I intermediate, E experts, K chosen experts, R = T·K
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -179,8 +178,9 @@ class _Way:
         """dy as dgrad and as wgrad take it. To the experts it goes in tiles that can be cast again."""
         if self.routed is None:
             return cast_gradient(dy, casts)
-        q = cast(dy, replace(casts.dy, scale=casts.x.scale), "dy")
-        return self.there(q), self.again_there(q, replace(casts.wgrad_dy, scale=casts.wgrad_x.scale), "wgrad_dy")
+        of_dgrad, of_wgrad = casts.routed
+        q = cast(dy, of_dgrad, "dy")
+        return self.there(q), self.again_there(q, of_wgrad, "wgrad_dy")
 
 
 class _Halves(NamedTuple):

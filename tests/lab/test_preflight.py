@@ -8,11 +8,11 @@ from torch import nn
 
 from octile.lab.capture import Captured
 from octile.lab.preflight import by_channel, cast_as, own_loss, preflight
-from octile.lab.preflight_check import measured
+from octile.lab.preflight_check import measured, watched
 from octile.lab.tensor_core import product, tensor_core
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
-from octile.recipe import Recipe
+from octile.recipe import PRODUCTS, Recipe
 from octile.scaled import quantize
 
 D, TOKENS, BAD = 128, 96, 2
@@ -177,6 +177,33 @@ def test_weight_gradients_of_experts_are_measured():
     real = measured(Mixture(), (batch()[0],), Recipe.deepseek_v3())
     assert set(real) == {(f"experts.{name}.{g}", "wgrad") for name in ("down", "gate_up") for g in (0, 1)}
     assert all(25 < error.snr_db < 35 for error in real.values())
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"])
+@pytest.mark.parametrize(("model", "given"), [(Net(BAD), batch()), (Mixture(), (batch()[0],))])
+def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, recipe):
+    named = Recipe.named(recipe)
+    results = measured(model, given, named)
+    training = apply_recipe(copy.deepcopy(model), named)
+    with watched(training) as seen:
+        own_loss(training, given).backward()
+    assert results.keys() <= seen.keys()
+    for place, error in results.items():
+        assert seen[place].noise == pytest.approx(error.noise, rel=1e-3), place
+
+
+def test_every_product_of_every_expert_is_watched():
+    training = apply_recipe(Mixture(), Recipe.deepseek_v3())
+    with watched(training) as seen:
+        own_loss(training, (batch()[0],)).backward()
+    assert set(seen) == {(f"experts.{w}.{g}", p) for w in ("down", "gate_up") for g in (0, 1) for p in PRODUCTS}
+
+
+def test_products_that_are_not_in_8_bits_are_not_watched(found):
+    training = apply_recipe(Net(BAD), found.recipe)
+    with watched(training) as seen:
+        own_loss(training, batch()).backward()
+    assert {layer for layer, _ in seen} == {f"layers.{i}" for i in range(4) if i != BAD} | {"out"}
 
 
 class Returns(nn.Module):

@@ -1,15 +1,18 @@
 """Which kernel for which product: arithmetic on the shape and the chip, no table and no trial.
 
-A tile's time is what its steps take, plus what it takes to store it; a product's, the tiles that one multiprocessor
-makes one after the other. A step of 128 along K takes as long as the slowest of
+A tile's time is what its steps take, plus what it takes to store it, as far as that does not lie under the products of
+others; a product's, the tiles that one multiprocessor makes one after the other. A step of 128 along K takes as long as
+the slowest of
 
     multiplying     64 rows × n columns: 2n cycles on the tensor cores, or 64 + n to read both from shared memory
     one warpgroup   its own multiplication and then the additions on the CUDA cores, which two accumulators overlap
     loading         both tiles from the L2 cache, of what a cluster shares a block's part; and, of all, from memory
+    waiting         for a stage that was asked for as many steps ago as there are others
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
-of reading the weights from all multiprocessors at once. The constants are estimates; `octile bench tune` measures
-`candidates` and keeps what it finds.
+of reading the weights from all multiprocessors at once. The constants are estimates, some made to agree with what
+variants took on an H200 (benchmarks/results/h200_variants*.txt); `octile bench tune` measures `candidates` and keeps
+what it finds.
 """
 
 from collections.abc import Iterator
@@ -137,7 +140,7 @@ def _with_splits(
 
 
 def _filled(config: Config) -> Iterator[Config]:
-    """With as many stages as there is room for, and with those that leave room to stage all of the result at once."""
+    """With as many stages as there is room for, and with those that leave room to stage a wave of the result or all."""
     stage = config.teams * config.stage_bytes
     piece = config.warpgroups * config.piece_bytes
     room = SHARED_BYTES - config.other_bytes
@@ -200,7 +203,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
         step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
-    stored = c.tile_m * c.tile_n * (4 if c.out_float or c.split_k > 1 else 2) / STORE_BYTES
+    stored = c.tile_m * c.tile_n * (4 if c.split_k > 1 else c.out_bytes) / STORE_BYTES
     if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
         stored *= 2
     times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
@@ -214,7 +217,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
     if p.accumulate:
-        memory += 2 * (4 if p.out_float else 2) * p.m * p.n * weights / MEMORY_BYTES
+        memory += 2 * c.out_bytes * p.m * p.n * weights / MEMORY_BYTES
     under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
     made = rounds * tile + (CLUSTER if c.cluster > 1 and rounds == 1 else 0)
@@ -222,15 +225,14 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
 
 
 def _slower(c: Config) -> float:
-    """Than the arithmetic says a step is where all multiprocessors are busy: on an H200 (h200_variants.txt)."""
-    of_rows = c.b_scales is Scales.PER_ROW and c.a_scales is Scales.PER_ROW
+    """Than the arithmetic says a step is where all multiprocessors are busy: on an H200."""
     if c.ping_pong:
-        return 1.5 if of_rows else 1.35
+        return 1.5 if c.of_rows else 1.35
     if c.warpgroups == 3:
-        return 1.7 if of_rows else 1.07
+        return 1.7 if c.of_rows else 1.07
     if c.waves == 1 and c.accumulators == 1:
-        return 2.0 if of_rows else 1.25
-    return 1.55 if of_rows else 1.17 if c.stages == 3 else 1.15  # with three, some products wait for a stage
+        return 2.0 if c.of_rows else 1.25
+    return 1.55 if c.of_rows else 1.17 if c.stages == 3 else 1.15  # with three, some products wait for a stage
 
 
 LARGE = (

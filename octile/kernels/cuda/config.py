@@ -13,8 +13,6 @@ from octile.kernels.cuda import wgmma
 
 SHARED_BYTES = 232448  # that a block may have on sm_90
 STEP = 128  # along K: one 128-byte row of a tile, and a block of the scales
-REGISTERS = 65536  # of a multiprocessor
-OVERHEAD = 40  # registers for all but sums
 
 
 class Scales(IntEnum):
@@ -131,8 +129,8 @@ class Config:
 
     @property
     def of_rows(self) -> bool:
-        """Both operands have scales of rows: those of b take registers, and the copying threads, which read none, can do
-        with few."""
+        """Both operands have scales of rows: those of b take registers, and the copying threads, which read none, need
+        few."""
         return self.a_scales is self.b_scales is Scales.PER_ROW
 
     @property
@@ -163,7 +161,7 @@ class Config:
         """For addresses, scales and the scheduler; found by compiling the largest tiles of every kind."""
         scales_in_flight = self.ping_pong and self.accumulators == 2 and self.b_scales is Scales.PER_ROW
         cut_twice = self.split_k > 1 and self.waves > 1 and STEP % self.tile_n > 0  # along K, and columns at a block
-        return (OVERHEAD if self.warpgroups < 3 else 32) + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
+        return (40 if self.warpgroups < 3 else 32) + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
 
     @property
     def out_bytes(self) -> int:
@@ -239,6 +237,7 @@ class Config:
             (of_a is not Scales.PER_BLOCK or self.waves <= 2, "a warpgroup's rows would reach two blocks of a"),
             (of_a is not Scales.PER_BLOCK or self.warpgroups < 3, "three warpgroups' rows lie askew to blocks of a"),
             (not grouped or of_a is Scales.PER_ROW, "groups begin anywhere, blocks of a do not"),
+            (not grouped or not self.accumulate, "rows of groups are stored, not added"),
             (not self.transposed or self.schedule is Schedule.DENSE, "only a dense product is transposed"),
             (not self.transposed or self.tile_n % 16 == 0, "a transposed tile_n must be a multiple of 16"),
             (not self.transposed or self.store is not Store.PAIRS, "pairs of a transposed result are no neighbours"),

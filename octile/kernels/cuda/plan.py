@@ -115,8 +115,7 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
     units_m, units_n = -(-m // config.unit_m), -(-n // config.unit_n)
     units = {
         Schedule.DENSE: units_m * units_n * config.split_k,
-        Schedule.GROUPED: (units_m + groups)
-        * units_n,  # a group ends, and so do the rows past them, with part of a unit
+        Schedule.GROUPED: (units_m + groups) * units_n,  # each group, and the rows past them, ends with part of a unit
         Schedule.MASKED: units_m * units_n * groups,
         Schedule.ALONG_K: units_m * units_n * groups,
     }[p.schedule]

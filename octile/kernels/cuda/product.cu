@@ -17,7 +17,7 @@
 // - A step under way at the end of a loop's body would make the compiler run all products one after the other. So two
 //   accumulators take the steps in pairs, and every second addition waits.
 // - A step's scales come with its stage: those of rows by the copy engine, those of 128×128 blocks, of which it needs one
-//   or two numbers, from the copying thread, which reads them a step ahead.
+//   or two numbers, from the copying warp, which reads them for 32 steps, and those 32 steps ahead.
 // - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back
 //   before the additions and the next one asked for: the answer comes when it is there, and meanwhile is added.
 // - Additions that read a scale of b for each column would wait for shared memory, which wgmma keeps busy. As many of
@@ -44,7 +44,7 @@ struct Blocks {
     int64_t group, row, column;
 };
 
-// Starts the copy of a box. What the cluster shares its first block brings for both.
+// Starts the copy of a box. What the cluster shares, its first block brings for both.
 template <bool shared>
 __device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Barrier* full, int x, int y, int z) {
     if constexpr (!shared) ptx::load_3d(to, map, full, x, y, z);
@@ -118,6 +118,9 @@ __device__ __forceinline__ void load_tiles(
 // The results of 64 rows are stored while the next products run.
 constexpr bool stored_under_products =
     config::store == tma && config::promote && config::accumulators == 1 && config::split_k == 1;
+
+// Many scales are read while the first wave is multiplied, where another wave follows: with one alone that took longer.
+constexpr bool scales_under_products = b_rows && waves > 1;
 
 // A descriptor that the compiler keeps, rather than make it anew from an address in every step.
 __device__ __forceinline__ uint64_t kept(uint64_t descriptor) {
@@ -199,11 +202,6 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             before.m_end = 0;
         };
 
-        auto clear = [&] {
-#pragma unroll
-            for (int i = 0; i < waves * count; ++i) total[i / count][i % count] = 0.0f;
-        };
-
         // one warpgroup is to store while the other multiplies: the second begins when the first is half through
         bool ahead = config::ping_pong && team == 0;
         if (config::ping_pong && team == 1) ptx::named_barrier_sync(1, 256);
@@ -233,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     }
                 }
             };
-            // a step's scales; those of columns are many, and are read while it is multiplied
+            // a step's scales
             auto factors = [&](int stage, Factors (&f)[waves]) {
                 const float* a = reinterpret_cast<const float*>(shared + memory::a_scale + stage * memory::a_scales);
                 const float* blocks = reinterpret_cast<const float*>(shared + memory::block_scale) + 4 * stage + copy;
@@ -246,9 +244,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 }
             };
             auto columns = [&](int stage) {
-                if constexpr (config::held_columns > 0) __syncwarp();  // or the compiler reads them between the products
                 const uint8_t* scales = shared + memory::b_scale + stage * memory::b_scales;
-                return Columns(reinterpret_cast<const float*>(scales) + thread_column);
+                return Columns{reinterpret_cast<const float*>(scales) + thread_column, {}};
             };
             auto multiply = [&](float (&sum)[count], int stage, int wave, bool add) {
                 const uint32_t a = (stage * memory::a_tile + wave * 64 * 128) / 16, b = stage * memory::b_tile / 16;
@@ -291,9 +288,14 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     const int stage = ring.stage;
                     arrive(step, ready);
                     Factors f[waves];
-                    factors(stage, f);
+                    Columns of_b = columns(stage);
+                    auto read_scales = [&] {
+                        factors(stage, f);
+                        of_b.hold();
+                    };
+                    if constexpr (!scales_under_products) read_scales();
                     multiply(sum, stage, 0, false);
-                    const Columns of_b = columns(stage);
+                    if constexpr (scales_under_products) read_scales();
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) {
                         if (wave > 0) multiply(sum, stage, wave, false);
@@ -363,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 volatile int* last = reinterpret_cast<int*>(shared + memory::last) + warpgroup;
                 const bool whole = sum_parts(total, parts, arrived, last, tile, warpgroup);
                 if (!whole || tile.m + first_row >= tile.m_end || tile.n >= n) {
-                    clear();
+#pragma unroll
+                    for (int i = 0; i < waves * count; ++i) total[i / count][i % count] = 0.0f;
                     continue;
                 }
             }

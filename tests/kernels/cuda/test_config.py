@@ -31,6 +31,12 @@ REFUSED = {
         "schedule": Schedule.GROUPED,
         "max_groups": 8,
     },
+    "stored, not added": {
+        "schedule": Schedule.GROUPED,
+        "max_groups": 8,
+        "out_float": True,
+        "accumulate": True,
+    },
     "only a dense product is transposed": {"transposed": True, "schedule": Schedule.GROUPED, "max_groups": 8},
     "multiple of 16": {"transposed": True, "tile_n": 24, "staged_pieces": 1},
     "no neighbours": {"transposed": True, "store": Store.PAIRS, "staged_pieces": 0},

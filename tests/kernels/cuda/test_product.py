@@ -153,6 +153,7 @@ ROWS_GROUPED = {
     "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
     "float32": config(256, 24, schedule=GROUPED, store=PAIRS, out_float=True),
     "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_pieces=3),
+    "ping-pong, float32, by the copy engine": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
     "scales of rows": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
 }
 
@@ -205,7 +206,17 @@ def test_offsets_that_are_wrong_lead_nowhere():
         emulate(kernel, poisoned(200, 40, dtype=_dtype(kernel)), a, b, _sizes([-5, 150, 20, 10**9]))
 
 
-@pytest.mark.parametrize("case", ["two warpgroups", "a cluster shares a", "a cluster shares b", "ping-pong", "float32"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "two warpgroups",
+        "a cluster shares a",
+        "a cluster shares b",
+        "ping-pong",
+        "float32",
+        "float32, by the copy engine",
+    ],
+)
 @pytest.mark.parametrize("counts", [[0, 3, 150], [150, 150], [0, 0], [1, 128, 0, 129, 64]], ids=str)
 def test_masked(case: str, counts: list[int]):
     values = {"schedule": MASKED}
@@ -223,6 +234,7 @@ WGRAD = {
     "float32": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True),
     "adding": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True),
     "bfloat16": config(256, 32, schedule=ALONG_K, b_scales=ROW),
+    "float32, by the copy engine": config(128, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, staged_pieces=2),
     "three warpgroups": config(192, 24, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, warpgroups=3),
     "bfloat16, adding, any strides": config(
         64, 24, schedule=ALONG_K, b_scales=ROW, store=SINGLE, accumulate=True, warpgroups=1
@@ -287,14 +299,22 @@ def test_many_orders_give_the_same_bits(case: str):
         assert torch.equal(emulate(DENSE[case], out, a, b, seed=seed), first)
 
 
-@pytest.mark.parametrize("multiprocessors", [2, 7, 64])
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 64])
 def test_any_number_of_multiprocessors(multiprocessors: int):
+    """From one, where a warpgroup has no rows in every other tile, to one for each tile."""
     a, b = operand((300, 260), ROW), operand((130, 260), BLOCK, 1)
-    expected = exact(a, b).bfloat16()
-    for case in ("ping-pong", "a cluster shares b", "256 rows"):
-        out = poisoned(300, 130, dtype=torch.bfloat16, room=6)
+    expected = exact(a, b)
+    for case in ("ping-pong", "a cluster shares b", "256 rows", "float32, by the copy engine"):
+        out = poisoned(300, 130, dtype=_dtype(DENSE[case]), room=6)
         emulate(DENSE[case], out, a, b, multiprocessors=multiprocessors)
-        assert torch.equal(out, expected)
+        assert torch.equal(out, expected.to(out.dtype))
+
+
+@pytest.mark.parametrize("waves", [2, 3, 4])
+def test_what_is_staged_is_not_written_over_before_it_is_stored(waves: int):
+    kernel = config(64 * waves, 32, warpgroups=1, staged_pieces=2)
+    for seed in range(4):
+        _dense(kernel, 5 * kernel.tile_m, 64, 128, seed)
 
 
 def _sizes(values: list[int]) -> Tensor:

@@ -126,12 +126,12 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
 }
 
 // Sums of 64 rows through shared memory, as many pieces at a time as have room there. Where two waves have room, one is
-// staged while the copy engine still reads the other.
+// staged while the copy engine still reads the other; an odd number of them would not take turns from tile to tile.
 __device__ __forceinline__ void store_staged(
     const float (&total)[count], int wave, uint8_t* staging, const Out& out, const Tile& tile, int m, int columns,
     int warpgroup) {
     constexpr int of_wave = pieces / waves, at_once = of_wave < config::staged_pieces ? of_wave : config::staged_pieces;
-    constexpr bool two = config::staged_pieces >= 2 * of_wave;
+    constexpr bool two = config::staged_pieces >= 2 * of_wave && waves % 2 == 0;
     const int thread = threadIdx.x % 128, first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);
     const bool whole = config::schedule != grouped || end_row - first_row == 64;
     const bool stores = whole ? thread == 0 : first_row <= thread && thread < end_row;

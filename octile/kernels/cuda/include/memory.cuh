@@ -14,7 +14,7 @@ constexpr bool one_is_block = config::a_scales == per_block || config::b_scales 
 __device__ constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 __device__ constexpr int round_up(int bytes, int unit) { return ceil_div(bytes, unit) * unit; }
 
-// A stored piece: 64 rows and as many columns as fit 128 bytes and divide the tile; turned, all columns as 64 rows.
+// A stored piece: 64 rows and as many columns as fit 128 bytes and divide the tile; transposed, all columns, each a row of 64.
 constexpr int out_bytes = config::out_float ? 4 : 2;
 constexpr int piece_columns = config::transposed ? config::tile_n : greatest_divisor(config::tile_n, 128 / out_bytes);
 constexpr int piece_bytes = 64 * piece_columns * out_bytes;

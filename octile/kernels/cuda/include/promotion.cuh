@@ -18,13 +18,13 @@ struct Factors {
     float left, right;  // those of blocks, before and after the border between two
 };
 
-// The scales of b's rows that belong to a thread's columns: pairs of neighbours, each 8 columns after the last. The first
-// ones are kept in registers.
+// The scales of b's rows that belong to a thread's columns: pairs of neighbours, each 8 columns after the last.
 struct Columns {
     const float* scales;  // in shared memory
     float2 held[config::held_columns > 0 ? config::held_columns : 1];
 
-    __device__ __forceinline__ explicit Columns(const float* scales) : scales(scales) {
+    // Reads the first ones into registers.
+    __device__ __forceinline__ void hold() {
 #pragma unroll
         for (int i = 0; i < config::held_columns; ++i) held[i] = *reinterpret_cast<const float2*>(scales + 8 * i);
     }
