@@ -94,7 +94,7 @@ class Casts:
 
     @cached_property
     def routed(self) -> tuple[Cast, Cast]:
-        """dy and wgrad_dy where rows travel in 8 bits and are cast again: with the scales of x, powers of two if they are."""
+        """dy and wgrad_dy of experts, whose rows travel in 8 bits and are cast again: scaled as x is."""
         return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
 
     def __post_init__(self) -> None:

@@ -95,7 +95,8 @@ def preflight(
     """Predicts, layer by layer, what a recipe's products would lose.
 
     Args:
-        model: any with linear layers that `octile.convert` would convert; it stays as it is.
+        model: any with linear layers that `octile.convert` would convert; it stays as it is, also in training or
+            evaluation mode: in evaluation a DeepSeek model has no loss of its multi-token prediction.
         batches: a few; each is given to the model as its arguments: a tuple, a dictionary, or one tensor.
         recipe: `Recipe.deepseek_v3()` if not given.
         loss: loss(model, batch) → scalar; if not given, what the model returns, or its `.loss`.

@@ -5,6 +5,7 @@
 //
 //   scheduler   which tile comes next, dense or grouped
 //   memory      what lies where in shared memory, and the ring
+//   copies      the warp that fills it
 //   promotion   the scales of a step, and the FP32 sum
 //   split       parts of a sum over K, added in their order
 //   epilogue    rounding and storing
@@ -21,99 +22,17 @@
 // - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back
 //   before the additions and the next one asked for: the answer comes when it is there, and meanwhile is added.
 // - Additions that read a scale of b for each column would wait for shared memory, which wgmma keeps busy. As many of
-//   these scales as there are registers for are read under the products, once for all waves of a step.
+//   these scales as there are registers for are read once for all waves of a step.
 // - Results are stored under products, too: each wave's under those of the next, and the last one's of a tile under the
 //   first ones of the next tile.
-// - The copy engine takes any coordinates: a tile begins at its group's own first row, and what it loads of the next
-//   group is harmless. Along K it is not: what is not summed there is zeroed in shared memory.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 #include "scheduler.cuh"
 #include "memory.cuh"
+#include "copies.cuh"
 #include "promotion.cuh"
 #include "split.cuh"
 #include "epilogue.cuh"
-
-struct Maps {
-    const TensorMap *a, *b, *a_scale, *b_scale;
-};
-
-// The scales of 128×128 blocks of one operand, with the strides of a group, of a row and of a column of blocks.
-struct Blocks {
-    const float* scale;
-    int64_t group, row, column;
-};
-
-// Starts the copy of a box. What the cluster shares, its first block brings for both.
-template <bool shared>
-__device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Barrier* full, int x, int y, int z) {
-    if constexpr (!shared) ptx::load_3d(to, map, full, x, y, z);
-    else if (block_rank() == 0) ptx::load_3d_multicast(to, map, full, x, y, z, 0b11);
-}
-
-// Brings a team's tiles: one warp, of which one thread starts the copies. The scales of blocks are read by all its lanes,
-// 32 steps at a time: one by one they would take longer to come than the products of a small tile.
-__device__ __forceinline__ void load_tiles(
-    uint8_t* shared, const Maps& maps, const Blocks& blocks, const Sizes& sizes, const Groups& groups, int team) {
-    constexpr bool share_a = config::cluster_n > 1, share_b = config::cluster_m > 1;
-    Ring ring(shared, team);
-    Scheduler scheduler(sizes, groups, team, teams);
-    Tile tile;
-
-    while (scheduler.take(tile)) {
-        const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
-        const int steps = count_steps(tile);
-
-        // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
-        constexpr bool a_blocks = config::a_scales == per_block;
-        constexpr bool second = a_blocks ? team_warpgroups > 1 : two_blocks;
-        const int first_block = (a_blocks ? tile.m : tile.n) / 128;
-        const int second_block = a_blocks ? (tile.m + 64 * waves) / 128 : first_block + 1;
-        const int last_block = ceil_div(a_blocks ? sizes.m : sizes.n, 128) - 1;
-        const float* scale = blocks.scale + (rows_grouped ? tile.group : 0) * blocks.group;
-        const float* second_scale = scale + min(second_block, last_block) * blocks.row;
-        scale += min(first_block, last_block) * blocks.row;
-        auto read_block_scales = [&](int step) {  // of this lane's step, counted from the given one
-            step += ptx::lane();
-            float2 scales{};
-            if (step >= steps) return scales;
-            if constexpr (one_is_block) scales.x = __ldg(scale + (first_step(tile) + step) * blocks.column);
-            if constexpr (second) scales.y = __ldg(second_scale + (first_step(tile) + step) * blocks.column);
-            return scales;
-        };
-
-        float2 block_scales{}, later = read_block_scales(0);
-        for (int step = 0; step < steps; ++step, ring.advance()) {
-            const int stage = ring.stage, k_step = first_step(tile) + step, k = k_step * 128;
-            ptx::Barrier* full = ring.full + stage;
-            ring.empty[stage].wait(ring.parity ^ 1);
-            if (ptx::lane() == 0) {
-                uint8_t* a = shared + memory::a + stage * memory::a_tile;
-                uint8_t* b = shared + memory::b + stage * memory::b_tile;
-                uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
-                uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
-                load<share_a>(a, maps.a, full, k, tile.m, a_group);
-                if constexpr (a_rows) load<share_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
-                load<share_b>(b, maps.b, full, k, tile.n, b_group);
-                if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
-            }
-            __syncwarp();
-            if (step % 32 == 0) {
-                block_scales = later;
-                later = read_block_scales(step + 32);
-            }
-            const float first = __shfl_sync(~0u, block_scales.x, step % 32);
-            const float other = __shfl_sync(~0u, block_scales.y, step % 32);
-            if (ptx::lane() == 0) {
-                if constexpr (one_is_block)  // Two of each: what all lanes read from one place the compiler would move
-                                             // to the registers that a warp shares, and wait for it.
-                    reinterpret_cast<float4*>(shared + memory::block_scale)[stage] =
-                        make_float4(first, first, other, other);
-                full->arrive_and_expect(memory::stage_bytes);
-            }
-        }
-    }
-}
 
 // The results of 64 rows are stored while the next products run.
 constexpr bool stored_under_products =

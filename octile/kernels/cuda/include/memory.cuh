@@ -10,6 +10,7 @@ constexpr int team_warpgroups = config::warpgroups / teams, team_threads = 128 *
 constexpr int waves = config::tile_m / (64 * team_warpgroups);  // of 64 rows that a warpgroup multiplies in turn
 constexpr bool a_rows = config::a_scales == per_row, b_rows = config::b_scales == per_row;
 constexpr bool one_is_block = config::a_scales == per_block || config::b_scales == per_block;
+constexpr bool two_blocks = config::b_scales == per_block && 128 % config::tile_n != 0;  // of columns in a tile
 
 __device__ constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 __device__ constexpr int round_up(int bytes, int unit) { return ceil_div(bytes, unit) * unit; }

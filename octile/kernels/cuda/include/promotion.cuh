@@ -8,8 +8,6 @@
 #include "memory.cuh"
 
 constexpr int count = config::tile_n / 2;  // accumulator registers of 64 rows
-constexpr bool two_blocks = config::b_scales == per_block && 128 % config::tile_n != 0;  // of columns in a tile
-
 constexpr bool reads_late = b_rows && config::held_columns < count / 4;  // scales in a stage, after its products
 
 // What a thread needs to scale its part of one step.
