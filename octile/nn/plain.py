@@ -40,7 +40,8 @@ class PlainProduct(torch.autograd.Function):
         ctx.main_grad = getattr(weight, "main_grad", None)
         looked_at = watched() and (x_has_gradient or w_has_gradient)
         ctx.seen = begin(weight, Product("fprop", x_TK, offs=offs)) if looked_at else []
-        return nt(x, w, offs).to(out_dtype)
+        y = nt(x, w, offs)
+        return y if y.dtype == out_dtype else y.to(out_dtype)  # see products.nt
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:

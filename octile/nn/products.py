@@ -13,7 +13,8 @@ def nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype
     """a[T, K] · bᵀ, b[N, K] or [G, N, K], in dtype."""
     product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # FP16 could overflow on the way
     y = matmul_nt(a, b, product_dtype) if offs is None else grouped_matmul_nt(a, b, offs, product_dtype)
-    return y if y.dtype == dtype else y.to(dtype)  # to itself it would be a second result to the compiler of torch 2.11
+    # to its own dtype it would be a second result to the compiler of torch 2.11, which then loses its gradient
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def nt_sum(pairs: list[tuple[ScaledTensor, ScaledTensor]], offs: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -258,7 +258,7 @@ def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe, determin
     with torch._inductor.config.patch(emulate_precision_casts=True):
         found = run(compiled, *inputs())
     expected = run(block, *inputs())
-    assert_close(found, expected, worst=0.01)  # on a CPU the same bits; on a GPU the compiler adds in other orders
+    assert_close(found, expected)  # experts: 1% on an H200, 4% on a CPU with torch 2.11, nothing there with 2.13
 
 
 @both_kinds

@@ -228,6 +228,8 @@ def _slower(c: Config) -> float:
     """Than the arithmetic says a step is where all multiprocessors are busy: on an H200."""
     if c.ping_pong:
         return 1.5 if c.of_rows else 1.35
+    if c.tile_n < 128 and c.tile_m >= 192 and not c.of_rows:
+        return 1.35
     if c.warpgroups == 3:
         return 1.7 if c.of_rows else 1.07
     if c.waves == 1 and c.accumulators == 1:
