@@ -1,0 +1,80 @@
+"""Draws preflight.svg from preflight.json, and prints the README's table: what was predicted against what was found.
+
+    python experiments/2026-11-20-preflight/draw.py experiments/2026-11-20-preflight
+
+The folder is where the one lies and the other will.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octile.report.figures import COLOR, WIDE, dress, save_drawing
+from octile.report.lab_real import shortened
+from octile.report.lab_what_if import PRODUCT_COLOR, legend
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Run = dict[str, Any]
+NAMED, FAR = 4, 10.0  # of the products that miss by more, in dB, so many have their names
+
+
+def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
+    """A panel a recipe: a dot a product at the first step in 8 bits, and a line from it to where it is at the last."""
+    from matplotlib.ticker import MultipleLocator
+
+    for axes, run in zip(figure.subplots(2, 2).flat, runs, strict=True):
+        dress(axes, "predicted (dB)", f"{run['recipe']}: found (dB)")
+        points = run["products_db"]
+        every = [v for p in points.values() for v in (p["predicted"], *p["found"]) if v is not None]
+        low, high = min([*every, least_db]) - 1, max(every) + 1
+        axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
+        axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
+        axes.annotate(" kept in BF16", (low, high), va="top", fontsize=9, color=COLOR["muted"])
+        for product, color in PRODUCT_COLOR.items():
+            own = [p for name, p in points.items() if name.startswith(product) and None not in p["found"]]
+            x, first, last = [p["predicted"] for p in own], [p["found"][0] for p in own], [p["found"][-1] for p in own]
+            axes.vlines(x, first, last, color=COLOR[color], linewidth=0.8, alpha=0.5)
+            axes.plot(x, first, "o", color=COLOR[color], markersize=4.5, alpha=0.8)
+        for name in list(run["measured"][0]["first_prediction"]["misses_db"])[:NAMED]:
+            x, y = points[name]["predicted"], points[name]["found"][0]
+            if abs(y - x) > FAR:
+                product, weight = name.split()
+                where = f"{product} {shortened([weight])[0]}"
+                axes.annotate(where, (x, y), (5, -9), textcoords="offset points", fontsize=8, color=COLOR["muted"])
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.grid(axis="x")
+        axes.xaxis.set_major_locator(MultipleLocator(5))
+        axes.yaxis.set_major_locator(MultipleLocator(5))
+    legend(figure, PRODUCT_COLOR, True)
+
+
+def lines(runs: list[Run]) -> list[str]:
+    """The table's rows, a recipe and step each."""
+    rows = []
+    for run in runs:
+        for at in run["measured"]:
+            first, anew = at["first_prediction"], at["prediction_anew"]
+            below = {kind: set(names) for kind, names in first["below_least"].items()}
+            rows.append(
+                f"| {run['recipe']} | {at['step']} | {first['rms_db']:.1f} | {first['mean_db']:+.1f} |"
+                f" {first['rank_correlation']:.2f} | {first['of_the_worst_ten']} |"
+                f" {len(below['predicted'])}, {len(below['found'])}, {len(below['predicted'] & below['found'])} |"
+                f" {anew['rms_db']:.1f} | {anew['rank_correlation']:.2f} | {anew['of_the_worst_ten']} |"
+            )
+    return rows
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    result = json.loads((folder / "preflight.json").read_text(encoding="utf-8"))
+    runs = [run for run in result["runs"] if run["measured"]]
+    save_drawing(folder / "preflight.svg", WIDE, 940, lambda figure: draw(figure, runs, result["least_snr_db"]))
+    print("\n".join(lines(runs)))
+
+
+if __name__ == "__main__":
+    main()
