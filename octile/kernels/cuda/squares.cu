@@ -57,6 +57,8 @@ squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data
                 factor[i] = __uint_as_float(four.x), factor[i + 1] = __uint_as_float(four.y);
                 factor[i + 2] = __uint_as_float(four.z), factor[i + 3] = __uint_as_float(four.w);
             }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) factor[i] = i < there ? factor[i] : 0.0f;  // what lies behind the rows may be NaN
         }
         Scaled<number> value[8];
 #pragma unroll

@@ -84,6 +84,7 @@ _along_k = partial(Case, schedule=Schedule.ALONG_K, b_scales=ROW)
 CASES = (
     Case(1, 1, 1),
     Case(1, 7168, 2048),
+    Case(3, 40, 16384),
     Case(9, 200, 130, data="ugly"),
     Case(16, 576, 7168, data="one sign"),
     Case(64, 129, 1000),

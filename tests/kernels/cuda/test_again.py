@@ -7,7 +7,7 @@ kernel, the launch and the error that it gives when nothing is remembered.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -41,6 +41,9 @@ class FakeKernel:
 
     def __init__(self, problem: Problem, constants: dict[str, int | bool], launches: list[Any]) -> None:
         self.problem, self.constants, self.launches = problem, constants, launches
+
+    def in_context(self) -> Any:
+        return nullcontext()
 
     def ready(self, *arguments: Any) -> Any:
         return lambda: self.launches.append((self.problem, self.constants, arguments))

@@ -117,6 +117,14 @@ def test_batches_and_rows_apart():
     assert_same([values], [dequantize(*tiles, 1, 128, torch.bfloat16)])
 
 
+def test_what_lies_behind_the_scales_of_rows_does_not_matter():
+    data, scale = quantize(finite(35, 264), 1, 128, "e4m3", False)  # three columns of 36, of which 35 are scales
+    expected = requantize_transposed(data, scale, False)
+    kept = scale.clone()
+    torch.empty(0).set_(scale.untyped_storage()).fill_(float("nan"))
+    assert_same(casts.requantize(data, scale.copy_(kept), E4M3, False), expected)
+
+
 def test_rows_are_picked():
     rows = torch.randint(0, 140, (200,), dtype=torch.int32)
     tiles = quantize(finite(*SHAPE), 1, 128, "int8", False)
