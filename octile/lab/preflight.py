@@ -106,8 +106,8 @@ def preflight(
 
     Raises:
         TypeError: the model returns no loss.
-        ValueError: recipe casts nothing or scales by past steps, has exceptions already; there is no batch; an
-            operand is not finite; the model has no layer to convert.
+        ValueError: recipe casts nothing, scales by past steps or scales the loss, has exceptions already; there is no
+            batch; an operand is not finite; the model has no layer to convert.
     """
     recipe = recipe or Recipe.deepseek_v3()
     _check(recipe)
@@ -177,6 +177,8 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"recipe {recipe.name!r} makes no product in 8 bits, so nothing is at risk")
     if casts.delayed:
         raise ValueError(f"recipe {recipe.name!r} scales by past steps, and a preflight knows none")
+    if recipe.loss_scale is not None:
+        raise ValueError(f"recipe {recipe.name!r} scales the loss by what only a run finds")
     if recipe.exceptions or recipe.uncast:
         raise ValueError(f"recipe {recipe.name!r} has exceptions already: give it without")
 

@@ -245,6 +245,7 @@ def test_a_loss_may_be_given():
     [
         (Recipe.bf16(), "recipe 'bf16' makes no product in 8 bits"),
         (Recipe.delayed(), "recipe 'delayed' scales by past steps"),
+        (Recipe.global_scale(), "recipe 'global_scale' scales the loss"),
         (Recipe.deepseek_v3().without("wgrad"), "has exceptions already"),
     ],
 )
