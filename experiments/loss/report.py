@@ -30,9 +30,10 @@ from octile.report.intervals import bootstrap_interval
 Result = dict[str, Any]
 Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
+NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 AFTER_WARM_UP = 0.2  # of the steps
 HOW = f"""The text is built by `python -m experiments.loss.text fetch .data` and `… build .data`, the runs by
-`python -m experiments.loss.run .data/tokens OUT --seconds 1100 --gpus 0,1,2,3,4,5,6,7`, this page by
+`python -m experiments.loss.run .data/tokens OUT` with the GPUs and seconds that there were, this page by
 `python -m experiments.loss.report`. Configurations are in `experiments/loss/sizes.py` and `jobs.py`, what a variation
 changes in `recipes.py`, the library's recipes in `docs/recipes.md`.
 
@@ -239,6 +240,12 @@ def size_table() -> str:
     return _table(rows)
 
 
+def machines(r: Results) -> str:
+    """The GPUs and versions of torch that the runs name."""
+    facts = [x["facts"] for x in r.all.values() if "device" in x.get("facts", {})]
+    return "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + "."
+
+
 def write(results: Path, folder: Path) -> Path:
     """Writes FOLDER/README.md, a figure and a page of each comparison; returns the README's path."""
     r = Results(json.loads(results.read_text())["results"])
@@ -258,11 +265,11 @@ def write(results: Path, folder: Path) -> Path:
     missing = [job.name for job in all_jobs() if job.name not in r.all]
     parts = {
         "The loss of FP8 beside BF16's": "",
-        "How it was made": HOW,
+        "How it was made": HOW + "\n\n" + machines(r),
         "Text": text_table(),
         "Models": size_table(),
         "The loss": core_table(r),
-        "Curves": "\n\n".join(figures),
+        "Curves": "\n\n".join(figures) or NO_FIGURES,
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r),
         "Balance and multi-token prediction": balance_table(r),
