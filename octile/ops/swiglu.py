@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import casting
-from octile.kernels.storage import new_scale, new_transposed
+from octile.kernels.storage import new_scale, new_transposed, new_turned
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, dequantize, quantize
 from octile.ops.transpose import COLUMN_TILE, FORMATS, TILE, quantize_rows_and_columns
@@ -163,11 +163,9 @@ def swiglu_backward_quantize(
 @swiglu_backward_quantize.register_fake
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
     both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), DATA_DTYPES[fmt]
-    data, data_t = both.new_empty(both.shape, dtype=dtype), new_transposed(both, dtype)
+    data, turned = both.new_empty(both.shape, dtype=dtype), new_turned(both, dtype)
     of_weight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
-    h_t = new_transposed(gate, DATA_DTYPES[h_fmt])
-    turned = (data_t, new_scale(both, *COLUMN_TILE).mT, h_t, new_scale(gate, *COLUMN_TILE).mT)
-    return data, new_scale(both, *TILE), *turned, of_weight
+    return data, new_scale(both, *TILE), *turned, *new_turned(gate, DATA_DTYPES[h_fmt]), of_weight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")

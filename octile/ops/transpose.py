@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels import casting
-from octile.kernels.storage import new_scale, new_transposed
+from octile.kernels.storage import new_scale, new_transposed, new_turned
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, columns, dequantize, quantize
 
@@ -51,8 +51,7 @@ def quantize_rows_and_columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Te
 @quantize_rows_and_columns.register_fake
 def _(x, fmt, power_of_2):
     dtype = DATA_DTYPES[fmt]
-    data, data_t = x.new_empty(x.shape, dtype=dtype), new_transposed(x, dtype)
-    return data, new_scale(x, *TILE), data_t, new_scale(x, *COLUMN_TILE).mT
+    return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_turned(x, dtype)
 
 
 @quantize_rows_and_columns.register_kernel("cuda")
@@ -96,7 +95,7 @@ def requantize_transposed(
 def _(data, scale, power_of_2, fmt=None, rows=None):
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
-    return new_transposed(like, DATA_DTYPES[fmt or _format(data)]), new_scale(like, *COLUMN_TILE).mT
+    return new_turned(like, DATA_DTYPES[fmt or _format(data)])
 
 
 @requantize_transposed.register_kernel("cuda")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda import limits, products
-from octile.kernels.storage import new_scale, new_transposed
+from octile.kernels.storage import new_scale, new_transposed, new_turned
 
 NUMBERS = {  # enum Number of scale.cuh
     torch.float32: 0,
@@ -171,7 +171,7 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
 def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [..., M, K] → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
-    data_t, scale_t = new_transposed(x, dtype), new_scale(x, SIDE, 1).mT
+    data_t, scale_t = new_turned(x, dtype)
     _squares(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
     return data, scale, data_t, scale_t
 
@@ -185,7 +185,7 @@ def requantize(
     """
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else len(rows), columns(data), dtype=torch.uint8)
-    data_t, scale_t = new_transposed(like, dtype), new_scale(like, SIDE, 1).mT
+    data_t, scale_t = new_turned(like, dtype)
     if like.numel():
         outs = {"data_t": data_t, "scale_t": scale_t}
         _squares(Form.TURNED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
@@ -246,8 +246,8 @@ def swiglu_backward(
     """dh, gate, up [M, H], H a multiple of 128 → what `octile.ops.swiglu` returns."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
-    scale, data_t, scale_t = new_scale(data, 1, SIDE), new_transposed(data, dtype), new_scale(data, SIDE, 1).mT
-    h_t, h_scale_t = new_transposed(gate, h_dtype), new_scale(gate, SIDE, 1).mT
+    scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_turned(data, dtype)
+    h_t, h_scale_t = new_turned(gate, h_dtype)
     parts = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
     wide = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8  # takes more registers
     constants = {

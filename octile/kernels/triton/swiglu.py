@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.storage import new_scale, new_transposed
+from octile.kernels.storage import new_scale, new_turned
 from octile.kernels.triton.codes import as_codes, cast_constants
 from octile.kernels.triton.quantize_kernels import load, place
 from octile.kernels.triton.scaling import load_tiles
@@ -77,8 +77,8 @@ def launch_backward(
     """dh, gate, up [M, H], H a multiple of 128, any strides → what `octile.ops.swiglu` returns."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
-    scale, data_t, scale_t = new_scale(data, 1, 128), new_transposed(data, dtype), new_scale(data, 128, 1).mT
-    h_t, h_scale_t = new_transposed(gate, h_dtype), new_scale(gate, 128, 1).mT
+    scale, (data_t, scale_t) = new_scale(data, 1, 128), new_turned(data, dtype)
+    h_t, h_scale_t = new_turned(gate, h_dtype)
     parts = torch.empty(0 if weight is None else m, h // 128, dtype=torch.float32, device=gate.device)
     if gate.numel():
         kept = gate_scale is not None
