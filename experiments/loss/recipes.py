@@ -3,8 +3,8 @@
 control              E4M3 with one scale a tensor for inputs and weights, and none for gradients. The loss is a mean
                      over 65,536 tokens, so most of a gradient's numbers are below 2⁻¹⁰, half of E4M3's smallest, and
                      become 0: layers in 8 bits hardly learn. It has to fail, and visibly
-no_promotion         `per_tensor`, whose sums stay in the tensor core's own accumulator (cuBLAS with use_fast_accum);
-                     tiles cannot do so, since each sum of 128 has scales of its own
+no_promotion         `per_tensor`, whose sums stay in the tensor core's own accumulator (octile's kernel for Hopper,
+                     never promoted); tiles cannot do so, since each sum of 128 has scales of its own
 no_e5m6              attention keeps what autograd keeps: its output in BF16
 float32_scales       inputs' scales are any numbers, so what wgrad reads is rounded twice
 weights_1x128        weights in tiles as activations are, each product's along what it sums over
@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.kernels.cuda import products
 from octile.ops.accumulator import Block, summed_by
 from octile.recipe import BLOCK, TENSOR, TILE, Cast, Casts, OptimizerFormats, Recipe
 
-STEP = 16  # cuBLAS multiplies multiples of so many numbers
+STEP = 16  # numbers: the copy engine reads rows of whole steps, and torch's product on a CPU multiplies them
 
 
 def _variations() -> dict[str, Recipe]:
@@ -64,10 +65,23 @@ def around(name: str) -> AbstractContextManager[object]:
 
 
 def raw_accumulator(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
-    """a[M, K] · b[N, K]ᵀ, each with one scale, as cuBLAS sums it in FP8's own accumulator: float32 [M, N]."""
+    """a[M, K] · b[N, K]ᵀ, each with one scale, as Hopper's tensor cores sum it on their own: float32 [M, N].
+
+    A CPU has no such accumulator: there the sum is FP32's.
+    """
     (m, k), n = a.shape, b.shape[0]
     if not m or not k:
         return torch.zeros(m, n, device=a.device)
-    a, b = (F.pad(t.view(torch.uint8), (0, -k % STEP, 0, -len(t) % STEP)).view(t.dtype).contiguous() for t in (a, b))
     one, other = (scale.flatten()[:1].view(1, 1) for scale in (a_scale, b_scale))
-    return torch._scaled_mm(a, b.mT, one, other, out_dtype=torch.float32, use_fast_accum=True)[:m, :n]
+    if a.is_cuda:
+        a, b = (_padded(t, 0, -k % STEP) for t in (a, b))
+        out = torch.empty(m, n, device=a.device)
+        products.matmul(out, a, one, a.shape, b, other, b.shape, accumulate=False, promote_every=None)
+        return out
+    a, b = (_padded(t, -len(t) % STEP, -k % STEP) for t in (a, b))
+    return torch._scaled_mm(a, b.mT, one, other, out_dtype=torch.float32)[:m, :n]
+
+
+def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
+    """With so many more rows and columns of zeros, contiguous."""
+    return F.pad(t.view(torch.uint8), (0, columns, 0, rows)).view(t.dtype).contiguous()

@@ -1,0 +1,21 @@
+"""The experiment's sums that are never promoted, against the model of the tensor core."""
+
+import pytest
+import torch
+
+from experiments.loss.recipes import raw_accumulator
+from octile.kernels.cuda.products import missing
+from octile.lab import product
+from octile.ops.quantize import quantize
+
+
+@pytest.mark.parametrize("shape", [(8256, 384, 1536), (1536, 8201, 70), (3, 15, 1)])
+def test_raw_sums_are_the_tensor_cores(shape):
+    if reason := missing(torch.device("cuda")):
+        pytest.skip(f"the product kernel does not run here: {reason}")
+    m, k, n = shape
+    operands = []
+    for rows in (m, n):
+        data, scale = quantize(torch.randn(rows, k, device="cuda").abs(), rows, k, "e4m3", False)
+        operands += [data, scale, (rows, k)]
+    assert torch.equal(raw_accumulator(*operands), product(*operands, promote_every=None))
