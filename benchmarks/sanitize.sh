@@ -11,7 +11,10 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has its own bound
 
 status=0
 for tool in memcheck racecheck synccheck; do
-    timeout --kill-after=15 165 compute-sanitizer --tool "$tool" --error-exitcode 7 --target-processes all --print-limit 20 \
+    # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
+    quiet=$([[ $tool == memcheck ]] && echo --report-api-errors no)
+    timeout --kill-after=15 165 compute-sanitizer --tool "$tool" $quiet --error-exitcode 7 --target-processes all \
+        --print-limit 20 \
         "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q "$TESTS" -k "$SHORT" \
         >"$OUT/sanitizer_$tool.txt" 2>&1
     code=$?

@@ -56,7 +56,7 @@ class Ran:
 def units(paths: Sequence[str]) -> list[str]:
     """What runs by itself: names of tests, functions and files as pytest takes them; what compiles longest first."""
     done = subprocess.run([*PYTEST, "--collect-only", "-q", *paths], capture_output=True, text=True, check=False)
-    names = [line for line in done.stdout.splitlines() if "::" in line]
+    names = [line for line in done.stdout.splitlines() if "::" in line and not line.startswith(" ")]
     if not names:
         raise RuntimeError(f"pytest finds no tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     parameters = Counter(_function(name) for name in names)

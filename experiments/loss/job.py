@@ -3,6 +3,8 @@
 OUT.json is written again every few seconds with all that was measured so far. Ctrl-C or SIGTERM end the run after the
 step under way; the held-out text is measured once more and the file says "stopped". A run whose numbers break says
 "diverged", which is a result; what fails otherwise is the caller's to note, from the exit status and the log.
+
+What others go on from lies beside OUT.json, as JOB.pt.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 
 import torch
 
+from experiments.loss import branch
 from experiments.loss.jobs import Job
-from experiments.loss.recipes import around, recipe
+from experiments.loss.recipes import around, nudge, recipe
 from octile.models.counts import count_parameters
 from octile.nn.cast import cast_weight
 from octile.nn.linear import Linear
@@ -75,13 +78,17 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     result.write(out)
     begin = time.perf_counter()
     trainer = Trainer(config, store, device, recipe(job.recipe))
+    if job.after:
+        branch.continue_from(trainer, out.with_name(f"{job.after}.pt"))
+    nudge(job.recipe, trainer.model)
+    first, end = trainer.steps_done, round(config.steps * job.until)
     length = config.sequence_length - 1
     looks = validation(store.val, length, LOOK_WINDOWS)
     every_look = max(1, config.steps // LOOKS)
     lines: list[dict[str, Any]] = []
     written = time.monotonic()
     with _signals() as stop, around(job.recipe):
-        while trainer.steps_done < config.steps and not stop:
+        while trainer.steps_done < end and not stop:
             try:
                 line = trainer.step()
             except FloatingPointError as error:
@@ -89,15 +96,15 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
                 break
             lines.append(line)
             result.skipped = line["skipped"]
-            if len(lines) == EVERY or trainer.steps_done == config.steps:
+            if len(lines) == EVERY or trainer.steps_done == end:
                 _note(result, lines, trainer)
                 lines = []
                 if not result.loss[-1] < HOPELESS:
                     result.state, result.why = "diverged", f"the loss is {result.loss[-1]}"
                     break
-            if trainer.steps_done == 1:
+            if trainer.steps_done == first + 1:
                 result.facts = _facts(trainer, time.perf_counter() - begin)
-            last = trainer.steps_done == config.steps
+            last = trainer.steps_done == end
             if trainer.steps_done % every_look == 0 and not last:
                 _look(result, trainer, looks)
             if time.monotonic() - written > WRITE_EVERY:
@@ -106,7 +113,9 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
                 written = time.monotonic()
         if result.state == "running":
             _last_look(result, trainer, validation(store.val, length, LAST_WINDOWS))
-            result.state = "done" if trainer.steps_done == config.steps else "stopped"
+            result.state = "done" if trainer.steps_done == end else "stopped"
+            if job.until < 1 and result.state == "done":
+                branch.save(trainer, out.with_suffix(".pt"))
     result.facts |= {"seconds": trainer.seconds, "steps_done": trainer.steps_done, "tokens": trainer.tokens}
     if device.type == "cuda":
         result.facts["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30

@@ -1,5 +1,6 @@
 """The recipes that are compared: those of the library by their names, and variations that change one thing.
 
+nudged               BF16, from weights that were rounded to BF16 once: how far apart runs end that differ by no more
 control              E4M3 with one scale a tensor for inputs and weights, and none for gradients. The loss is a mean
                      over 65,536 tokens, so most of a gradient's numbers are below 2⁻¹⁰, half of E4M3's smallest, and
                      become 0: layers in 8 bits hardly learn. It has to fail, and visibly
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octile.kernels.cuda import products
 from octile.ops.accumulator import Block, summed_by
@@ -35,6 +36,7 @@ def _variations() -> dict[str, Recipe]:
     unscaled = Cast(block=TENSOR, amax="unscaled")
     free, block = replace(casts.x, scale="float32"), Cast(block=BLOCK)
     return {
+        "nudged": Recipe.bf16(),
         "control": Recipe("control", Casts.whole_tensors(Cast(block=TENSOR), unscaled)),
         "no_promotion": per_tensor,
         "no_e5m6": replace(v3, attention_output=None),
@@ -57,6 +59,14 @@ def recipe(name: str) -> Recipe:
     if name in VARIATIONS:
         return replace(VARIATIONS[name], name=name)
     return Recipe.named(name)
+
+
+def nudge(name: str, model: nn.Module) -> None:
+    """What a recipe does to a run's weights before its first step: only `nudged` does anything."""
+    if name == "nudged":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
 
 
 def around(name: str) -> AbstractContextManager[object]:

@@ -32,6 +32,7 @@ Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 AFTER_WARM_UP = 0.2  # of the steps
+STEEP = 3.2  # nats a token, which the loss passes where it falls most steeply
 HOW = f"""The text is built by `python -m experiments.loss.text fetch .data` and `… build .data`, the runs by
 `python -m experiments.loss.run .data/tokens OUT` with the GPUs and seconds that there were, this page by
 `python -m experiments.loss.report`. Configurations are in `experiments/loss/sizes.py` and `jobs.py`, what a variation
@@ -41,6 +42,11 @@ changes in `recipes.py`, the library's recipes in `docs/recipes.md`.
 with 0.9, 0.95, decay 0.1, clipping at 1. A seed decides weights and the order of the text: runs of one seed begin alike
 and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. Runs that shared a
 GPU with another are slower than they are alone."""
+
+ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
+batches. `nudged` is BF16 from those weights rounded to BF16 once.
+
+"""
 
 
 def curve(result: Result, name: str | None = None) -> Curve:
@@ -114,8 +120,9 @@ class Results:
 
 def core_table(r: Results) -> str:
     rows: Rows = [
-        ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over text", "tokens/s", "GiB", "")
-    ]
+        ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over text", f"below {STEEP} at step",
+         "tokens/s", "GiB", "")
+    ]  # fmt: skip
     for group in ("core", "long"):
         for size in r.sizes(group):
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
@@ -130,11 +137,54 @@ def core_table(r: Results) -> str:
                     f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}",
                     _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
                     interval(result, base) if base else "",
+                    _fell_below(result, STEEP),
                     f"{speed(result):,.0f}",
                     f"{result['facts'].get('peak_GiB', math.nan):.1f}",
                     _ended(result),
                 ))  # fmt: skip
-    return _table(rows)
+    return _table(rows) + _mean_gap(r)
+
+
+def _fell_below(result: Result, level: float) -> str:
+    """The step at which the loss in training, a mean over some steps, first is below a level."""
+    return next((f"{step:,}" for step, loss in zip(result["steps"], result["loss"], strict=True) if loss < level), "–")
+
+
+def _mean_gap(r: Results) -> str:
+    """What all pairs of a recipe and BF16 from one seed say together."""
+    found = [
+        gap(fp8, base)[0]
+        for size in r.sizes("core")
+        for seed in (0, 1)
+        if (fp8 := r.get("core", size, "deepseek_v3", seed)) and (base := r.get("core", size, "bf16", seed))
+    ]
+    if len(found) < 2:
+        return ""
+    mean, error = statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5
+    return f"\n\nThe mean of {len(found)} gaps of `deepseek_v3` is {_percent(mean)}, its standard error {error:.2%}."
+
+
+def branch_table(r: Results) -> str:
+    rows: Rows = [("size, seed", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge", "")]
+    for size in r.sizes("branch"):
+        for seed in (0, 1):
+            base, nudged = (r.get("branch", size, recipe, seed) for recipe in ("bf16", "nudged"))
+            if base is None or not base.get("val_loss"):
+                continue
+            noise = abs(gap(nudged, base)[0]) if nudged and nudged.get("val_loss") else math.nan
+            runs = [x for x in r.of("branch", size) if x["job"]["seed"] == seed and x is not base]
+            for result in [base, *sorted(runs, key=lambda x: gap(x, base)[0])]:
+                found = gap(result, base)[0]
+                rows.append((
+                    f"{size}, {seed}",
+                    f"`{result['job']['recipe']}`",
+                    f"{result['val_loss'][-1]:.4f}",
+                    _percent(found) if result is not base else "",
+                    interval(result, base) if result is not base else "",
+                    _beside(found, noise) if result not in (base, nudged) else "",
+                    _ended(result),
+                ))  # fmt: skip
+    return _table(rows) if len(rows) > 1 else "None was run."
 
 
 def ablation_table(r: Results) -> str:
@@ -269,6 +319,7 @@ def write(results: Path, folder: Path) -> Path:
         "Text": text_table(),
         "Models": size_table(),
         "The loss": core_table(r),
+        "From one point on": ONE_POINT + branch_table(r),
         "Curves": "\n\n".join(figures) or NO_FIGURES,
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r),

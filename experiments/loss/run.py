@@ -2,11 +2,13 @@
 
     python -m experiments.loss.run STORE OUT --seconds 1080         runs experiments.loss.jobs, and ends by itself
     python -m experiments.loss.run STORE OUT --state [RESULTS]         prints where they stand; RESULTS.json gathers all
+    python -m experiments.loss.run STORE OUT --known RESULTS.json …    goes on from what another day's runs gave
 
 One process a run, one run a GPU, or two of the groups and sizes that `--together` names. Jobs begin in the order of the
-list; one that would not end in time, by the speed of those like it, is passed over for a shorter one. At the deadline
-nothing new begins and what runs is asked to stop, which keeps what it has. A job that fails costs only itself: the end
-of its log is kept. OUT/JOB.json is a run's result (`experiments.loss.job`), OUT/JOB.log what it said.
+list; one that would not end in time, by the speed of those like it, is passed over for a shorter one, and one that goes
+on from another waits for what that leaves. At the deadline nothing new begins and what runs is asked to stop, which
+keeps what it has. A job that fails costs only itself: the end of its log is kept. OUT/JOB.json is a run's result
+(`experiments.loss.job`), OUT/JOB.log what it said.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ class Queue:
 
     def run(self) -> None:
         """Until nothing is left to do, or the deadline."""
-        while (self.waiting or self.running) and time.time() < self.deadline:
+        while time.time() < self.deadline:
             self._reap()
             self._begin()
+            if not self.running:  # whatever waits has no time, or nothing to go on from
+                break
             time.sleep(0.5)
         for running in self.running:
             running.process.send_signal(signal.SIGINT)
@@ -67,6 +71,8 @@ class Queue:
     def _begin(self) -> None:
         """Every job that there is room and time for."""
         for job in list(self.waiting):
+            if job.after and not (self.out / f"{job.after}.pt").exists():
+                continue
             gpu = self._room_for(job)
             if gpu is None:
                 if all(self._free(gpu) == 0 for gpu in self.gpus):
@@ -115,7 +121,7 @@ class Queue:
         if not alike:
             return 0.0
         speed = min(sorted(result["speed"])[len(result["speed"]) // 2] for result in alike)
-        return READY + job.tokens / speed
+        return READY + job.own_tokens / speed
 
 
 def note_failure(out: Path, job: Job, status: int) -> None:
@@ -177,8 +183,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="until the deadline")
     parser.add_argument("--gpus", default="0", help="their numbers: 0,1,2")
     parser.add_argument("--together", default="", help="groups or sizes of which two runs share a GPU: ablation,30m")
-    parser.add_argument("--groups", default="", help="of these alone: core,long,ablation,rate,balance")
+    parser.add_argument("--groups", default="", help="of these alone: core,long,trunk,branch,ablation,rate,balance")
     parser.add_argument("--tokens", type=float, default=1.0, help="every job's, times this")
+    parser.add_argument("--known", type=Path, help="results of jobs that are not to be run again")
     parser.add_argument("--toy", action="store_true", help="every job with a model for a CPU")
     parser.add_argument("--state", nargs="?", type=Path, const=Path(), help="only say where the jobs stand")
     asked = parser.parse_args()
@@ -189,6 +196,8 @@ def main() -> None:
         parser.error("--seconds is needed: when nothing new shall begin")
     deadline = time.time() + asked.seconds
     asked.out.mkdir(parents=True, exist_ok=True)
+    for result in json.loads(asked.known.read_text())["results"] if asked.known else ():
+        (asked.out / f"{result['job']['name']}.json").write_text(json.dumps(result))
     jobs = all_jobs("toy", ("toy",)) if asked.toy else all_jobs()
     jobs = [replace(job, tokens=job.tokens * asked.tokens) for job in jobs]
     if asked.groups:

@@ -5,9 +5,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from experiments.loss import job as module
-from experiments.loss.jobs import job
+from experiments.loss.jobs import branch, job
+from experiments.loss.recipes import nudge
 from experiments.loss.report import Results, gap, interval, write
 from octile.train.data import prepare
 
@@ -46,6 +48,31 @@ def test_a_run_keeps_its_curves_and_what_it_cost(store, tmp_path):
     assert result["val_loss"][-1] == pytest.approx(sum(result["window_loss"]) / len(result["window_loss"]), rel=1e-5)
     assert result["facts"]["bytes_a_parameter"]["exp_avg"] == 2.0
     assert 0 < result["facts"]["bytes_a_parameter"]["copies"] < 1.1
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3", "fp32_moments", "fp8_lm", "delayed"])
+def test_a_branch_goes_on_where_the_trunk_ended(store, tmp_path, recipe):
+    trunk = replace(job("trunk", "toy", "bf16", 0, TOKENS), until=0.5)
+    whole = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
+    assert run(store, tmp_path, trunk)["steps"] == [2, 4]
+    result = run(store, tmp_path, branch(trunk, recipe))
+    assert result["state"] == "done"
+    assert result["steps"] == [6, 8]
+    assert result["facts"]["tokens"] == whole["facts"]["tokens"]
+    if recipe == "bf16":
+        assert result["window_loss"] == whole["window_loss"]
+    else:
+        assert result["val_loss"][-1] == pytest.approx(whole["val_loss"][-1], rel=0.01)
+        assert result["val_loss"][-1] != whole["val_loss"][-1]
+
+
+def test_a_nudge_is_half_a_unit_of_bf16():
+    model = torch.nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    nudge("bf16", model)
+    assert torch.equal(model.weight, before)
+    nudge("nudged", model)
+    assert torch.equal(model.weight, before.bfloat16().float())
 
 
 def test_a_run_that_breaks_says_so(store, tmp_path):
@@ -116,12 +143,17 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
             "speed": [],
         }
     ]
+    runs += [
+        fake(branch(replace(BASE, name="trunk"), recipe), loss)
+        for recipe, loss in (("bf16", 3.0), ("nudged", 3.003), ("deepseek_v3", 3.009))
+    ]
     (tmp_path / "results.json").write_text(json.dumps({"results": runs}))
     text = write(tmp_path / "results.json", tmp_path / "report").read_text()
     for part in (
         "+0.05%",
         "+0.50% (the noise)",
         "diverged at step 8",
+        "3.0 × the noise",
         "50.0%, 60.0%",
         "- x: exit status 1; `oh`",
         "150m",

@@ -3,12 +3,13 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments.loss.jobs import job
-from experiments.loss.run import Queue, results, state
+from experiments.loss.jobs import all_jobs, branch, job
+from experiments.loss.run import Queue, main, results, state
 
 SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
 FAILS = job("rate", "30m", "int8_tiles", 0, 1e6)
@@ -92,6 +93,26 @@ def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue
     assert q.passed_over == {LARGE.name}
     q.running[0].process.kill()
     q.running[0].process.wait()
+
+
+def test_a_branch_waits_for_what_its_trunk_leaves(queue):
+    trunk = replace(SMALL, name="trunk", until=0.4)
+    q = queue([branch(trunk, "bf16"), trunk], seconds=200.0)
+    q.run()
+    assert states(q) == {"trunk": "done"}  # the script leaves nothing to go on from, and the queue ends all the same
+    (q.out / "trunk.pt").touch()
+    q.run()
+    assert states(q) == {"trunk": "done", "branch-30m-bf16-0": "done"}
+
+
+def test_what_another_day_gave_is_not_run_again(tmp_path, monkeypatch, capsys):
+    every = [one.to_json() for one in all_jobs("toy", ("toy",))]
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps({"results": [{"job": one, "state": "done", "speed": []} for one in every]}))
+    options = ["store", str(tmp_path / "out"), "--seconds", "9", "--toy", "--known", str(known)]
+    monkeypatch.setattr(sys, "argv", ["run", *options])
+    main()
+    assert f"{len(every)} done" in capsys.readouterr().out
 
 
 def test_a_job_that_was_done_is_not_done_again(queue):

@@ -150,11 +150,19 @@ def test_rotary_operators_are_their_references(shape: tuple[int, ...], dtype: to
 @both_kinds
 @pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
 def test_a_block_computes_what_it_does_on_the_cpu(layer: int, name: str):
+    """It shares most of the CPU's rounding: nearer to the CPU's than that is to BF16's, and as near to BF16's.
+
+    No nearer: half a unit in BF16's last place, put upon what each projection gives, moves a CPU's own gradients by
+    4 to 28%, since numbers on the border between two codes then take the other one.
+    """
     recipe = Recipe.named(name)
     found, expected = (run(block_of(layer, recipe, device), *inputs(device)) for device in ("cuda", "cpu"))
-    assert_close(found[:2], expected[:2])
-    # tokens whose experts are nearly alike may go to others: their share of a weight's gradient does, too
-    assert_close(found[2:], expected[2:], worst=0.15 if layer else WORST)
+    plain = run(block_of(layer, Recipe.named("bf16"), "cpu"), *inputs("cpu"))
+    for ours, theirs, exact in zip(found, expected, plain, strict=True):
+        ours, theirs, exact = ours.float().cpu(), theirs.float(), exact.float()
+        rounding = (theirs - exact).norm()
+        assert (ours - theirs).norm() <= rounding
+        assert (ours - exact).norm() <= 1.25 * rounding
 
 
 @both_kinds

@@ -10,9 +10,9 @@ the slowest of
     waiting         for a stage that was asked for as many steps ago as there are others
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
-of reading the weights from all multiprocessors at once. The constants are estimates, some made to agree with what
-variants took on an H200 (benchmarks/results/h200_variants*.txt); `octile bench tune` measures `candidates` and keeps
-what it finds.
+of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,200
+timings of 76 products on an H200 (benchmarks/results/h200_sweep.json); `octile bench tune` measures
+`candidates` and keeps what it finds.
 """
 
 from collections.abc import Iterator
@@ -25,21 +25,24 @@ from octile.kernels.cuda import tuned
 from octile.kernels.cuda.config import SHARED_BYTES, STEP, Config, Scales, Schedule, Store
 from octile.kernels.cuda.problem import Chip, Problem, rounded
 
-LAUNCH = 3000  # cycles until the first products, and after the last
-L2_BYTES = 36  # a cycle, for each of the multiprocessors when all load; its 96 ports of 64 bytes would give 46,
-L2_BYTES_ONCE = 52  # and more is seen where all tiles are made in one round
-OWN_BYTES = 75  # that one multiprocessor takes at most
-CLUSTER = 2000  # cycles more until the blocks of a cluster have all begun and ended: hidden where they make many tiles
-PART = 2400  # cycles to write, count and read each part of a split sum
-MEMORY_BYTES = 2450  # a cycle, of all
+LAUNCH = 5400  # cycles until the first products, and after the last
+L2_BYTES = 52  # a cycle, for each of the multiprocessors when all load
+L2_BYTES_ALONG_K = 41  # where rows lie as far apart as there are tokens in all groups
+L2_BYTES_ONCE = 57  # where all tiles are made in one round
+OWN_BYTES = 59  # that one multiprocessor takes at most
+CLUSTER = 6000  # cycles more until the blocks of a cluster have all begun and ended, where they make one tile each
+CLUSTERED = 1.05  # times as long is a step of blocks that wait for each other
+PART = 2200  # cycles to write, count and read each part of a split sum
+MEMORY_BYTES = 2900  # a cycle, of all
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
-LATENCY = 1200  # cycles from asking for a stage to having it
-STAGING = 400  # cycles to fill a part of the staging, and to wait until it was emptied
-LEAST = 250  # cycles of a step, however small: waiting for a stage, multiplying, waiting for the sums
+LATENCY = 1000  # cycles from asking for a stage to having it
+EPILOGUE = 600  # cycles of a tile's end, besides
+STAGING = 2000  # cycles to fill a part of the staging, and to wait until it was emptied
+LEAST = 200  # cycles of a step, however small: waiting for a stage, multiplying, waiting for the sums
 WAIT = 100  # cycles between the last multiplication of a step and the first addition
 MOST_STAGES = 12
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
-IN_FLIGHT = 3.0e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
+IN_FLIGHT = 3.5e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
 H200 = 132  # multiprocessors
 
 
@@ -199,7 +202,8 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     own = multiply * c.waves // waves  # by one warpgroup
     alone = own + (add + WAIT * c.waves) / c.accumulators
     load = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * STEP
-    slow = min((L2_BYTES_ONCE if rounds == 1 else L2_BYTES) * chip.multiprocessors / busy, OWN_BYTES)
+    of_all = L2_BYTES_ALONG_K if p.schedule is Schedule.ALONG_K else L2_BYTES
+    slow = min((L2_BYTES_ONCE if rounds == 1 else of_all) * chip.multiprocessors / busy, OWN_BYTES)
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
         step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
@@ -209,10 +213,11 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
     if c.store is Store.TMA and c.out_float and c.schedule is Schedule.DENSE:  # waits for memory, not for the room
         times = 1
-    epilogue = 300 + STAGING * times + stored + (PART * c.split_k if c.split_k > 1 else 0)
+    epilogue = EPILOGUE + STAGING * times + stored + (PART * c.split_k if c.split_k > 1 else 0)
     under_products = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
     hidden = 0.2 if c.ping_pong else 1 if not under_products else 0.5 if c.waves > 1 else 0.9
-    tile = steps * step * (_slower(c) if busy == workers else 1) + epilogue * (hidden if rounds > 1 else 1)
+    slower = (_slower(c) if busy == workers else 1) * (CLUSTERED if c.cluster > 1 else 1)
+    tile = steps * step * slower + epilogue * (hidden if rounds > 1 else 1)
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
@@ -227,14 +232,14 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
 def _slower(c: Config) -> float:
     """Than the arithmetic says a step is where all multiprocessors are busy: on an H200."""
     if c.ping_pong:
-        return 1.5 if c.of_rows else 1.35
+        return 2.0 if c.of_rows else 1.75
     if c.tile_n < 128 and c.tile_m >= 192 and not c.of_rows:
-        return 1.35
+        return 1.3
     if c.warpgroups == 3:
-        return 1.7 if c.of_rows else 1.07
+        return 1.65 if c.of_rows else 1.02
     if c.waves == 1 and c.accumulators == 1:
-        return 2.0 if c.of_rows else 1.25
-    return 1.55 if c.of_rows else 1.17 if c.stages == 3 else 1.15  # with three, some products wait for a stage
+        return 1.5 if c.of_rows else 1.25
+    return 1.44 if c.of_rows else 1.24 if c.stages == 3 else 1.1  # with three, some products wait for a stage
 
 
 LARGE = (

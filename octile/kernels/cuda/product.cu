@@ -135,20 +135,20 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             const int steps = count_steps(tile);
             const int border = 128 - tile.n % 128;  // where the tile's columns reach the next block of scales
 
+            const bool ragged = config::schedule == along_k && (tile.k_begin % 128 > 0 || tile.k_end % 128 > 0);
+
             // waits for the stage of a step, if it is not there, and removes what is not summed
             auto arrive = [&](int step, bool ready = false) {
                 const int stage = ring.stage;
                 if (!ready) ring.full[stage].wait(ring.parity);
-                if constexpr (config::schedule == along_k) {
-                    const int k = (first_step(tile) + step) * 128, begin = tile.k_begin - k, end = tile.k_end - k;
-                    if (begin > 0 || end < 128) {
-                        const int thread = member * 128 + threadIdx.x % 128;
-                        keep_between(shared + memory::a + stage * memory::a_tile, config::tile_m, begin, end, thread);
-                        keep_between(shared + memory::b + stage * memory::b_tile, config::tile_n, begin, end, thread);
-                        ptx::fence_async_shared();
-                        ptx::named_barrier_sync(2 + team, team_threads);
-                    }
-                }
+                if (!ragged) return;
+                const int k = (first_step(tile) + step) * 128, begin = tile.k_begin - k, end = tile.k_end - k;
+                if (begin <= 0 && end >= 128) return;
+                const int thread = member * 128 + threadIdx.x % 128;
+                keep_between(shared + memory::a + stage * memory::a_tile, config::tile_m, begin, end, thread);
+                keep_between(shared + memory::b + stage * memory::b_tile, config::tile_n, begin, end, thread);
+                ptx::fence_async_shared();
+                ptx::named_barrier_sync(2 + team, team_threads);
             };
             // a step's scales
             auto factors = [&](int stage, Factors (&f)[waves]) {
@@ -182,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             if (tile.m + first_row >= tile.m_end || tile.n >= n) {  // all of it lies outside: nothing to multiply
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     arrive(step);
-                    __syncwarp();
                     ring.release(ring.stage, rank);
                 }
                 let_other_begin(true);
@@ -231,10 +230,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                         }
                         promote(total[wave], sum, Products(f[wave], of_b, border));
                     }
-                    if constexpr (reads_late) {
-                        __syncwarp();
-                        ring.release(stage, rank);
-                    }
+                    if constexpr (reads_late) ring.release(stage, rank);
                     let_other_begin(2 * step >= steps);
                 }
             } else {
@@ -256,10 +252,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     pin(sum);
                     if constexpr (!reads_late) ring.release(step.stage, rank);
                     promote(total[0], sum, Products(step.factors, step.columns, border));
-                    if constexpr (reads_late) {
-                        __syncwarp();
-                        ring.release(step.stage, rank);
-                    }
+                    if constexpr (reads_late) ring.release(step.stage, rank);
                 };
                 float even[count], odd[count];
                 int step = 0;

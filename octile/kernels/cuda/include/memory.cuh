@@ -64,9 +64,10 @@ struct Ring {
         return (which == first ? first + config::stages : which) - 1;
     }
 
-    // A warp has read what it needs of a stage, which the copy engine may fill again. Of the blocks of a cluster the first
-    // brings what they share: it must know of all of them. `rank`: this block's.
+    // A warp, all its lanes, has read what it needs of a stage, which may be filled again. Of the blocks of a cluster the
+    // first brings what they share: it must know of all of them. `rank`: this block's.
     __device__ __forceinline__ void release(int which, int rank) {
+        __syncwarp();
         if constexpr (cluster == 1) {
             if (ptx::lane() == 0) empty[which].arrive();
         } else {
