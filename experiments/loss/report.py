@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.loss.figures import save_lines
 from experiments.loss.jobs import BALANCES, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
@@ -43,6 +44,8 @@ with 0.9, 0.95, decay 0.1, clipping at 1. A seed decides weights and the order o
 and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. Runs that shared a
 GPU with another are slower than they are alone."""
 
+IN_THE_FALL = """These runs of 40M tokens end while the loss still falls steeply, so chance weighs more than a recipe's
+numbers do: they tell what breaks, and "From one point on" what costs."""
 ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
 batches. `nudged` is BF16 from those weights rounded to BF16 once.
 
@@ -112,6 +115,7 @@ class Results:
         if not (first and other and first.get("val_loss") and other.get("val_loss")):
             return None
         rest = [r for r in self.of(group, size) if r["job"]["recipe"] != "bf16"]
+        rest.sort(key=lambda r: r["job"]["recipe"] != "deepseek_v3")  # what is to be judged comes first
         device = first["facts"].get("device", "")
         return CompareResult(
             f"{group} {size}", curve(first), curve(other), tuple(curve(r) for r in rest), machine=device
@@ -215,6 +219,8 @@ def ablation_table(r: Results) -> str:
             ))  # fmt: skip
         loss = f"{base['val_loss'][-1]:.4f}"
         parts.append(f"{size}; BF16 of seed 0: {loss}; two seeds lie {noise:.2%} apart.\n\n{_table(rows)}")
+    if parts:
+        parts.insert(0, IN_THE_FALL)
     return "\n\n".join(parts) or "None was run."
 
 
@@ -242,25 +248,54 @@ def _rate_cell(result: Result | None) -> str:
 
 def balance_table(r: Results) -> str:
     rows: Rows = [
-        ("balance", "held-out loss", "max/mean load after warm-up", "at the end", "drafts kept: greedy, drawn", "")
-    ]
-    named = {"usual: bias 0.005, sequence loss 1e-4": next(iter(_usual(r)), None)}
-    named |= {name: r.all.get(f"balance-{name.replace(' ', '-')}") for name in BALANCES}
-    for name, result in named.items():
-        if result is None or not result.get("imbalance"):
-            continue
-        steps, worst = np.array(result["steps"]), np.array([max(layers) for layers in result["imbalance"]])
-        late = worst[steps > AFTER_WARM_UP * steps[-1]] if len(steps) > 4 else worst
+        ("balance", "held-out loss", "max/mean load after warm-up, mean over layers", "the worst layer's",
+         "drafts kept: greedy, drawn", "")
+    ]  # fmt: skip
+    for name, result in _balanced(r).items():
+        steps, loads = np.array(result["steps"]), np.array(result["imbalance"])
+        late = loads[steps > AFTER_WARM_UP * steps[-1]] if len(steps) > 4 else loads
         drafts = result.get("drafts") or {}
         rows.append((
             name,
             f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}" if result["val_loss"] else "",
-            f"{late.mean():.2f}, at most {late.max():.2f}",
-            f"{worst[-1]:.2f}",
+            f"{late.mean():.2f}",
+            f"{late.max(1).mean():.2f}, once {late.max():.2f}",
             f"{drafts['greedy']:.1%}, {drafts['drawn']:.1%}" if drafts else "",
             _ended(result),
         ))  # fmt: skip
     return _table(rows)
+
+
+def _balanced(r: Results) -> dict[str, Result]:
+    """The runs that differ in what keeps the load even, by what that is."""
+    named = {"usual: bias 0.005, sequence loss 1e-4": next(iter(_usual(r)), None)}
+    named |= {name: r.all.get(f"balance-{name.replace(' ', '-')}") for name in BALANCES}
+    return {name: result for name, result in named.items() if result and result.get("imbalance")}
+
+
+def balance_figure(r: Results, folder: Path) -> str:
+    found = _balanced(r)
+    if not found:
+        return ""
+    lines = [[(name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]])] for name, x in found.items()]
+    save_lines(folder / "balance.svg", "busiest expert's tokens, of the mean; mean over layers", lines, (1.0, 6.0))
+    return "\n\n![load](balance.svg)"
+
+
+def rate_figure(r: Results, folder: Path) -> str:
+    runs = [
+        [(f"{recipe}, {times}×", x["steps"], x["loss"]) for recipe in RATE_RECIPES if (x := _rate(r, recipe, times))]
+        for times in (1, *RATES)
+    ]
+    if not any(runs):
+        return ""
+    save_lines(folder / "rates.svg", "training loss (nats a token), by learning rate", [x for x in runs if x], (4, 10))
+    return "\n\nBF16's lines are whole, `deepseek_v3`'s dashed, `per_tensor`'s dotted.\n\n![learning rates](rates.svg)"
+
+
+def _rate(r: Results, recipe: str, times: int) -> Result | None:
+    found = r.all.get(f"rate-{recipe}-{times}")
+    return found if found and found.get("loss") else None
 
 
 def _usual(r: Results) -> Iterable[Result]:
@@ -322,8 +357,8 @@ def write(results: Path, folder: Path) -> Path:
         "From one point on": ONE_POINT + branch_table(r),
         "Curves": "\n\n".join(figures) or NO_FIGURES,
         "Ablations": ablation_table(r),
-        "Learning rates": rate_table(r),
-        "Balance and multi-token prediction": balance_table(r),
+        "Learning rates": rate_table(r) + rate_figure(r, folder),
+        "Balance and multi-token prediction": balance_table(r) + balance_figure(r, folder),
         "Not run": ", ".join(missing) or "Everything was.",
         "Failed": "\n".join(failed) or "None.",
     }

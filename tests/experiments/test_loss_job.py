@@ -160,7 +160,9 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
     ):
         assert part in text
     assert "core-150m-bf16-0" in text.split("## Not run")[1]
-    assert (tmp_path / "report/core-30m.svg").exists()
+    for figure in ("core-30m", "balance", "rates"):
+        assert f"]({figure}.svg)" in text
+        assert (tmp_path / f"report/{figure}.svg").exists()
     assert (tmp_path / "report/core-30m/report.html").exists()
 
 
