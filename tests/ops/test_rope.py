@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octile.nn.rope import Rope, rotate
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from tests.ops.operators import assert_well_formed
 
 B, S, H, N, R, V = 2, 7, 3, 10, 8, 6
 COS_SIN = Rope(R, factor=4.0, original_max_position_embeddings=16).cos_sin(torch.arange(S))
@@ -61,8 +62,7 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_they_are_well_formed_operators(name: str):
-    operator, arguments = CALLS[name]()
-    torch.library.opcheck(operator.overload, arguments)
+    assert_well_formed(*CALLS[name]())
 
 
 @pytest.mark.parametrize(
