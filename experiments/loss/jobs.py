@@ -1,6 +1,7 @@
 """What is run, the most important first. A job is one training run.
 
-core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail
+core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail; of the
+           smallest size more seeds, for an interval
 long       the smallest size over 300M tokens
 trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
 branch     the rest of it under each recipe, from the same weights and moments and over the same batches
@@ -39,6 +40,7 @@ ABLATIONS = (  # the slowest first
     "fp32_moments",
     "global_scale",
 )
+MORE_SEEDS = (2, 3, 4, 5)
 BRANCHES = ("bf16", "nudged", "deepseek_v3")  # of every size and of both seeds
 RATES = (4, 16, 64)  # times the usual one, which every other job has
 RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
@@ -114,6 +116,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     for name, changes in BALANCES.items():
         one = job("balance", small, "deepseek_v3", 0, SHORT, **changes)
         jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
+    jobs += [job("core", small, recipe, seed, CORE) for seed in MORE_SEEDS for recipe in ("bf16", "deepseek_v3")]
     return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]
 
 

@@ -109,17 +109,23 @@ class Results:
         rows = [r for r in self.all.values() if (r["job"]["group"], r["job"]["size"]) == (group, size)]
         return [r for r in rows if r.get("val_loss")]
 
+    def bf16(self, group: str, size: str) -> list[Result]:
+        """BF16's runs, by their seeds."""
+        found = (r for r in self.of(group, size) if r["job"]["recipe"] == "bf16")
+        return sorted(found, key=lambda r: r["job"]["seed"])
+
     def comparison(self, group: str, size: str) -> CompareResult | None:
         """None without BF16 with two seeds."""
-        first, other = (self.get(group, size, "bf16", seed) for seed in (0, 1))
-        if not (first and other and first.get("val_loss") and other.get("val_loss")):
+        first, other, *more = [*self.bf16(group, size), None, None]
+        if not (first and other):
             return None
         rest = [r for r in self.of(group, size) if r["job"]["recipe"] != "bf16"]
         rest.sort(key=lambda r: r["job"]["recipe"] != "deepseek_v3")  # what is to be judged comes first
         device = first["facts"].get("device", "")
         return CompareResult(
-            f"{group} {size}", curve(first), curve(other), tuple(curve(r) for r in rest), machine=device
-        )
+            f"{group} {size}", curve(first), curve(other), tuple(curve(r) for r in rest), machine=device,
+            bf16_more_seeds=tuple(curve(r) for r in more if r),
+        )  # fmt: skip
 
 
 def core_table(r: Results) -> str:
@@ -159,8 +165,8 @@ def _mean_gap(r: Results) -> str:
     found = [
         gap(fp8, base)[0]
         for size in r.sizes("core")
-        for seed in (0, 1)
-        if (fp8 := r.get("core", size, "deepseek_v3", seed)) and (base := r.get("core", size, "bf16", seed))
+        for base in r.bf16("core", size)
+        if (fp8 := r.get("core", size, "deepseek_v3", base["job"]["seed"]))
     ]
     if len(found) < 2:
         return ""

@@ -129,6 +129,9 @@ def test_an_interval_is_that_of_windows_in_pairs():
 def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
     runs = [fake(BASE, 4.0), fake(OTHER, 4.02), fake(FP8, 4.002)]
     runs += [
+        fake(job("core", "30m", recipe, 2, 1e6), loss) for recipe, loss in (("bf16", 4.01), ("deepseek_v3", 4.014))
+    ]
+    runs += [
         fake(replace(one, group="ablation", name=one.name.replace("core", "ablation")), 4.0) for one in (BASE, OTHER)
     ]
     runs += [fake(job("ablation", "30m", "per_tensor", 0, 1e6), 4.5)]
@@ -154,6 +157,7 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         "+0.50% (the noise)",
         "diverged at step 8",
         "3.0 × the noise",
+        "The mean of 2 gaps of `deepseek_v3` is +0.07%, its standard error 0.02%.",
         "50.0%, 60.0%",
         "- x: exit status 1; `oh`",
         "150m",
