@@ -135,15 +135,16 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             const int steps = count_steps(tile);
             const int border = 128 - tile.n % 128;  // where the tile's columns reach the next block of scales
 
+            // along K a group may begin or end within its first or last step
             const bool ragged = config::schedule == along_k && (tile.k_begin % 128 > 0 || tile.k_end % 128 > 0);
+            auto is_cut = [&](int step) { return ragged && (step == 0 || step == steps - 1); };
 
             // waits for the stage of a step, if it is not there, and removes what is not summed
-            auto arrive = [&](int step, bool ready = false) {
+            auto arrive = [&](int step, bool cut, bool ready = false) {
                 const int stage = ring.stage;
                 if (!ready) ring.full[stage].wait(ring.parity);
-                if (!ragged) return;
+                if (!cut) return;
                 const int k = (first_step(tile) + step) * 128, begin = tile.k_begin - k, end = tile.k_end - k;
-                if (begin <= 0 && end >= 128) return;
                 const int thread = member * 128 + threadIdx.x % 128;
                 keep_between(shared + memory::a + stage * memory::a_tile, config::tile_m, begin, end, thread);
                 keep_between(shared + memory::b + stage * memory::b_tile, config::tile_n, begin, end, thread);
@@ -181,14 +182,14 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
             if (tile.m + first_row >= tile.m_end || tile.n >= n) {  // all of it lies outside: nothing to multiply
                 for (int step = 0; step < steps; ++step, ring.advance()) {
-                    arrive(step);
+                    arrive(step, is_cut(step));
                     ring.release(ring.stage, rank);
                 }
                 let_other_begin(true);
                 if (config::split_k == 1) continue;
             } else if constexpr (!config::promote) {
                 for (int step = 0; step < steps; ++step, ring.advance()) {
-                    arrive(step);
+                    arrive(step, is_cut(step));
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) multiply(total[wave], ring.stage, wave, step > 0);
                     ptx::wgmma_wait<waves>();  // the step before is done
@@ -201,10 +202,10 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 for (int wave = 0; wave < waves; ++wave) pin(total[wave]);
             } else if constexpr (config::accumulators == 1) {
                 float sum[count];
-                bool ready = false;  // the stage of the step
+                bool ready = false, cut = ragged;  // the stage of the step
                 for (int step = 0; step < steps; ++step) {
                     const int stage = ring.stage;
-                    arrive(step, ready);
+                    arrive(step, cut, ready);
                     Factors f[waves];
                     Columns of_b = columns(stage);
                     auto read_scales = [&] {
@@ -227,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                             if constexpr (!reads_late) ring.release(stage, rank);
                             ring.advance();
                             ready = ring.full[ring.stage].ask(ring.parity, step + 1 < steps);
+                            cut = is_cut(step + 1);
                         }
                         promote(total[wave], sum, Products(f[wave], of_b, border));
                     }
@@ -241,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 };
                 auto begin = [&](int step, float (&sum)[count]) {
                     const int stage = ring.stage;
-                    arrive(step);
+                    arrive(step, is_cut(step));
                     Factors f[waves];  // one
                     factors(stage, f);
                     multiply(sum, stage, 0, false);
