@@ -19,6 +19,7 @@ from octile.ops import accumulator
 from octile.ops.accumulator import product_for
 from octile.ops.matmul import OUT_DTYPES, Block, check_operand, check_pair, in_float32, nt_float32
 from octile.ops.operator import operator
+from octile.ops.scale_layouts import refuse_unless
 
 
 @operator()
@@ -118,6 +119,7 @@ def masked_grouped_matmul_nt(
         expected_rows: of a group, for the choice of a GPU's kernel only; 0: not known.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    _check_counts(counts, a.shape[1])
     product = _masked(a, a_scale, a_block, b, b_scale, b_block)
     return product.masked_fill_(_unused(a, counts), 0.0).to(out_dtype)
 
@@ -126,6 +128,11 @@ def _masked(a, a_scale, a_block, b, b_scale, b_block) -> Tensor:
     if product := product_for(a, b):
         return accumulator.masked(product, a, a_scale, a_block, b, b_scale, b_block)
     return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
+
+
+def _check_counts(counts: Tensor, m: int) -> None:
+    """Only the reference refuses wrong counts, as it does offsets; kernels clamp them."""
+    refuse_unless(((counts >= 0) & (counts <= m)).all(), f"counts must be from 0 to the {m} rows of a group")
 
 
 def _unused(a: Tensor, counts: Tensor) -> Tensor:
@@ -163,6 +170,7 @@ def masked_grouped_matmul_nt_out(
     Rows past the count stay as they are here; a GPU kernel may leave anything in them.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
+    _check_counts(counts, a.shape[1])
     product = _masked(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(torch.where(_unused(a, counts), out, product.to(out.dtype)))
 

@@ -282,6 +282,13 @@ def test_weights_are_stacked():
         grouped_matmul_nt(*operand(9, 130), *operand(5, 130), ends([9]), torch.float32)
 
 
+@pytest.mark.parametrize("counts", [[-1, 0], [0, 7]])
+def test_counts_beyond_a_group_are_refused(counts):
+    a, b = operand(2, 6, 130), operand(2, 5, 130)
+    with pytest.raises(ValueError, match="counts must be from 0 to the 6 rows of a group"):
+        masked_grouped_matmul_nt(*a, *b, torch.tensor(counts, dtype=torch.int32), torch.float32)
+
+
 def test_masked_operands_must_agree_in_groups():
     a, b = operand(3, 6, 130), operand(2, 5, 130)
     with pytest.raises(ValueError, match=r"same number of groups: a is \(3, 6, 130\), b is \(2, 5, 130\)"):

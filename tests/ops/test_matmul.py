@@ -231,8 +231,14 @@ def test_operands_must_agree_in_k():
     [
         (torch.zeros(6, 5), ValueError, r"out must be \(5, 6\), not \(6, 5\)"),
         (torch.zeros(5, 6, dtype=torch.float16), TypeError, "out must be bfloat16 or float32, not torch.float16"),
+        (
+            torch.zeros(1, 6).expand(5, 6),
+            ValueError,
+            r"out must not overlap itself, as \(5, 6\) of strides \(0, 1\) does",
+        ),
+        (torch.zeros(30).as_strided((5, 6), (3, 1)), ValueError, "out must not overlap itself"),
     ],
-    ids=["shape", "dtype"],
+    ids=["shape", "dtype", "one row", "rows in each other"],
 )
 def test_an_out_that_does_not_fit_is_refused(out, error, message):
     with pytest.raises(error, match=message):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import check_layout, offsets, padding
-from octile.compat.deep_gemm.operands import begin, check_d
+from octile.compat.deep_gemm.operands import begin, check_d, check_tensor, turned
 from octile.nn.plain import nt
 from octile.ops.grouped import check_sizes
 from octile.ops.matmul import without_autocast
@@ -29,17 +29,17 @@ def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compi
 
 def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
     """`bf16_gemm_nt` with b given as [K, N]."""
-    bf16_gemm_nt(a, b.mT, d, c)
+    bf16_gemm_nt(a, turned("b", b), d, c)
 
 
 def bf16_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
     """`bf16_gemm_nt` with a given as [K, M] and b as [K, N]."""
-    bf16_gemm_nt(a.mT, b.mT, d, c)
+    bf16_gemm_nt(turned("a", a), turned("b", b), d, c)
 
 
 def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
     """`bf16_gemm_nt` with a given as [K, M]."""
-    bf16_gemm_nt(a.mT, b, d, c)
+    bf16_gemm_nt(turned("a", a), b, d, c)
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
@@ -50,6 +50,7 @@ def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -
     Raises:
         TypeError, ValueError: an operand, c or d does not fit.
     """
+    check_tensor("a", a)
     _check(a, b, torch.float8_e4m3fn if a.dtype == torch.float8_e4m3fn else torch.bfloat16, dims=(2, 2))
     accumulate = begin(d, c, (a.shape[0], b.shape[0]), a.device)
     if a.dtype == torch.bfloat16 or not a.is_cuda:
@@ -65,17 +66,17 @@ def _per_tensor(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
     """`cublaslt_gemm_nt` with b given as [K, N]."""
-    cublaslt_gemm_nt(a, b.mT, d, c)
+    cublaslt_gemm_nt(a, turned("b", b), d, c)
 
 
 def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
     """`cublaslt_gemm_nt` with a given as [K, M] and b as [K, N]."""
-    cublaslt_gemm_nt(a.mT, b.mT, d, c)
+    cublaslt_gemm_nt(turned("a", a), turned("b", b), d, c)
 
 
 def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
     """`cublaslt_gemm_nt` with a given as [K, M]."""
-    cublaslt_gemm_nt(a.mT, b, d, c)
+    cublaslt_gemm_nt(turned("a", a), b, d, c)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -118,7 +119,7 @@ def m_grouped_bf16_gemm_nn_contiguous(
 ) -> None:
     """`m_grouped_bf16_gemm_nt_contiguous` with b given as [G, K, N]."""
     m_grouped_bf16_gemm_nt_contiguous(
-        a, b.mT, d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
+        a, turned("b", b), d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
     )  # fmt: skip
 
 
@@ -138,6 +139,7 @@ def m_grouped_bf16_gemm_nt_masked(
     check_d(d, (*a.shape[:2], b.shape[1]), a.device)
     if d.dtype != torch.bfloat16:
         raise TypeError(f"d must be bfloat16, not {d.dtype}")
+    check_tensor("masked_m", masked_m)
     check_sizes("masked_m", masked_m, a.shape[0], a.device)
     with without_autocast(a.device):
         torch.bmm(a, b.mT, out=d)
@@ -161,8 +163,12 @@ def k_grouped_bf16_gemm_tn_contiguous(
     Raises:
         TypeError, ValueError: an argument does not fit; a psum layout, which has no sizes on the host.
     """
+    for name, t in (("a", a), ("b", b), ("d", d)):
+        check_tensor(name, t)
     if use_psum_layout or ks_cpu is None or len(ks_cpu) != len(d):
         raise ValueError(f"ks_cpu must have {len(d)} sizes, one for each group, and no psum layout, not {ks_cpu}")
+    if any(k < 0 for k in ks_cpu):
+        raise ValueError(f"ks_cpu must be at least 0 each, not {list(ks_cpu)}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != sum(ks_cpu) or b.shape[0] != sum(ks_cpu):
         raise ValueError(f"a and b must have {sum(ks_cpu)} tokens, not {tuple(a.shape)} and {tuple(b.shape)}")
     _check(a.mT, b.mT, torch.bfloat16, dims=(2, 2))
@@ -187,6 +193,7 @@ def _product(a: Tensor, b: Tensor, d: Tensor, accumulate: bool) -> None:
 
 def _check(a: Tensor, b: Tensor, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     for name, t, ndim in (("a", a, dims[0]), ("b", b, dims[1])):
+        check_tensor(name, t)
         if t.dtype != dtype:
             raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, not {t.dtype}")
         if t.dim() != ndim:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.operands import Block, Operand, Pair, Recipe, begin, operands, transposed
+from octile.compat.deep_gemm.operands import Block, Operand, Pair, Recipe, begin, both_transposed, operands
 from octile.ops.matmul import matmul_nt_out
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.scale_layouts import pack_ue8m0
@@ -53,7 +53,7 @@ def fp8_gemm_nn(
     disable_ue8m0_cast: bool = False,
 ) -> None:
     """`fp8_gemm_nt` with b, and its scales, given as [K, N]."""
-    fp8_gemm_nt(a, transposed(b), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    fp8_gemm_nt(*both_transposed(a, b, "b"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
 def fp8_gemm_tn(
@@ -68,7 +68,7 @@ def fp8_gemm_tn(
     disable_ue8m0_cast: bool = False,
 ) -> None:
     """`fp8_gemm_nt` with a given as [K, M] and b as [K, N], and their scales likewise."""
-    fp8_gemm_nt(transposed(a), transposed(b), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    fp8_gemm_nt(*both_transposed(a, b, "ab"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
 def fp8_gemm_tt(
@@ -83,7 +83,7 @@ def fp8_gemm_tt(
     disable_ue8m0_cast: bool = False,
 ) -> None:
     """`fp8_gemm_nt` with a, and its scales, given as [K, M]."""
-    fp8_gemm_nt(transposed(a), b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    fp8_gemm_nt(*both_transposed(a, b, "a"), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
 
 
 def multiplies_mx(t: Tensor) -> bool:

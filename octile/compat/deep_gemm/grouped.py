@@ -13,7 +13,7 @@ before it: its rows are computed, which nobody reads, and up to a tile's end cos
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.operands import Block, Pair, Recipe, check_d, operands, transposed
+from octile.compat.deep_gemm.operands import Block, Pair, Recipe, both_transposed, check_d, check_tensor, operands
 from octile.compat.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from octile.ops.grouped import check_sizes, grouped_matmul_nt_out, masked_grouped_matmul_nt_out
 from octile.ops.scale_layouts import refuse_unless
@@ -71,8 +71,7 @@ def m_grouped_fp8_gemm_nn_contiguous(
 ) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` with b, and its scales, given as [G, K, N]."""
     m_grouped_fp8_gemm_nt_contiguous(
-        a,
-        transposed(b),
+        *both_transposed(a, b, "b"),
         d,
         grouped_layout,
         recipe,
@@ -110,12 +109,14 @@ def m_grouped_fp8_gemm_nt_masked(
     if groups != of_b:
         raise ValueError(f"a and b must have the same number of groups, not {groups} and {of_b}")
     check_d(d, (groups, m, n), left.data.device, contiguous=True)
+    check_tensor("masked_m", masked_m)
     check_sizes("masked_m", masked_m, groups, left.data.device)
     masked_grouped_matmul_nt_out(d, *left, *right, masked_m, expected_m)
 
 
 def check_layout(grouped_layout: Tensor, m: int, groups: int, device: torch.device, psum: bool) -> None:
     """Refuses a grouped_layout that is not one int32 a row, or a group."""
+    check_tensor("grouped_layout", grouped_layout)
     if grouped_layout.dtype != torch.int32:
         raise TypeError(f"grouped_layout must be int32, not {grouped_layout.dtype}")
     if tuple(grouped_layout.shape) != (groups if psum else m,):

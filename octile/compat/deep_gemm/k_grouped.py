@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import aligned
-from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, begin, check_pairs
+from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, begin, check_pairs, check_tensor
 from octile.ops.grouped import check_sizes, grouped_wgrad_out
 from octile.ops.matmul import check_operand
 from octile.ops.scale_layouts import unpack_grouped_ue8m0
@@ -103,10 +103,12 @@ def _in_rows(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
 
 
 def _check(d: Tensor, ks_cpu: Sequence[int] | None, grouped_layout: Tensor, recipe: Recipe, psum: bool) -> None:
+    check_tensor("d", d)
+    check_tensor("grouped_layout", grouped_layout)
     if d.dim() != 3:
         raise ValueError(f"d must be [G, m, n], not {tuple(d.shape)}")
-    if tuple(recipe[:2]) != (1, 1) or recipe[2] not in (32, 128):
-        raise ValueError(f"recipe must be (1, 1, 128) or (1, 1, 32), not {tuple(recipe)}")
+    if recipe is None or tuple(recipe) not in ((1, 1, 32), (1, 1, 128)):
+        raise ValueError(f"recipe must be (1, 1, 128) or (1, 1, 32), not {recipe}")
     check_sizes("grouped_layout", grouped_layout, d.shape[0], d.device)
     if not ks_cpu:
         if not psum and d.shape[0]:

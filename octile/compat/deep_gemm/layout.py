@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.dense import multiplies_mx
 from octile.compat.deep_gemm.grouped import padding
-from octile.compat.deep_gemm.operands import Block, Recipe
+from octile.compat.deep_gemm.operands import Block, Recipe, check_tensor
 from octile.ops.scale_layouts import (
     PER_INT,
     SMALLEST,
@@ -103,8 +103,12 @@ def transform_sf_into_required_layout(
         recipe: (gran_mn, gran_k), or (gran_m, gran_n, gran_k), of which is_sfa chooses.
 
     Raises:
+        TypeError: sf is neither float32 nor int32.
         ValueError: sf does not have this shape, or is_sfa is missing.
     """
+    check_tensor("sf", sf)
+    if sf.dtype not in (torch.float32, torch.int32):
+        raise TypeError(f"sf must be float32, or int32 (packed UE8M0), not {sf.dtype}")
     if len(recipe) == 3:
         if is_sfa is None:
             raise ValueError("is_sfa must say which operand a recipe of three is for")

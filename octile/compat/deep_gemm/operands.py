@@ -50,6 +50,13 @@ def check_pairs(a: Pair, b: Pair) -> None:
     for name, pair in (("a", a), ("b", b)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
+        check_tensor(f"{name}'s data", pair[0])
+        check_tensor(f"{name}'s scale", pair[1])
+
+
+def check_tensor(name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
 
 
 def blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Block | None) -> tuple[Block, Block]:
@@ -60,6 +67,8 @@ def blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Blo
         raise ValueError("recipe must not be given beside recipe_a and recipe_b")
     if recipe_a is not None and recipe_b is not None:
         return recipe_a, recipe_b
+    if recipe is not None and len(recipe) != 3:
+        raise ValueError(f"recipe must be (gran_m, gran_n, gran_k), not {tuple(recipe)}")
     gran_m, gran_n, gran_k = recipe or (1, 1 if b[1].dtype == torch.int32 else 128, 128)
     return (gran_m, gran_k), (gran_n, gran_k)
 
@@ -77,9 +86,21 @@ def operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
     return Operand(data, scale, block)
 
 
-def transposed(pair: Pair) -> Pair:
-    """The same numbers seen from the other side."""
-    return pair[0].mT, pair[1].mT
+def both_transposed(a: Pair, b: Pair, which: str) -> tuple[Pair, Pair]:
+    """a and b, of which those that `which` names are seen from the other side."""
+    check_pairs(a, b)
+    left, right = (
+        (turned(f"{name}'s data", pair[0]), turned(f"{name}'s scale", pair[1])) if name in which else pair
+        for name, pair in (("a", a), ("b", b))
+    )
+    return left, right
+
+
+def turned(name: str, t: Tensor) -> Tensor:
+    check_tensor(name, t)
+    if t.dim() < 2:
+        raise ValueError(f"{name} must have 2 dimensions or more, not the shape {tuple(t.shape)}")
+    return t.mT
 
 
 def begin(d: Tensor, c: Tensor | None, shape: tuple[int, ...], device: torch.device, contiguous: bool = False) -> bool:
@@ -92,6 +113,7 @@ def begin(d: Tensor, c: Tensor | None, shape: tuple[int, ...], device: torch.dev
     check_d(d, shape, device, contiguous)
     if c is None:
         return False
+    check_tensor("c", c)
     if c.dtype != d.dtype:
         raise TypeError(f"c must be {d.dtype} as d is, not {c.dtype}")
     if c.shape != d.shape or c.device != d.device:
@@ -104,6 +126,7 @@ def begin(d: Tensor, c: Tensor | None, shape: tuple[int, ...], device: torch.dev
 
 
 def check_d(d: Tensor, shape: tuple[int, ...], device: torch.device, contiguous: bool = False) -> None:
+    check_tensor("d", d)
     if d.dtype not in OUT_DTYPES:
         raise TypeError(f"d must be bfloat16 or float32, not {d.dtype}")
     if tuple(d.shape) != tuple(shape):

@@ -42,9 +42,12 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
     """The rows of which every group begins at a multiple, where a layout has gaps; octile's kernels need none.
 
     Raises:
+        TypeError: not an integer.
         ValueError: less than 1.
     """
     global _alignment
+    if not isinstance(new_value, int):
+        raise TypeError(f"new_value must be an integer, not {new_value!r}")
     if new_value < 1:
         raise ValueError(f"new_value must be at least 1, not {new_value}")
     _alignment = new_value

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from octile.kernels.cuda.config import Scales, Schedule, Store
 
-MASKED_ROWS = 192  # in use of a masked group, where nobody says what to expect; often few
+MASKED_ROWS = 256  # in use of a masked group, where nobody says what to expect; often few
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def _serves(
     if a_dtype not in FP8 or b_dtype not in FP8:
         return f"its tensor cores multiply 8-bit floats, not {a_dtype} and {b_dtype}"
     try:
-        kinds = _scales((a_rows, a_columns), m, k), _scales((b_rows, b_columns), n, k)
+        kinds = _kinds((a_rows, a_columns), (m, k), (b_rows, b_columns), (n, k), dense=groups is None)
     except ValueError as error:
         return str(error)
     of_rows = kinds[0] is Scales.PER_ROW  # groups of rows may begin anywhere, and so within a block of a
@@ -91,7 +91,7 @@ def matmul(
     """
     if promote_every not in (STEP, None):
         raise ValueError(f"promote_every must be {STEP} or None, not {promote_every}")
-    a_scales, b_scales = _scales(a_block, *a.shape), _scales(b_block, *b.shape)
+    a_scales, b_scales = _kinds(a_block, a.shape, b_block, b.shape, dense=True)
     if promote_every is None and {a_scales, b_scales} != {Scales.PER_TENSOR}:
         raise ValueError(f"promote_every None needs one scale an operand, not blocks of {a_block} and {b_block}")
     promote = promote_every is not None
@@ -170,6 +170,17 @@ def wgrad(
     operands = (out, a, dy_scale.mT, scales[0], b, x_scale.mT, scales[1], offs.contiguous())
     _launch(Product(Schedule.ALONG_K, *operands, accumulate, True), look)
     return out
+
+
+def _kinds(
+    a_block: Block, a_shape: Sequence[int], b_block: Block, b_shape: Sequence[int], dense: bool
+) -> tuple[Scales, Scales]:
+    """What scales stand for in a pair; in a dense product the whole tensors, where each is one block."""
+    kinds = _scales(a_block, *a_shape), _scales(b_block, *b_shape)
+    pairs = ((a_block, a_shape), (b_block, b_shape))
+    if dense and all(block[0] >= rows and block[1] >= columns for block, (rows, columns) in pairs):
+        return Scales.PER_TENSOR, Scales.PER_TENSOR
+    return kinds
 
 
 def _scales(block: Block, rows: int, columns: int) -> Scales:

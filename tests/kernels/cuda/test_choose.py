@@ -1,15 +1,22 @@
 """The choice of a kernel follows from shape and chip alone, and there is always one."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octile.bench import shapes
+from octile.bench.tune import problem
 from octile.kernels.cuda import tuned
 from octile.kernels.cuda.choose import candidates, choose, cycles, plans_for_v3
 from octile.kernels.cuda.config import Config, Scales, Schedule, Store
 from octile.kernels.cuda.problem import Chip, Problem, rounded
 
 H200 = Chip(132)
+SWEEP = Path(__file__).parents[3] / "benchmarks" / "results" / "h200_sweep.json"
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +86,29 @@ def test_a_file_of_measured_kernels_that_makes_no_sense_is_left_aside(text: str)
 
 def test_deepseek_v3_has_plans():
     assert len(plans_for_v3()) > 100
+
+
+def test_the_choice_follows_what_was_measured():
+    """What the timings of another day or kernel say differently is written down, not undone by the way."""
+    cases = [getattr(shapes, group) for group in ("LARGE", "FEW_ROWS", "ACCUMULATED", "WGRAD", "GROUPED", "MASKED")]
+    problems = {(case.name, case.what): rounded(problem(case)) for group in cases for case in group}
+    slower, not_measured = {}, []
+    for row in json.loads(SWEEP.read_text())["products"]:
+        product = (row["case"], row["what"])
+        name = _named(choose(problems[product], H200))
+        if name in row["us"]:
+            slower[product] = row["us"][name] / min(row["us"].values())
+        else:
+            not_measured.append(product)
+    assert math.exp(sum(map(math.log, slower.values())) / len(slower)) < 1.02
+    assert max(slower.values()) < 1.12
+    assert len(not_measured) <= 5
+
+
+def _named(c: Config) -> str:
+    """As the file of timings names a kernel."""
+    parts = (
+        f"{c.tile_m}x{c.tile_n}w{c.warpgroups}{'pp' if c.ping_pong else ''}a{c.accumulators}",
+        f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_pieces}:k{c.split_k}:T{int(c.transposed)}",
+    )
+    return ":".join(parts)

@@ -134,3 +134,16 @@ def test_without_groups_a_given_result_stays_as_it_is():
     assert products.grouped(*operands, out) is out
     assert out.eq(1).all()
     assert not products.grouped(*operands).any()
+
+
+@pytest.mark.parametrize(
+    ("a_block", "a_shape", "b_block", "b_shape", "expected"),
+    [
+        ((1, 128), (5, 300), (128, 128), (70, 300), (Scales.PER_ROW, Scales.PER_BLOCK)),
+        ((128, 128), (128, 128), (200, 128), (200, 128), (Scales.PER_TENSOR, Scales.PER_TENSOR)),
+        ((1, 128), (1, 128), (1, 128), (1, 128), (Scales.PER_TENSOR, Scales.PER_TENSOR)),
+        ((1, 128), (1, 256), (200, 256), (200, 256), (Scales.PER_ROW, Scales.PER_TENSOR)),
+    ],
+)
+def test_one_scale_is_a_tensors_if_it_is_for_all_of_it(a_block, a_shape, b_block, b_shape, expected):
+    assert products._kinds(a_block, a_shape, b_block, b_shape, dense=True) == expected
