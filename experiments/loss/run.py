@@ -124,6 +124,13 @@ class Queue:
         return READY + job.own_tokens / speed
 
 
+def take_over(known: list[dict[str, Any]], out: Path) -> None:
+    """Writes results of another day as OUT's own: of runs that ended, and left nothing for others to go on from."""
+    for result in known:
+        if result["state"] in ("done", "diverged") and result["job"].get("until", 1.0) == 1.0:
+            (out / f"{result['job']['name']}.json").write_text(json.dumps(result))
+
+
 def note_failure(out: Path, job: Job, status: int) -> None:
     """Writes into a job's result that it failed, and the end of its log; what it had measured stays."""
     file, log = out / f"{job.name}.json", out / f"{job.name}.log"
@@ -185,7 +192,7 @@ def main() -> None:
     parser.add_argument("--together", default="", help="groups or sizes of which two runs share a GPU: ablation,30m")
     parser.add_argument("--groups", default="", help="of these alone: core,long,trunk,branch,ablation,rate,balance")
     parser.add_argument("--tokens", type=float, default=1.0, help="every job's, times this")
-    parser.add_argument("--known", type=Path, help="results of jobs that are not to be run again")
+    parser.add_argument("--known", type=Path, help="results of jobs that are not run again, if they ended")
     parser.add_argument("--toy", action="store_true", help="every job with a model for a CPU")
     parser.add_argument("--state", nargs="?", type=Path, const=Path(), help="only say where the jobs stand")
     asked = parser.parse_args()
@@ -196,8 +203,8 @@ def main() -> None:
         parser.error("--seconds is needed: when nothing new shall begin")
     deadline = time.time() + asked.seconds
     asked.out.mkdir(parents=True, exist_ok=True)
-    for result in json.loads(asked.known.read_text())["results"] if asked.known else ():
-        (asked.out / f"{result['job']['name']}.json").write_text(json.dumps(result))
+    if asked.known:
+        take_over(json.loads(asked.known.read_text())["results"], asked.out)
     jobs = all_jobs("toy", ("toy",)) if asked.toy else all_jobs()
     jobs = [replace(job, tokens=job.tokens * asked.tokens) for job in jobs]
     if asked.groups:
@@ -205,7 +212,9 @@ def main() -> None:
     gpus = [int(gpu) for gpu in asked.gpus.split(",")]
     queue = Queue(asked.store, asked.out, jobs, gpus, set(asked.together.split(",")), deadline)
     queue.run()
-    print(f"left out for want of time: {', '.join(job.name for job in queue.waiting) or 'none'}")
+    left = {job.name for job in queue.waiting}
+    print(f"left out for want of time: {', '.join(sorted(left & queue.passed_over)) or 'none'}")
+    print(f"not begun: {', '.join(sorted(left - queue.passed_over)) or 'none'}")
     state(asked.out, None)
 
 

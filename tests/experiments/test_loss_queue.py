@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.loss.jobs import all_jobs, branch, job
+from experiments.loss import run as module
+from experiments.loss.jobs import branch, job
 from experiments.loss.run import Queue, main, results, state
 
 SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
@@ -106,13 +107,21 @@ def test_a_branch_waits_for_what_its_trunk_leaves(queue):
 
 
 def test_what_another_day_gave_is_not_run_again(tmp_path, monkeypatch, capsys):
-    every = [one.to_json() for one in all_jobs("toy", ("toy",))]
-    known = tmp_path / "known.json"
-    known.write_text(json.dumps({"results": [{"job": one, "state": "done", "speed": []} for one in every]}))
-    options = ["store", str(tmp_path / "out"), "--seconds", "9", "--toy", "--known", str(known)]
+    done, failed, trunk, unknown = (replace(SMALL, name=name) for name in ("done", "failed", "trunk", "unknown"))
+    trunk = replace(trunk, until=0.4)
+    begun = []
+    monkeypatch.setattr(module, "all_jobs", lambda *sizes: [done, failed, trunk, unknown])
+    monkeypatch.setattr(Queue, "run", lambda queue: begun.extend(job.name for job in queue.waiting))
+    known = [
+        {"job": job.to_json(), "state": state, "speed": []}
+        for job, state in ((done, "done"), (failed, "failed"), (trunk, "done"))
+    ]
+    (tmp_path / "known.json").write_text(json.dumps({"results": known}))
+    options = ["store", str(tmp_path / "out"), "--seconds", "9", "--known", str(tmp_path / "known.json")]
     monkeypatch.setattr(sys, "argv", ["run", *options])
     main()
-    assert f"{len(every)} done" in capsys.readouterr().out
+    assert begun == ["failed", "trunk", "unknown"]  # what a trunk left is on the machine that is gone
+    assert "not begun: failed, trunk, unknown" in capsys.readouterr().out
 
 
 def test_a_job_that_was_done_is_not_done_again(queue):

@@ -2,7 +2,7 @@
 
 Signatures are those of DeepGEMM 2.6.1 (github.com/deepseek-ai/DeepGEMM): operands are pairs (data, scale), the result
 is written into `d`, and `c`, which may be d itself, is added to it.  `docs/deep_gemm.md` has the table of layouts and
-says what differs; in short, any sizes are taken, refusals are TypeError or ValueError, and all of it runs on a CPU.
+says what differs; in short, any sizes are taken, refusals are TypeError or ValueError, and products run on a CPU, too.
 
     dense        d = a · bᵀ and its transposed forms, FP8
     grouped      rows sorted by expert, or masked

@@ -1,8 +1,9 @@
-"""Which kernel for which product: arithmetic on the shape and the chip, no table and no trial.
+"""Which kernel for which product: arithmetic on the shape and the chip, no table of shapes and no trial.
 
 A tile's time is what its steps take, plus what it takes to store it, as far as that does not lie under the products of
 others; a product's, the tiles that one multiprocessor makes one after the other. A step of 128 along K takes as long as
-the slowest of
+the slowest of the following, times what a kind of kernel was found to take more where all multiprocessors are busy
+(`_slower`), and a little more in a cluster
 
     multiplying     64 rows × n columns: 2n cycles on the tensor cores, or 64 + n to read both from shared memory
     one warpgroup   its own multiplication and then the additions on the CUDA cores, which two accumulators overlap
@@ -10,9 +11,10 @@ the slowest of
     waiting         for a stage that was asked for as many steps ago as there are others
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
-of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,200
-timings of 76 products on an H200 (benchmarks/results/h200_sweep.json); `octile bench tune` measures
-`candidates` and keeps what it finds.
+of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,202 timings
+of 76 products on an H200 (benchmarks/results/h200_sweep.json; those of up to 16 rows are of an earlier kernel). By
+these the choice costs 1.5% against the best known, at worst 11%. `octile bench tune` measures `candidates` and keeps
+what it finds.
 """
 
 from collections.abc import Iterator
@@ -272,6 +274,7 @@ def plans_for_v3() -> dict[str, Config]:
         for groups, rows in ((4, 8192), (8, 4096), (256, 16)):
             name = f"grouped, {groups} of {rows}×{n}×{k}"
             problems[name] = Problem(groups * rows, n, k, groups, Schedule.GROUPED)
+            problems[f"{name}, into a result"] = replace(problems[name], zero_rest=False)
         for groups, rows in ((32, 192), (6, 1024), (32, 20)):
             name = f"masked, {groups} of some {rows}×{n}×{k}"
             problems[name] = Problem(rows, n, k, groups, Schedule.MASKED)
@@ -283,6 +286,8 @@ def plans_for_v3() -> dict[str, Config]:
                 problems[name] = Problem(
                     m, n, all_tokens, groups, Schedule.ALONG_K, accumulate=accumulate, **WGRAD, **FLOAT
                 )
+            name = f"grouped wgrad, bfloat16, {groups} of {m}×{n}×{tokens}"
+            problems[name] = Problem(m, n, groups * tokens, groups, Schedule.ALONG_K, **WGRAD)
     problems |= {
         "dense, any strides": Problem(4096, 2111, 7168, store=Store.SINGLE),
         "dense, no promotion": Problem(4096, 4096, 7168, promote=False, **ONE_SCALE),

@@ -1,6 +1,8 @@
 // Codes back to numbers, times their scales: 8 and 12 bits, one scale for 1×128, 128×1, 128×128 or the whole matrix.
 //
-// A warp takes 2 · config::rows rows of a tile of 128 columns, every second one each half of it, and a lane eight columns.
+// NOTES
+// - A warp takes 2 · config::rows rows of a tile of 128 columns, every second one each half of it, and a lane eight columns,
+//   so that both what is read and what is written are whole lines of memory.
 #include "tile.cuh"
 
 constexpr int rows = config::rows, warp_rows = 2 * rows, block_rows = config::warps * warp_rows;

@@ -1,4 +1,6 @@
 // Casts of squares of 128×128: along the rows and the columns, turned, or with one scale; of a matrix or of codes.
+//
+// NOTES: those of square.cuh, which casts; here a square is only loaded, all of its rows under way at once.
 #include "square.cuh"
 
 // x: [batches, m, k] numbers, or codes with a scale for 1×128, where the scales of rows are contiguous. Where
