@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import octile
 
+# those that need neither an optimizer's formats nor a loss scale of their own, which `octile train` would give them
+RECIPES = ("deepseek_v3", "per_tensor", "delayed", "hybrid_e5m2", "int8_tiles", "smooth_swiglu", "bf16")
+
 
 def build(kind: str, hidden: int, layers: int) -> torch.nn.Module:
     """A Llama or a Qwen3 that predicts bytes."""
@@ -38,7 +41,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=256, help="bytes of a sequence")
-    parser.add_argument("--recipe", default="deepseek_v3")
+    parser.add_argument("--recipe", choices=RECIPES, default="deepseek_v3")
     asked = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

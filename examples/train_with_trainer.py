@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Trainer
 
 import octile
 
+# those that need neither an optimizer's formats, nor a loss scale, nor `end_step` after each step
+RECIPES = ("deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles", "smooth_swiglu", "bf16")
+
 
 def build(kind: str, hidden: int, layers: int) -> torch.nn.Module:
     """A Llama or a Qwen3 that predicts bytes."""
@@ -52,7 +55,7 @@ def main(arguments: list[str] | None = None) -> Trainer:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=256, help="bytes of a sequence")
-    parser.add_argument("--recipe", default="deepseek_v3")
+    parser.add_argument("--recipe", choices=RECIPES, default="deepseek_v3")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     asked = parser.parse_args(arguments)
 

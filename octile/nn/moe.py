@@ -178,6 +178,8 @@ def sequence_balance(affinity_TE: Tensor, load_BE: Tensor) -> Tensor:
     Only P carries a gradient. Source: DeepSeek-V3 (arXiv 2412.19437) equations 17 to 20.
     """
     b, e = load_BE.shape
+    if not affinity_TE.numel():
+        return affinity_TE.sum()  # no token, no imbalance
     share_TE = affinity_TE / affinity_TE.sum(-1, keepdim=True)
     p_BE = share_TE.view(b, -1, e).mean(1)
     f_BE = load_BE * e / load_BE.sum(1, keepdim=True)

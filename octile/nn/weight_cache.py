@@ -42,6 +42,8 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     """
     weights = list(model.parameters())
     for weight in weights:
+        if weight not in _frozen:
+            _kept.pop(weight, None)  # of a training step: a write through `.data` since then was not counted
         _frozen[weight] = _frozen.get(weight, 0) + 1
     try:
         yield

@@ -98,6 +98,7 @@ def _train(
 
     with (
         _signals() as stop,
+        _reported(run, screen),
         explained(config, device, trainer),
         closing(MetricsWriter(run, trainer.steps_done)) as metrics,
         screen.progress(config.steps, trainer.steps_done) as shown,
@@ -249,6 +250,16 @@ def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     screen.finish(run, sample, report)
+
+
+@contextmanager
+def _reported(run: RunFolder, screen: Screen) -> Iterator[None]:
+    """Leaves the report of what there is when numbers or memory end a run."""
+    try:
+        yield
+    except (FloatingPointError, MemoryError):
+        screen.say(f"report: {write_run_report(run.path)}")
+        raise
 
 
 def sample_text(trainer: Trainer, store: TokenStore) -> str:

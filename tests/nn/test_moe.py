@@ -161,6 +161,17 @@ def test_balance_loss_of_even_use_is_one():
     assert sequence_balance(torch.rand(60, 16), load_BE).item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 32), (0, 5, 32)])
+def test_no_tokens_are_in_balance(shape):
+    m, x = moe(), torch.zeros(shape, requires_grad=True)
+    y = m(x)
+    loss = m.pop_balance_loss()
+    assert y.shape == shape
+    assert loss == 0
+    (y.sum() + loss).backward()
+    assert x.grad.shape == shape
+
+
 def test_descending_the_balance_loss_evens_the_load_within_a_sequence():
     m, x = moe(n_group=1, topk_group=1), torch.randn(1, 256, 32) + 0.7
     m.gate.e_score_correction_bias.zero_()

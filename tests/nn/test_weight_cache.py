@@ -149,6 +149,16 @@ def test_frozen_weights_may_be_kept(weight):
     assert not may_be_kept(layer.weight, CAST)
 
 
+def test_freezing_begins_anew(counter):
+    layer = Linear(7, 5)
+    quantized_weight(layer.weight, CAST, counter)  # as a training step does, after which nobody counts
+    layer.weight.data.mul_(3)
+    with frozen_weights(layer):
+        q = quantized_weight(layer.weight, CAST, counter)
+    assert torch.equal(q.data, quantize(layer.weight.detach(), BLOCK).data)
+    assert torch.equal(q.scale, quantize(layer.weight.detach(), BLOCK).scale)
+
+
 def test_freezing_twice_ends_with_the_outer_one():
     layer = Linear(7, 5)
     with frozen_weights(layer):

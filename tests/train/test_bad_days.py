@@ -160,6 +160,7 @@ def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     with pytest.raises(FloatingPointError, match="not finite at step 3"):
         train(micro(data=str(text), out=out, skip_limit=0), False, quiet())
+    assert (out / "report.html").exists()
     assert capture_run(out, 3, "model.layers.0.mlp.down_proj", say=lambda line: None).exists()
 
 
@@ -239,6 +240,7 @@ def test_a_run_out_of_memory_says_what_to_change_and_how_to_go_on(text, tmp_path
     ) as caught:
         train(config, False, quiet())
     assert _explain(caught.value)[1] == 1
+    assert (out / "report.html").exists()
     advised = re.search(rf"octile train --resume --out {out} --micro-batches (\d)", str(caught.value))
     assert "use --micro-batches 2 (now 1), 2 at a time instead of 4" in str(caught.value)
 
