@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 
 OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3}
 TESTS=tests/gpu/cuda/test_product.py
-SHORT="(test_masked and out_dtype0) or test_ragged_groups[1] or test_ragged_groups[6] or (test_data_of_one_sign and 100)"
+SHORT="(test_masked and out_dtype0) or test_ragged_groups[1] or test_ragged_groups[6] or (test_data_of_one_sign and 100) \
+or test_every_kind_of_kernel or test_without_promotion"
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has its own bounds
 
 status=0

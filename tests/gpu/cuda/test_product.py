@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda import products
+from octile.kernels.cuda import jit, launch, products
+from octile.kernels.cuda.config import Config, Scales, Schedule
+from octile.kernels.cuda.plan import Product, plan
+from octile.kernels.cuda.problem import Chip
 from octile.lab.tensor_core import product as model
 from octile.ops.quantize import dequantize, quantize
 
@@ -22,6 +25,22 @@ CUT = 4 * 34 * 2.0**-13
 WORST = 2e-3  # of data of one sign, relative
 GUARD = 8  # numbers around a result
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
+OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
+KERNELS = {  # those that `choose` takes seldom are tested here all the same
+    "128×128": Config(128, 128, 4, staged_pieces=1),
+    "256×128": Config(256, 128, 3, staged_pieces=4),
+    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_pieces=2),
+    "64×64 by one": Config(64, 64, 8, warpgroups=1, staged_pieces=1),
+    "cluster along M": Config(128, 128, 4, cluster_m=2, staged_pieces=1),
+    "cluster along N": Config(128, 128, 4, cluster_n=2, staged_pieces=1),
+    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1),
+    "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1),
+    "split along K": Config(128, 128, 4, split_k=3, staged_pieces=1),
+    "turned": Config(128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_pieces=1),
+    "scales of rows": Config(128, 128, 3, staged_pieces=1, **OF_ROWS),
+    "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_pieces=1, **OF_ROWS),
+    "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, **OF_ROWS),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +105,25 @@ def test_ragged_products(start: int):
         products.matmul(guarded.out, *a, *b, accumulate=False)
         _check(guarded.out, _values(a), _values(b))
         guarded.check()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kind_of_kernel(name: str):
+    config = KERNELS[name]
+    of_rows = config.a_scales is config.b_scales
+    a, b = _operand((300, 1408), TILE, 0), _operand((520, 1408), TILE if of_rows else BLOCK, 1)
+    guarded = _Guarded((300, 520), torch.float32 if config.out_float else torch.bfloat16)
+    before = torch.randn(300, 520, device="cuda") if config.accumulate else torch.zeros((), device="cuda")
+    guarded.out.copy_(before)
+    p = Product(
+        Schedule.DENSE, guarded.out, *a[:2], Scales.PER_ROW, *b[:2],
+        Scales.PER_ROW if of_rows else Scales.PER_BLOCK, None, config.accumulate, config.promote,
+    )  # fmt: skip
+    chip = Chip(torch.cuda.get_device_properties(0).multi_processor_count)
+    kernel = jit.load("product", config.constants(), guarded.out.device, config.headers())
+    launch.Prepared(plan(p, chip, config), kernel)(p.pointers(), guarded.out.device)
+    _check(guarded.out, _values(a), _values(b), before.double())
+    guarded.check()
 
 
 @pytest.mark.parametrize("seed", range(60))
