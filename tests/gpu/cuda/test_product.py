@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octile.kernels.cuda import jit, launch, products
 from octile.kernels.cuda.config import Config, Scales, Schedule
-from octile.kernels.cuda.plan import Product, plan
+from octile.kernels.cuda.plan import Product, plan, readable
 from octile.kernels.cuda.problem import Chip
 from octile.lab.tensor_core import product as model
 from octile.ops.quantize import dequantize, quantize
@@ -115,10 +115,9 @@ def test_every_kind_of_kernel(name: str):
     guarded = _Guarded((300, 520), torch.float32 if config.out_float else torch.bfloat16)
     before = torch.randn(300, 520, device="cuda") if config.accumulate else torch.zeros((), device="cuda")
     guarded.out.copy_(before)
-    p = Product(
-        Schedule.DENSE, guarded.out, *a[:2], Scales.PER_ROW, *b[:2],
-        Scales.PER_ROW if of_rows else Scales.PER_BLOCK, None, config.accumulate, config.promote,
-    )  # fmt: skip
+    of_b = Scales.PER_ROW if of_rows else Scales.PER_BLOCK
+    operands = (guarded.out, *a[:2], Scales.PER_ROW, *b[:2], of_b)
+    p = readable(Product(Schedule.DENSE, *operands, None, config.accumulate, config.promote))
     chip = Chip(torch.cuda.get_device_properties(0).multi_processor_count)
     kernel = jit.load("product", config.constants(), guarded.out.device, config.headers())
     launch.Prepared(plan(p, chip, config), kernel)(p.pointers(), guarded.out.device)
