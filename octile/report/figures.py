@@ -8,9 +8,10 @@ Sizes are in CSS pixels (matplotlib's points). Colours tell apart what has a nam
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
@@ -53,6 +54,10 @@ _RECIPE_LOOK = {
     "int8_tiles": ("brown", "-."),
 }
 
+_OTHER_LOOKS = tuple(
+    product(("brown", "olive", "cyan", "rose", "purple", "amber", "green", "vermilion"), (":", "-.", "--"))
+)
+
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -79,13 +84,18 @@ WIDE, HALF, THIRD, PHONE = 980, 420, 320, 380  # widths in pixels: columns of a 
 
 def palette_name(recipe: str) -> str:
     """The name in PALETTE of a recipe's colour."""
-    return _RECIPE_LOOK.get(recipe, _RECIPE_LOOK["int8_tiles"])[0]
+    return _look(recipe)[0]
 
 
 def recipe_look(name: str) -> dict[str, Any]:
-    """Colour and line style of a recipe, as matplotlib's keywords; an unknown recipe is drawn like int8_tiles."""
-    color, linestyle = _RECIPE_LOOK.get(name, _RECIPE_LOOK["int8_tiles"])
+    """Colour and line style of a recipe, as matplotlib's keywords."""
+    color, linestyle = _look(name)
     return {"color": COLOR[color], "linestyle": linestyle}
+
+
+def _look(name: str) -> tuple[str, str]:
+    """A recipe that is not the library's has a look that its name decides; seldom two of them have the same."""
+    return _RECIPE_LOOK.get(name) or _OTHER_LOOKS[crc32(name.encode()) % len(_OTHER_LOOKS)]
 
 
 @contextmanager
