@@ -24,12 +24,18 @@ from octile.bench.peers import peers
 from octile.bench.rows import Row, beside
 from octile.bench.setup import LARGEST_DIFFERENCE, set_up
 from octile.bench.shapes import Case
+from octile.bench.tune import problem
 from octile.bench.wide import LEGEND, wide
+from octile.kernels.cuda import jit, limits, products
+from octile.kernels.cuda.choose import choose
+from octile.kernels.cuda.config import Config
+from octile.kernels.cuda.problem import Chip, rounded
 
 AT_ONCE = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
 TRIAL_SECONDS = 150.0  # for one: start, compile its kernel and its peers', run them
 ALL_SECONDS = 280.0  # after which no other is begun
 HOST, GRAPH, DIFFERENCE = "µs of host", "µs in a graph", "difference"  # units
+REGISTERS, SHARED, COMPILED = "registers", "KiB of shared memory", "s to compile"
 
 
 def rows() -> Iterator[Row]:
@@ -125,3 +131,15 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
     if device == "cuda":
         yield Row(name, what, host_seconds(setup.call) * 1e6, HOST)
         yield Row(name, what, graph_seconds(setup.call) * 1e6, GRAPH)
+        if config := kernel_of(case):
+            cubin = jit.compile("product", config.constants(), headers=config.headers())
+            yield Row(name, what, cubin.registers, REGISTERS)
+            yield Row(name, what, (cubin.static_shared_bytes + config.shared_bytes) / 2**10, SHARED)
+            yield Row(name, what, cubin.seconds, COMPILED)
+
+
+def kernel_of(case: Case) -> Config | None:
+    """Hopper's kernel for a case, None on another GPU."""
+    if products.missing(torch.device("cuda", torch.cuda.current_device())):
+        return None
+    return choose(rounded(problem(case)), Chip(limits.num_sms()))

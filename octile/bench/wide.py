@@ -9,9 +9,17 @@ from octile.bench.rows import Row, aligned
 LEGEND = """\
 case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (of wgrad, K is the tokens of a group)
 × a peer: octile's speed over its speed, more is better. GB/s: operands and result, each once
-host: until a call returns; graph: a replay; difference: 1 − 2Σxy / Σ(x²+y²) from the product of plain numbers"""
+host: until a call returns; graph: a replay; difference: 1 − 2Σxy / Σ(x²+y²) from the product of plain numbers
+registers of a thread, shared memory of a block, seconds that NVRTC took (`octile doctor --kernels`: NVCC beside it)"""
 FIGURES = {"µs": "µs", "TFLOP/s": "TFLOP/s", "GB/s": "GB/s"}  # unit: title
-LAST = {"µs of host": "host µs", "µs in a graph": "graph µs", "difference": "difference"}
+LAST = {
+    "µs of host": "host µs",
+    "µs in a graph": "graph µs",
+    "difference": "difference",
+    "registers": "registers",
+    "KiB of shared memory": "shared KiB",
+    "s to compile": "compiled in s",
+}
 
 
 def wide(rows: Sequence[Row]) -> str:

@@ -6,6 +6,9 @@ import torch
 from octile.bench import gemm, goals, shapes
 from octile.bench.setup import set_up
 from octile.bench.shapes import Case
+from octile.bench.tune import problem
+from octile.kernels.cuda.choose import choose
+from octile.kernels.cuda.problem import Chip, rounded
 
 CASES = [Case("dense", 32, 16, 128), Case("dense", 48, 16, 128), Case("dense", 64, 16, 128)]
 
@@ -21,11 +24,17 @@ def gpu(monkeypatch):
     monkeypatch.setattr(gemm, "work_seconds", lambda calls, rounds: dict.fromkeys(calls, 1e-3))
     monkeypatch.setattr(gemm, "host_seconds", lambda call: 12e-6)
     monkeypatch.setattr(gemm, "graph_seconds", lambda call: 1.1e-3)
+    monkeypatch.setattr(gemm, "kernel_of", lambda case: choose(rounded(problem(case)), Chip(132)))
 
 
 def test_a_product_has_all_its_figures(gpu):
     rows = [row for row in gemm.rows() if row.case == "32×16×128"]
-    assert {row.unit for row in rows} == {"TFLOP/s", "GB/s", "µs", "difference", "µs of host", "µs in a graph"}
+    figures = {row.unit: row.value for row in rows}
+    of_kernel = {gemm.REGISTERS, gemm.SHARED, gemm.COMPILED}
+    assert set(figures) == {"TFLOP/s", "GB/s", "µs", "difference", "µs of host", "µs in a graph"} | of_kernel
+    assert 0 < figures[gemm.REGISTERS] <= 255
+    assert 0 < figures[gemm.SHARED] <= 227
+    assert figures[gemm.COMPILED] > 0
 
 
 def test_a_case_that_hangs_is_left_out_and_told(gpu, monkeypatch, capsys):
