@@ -99,8 +99,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     }
     jobs += trunks.values()
     jobs += [branch(trunk, recipe) for trunk in trunks.values() for recipe in BRANCHES]
-    middle = sizes[len(sizes) // 2]
-    jobs += [branch(trunks[middle, 0], recipe) for recipe in (*ABLATIONS, "control")]
+    jobs += [branch(trunks[small, 0], recipe) for recipe in (*ABLATIONS, "control")]
     for size in sizes:
         jobs += [job("core", size, *run, CORE) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
     jobs += [job("core", size, "control", 0, CORE) for size in sizes]
