@@ -26,7 +26,8 @@ from octile.bench.setup import LARGEST_DIFFERENCE, set_up
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
 from octile.bench.wide import LEGEND, wide
-from octile.kernels.cuda import jit, limits, products
+from octile.kernels.cuda import limits, products
+from octile.kernels.cuda.catalogue import compile_product
 from octile.kernels.cuda.choose import choose
 from octile.kernels.cuda.config import Config
 from octile.kernels.cuda.problem import Chip, rounded
@@ -132,10 +133,10 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
         yield Row(name, what, host_seconds(setup.call) * 1e6, HOST)
         yield Row(name, what, graph_seconds(setup.call) * 1e6, GRAPH)
         if config := kernel_of(case):
-            cubin = jit.compile("product", config.constants(), headers=config.headers())
-            yield Row(name, what, cubin.registers, REGISTERS)
-            yield Row(name, what, (cubin.static_shared_bytes + config.shared_bytes) / 2**10, SHARED)
-            yield Row(name, what, cubin.seconds, COMPILED)
+            kernel = compile_product(name, config)
+            yield Row(name, what, kernel.registers, REGISTERS)
+            yield Row(name, what, kernel.shared_bytes / 2**10, SHARED)
+            yield Row(name, what, kernel.seconds, COMPILED)
 
 
 def kernel_of(case: Case) -> Config | None:

@@ -68,7 +68,7 @@ def test_a_file_from_before_there_were_many_seeds_is_read(tmp_path):
             del run[name]
     (tmp_path / "old.json").write_text(json.dumps(content))
     old = read_result(tmp_path / "old.json")
-    assert old.outcome("deepseek_v3").gap == read_result(EXPERIMENT).outcome("deepseek_v3").gap
+    assert old.outcome("deepseek_v3").gap == pytest.approx(0.00105, abs=5e-5)
     assert (old.tokens, old.gradients, old.bf16_more_seeds) == ((), (), ())
     assert write_compare_report(tmp_path, old).exists()
 

@@ -44,12 +44,13 @@ def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
     of_casts = cast_catalogue.launches()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        products = pool.map(_compile_product, names, cases, repeat(architecture))
+        products = pool.map(compile_product, names, cases, repeat(architecture))
         casts = pool.map(_compile, of_casts, *zip(*of_casts.values(), strict=True), repeat(architecture))
         return [*products, *casts]
 
 
-def _compile_product(case: str, config: Config, architecture: str) -> Compiled:
+def compile_product(case: str, config: Config, architecture: str = "sm_90a") -> Compiled:
+    """A product's kernel, compiled or read from the disk."""
     return _compile(case, "product", config.constants(), config.shared_bytes, architecture, config.headers())
 
 

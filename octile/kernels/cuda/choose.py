@@ -13,7 +13,7 @@ the slowest of the following, times what a kind of kernel was found to take more
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
 of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,202 timings
 of 76 products on an H200 (benchmarks/results/h200_sweep.json; those of up to 16 rows are of an earlier kernel). By
-these the choice costs 1.5% against the best known, at worst 11%. `octile bench tune` measures `candidates` and keeps
+these the choice costs 1.4% against the best known, at worst 11%. `octile bench tune` measures `candidates` and keeps
 what it finds.
 """
 

@@ -176,11 +176,10 @@ def _kinds(
     a_block: Block, a_shape: Sequence[int], b_block: Block, b_shape: Sequence[int], dense: bool
 ) -> tuple[Scales, Scales]:
     """What scales stand for in a pair; in a dense product the whole tensors, where each is one block."""
-    kinds = _scales(a_block, *a_shape), _scales(b_block, *b_shape)
     pairs = ((a_block, a_shape), (b_block, b_shape))
     if dense and all(block[0] >= rows and block[1] >= columns for block, (rows, columns) in pairs):
         return Scales.PER_TENSOR, Scales.PER_TENSOR
-    return kinds
+    return _scales(a_block, *a_shape), _scales(b_block, *b_shape)
 
 
 def _scales(block: Block, rows: int, columns: int) -> Scales:
