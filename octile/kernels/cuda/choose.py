@@ -29,13 +29,14 @@ from octile.kernels.cuda.problem import Chip, Problem, rounded
 
 LAUNCH = 5400  # cycles until the first products, and after the last
 L2_BYTES = 52  # a cycle, for each of the multiprocessors when all load
-L2_BYTES_ALONG_K = 41  # where rows lie as far apart as there are tokens in all groups
 L2_BYTES_ONCE = 57  # where all tiles are made in one round
 OWN_BYTES = 59  # that one multiprocessor takes at most
 CLUSTER = 6000  # cycles more until the blocks of a cluster have all begun and ended, where they make one tile each
 CLUSTERED = 1.05  # times as long is a step of blocks that wait for each other
 PART = 2200  # cycles to write, count and read each part of a split sum
 MEMORY_BYTES = 2900  # a cycle, of all
+ADDED_BYTES = 655  # a cycle, of all, that the L2 cache adds to
+FETCH = 3000  # cycles until the first rows that are added to are there, and the last ones back
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1000  # cycles from asking for a stage to having it
 EPILOGUE = 600  # cycles of a tile's end, besides
@@ -137,6 +138,8 @@ def _with_splits(
         return
     for filled in _filled(first):
         yield filled
+        with suppress(ValueError):
+            yield from _fetching(filled)
         if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
                 if tiles * split_k <= chip.multiprocessors and steps >= 2 * split_k:
@@ -155,10 +158,17 @@ def _filled(config: Config) -> Iterator[Config]:
         stages = min((room - (pieces - config.staged_pieces) * piece) // stage, MOST_STAGES)
         if stages >= 2 and stages not in seen:
             seen.add(stages)
-            left = (room - stages * stage) // piece if pieces else 0
-            yield replace(
-                config, stages=stages, staged_pieces=min(config.staged_pieces + left, config.pieces) if pieces else 0
-            )
+            # more than is asked for, where there is room; but what is added to would wait longer (found)
+            more = (room - stages * stage) // piece - (pieces - config.staged_pieces) if not config.accumulate else 0
+            yield replace(config, stages=stages, staged_pieces=min(pieces + more, config.pieces) if pieces else 0)
+
+
+def _fetching(config: Config) -> Iterator[Config]:
+    """The same, where it can fetch what it adds to; with as many stages as there is room for beside that."""
+    if config.accumulate and config.staged_pieces == config.pieces // config.waves:
+        fetching = replace(config, stages=2, fetch=True)
+        stages = (SHARED_BYTES - fetching.other_bytes) // (config.teams * config.stage_bytes)
+        yield replace(fetching, stages=min(stages, MOST_STAGES))
 
 
 def _band(unit_m: int, unit_n: int, at_once: int) -> int:
@@ -204,8 +214,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     own = multiply * c.waves // waves  # by one warpgroup
     alone = own + (add + WAIT * c.waves) / c.accumulators
     load = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * STEP
-    of_all = L2_BYTES_ALONG_K if p.schedule is Schedule.ALONG_K else L2_BYTES
-    slow = min((L2_BYTES_ONCE if rounds == 1 else of_all) * chip.multiprocessors / busy, OWN_BYTES)
+    slow = min((L2_BYTES_ONCE if rounds == 1 else L2_BYTES) * chip.multiprocessors / busy, OWN_BYTES)
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
         step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
@@ -223,12 +232,15 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
-    if p.accumulate:
-        memory += 2 * c.out_bytes * p.m * p.n * weights / MEMORY_BYTES
+    added = c.out_bytes * p.m * p.n * weights if p.accumulate else 0
+    if not c.fetch:
+        memory += added / ADDED_BYTES
     under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
     made = rounds * tile + (CLUSTER if c.cluster > 1 and rounds == 1 else 0)
-    return LAUNCH + max(made, memory) + 0.1 * min(made, memory)  # of two that take as long, the one that does less
+    fetched = FETCH + 2 * added / MEMORY_BYTES if c.fetch else 0  # which the products wait for
+    # of two that take as long, the one that does less
+    return LAUNCH + max(made, memory) + 0.1 * min(made, memory) + fetched
 
 
 def _slower(c: Config) -> float:

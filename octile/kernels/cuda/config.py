@@ -56,6 +56,7 @@ class Config:
         schedule: what the product is a product of.
         out_float: the result is float32, otherwise bfloat16.
         accumulate: it is added to.
+        fetch: what is added to comes to shared memory first; otherwise it is added to in the L2 cache.
         promote: every step is added in FP32; otherwise the tensor cores sum over all of K.
         transposed: the result is stored as [N, M].
         store: how.
@@ -83,6 +84,7 @@ class Config:
     schedule: Schedule = Schedule.DENSE
     out_float: bool = False
     accumulate: bool = False
+    fetch: bool = False
     promote: bool = True
     transposed: bool = False
     store: Store = Store.TMA
@@ -153,7 +155,7 @@ class Config:
         """Pairs of a step's scales of columns that a thread keeps in registers."""
         if not self.of_rows or self.accumulators > 1:
             return 0
-        others = 16 if self.out_float else 28  # found by compiling
+        others = (16 if self.out_float else 28) + (4 if self.fetch and self.cluster > 1 else 0)  # found by compiling
         return min(max(self.math_registers - self.sums - others, 0) // 2, self.tile_n // 8)
 
     @property
@@ -196,7 +198,7 @@ class Config:
         """Shared memory besides the stages."""
         staging = self.warpgroups * self.staged_pieces * self.piece_bytes
         groups = 4 * (2 * self.max_groups + 3) if self.max_groups else 0
-        return staging + 4 * self.warpgroups + groups
+        return staging + (20 if self.fetch else 4) * self.warpgroups + groups
 
     @property
     def shared_bytes(self) -> int:
@@ -246,6 +248,9 @@ class Config:
             (not copied or not (self.transposed and self.out_float), "a transposed float32 result is stored directly"),
             (not copied or 0 < self.staged_pieces <= self.pieces, f"staged_pieces must be 1 to {self.pieces}"),
             (copied or self.staged_pieces == 0, "only the copy engine stores staged pieces"),
+            (not self.fetch or (copied and self.accumulate), "only what TMA stores is fetched to be added to"),
+            (not self.fetch or self.split_k == 1, "of a sum that is split only the last part is stored"),
+            (not self.fetch or self.staged_pieces * self.waves == self.pieces, "64 rows are added to at a time"),
             (self.sums + self.other_registers <= self.math_registers, f"{self.sums} registers of sums do not fit"),
             (self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory do not fit"),
         ]  # fmt: skip

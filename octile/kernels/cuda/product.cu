@@ -9,6 +9,7 @@
 //   promotion   the scales of a step, and the FP32 sum
 //   split       parts of a sum over K, added in their order
 //   epilogue    rounding and storing
+//   additions   adding to what is there
 //
 // NOTES
 // - Warpgroups share the stages of a tile but nothing else: each waits, multiplies, adds and stores by itself. While
@@ -33,6 +34,7 @@
 #include "promotion.cuh"
 #include "split.cuh"
 #include "epilogue.cuh"
+#include "additions.cuh"
 
 // The results of 64 rows are stored while the next products run.
 constexpr bool stored_under_products =
@@ -67,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     // ---- Before the first tile ----
     if (warp == 0 && ptx::lane() == 0) {
         init_barriers(shared, rank);
+        if constexpr (config::fetch) init_fetches(shared);
+        ptx::fence_barrier_init();
         ptx::prefetch_map(&a_map);
         ptx::prefetch_map(&b_map);
         if (a_rows) ptx::prefetch_map(&a_scale_map);
@@ -84,7 +88,12 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         const Blocks blocks{
             config::a_scales == per_block ? a_scale : b_scale, scale_group, scale_row, scale_column};
         const Maps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
-        if (team < teams) load_tiles(shared, maps, blocks, sizes, groups, team);
+        if (team < teams) {
+            load_tiles(shared, maps, blocks, sizes, groups, team);
+        } else if (const int served = team - teams; config::fetch && served < config::warpgroups) {
+            const int of_team = config::ping_pong ? served : 0, member = config::ping_pong ? 0 : served;
+            exchange(shared, &out_map, sizes, groups, of_team, served, member * waves * 64);
+        }
         __syncwarp();
     } else {
         // ---- Products ----
@@ -102,14 +111,16 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         Tile tile;
         float total[waves][count] = {};
 
-        uint8_t* staging = shared + memory::staging + warpgroup * config::staged_pieces * piece_bytes;
+        uint8_t* staging = staging_of(shared, warpgroup);
+        Fetches fetches(shared, warpgroup);
         const float scale = config::a_scales == per_tensor ? __fmul_rn(__ldg(a_scale), __ldg(b_scale)) : 1.0f;
         // stores 64 rows of a tile, and begins their next sum
         auto store = [&](float (&sums)[count], int wave, const Tile& to) {
             if constexpr (config::a_scales == per_tensor)
                 for (int i = 0; i < count; ++i) sums[i] *= scale;
             const int row = to.m + first_row + wave * 64;
-            if constexpr (config::store == tma) store_staged(sums, wave, staging, out, to, row, n, warpgroup);
+            if constexpr (config::fetch) add_fetched(sums, staging, fetches);
+            else if constexpr (config::store == tma) store_staged(sums, wave, staging, out, to, row, n, warpgroup);
             else store_directly(sums, out, to, row, n);
 #pragma unroll
             for (int i = 0; i < count; ++i) sums[i] = 0.0f;

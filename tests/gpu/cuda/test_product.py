@@ -40,6 +40,9 @@ KERNELS = {  # those that `choose` takes seldom are tested here all the same
     "scales of rows": Config(128, 128, 3, staged_pieces=1, **OF_ROWS),
     "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_pieces=1, **OF_ROWS),
     "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, **OF_ROWS),
+    "fetching": Config(256, 128, 3, fetch=True, staged_pieces=4, **OF_ROWS),
+    "fetching, cluster": Config(256, 128, 3, cluster_n=2, fetch=True, staged_pieces=4, **OF_ROWS),
+    "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, fetch=True, staged_pieces=3, **OF_ROWS),
 }
 
 

@@ -109,6 +109,6 @@ def _named(c: Config) -> str:
     """As the file of timings names a kernel."""
     parts = (
         f"{c.tile_m}x{c.tile_n}w{c.warpgroups}{'pp' if c.ping_pong else ''}a{c.accumulators}",
-        f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_pieces}:k{c.split_k}:T{int(c.transposed)}",
+        f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_pieces}:k{c.split_k}:T{int(c.transposed)}{'F' * c.fetch}",
     )
     return ":".join(parts)

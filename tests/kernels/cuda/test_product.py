@@ -56,8 +56,20 @@ DENSE = {
     "scales of rows, float32, adding, by the copy engine": config(
         256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=4
     ),
+    "256 rows, fetching what they add to": config(
+        256, 128, 3, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=4
+    ),
     "ping-pong, float32, adding, by the copy engine": config(
         128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+    ),
+    "ping-pong, fetching what it adds to": config(
+        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=1
+    ),
+    "three warpgroups, fetching what they add to": config(
+        192, 96, warpgroups=3, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=3
+    ),
+    "two accumulators in a cluster, fetching what they add to": config(
+        128, 48, accumulators=2, cluster_n=2, out_float=True, accumulate=True, fetch=True, staged_pieces=3
     ),
     "one scale": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
     "no promotion": config(256, 64, a_scales=TENSOR, b_scales=TENSOR, promote=False),
@@ -242,6 +254,9 @@ WGRAD = {
     "ping-pong": config(64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True),
     "adding, by the copy engine": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+    ),
+    "fetching what it adds to": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
     ),
     "a cluster shares b, two accumulators": config(
         128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True

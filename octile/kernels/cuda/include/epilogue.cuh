@@ -6,8 +6,9 @@
 //   pairs    two neighbouring numbers at once, where the copy engine cannot store
 //   single   any strides
 //
-// Adding to what is there has one writer an element, so that the result does not depend on who comes first. What adds in
-// the L2 cache takes FP32 numbers below 2⁻¹²⁶ for zero (PTX ISA, "red").
+// Adding to what is there has one writer an element, so that the result does not depend on who comes first. Where it is
+// not fetched (additions.cuh), it is added to in the L2 cache, which takes FP32 numbers below 2⁻¹²⁶ for zero (PTX ISA,
+// "red").
 #pragma once
 #include "promotion.cuh"
 

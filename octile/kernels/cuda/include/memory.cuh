@@ -33,7 +33,8 @@ constexpr int a_scale = b + stages * b_tile;
 constexpr int b_scale = a_scale + stages * a_scales;
 constexpr int block_scale = b_scale + stages * b_scales;  // two for a stage, twice
 constexpr int barriers = block_scale + (one_is_block ? stages * 16 : 0);
-constexpr int last = barriers + 2 * stages * int(sizeof(ptx::Barrier));  // a word for each warpgroup
+constexpr int fetches = barriers + 2 * stages * int(sizeof(ptx::Barrier));  // two barriers for each warpgroup
+constexpr int last = fetches + (config::fetch ? 2 * config::warpgroups * int(sizeof(ptx::Barrier)) : 0);  // a word for each
 constexpr int groups = last + 4 * config::warpgroups;
 constexpr int bytes = groups + (config::max_groups > 0 ? int(sizeof(Groups)) : 0);
 static_assert(bytes == config::shared_bytes, "config.py computes the same");
@@ -82,7 +83,6 @@ __device__ __forceinline__ void init_barriers(uint8_t* shared, int rank) {
         ring.full[stage].init(1);
         ring.empty[stage].init(4 * team_warpgroups * (rank == 0 ? cluster : 1));
     }
-    ptx::fence_barrier_init();
 }
 
 // A team zeroes the bytes outside of [begin, end) of rows of 128 swizzled bytes. NaN times zero is NaN, so of what is
