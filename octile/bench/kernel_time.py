@@ -84,8 +84,12 @@ def work_seconds(calls: Calls, rounds: int) -> dict[str, float]:
         return seconds(calls, rounds)
 
 
-def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 5) -> float:
-    """The median over repeats of the mean over calls; so few calls that the launch queue is never full."""
+def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 10) -> float:
+    """The least over repeats of the mean over calls; so few calls that the launch queue is never full.
+
+    The least, since what else a machine does only adds to it: where a call took up to twice as long for some
+    milliseconds, so did a loop of plain Python beside it (benchmarks/LOG.md).
+    """
     call()
     times = []
     for _ in range(repeats):
@@ -95,7 +99,7 @@ def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 5)
             call()
         times.append((time.perf_counter() - start) / calls)
         torch.cuda.synchronize()
-    return statistics.median(times)
+    return min(times)
 
 
 def graph_seconds(call: Callable[[], object], rounds: int = 20) -> float:
