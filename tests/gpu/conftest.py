@@ -6,6 +6,7 @@
 import pytest
 import torch
 
+from octile.kernels.cuda import products
 from tests.train.conftest import store, text  # noqa: F401  (fixtures)
 
 if torch.cuda.is_available():
@@ -22,3 +23,10 @@ def a_gpu_that_runs_the_kernels() -> None:
 
     if knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set in this process: run `pytest tests/gpu` by itself")
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's own kernels, and Triton's in their place, as on every other GPU."""
+    if request.param == "portable":
+        monkeypatch.setattr(products, "missing", lambda device: "the portable kernels are tested")

@@ -18,6 +18,8 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 FORMATS = ["e4m3", "e5m2", "int8"]
 SHAPES = [(1000, 1152), (1300, 2304), (3, 130, 304), (128, 128), (0, 256)]
 RAGGED = [(1, 5), (3, 130, 300)]
@@ -62,6 +64,12 @@ def test_turned_casts_of_a_large_matrix_and_of_ragged_ones(
     cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...]
 ):
     _assert_as_on_the_cpu(cast, finite(*shape).bfloat16(), "e4m3", False)
+
+
+@pytest.mark.parametrize("shape", [(768, 256), (16, 768, 256), (512, 768), (130, 304)], ids=str)
+@both_scales
+def test_weights_and_their_turned_copies(shape: tuple[int, ...], power_of_2: bool):
+    _assert_as_on_the_cpu(quantize_and_transpose, 0.02 * torch.randn(shape), "e4m3", power_of_2)
 
 
 def _all_magnitudes(k: int) -> Tensor:
@@ -136,7 +144,7 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
     )
     weight = torch.rand(m)
     *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, power_of_2, weight)
-    for inputs in ((gate, up, None, None, None), (*kept, *kept_scale, weight)):
+    for inputs in ((gate, up, None, None, None), (*kept, *kept_scale, None), (*kept, *kept_scale, weight)):
         casts = (fmt, power_of_2, fmt, not power_of_2)
         found = _cpu(swiglu_backward_quantize(dh.cuda(), *(None if t is None else t.cuda() for t in inputs), *casts))
         expected = swiglu_backward_quantize(dh, *inputs, *casts)

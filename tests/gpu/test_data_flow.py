@@ -149,6 +149,7 @@ def test_rotary_operators_are_their_references(shape: tuple[int, ...], dtype: to
 
 @both_kinds
 @pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
+@pytest.mark.usefixtures("kernels")
 def test_a_block_computes_what_it_does_on_the_cpu(layer: int, name: str):
     """It shares most of the CPU's rounding: nearer to the CPU's than that is to BF16's, and as near to BF16's.
 
