@@ -45,8 +45,9 @@ __device__ __forceinline__ void exchange(
     Fetches fetches(shared, warpgroup);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
-    uint8_t* piece = staging_of(shared, warpgroup) + ptx::lane() * piece_bytes;
-    const bool serves = ptx::lane() < config::staged_pieces;
+    const int lane = ptx::lane();
+    const bool serves = lane < config::staged_pieces;
+    uint8_t* piece = staging_of(shared, warpgroup) + lane * piece_bytes;
     int n = -1, m = 0, group = 0;  // where the piece lies that is in shared memory
     auto store = [&] {
         if (n < 0) return;  // none, yet
@@ -62,8 +63,8 @@ __device__ __forceinline__ void exchange(
         if (!adds(tile, first_row, sizes.n)) continue;
         for (int wave = 0; wave < waves; ++wave) {
             store();
-            n = tile.n + ptx::lane() * piece_columns, m = tile.m + first_row + wave * 64, group = tile.group;
-            if (ptx::lane() == 0) fetches.there->arrive_and_expect(config::staged_pieces * piece_bytes);
+            n = tile.n + lane * piece_columns, m = tile.m + first_row + wave * 64, group = tile.group;
+            if (lane == 0) fetches.there->arrive_and_expect(config::staged_pieces * piece_bytes);
             if (serves) ptx::load_3d(piece, map, fetches.there, n, m, group);
         }
     }
