@@ -1,0 +1,68 @@
+"""A training step whose every cast is made twice: by Hopper's own kernels, and by the portable ones in their place."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import getmembers, isfunction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels import casting
+from octile.kernels.cuda import products
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.recipe import Recipe
+from octile.train.config import preset
+
+APPROXIMATE = 1e-3  # of the numbers may differ where an exponential, a root or a sum comes first
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if reason := products.missing(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip(f"there is one kind of kernels here: {reason}")
+
+
+@pytest.mark.parametrize("tokens", [1024, 1023])
+def test_every_cast_of_a_step_is_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    differences: dict[str, str] = {}
+    for name, cast in getmembers(casting, isfunction):
+        if cast.__module__ == casting.__name__:
+            monkeypatch.setattr(casting, name, _twice(name, cast, monkeypatch, differences))
+    torch.manual_seed(0)
+    shape = replace(preset("small").model, num_hidden_layers=3)
+    model = apply_recipe(DeepseekV3(shape).cuda(), Recipe.deepseek_v3())
+    ids = torch.randint(10, shape.vocab_size, (4, tokens), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        model(ids, ids).backward()
+    assert differences == {}
+
+
+def _twice(
+    name: str, cast: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, differences: dict[str, str]
+) -> Callable[..., Any]:
+    """The cast by Hopper's kernels; where the portable ones' differs, the first time is noted."""
+    allowed = APPROXIMATE if name.startswith(("swiglu", "rms_norm")) else 0.0
+
+    def both(*args: Any) -> Any:
+        ours = cast(*args)
+        with monkeypatch.context() as portable:
+            portable.setattr(products, "missing", lambda device: "the portable kernels are asked for")
+            theirs = cast(*args)
+        for i, (a, b) in enumerate(zip(_tensors(ours), _tensors(theirs), strict=True)):
+            share = float((a != b).float().mean()) if a.numel() else 0.0
+            last_bits = allowed > 0 and a.dtype == torch.float32  # of scales
+            if share > allowed and not last_bits:
+                shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in args]
+                differences.setdefault(f"{name}, result {i}", f"{share:.2%} of {tuple(b.shape)}, of {shapes}")
+        return ours
+
+    return both
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    """Codes as integers, which NaN equals."""
+    found = [t for t in (results if isinstance(results, tuple) else (results,)) if isinstance(t, Tensor)]
+    return [t.view(torch.uint8) if t.element_size() == 1 else t for t in found]
