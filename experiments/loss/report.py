@@ -46,11 +46,13 @@ GPU with another are slower than they are alone."""
 
 ANSWER = """Gaps of the held-out loss to BF16 of the same seed, one for each seed; the bar is 0.25%. Runs from scratch
 part when the loss falls steeply, a few steps sooner or later as chance has it, and what that is worth stays until the
-end; runs from one point on begin after it, and say what the last 60% of the steps cost."""
+end: BF16 itself, run twice from the same seed, ends that far apart. Runs from one point on begin after most of the
+fall, and say what the last 60% of the steps cost."""
 IN_THE_FALL = """These runs of 40M tokens end while the loss still falls steeply, so chance weighs more than a recipe's
 numbers do: they tell what breaks, and "From one point on" what costs."""
 ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
-batches. `nudged` is BF16 from those weights rounded to BF16 once.
+batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise is the root of the mean square of what that
+does, over all sizes and seeds.
 
 """
 
@@ -139,6 +141,7 @@ def answer_table(r: Results) -> str:
             "`deepseek_v3` from one point on",
             "BF16 after a nudge",
             "`deepseek_v3` from scratch",
+            "BF16, same seed again",
             "BF16, other seeds",
         )
     ]
@@ -149,9 +152,16 @@ def answer_table(r: Results) -> str:
             size,
             *(_by_seed(r, group, size, recipe) for group, recipe in (
                 ("branch", "deepseek_v3"), ("branch", "nudged"), ("core", "deepseek_v3"))),
+            ", ".join(map(_percent, _again(r, size))),
             ", ".join(map(_percent, others)),
         ))  # fmt: skip
     return f"{ANSWER}\n\n{_table(rows)}"
+
+
+def _again(r: Results, size: str) -> list[float]:
+    """How far BF16's branches, with their trunks a second run from scratch, end from the first of the same seed."""
+    pairs = [(r.get("branch", size, "bf16", base["job"]["seed"]), base) for base in r.bf16("core", size)]
+    return [gap(run, base)[0] for run, base in pairs if run and run.get("val_loss")]
 
 
 def _by_seed(r: Results, group: str, size: str, recipe: str) -> str:
@@ -206,17 +216,28 @@ def _mean_gap(r: Results) -> str:
     return f"\n\nThe mean of {len(found)} gaps of `deepseek_v3` is {_percent(mean)}, its standard error {error:.2%}."
 
 
+def nudges(r: Results) -> float:
+    """The noise of a gap between two branches: the root of the mean square of what a nudge does, of all there are."""
+    pairs = [
+        (r.get("branch", size, "nudged", base["job"]["seed"]), base)
+        for size in r.sizes("branch")
+        for base in r.bf16("branch", size)
+    ]
+    found = [gap(nudged, base)[0] ** 2 for nudged, base in pairs if nudged and nudged.get("val_loss")]
+    return statistics.fmean(found) ** 0.5 if found else math.nan
+
+
 def branch_table(r: Results) -> str:
+    noise = nudges(r)
     rows: Rows = [("size, seed", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge", "")]
     for size in r.sizes("branch"):
         for seed in (0, 1):
             base, nudged = (r.get("branch", size, recipe, seed) for recipe in ("bf16", "nudged"))
             if base is None or not base.get("val_loss"):
                 continue
-            noise = abs(gap(nudged, base)[0]) if nudged and nudged.get("val_loss") else math.nan
             runs = [x for x in r.of("branch", size) if x["job"]["seed"] == seed and x is not base]
             for result in [base, *sorted(runs, key=lambda x: gap(x, base)[0])]:
-                found = gap(result, base)[0]
+                found, at = gap(result, base)
                 rows.append((
                     f"{size}, {seed}",
                     f"`{result['job']['recipe']}`",
@@ -224,7 +245,7 @@ def branch_table(r: Results) -> str:
                     _percent(found) if result is not base else "",
                     interval(result, base) if result is not base else "",
                     _beside(found, noise) if result not in (base, nudged) else "",
-                    _ended(result),
+                    _ended(result) and f"{_ended(result)}; the gap is that at step {at:,}",
                 ))  # fmt: skip
     return _table(rows) if len(rows) > 1 else "None was run."
 

@@ -88,7 +88,7 @@ def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 10
     """The least over repeats of the mean over calls; so few calls that the launch queue is never full.
 
     The least, since what else a machine does only adds to it: where a call took up to twice as long for some
-    milliseconds, so did a loop of plain Python beside it (benchmarks/LOG.md).
+    milliseconds, a loop of plain Python beside it mostly did, too (benchmarks/LOG.md).
     """
     call()
     times = []

@@ -11,10 +11,10 @@ the slowest of the following, times what a kind of kernel was found to take more
     waiting         for a stage that was asked for as many steps ago as there are others
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
-of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,202 timings
-of 76 products on an H200 (benchmarks/results/h200_sweep.json; those of up to 16 rows are of an earlier kernel). By
-these the choice costs 1.4% against the best known, at worst 11%. `octile bench tune` measures `candidates` and keeps
-what it finds.
+of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,304 timings
+of 76 products on H200s (benchmarks/results/h200_sweep.json; those of up to 16 rows are of an earlier kernel, those that
+add to FP32 of a later one). By these the choice costs 1.9% against the best known, at worst 11%. `octile bench tune`
+measures `candidates` and keeps what it finds.
 """
 
 from collections.abc import Iterator
@@ -136,10 +136,10 @@ def _with_splits(
     steps, tiles = -(-p.k // STEP), _tiles(p, first)
     if ping_pong and tiles < chip.multiprocessors:  # one warpgroup of each block would have none
         return
+    with suppress(ValueError):
+        yield from _fetching(first)
     for filled in _filled(first):
         yield filled
-        with suppress(ValueError):
-            yield from _fetching(filled)
         if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
                 if tiles * split_k <= chip.multiprocessors and steps >= 2 * split_k:
@@ -164,9 +164,9 @@ def _filled(config: Config) -> Iterator[Config]:
 
 
 def _fetching(config: Config) -> Iterator[Config]:
-    """The same, where it can fetch what it adds to; with as many stages as there is room for beside that."""
-    if config.accumulate and config.staged_pieces == config.pieces // config.waves:
-        fetching = replace(config, stages=2, fetch=True)
+    """The same, fetching what it adds to, where it adds; with as many stages as there is room for beside that."""
+    if config.accumulate and config.store is Store.TMA:
+        fetching = replace(config, fetch=True, staged_pieces=config.pieces // config.waves)
         stages = (SHARED_BYTES - fetching.other_bytes) // (config.teams * config.stage_bytes)
         yield replace(fetching, stages=min(stages, MOST_STAGES))
 

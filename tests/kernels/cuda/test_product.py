@@ -71,6 +71,20 @@ DENSE = {
     "two accumulators in a cluster, fetching what they add to": config(
         128, 48, accumulators=2, cluster_n=2, out_float=True, accumulate=True, fetch=True, staged_pieces=3
     ),
+    "256 rows in a cluster, fetching what they add to": config(
+        256, 64, cluster_m=2, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+    ),
+    "no promotion, fetching what it adds to": config(
+        256,
+        64,
+        a_scales=TENSOR,
+        b_scales=TENSOR,
+        promote=False,
+        out_float=True,
+        accumulate=True,
+        fetch=True,
+        staged_pieces=2,
+    ),
     "one scale": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
     "no promotion": config(256, 64, a_scales=TENSOR, b_scales=TENSOR, promote=False),
     "float32": config(128, 64, store=PAIRS, out_float=True),
@@ -257,6 +271,10 @@ WGRAD = {
     ),
     "fetching what it adds to": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+    ),
+    "ping-pong in a cluster, fetching what it adds to": config(
+        64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True, cluster_n=2, out_float=True, accumulate=True,
+        fetch=True, staged_pieces=1,
     ),
     "a cluster shares b, two accumulators": config(
         128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True
