@@ -27,7 +27,7 @@ def runner(script, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     runner = script("tests")
     monkeypatch.setattr(runner, "ALONE", ("alone",))
-    monkeypatch.setattr(runner, "SECONDS", 15)
+    monkeypatch.setattr(runner, "SECONDS", 25)
     monkeypatch.setattr(runner, "AT_ONCE", 2)
     return runner
 
