@@ -129,6 +129,10 @@ def quantize_block(
     value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
     block_scale = scale_of(tl.max(tl.max(magnitude(value), axis=1), axis=0), INVERSE, REST, POWER_OF_2)
     codes = to_codes(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
-    store_codes(codes, data, batch, m_tile, k_tile, M, K)
     store_turned_codes(codes, data_t, batch, m_tile, k_tile, M, K)
+    # Loaded and cast again: of codes of FP32 numbers that are stored both ways, ptxas 12.8, which Triton 3.6 has, turns
+    # registers before there are codes in them. (Found in the machine code, after gradients of an H200 that were NaN.)
+    value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
+    codes = to_codes(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
+    store_codes(codes, data, batch, m_tile, k_tile, M, K)
     tl.store(scale + (batch * tl.cdiv(M, 128) + m_tile) * tl.cdiv(K, 128) + k_tile, block_scale)
