@@ -73,23 +73,11 @@ __device__ __forceinline__ void exchange(
 
 // Adds the sums of 64 rows, of a whole warpgroup.
 __device__ __forceinline__ void add_fetched(const float (&total)[count], uint8_t* staging, Fetches& fetches) {
-    constexpr int row_bytes = piece_columns * out_bytes;
-    const int at = swizzled<row_bytes>((threadIdx.x % 128 / 32 * 16 + ptx::lane() / 4) * row_bytes + ptx::lane() % 4 * 8);
     fetches.there->wait(fetches.parity);
     fetches.parity ^= 1;
 #pragma unroll
     for (int i = 0; i < config::staged_pieces; ++i)
-#pragma unroll
-        for (int j = 0; j < piece_columns / 8; ++j) {
-            const float* x = &total[4 * (i * piece_columns / 8 + j)];
-            uint8_t* to = staging + i * piece_bytes + (at ^ j * 32);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float2* pair = reinterpret_cast<float2*>(to + 8 * half * row_bytes);
-                const float2 before = *pair;
-                *pair = make_float2(__fadd_rn(before.x, x[2 * half]), __fadd_rn(before.y, x[2 * half + 1]));
-            }
-        }
+        stage_piece(total, i * piece_columns / 8, staging + i * piece_bytes, true);
     ptx::fence_async_shared();
     __syncwarp();
     if (ptx::lane() == 0) fetches.added->arrive();

@@ -83,7 +83,14 @@ __device__ __forceinline__ int swizzled(int at) {
     return at ^ ((at >> 7 & (row_bytes / 16 - 1)) << 4);
 }
 
-// As many columns of 64 rows' sums as a piece has, from the 8·`first`th on, to shared memory; BF16 is rounded.
+__device__ __forceinline__ void add_pair(uint8_t* to, float x, float y) {
+    float2* pair = reinterpret_cast<float2*>(to);
+    const float2 before = *pair;
+    *pair = make_float2(__fadd_rn(before.x, x), __fadd_rn(before.y, y));
+}
+
+// As many columns of 64 rows' sums as a piece has, from the 8·`first`th on, to shared memory; BF16 is rounded. What is
+// fetched lies there already, and is added to.
 // Of two offsets that differ in bits which the swizzle does not look at, so do the swizzled ones: one is kept, and the
 // others are one exclusive or away.
 __device__ __forceinline__ void stage_piece(const float (&total)[count], int first, uint8_t* piece, bool swizzle) {
@@ -98,8 +105,13 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
         for (int j = 0; j < piece_columns / 8; ++j) {
             const float* x = &total[4 * (first + j)];
             uint8_t* to = piece + (at ^ j * 32);
-            *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
-            *reinterpret_cast<float2*>(to + 8 * row_bytes) = make_float2(x[2], x[3]);
+            if constexpr (config::fetch) {
+                add_pair(to, x[0], x[1]);
+                add_pair(to + 8 * row_bytes, x[2], x[3]);
+            } else {
+                *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
+                *reinterpret_cast<float2*>(to + 8 * row_bytes) = make_float2(x[2], x[3]);
+            }
         }
     } else if constexpr (config::transposed) {
         const int at = (lane % 8 + 8 * matrix) * 128 + (warp_row + lane / 8 % 2 * 8) * 2;
