@@ -158,9 +158,10 @@ def _filled(config: Config) -> Iterator[Config]:
         stages = min((room - (pieces - config.staged_pieces) * piece) // stage, MOST_STAGES)
         if stages >= 2 and stages not in seen:
             seen.add(stages)
-            # more than is asked for, where there is room; but what is added to would wait longer (found)
-            more = (room - stages * stage) // piece - (pieces - config.staged_pieces) if not config.accumulate else 0
-            yield replace(config, stages=stages, staged_pieces=min(pieces + more, config.pieces) if pieces else 0)
+            staged = pieces
+            if pieces and not config.accumulate:  # all that there is room for; what adds was slower with more
+                staged = min(config.staged_pieces + (room - stages * stage) // piece, config.pieces)
+            yield replace(config, stages=stages, staged_pieces=staged)
 
 
 def _fetching(config: Config) -> Iterator[Config]:
