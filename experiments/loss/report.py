@@ -119,6 +119,11 @@ class Results:
         found = (r for r in self.of(group, size) if r["job"]["recipe"] == "bf16")
         return sorted(found, key=lambda r: r["job"]["seed"])
 
+    def gaps(self, group: str, size: str, recipe: str, beside: str = "") -> list[float]:
+        """A recipe's to BF16 of the same seed, of that group or of the one `beside`, by the seeds of BF16."""
+        pairs = [(self.get(group, size, recipe, b["job"]["seed"]), b) for b in self.bf16(beside or group, size)]
+        return [gap(run, base)[0] for run, base in pairs if run and run.get("val_loss")]
+
     def comparison(self, group: str, size: str) -> CompareResult | None:
         """None without BF16 with two seeds."""
         first, other, *more = [*self.bf16(group, size), None, None]
@@ -148,26 +153,15 @@ def answer_table(r: Results) -> str:
     for size in r.sizes("core"):
         base = r.get("core", size, "bf16")
         others = [gap(other, base)[0] for other in r.bf16("core", size) if base and other is not base]
-        rows.append((
-            size,
-            *(_by_seed(r, group, size, recipe) for group, recipe in (
-                ("branch", "deepseek_v3"), ("branch", "nudged"), ("core", "deepseek_v3"))),
-            ", ".join(map(_percent, _again(r, size))),
-            ", ".join(map(_percent, others)),
-        ))  # fmt: skip
+        found = (
+            r.gaps("branch", size, "deepseek_v3"),
+            r.gaps("branch", size, "nudged"),
+            r.gaps("core", size, "deepseek_v3"),
+            r.gaps("branch", size, "bf16", beside="core"),  # with its trunk a second run from scratch
+            others,
+        )
+        rows.append((size, *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
     return f"{ANSWER}\n\n{_table(rows)}"
-
-
-def _again(r: Results, size: str) -> list[float]:
-    """How far BF16's branches, with their trunks a second run from scratch, end from the first of the same seed."""
-    pairs = [(r.get("branch", size, "bf16", base["job"]["seed"]), base) for base in r.bf16("core", size)]
-    return [gap(run, base)[0] for run, base in pairs if run and run.get("val_loss")]
-
-
-def _by_seed(r: Results, group: str, size: str, recipe: str) -> str:
-    """A recipe's gaps to BF16 of the same seed."""
-    pairs = [(r.get(group, size, recipe, base["job"]["seed"]), base) for base in r.bf16(group, size)]
-    return ", ".join(_percent(gap(run, base)[0]) for run, base in pairs if run and run.get("val_loss")) or "–"
 
 
 def core_table(r: Results) -> str:
@@ -204,12 +198,7 @@ def _fell_below(result: Result, level: float) -> str:
 
 def _mean_gap(r: Results) -> str:
     """What all pairs of a recipe and BF16 from one seed say together."""
-    found = [
-        gap(fp8, base)[0]
-        for size in r.sizes("core")
-        for base in r.bf16("core", size)
-        if (fp8 := r.get("core", size, "deepseek_v3", base["job"]["seed"]))
-    ]
+    found = [each for size in r.sizes("core") for each in r.gaps("core", size, "deepseek_v3")]
     if len(found) < 2:
         return ""
     mean, error = statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5
@@ -218,12 +207,7 @@ def _mean_gap(r: Results) -> str:
 
 def nudges(r: Results) -> float:
     """The noise of a gap between two branches: the root of the mean square of what a nudge does, of all there are."""
-    pairs = [
-        (r.get("branch", size, "nudged", base["job"]["seed"]), base)
-        for size in r.sizes("branch")
-        for base in r.bf16("branch", size)
-    ]
-    found = [gap(nudged, base)[0] ** 2 for nudged, base in pairs if nudged and nudged.get("val_loss")]
+    found = [each**2 for size in r.sizes("branch") for each in r.gaps("branch", size, "nudged")]
     return statistics.fmean(found) ** 0.5 if found else math.nan
 
 
