@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 for (int i = 0; i < count; ++i) ptx::pin(sum[i]);
             };
 
-            if (tile.m + first_row >= tile.m_end || tile.n >= n) {  // all of it lies outside: nothing to multiply
+            if (lies_outside(tile, first_row, n)) {  // nothing to multiply
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     arrive(step, is_cut(step));
                     ring.release(ring.stage, rank);
@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             if constexpr (config::split_k > 1) {
                 volatile int* last = reinterpret_cast<int*>(shared + memory::last) + warpgroup;
                 const bool whole = sum_parts(total, parts, arrived, last, tile, warpgroup);
-                if (!whole || tile.m + first_row >= tile.m_end || tile.n >= n) {
+                if (!whole || lies_outside(tile, first_row, n)) {
 #pragma unroll
                     for (int i = 0; i < waves * count; ++i) total[i / count][i % count] = 0.0f;
                     continue;

@@ -35,7 +35,7 @@ __device__ __forceinline__ uint8_t* staging_of(uint8_t* shared, int warpgroup) {
 
 // Whether a warpgroup, whose rows of a tile begin with first_row, has anything to add there.
 __device__ __forceinline__ bool adds(const Tile& tile, int first_row, int columns) {
-    return count_steps(tile) > 0 && tile.m + first_row < tile.m_end && tile.n < columns;
+    return count_steps(tile) > 0 && !lies_outside(tile, first_row, columns);
 }
 
 // Fetches and stores for one warpgroup: one warp. first_row: of the warpgroup in a tile.

@@ -159,3 +159,8 @@ __device__ __forceinline__ int first_step(const Tile& tile) { return tile.k_begi
 __device__ __forceinline__ int count_steps(const Tile& tile) {
     return tile.k_begin < tile.k_end ? ceil_div(tile.k_end, 128) - first_step(tile) : 0;
 }
+
+// Whether all that a warpgroup sums lies outside of the result, because rows of the tile from first_row on do, or its columns.
+__device__ __forceinline__ bool lies_outside(const Tile& tile, int first_row, int columns) {
+    return tile.m + first_row >= tile.m_end || tile.n >= columns;
+}
