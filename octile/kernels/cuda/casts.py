@@ -40,7 +40,7 @@ NUMBERS = {  # enum Number of scale.cuh
 }
 SIDE, MOST_COLUMNS = 128, 16384  # of a square; of a row that RMSNorm takes
 SQUARE_THREADS, SQUARE_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # place::bytes of square.cuh
-BESIDE_BYTES = 4 * SIDE * SIDE + 4 * 3 * SIDE  # what swiglu_backward.cu keeps besides
+BESIDE_BYTES = 7 * 2 * 16 * SQUARE_THREADS + 4 * 3 * SIDE  # what swiglu_backward.cu keeps besides
 
 # What the casts' speed depends on besides their shapes; `octile bench tune-casts` searches better ones on a GPU.
 #   rows     of a thread (tiles, swiglu, dequantize), or of a block one after the other (rms_norm)
@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "columns": {"band": 8, "blocks": 3},
     "block": {"band": 8, "blocks": 3},
     "weight": {"band": 8, "blocks": 3},
-    "swiglu_backward": {"band": 1, "blocks": 2},
+    "swiglu_backward": {"band": 2, "blocks": 2},
     "swiglu_backward, wide": {"band": 1, "blocks": 1},
     "rms_norm": {"rows": 1, "blocks": 3},
     "rms_norm, wide": {"rows": 4, "blocks": 2},

@@ -20,17 +20,6 @@ squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data
     };
     auto columns_of = [&](const uint8_t* from) { return from + bytes<number>(at.batch * x_batch + at.column()); };
     auto scales_of = [&](const float* from) { return from + at.batch * scale_batch + at.k_tile * scale_tile; };
-    auto again = [&](int i) {
-        const int64_t row = row_of(i);
-        const uint8_t* from = columns_of(ptx::forget(x)) + bytes<number>(row * x_row);  // nothing is held for this
-        const Eight<number> codes = load_eight<number>(from, i < there);
-        const float factor = number >= e4m3 ? ptx::load_float(scales_of(ptx::forget(x_scale)) + row, i < there) : 1.0f;
-        Floats value;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) value.value[j] = __fmul_rn(codes.at(j), factor);
-        return value;
-    };
-
     const uint8_t* first = columns_of(x);
     [[maybe_unused]] const float* scales = scales_of(x_scale);
     [[maybe_unused]] int64_t row[8];
@@ -46,7 +35,7 @@ squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data
         for (int i = 0; i < 8; ++i, from += bytes<number>(x_row)) loaded[i] = load_eight<number>(from, i < there);
     }
     if constexpr (number < e4m3) {
-        cast_square<config::form, config::format, config::power_of_2>(to, at, loaded, again, shared);
+        cast_square<config::form, config::format, config::power_of_2>(to, at, loaded, shared);
     } else {
         float factor[8];
         if constexpr (config::gather) {
@@ -65,6 +54,7 @@ squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data
         Scaled<number> value[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) value[i] = {loaded[i], factor[i]};
-        cast_square<config::form, config::format, config::power_of_2>(to, at, value, again, shared);
+        cast_square<config::form, config::format, config::power_of_2>(to, at, value, shared);
     }
+    if constexpr (turns(config::form)) store_turned(to.data_t, at, shared);
 }

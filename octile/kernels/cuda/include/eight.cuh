@@ -118,14 +118,20 @@ struct Scaled {
     __device__ __forceinline__ float at(int j) const { return __fmul_rn(codes.at(j), scale); }
 };
 
-// The same values, of which the compiler keeps nothing that it found of them before.
+// The same numbers, of which the compiler keeps nothing that it found of them before.
 template <class Values>
-__device__ __forceinline__ const Values& found_anew(const Values& x) {
-    return x;
-}
-template <int number>
-__device__ __forceinline__ Scaled<number> found_anew(Scaled<number> x) {
-    for (uint32_t& word : x.codes.word) asm volatile("" : "+r"(word));
+__device__ __forceinline__ Values found_anew(Values x) {
+    if constexpr (requires { x.value; }) {
+        for (float& value : x.value) {
+            uint32_t bits = __float_as_uint(value);
+            asm volatile("" : "+r"(bits));
+            value = __uint_as_float(bits);
+        }
+    } else if constexpr (requires { x.pair; }) {
+        for (uint32_t& pair : x.pair) asm volatile("" : "+r"(pair));
+    } else {
+        for (uint32_t& word : x.codes.word) asm volatile("" : "+r"(word));
+    }
     return x;
 }
 

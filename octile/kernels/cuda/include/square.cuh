@@ -9,7 +9,8 @@
 // - There, the 16-byte units of a row of the transpose change places, by a number that depends on the row: or the lanes of
 //   a warp would all write to the same banks. Half of them write at once, eight bytes each. To meet all banks, the second
 //   eight of these must write the other half of their units, and so they hold the other eight rows (`crossed`).
-// - Rows and columns are divided by in the same loop, so that a number is decoded once for both.
+// - What is turned stays in shared memory until the kernel calls `store_turned`: what it loads next should be under way
+//   before.
 #pragma once
 #include "tile.cuh"
 
@@ -22,6 +23,8 @@ constexpr int side = 128, square_threads = 256, warps = square_threads / 32;
 //   block        one scale, not turned
 //   weight       one scale, both ways
 enum Form { both, turned_only, columns, block, weight };
+
+__device__ constexpr bool turns(int form) { return form == both || form == turned_only || form == weight; }
 
 namespace place {  // in shared memory
 constexpr int turned_bytes = 0;
@@ -158,32 +161,46 @@ __device__ __forceinline__ Floats largest_of(const Scaled<number> (&x)[8]) {
     return most;
 }
 
-// Four rows of a column, divided and rounded: a word of the transpose.
-template <int format, bool power_of_2, class Values>
-__device__ __forceinline__ uint32_t turned_word(const Values (&x)[8], int first, int j, const Divisor& divisor) {
-    float q[4];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) q[r] = divisor.template divide<power_of_2>(x[first + r].at(j));
-    return pack_4<format>(q[0], q[1], q[2], q[3]);
+enum Division { by_power_of_2, fast, careful };  // how a number is divided
+
+template <int division>
+__device__ __forceinline__ float divided(float value, const Divisor& by) {
+    if constexpr (division == careful) return by.divide_carefully(value);
+    return by.template divide<division == by_power_of_2>(value);
 }
 
-// Divides, rounds and stores; what is turned to shared memory.
-template <int form, int format, bool power_of_2, class Values>
-__device__ __forceinline__ void store_square(
-    const Cast& to, const Square& at, const Values (&x)[8], const Divisors& by, uint8_t* turned) {
-    if constexpr (form == turned_only) {
-        Values value[8];
+// Divides and rounds rows, by what the form divides these, and stores them.
+template <int form, int format, int division, class Values>
+__device__ __forceinline__ void store_rows(const Cast& to, const Square& at, const Values (&x)[8], const Divisors& by) {
+    uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
+    const int there = at.rows();
 #pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] = found_anew(x[i]);
+    for (int i = 0; i < 8; ++i, data += at.k) {
+        const Divisor of_row = by.row<form>(i);
+        float quotient[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const Divisor divisor = by.column(j);
-            const uint32_t low = turned_word<format, power_of_2>(value, 0, j, divisor);
-            const uint32_t high = turned_word<format, power_of_2>(value, 4, j, divisor);
-            *reinterpret_cast<uint2*>(turned + j * side) = make_uint2(low, high);
-        }
-        return;
+        for (int j = 0; j < 8; ++j) quotient[j] = divided<division>(x[i].at(j), form == columns ? by.column(j) : of_row);
+        ptx::store_8(data, pack_8<format>(quotient), i < there);
     }
+}
+
+// The same with columns, into shared memory: words of the transpose.
+template <int format, int division, class Values>
+__device__ __forceinline__ void turn_columns(const Values (&x)[8], const Divisors& by, uint8_t* turned) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const Divisor divisor = by.column(j);
+        float quotient[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) quotient[i] = divided<division>(x[i].at(j), divisor);
+        *reinterpret_cast<uint2*>(turned + j * side) = pack_8<format>(quotient);
+    }
+}
+
+// Divides by one number, and stores what comes of it both ways.
+template <int format, int division, class Values>
+__device__ __forceinline__ void store_both_ways(
+    const Cast& to, const Square& at, const Values (&x)[8], const Divisor& by, uint8_t* turned) {
     uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
     const int there = at.rows();
     uint32_t words[8][2];  // of columns
@@ -192,60 +209,37 @@ __device__ __forceinline__ void store_square(
         float quotient[4][8];
 #pragma unroll
         for (int r = 0; r < 4; ++r, data += at.k) {
-            const Divisor of_row = by.row<form>(4 * four + r);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const Divisor divisor = form == columns ? by.column(j) : of_row;
-                quotient[r][j] = divisor.template divide<power_of_2>(x[4 * four + r].at(j));
-            }
+            for (int j = 0; j < 8; ++j) quotient[r][j] = divided<division>(x[4 * four + r].at(j), by);
             ptx::store_8(data, pack_8<format>(quotient[r]), 4 * four + r < there);
         }
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if constexpr (form == both)
-                words[j][four] = turned_word<format, power_of_2>(x, 4 * four, j, by.column(j));
-            if constexpr (form == weight)
-                words[j][four] = pack_4<format>(quotient[0][j], quotient[1][j], quotient[2][j], quotient[3][j]);
-        }
+        for (int j = 0; j < 8; ++j)
+            words[j][four] = pack_4<format>(quotient[0][j], quotient[1][j], quotient[2][j], quotient[3][j]);
     }
-    if constexpr (form == both || form == weight)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * side) = make_uint2(words[j][0], words[j][1]);
+    for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * side) = make_uint2(words[j][0], words[j][1]);
 }
 
-// The same where a divisor needs care, which is rare: row by row, each loaded again, in little code and few registers.
-template <int form, int format, class Again>
-__device__ __forceinline__ void store_square_carefully(
-    const Cast& to, const Square& at, Again again, const Divisors& by, uint8_t* turned) {
-    uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
-    const int there = at.rows();
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i, data += at.k) {
-        const Floats x = again(i);
-        const Divisor of_row = by.row<form>(i);
-        float quotient[8];
-        if constexpr (form != turned_only) {
+template <int form, int format, int division, class Values>
+__device__ __forceinline__ void store_square(
+    const Cast& to, const Square& at, const Values (&x)[8], const Divisors& by, uint8_t* turned) {
+    if constexpr (form == weight) {
+        store_both_ways<format, division>(to, at, x, by.of_all, turned);
+    } else {
+        if constexpr (form != turned_only) store_rows<form, format, division>(to, at, x, by);
+        if constexpr (form == both || form == turned_only) {
+            Values value[8];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const Divisor divisor = form == columns ? by.column(j) : of_row;
-                quotient[j] = divisor.divide_carefully(x.at(j));
-            }
-            ptx::store_8(data, pack_8<format>(quotient), i < there);
-        }
-        if constexpr (form != columns && form != block) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float q = form == weight ? quotient[j] : by.column(j).divide_carefully(x.at(j));
-                turned[j * side + i] = pack_4<format>(q, 0.0f, 0.0f, 0.0f);
-            }
+            for (int i = 0; i < 8; ++i) value[i] = found_anew(x[i]);
+            turn_columns<format, division>(value, by, turned);
         }
     }
 }
 
-// Casts what the block holds. Every thread calls it, as often as is wanted. again(i): the thread's row i, found once more.
-template <int form, int format, bool power_of_2, class Values, class Again>
-__device__ __forceinline__ void cast_square(
-    const Cast& to, const Square& at, const Values (&x)[8], Again again, uint8_t* shared) {
+// Casts what the block holds; what is turned waits for `store_turned`. Every thread calls it, as often as is wanted.
+template <int form, int format, bool power_of_2, class Values>
+__device__ __forceinline__ void cast_square(const Cast& to, const Square& at, const Values (&x)[8], uint8_t* shared) {
     constexpr bool by_column = form == both || form == turned_only || form == columns;
     const unsigned lane = ptx::lane(), warp = threadIdx.x / 32;
     float* maxima = reinterpret_cast<float*>(shared + place::maxima);
@@ -304,12 +298,8 @@ __device__ __forceinline__ void cast_square(
         }
     uint8_t* turned = shared + turned_place(lane % 16, warp * 2 + row_of_lane<crossed>());
     if (!power_of_2 && __any_sync(whole_warp, care))
-        store_square_carefully<form, format>(to, at, again, by, turned);
+        store_square<form, format, careful>(to, at, x, by, turned);
     else
-        store_square<form, format, power_of_2>(to, at, x, by, turned);
-
-    if constexpr (form == both || form == turned_only || form == weight) {
-        __syncthreads();
-        store_turned(to.data_t, at, shared);
-    }
+        store_square<form, format, power_of_2 ? by_power_of_2 : fast>(to, at, x, by, turned);
+    if constexpr (turns(form)) __syncthreads();
 }

@@ -1,7 +1,7 @@
 // Loads and stores of 4 to 16 bytes of global memory that a thread may leave out: as instructions with a predicate.
 //
 // Written as branches, the compiler would split loops at them and guard every exchange between lanes that comes later.
-// Source: PTX ISA 8.5, the instructions ld and st.
+// Source: PTX ISA 8.5, the instructions ld, st and cp.async.
 #pragma once
 #include "ptx.cuh"
 
@@ -60,6 +60,16 @@ __device__ __forceinline__ void store_float(float* to, float x, bool there) {
                  "r"(static_cast<int>(there))
                  : "memory");
 }
+
+// To shared memory, without a register and without waiting; zero where there is nothing.
+__device__ __forceinline__ void copy_4(void* shared, const void* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(from),
+                 "r"(there ? 4 : 0)
+                 : "memory");
+}
+
+// Until what the thread copies has arrived.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The same address, of which the compiler knows nothing: what is loaded from it again is not kept in registers instead.
 template <class T>
