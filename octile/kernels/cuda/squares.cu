@@ -10,51 +10,38 @@ squares(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data
         float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k,
         int band_inverse) {
     constexpr int number = config::number;
+    constexpr bool codes = number >= e4m3;
     const Cast to{data, data_t, scale, scale_t};
     uint8_t* shared = ptx::dynamic_shared();
     const Square at = square_of<config::band>(blockIdx.x, m, k, band_inverse);
-    const int there = at.rows();
-    auto row_of = [&](int i) -> int64_t {
-        if constexpr (config::gather) return static_cast<int>(ptx::load_4(picked + at.row() + i, i < there));
-        return at.row() + i;
-    };
-    auto columns_of = [&](const uint8_t* from) { return from + bytes<number>(at.batch * x_batch + at.column()); };
-    auto scales_of = [&](const float* from) { return from + at.batch * scale_batch + at.k_tile * scale_tile; };
-    const uint8_t* first = columns_of(x);
-    [[maybe_unused]] const float* scales = scales_of(x_scale);
-    [[maybe_unused]] int64_t row[8];
+    const uint8_t* first = x + bytes<number>(at.batch * x_batch + at.column());
+    [[maybe_unused]] const float* scales = x_scale + at.batch * scale_batch + at.k_tile * scale_tile;
+
     Eight<number> loaded[8];
-    if constexpr (config::gather) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) row[i] = row_of(i);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) loaded[i] = load_eight<number>(first + bytes<number>(row[i] * x_row), i < there);
-    } else {
-        const uint8_t* from = first + bytes<number>(at.row() * x_row);
-#pragma unroll
-        for (int i = 0; i < 8; ++i, from += bytes<number>(x_row)) loaded[i] = load_eight<number>(from, i < there);
-    }
-    if constexpr (number < e4m3) {
-        cast_square<config::form, config::format, config::power_of_2>(to, at, loaded, shared);
-    } else {
-        float factor[8];
-        if constexpr (config::gather) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) factor[i] = ptx::load_float(scales + row[i], i < there);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-                const uint4 four = ptx::load_16(scales + at.row() + i, i < there);
-                factor[i] = __uint_as_float(four.x), factor[i + 1] = __uint_as_float(four.y);
-                factor[i + 2] = __uint_as_float(four.z), factor[i + 3] = __uint_as_float(four.w);
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i) factor[i] = i < there ? factor[i] : 0.0f;  // what lies behind the rows may be NaN
+    [[maybe_unused]] float factor[8];
+    [[maybe_unused]] int row[8];
+    if constexpr (config::gather)
+        each_row(at, [&](int i, bool there) { row[i] = static_cast<int>(ptx::load_4(picked + at.row() + i, there)); });
+    each_row(at, [&](int i, bool there) {
+        const int64_t before = config::gather ? row[i] * x_row : at.row() * x_row + i * x_row;
+        loaded[i] = load_eight<number>(first + bytes<number>(before), there);
+        if constexpr (codes && config::gather) {
+            factor[i] = ptx::load_float(scales + row[i], there);
+        } else if constexpr (codes) {
+            if (i % 4) return;
+            const uint4 four = ptx::load_16(scales + at.row() + i, there);
+            factor[i] = __uint_as_float(four.x), factor[i + 1] = __uint_as_float(four.y);
+            factor[i + 2] = __uint_as_float(four.z), factor[i + 3] = __uint_as_float(four.w);
         }
+    });
+    if constexpr (codes) {
+        each_row(at, [&](int i, bool there) { factor[i] = there ? factor[i] : 0.0f; });  // behind the rows may be NaN
         Scaled<number> value[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) value[i] = {loaded[i], factor[i]};
         cast_square<config::form, config::format, config::power_of_2>(to, at, value, shared);
+    } else {
+        cast_square<config::form, config::format, config::power_of_2>(to, at, loaded, shared);
     }
     if constexpr (turns(config::form)) store_turned(to.data_t, at, shared);
 }

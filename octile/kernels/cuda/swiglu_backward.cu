@@ -35,19 +35,6 @@ struct Rows {
     __device__ __forceinline__ void forget() { first = ptx::forget(first); }
 };
 
-// Calls load(i, there) for each of the thread's rows; all that it loads is under way at once.
-template <class Load>
-__device__ __forceinline__ void each_row(const Square& at, Load load) {
-    const int there = at.rows();
-    if ((at.m_tile + 1) * side <= at.m) {  // most squares: nothing is asked, and nothing set to zero
-#pragma unroll
-        for (int i = 0; i < 8; ++i) load(i, true);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) load(i, i < there);
-    }
-}
-
 // silu(gate) of the thread's rows: the last in registers, the others in shared memory.
 struct Silu {
     float4* shared;

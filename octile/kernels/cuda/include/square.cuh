@@ -52,6 +52,20 @@ struct Square {
     __device__ __forceinline__ int rows() const { return column() < k ? static_cast<int>(m - row()) : 0; }
 };
 
+// Calls do_row(i, there) for each of the thread's eight rows. What it loads is under way at once: eight rows that may be
+// missing are more predicates than a thread has, and the last would wait for the first.
+template <class DoRow>
+__device__ __forceinline__ void each_row(const Square& at, DoRow do_row) {
+    const int there = at.rows();
+    if ((at.m_tile + 1) * side <= at.m && (at.k_tile + 1) * side <= at.k) {  // most squares
+#pragma unroll
+        for (int i = 0; i < 8; ++i) do_row(i, true);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) do_row(i, i < there);
+    }
+}
+
 // The square of an index. Those that are taken at the same time lie beside each other both ways, `band_height` of them
 // along M: rows of the result are contiguous along K, those of the turned one along M, and neither should be written in
 // pieces that lie far apart. band_inverse: that of a band's squares, for `quotient`.
