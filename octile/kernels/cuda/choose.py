@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from math import log2, sqrt
 from typing import Any
 
 from octile.kernels.cuda import tuned
@@ -121,7 +122,8 @@ def _with_splits(
             transposed=turned,
             store=p.store,
             staged_pieces=1 if p.store is Store.TMA else 0,
-            band=_band(
+            **_bands(
+                p,
                 tile_m * cluster_m,
                 tile_n * cluster_n,
                 chip.clusters(cluster_m * cluster_n) * (2 if ping_pong else 1),
@@ -172,12 +174,15 @@ def _fetching(config: Config) -> Iterator[Config]:
         yield replace(fetching, stages=min(stages, MOST_STAGES))
 
 
-def _band(unit_m: int, unit_n: int, at_once: int) -> int:
-    """band² = units at once · unit_n / unit_m, the nearest power of two; see scheduler.cuh."""
-    band = 1
-    while (2 * band) ** 2 * unit_m <= 2 * at_once * unit_n:
-        band *= 2
-    return band
+def _bands(p: Problem, unit_m: int, unit_n: int, at_once: int) -> dict[str, Any]:
+    """Along N where a result that is stored has several bands and each several rounds, else along M; see scheduler.cuh.
+
+    band² = units at once · (unit_n / unit_m or its inverse), the nearest power of two.
+    """
+    wide = sqrt(at_once * unit_m / unit_n)
+    several = p.n >= 1.5 * wide * unit_n and _rows(p) >= 1.5 * at_once / wide * unit_m
+    along_n = several and not p.accumulate and p.schedule in (Schedule.DENSE, Schedule.GROUPED)
+    return {"along_n": along_n, "band": 2 ** max(0, round(log2(wide if along_n else at_once / wide)))}
 
 
 def _tiles(p: Problem, c: Config) -> int:

@@ -61,7 +61,8 @@ class Config:
         transposed: the result is stored as [N, M].
         store: how.
         staged_pieces: that a warpgroup has shared memory for, where the copy engine stores.
-        band: units along M that are taken together, for the L2 cache.
+        along_n: units are taken in bands along N, and otherwise along M.
+        band: units that a band has, for the L2 cache.
         max_groups: that there is shared memory for.
         zero_rest: rows past the last group are written as zeros; otherwise they stay as they are.
         a_e5m2, b_e5m2: the operand's numbers are E5M2, otherwise E4M3.
@@ -89,6 +90,7 @@ class Config:
     transposed: bool = False
     store: Store = Store.TMA
     staged_pieces: int = 0
+    along_n: bool = False
     band: int = 8
     max_groups: int = 0
     zero_rest: bool = True

@@ -54,6 +54,24 @@ def test_a_weight_for_few_rows_is_read_by_all_multiprocessors():
     assert -(-2112 // config.tile_m) * config.split_k > 132 // 3
 
 
+BANDS = {  # whether they lie along N, and how many tiles they have
+    "large": (Problem(4096, 7168, 2048), True, 16),
+    "groups of many rows": (Problem(32768, 4096, 2048, 8, Schedule.GROUPED), True, 16),
+    "groups of few rows": (Problem(8192, 4096, 2048, 32, Schedule.GROUPED), False, 8),
+    "few rows": (Problem(128, 7168, 2048), False, 16),
+    "few columns": (Problem(4096, 576, 7168), False, 16),
+    "added to": (Problem(4096, 7168, 2048, out_float=True, accumulate=True), False, 8),
+    "masked": (Problem(1024, 7168, 2048, 8, Schedule.MASKED), False, 8),
+}
+
+
+@pytest.mark.parametrize("case", BANDS)
+def test_bands(case: str):
+    problem, along_n, band = BANDS[case]
+    config = choose(problem, H200)
+    assert (config.along_n, config.band) == (along_n, band)
+
+
 def test_neighbouring_sizes_share_a_kernel():
     assert choose(Problem(4001, 4096, 7168), H200) == choose(Problem(4090, 4096, 7168), H200)
     assert len({rounded(Problem(m, 7168, 2048)).m for m in range(1, 257)}) == 17

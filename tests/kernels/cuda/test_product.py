@@ -114,6 +114,13 @@ def test_dense(case: str):
         _dense(kernel, m, n + n % 2 if kernel.store is PAIRS else n, k, seed)
 
 
+@pytest.mark.parametrize("along_n", [False, True])
+def test_each_tile_is_made_once(along_n: bool):
+    kernel = config(64, 16, 2, warpgroups=1, along_n=along_n, band=2)
+    for seed, (m_tiles, n_tiles) in enumerate([(1, 5), (5, 1), (4, 6), (3, 7)]):
+        _dense(kernel, m_tiles * 64 - 5, n_tiles * 16 - 3, 130, seed)
+
+
 @pytest.mark.parametrize("case", ["columns of two blocks", "two accumulators", "split"])
 def test_long_sums(case: str):
     _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more steps than a warp has lanes, twice
@@ -174,6 +181,7 @@ ENDS = {
 ROWS_GROUPED = {
     "two warpgroups": config(128, 64, schedule=GROUPED),
     "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
+    "bands along N": config(64, 16, schedule=GROUPED, warpgroups=1, along_n=True, band=2),
     "a cluster shares a": config(128, 32, schedule=GROUPED, cluster_n=2),
     "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster_m=2),
     "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
