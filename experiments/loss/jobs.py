@@ -50,8 +50,12 @@ BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a s
     "auxiliary loss alone": {"balance_speed": 0.0, "aux_loss_alpha": 0.01},
     "nothing": {"balance_speed": 0.0, "aux_loss_alpha": 0.0},
     "published speed": {"balance_speed": 0.001},
+    "speed 0.003": {"balance_speed": 0.003},
+    "speed 0.002": {"balance_speed": 0.002},
+    "speed 0.002 over 100M tokens": {"balance_speed": 0.002},
     "with MTP": {"num_nextn_predict_layers": 1},
 }
+BALANCE_TOKENS = {"speed 0.002 over 100M tokens": CORE}  # SHORT of the others
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for recipe in RATE_RECIPES
     ]
     for name, changes in BALANCES.items():
-        one = job("balance", small, "deepseek_v3", 0, SHORT, **changes)
+        one = job("balance", small, "deepseek_v3", 0, BALANCE_TOKENS.get(name, SHORT), **changes)
         jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
     jobs += [job("core", small, recipe, seed, CORE) for seed in MORE_SEEDS for recipe in ("bf16", "deepseek_v3")]
     return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments.loss.figures import save_lines
-from experiments.loss.jobs import BALANCES, RATE_RECIPES, RATES, all_jobs
+from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
 from octile.report.compare import save_compare_figure, write_compare_report
@@ -320,7 +320,11 @@ def balance_figure(r: Results, folder: Path) -> str:
     found = _balanced(r)
     if not found:
         return ""
-    lines = [[(name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]])] for name, x in found.items()]
+    lines = [
+        [(name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]])]
+        for name, x in found.items()
+        if name not in BALANCE_TOKENS  # as long as the others
+    ]
     save_lines(folder / "balance.svg", "busiest expert's tokens, of the mean; mean over layers", lines, (1.0, 6.0))
     return "\n\n![load](balance.svg)"
 
