@@ -40,6 +40,9 @@
 constexpr bool stored_under_products =
     config::store == tma && config::promote && config::accumulators == 1 && config::split_k == 1;
 
+// In the last tile of a group a warpgroup may have 64 rows instead of 128; the others are not multiplied then.
+constexpr bool skips_rows = rows_grouped && waves == 2 && stored_under_products && !config::fetch;
+
 // Many scales are read while the first wave is multiplied, where another wave follows: with one alone that took longer.
 constexpr bool scales_under_products = b_rows && waves > 1;
 
@@ -144,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
         while (scheduler.take(tile)) {
             const int steps = count_steps(tile);
+            const bool has_half = skips_rows && lies_outside(tile, first_row + 64, n);
             const int border = 128 - tile.n % 128;  // where the tile's columns reach the next block of scales
 
             // along K a group may begin or end within its first or last step
@@ -212,40 +216,44 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 #pragma unroll
                 for (int wave = 0; wave < waves; ++wave) pin(total[wave]);
             } else if constexpr (config::accumulators == 1) {
-                float sum[count];
-                bool ready = false, cut = ragged;  // the stage of the step
-                for (int step = 0; step < steps; ++step) {
-                    const int stage = ring.stage;
-                    arrive(step, cut, ready);
-                    Factors f[waves];
-                    Columns of_b = columns(stage);
-                    auto read_scales = [&] {
-                        factors(stage, f);
-                        of_b.hold();
-                    };
-                    if constexpr (!scales_under_products) read_scales();
-                    multiply(sum, stage, 0, false);
-                    if constexpr (scales_under_products) read_scales();
+                auto sum_up = [&](const int waves_there) __attribute__((always_inline)) {
+                    float sum[count];
+                    bool ready = false, cut = ragged;  // the stage of the step
+                    for (int step = 0; step < steps; ++step) {
+                        const int stage = ring.stage;
+                        arrive(step, cut, ready);
+                        Factors f[waves];
+                        Columns of_b = columns(stage);
+                        auto read_scales = [&] {
+                            factors(stage, f);
+                            of_b.hold();
+                        };
+                        if constexpr (!scales_under_products) read_scales();
+                        multiply(sum, stage, 0, false);
+                        if constexpr (scales_under_products) read_scales();
 #pragma unroll
-                    for (int wave = 0; wave < waves; ++wave) {
-                        if (wave > 0) multiply(sum, stage, wave, false);
-                        if constexpr (stored_under_products) {
-                            if (wave == 0 && step == 0) store_pending();
-                            if (wave > 0 && step == steps - 1) store(total[wave - 1], wave - 1, tile);
+                        for (int wave = 0; wave < waves_there; ++wave) {
+                            if (wave > 0) multiply(sum, stage, wave, false);
+                            if constexpr (stored_under_products) {
+                                if (wave == 0 && step == 0) store_pending();
+                                if (wave > 0 && step == steps - 1) store(total[wave - 1], wave - 1, tile);
+                            }
+                            ptx::wgmma_wait<0>();
+                            pin(sum);
+                            if (wave == waves_there - 1) {
+                                if constexpr (!reads_late) ring.release(stage, rank);
+                                ring.advance();
+                                ready = ring.full[ring.stage].ask(ring.parity, step + 1 < steps);
+                                cut = is_cut(step + 1);
+                            }
+                            promote(total[wave], sum, Products(f[wave], of_b, border));
                         }
-                        ptx::wgmma_wait<0>();
-                        pin(sum);
-                        if (wave == waves - 1) {
-                            if constexpr (!reads_late) ring.release(stage, rank);
-                            ring.advance();
-                            ready = ring.full[ring.stage].ask(ring.parity, step + 1 < steps);
-                            cut = is_cut(step + 1);
-                        }
-                        promote(total[wave], sum, Products(f[wave], of_b, border));
+                        if constexpr (reads_late) ring.release(stage, rank);
+                        let_other_begin(2 * step >= steps);
                     }
-                    if constexpr (reads_late) ring.release(stage, rank);
-                    let_other_begin(2 * step >= steps);
-                }
+                };
+                if (has_half) sum_up(1);
+                else sum_up(waves);
             } else {
                 struct Step {
                     int stage;
@@ -302,6 +310,12 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     store_zeros(out, tile, tile.m + first_row, waves * 64, n);
                 } else {
                     before = tile;
+                    if (has_half) {  // its sums take the place of the others
+                        before.m -= 64;
+#pragma unroll
+                        for (int i = 0; i < count; ++i) total[waves - 1][i] = total[0][i], total[0][i] = 0.0f;
+                        ptx::wait_stores_read<0>();  // their room is that of the tile before
+                    }
                 }
             } else {
 #pragma unroll

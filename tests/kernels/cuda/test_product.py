@@ -187,6 +187,7 @@ ROWS_GROUPED = {
     "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
     "float32": config(256, 24, schedule=GROUPED, store=PAIRS, out_float=True),
     "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_pieces=3),
+    "256 rows, each half with its room": config(256, 32, schedule=GROUPED, staged_pieces=2),
     "ping-pong, float32, by the copy engine": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
     "scales of rows": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
 }
@@ -249,6 +250,7 @@ def test_offsets_that_are_wrong_lead_nowhere():
         "ping-pong",
         "float32",
         "float32, by the copy engine",
+        "256 rows, each half with its room",
     ],
 )
 @pytest.mark.parametrize("counts", [[0, 3, 150], [150, 150], [0, 0], [1, 128, 0, 129, 64]], ids=str)
