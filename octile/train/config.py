@@ -117,9 +117,10 @@ class TrainConfig:
             raise ValueError(f"seed must be below 2**63, not {self.seed}")
         if not self.data.strip():
             raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
-        shortest = 3 if self.model.num_nextn_predict_layers else 2  # a token, the next one, and the one after that
-        if self.sequence_length < shortest:
-            raise ValueError(f"sequence_length must be at least {shortest} for this model, not {self.sequence_length}")
+        if self.sequence_length < self.shortest_sequence:
+            raise ValueError(
+                f"sequence_length must be at least {self.shortest_sequence} for this model, not {self.sequence_length}"
+            )
         if self.batch_size % self.micro_batches:
             raise ValueError(f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}")
         if self.sequence_length > self.model.max_position_embeddings:
@@ -127,6 +128,11 @@ class TrainConfig:
                 f"sequence_length {self.sequence_length} exceeds the model's max_position_embeddings, "
                 f"{self.model.max_position_embeddings}"
             )
+
+    @property
+    def shortest_sequence(self) -> int:
+        """Tokens that a loss needs: one, the next one, and with multi-token prediction the one after that."""
+        return 3 if self.model.num_nextn_predict_layers else 2
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"

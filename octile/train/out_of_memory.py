@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.memory import least_needed, memory
+from octile.train.run_recipe import recipe_of
 from octile.train.trainer import Trainer
 
 SAID = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -66,12 +68,9 @@ def ran_out(error: BaseException) -> bool:
 
 def advice(config: TrainConfig, need: Need | None) -> str:
     """What to change in a run that needed too much; `need` is None where not even a short sequence could be passed."""
+    if need is None:
+        return _no_room(config)
     at_once = config.batch_size // config.micro_batches
-    if need is None or need.fixed >= USABLE * need.there:
-        return (
-            f"weights, gradients and optimizer leave no room for a sequence of {SHORTEST} tokens: choose a smaller "
-            "model, a GPU with more memory, or --recipe fp8_lm, which keeps half the bytes a parameter"
-        )
     said = (
         f"a sequence of {config.sequence_length} tokens takes {_gb(need.sequence)} beside {_gb(need.fixed)} for "
         f"weights, gradients and optimizer, of {_gb(need.there)}"
@@ -85,8 +84,17 @@ def advice(config: TrainConfig, need: Need | None) -> str:
             f"{at_once}; to continue: octile train --resume --out {config.out} --micro-batches {pieces}"
         )
     length = min(int(config.sequence_length * room / need.sequence), config.sequence_length // 2)
+    if length < config.shortest_sequence:
+        return _no_room(config)
     finest = f" and --micro-batches {config.batch_size}" if at_once > 1 else ""
     return f"{said}: use --sequence-length {length} (now {config.sequence_length}){finest} in a new run"
+
+
+def _no_room(config: TrainConfig) -> str:
+    choices = "a smaller model, a GPU with more memory, or --recipe fp8_lm, which keeps half the bytes a parameter"
+    if recipe_of(config).optimizer == Recipe.fp8_lm().optimizer:  # a recipe file may have it too
+        choices = "a smaller model or a GPU with more memory"
+    return f"weights, gradients and optimizer leave no room for a sequence of {SHORTEST} tokens: choose {choices}"
 
 
 def _while_made(config: TrainConfig, device: torch.device) -> str:

@@ -278,12 +278,42 @@ def test_a_model_that_does_not_fit_while_it_is_made_is_told_so():
         (2, 10_000, "use --micro-batches 4 (now 2), 2 at a time instead of 4"),  # the estimate was too low: the next
         (8, 10_000, "use --sequence-length 16 (now 32) in a new run"),
         (1, 72, "use --sequence-length 12 (now 32) and --micro-batches 8 in a new run"),
-        (1, 55, "leave no room for a sequence"),
+        (1, 60, "use --sequence-length 3 (now 32) and --micro-batches 8 in a new run"),  # the shortest that is taken
+        (1, 59, "leave no room for a sequence"),  # 2 tokens would fit
+        (1, 58, "leave no room for a sequence"),  # 1
+        (1, 56, "leave no room for a sequence"),  # 0
+        (1, 55, "leave no room for a sequence"),  # not even the weights fit
     ],
 )
 def test_the_advice_is_the_largest_piece_that_fits(micro_batches, there, said):
     config = micro(batch_size=8, micro_batches=micro_batches, out=Path("runs/x"))
-    assert said in advice(config, Need(fixed=50 * 10**9, sequence=38 * 10**9, there=there * 10**9))
+    assert said in advice(config, gigabytes(there))
+
+
+def gigabytes(there: int) -> Need:
+    return Need(fixed=50 * 10**9, sequence=38 * 10**9, there=there * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [(59, "use --sequence-length 2 (now 32)"), (58, "leave no room for a sequence")],
+)
+def test_without_multi_token_prediction_two_tokens_are_advised_and_no_fewer(there, said):
+    config = micro(model=replace(MICRO, num_nextn_predict_layers=0))
+    assert said in advice(config, gigabytes(there))
+
+
+def test_where_there_is_no_room_fp8_lm_is_advised():
+    assert "or --recipe fp8_lm, which keeps half" in advice(micro(recipe="deepseek_v3"), None)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [{"recipe": "fp8_lm"}, {"recipe": "mine.toml", "recipe_text": 'recipe = "fp8_lm"'}],
+    ids=["by name", "in a file"],
+)
+def test_a_run_in_fp8_lm_is_not_advised_to_use_it(recipe):
+    assert advice(micro(**recipe), None).endswith("choose a smaller model or a GPU with more memory")
 
 
 def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer, monkeypatch):
