@@ -28,7 +28,6 @@ def adamw(
     beta1: float,
     beta2: float,
     eps: float,
-    decay: float,
 ) -> None:
     """Updates weight and moments in place.
 
@@ -36,15 +35,15 @@ def adamw(
         weight: float32, contiguous, any shape.
         gradient: of this shape, float32, bfloat16 or float16.
         exp_avg, exp_avg_sq: m and v, of this shape, contiguous, each of one of these dtypes.
-        corrections: float32 [2]: lr / (1 − β₁ᵗ) and √(1 − β₂ᵗ). They depend on the step, which a GPU counts itself.
-        decay: 1 − lr·λ.
+        corrections: float32 [3]: lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr·λ. They depend on the step, which a GPU counts
+            itself, and on the learning rate, which a captured graph reads at each replay.
 
     Raises:
         TypeError: a tensor is of another dtype.
         ValueError: shapes or devices do not fit together, or what is written is not contiguous.
     """
     _check(weight, gradient, exp_avg, exp_avg_sq, corrections)
-    step_size, root = corrections.unbind()
+    step_size, root, decay = corrections.unbind()
     g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
     m = _fma(g - m, torch.full_like(g, 1 - beta1), m)
     v = _fma(g * (1 - beta2), g, v * beta2)
@@ -60,23 +59,23 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 @adamw.register_fake
-def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, decay):
+def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps):
     return None
 
 
 @adamw.register_kernel("cuda")
-def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, decay):
+def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps):
     from octile.kernels.triton import adamw as kernel  # late: a machine without a GPU has no Triton
 
     _check(weight, gradient, exp_avg, exp_avg_sq, corrections)
-    kernel.launch(weight, gradient.contiguous(), exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, decay)
+    kernel.launch(weight, gradient.contiguous(), exp_avg, exp_avg_sq, corrections, beta1, beta2, eps)
 
 
 def _check(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor) -> None:
     if weight.dtype != torch.float32:
         raise TypeError(f"weight must be float32, not {weight.dtype}")
-    if corrections.dtype != torch.float32 or corrections.shape != (2,):
-        raise ValueError(f"corrections must be float32 [2], not {corrections.dtype} {list(corrections.shape)}")
+    if corrections.dtype != torch.float32 or corrections.shape != (3,):
+        raise ValueError(f"corrections must be float32 [3], not {corrections.dtype} {list(corrections.shape)}")
     others = {"gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     for name, t in others.items():
         if t.dtype not in INPUT_DTYPES:

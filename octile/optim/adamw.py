@@ -48,7 +48,8 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them (`param_groups(model, weight_decay)`): contiguous, of float32, bfloat16 or
             float16.
-        lr, eps, weight_decay: at least 0; each group may have its own, and lr may be set before each step.
+        lr, eps, weight_decay: at least 0; each group may have its own, and lr may be set before each step. As a tensor
+            [] on the parameters' device lr is read where the step is made: a CUDA graph follows what is written to it.
         betas: β₁ and β₂, in [0, 1).
         formats: what is stored in what. The default is DeepSeek-V3's.
 
@@ -61,7 +62,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
+        lr: float | Tensor,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,

@@ -114,8 +114,9 @@ class EMA:
 
     @torch.no_grad()
     def _average_in(self, weights: dict[str, Tensor]) -> None:
-        for name, average in self.average.items():
-            average.lerp_(weights[name].float(), 1 - self.decay)
+        # one call for all: a thread that takes Python's lock for each tensor holds up what queues the next step
+        news = [weights[name].float() for name in self.average]
+        torch._foreach_lerp_(list(self.average.values()), news, 1 - self.decay)
 
     def _check(self, weights: dict[str, Any]) -> None:
         if differing := weights.keys() ^ self.average.keys():
@@ -143,8 +144,7 @@ class _Copier:
         """Queues the copies behind all work of the current stream; `then(staging)` runs when they have arrived."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for name, staged in self.staging.items():
-                staged.copy_(weights[name], non_blocking=True)
+            torch._foreach_copy_(list(self.staging.values()), [weights[n] for n in self.staging], non_blocking=True)
             self.copied.record()
 
         def work() -> None:

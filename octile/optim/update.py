@@ -30,7 +30,7 @@ def adamw_(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
     *,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -42,11 +42,12 @@ def adamw_(
         gradients: the same shapes, any floating-point dtype.
         exp_avgs, exp_avg_sqs: m and v, contiguous, of any floating-point dtype; rounded to nearest even.
         steps: t, float32 [], this step counted.
+        lr: a number, or a tensor [] on the weights' device.
     """
     every = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
     on_gpus: list[tuple[Tensor, ...]] = [tensors for tensors in every if tensors[0].is_cuda]
-    for *tensors, corrections in _with_corrections(on_gpus, lr, betas):
-        adamw(*(t.detach() for t in tensors), corrections, *betas, eps, 1 - lr * weight_decay)
+    for *tensors, corrections in _with_corrections(on_gpus, lr, betas, weight_decay):
+        adamw(*(t.detach() for t in tensors), corrections, *betas, eps)
     flat: list[tuple[Tensor, ...]] = [
         (w.detach().view(-1), g.detach().reshape(-1), m.view(-1), v.view(-1), step)
         for w, g, m, v, step in every
@@ -62,7 +63,7 @@ def adamw_(
             v32,
             [],
             t,
-            lr=lr,
+            lr=float(lr),
             beta1=betas[0],
             beta2=betas[1],
             weight_decay=weight_decay,
@@ -76,15 +77,16 @@ def adamw_(
 
 
 def _with_corrections(
-    every: list[tuple[Tensor, ...]], lr: float, betas: tuple[float, float]
+    every: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], weight_decay: float
 ) -> Iterator[tuple[Tensor, ...]]:
     """Each parameter's tensors, with what `adamw` takes instead of its step, computed where the step is counted."""
     for device in dict.fromkeys(step.device for *_, step in every):
         there = [tensors for tensors in every if tensors[-1].device == device]
         step_N = torch.stack([step for *_, step in there]).double()
         bias1_N, bias2_N = (1 - beta**step_N for beta in betas)
-        corrections_N2 = torch.stack((lr / bias1_N, bias2_N.sqrt()), dim=1).float()
-        for (*tensors, _), corrections in zip(there, corrections_N2.unbind(), strict=True):
+        decay_N = torch.ones_like(bias1_N) - (lr.double() if isinstance(lr, Tensor) else lr) * weight_decay
+        corrections_N3 = torch.stack((lr / bias1_N, bias2_N.sqrt(), decay_N), dim=1).float()
+        for (*tensors, _), corrections in zip(there, corrections_N3.unbind(), strict=True):
             yield *tensors, corrections
 
 

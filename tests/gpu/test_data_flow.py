@@ -19,7 +19,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
-from octile.optim import AdamW, param_groups
+from octile.optim import AdamW, clip_grad_norm_, param_groups
 from octile.recipe import Recipe
 from tests.models.test_kept_bytes import formula, kept_bytes, predicted_bytes  # noqa: F401  (a fixture)
 
@@ -255,6 +255,52 @@ def test_a_graph_follows_inputs_and_weights(layer: int, recipe: Recipe):
         graph.replay()
         found = [y.detach(), static_x.grad, *(p.grad for p in graphed.parameters())]
         assert_close(found, run(eager, x, dy), worst=0.01)  # but for attention's gradients the same bits
+
+
+def test_a_whole_step_in_a_graph_follows_tokens_and_the_learning_rate(deterministic: None):
+    torch.manual_seed(0)
+    model = apply_recipe(DeepseekV3(ModelConfig.tiny()).cuda(), KEPT)
+    rate = torch.tensor(0.0, dtype=torch.float64, device="cuda")
+    tokens = torch.zeros(2, 64, dtype=torch.int64, device="cuda")
+    captured, eager = (_whole_step(copy.deepcopy(model), rate, tokens) for _ in range(2))
+    batches = torch.randint(0, 4096, (5, 2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tokens.copy_(batches[0])
+        for step in (captured, eager):
+            for _ in range(2):
+                step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = captured()
+
+    for number, batch in enumerate(batches):
+        tokens.copy_(batch)
+        rate.fill_(1e-3 * (number + 1))
+        graph.replay()
+        for ours, theirs in zip(found, eager(), strict=True):
+            assert torch.equal(ours, theirs), f"step {number}"
+
+
+def _whole_step(model: DeepseekV3, rate: Tensor, tokens: Tensor) -> Callable[[], list[Tensor]]:
+    """A step of training, up to the gates' bias: the loss, and the weights and biases after it."""
+    optimizer = AdamW(param_groups(model, 0.1), rate)
+
+    def step() -> list[Tensor]:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model(tokens, tokens)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for moe in model.moe_layers().values():
+            moe.gate.balance(moe.last_load_E, 0.001)
+        return [loss.detach(), *(t.detach() for t in (*model.parameters(), *model.buffers()))]
+
+    return step
 
 
 @both_kinds

@@ -10,7 +10,7 @@ from torch import Tensor
 from octile.ops.adamw import adamw
 
 LR, BETA1, BETA2, EPS, DECAY = 3e-3, 0.9, 0.95, 1e-8, 0.1
-SETTINGS = (BETA1, BETA2, EPS, 1 - LR * DECAY)
+SETTINGS = (BETA1, BETA2, EPS)
 N = 1000
 
 
@@ -22,7 +22,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def corrections(t: int) -> Tensor:
-    return torch.tensor([LR / (1 - BETA1**t), math.sqrt(1 - BETA2**t)])
+    return torch.tensor([LR / (1 - BETA1**t), math.sqrt(1 - BETA2**t), 1 - LR * DECAY])
 
 
 @pytest.mark.parametrize("t", [1, 7, 1000])
@@ -83,7 +83,7 @@ def test_it_is_a_well_formed_operator():
             "exp_avg must be float32, bfloat16 or float16, not",
         ),
         (lambda w, g, m, v, c: (w, g[1:], m, v, c), ValueError, r"gradient must be \(1000,\) as weight, not \(999,\)"),
-        (lambda w, g, m, v, c: (w, g, m, v, c[:1]), ValueError, r"corrections must be float32 \[2\], not"),
+        (lambda w, g, m, v, c: (w, g, m, v, c[:1]), ValueError, r"corrections must be float32 \[3\], not"),
         (lambda w, g, m, v, c: (w, g, m, v[:1].expand(N), c), ValueError, r"exp_avg_sq must be contiguous, .* \(0,\)"),
     ],
     ids=["weight", "moment", "shape", "corrections", "strides"],

@@ -50,6 +50,18 @@ def test_groups_have_their_own_settings():
     assert same_bits(params, alone[:2] + fresh[2:])
 
 
+def test_a_learning_rate_in_a_tensor_is_read_at_each_step():
+    numbers, tensors = parameters(), parameters()
+    rate = torch.zeros((), dtype=torch.float64)
+    first, second = AdamW(numbers, 1.0), AdamW(tensors, rate)
+    for step in range(3):
+        first.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        rate.fill_(1e-2 / (step + 1))
+        train(first, numbers, range(step, step + 1))
+        train(second, tensors, range(step, step + 1))
+    assert same_bits(numbers, tensors)
+
+
 def test_weight_decay_is_decoupled():
     params = parameters()
     before = [p.detach().clone() for p in params]

@@ -18,7 +18,6 @@ def launch(
     beta1: float,
     beta2: float,
     eps: float,
-    decay: float,
 ) -> None:
     """One step of contiguous tensors of one shape; weight and moments are written in place."""
     n = weight.numel()
@@ -26,14 +25,14 @@ def launch(
         with torch.cuda.device_of(weight):
             adamw[(triton.cdiv(n, ADAMW["NUMBERS"]),)](
                 weight, gradient, exp_avg, exp_avg_sq, corrections, corrections.stride(0), n,
-                1 - beta1, float(beta2), 1 - beta2, float(eps), float(decay), **ADAMW, **EXACT,
+                1 - beta1, float(beta2), 1 - beta2, float(eps), **ADAMW, **EXACT,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rest1", "beta2", "rest2", "eps", "decay"])
+@triton.jit(do_not_specialize=["rest1", "beta2", "rest2", "eps"])
 def adamw(
     weight, gradient, exp_avg, exp_avg_sq, corrections, corrections_step, N,
-    rest1, beta2, rest2, eps, decay, NUMBERS: tl.constexpr,
+    rest1, beta2, rest2, eps, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """One program: NUMBERS numbers; rest1 and rest2 are 1 − β."""
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
@@ -44,6 +43,7 @@ def adamw(
     w = tl.load(weight + at, mask=inside, other=0.0)
     step_size = tl.load(corrections)
     root = tl.load(corrections + corrections_step)
+    decay = tl.load(corrections + 2 * corrections_step)
     m = tl.fma(g - m, tl.zeros_like(g) + rest1, m)
     v = tl.fma(g * rest2, g, v * beta2)
     w = w * decay - tl.div_rn(m * step_size, tl.div_rn(tl.sqrt_rn(v), root) + eps)

@@ -9,7 +9,8 @@ from octile.ops.adamw import adamw
 from tests.kernels.triton.comparison import assert_same, ugly
 
 pytestmark = pytest.mark.usefixtures("gpu")
-SETTINGS = (0.9, 0.95, 1e-8, 0.9997)
+SETTINGS = (0.9, 0.95, 1e-8)
+CORRECTIONS = (0.02, 0.3, 0.9997)
 
 
 def _both(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor) -> None:
@@ -25,24 +26,24 @@ def _both(w: Tensor, g: Tensor, m: Tensor, v: Tensor, corrections: Tensor) -> No
 def test_any_shape_and_dtype(shape: tuple[int, ...], moments: torch.dtype, gradient: torch.dtype):
     torch.manual_seed(0)
     w, g, m, v = torch.randn(shape), torch.randn(shape) * 1e-2, torch.randn(shape) * 1e-2, torch.rand(shape) * 1e-4
-    _both(w, g.to(gradient), m.to(moments), v.to(moments), torch.tensor([0.02, 0.3]))
+    _both(w, g.to(gradient), m.to(moments), v.to(moments), torch.tensor(CORRECTIONS))
 
 
 def test_all_magnitudes():
     """As FP32 has them between its denormals, which a GPU's roots and quotients of them may round otherwise."""
     w, g, m = (ugly(3000).clamp(-1e18, 1e18) for _ in range(3))
     g, m = (torch.where(t.abs() < 1e-18, 0.0, t) for t in (g, m))
-    _both(w, g, m, (g * g * 3).clamp(max=1e37), torch.tensor([0.02, 0.3])[::1])
+    _both(w, g, m, (g * g * 3).clamp(max=1e37), torch.tensor(CORRECTIONS))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_breaks_its_own_weight_and_no_other(bad: float):
     w, g, m, v = torch.ones(300), torch.ones(300), torch.zeros(300), torch.zeros(300)
     g[7] = bad
-    kernel.launch(w, g, m, v, torch.tensor([0.02, 0.3]), *SETTINGS)
+    kernel.launch(w, g, m, v, torch.tensor(CORRECTIONS), *SETTINGS)
     assert (~w.isfinite()).nonzero().tolist() == [[7]]
 
 
 def test_corrections_may_be_strided():
     w, g, m, v = (torch.rand(300) for _ in range(4))
-    _both(w, g, m, v, torch.tensor([[0.02, 9.0], [0.3, 9.0]])[:, 0])
+    _both(w, g, m, v, torch.tensor([[x, 9.0] for x in CORRECTIONS])[:, 0])
