@@ -22,6 +22,7 @@ from octile.lab.telemetry import telemetry
 from octile.nn.conversion import log
 from octile.recipe import PRODUCTS, ProductName
 from octile.train.config import TrainConfig
+from octile.train.deterministic import deterministic
 from octile.train.loop import Around, Observer, pick_device
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
 from octile.train.run_recipe import recipe_of
@@ -196,11 +197,12 @@ def capture_run(
     switch_again(trainer, run, 0, trainer.steps_done)
     screen = Console(stderr=True)
     again = range(trainer.steps_done, step - 1)
-    for _ in track(again, "repeating", console=screen, transient=True, disable=not screen.is_terminal):
-        trainer.step()
-        switch_again(trainer, run, trainer.steps_done - 1, trainer.steps_done)
-    with capturing(trainer.model, layers, products) as recorder:
-        trainer.step()
+    with deterministic(config.deterministic):
+        for _ in track(again, "repeating", console=screen, transient=True, disable=not screen.is_terminal):
+            trainer.step()
+            switch_again(trainer, run, trainer.steps_done - 1, trainer.steps_done)
+        with capturing(trainer.model, layers, products) as recorder:
+            trainer.step()
     out = out or run.captures / f"step_{step:08d}.safetensors"
     return recorder.save(out, step, config.recipe, run.path.name, _tokens(trainer, step))
 

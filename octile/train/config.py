@@ -80,6 +80,7 @@ class TrainConfig:
         skip_limit: steps in a row that change no weight, because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences that are measured.
         device: auto takes a GPU where there is one.
+        deterministic: two runs give the same bits on a GPU too, and take longer; on a CPU they always do.
         prompt: what the sample at the end continues.
         model: its shape.
         optim: the optimizer.
@@ -101,6 +102,7 @@ class TrainConfig:
     skip_limit: int = 10
     val_sequences: int = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False
     prompt: str = "def "
     model: ModelConfig = field(default_factory=MODELS["tiny"])
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, balance_speed=0.01))

@@ -27,6 +27,7 @@ from octile.report.train import write_run_report
 from octile.train import fine_tune
 from octile.train.config import TrainConfig, changed
 from octile.train.data import prepare
+from octile.train.deterministic import deterministic
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory
 from octile.train.out_of_memory import explained
@@ -99,6 +100,7 @@ def _train(
     with (
         _signals() as stop,
         _reported(run, screen),
+        deterministic(config.deterministic),
         explained(config, device, trainer),
         closing(MetricsWriter(run, trainer.steps_done)) as metrics,
         screen.progress(config.steps, trainer.steps_done) as shown,

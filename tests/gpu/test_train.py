@@ -3,17 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from octile.checkpoint.hugging_face import load, save
-from octile.checkpoint.training import load_checkpoint, save_checkpoint
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
 from octile.train.generate import Sampling, generate
+from octile.train.loop import train
 from octile.train.store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
+from tests.train.test_loop import quiet
 
 every_recipe = pytest.mark.parametrize("recipe", Recipe.names())
 
@@ -55,6 +58,15 @@ def test_a_run_continues_from_its_checkpoint(trainer_of, recipe: str, tmp_path):
     ):
         assert torch.equal(ours, theirs), name
     assert resumed.step()["loss"] == pytest.approx(straight.step()["loss"], rel=1e-3)
+
+
+@every_recipe
+def test_two_deterministic_runs_have_the_same_bits(text: Path, recipe: str, tmp_path: Path):
+    config = micro(recipe=recipe, data=str(text), deterministic=True, device="cuda")
+    for name in "ab":
+        train(replace(config, out=tmp_path / name), False, quiet())
+    first, second = (load_checkpoint(latest_checkpoint(tmp_path / name / "checkpoints"))[0] for name in "ab")
+    assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])

@@ -68,6 +68,7 @@ def test_a_resumed_run_may_change_its_steps_but_not_its_seed():
     assert changed(saved, replace(saved, micro_batches=2, skip_limit=0)) == []
     assert changed(saved, replace(saved, seed=1)) == ["seed"]
     assert changed(saved, replace(saved, init_from=Path("runs/y"))) == ["init_from"]
+    assert changed(saved, replace(saved, deterministic=True)) == ["deterministic"]
 
 
 def test_reading_a_configuration_loads_no_torch():
