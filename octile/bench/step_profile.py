@@ -28,7 +28,6 @@ from octile.bench.timing import seconds
 
 SLEEP = 400_000_000  # cycles: longer than the host takes to launch a step
 PRODUCTS = ("matmul_nt", "grouped_matmul_nt", "grouped_wgrad")
-SMALL = 0.005  # of a step: calls that take less are added up
 FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # by inductor, named after all that is around
 ATTENTION = re.compile(r"sdpa|flash|fmha|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"^product$|gemm|nvjet|cutlass|matmul|xmma|_mm_", re.IGNORECASE)
@@ -90,20 +89,15 @@ def calls(step: Callable[[], object]) -> list[Call]:
 
 
 def table(case: str, found: Sequence[Call], peak: Peak) -> Iterator[Row]:
-    """A row for calls of one name, those first that lose most to the peak; small ones are added up."""
+    """A row for all calls, and one for those of each name, those first that lose most to the peak."""
     groups: dict[str, list[Call]] = defaultdict(list)
     for call in found:
         groups[call.name].append(call)
-    total = sum(call.seconds for call in found)
     lines = [
         (f"{len(same)}× {name}", sum(c.seconds for c in same), sum(c.at(peak) for c in same))
-        for name, same in groups.items()
+        for name, same in [("all", found), *groups.items()]
     ]
-    large = [line for line in lines if line[1] >= SMALL * total]
-    small = [line for line in lines if line[1] < SMALL * total]
-    if small:
-        large.append((f"{len(small)} smaller ones", sum(t for _, t, _ in small), sum(t for _, _, t in small)))
-    for what, took, least in sorted(large, key=lambda line: line[2] - line[1]):
+    for what, took, least in sorted(lines, key=lambda line: line[2] - line[1]):
         yield Row(case, what, took * 1e3, "ms", Against("at the peak", least * 1e3, took / least if least else 0.0))
 
 
