@@ -15,6 +15,7 @@ from octile.formats import E4M3, E5M6, FloatFormat, IntFormat, by_name
 from octile.ops import grouped as grouped_ops
 from octile.ops import matmul as matmul_ops
 from octile.ops import quantize as quantize_ops
+from octile.ops.operator import check_tensor
 from octile.recipe import Extent, ScaleRule
 
 _FORMATS = {dtype: by_name[name] for name, dtype in quantize_ops.DATA_DTYPES.items()}
@@ -195,7 +196,8 @@ def resolve(block: tuple[Extent, Extent], shape: torch.Size | tuple[int, ...]) -
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values data × scale, [..., M, K], multiplied in FP32 and rounded to dtype."""
-    return quantize_ops.dequantize(q.data, q.scale, *q.block, dtype)
+    data, scale, block = _parts("q", q)
+    return quantize_ops.dequantize(data, scale, *block, dtype)
 
 
 def matmul_nt(
@@ -221,6 +223,7 @@ def matmul_nt(
         if accumulate:
             raise ValueError("accumulate=True needs out, the tensor to add to")
         return matmul_ops.matmul_nt(*_parts("a", a), *_parts("b", b), out_dtype or torch.bfloat16)
+    check_tensor("out", out)
     if out_dtype not in (None, out.dtype):
         raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
     matmul_ops.matmul_nt_out(out, *_parts("a", a), *_parts("b", b), accumulate)
@@ -274,6 +277,7 @@ def grouped_wgrad(
         if accumulate:
             raise ValueError("accumulate=True needs out, the tensor to add to")
         return grouped_ops.grouped_wgrad(*_parts("dy", dy), *_parts("x", x), offs, out_dtype or torch.float32)
+    check_tensor("out", out)
     if out_dtype not in (None, out.dtype):
         raise TypeError(f"out_dtype is {out_dtype} but out is {out.dtype}")
     grouped_ops.grouped_wgrad_out(out, *_parts("dy", dy), *_parts("x", x), offs, accumulate)

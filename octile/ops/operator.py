@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 Function = Callable[..., Any]
@@ -27,7 +28,8 @@ def operator(*, writes: tuple[str, ...] = ()) -> Callable[[Function], "Operator"
 class Operator:
     """An operator without a gradient; `overload` is what torch's own functions take, `torch.library.opcheck` say.
 
-    A call raises RuntimeError where grad mode is on and an argument requires a gradient.
+    A call raises TypeError where something else is given for a tensor, and RuntimeError where grad mode is on and an
+    argument requires a gradient.
     """
 
     def __init__(self, reference: Function, writes: tuple[str, ...]) -> None:
@@ -37,9 +39,17 @@ class Operator:
         schema = torch.library.infer_schema(reference, mutates_args=writes, op_name=self.name)
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.octile, self.name).default
+        self._tensors = [
+            (i, argument.name, Tensor if isinstance(argument.type, torch.TensorType) else (Tensor, type(None)))
+            for i, argument in enumerate(self.overload._schema.arguments)
+            if argument.type.isSubtypeOf(torch.OptionalType.ofTensor())
+        ]
         library.impl(self.name, self._entry(reference), "CompositeExplicitAutograd")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for i, name, kind in self._tensors:
+            if not isinstance(t := args[i] if i < len(args) else kwargs.get(name), kind):
+                check_tensor(name, t)  # torch's own error is a RuntimeError, and of None there is none
         return self.overload(*args, **kwargs)
 
     def register_fake(self, function: Function) -> Function:
@@ -73,3 +83,9 @@ class Operator:
 
         set_code_exec_strategy(entry.__code__, UNTRACED)
         return entry
+
+
+def check_tensor(name: str, t: object) -> None:
+    """Refuses what is no tensor."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")

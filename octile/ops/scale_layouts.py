@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.ops.operator import check_tensor
+
 ALIGNMENT = 16  # bytes; of the start of every column that TMA loads
 PER_INT = 4
 SMALLEST = 2.0**-127  # UE8M0's code 0, a subnormal number in FP32
@@ -32,6 +34,7 @@ def tma_aligned(rows: int, element_size: int) -> int:
 
 def mn_major(scale: Tensor) -> Tensor:
     """[..., MN, k] with the strides (…, 1, MN rounded up to 16 bytes); the tensor itself where it lies so already."""
+    check_tensor("scale", scale)
     *batch, mn, k = scale.shape
     column = tma_aligned(mn, scale.element_size())
     strides = torch.empty(*batch, k, column, device="meta").mT.stride()
@@ -47,6 +50,7 @@ def to_ue8m0(scale: Tensor) -> Tensor:
         TypeError: scale is not float32.
         ValueError: a scale is no such number. On a GPU nothing is read back, and the device stops with an assertion.
     """
+    check_tensor("scale", scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"scale must be float32, not {scale.dtype}")
     kept = ((scale.frexp().mantissa == 0.5) & (scale >= SMALLEST)) | scale.isnan()
@@ -95,6 +99,7 @@ def unpack_codes(packed: Tensor, k: int) -> Tensor:
         TypeError: packed is not int32.
         ValueError: it does not hold k scales a row.
     """
+    check_tensor("packed", packed)
     if packed.dtype != torch.int32:
         raise TypeError(f"packed must be int32, not {packed.dtype}")
     if packed.shape[-1] != -(-k // PER_INT):
@@ -126,6 +131,8 @@ def pack_grouped_ue8m0(scale: Tensor, counts: Tensor, rows: int) -> Tensor:
     Raises:
         TypeError, ValueError: as `to_ue8m0`.
     """
+    for name, t in (("scale", scale), ("counts", counts)):
+        check_tensor(name, t)
     counts = counts.long()
     packed_counts = (counts + PER_INT - 1) // PER_INT
     row = torch.arange(rows, device=scale.device)
@@ -142,6 +149,8 @@ def unpack_grouped_ue8m0(packed: Tensor, counts: Tensor, rows: int) -> Tensor:
 
     rows is Σ counts, or more where the host does not know; rows past Σ counts hold any scale.
     """
+    for name, t in (("packed", packed), ("counts", counts)):
+        check_tensor(name, t)
     counts = counts.long()
     packed_counts = (counts + PER_INT - 1) // PER_INT
     group, within = _place(torch.arange(rows, device=packed.device), counts)
@@ -167,6 +176,7 @@ def tile_128x4(codes: Tensor) -> Tensor:
     """One byte a scale, [MN, k] → the flat tiles that cuBLASLt reads: row i and column j of a tile at byte
     16 · (i mod 32) + 4 · ⌊i/32⌋ + j, the tiles of 128 rows after one another. Filled up with code 0.
     """
+    check_tensor("codes", codes)
     mn, k = codes.shape
     padded = F.pad(codes, (0, -k % 4, 0, -mn % 128)).contiguous()
     return padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
@@ -174,5 +184,6 @@ def tile_128x4(codes: Tensor) -> Tensor:
 
 def untile_128x4(tiles: Tensor, mn: int, k: int) -> Tensor:
     """The inverse of `tile_128x4`: [MN, k]."""
+    check_tensor("tiles", tiles)
     shape = (-(-mn // 128), -(-k // 4), 32, 4, 4)
     return tiles.view(shape).permute(0, 3, 2, 1, 4).flatten(3, 4).flatten(0, 2)[:mn, :k]

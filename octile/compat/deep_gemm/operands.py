@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octile.ops.matmul import OUT_DTYPES, check_operand, check_pair
+from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import unpack_ue8m0
 
 Pair = tuple[Tensor, Tensor]
@@ -52,11 +53,6 @@ def check_pairs(a: Pair, b: Pair) -> None:
             raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
         check_tensor(f"{name}'s data", pair[0])
         check_tensor(f"{name}'s scale", pair[1])
-
-
-def check_tensor(name: str, t: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
 
 
 def blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Block | None) -> tuple[Block, Block]:

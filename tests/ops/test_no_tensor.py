@@ -1,0 +1,147 @@
+"""What is no tensor is refused by the name of the argument, by every operator and the functions above them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import octile
+from octile.ops.adamw import adamw
+from octile.ops.attention import attention, attention_backward
+from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.grouped import (
+    grouped_matmul_nt,
+    grouped_matmul_nt_out,
+    grouped_wgrad,
+    grouped_wgrad_out,
+    masked_grouped_matmul_nt,
+    masked_grouped_matmul_nt_out,
+)
+from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.ops.norm import rms_norm_backward, rms_norm_quantize
+from octile.ops.operator import LIBRARIES
+from octile.ops.packed import packed_matmul_nt
+from octile.ops.permute import permute, unpermute
+from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.ops.scale_layouts import (
+    mn_major,
+    pack_grouped_ue8m0,
+    pack_ue8m0,
+    tile_128x4,
+    to_ue8m0,
+    unpack_grouped_ue8m0,
+    unpack_ue8m0,
+    untile_128x4,
+)
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+
+FLAT, HEADS, ONE = torch.ones(128), torch.ones(1, 1, 1, 4), torch.ones(1, 1)
+X, CODES = torch.ones(2, 128), torch.ones(2, 128, dtype=torch.int8)
+SCALE = torch.ones(2, 1)
+PACKED = pack_ue8m0(SCALE)
+A = (CODES, SCALE, (1, 128))
+STACK = (CODES[None], SCALE[None], (1, 128))
+TURNED = (CODES, torch.ones(1, 128), (128, 1))
+ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+F8 = CODES.to(torch.float8_e4m3fn)
+Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TURNED)
+
+CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
+    adamw: (FLAT.clone(), FLAT, FLAT.clone(), FLAT.clone(), torch.ones(3), 0.9, 0.9, 1e-8),
+    attention: (HEADS, HEADS, HEADS, 1.0),
+    attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),
+    dequantize: (CODES, SCALE, 1, 128, torch.float32),
+    gate_logits: (X, X),
+    gate_logits_backward: (torch.ones(2, 2), X, X),
+    grouped_matmul_nt: (*A, *STACK, ENDS, torch.float32),
+    grouped_matmul_nt_out: (torch.ones(2, 2), *A, *STACK, ENDS),
+    grouped_wgrad: (*TURNED, *TURNED, ENDS, torch.float32),
+    grouped_wgrad_out: (torch.ones(1, 128, 128), *TURNED, *TURNED, ENDS, False),
+    latent_keys: (torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2), ONE, ONE, 2),
+    latent_keys_backward: (HEADS, HEADS, ONE, ONE),
+    masked_grouped_matmul_nt: (*STACK, *STACK, ENDS, torch.float32),
+    masked_grouped_matmul_nt_out: (torch.ones(1, 2, 2), *STACK, *STACK, ENDS),
+    matmul_nt: (*A, *A, torch.float32),
+    matmul_nt_out: (torch.ones(2, 2), *A, *A, False),
+    packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
+    permute: (CODES, SCALE, PLACES),
+    quantize: (X, 1, 128, "int8", False),
+    quantize_and_transpose: (X, "int8", False),
+    quantize_rows_and_columns: (X, "int8", False),
+    quantize_with_scale: (X, torch.ones(1), "e4m3"),
+    requantize_transposed: (CODES, SCALE, False, "int8", ENDS - 1),
+    rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
+    rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
+    rotate_: (HEADS.clone(), ONE, ONE),
+    swiglu_backward_quantize: (X, CODES, CODES, SCALE, SCALE, torch.ones(2), "int8", False, "int8", False),
+    swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
+    swiglu_quantize_and_keep: (X, X, "int8", False, "int8", False, torch.ones(2)),
+    unpermute: (X, PLACES, X),
+    octile.quantize: (X,),
+    octile.dequantize: (Q,),
+    octile.matmul_nt: (Q, Q, None, torch.ones(2, 2)),
+    octile.grouped_matmul_nt: (Q, W, ENDS),
+    octile.masked_grouped_matmul_nt: (W, W, ENDS),
+    octile.grouped_wgrad: (COLUMNS, COLUMNS, ENDS, None, torch.ones(1, 128, 128)),
+    mn_major: (SCALE,),
+    to_ue8m0: (SCALE,),
+    pack_ue8m0: (SCALE,),
+    unpack_ue8m0: (PACKED, 1),
+    pack_grouped_ue8m0: (SCALE, ENDS, 1),
+    unpack_grouped_ue8m0: (PACKED, ENDS, 2),
+    tile_128x4: (CODES,),
+    untile_128x4: (tile_128x4(CODES), 2, 128),
+}
+
+
+def test_every_operator_is_called_here():
+    called = {function.__name__ for function in CALLS}
+    assert set(LIBRARIES) - {"plus"} <= called  # `plus` is a test's own
+
+
+def parameter(call: Callable[..., Any], i: int) -> inspect.Parameter:
+    return [*inspect.signature(call).parameters.values()][i]
+
+
+TENSORS = [
+    pytest.param(call, i, id=f"{call.__module__.removeprefix('octile.')}.{call.__name__} {parameter(call, i).name}")
+    for call, arguments in CALLS.items()
+    for i, argument in enumerate(arguments)
+    if isinstance(argument, Tensor | octile.ScaledTensor)
+]
+NEEDED = [case for case in TENSORS if "None" not in str(parameter(*case.values).annotation)]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.__module__}.{call.__name__}")
+def test_the_arguments_are_right_otherwise(call: Callable[..., Any]):
+    call(*CALLS[call])
+
+
+def refuses(call: Callable[..., Any], i: int, given: object) -> None:
+    arguments = list(CALLS[call])
+    arguments[i] = given
+    with pytest.raises(TypeError, match=f"^{parameter(call, i).name} must be a .*, not {type(given).__name__}$"):
+        call(*arguments)
+
+
+@pytest.mark.parametrize("given", [1.5, [1.5], (X, X)], ids=["number", "list", "tuple"])
+@pytest.mark.parametrize(("call", "i"), TENSORS)
+def test_what_is_no_tensor_is_refused(call: Callable[..., Any], i: int, given: object):
+    refuses(call, i, given)
+
+
+@pytest.mark.parametrize(("call", "i"), NEEDED)
+def test_none_is_refused_where_a_tensor_is_needed(call: Callable[..., Any], i: int):
+    refuses(call, i, None)
+
+
+def test_named_arguments_are_refused_alike():
+    with pytest.raises(TypeError, match="scale must be a tensor, not NoneType"):
+        quantize_with_scale(X, fmt="e4m3", scale=None)
+    with pytest.raises(TypeError, match="weight must be a tensor, not float"):
+        swiglu_quantize(X, X, "int8", False, weight=0.5)
