@@ -25,7 +25,7 @@ from octile.bench.rows import Row, beside
 from octile.bench.setup import LARGEST_DIFFERENCE, set_up
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
-from octile.bench.wide import LEGEND, wide
+from octile.bench.wide import legend, wide
 from octile.kernels.cuda import limits, products
 from octile.kernels.cuda.catalogue import compile_product
 from octile.kernels.cuda.choose import choose
@@ -55,7 +55,7 @@ def rows() -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """The table, what its columns mean, and on a GPU how the goals are met."""
-    return "\n\n".join(filter(None, (wide(rows), LEGEND, goals.in_words(rows))))
+    return "\n\n".join(filter(None, (wide(rows), legend(rows), goals.in_words(rows))))
 
 
 def draw(json: Path) -> str:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 from octile.bench.rows import Row, aligned
 
-LEGEND = """\
+EVERYWHERE = """\
 case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (of wgrad, K is the tokens of a group)
 × a peer: octile's speed over its speed, more is better. GB/s: operands and result, each once
-host: until a call returns; graph: a replay; difference: 1 − 2Σxy / Σ(x²+y²) from the product of plain numbers
-registers of a thread, shared memory of a block, seconds that NVRTC took (`octile doctor --kernels`: NVCC beside it)"""
+difference: 1 − 2Σxy / Σ(x²+y²) from the product of plain numbers"""
+ON_A_GPU = {  # by the unit of what it explains
+    "µs of host": "host: until a call returns; graph: a replay",
+    "registers": "registers of a thread, shared memory of a block, seconds that NVRTC took "
+    "(`octile doctor --kernels`: NVCC beside it)",
+}
 FIGURES = {"µs": "µs", "TFLOP/s": "TFLOP/s", "GB/s": "GB/s"}  # unit: title
 LAST = {
     "µs of host": "host µs",
@@ -36,6 +40,12 @@ def wide(rows: Sequence[Row]) -> str:
     head = ["case", "what", *(FIGURES[u] for u in units), *(f"× {peer}" for peer in peers), *(LAST[u] for u in last)]
     body = [[*key, *(line.get(name, "") for name in (*units, *peers, *last))] for key, line in lines.items()]
     return aligned([head, *body], right=set(head[2:]))
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the table's columns mean; of those that a CPU has not, only where they are."""
+    units = {row.unit for row in rows}
+    return "\n".join([EVERYWHERE, *(said for unit, said in ON_A_GPU.items() if unit in units)])
 
 
 def _figure(row: Row) -> str:

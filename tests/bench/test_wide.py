@@ -1,7 +1,7 @@
 """The table of products."""
 
 from octile.bench.rows import Row, beside
-from octile.bench.wide import wide
+from octile.bench.wide import legend, wide
 
 ROWS = [
     beside("1×2×3", "FP8", 1250.0, "TFLOP/s", "A", 1000.0),
@@ -18,3 +18,9 @@ def test_a_product_is_a_line_and_a_peer_a_column():
         "1×2×3  FP8       12.3    1,250  1.250  0.500",
         "4×5×6  FP8 1D1D           99.5         0.995     7.0e-04",
     ]
+
+
+def test_the_legend_explains_no_column_that_is_not_there():
+    assert "host" not in legend(ROWS)
+    assert "registers" not in legend(ROWS)
+    assert "host: until a call returns" in legend([*ROWS, Row("1×2×3", "FP8", 9.0, "µs of host")])
