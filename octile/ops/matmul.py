@@ -165,11 +165,11 @@ def _check_out(out: Tensor, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"out must be {(*a.shape[:-1], b.shape[-2])}, not {tuple(out.shape)}")
     if out.device != a.device:
         raise ValueError(f"out lies on {out.device}, but the operands on {a.device}")
-    if _overlaps(out):
+    if overlaps(out):
         raise ValueError(f"out must not overlap itself, as {tuple(out.shape)} of strides {out.stride()} does")
 
 
-def _overlaps(matrix: Tensor) -> bool:
+def overlaps(matrix: Tensor) -> bool:
     """Whether numbers lie at one place, or rows within each other."""
     reach = 0
     for step, size in sorted(zip(matrix.stride(), matrix.shape, strict=True)):

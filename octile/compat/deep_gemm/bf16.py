@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.compat.deep_gemm.grouped import check_layout, offsets, padding
-from octile.compat.deep_gemm.operands import begin, check_d, check_tensor, turned
+from octile.compat.deep_gemm.grouped import check_layout, check_masked, offsets, padding
+from octile.compat.deep_gemm.k_grouped import check_ks, check_values
+from octile.compat.deep_gemm.operands import begin, check_cd, check_d, turned
 from octile.nn.plain import nt
 from octile.ops.grouped import check_sizes
 from octile.ops.matmul import without_autocast
+from octile.ops.operator import check_tensor
+
+SIDE = 16  # what N and K of the library's FP8 products are multiples of
 
 
 def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
@@ -24,7 +28,8 @@ def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compi
         TypeError, ValueError: an operand, c or d does not fit.
     """
     _check(a, b, torch.bfloat16, dims=(2, 2))
-    _product(a, b, d, begin(d, c, (a.shape[0], b.shape[0]), a.device))
+    check_cd(c, d, (a.shape[0], b.shape[0]), a.device)
+    _product(a, b, d, begin(d, c))
 
 
 def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
@@ -52,11 +57,13 @@ def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -
     """
     check_tensor("a", a)
     _check(a, b, torch.float8_e4m3fn if a.dtype == torch.float8_e4m3fn else torch.bfloat16, dims=(2, 2))
-    accumulate = begin(d, c, (a.shape[0], b.shape[0]), a.device)
+    check_cd(c, d, (a.shape[0], b.shape[0]), a.device)
     if a.dtype == torch.bfloat16 or not a.is_cuda:
-        return _product(a, b, d, accumulate)
-    y = _per_tensor(a, b, torch.float32 if accumulate else d.dtype)
-    d.copy_(d.float() + y if accumulate else y)
+        return _product(a, b, d, begin(d, c))
+    if a.shape[1] % SIDE or b.shape[0] % SIDE:
+        raise ValueError(f"b must be [N, K] in multiples of {SIDE} where it is E4M3 on a GPU, not {tuple(b.shape)}")
+    y = _per_tensor(a, b, d.dtype if c is None else torch.float32)
+    d.copy_(y if c is None else c.float() + y)
 
 
 def _per_tensor(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -139,8 +146,7 @@ def m_grouped_bf16_gemm_nt_masked(
     check_d(d, (*a.shape[:2], b.shape[1]), a.device)
     if d.dtype != torch.bfloat16:
         raise TypeError(f"d must be bfloat16, not {d.dtype}")
-    check_tensor("masked_m", masked_m)
-    check_sizes("masked_m", masked_m, a.shape[0], a.device)
+    check_masked(masked_m, expected_m, a.shape[0], a.shape[1], a.device)
     with without_autocast(a.device):
         torch.bmm(a, b.mT, out=d)
 
@@ -158,21 +164,27 @@ def k_grouped_bf16_gemm_tn_contiguous(
     """d[g] = aᵀ · b over the tokens of group g, added to c[g]: a[K, m], b[K, n] bfloat16, d[G, m, n].
 
     One product a group, since the library's grouped one rounds to BF16 before anything is added: ks_cpu says where the
-    groups lie, any sizes, and grouped_layout is not read.
+    groups lie, any sizes, and grouped_layout is read on the CPU only, to be compared.
 
     Raises:
         TypeError, ValueError: an argument does not fit; a psum layout, which has no sizes on the host.
     """
-    for name, t in (("a", a), ("b", b), ("d", d)):
+    for name, t in (("a", a), ("b", b)):
         check_tensor(name, t)
-    if use_psum_layout or ks_cpu is None or len(ks_cpu) != len(d):
-        raise ValueError(f"ks_cpu must have {len(d)} sizes, one for each group, and no psum layout, not {ks_cpu}")
-    if any(k < 0 for k in ks_cpu):
-        raise ValueError(f"ks_cpu must be at least 0 each, not {list(ks_cpu)}")
+    if use_psum_layout:
+        raise ValueError("use_psum_layout must be False for BF16: ks_cpu says where groups lie")
+    check_tensor("d", d)
+    if d.dim() != 3:
+        raise ValueError(f"d must be [G, m, n], not {tuple(d.shape)}")
+    check_ks(ks_cpu, d.shape[0])
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != sum(ks_cpu) or b.shape[0] != sum(ks_cpu):
         raise ValueError(f"a and b must have {sum(ks_cpu)} tokens, not {tuple(a.shape)} and {tuple(b.shape)}")
     _check(a.mT, b.mT, torch.bfloat16, dims=(2, 2))
-    add = begin(d, c, (len(ks_cpu), a.shape[1], b.shape[1]), a.device)
+    check_cd(c, d, (len(ks_cpu), a.shape[1], b.shape[1]), a.device)
+    check_tensor("grouped_layout", grouped_layout)
+    check_sizes("grouped_layout", grouped_layout, len(ks_cpu), a.device)
+    check_values(grouped_layout, ks_cpu, sum(ks_cpu), psum=False)
+    add = begin(d, c)
     for g, (k, end) in enumerate(zip(ks_cpu, running_sum(ks_cpu), strict=True)):
         _product(a[end - k : end].mT, b[end - k : end].mT, d[g], add)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.operands import Block, Operand, Pair, Recipe, begin, both_transposed, operands
+from octile.compat.deep_gemm.operands import Block, Operand, Pair, Recipe, begin, both_transposed, check_cd, operands
 from octile.ops.matmul import matmul_nt_out
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.scale_layouts import pack_ue8m0
@@ -33,12 +33,12 @@ def fp8_gemm_nt(
         TypeError, ValueError: an operand, scale, recipe, c or d does not fit; nothing has been written then.
     """
     left, right = operands(a, b, recipe, recipe_a, recipe_b)
-    accumulate = begin(d, c, (left.data.shape[0], right.data.shape[0]), left.data.device)
+    check_cd(c, d, (left.data.shape[0], right.data.shape[0]), left.data.device)
     if multiplies_mx(d) and not disable_ue8m0_cast:
-        product = packed_matmul_nt(*_packed(left), *_packed(right), torch.float32 if accumulate else d.dtype)
-        d.copy_(d.float() + product if accumulate else product)
+        product = packed_matmul_nt(*_packed(left), *_packed(right), d.dtype if c is None else torch.float32)
+        d.copy_(product if c is None else c.float() + product)
     else:
-        matmul_nt_out(d, *left, *right, accumulate)
+        matmul_nt_out(d, *left, *right, begin(d, c))
 
 
 def fp8_gemm_nn(

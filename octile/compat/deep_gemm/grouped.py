@@ -13,9 +13,10 @@ before it: its rows are computed, which nobody reads, and up to a tile's end cos
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.operands import Block, Pair, Recipe, both_transposed, check_d, check_tensor, operands
+from octile.compat.deep_gemm.operands import Block, Pair, Recipe, both_transposed, check_d, operands
 from octile.compat.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from octile.ops.grouped import check_sizes, grouped_matmul_nt_out, masked_grouped_matmul_nt_out
+from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import refuse_unless
 
 
@@ -41,8 +42,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
         compiled_dims, disable_ue8m0_cast, expected_m_for_psum_layout: no effect.
 
     Raises:
-        TypeError, ValueError: an argument does not fit. Indices that fall, or are no group, are seen on the CPU only;
-            on a GPU the device stops with an assertion.
+        TypeError, ValueError: an argument does not fit. Numbers of grouped_layout are seen on the CPU only: on a GPU
+            the device stops with an assertion where indices fall or are no group, and ends are taken as they are.
     """
     left, right = operands(a, b, recipe, recipe_a, recipe_b, dims=(2, 3))
     (m, _), (groups, n, _) = left.data.shape, right.data.shape
@@ -102,20 +103,31 @@ def m_grouped_fp8_gemm_nt_masked(
     disable_ue8m0_cast have no effect.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument does not fit; the numbers of masked_m are seen on the CPU only.
     """
     left, right = operands(a, b, recipe, recipe_a, recipe_b, dims=(3, 3))
     (groups, m, _), (of_b, n, _) = left.data.shape, right.data.shape
     if groups != of_b:
         raise ValueError(f"a and b must have the same number of groups, not {groups} and {of_b}")
     check_d(d, (groups, m, n), left.data.device, contiguous=True)
-    check_tensor("masked_m", masked_m)
-    check_sizes("masked_m", masked_m, groups, left.data.device)
+    check_masked(masked_m, expected_m, groups, m, left.data.device)
     masked_grouped_matmul_nt_out(d, *left, *right, masked_m, expected_m)
 
 
+def check_masked(masked_m: Tensor, expected_m: int, groups: int, m: int, device: torch.device) -> None:
+    """Refuses a masked_m that is not one int32 a group, on the CPU also one that is not from 0 to m."""
+    check_tensor("masked_m", masked_m)
+    check_sizes("masked_m", masked_m, groups, device)
+    if not isinstance(expected_m, int):
+        raise TypeError(f"expected_m must be an integer, not {expected_m!r}")
+    if expected_m < 0:
+        raise ValueError(f"expected_m must be at least 0, not {expected_m}")
+    if device.type == "cpu" and not all(0 <= rows <= m for rows in masked_m.tolist()):
+        raise ValueError(f"masked_m must be from 0 to the {m} rows of a group, not {masked_m.tolist()}")
+
+
 def check_layout(grouped_layout: Tensor, m: int, groups: int, device: torch.device, psum: bool) -> None:
-    """Refuses a grouped_layout that is not one int32 a row, or a group."""
+    """Refuses a grouped_layout that is not one int32 a row, or a group; on the CPU also ends that are none."""
     check_tensor("grouped_layout", grouped_layout)
     if grouped_layout.dtype != torch.int32:
         raise TypeError(f"grouped_layout must be int32, not {grouped_layout.dtype}")
@@ -124,6 +136,23 @@ def check_layout(grouped_layout: Tensor, m: int, groups: int, device: torch.devi
         raise ValueError(f"grouped_layout must be {what}, not {tuple(grouped_layout.shape)}")
     if grouped_layout.device != device:
         raise ValueError(f"grouped_layout lies on {grouped_layout.device}, but the operands on {device}")
+    if psum:
+        check_ends(grouped_layout, m)
+    elif device.type == "cpu" and grouped_layout.lt(-1).any():  # a GPU takes any number below 0 for padding
+        raise ValueError(f"grouped_layout must be at least −1, which is padding, not {int(grouped_layout.min())}")
+
+
+def check_ends(psum: Tensor, rows: int, name: str = "grouped_layout") -> None:
+    """On the CPU, refuses groups that end before they begin, or past the rows there are."""
+    if psum.device.type != "cpu":
+        return
+    begin = 0
+    for end in psum.tolist():
+        if not begin <= end <= rows:
+            alignment = get_mk_alignment_for_contiguous_layout()
+            what = f"ends of groups that begin at multiples of {alignment}, up to the {rows} rows there are"
+            raise ValueError(f"{name} must hold {what}, not {psum.tolist()}")
+        begin = rounded_up(end)
 
 
 def offsets(grouped_layout: Tensor, m: int, groups: int, psum: bool) -> Tensor:
@@ -152,3 +181,9 @@ def aligned(rows: Tensor) -> Tensor:
     """Rows rounded up to where the next group begins."""
     alignment = get_mk_alignment_for_contiguous_layout()
     return (rows + (alignment - 1)) // alignment * alignment
+
+
+def rounded_up(rows: int) -> int:
+    """`aligned` of a number on the host."""
+    alignment = get_mk_alignment_for_contiguous_layout()
+    return -(-rows // alignment) * alignment

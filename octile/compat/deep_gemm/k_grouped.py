@@ -13,11 +13,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.grouped import aligned
-from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, begin, check_pairs, check_tensor
+from octile.compat.deep_gemm.grouped import aligned, check_ends, rounded_up
+from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, begin, check_cd, check_pairs
 from octile.ops.grouped import check_sizes, grouped_wgrad_out
 from octile.ops.matmul import check_operand
-from octile.ops.scale_layouts import unpack_grouped_ue8m0
+from octile.ops.operator import check_tensor
+from octile.ops.scale_layouts import PER_INT, unpack_grouped_ue8m0
 
 STEP = 32  # tokens; what a scale covers, and where groups begin, are multiples of it
 
@@ -38,7 +39,8 @@ def k_grouped_fp8_gemm_tn_contiguous(
     Args:
         a, b: (data, scale): E4M3, scale float32 [Σ ⌈K_g/gran_k⌉, channels], or packed UE8M0, each group by itself.
         d: bfloat16 or float32, contiguous.
-        ks_cpu: tokens of each group, multiples of 32; None or [] with use_psum_layout.
+        ks_cpu: tokens of each group, multiples of 32; with use_psum_layout None or [], or tokens as they are or rounded
+            up to the alignment.
         grouped_layout: int32 [G] on the device: the tokens of each group, or with use_psum_layout where it ends; it
             begins at the next multiple of the alignment, and what lies between must be zero.
         c: d itself, or of its shape and dtype; None: the gradients are stored.
@@ -46,17 +48,26 @@ def k_grouped_fp8_gemm_tn_contiguous(
         compiled_dims: no effect.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; nothing has been written then.
+        TypeError, ValueError: an argument does not fit; nothing has been written then. The numbers of grouped_layout
+            are seen on the CPU only.
     """
     check_pairs(a, b)
-    _check(d, ks_cpu, grouped_layout, recipe, use_psum_layout)
-    left = _operand("a", a, d.shape[1], ks_cpu, grouped_layout, recipe[2], use_psum_layout)
-    right = _operand("b", b, d.shape[2], ks_cpu, grouped_layout, recipe[2], use_psum_layout)
-    if left.data.shape[0] != right.data.shape[0]:
-        raise ValueError(f"a and b must have the same tokens: {tuple(left.data.shape)}, {tuple(right.data.shape)}")
-    accumulate = begin(d, c, tuple(d.shape), left.data.device, contiguous=True)
-    ends = _ends(grouped_layout, use_psum_layout).clamp(max=left.data.shape[0]).int()
-    grouped_wgrad_out(d, *left, *right, ends, accumulate)
+    _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
+    for name, (data, _), channels in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
+        if data.dim() != 2 or data.shape[1] != channels:
+            raise ValueError(f"{name} must be [K, {channels}], not {tuple(data.shape)}, for d {tuple(d.shape)}")
+        if not use_psum_layout and ks_cpu is not None and data.shape[0] != sum(ks_cpu):
+            raise ValueError(f"{name} must be [{sum(ks_cpu)}, {channels}], not {tuple(data.shape)}, for {ks_cpu=}")
+    tokens = a[0].shape[0]
+    if b[0].shape[0] != tokens:
+        raise ValueError(f"a and b must have the same tokens: {tuple(a[0].shape)}, {tuple(b[0].shape)}")
+    check_values(grouped_layout, ks_cpu, tokens, use_psum_layout)
+    for name, pair in (("a", a), ("b", b)):
+        _check_scale(name, pair, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
+    left = _operand("a", a, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
+    right = _operand("b", b, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
+    ends = _ends(grouped_layout, use_psum_layout).clamp(max=tokens).int()
+    grouped_wgrad_out(d, *left, *right, ends, begin(d, c))
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -79,10 +90,10 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
     The other arguments are as there, without psum. The groups are put side by side first: one copy of a and b.
     """
-    if use_psum_layout or not ks_cpu:
+    if use_psum_layout or ks_cpu is None:
         raise ValueError("the nt form needs ks_cpu, since it says how the data lies, and no psum layout")
     check_pairs(a, b)
-    _check(d, ks_cpu, grouped_layout, recipe, use_psum_layout)
+    _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
     left, right = _in_rows("a", a, d.shape[1], ks_cpu), _in_rows("b", b, d.shape[2], ks_cpu)
     k_grouped_fp8_gemm_tn_contiguous(left, right, d, ks_cpu, grouped_layout, c, recipe, compiled_dims)
 
@@ -91,8 +102,10 @@ def _in_rows(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
     """(data [K, channels], scale) of groups [channels, K_g] that lie one after the other; K is next to K in memory."""
     data, scale = pair
     if data.numel() != channels * sum(ks):
-        needed = f"{channels} · {sum(ks)} values for {channels} channels and ks_cpu={list(ks)}"
+        needed = f"{channels} · {sum(ks)} values for {channels} channels of d and ks_cpu={list(ks)}"
         raise ValueError(f"{name} must have {needed}, not {data.numel()}")
+    if scale.dim() != 2 or scale.shape[0] != channels:
+        raise ValueError(f"{name}'s scale must be [{channels}, blocks of tokens], not {tuple(scale.shape)}")
     starts = [0]
     for k in ks:
         starts.append(starts[-1] + k * channels)
@@ -102,42 +115,92 @@ def _in_rows(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
     return together.view(data.dtype).mT, scale.mT
 
 
-def _check(d: Tensor, ks_cpu: Sequence[int] | None, grouped_layout: Tensor, recipe: Recipe, psum: bool) -> None:
+def _check(
+    a: Pair,
+    b: Pair,
+    c: Tensor | None,
+    d: Tensor,
+    ks_cpu: Sequence[int] | None,
+    grouped_layout: Tensor,
+    recipe: Recipe,
+    psum: bool,
+) -> None:
+    """Refuses what can be seen whatever the form of a and b."""
+    device = a[0].device
+    for name, (data, _) in (("a", a), ("b", b)):
+        if data.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}")
+        if data.device != device:
+            raise ValueError(f"a lies on {device} but {name} on {data.device}")
     check_tensor("d", d)
     check_tensor("grouped_layout", grouped_layout)
     if d.dim() != 3:
         raise ValueError(f"d must be [G, m, n], not {tuple(d.shape)}")
-    if recipe is None or tuple(recipe) not in ((1, 1, 32), (1, 1, 128)):
-        raise ValueError(f"recipe must be (1, 1, 128) or (1, 1, 32), not {recipe}")
-    check_sizes("grouped_layout", grouped_layout, d.shape[0], d.device)
-    if not ks_cpu:
-        if not psum and d.shape[0]:
-            raise ValueError("ks_cpu must be given unless use_psum_layout is")
-        return
-    if len(ks_cpu) != d.shape[0]:
-        raise ValueError(f"ks_cpu must have {d.shape[0]} sizes, one for each group, not {len(ks_cpu)}")
-    if not psum and any(k < 0 or k % STEP for k in ks_cpu):
+    if not isinstance(recipe, tuple | list) or tuple(recipe) not in ((1, 1, 32), (1, 1, 128)):
+        raise ValueError(f"recipe must be (1, 1, 128) or (1, 1, 32), not {recipe!r}")
+    check_sizes("grouped_layout", grouped_layout, d.shape[0], device)
+    check_ks(ks_cpu, d.shape[0], psum)
+    if not psum and ks_cpu is not None and any(k % STEP for k in ks_cpu):
         raise ValueError(f"ks_cpu must be multiples of {STEP}, not {list(ks_cpu)}")
+    check_cd(c, d, tuple(d.shape), device, contiguous=True)
 
 
-def _operand(
-    name: str, pair: Pair, channels: int, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool
-) -> Operand:
-    """One operand in blocks of tokens that are counted from the first token of all."""
+def check_ks(ks_cpu: Sequence[int] | None, groups: int, psum: bool = False) -> None:
+    """Refuses sizes that are not one a group; with psum there may be none."""
+    if psum and (ks_cpu is None or (isinstance(ks_cpu, tuple | list) and not ks_cpu)):
+        return
+    if ks_cpu is None:
+        raise ValueError("ks_cpu must be given unless use_psum_layout is")
+    if not isinstance(ks_cpu, tuple | list) or not all(isinstance(k, int) for k in ks_cpu):
+        raise TypeError(f"ks_cpu must be a list of integers, not {ks_cpu!r}")
+    if len(ks_cpu) != groups:
+        raise ValueError(f"ks_cpu must have {groups} sizes, one for each group, not {len(ks_cpu)}")
+    if any(k < 0 for k in ks_cpu):
+        raise ValueError(f"ks_cpu must be at least 0 each, not {list(ks_cpu)}")
+
+
+def check_values(grouped_layout: Tensor, ks_cpu: Sequence[int] | None, tokens: int, psum: bool) -> None:
+    """Refuses sizes that do not fit the tokens; on the CPU also a grouped_layout that contradicts ks_cpu."""
+    if psum:
+        check_ends(grouped_layout, tokens)
+    if not ks_cpu:
+        return
+    ks = [rounded_up(k) for k in ks_cpu] if psum else list(ks_cpu)
+    if psum and sum(ks[:-1]) + ks_cpu[-1] > tokens:
+        raise ValueError(f"ks_cpu must fit the {tokens} tokens there are, not {list(ks_cpu)}")
+    if grouped_layout.device.type != "cpu":
+        return
+    sizes = _sizes(grouped_layout, psum).tolist()
+    if ks != ([rounded_up(size) for size in sizes] if psum else sizes):
+        raise ValueError(f"grouped_layout must say the same as ks_cpu={list(ks_cpu)}, not {grouped_layout.tolist()}")
+
+
+def _check_scale(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool) -> None:
     data, scale = pair
-    if data.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}")
-    tokens = data.shape[0]
-    if tuple(data.shape) != (tokens, channels) or (not psum and ks is not None and sum(ks) != tokens):
-        raise ValueError(f"{name} must be [{'K' if ks is None else sum(ks)}, {channels}], not {tuple(data.shape)}")
+    channels = data.shape[1]
+    if scale.dtype not in (torch.float32, torch.int32):
+        raise TypeError(f"{name}'s scale must be float32, or int32 (packed UE8M0), not {scale.dtype}")
     if scale.dim() != 2 or scale.shape[1] != channels:
         raise ValueError(f"{name}'s scale must be [blocks of tokens, {channels}], not {tuple(scale.shape)}")
+    if scale.device != data.device:
+        raise ValueError(f"{name} lies on {data.device} but its scale on {scale.device}")
+    sizes = _sizes(layout, psum).tolist() if layout.device.type == "cpu" else None if psum else ks
+    if sizes is not None:
+        per_row = gran_k * (PER_INT if scale.dtype == torch.int32 else 1)
+        needed = sum(-(-k // per_row) for k in sizes)
+        if scale.shape[0] < needed:
+            raise ValueError(
+                f"{name}'s scale must have {needed} rows for groups of {list(sizes)}, not {scale.shape[0]}"
+            )
+
+
+def _operand(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool) -> Operand:
+    """One operand in blocks of tokens that are counted from the first token of all."""
+    data, scale = pair
+    tokens = data.shape[0]
     if scale.dtype == torch.int32:
         blocks = (_sizes(layout, psum) + gran_k - 1) // gran_k
         scale = unpack_grouped_ue8m0(scale, blocks, -(-tokens // gran_k) + len(layout))
-    elif not psum and ks is not None and scale.shape[0] < sum(-(-k // gran_k) for k in ks):
-        needed = sum(-(-k // gran_k) for k in ks)
-        raise ValueError(f"{name}'s scale must have {needed} rows for ks_cpu={list(ks)}, not {scale.shape[0]}")
     if psum or (ks is not None and any(k % gran_k for k in ks)):
         scale, gran_k = _every_step(scale, layout, tokens, gran_k, psum), STEP
     else:

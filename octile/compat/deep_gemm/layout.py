@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from octile.compat.deep_gemm.dense import multiplies_mx
-from octile.compat.deep_gemm.grouped import padding
-from octile.compat.deep_gemm.operands import Block, Recipe, check_tensor
+from octile.compat.deep_gemm.grouped import check_ends, padding
+from octile.compat.deep_gemm.k_grouped import check_ks
+from octile.compat.deep_gemm.operands import Block, Recipe, check_recipe
+from octile.ops.grouped import check_sizes
+from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import (
     PER_INT,
     SMALLEST,
@@ -41,11 +44,13 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
     groups may hold anything.
 
     Raises:
-        TypeError, ValueError: sf is not float32, of other dimensions, or no powers of two.
+        TypeError, ValueError: sf is not float32, of other dimensions, or no powers of two; psum_layout does not fit.
     """
     _check(sf)
     ignored = sf == 0
     if psum_layout is not None:
+        _check_groups("psum_layout", psum_layout, sf)
+        check_ends(psum_layout, sf.shape[-2], name="psum_layout")
         row = torch.arange(sf.shape[-2], device=sf.device)
         ignored = ignored | (padding(psum_layout, sf.shape[-2]) | (row >= psum_layout[-1]))[:, None]
     return pack_ue8m0(sf.masked_fill(ignored, SMALLEST))
@@ -67,20 +72,28 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         ks_cpu: the tokens of each group; None or [] with use_psum_layout: the result then has rows to spare.
 
     Raises:
-        TypeError, ValueError: sf is not float32 [k, MN], or no powers of two; ks_cpu is missing.
+        TypeError, ValueError: sf is not float32 [k, MN], or no powers of two; another argument does not fit.
     """
     _check(sf)
-    if not ks_cpu and not use_psum_layout:
-        raise ValueError("ks_cpu must be given unless use_psum_layout is")
+    if sf.dim() != 2:
+        raise ValueError(f"sf must be [blocks of tokens, MN], not {tuple(sf.shape)}")
+    _check_groups("grouped_layout", grouped_layout, sf)
+    check_ks(ks_cpu, len(grouped_layout), use_psum_layout)
+    for name, extent in (("gran_k", gran_k), ("k_alignment", k_alignment)):
+        if not isinstance(extent, int) or extent < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, not {extent!r}")
     sizes = grouped_layout
     if use_psum_layout:
         begins = (grouped_layout[:-1] + k_alignment - 1) // k_alignment * k_alignment
         sizes = grouped_layout - torch.cat([grouped_layout.new_zeros(1), begins])
+    blocks = (sizes + gran_k - 1) // gran_k
+    if sf.device.type == "cpu" and (sizes.lt(0).any() or blocks.sum() > sf.shape[0]):
+        raise ValueError(f"grouped_layout must be of groups with {sf.shape[0]} scales, not {grouped_layout.tolist()}")
     if ks_cpu:
         rows = sum(-(-k // (gran_k * PER_INT)) for k in ks_cpu)
     else:
         rows = most_packed_rows(sf.shape[0], len(grouped_layout))
-    return pack_grouped_ue8m0(sf.masked_fill(sf == 0, SMALLEST), (sizes + gran_k - 1) // gran_k, rows)
+    return pack_grouped_ue8m0(sf.masked_fill(sf == 0, SMALLEST), blocks, rows)
 
 
 def transform_sf_into_required_layout(
@@ -103,18 +116,23 @@ def transform_sf_into_required_layout(
         recipe: (gran_mn, gran_k), or (gran_m, gran_n, gran_k), of which is_sfa chooses.
 
     Raises:
-        TypeError: sf is neither float32 nor int32.
-        ValueError: sf does not have this shape, or is_sfa is missing.
+        TypeError: sf is neither float32 nor int32, or an extent is no integer.
+        ValueError: sf does not have this shape, recipe is none, or is_sfa is missing.
     """
     check_tensor("sf", sf)
     if sf.dtype not in (torch.float32, torch.int32):
         raise TypeError(f"sf must be float32, or int32 (packed UE8M0), not {sf.dtype}")
-    if len(recipe) == 3:
+    if isinstance(recipe, tuple | list) and len(recipe) == 3:
+        check_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
         if is_sfa is None:
             raise ValueError("is_sfa must say which operand a recipe of three is for")
         gran_mn, gran_k = recipe[0 if is_sfa else 1], recipe[2]
     else:
+        check_recipe("recipe", recipe, "(gran_mn, gran_k)")
         gran_mn, gran_k = recipe
+    for name, side in (("mn", mn), ("k", k)):
+        if not isinstance(side, int):
+            raise TypeError(f"{name} must be an integer, not {side!r}")
     per_element = PER_INT if sf.dtype == torch.int32 else 1
     shape = (*(() if num_groups is None else (num_groups,)), -(-mn // gran_mn), -(-k // (gran_k * per_element)))
     if tuple(sf.shape) != shape:
@@ -129,7 +147,13 @@ def transform_sf_into_required_layout(
 
 
 def _check(sf: Tensor) -> None:
+    check_tensor("sf", sf)
     if sf.dtype != torch.float32:
         raise TypeError(f"sf must be float32, not {sf.dtype}")
     if sf.dim() not in (2, 3):
         raise ValueError(f"sf must have 2 or 3 dimensions, not the shape {tuple(sf.shape)}")
+
+
+def _check_groups(name: str, groups: Tensor, sf: Tensor) -> None:
+    check_tensor(name, groups)
+    check_sizes(name, groups, groups.numel(), sf.device)

@@ -136,7 +136,11 @@ REFUSED = {
     "K": ({"b": lambda b: squares(N, K + 1)}, ValueError, "a and b must agree in K"),
     "scales": ({"a": lambda a: (a[0], a[1][:, :2])}, ValueError, r"a's scale must be \(37, 3\)"),
     "scales' dtype": ({"a": lambda a: (a[0], a[1].double())}, TypeError, "a's scale must be float32"),
-    "packed squares": ({"b": lambda b: (b[0], b[1].int())}, ValueError, "packed must have 1 columns for 3 scales"),
+    "packed squares": (
+        {"b": lambda b: (b[0], b[1].int())},
+        ValueError,
+        r"b's scale must be \(150, 1\) where it is packed",
+    ),
     "d's dtype": ({"d": lambda d: d.half()}, TypeError, "d must be bfloat16 or float32, not torch.float16"),
     "d's shape": ({"d": lambda d: d.T}, ValueError, r"d must be \(37, 150\), not \(150, 37\)"),
     "c's dtype": ({"c": lambda c: c.bfloat16()}, TypeError, "c must be torch.float32 as d is, not torch.bfloat16"),
