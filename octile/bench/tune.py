@@ -26,7 +26,7 @@ from octile.bench.kernel_time import finish, work_seconds
 from octile.bench.setup import LARGEST_DIFFERENCE, Setup, set_up
 from octile.bench.shapes import Case
 from octile.kernels.cuda import jit, limits, tuned
-from octile.kernels.cuda.choose import candidates, cycles
+from octile.kernels.cuda.choose import candidates, cycles, other_bands
 from octile.kernels.cuda.config import Config, Scales, Schedule
 from octile.kernels.cuda.plan import Product
 from octile.kernels.cuda.problem import Chip, Problem, rounded
@@ -99,7 +99,8 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
 
 
 def shortlist(p: Problem, chip: Chip) -> list[Config]:
-    """The candidates worth measuring, of various tiles; the first is what arithmetic chooses."""
+    """The candidates worth measuring, of various tiles, the best of each with bands both ways; the first is what
+    arithmetic chooses."""
     p = rounded(p)
     estimates = {config: cycles(p, config, chip) for config in candidates(p, chip)}
     best, alike, kept = min(estimates.values()), Counter[tuple[object, ...]](), []
@@ -108,6 +109,8 @@ def shortlist(p: Problem, chip: Chip) -> list[Config]:
         alike[tile] += 1
         if alike[tile] <= ALIKE and estimates[config] <= WITHIN * best:
             kept.append(config)
+            if alike[tile] == 1 and (other := other_bands(p, config, chip)):
+                kept.append(other)
     return kept[:MOST]
 
 

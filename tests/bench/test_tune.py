@@ -1,5 +1,7 @@
 """The search for faster kernels, as far as it goes without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from octile.bench import setup, shapes, tune
 from octile.bench.setup import set_up
 from octile.bench.shapes import Case
 from octile.kernels.cuda import plan, tuned
-from octile.kernels.cuda.choose import choose
+from octile.kernels.cuda.choose import choose, other_bands
 from octile.kernels.cuda.problem import Chip, rounded
 
 H200 = Chip(132)
@@ -47,6 +49,23 @@ def test_candidates_are_of_various_tiles():
     configs = tune.shortlist(tune.problem(shapes.LARGE[0]), H200)
     assert len(configs) <= tune.MOST
     assert len({(c.tile_m, c.tile_n, c.ping_pong) for c in configs}) >= 5
+
+
+def test_the_best_of_each_tile_has_its_bands_both_ways():
+    problem = rounded(tune.problem(shapes.LARGE[0]))
+    configs = tune.shortlist(problem, H200)
+    best = {(c.tile_m, c.tile_n, c.warpgroups, c.ping_pong, c.transposed): c for c in reversed(configs)}
+    assert best
+    for config in best.values():
+        other = other_bands(problem, config, H200)
+        assert other.along_n != config.along_n
+        assert replace(other, along_n=config.along_n, band=config.band) == config
+        assert other in configs or config in configs[-1:]  # the list ends where it is full
+
+
+def test_tiles_in_one_row_have_their_bands_one_way():
+    configs = tune.shortlist(tune.problem(Case("dense", 16, 7168, 2048, tiles=True)), H200)
+    assert not any(config.along_n for config in configs)
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ the slowest of the following, times what a kind of kernel was found to take more
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
 of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,304 timings
 of 76 products on H200s (benchmarks/results/h200_sweep.json; those of up to 16 rows are of an earlier kernel, those that
-add to FP32 of a later one). By these the choice costs 1.9% against the best known, at worst 11%. `octile bench tune`
-measures `candidates` and keeps what it finds.
+add to FP32 of a later one; all with bands of tiles along M, since bands along N came after them). By these the choice
+of everything but the bands costs 1.9% against the best known, at worst 11%. Which way bands lie is not estimated: it is
+a rule, found by measuring some products both ways (`_bands`; benchmarks/LOG.md, 21 November). `octile bench tune`
+measures `candidates`, and the likeliest of each tile also with `other_bands`, and keeps what it finds.
 """
 
 from collections.abc import Iterator
@@ -175,14 +177,26 @@ def _fetching(config: Config) -> Iterator[Config]:
 
 
 def _bands(p: Problem, unit_m: int, unit_n: int, at_once: int) -> dict[str, Any]:
-    """Along N where a result that is stored has several bands and each several rounds, else along M; see scheduler.cuh.
-
-    band² = units at once · (unit_n / unit_m or its inverse), the nearest power of two.
-    """
+    """Along N where a result that is stored has several bands and each several rounds, else M; see scheduler.cuh."""
     wide = sqrt(at_once * unit_m / unit_n)
     several = p.n >= 1.5 * wide * unit_n and _rows(p) >= 1.5 * at_once / wide * unit_m
     along_n = several and not p.accumulate and p.schedule in (Schedule.DENSE, Schedule.GROUPED)
-    return {"along_n": along_n, "band": 2 ** max(0, round(log2(wide if along_n else at_once / wide)))}
+    return {"along_n": along_n, "band": _band(along_n, unit_m, unit_n, at_once)}
+
+
+def _band(along_n: bool, unit_m: int, unit_n: int, at_once: int) -> int:
+    """Its square is the units at once · (unit_n / unit_m or its inverse); the nearest power of two."""
+    ratio = unit_m / unit_n if along_n else unit_n / unit_m
+    return 2 ** max(0, round(log2(sqrt(at_once * ratio))))
+
+
+def other_bands(p: Problem, c: Config, chip: Chip) -> Config | None:
+    """The same kernel with bands the other way; None where units lie in one row or column, whose order is the same."""
+    m, n = (p.n, p.m) if c.transposed else (p.m, p.n)
+    if m <= c.unit_m or n <= c.unit_n:
+        return None
+    band = _band(not c.along_n, c.unit_m, c.unit_n, chip.clusters(c.cluster) * c.teams)
+    return replace(c, along_n=not c.along_n, band=band)
 
 
 def _tiles(p: Problem, c: Config) -> int:
