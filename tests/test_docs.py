@@ -20,6 +20,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CUDA = ROOT / "octile" / "kernels" / "cuda"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
@@ -83,3 +84,17 @@ def test_a_picture_is_a_file_that_brings_its_colours(tmp_path: Path, monkeypatch
     svg = (tmp_path / "one_step.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(svg)
     assert set(re.findall(r"var\((--\w+)\)", svg)) <= set(re.findall(r"(--\w+):", svg))
+
+
+def test_the_kernel_is_as_long_as_the_page_says() -> None:
+    """Without comments and blank lines; wgmma.cuh is generated."""
+    kernel = CUDA / "product.cu"
+    names = re.findall(r'#include "(.*)"', kernel.read_text(encoding="utf-8"))
+    others = [CUDA / "include" / name for name in names if name != "wgmma.cuh"]
+
+    def length(file: Path) -> int:
+        return sum(bool(line.split("//")[0].strip()) for line in file.read_text(encoding="utf-8").splitlines())
+
+    page = " ".join((ROOT / "docs" / "hopper_product.md").read_text(encoding="utf-8").split())
+    assert f"{length(kernel)} lines of CUDA C++ without comments and blank lines" in page
+    assert f"It includes {sum(map(length, others))} more, in {len(others)} files" in page

@@ -21,6 +21,7 @@ from octile.compat.deep_gemm.settings import (
     get_theoretical_mk_alignment_for_contiguous_layout,
     set_mk_alignment_for_contiguous_layout,
 )
+from octile.ops.scale_layouts import pack_ue8m0
 
 __all__ = [
     "align",
@@ -50,9 +51,18 @@ def align(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
-def per_token_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:
-    """x[M, K] → E4M3 and scales float32 [M, ⌈K/gran_k⌉], powers of two with use_ue8m0."""
-    return _cast(x, (1, gran_k), use_ue8m0)
+def per_token_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False) -> Pair:
+    """x[M, K] → E4M3 and scales float32 [M, ⌈K/gran_k⌉], powers of two with use_ue8m0.
+
+    With use_packed_ue8m0 they are int32 [M, ⌈⌈K/gran_k⌉/4⌉], four in each.
+
+    Raises:
+        ValueError: use_packed_ue8m0 without use_ue8m0: other scales than powers of two cannot be packed.
+    """
+    if use_packed_ue8m0 and not use_ue8m0:
+        raise ValueError("use_packed_ue8m0 must come with use_ue8m0: only powers of two can be packed")
+    data, scale = _cast(x, (1, gran_k), use_ue8m0)
+    return data, pack_ue8m0(scale) if use_packed_ue8m0 else scale
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:

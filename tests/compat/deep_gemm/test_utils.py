@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octile.compat.deep_gemm import utils
+from octile.ops.scale_layouts import unpack_ue8m0
 from tests.compat.deep_gemm.conftest import random, values
 
 CASTS = {
@@ -21,6 +22,19 @@ def test_a_cast_keeps_values_to_half_a_step(cast, block, use_ue8m0):
     step = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:200, :300] * 2.0**-9
     assert ((values((data, scale), *block) - x).abs() <= torch.maximum(x.abs() / 16, step)).all()
     assert bool((scale.frexp().mantissa == 0.5).all()) == use_ue8m0
+
+
+def test_the_scales_of_tokens_may_be_packed():
+    x = random(20, 700)
+    data, packed = utils.per_token_cast_to_fp8(x, True, use_packed_ue8m0=True)
+    expected = utils.per_token_cast_to_fp8(x, True)
+    assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(unpack_ue8m0(packed, 6), expected[1])
+
+
+def test_only_powers_of_two_are_packed():
+    with pytest.raises(ValueError, match="use_packed_ue8m0 must come with use_ue8m0"):
+        utils.per_token_cast_to_fp8(random(20, 700), False, use_packed_ue8m0=True)
 
 
 @pytest.mark.parametrize(("x", "y", "rounded"), [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8)])
