@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.dense import multiplies_mx
 from octile.compat.deep_gemm.grouped import check_ends, padding
-from octile.compat.deep_gemm.k_grouped import check_ks
+from octile.compat.deep_gemm.k_grouped import check_ks, check_values
 from octile.compat.deep_gemm.operands import Block, Recipe, check_recipe
 from octile.ops.grouped import check_sizes
 from octile.ops.operator import check_tensor
@@ -83,7 +83,9 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         if not isinstance(extent, int) or extent < 1:
             raise ValueError(f"{name} must be an integer of at least 1, not {extent!r}")
     sizes = grouped_layout
-    if use_psum_layout:
+    if not use_psum_layout:
+        check_values(grouped_layout, ks_cpu, sum(ks_cpu or ()), psum=False)
+    else:
         begins = (grouped_layout[:-1] + k_alignment - 1) // k_alignment * k_alignment
         sizes = grouped_layout - torch.cat([grouped_layout.new_zeros(1), begins])
     blocks = (sizes + gran_k - 1) // gran_k

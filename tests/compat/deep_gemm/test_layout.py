@@ -86,6 +86,57 @@ def test_on_sm_100_squares_become_packed_tiles(monkeypatch):
     assert torch.equal(unpack_ue8m0(required, 3), squares.repeat_interleave(128, dim=0)[:150])
 
 
+SIZES = torch.tensor([256, 256], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("sf", [None, 1.5, [1.0], torch.ones(3), torch.ones(4, 8).double()])
+def test_what_is_no_scale_is_refused(sf):
+    for call in (
+        lambda: deep_gemm.get_mn_major_tma_aligned_tensor(sf),
+        lambda: deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf),
+        lambda: deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, SIZES, [256, 256], 128, 128),
+        lambda: deep_gemm.transform_sf_into_required_layout(sf, 4, 1024, (1, 128)),
+    ):
+        with pytest.raises((TypeError, ValueError), match="sf must"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"grouped_layout": None}, TypeError, "grouped_layout must be a tensor, not NoneType"),
+        ({"grouped_layout": SIZES.long()}, TypeError, "grouped_layout must be int32, not torch.int64"),
+        ({"grouped_layout": SIZES[None]}, ValueError, r"grouped_layout must be \[2\], one for each group"),
+        ({"grouped_layout": SIZES.flip(0) - 128}, ValueError, "grouped_layout must say the same as ks_cpu"),
+        ({"ks_cpu": None}, ValueError, "ks_cpu must be given unless use_psum_layout is"),
+        ({"ks_cpu": SIZES}, TypeError, "ks_cpu must be a list of integers"),
+        ({"ks_cpu": [256]}, ValueError, "ks_cpu must have 2 sizes, one for each group, not 1"),
+        ({"gran_k": 0}, ValueError, "gran_k must be an integer of at least 1, not 0"),
+        ({"k_alignment": None}, ValueError, "k_alignment must be an integer of at least 1, not None"),
+        ({"sf": torch.ones(3, 8)}, ValueError, r"grouped_layout must be of groups with 3 scales, not \[256, 256\]"),
+    ],
+)
+def test_groups_that_do_not_fit_their_scales_are_refused(changes, error, message):
+    fitting = {"sf": torch.ones(4, 8), "grouped_layout": SIZES, "ks_cpu": [256, 256], "gran_k": 128, "k_alignment": 128}
+    deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(**fitting)
+    with pytest.raises(error, match=message):
+        deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(**(fitting | changes))
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"), [([1, 2], TypeError), (SIZES.long(), TypeError), (SIZES, ValueError), (SIZES[None], ValueError)]
+)
+def test_ends_that_do_not_fit_their_scales_are_refused(ends, error):
+    with pytest.raises(error, match="psum_layout must"):
+        deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(torch.ones(4, 8), ends)
+
+
+@pytest.mark.parametrize("recipe", [None, 128, (1,), (1, 0), ("1", 128)])
+def test_a_recipe_that_is_none_is_refused(recipe):
+    with pytest.raises((TypeError, ValueError), match="recipe must be"):
+        deep_gemm.transform_sf_into_required_layout(torch.ones(4, 8), 4, 1024, recipe)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
