@@ -1,29 +1,33 @@
-"""Hopper's product kernel on the GPU: its error, and nothing written beside the result.
+"""Hopper's product kernel on the GPU: its error, and nothing read or written beside what belongs to it.
 
 Its bits are compared with the model's in tests/gpu/test_tensor_core.py.
 
 The error of an element. A step's 4 instructions each cut 32 products and the running sum below 2⁻¹³ of the largest,
 and then the sum to 13 bits: at most 4 · 34 · 2⁻¹³ of Σ|a·b| over the step. The steps are added in FP32. That bound
-holds for any data; what data of one sign really lose is 0.08% at K = 4096.
+holds for any data; what data of one sign really lose is 0.08% at K = 4096, and 0.06% on average.
 """
 
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda import jit, launch, products
+from octile.kernels.cuda import jit, launch, products, tuned
 from octile.kernels.cuda.config import Config, Scales, Schedule
 from octile.kernels.cuda.plan import Product, plan, readable
 from octile.kernels.cuda.problem import Chip
+from octile.kernels.storage import padded
 from octile.lab.tensor_core import product as model
 from octile.ops.quantize import dequantize, quantize
 
 TILE, BLOCK, COLUMN = (1, 128), (128, 128), (128, 1)
 CUT = 4 * 34 * 2.0**-13
-WORST = 2e-3  # of data of one sign, relative
+WORST, RMS = 2e-3, 1e-3  # of data of one sign, relative
 GUARD = 8  # numbers around a result
+NAN = 0x7F  # in E4M3 and in E5M2
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
 KERNELS = {  # those that `choose` takes seldom are tested here all the same
@@ -37,6 +41,15 @@ KERNELS = {  # those that `choose` takes seldom are tested here all the same
     "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1),
     "split along K": Config(128, 128, 4, split_k=3, staged_pieces=1),
     "turned": Config(128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_pieces=1),
+    "bands along N": Config(128, 128, 4, along_n=True, band=2, staged_pieces=1),
+    "bands along N, 256×128": Config(256, 128, 3, along_n=True, band=4, staged_pieces=4),
+    "bands along N, cluster along M": Config(128, 96, 4, cluster_m=2, along_n=True, band=4, staged_pieces=1),
+    "bands along N, cluster along N": Config(128, 64, 4, cluster_n=2, along_n=True, band=2, staged_pieces=1),
+    "bands along N, ping-pong": Config(128, 128, 2, ping_pong=True, along_n=True, band=2, staged_pieces=1),
+    "bands along N, split along K": Config(128, 128, 4, split_k=3, along_n=True, band=2, staged_pieces=1),
+    "bands along N, scales of rows": Config(
+        128, 128, 3, b_scales=Scales.PER_ROW, along_n=True, band=2, staged_pieces=1
+    ),
     "scales of rows": Config(128, 128, 3, staged_pieces=1, **OF_ROWS),
     "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_pieces=1, **OF_ROWS),
     "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, **OF_ROWS),
@@ -44,6 +57,21 @@ KERNELS = {  # those that `choose` takes seldom are tested here all the same
     "fetching, cluster": Config(256, 128, 3, cluster_n=2, fetch=True, staged_pieces=4, **OF_ROWS),
     "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, fetch=True, staged_pieces=3, **OF_ROWS),
 }
+OF_GROUPS = {  # kernels of rows in groups; tiles of 256 rows leave out the second half of 128 that no row is in
+    "128×128": Config(128, 128, 4, staged_pieces=1, max_groups=32),
+    "256×128": Config(256, 128, 3, staged_pieces=4, max_groups=32),
+    "256×128, float32": Config(256, 128, 3, staged_pieces=4, max_groups=32, out_float=True),
+    "256×128, bands along N": Config(256, 128, 3, staged_pieces=4, max_groups=32, along_n=True, band=2),
+    "256×96, cluster along M": Config(256, 96, 3, staged_pieces=3, max_groups=32, cluster_m=2),
+    "256×128, cluster along N": Config(256, 128, 3, staged_pieces=2, max_groups=32, cluster_n=2),
+    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_pieces=2, max_groups=32),
+    "64×192 by one": Config(64, 192, 4, warpgroups=1, staged_pieces=3, max_groups=32),
+    "64×96 by one, cluster along N": Config(64, 96, 6, warpgroups=1, staged_pieces=1, max_groups=32, cluster_n=2),
+    "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1, max_groups=32),
+    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, max_groups=32, out_float=True),
+}
+# of a group's rows: around every border of 64, none, one and all
+SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 385, 449, 512, 511, 37)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +96,39 @@ def _values(operand: Operand) -> Tensor:
     return data.float().double() * ones.double()
 
 
+def _mT(operand: Operand) -> Operand:
+    data, scale, (rows, columns) = operand
+    return data.mT, scale.mT, (columns, rows)
+
+
+def _surrounded(operand: Operand) -> Operand:
+    """A copy that the copy engine can read, with NaN around: what is read beside it, the sums show."""
+    data, scale, block = operand
+    codes = torch.full((data.shape[0] + 2, padded(data.shape[1]) + 32), NAN, dtype=torch.uint8, device="cuda")
+    inside = codes.view(data.dtype)[1:-1, 16 : 16 + data.shape[1]].copy_(data)
+    scales = torch.full((scale.shape[1] + 2, padded(scale.shape[0], 4) + 8), torch.nan, device="cuda")
+    return inside, scales.mT[4 : 4 + scale.shape[0], 1:-1].copy_(scale), block
+
+
+def _make(
+    schedule: Schedule,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    sizes: Tensor | None = None,
+    accumulate: bool = False,
+    config: Config | None = None,
+) -> Config:
+    """a · bᵀ into out of any strides, by the given kernel or by the one that `choose` takes; returns which."""
+    of = {TILE: Scales.PER_ROW, BLOCK: Scales.PER_BLOCK}
+    operands = (out, *a[:2], of[a[2]], *b[:2], of[b[2]], sizes)
+    p = readable(Product(schedule, *operands, accumulate, True, zero_rest=config.zero_rest if config else False))
+    made = plan(p, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
+    kernel = jit.load("product", made.config.constants(), out.device, made.config.headers())
+    launch.Prepared(made, kernel)(p.pointers(), out.device)
+    return made.config
+
+
 class _Guarded:
     """A poisoned result within a larger tensor."""
 
@@ -82,6 +143,12 @@ class _Guarded:
         around = self.room.clone()
         around[self.inside] = torch.nan
         assert around.isnan().all(), "something was written beside the result"
+
+
+def _check_one_sign(out: Tensor, exact: Tensor) -> None:
+    error = (out.double() - exact) / exact
+    assert error.abs().max() < WORST
+    assert error.square().mean().sqrt() < RMS
 
 
 def _check(out: Tensor, a: Tensor, b: Tensor, before: Tensor | float = 0.0) -> None:
@@ -104,6 +171,8 @@ def test_ragged_products(start: int):
             _operand((m, k), TILE, seed),
             _operand((n, k), (TILE, BLOCK)[seed // 2 % 2], seed + 1, ("e4m3", "e5m2")[seed % 3 == 0]),
         )
+        if seed % 3 == 1:
+            a, b = _surrounded(a), _surrounded(b)
         guarded = _Guarded((m, n), out_dtype, odd=seed % 5 == 0)
         products.matmul(guarded.out, *a, *b, accumulate=False)
         _check(guarded.out, _values(a), _values(b))
@@ -118,12 +187,7 @@ def test_every_kind_of_kernel(name: str):
     guarded = _Guarded((300, 520), torch.float32 if config.out_float else torch.bfloat16)
     before = torch.randn(300, 520, device="cuda") if config.accumulate else torch.zeros((), device="cuda")
     guarded.out.copy_(before)
-    of_b = Scales.PER_ROW if of_rows else Scales.PER_BLOCK
-    operands = (guarded.out, *a[:2], Scales.PER_ROW, *b[:2], of_b)
-    p = readable(Product(Schedule.DENSE, *operands, None, config.accumulate, config.promote))
-    chip = Chip(torch.cuda.get_device_properties(0).multi_processor_count)
-    kernel = jit.load("product", config.constants(), guarded.out.device, config.headers())
-    launch.Prepared(plan(p, chip, config), kernel)(p.pointers(), guarded.out.device)
+    _make(Schedule.DENSE, guarded.out, a, b, accumulate=config.accumulate, config=config)
     _check(guarded.out, _values(a), _values(b), before.double())
     guarded.check()
 
@@ -138,38 +202,144 @@ def test_ragged_groups(seed: int):
     t, n, k = int(ends[-1]) + seed % 3, 8 * (seed % 11 + 1) + seed % 2, 100 * (seed % 6) + 60
     if t == 0:
         return
-    offs = ends.to(torch.int32).cuda()
+    offs, out_dtype = ends.to(torch.int32).cuda(), (torch.bfloat16, torch.float32)[seed % 2]
+    groups_of = [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
     a, b = _operand((t, k), TILE, seed), _operand((groups, n, k), BLOCK, seed + 1)
-    out = torch.full((t, n), torch.nan, dtype=(torch.bfloat16, torch.float32)[seed % 2], device="cuda")
-    products.grouped(*a, *b, offs, out.dtype, out)
-    for g, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
-        _check(out[first:last], _values(a)[first:last], _values(b)[g])
-    assert out[int(ends[-1]) :].isnan().all(), "rows past the groups stay as they are"
-    assert not products.grouped(*a, *b, offs, out.dtype)[int(ends[-1]) :].any(), "or are zero"
+    guarded = _Guarded((t, n), out_dtype)
+    _make(Schedule.GROUPED, guarded.out, a, b, offs)
+    of_a, of_b = _values(a), _values(b)
+    for g, rows in enumerate(groups_of):
+        _check(guarded.out[rows], of_a[rows], of_b[g])
+    assert guarded.out[int(ends[-1]) :].isnan().all(), "rows past the groups stay as they are"
+    assert not products.grouped(*a, *b, offs, out_dtype)[int(ends[-1]) :].any(), "or are zero"
+    guarded.check()
 
-    dy, x = _operand((t, n), COLUMN, seed), _operand((t, 77), COLUMN, seed + 1)
-    before = torch.randn(groups, n, 77, device="cuda")
-    dw = before.clone()
-    products.wgrad(*dy, *x, offs, torch.float32, dw, accumulate=True)
-    for g, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
-        _check(dw[g], _values(dy)[first:last].mT, _values(x)[first:last].mT, before[g].double())
+    columns, accumulates = (77, 76, 80)[seed % 3], seed % 4 > 0
+    dy, x = _operand((t, n), COLUMN, seed), _operand((t, columns), COLUMN, seed + 1)
+    before = torch.randn(groups, n, columns, device="cuda") if accumulates else torch.zeros(groups, 1, 1, device="cuda")
+    guarded = _Guarded((groups, n, columns), torch.float32 if accumulates else out_dtype)
+    if accumulates:
+        guarded.out.copy_(before)
+    _make(Schedule.ALONG_K, guarded.out, _mT(dy), _mT(x), offs, accumulates)
+    of_dy, of_x = _values(dy), _values(x)
+    for g, tokens in enumerate(groups_of):
+        _check(guarded.out[g], of_dy[tokens].mT, of_x[tokens].mT, before[g].double())
+    guarded.check()
 
 
-@pytest.mark.parametrize("counts", [(0, 1, 64), (300, 300, 300), (129, 0, 257)], ids=str)
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_masked(counts: tuple[int, ...], out_dtype: torch.dtype):
+@pytest.mark.parametrize("zero_rest", [False, True], ids=["as they are", "zero"])
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_every_kind_of_kernel_of_groups(name: str, zero_rest: bool):
+    config = replace(OF_GROUPS[name], schedule=Schedule.GROUPED, zero_rest=zero_rest)
+    ends = list(accumulate(SIZES))
+    a, b = _operand((ends[-1] + 70, 300), TILE, 0), _operand((len(SIZES), 264, 300), BLOCK, 1)
+    guarded = _Guarded((ends[-1] + 70, 264), torch.float32 if config.out_float else torch.bfloat16)
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    _make(Schedule.GROUPED, guarded.out, a, b, offs, config=config)
+    of_a, of_b = _values(a), _values(b)
+    for g, rows in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+        _check(guarded.out[rows], of_a[rows], of_b[g])
+    rest = guarded.out[ends[-1] :]
+    assert (rest == 0).all() if zero_rest else rest.isnan().all()
+    guarded.check()
+
+
+@pytest.mark.parametrize("name", ["chosen", "chosen, float32", *OF_GROUPS])
+def test_every_kind_of_kernel_of_masked_rows(name: str):
+    """Rows past the last 64 in use stay as they are, in the tensor's last tile and in the others."""
+    config = replace(OF_GROUPS[name], schedule=Schedule.MASKED) if name in OF_GROUPS else None
+    most = max(SIZES)
+    a, b = _operand((len(SIZES), most, 300), TILE, 0), _operand((len(SIZES), 264, 300), BLOCK, 1)
+    out_float = config.out_float if config else "float32" in name
+    guarded = _Guarded((len(SIZES), most, 264), torch.float32 if out_float else torch.bfloat16)
+    _make(Schedule.MASKED, guarded.out, a, b, torch.tensor(SIZES, dtype=torch.int32, device="cuda"), config=config)
+    of_a, of_b = _values(a), _values(b)
+    for g, count in enumerate(SIZES):
+        _check(guarded.out[g, :count], of_a[g, :count], of_b[g])
+        assert guarded.out[g, -(-count // 64) * 64 :].isnan().all(), f"rows past the {count} that are in use"
+    guarded.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ragged_masked_rows(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    groups, most, n = 3 + 61 * seed % 40, 1 + 50 * seed, 40 * seed + 3 * (seed % 2) + 8
+    counts = torch.randint(0, most + 1, (groups,), generator=generator)
+    counts[seed % 3] = most
+    a, b = _operand((groups, most, 700), TILE, seed), _operand((groups, n, 700), BLOCK, seed + 1)
+    guarded = _Guarded((groups, most, n), (torch.bfloat16, torch.float32)[seed // 2 % 2])
+    _make(Schedule.MASKED, guarded.out, a, b, counts.to(torch.int32).cuda())
+    of_a, of_b = _values(a), _values(b)
+    for g, count in enumerate(counts.tolist()):
+        _check(guarded.out[g, :count], of_a[g, :count], of_b[g])
+        assert guarded.out[g, -(-count // 64) * 64 :].isnan().all()
+    guarded.check()
+
+
+def test_masked_rows_into_a_new_result():
     a, b = _operand((3, 300, 1408), TILE, 0), _operand((3, 520, 1408), BLOCK, 1)
-    out = products.masked(*a, *b, torch.tensor(counts, dtype=torch.int32, device="cuda"), out_dtype)
-    for g, count in enumerate(counts):
+    counts = torch.tensor([129, 0, 300], dtype=torch.int32, device="cuda")
+    out = products.masked(*a, *b, counts, torch.bfloat16)
+    for g, count in enumerate(counts.tolist()):
         _check(out[g, :count], _values(a)[g, :count], _values(b)[g])
 
 
-@pytest.mark.parametrize("m", [1, 100, 1000])
-def test_data_of_one_sign(m: int):
-    a, b = _operand((m, 4096), TILE, 0, signed=False), _operand((1000, 4096), BLOCK, 1, signed=False)
-    out = torch.empty(m, 1000, device="cuda")
-    products.matmul(out, *a, *b, accumulate=False)
-    torch.testing.assert_close(out.double(), _values(a) @ _values(b).mT, rtol=WORST, atol=0)
+@pytest.fixture
+def nothing_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever `octile bench tune` found here: a test says which kernel it needs."""
+    monkeypatch.setattr(tuned, "lookup", lambda problem, chip: None)
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 7168, 512), (3401, 3400, 2048)])
+def test_large_products_take_bands_along_n(m: int, n: int, k: int):
+    a, b = _operand((m, k), TILE, 0), _operand((n, k), BLOCK, 1)
+    guarded = _Guarded((m, n), torch.bfloat16)
+    config = _make(Schedule.DENSE, guarded.out, a, b)
+    assert config.along_n
+    assert n > config.band * config.unit_n, "there must be several bands"
+    _check(guarded.out, _values(a), _values(b))
+    guarded.check()
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+def test_large_groups_take_bands_along_n():
+    ends = [5301, 5301, 9990]
+    a, b = _operand((10000, 512), TILE, 0), _operand((3, 3400, 512), BLOCK, 1)
+    guarded = _Guarded((10000, 3400), torch.bfloat16)
+    config = _make(Schedule.GROUPED, guarded.out, a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+    assert config.along_n
+    assert config.band * config.unit_n < 3400, "there must be several bands"
+    of_a, of_b = _values(a), _values(b)
+    for g, rows in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+        _check(guarded.out[rows], of_a[rows], of_b[g])
+    guarded.check()
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("block", [BLOCK, TILE], ids=["1D2D", "1D1D"])
+def test_data_of_one_sign(block: tuple[int, int], accumulates: bool):
+    for m in (1, 100, 1000):
+        a, b = _operand((m, 4096), TILE, 0, signed=False), _operand((1000, 4096), block, 1, signed=False)
+        out = torch.zeros(m, 1000, device="cuda") if accumulates else torch.empty(m, 1000, device="cuda")
+        products.matmul(out, *a, *b, accumulate=accumulates)
+        _check_one_sign(out, _values(a) @ _values(b).mT)
+
+
+def test_groups_of_one_sign():
+    ends = [500, 560, 4096, 8192]
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    a, b = _operand((700, 8192), TILE, 0, signed=False), _operand((900, 8192), TILE, 1, signed=False)
+    of_a, of_b = _values(a), _values(b)
+    for accumulates in (False, True):
+        out = torch.zeros(4, 700, 900, device="cuda")
+        products.wgrad(*_mT(a), *_mT(b), offs, torch.float32, out, accumulates)
+        for g, tokens in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+            _check_one_sign(out[g], of_a[:, tokens] @ of_b[:, tokens].mT)
+    x, w = _operand((700, 4096), TILE, 2, signed=False), _operand((2, 900, 4096), BLOCK, 3, signed=False)
+    out = products.grouped(*x, *w, torch.tensor([130, 700], dtype=torch.int32, device="cuda"), torch.float32)
+    for g, rows in enumerate((slice(130), slice(130, 700))):
+        _check_one_sign(out[rows], _values(x)[rows] @ _values(w)[g].mT)
 
 
 def test_without_promotion_much_is_lost():
@@ -186,22 +356,59 @@ def test_without_promotion_much_is_lost():
     assert errors[1] > 0.02
 
 
-def test_the_same_bits_200_times_under_load():
-    ends = [700, 700, 1500, 4000]
-    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    dy, x = _operand((4000, 512), COLUMN, 0), _operand((4000, 640), COLUMN, 1)
-    few, w = _operand((64, 7168), TILE, 2), _operand((2112, 7168), BLOCK, 3)
+def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
+    """The same bits 200 times, while another stream keeps the memory and the multiprocessors busy."""
     load, stream = torch.randn(1 << 26, device="cuda"), torch.cuda.Stream()
-    first = products.wgrad(*dy, *x, offs, torch.float32)
-    first_few = torch.empty(64, 2112, dtype=torch.bfloat16, device="cuda")
-    products.matmul(first_few, *few, *w, accumulate=False)
     for _ in range(200):
         with torch.cuda.stream(stream):
             load.mul_(1.0)
-        assert torch.equal(products.wgrad(*dy, *x, offs, torch.float32), first)
-        out = torch.empty_like(first_few)
-        products.matmul(out, *few, *w, accumulate=False)
-        assert torch.equal(out, first_few)
+        assert torch.equal(make(), first)
+
+
+FETCHING = Config(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, fetch=True, staged_pieces=4, **OF_ROWS)
+WGRADS = {  # rows, columns, tokens of four groups; how they are stored; a kernel, or the one that is chosen
+    "float32": (512, 640, 4000, torch.float32, False, None),
+    "bfloat16": (512, 640, 4000, torch.bfloat16, False, None),
+    "added to float32 in the L2 cache": (512, 640, 4000, torch.float32, True, None),
+    "added to float32 that is fetched": (1024, 2048, 1200, torch.float32, True, None),
+    "added to float32 that is fetched, 256×128": (512, 640, 4000, torch.float32, True, FETCHING),
+    "added to bfloat16": (512, 640, 4000, torch.bfloat16, True, None),
+}
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+@pytest.mark.parametrize("name", WGRADS)
+def test_wgrad_gives_the_same_bits_200_times_under_load(name: str):
+    m, n, t, dtype, accumulates, config = WGRADS[name]
+    ends = [t // 6, t // 6, t // 2 + 1, t]
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    a, b = _operand((m, t), TILE, 0), _operand((n, t), TILE, 1)
+    before = torch.randn(4, m, n, device="cuda").to(dtype)
+    out = torch.empty_like(before)
+
+    def make() -> Tensor:
+        out.copy_(before if accumulates else torch.tensor(torch.nan))
+        taken = _make(Schedule.ALONG_K, out, a, b, offs, accumulates, config)
+        assert taken.fetch == ("fetched" in name)
+        return out
+
+    first = make().clone()
+    of_a, of_b = _values(a), _values(b)
+    for g, tokens in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+        _check(first[g], of_a[:, tokens], of_b[:, tokens], before[g].double() if accumulates else 0.0)
+    _under_load(make, first)
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+def test_a_split_product_gives_the_same_bits_200_times_under_load():
+    a, b = _operand((64, 7168), TILE, 2), _operand((2112, 7168), BLOCK, 3)
+
+    def make() -> Tensor:
+        out = torch.full((64, 2112), torch.nan, dtype=torch.bfloat16, device="cuda")
+        assert _make(Schedule.DENSE, out, a, b).split_k > 1
+        return out
+
+    _under_load(make, make())
 
 
 def test_a_split_product_in_a_graph():
