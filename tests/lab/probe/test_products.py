@@ -6,9 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
+from octile.kernels.cuda.choose import candidates
 from octile.kernels.cuda.config import Scales, Schedule
-from octile.kernels.cuda.plan import Product, is_readable, plan
-from octile.kernels.cuda.problem import Chip
+from octile.kernels.cuda.plan import Product, is_readable, plan, problem
+from octile.kernels.cuda.problem import Chip, rounded
 from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modelled
 from tests.kernels.cuda.emulated import emulate
 from tests.kernels.cuda.emulator import build
@@ -16,6 +17,7 @@ from tests.kernels.cuda.emulator import build
 CPU = torch.device("cpu")
 MOST = 10_000_000  # products that the emulator is asked for
 SMALL = [case for case in CASES if case.m * case.n * case.k <= MOST]
+H200 = Chip(132)
 MULTIPROCESSORS = 32  # so many that some sums over K are cut into parts
 
 
@@ -48,6 +50,13 @@ def test_cases_are_what_they_are_for():
     assert {case.schedule for case in CASES} == set(Schedule)
     assert {case.b_scales for case in CASES} == set(Scales)
     assert len({str(case) for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.DENSE, Schedule.GROUPED])
+def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
+    products = [make(case) for case in CASES if case.schedule is schedule and case.n > 2000]
+    configs = {p.b.shape[-2]: candidates(rounded(problem(p)), H200)[0] for p in products}
+    assert any(config.along_n and n > config.band * config.unit_n for n, config in configs.items())
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
