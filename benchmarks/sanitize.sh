@@ -1,30 +1,53 @@
 #!/usr/bin/env bash
-# compute-sanitizer over a short list of the product kernel's tests: memory errors, races in shared memory, barriers.
-# Needs a Hopper GPU; the output stays in $OUT/sanitizer_TOOL.txt.
+# compute-sanitizer over a short list of tests: memory errors, races in shared memory, barriers; of the product kernel, and
+# of the casts, both Hopper's own and Triton's. All at the same time, in some three minutes: racecheck, the slowest, looks
+# at fewer products.
+# Needs a Hopper GPU; the output stays in $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3}
-TESTS=tests/gpu/cuda/test_product.py
-SHORT="(test_masked and out_dtype0) or test_ragged_groups[1] or test_ragged_groups[6] or (test_data_of_one_sign and 100) \
-or test_every_kind_of_kernel or test_without_promotion"
+export OUT=${OUT:-benchmarks/results} PYTHON=${PYTHON:-python3}
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has its own bounds
+GROUPS_OF="test_ragged_groups[1] or test_ragged_groups[6]"
+PRODUCTS="test_every_kind_of_kernel or test_without_promotion or (test_data_of_one_sign and 1D2D and stored) or $GROUPS_OF \
+or test_ragged_masked_rows[1] or test_ragged_masked_rows[2]"
+# bands are arithmetic; of tiles of 256 rows, half of which may be left out, one of each kind of groups
+RACES="(test_every_kind_of_kernel and not bands and not of_groups and not of_masked) or test_without_promotion \
+or (of_masked and float32 and not chosen) or (of_groups and float32 and zero) or $GROUPS_OF"
+CASTS="(test_turned_casts_of_a_large and 130) or (test_weights and float32 and 130) or (test_e5m6 and 1030 and float32) \
+or (test_e5m6_becomes and 999 and float32) or (test_swiglu_is_within and 999 and e5m2) or test_swiglu_keeps_ragged \
+or (test_rows_go and 333) or (test_rms_norm_of_large and 999) or (test_gradients_of_rms_norm and 999)"
+
+sanitize() { # tool list; file and which of its tests. Exit code 7: errors were found
+    # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
+    local quiet
+    quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
+    timeout --kill-after=15 240 compute-sanitizer --tool "$1" $quiet --error-exitcode 7 --target-processes all \
+        --print-limit 20 \
+        "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q "$3" -k "$4" \
+        >"$OUT/sanitizer_$1_$2.txt" 2>&1
+}
+
+declare -A jobs
+for tool in memcheck racecheck synccheck; do
+    sanitize $tool products tests/gpu/cuda/test_product.py "$([[ $tool == racecheck ]] && echo "$RACES" || echo "$PRODUCTS")" &
+    jobs[$tool products]=$!
+    sanitize $tool casts tests/gpu/test_casts.py "$CASTS" &
+    jobs[$tool casts]=$!
+done
 
 status=0
 for tool in memcheck racecheck synccheck; do
-    # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
-    quiet=$([[ $tool == memcheck ]] && echo --report-api-errors no)
-    timeout --kill-after=15 165 compute-sanitizer --tool "$tool" $quiet --error-exitcode 7 --target-processes all \
-        --print-limit 20 \
-        "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q "$TESTS" -k "$SHORT" \
-        >"$OUT/sanitizer_$tool.txt" 2>&1
-    code=$?
-    case $code in
-    0) said=clean ;;
-    7) said="errors found" status=1 ;;
-    124 | 137) said="stopped after its time" status=1 ;;
-    *) said="failed with exit code $code" status=1 ;;
-    esac
-    echo "$tool: $said: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|error' "$OUT/sanitizer_$tool.txt" | tail -n 2 | tr '\n' ' ')"
+    for list in products casts; do
+        wait "${jobs[$tool $list]}"
+        case $? in
+        0) said=clean ;;
+        7) said="errors found" status=1 ;;
+        124 | 137) said="stopped after its time" status=1 ;;
+        *) said="failed, see its output" status=1 ;;
+        esac
+        echo "$tool, $list: $said: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|error' \
+            "$OUT/sanitizer_${tool}_$list.txt" | tail -n 2 | tr '\n' ' ')"
+    done
 done
 exit $status
