@@ -302,12 +302,15 @@ def plans_for_v3() -> dict[str, Config]:
         problems[f"wgrad, bfloat16, {shape}"] = Problem(m, n, k, **WGRAD)
         problems[f"dense, float32, {shape}"] = Problem(m, n, k, **FLOAT)
         problems[f"one scale, {shape}"] = Problem(m, n, k, **ONE_SCALE)
+    for n, k in SMALL:
+        problems[f"wgrad, adding, 128×{n}×{k}"] = Problem(128, n, k, accumulate=True, **WGRAD, **FLOAT)
+        problems[f"wgrad, bfloat16, 128×{n}×{k}"] = Problem(128, n, k, **WGRAD)
     for n, k in EXPERTS:
         for groups, rows in ((4, 8192), (8, 4096), (256, 16)):
             name = f"grouped, {groups} of {rows}×{n}×{k}"
             problems[name] = Problem(groups * rows, n, k, groups, Schedule.GROUPED)
             problems[f"{name}, into a result"] = replace(problems[name], zero_rest=False)
-        for groups, rows in ((32, 192), (6, 1024), (32, 20)):
+        for groups, rows in ((32, 192), (6, 1024), (32, 20), (6, 20)):
             name = f"masked, {groups} of some {rows}×{n}×{k}"
             problems[name] = Problem(rows, n, k, groups, Schedule.MASKED)
     for groups, tokens in ((4, 8192), (8, 4096), (16, 2048)):

@@ -107,6 +107,13 @@ def test_deepseek_v3_has_plans():
     assert len(plans_for_v3()) > 100
 
 
+def test_every_kernel_that_the_benchmark_takes_is_among_them():
+    """Those plans are what is compiled without a GPU, and what a spill would be found in."""
+    compiled = set(plans_for_v3().values())
+    missing = [(case.name, case.what) for case in shapes.GPU if choose(problem(case), H200) not in compiled]
+    assert missing == []
+
+
 def test_the_choice_follows_what_was_measured():
     """What the timings of another day or kernel say differently is written down, not undone by the way."""
     cases = [getattr(shapes, group) for group in ("LARGE", "FEW_ROWS", "ACCUMULATED", "WGRAD", "GROUPED", "MASKED")]
