@@ -4,7 +4,8 @@
 //
 // NOTES
 // - Three squares of FP32 numbers do not fit into a block's registers, nor does one beside three of inputs. What the three
-//   share, silu(gate), waits in shared memory; dh and up are loaded a second time, from the L2 cache.
+//   share, silu(gate), waits in shared memory; dh and up are loaded a second time, from the L2 cache, and with weights dh
+//   a third time, for their gradient.
 // - A block waits for memory for most of its time. So all that is loaded for a square is under way at once, and before the
 //   square ahead of it is stored turned; codes of up, of which a square takes few registers, come one square earlier still.
 // - L1 holds what is under way, and what shared memory leaves is L1: one of a thread's eight rows of silu(gate) stays in

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(128) copy(
     __syncthreads();
     if (threadIdx.x == 0) {
         barrier.arrive_and_expect(config::bytes);
-        ptx::load_2d(box, &map, &barrier, x, y);
+        ptx::load_3d(box, &map, &barrier, x, y, 0);
     }
     barrier.wait(0);
     for (int i = threadIdx.x; i < config::bytes; i += 128) out[i] = box[i];
@@ -147,7 +147,7 @@ def test_the_copy_engine_brings_a_box_with_zeros_around_the_tensor(hopper, row, 
     whole = torch.randint(1, 256, (64, 288), dtype=torch.uint8, device="cuda")
     x = whole[:50, :250]
     box = torch.full((16, 32), 99, dtype=torch.uint8, device="cuda")
-    arguments = (encode(describe(x, (16, 32))), box.data_ptr(), column, row)
+    arguments = (encode(describe(x[None], (1, 16, 32))), box.data_ptr(), column, row)
     load("copy", COPY, bytes=16 * 32).ready(1, 1, 128, 2048, arguments, current_stream(0))()
     padded = torch.nn.functional.pad(x, (16, 64, 4, 64))
     assert torch.equal(box, padded[row + 4 : row + 20, column + 16 : column + 48])
@@ -156,7 +156,7 @@ def test_the_copy_engine_brings_a_box_with_zeros_around_the_tensor(hopper, row, 
 def test_a_swizzled_box_has_its_pieces_exchanged(hopper):
     x = torch.randint(1, 256, (8, 128), dtype=torch.uint8, device="cuda")
     box = torch.empty_like(x)
-    arguments = (encode(describe(x, (8, 128), swizzle=128)), box.data_ptr(), 0, 0)
+    arguments = (encode(describe(x[None], (1, 8, 128), swizzle=128)), box.data_ptr(), 0, 0)
     load("copy", COPY, bytes=8 * 128).ready(1, 1, 128, 4096, arguments, current_stream(0))()
     row, piece = torch.arange(8, device="cuda")[:, None], torch.arange(8, device="cuda")
     assert torch.equal(box.view(8, 8, 16), x.view(8, 8, 16)[row, piece ^ row])

@@ -70,7 +70,11 @@ def pipeline(
     bias = torch.randint(-100, 100, (64,), generator=generator).float()
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e5m2)
     out = torch.full((1, 128, 64), math.nan, dtype=torch.bfloat16)
-    maps = [describe(a8, (64, 128), 128), describe(b8, (32, 128), 128), describe(out, (1, 64, 64), 128)]
+    maps = [
+        describe(a8[None], (1, 64, 128), 128),
+        describe(b8[None], (1, 32, 128), 128),
+        describe(out, (1, 64, 64), 128),
+    ]
     emulator.run(
         "pipeline",
         FAULTS | {"shared_bytes": PIPELINE_BYTES},

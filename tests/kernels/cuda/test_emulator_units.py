@@ -28,7 +28,7 @@ def copy(
     at: tuple[int, ...],
     fence: bool = True,
 ) -> None:
-    kinds = ["load_flat", "load", "store", "add"]
+    kinds = ["load", "store", "add"]
     size = math.prod(box) * tensor.element_size()
     settings = [size, size, kinds.index(kind), int(fence)]  # the barrier lies behind the box
     emulator.run(
@@ -37,7 +37,7 @@ def copy(
         grid=1,
         threads=64,
         shared_bytes=size + 8,
-        arguments=[describe(tensor, box, swizzle), raw, *settings, *reversed(at), *[0] * (3 - len(at))],
+        arguments=[describe(tensor, box, swizzle), raw, *settings, *reversed(at)],
         headers=SOURCES,
     )
 
@@ -59,7 +59,7 @@ def test_a_load_swizzles_and_fills_with_zeros(swizzle: int, at: tuple[int, int])
     tensor = torch.randint(1, 255, (37, 160), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     columns = swizzle or 48
     raw = torch.empty(16 * columns, dtype=torch.uint8)
-    copy("load_flat", (16, columns), swizzle, tensor, raw, at)
+    copy("load", (1, 16, columns), swizzle, tensor[None], raw, (0, *at))
     padded = torch.nn.functional.pad(tensor, (256, 256, 256, 256))
     expected = padded[256 + at[0] :, 256 + at[1] :][:16, :columns]
     assert torch.equal(raw.view(16, columns), swizzled(expected, swizzle) if swizzle else expected)
@@ -92,8 +92,8 @@ def test_a_store_does_not_see_what_was_not_fenced() -> None:
 
 
 def test_a_map_of_another_rank_is_refused() -> None:
-    with pytest.raises(EmulatorError, match="a copy in 2 dimensions with a tensor map of 3"):
-        copy("load_flat", (1, 4, 8), 0, torch.zeros(1, 4, 8), torch.empty(32), (0, 0, 0))
+    with pytest.raises(EmulatorError, match="a copy in 3 dimensions with a tensor map of 2"):
+        copy("load", (4, 8), 0, torch.zeros(4, 8), torch.empty(32), (0, 0, 0))
 
 
 # ---- wgmma ----
@@ -119,7 +119,12 @@ def multiply(
         grid=1,
         threads=128,
         shared_bytes=(64 + n) * 128 + 8,
-        arguments=[describe(a_bytes, (64, 128), 128), describe(b_bytes, (n, 128), 128), out, a_bytes.shape[1] // 128],
+        arguments=[
+            describe(a_bytes[None], (1, 64, 128), 128),
+            describe(b_bytes[None], (1, n, 128), 128),
+            out,
+            a_bytes.shape[1] // 128,
+        ],
         headers=SOURCES | {"wgmma.cuh": wgmma.header(n, *types)},
         arithmetic=arithmetic,  # type: ignore[arg-type]
     )

@@ -122,15 +122,11 @@ struct Scaled {
 template <class Values>
 __device__ __forceinline__ Values found_anew(Values x) {
     if constexpr (requires { x.value; }) {
-        for (float& value : x.value) {
-            uint32_t bits = __float_as_uint(value);
-            asm volatile("" : "+r"(bits));
-            value = __uint_as_float(bits);
-        }
+        for (float& value : x.value) value = __uint_as_float(ptx::forget(__float_as_uint(value)));
     } else if constexpr (requires { x.pair; }) {
-        for (uint32_t& pair : x.pair) asm volatile("" : "+r"(pair));
+        for (uint32_t& pair : x.pair) pair = ptx::forget(pair);
     } else {
-        for (uint32_t& word : x.codes.word) asm volatile("" : "+r"(word));
+        for (uint32_t& word : x.codes.word) word = ptx::forget(word);
     }
     return x;
 }

@@ -155,25 +155,7 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// The box at (x, y) of a matrix into shared memory; what lies outside of the matrix arrives as zeros and counts as bytes.
-__device__ __forceinline__ void load_2d(void* to, const TensorMap* map, Barrier* barrier, int x, int y) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
-        : "memory");
-}
-
-// The same into every block of the cluster whose bit is set in `blocks`, to the same offset, each block's own barrier told.
-__device__ __forceinline__ void load_2d_multicast(
-    void* to, const TensorMap* map, Barrier* barrier, int x, int y, uint16_t blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
-        : "memory");
-}
-
+// The box at (x, y, z) of a tensor into shared memory; what lies outside of it arrives as zeros and counts as bytes.
 __device__ __forceinline__ void load_3d(void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -182,6 +164,7 @@ __device__ __forceinline__ void load_3d(void* to, const TensorMap* map, Barrier*
         : "memory");
 }
 
+// The same into every block of the cluster whose bit is set in `blocks`, to the same offset, each block's own barrier told.
 __device__ __forceinline__ void load_3d_multicast(
     void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z, uint16_t blocks) {
     asm volatile(
@@ -220,11 +203,6 @@ __device__ __forceinline__ void commit_stores() {
 template <int groups>
 __device__ __forceinline__ void wait_stores_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
-}
-
-// Until all of this thread's stores are written.
-__device__ __forceinline__ void wait_stores() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // ---- wgmma: a warpgroup's product of tiles in shared memory, into registers ------------------------------------

@@ -78,4 +78,10 @@ __device__ __forceinline__ const T* forget(const T* address) {
     return address;
 }
 
+// The same bits, of which the compiler knows nothing: what it found of them before it does not keep.
+__device__ __forceinline__ uint32_t forget(uint32_t bits) {
+    asm volatile("" : "+r"(bits));
+    return bits;
+}
+
 }  // namespace ptx

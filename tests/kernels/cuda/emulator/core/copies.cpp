@@ -207,11 +207,11 @@ void store_bytes(void* to, const void* from, uint32_t bytes) {
 
 void commit_stores() { me()->groups.push_back(std::move(me()->open_group)), me()->open_group.clear(); }
 
-void wait_stores(int groups, bool read_only) {
+void wait_stores_read(int groups) {
     may_switch();
     Thread* thread = me();
     for (size_t i = 0; i + groups < thread->groups.size(); ++i)
-        for (const auto& copy : thread->groups[i]) copy->advance(read_only ? Copy::read : Copy::written);
+        for (const auto& copy : thread->groups[i]) copy->advance(Copy::read);
     drop_written();
 }
 

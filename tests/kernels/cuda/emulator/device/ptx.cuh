@@ -26,7 +26,7 @@ void load(void* to, const TensorMap* map, uint64_t& barrier, const int* place, i
 void store(const TensorMap* map, const void* from, const int* place, int dimensions, bool add);
 void store_bytes(void* to, const void* from, uint32_t bytes);
 void commit_stores();
-void wait_stores(int groups, bool read_only);
+void wait_stores_read(int groups);
 void wgmma_fence();
 void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format);
 void wgmma_commit();
@@ -69,14 +69,6 @@ inline void fence_barrier_init() { emulator::fence_barrier_init(); }
 inline void fence_async_shared() { emulator::fence_async_shared(); }
 
 inline void prefetch_map(const TensorMap* map) {}
-inline void load_2d(void* to, const TensorMap* map, Barrier* barrier, int x, int y) {
-    const int place[] = {x, y};
-    emulator::load(to, map, barrier->state, place, 2, 1u << cluster_rank());
-}
-inline void load_2d_multicast(void* to, const TensorMap* map, Barrier* barrier, int x, int y, uint16_t blocks) {
-    const int place[] = {x, y};
-    emulator::load(to, map, barrier->state, place, 2, blocks);
-}
 inline void load_3d(void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z) {
     const int place[] = {x, y, z};
     emulator::load(to, map, barrier->state, place, 3, 1u << cluster_rank());
@@ -97,9 +89,8 @@ inline void store_bytes(void* to, const void* from, uint32_t bytes) { emulator::
 inline void commit_stores() { emulator::commit_stores(); }
 template <int groups>
 void wait_stores_read() {
-    emulator::wait_stores(groups, true);
+    emulator::wait_stores_read(groups);
 }
-inline void wait_stores() { emulator::wait_stores(0, false); }
 
 inline uint64_t tile_descriptor(const void* tile) {
     return 1ull << 62 | (1024ull >> 4) << 32 | 1ull << 16 | (shared_address(tile) & 0x3FFFF) >> 4;

@@ -39,5 +39,6 @@ template <class T>
 const T* forget(const T* address) {
     return address;
 }
+inline uint32_t forget(uint32_t bits) { return bits; }
 
 }  // namespace ptx

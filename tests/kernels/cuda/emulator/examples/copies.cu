@@ -1,7 +1,7 @@
 // A box from a tensor to shared memory, and its bytes as they lie there to `raw`; or the way back.
 #include "ptx.cuh"
 
-enum Kind { load_flat, load, store, add };
+enum Kind { load, store, add };
 
 extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t* raw, int bytes, int room, int kind,
                                   int fence, int x, int y, int z) {
@@ -12,13 +12,10 @@ extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t
         ptx::fence_barrier_init();
     }
     __syncthreads();
-    if (kind == load_flat || kind == load) {
+    if (kind == load) {
         if (threadIdx.x == 0) {
             barrier->arrive_and_expect(bytes);
-            if (kind == load)
-                ptx::load_3d(shared, &map, barrier, x, y, z);
-            else
-                ptx::load_2d(shared, &map, barrier, x, y);
+            ptx::load_3d(shared, &map, barrier, x, y, z);
         }
         barrier->wait(0);
         for (int i = threadIdx.x; i < bytes; i += blockDim.x) raw[i] = shared[i];
@@ -32,7 +29,7 @@ extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t
             else
                 ptx::add_3d(&map, shared, x, y, z);
             ptx::commit_stores();
-            ptx::wait_stores();
+            ptx::wait_stores_read<0>();
         }
     }
 }

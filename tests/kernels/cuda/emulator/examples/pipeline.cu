@@ -48,9 +48,10 @@ extern "C" __global__ void __launch_bounds__(256, 1)
                 const int more = fault == expects_too_much ? 16 : fault == expects_too_little ? -16 : 0;
                 full[stage.index].arrive_and_expect(stage_bytes + more);
                 if (fault == arrives_twice) full[stage.index].arrive();
-                ptx::load_2d(tiles, &a, &full[stage.index], i, row);
+                ptx::load_3d(tiles, &a, &full[stage.index], i, row, 0);
                 const uint16_t to = fault == one_block_gets_b ? 1 << rank : fault == no_such_block ? 7 : 3;
-                ptx::load_2d_multicast(tiles + a_bytes + rank * b_bytes / 2, &b, &full[stage.index], i, 32 * rank, to);
+                uint8_t* half = tiles + a_bytes + rank * b_bytes / 2;
+                ptx::load_3d_multicast(half, &b, &full[stage.index], i, 32 * rank, 0, to);
             }
         }
     } else {

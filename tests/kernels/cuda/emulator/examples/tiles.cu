@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)
         __syncthreads();
         if (threadIdx.x == 0) {
             barrier->arrive_and_expect((64 + config::n) * 128);
-            ptx::load_2d(shared, &a, barrier, step * 128, 0);
-            ptx::load_2d(b_tile, &b, barrier, step * 128, 0);
+            ptx::load_3d(shared, &a, barrier, step * 128, 0, 0);
+            ptx::load_3d(b_tile, &b, barrier, step * 128, 0, 0);
         }
         barrier->wait(step % 2);
         ptx::wgmma_fence();
