@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from octile.report.comparison import CompareResult, Curve
 
+MOST_BARS = 10  # that the axis of the gaps reaches to either side
+
 
 def draw_compare(figure: "Figure", result: "CompareResult") -> None:
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[4, 5])
@@ -26,12 +28,15 @@ def draw_compare(figure: "Figure", result: "CompareResult") -> None:
 
 def say_compare(result: "CompareResult") -> str:
     many = any(len(result.runs(name)) > 1 for name in result.names)
+    if result.nudge:
+        band = "how far BF16 lies from itself if its weights are rounded once at the start"
+    else:
+        band = "the distance between two BF16 runs with different seeds"
     return (
         f"Above: training loss, smoothed{', of the first seed' if many else ''}. Below: how far each recipe's held-out"
         f" loss lies from BF16's{', the mean of its seeds, and faintly each of them' if many else ''}. The grey band is"
-        " the distance between two BF16 runs with different seeds, which is chance (the widest of three neighbouring"
-        f" measurements); the dotted lines are the bar of ±{result.bar:.2%}."
-        f"{_say_leaving(result)}"
+        f" {band}, which is chance (the widest of three neighbouring measurements); the dotted lines are the bar of"
+        f" ±{result.bar:.2%}.{_say_leaving(result)}"
     )
 
 
@@ -63,7 +68,8 @@ def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
     dress(axes, "step", "held-out loss against BF16 (%)")
     steps, band = result.band()
     whole = [name for name in result.names if all(curve.diverged_at is None for curve in result.runs(name))]
-    reach = 100 * _reach(result.bar, [band, *(result.mean_gaps(name)[1] for name in whole)])
+    near = [name for name in whole if not abs(result.outcome(name).gap) > MOST_BARS * result.bar]
+    reach = 100 * _reach(result.bar, [band, *(result.mean_gaps(name)[1] for name in near)])
     axes.set_ylim(-reach, reach)
     axes.fill_between(steps, -100 * band, 100 * band, color=COLOR["muted"], alpha=0.16, linewidth=0)
     axes.axhline(0, color=COLOR["ink"], linewidth=1.2)
@@ -103,7 +109,10 @@ def _mark_end(axes: "Axes", curve: "Curve", steps: Sequence[float] | Floats, val
 
 
 def _reach(bar: float, series: list[Floats]) -> float:
-    """Half the height of the gap axis: the bar and the later half of all gaps, but at most ten bars."""
+    """Half the height of the gap axis: the bar and the later half of all gaps, but at most MOST_BARS.
+
+    A recipe that ends beyond is left out of them: its name at the edge says its gap, and the others can be told apart.
+    """
     later = np.abs(np.concatenate([gaps[len(gaps) // 2 :] for gaps in series]))
     later = later[np.isfinite(later)]
-    return float(np.clip(1.2 * later.max(initial=0.0), 1.6 * bar, 10 * bar))
+    return float(np.clip(1.2 * later.max(initial=0.0), 1.6 * bar, MOST_BARS * bar))

@@ -5,10 +5,11 @@
     tokens[]       losses of held-out tokens beside BF16's, in groups
     gradients[]    angle and norms of each weight's gradient beside BF16's
     recipe_files   what the files said that recipes came from
+    nudge[]        steps, and how far BF16 lies from itself there after a nudge, where that is the noise
     preset, bar, machine, measured_on, config
 
 A number that is NaN or infinite is null, which JSON has. A file written before there were `bf16_more_seeds`, `outcome`,
-`tokens`, `gradients`, `recipe_files` and what is newer in a curve is read as one that has none of them.
+`tokens`, `gradients`, `recipe_files`, `nudge` and what is newer in a curve is read as one that has none of them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def read_result(path: Path) -> CompareResult:
             recipes=tuple(map(_curve, found["recipes"])),
             tokens=tuple(map(_tokens, found.get("tokens", ()))),
             gradients=tuple(map(_check, found.get("gradients", ()))),
+            nudge=tuple((step, noise) for step, noise in found.get("nudge", ())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no comparison that octile compare wrote: {error!r}") from None
@@ -65,7 +67,7 @@ def _curve(found: dict[str, Any]) -> Curve:
     quartiles = found.get("speed_quartiles")
     return _record(
         Curve,
-        found,
+        found | {"tokens_per_s": math.nan if found["tokens_per_s"] is None else found["tokens_per_s"]},
         **{name: _numbers(found[name]) for name in lists if name in found},
         speed_quartiles=quartiles and tuple(quartiles),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING
 
 from octile.report.compare_words import span
@@ -58,9 +59,10 @@ def outcome_rows(result: CompareResult) -> list[Row]:
     """One for each BF16 run and one for each recipe; what several seeds gave is their mean."""
     rows = []
     for number, curve in enumerate(result.baselines):
-        gap = [] if number == 0 else [result.gap(curve)]
-        smoothed = [] if number == 0 else [result.smoothed_gap(curve)]
-        kind = "baseline" if number == 0 else "noise band"
+        base = number == 0 or bool(result.nudge)  # from one point on each seed is a baseline, and none is noise
+        gap = [] if base else [result.gap(curve)]
+        smoothed = [] if base else [result.smoothed_gap(curve)]
+        kind = "baseline" if base else "noise band"
         rows.append(_row([curve], f"bf16, seed {curve.seed}", gap, smoothed, kind, ""))
     for name in result.names:
         outcome, runs = result.outcome(name), list(result.runs(name))
@@ -96,7 +98,7 @@ def detail_rows(result: CompareResult) -> list[Row]:
 def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], outcome: str, mood: str) -> Row:
     broke = any(curve.diverged_at is not None for curve in runs)  # a diverged run's last loss is not a final one
     loss = sum(curve.final_val_loss for curve in runs) / len(runs)
-    speeds = sorted(curve.tokens_per_s for curve in runs)
+    speed = statistics.median_high(curve.tokens_per_s for curve in runs)
     memory = runs[0].state_bytes
     return {
         "color": palette_name(runs[0].recipe),
@@ -104,7 +106,7 @@ def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], 
         "loss": f"{loss:.4f}" if math.isfinite(loss) and not broke else "–",
         "gap": _percent(gap),
         "smoothed": _percent(smoothed),
-        "speed": f"{speeds[len(speeds) // 2]:,.0f}",
+        "speed": f"{speed:,.0f}" if math.isfinite(speed) else "–",
         "memory": byte_size(memory) if memory is not None else "–",
         "outcome": outcome,
         "mood": mood,

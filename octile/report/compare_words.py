@@ -8,11 +8,15 @@ from octile.report.comparison import CompareResult, Outcome
 from octile.report.intervals import Interval
 from octile.report.page import percent
 
+FEW_SEEDS = 2  # whose interval can hardly prove anything
+
 
 def verdict_sentence(result: CompareResult) -> str:
     """The outcome of the first recipe, beside the noise."""
     if math.isnan(result.noise_band):
         noise = "How far two BF16 runs with different seeds end apart was not measured."
+    elif result.nudge:
+        noise = f"BF16 whose weights were rounded once at the start ends {result.noise_band:.2%} from BF16."
     elif len(result.baselines) == 2:
         noise = f"Two BF16 runs that differ only in their seed end {result.noise_band:.2%} apart."
     else:
@@ -38,7 +42,10 @@ def _at_the_bar(outcome: Outcome) -> str:
         said = f"which misses the bar of {outcome.bar:.2%} by {(abs(outcome.gap) - outcome.bar) * 100:.2f} points"
     if outcome.sure is None:
         return said
-    return f"{said}, {'and' if outcome.sure else 'but not'} surely: the 95% interval is {span(outcome.over_seeds)}"
+    interval = f"the 95% interval is {span(outcome.over_seeds)}"
+    if len(outcome.gaps) <= FEW_SEEDS:
+        return f"{said}; {interval}, of so few seeds that it can hardly prove anything"
+    return f"{said}, {'and' if outcome.sure else 'but not'} surely: {interval}"
 
 
 def span(interval: Interval | None) -> str:
@@ -52,10 +59,11 @@ def seeds_note(result: CompareResult) -> str:
     if n == 1:
         return (
             "Each recipe was trained with one seed: the gap holds for that seed, and no interval can say how another"
-            " seed would end. The noise band, from one pair of BF16 runs, tells the size of chance, not its exact"
+            " seed would end. The noise band, from"
+            f" {'nudges' if result.nudge else 'one pair'} of BF16 runs, tells the size of chance, not its exact"
             " value. More seeds: --seeds 5."
         )
-    if n == 2:
+    if n == FEW_SEEDS:
         return (
             "Two seeds give an interval 12.7 standard errors wide to either side, and a standard error that is itself"
             " a guess: it can hardly prove anything. Take --seeds 5 or more."

@@ -4,7 +4,8 @@ BF16 is trained with two seeds at least; how far they end apart on held-out text
 starts where BF16 of seed s started and sees the same batches, so the two are a pair. With L the held-out loss:
 
     gap          (L − L_s) / L_s at the end, with L_s of BF16 with the same seed; its mean where there are many seeds
-    noise band   |L_b − L_a| / L_first, its mean over all pairs of BF16 runs
+    noise band   |L_b − L_a| / L_first, its mean over all pairs of BF16 runs; where all runs go on from one point, what
+                 a nudge of BF16 does, if that was measured
     bar          0.25% in magnitude (DeepSeek-V3, arXiv 2412.19437, §3.3.1 and appendix B.1)
 
 A gap is uncertain in two ways. Other seeds would give other gaps: that takes several seeds to see, and one tells
@@ -35,9 +36,9 @@ class Curve:
 
     `train_loss` [len(steps)] is the main head's raw loss of each step (the page smooths it). `state_bytes` is what
     training keeps in memory as the caller measured it, in bytes. A run that diverged says at which step.
-    `window_loss` is the mean loss of each held-out window at the end. `tokens_per_s` is the median over the steps,
-    `speed_quartiles` the lower and the upper quartile; `yardstick_s` is how many seconds the same fixed piece of work
-    took while the run went on.
+    `window_loss` is the mean loss of each held-out window at the end. `tokens_per_s` is the median over the steps (NaN
+    where it says nothing), `speed_quartiles` the lower and the upper quartile; `yardstick_s` is how many seconds the
+    same fixed piece of work took while the run went on.
     """
 
     recipe: str
@@ -71,7 +72,9 @@ class CompareResult:
     """What `octile compare` measured: BF16 with every seed (two at least), and each recipe with every seed asked for.
 
     `tokens` and `gradients` hold what was measured beside the losses, of the recipes that were measured so;
-    `recipe_files` what the files said that recipes came from, by the recipe's name.
+    `recipe_files` what the files said that recipes came from, by the recipe's name. `nudge` has steps and fractions:
+    how far BF16 lies from itself there if its weights were rounded once at the start. Runs that go on from a trained
+    BF16 have other noise than its seeds, each of which is a trunk of its own: where `nudge` is given, it is the noise.
     """
 
     preset: str
@@ -85,6 +88,7 @@ class CompareResult:
     tokens: tuple[TokenDifferences, ...] = ()
     gradients: tuple[GradientCheck, ...] = ()
     recipe_files: Mapping[str, str] = field(default_factory=dict)
+    nudge: tuple[tuple[int, float], ...] = ()
 
     @property
     def baselines(self) -> tuple[Curve, ...]:
@@ -128,7 +132,9 @@ class CompareResult:
 
     @property
     def noise_band(self) -> float:
-        """How far two BF16 runs end apart, a fraction: |L_b − L_a| / L_first, its mean over all pairs."""
+        """How far two BF16 runs end apart, a fraction: |L_b − L_a| / L_first, its mean over all pairs, or the nudge."""
+        if self.nudge:
+            return self.nudge[-1][1]
         ends = [b.final_val_loss if b.val_steps == self.bf16.val_steps else math.nan for b in self.baselines]
         return _mean([abs(b - a) for a, b in combinations(ends, 2)]) / ends[0] if ends[0] else math.nan
 
@@ -137,11 +143,16 @@ class CompareResult:
 
         Two curves that differ by chance cross now and then; there the distance itself is zero and the noise is not.
         """
+        found = self.nudge or self._between_seeds()
+        steps, apart = (np.array([pair[i] for pair in found], dtype=np.float64) for i in (0, 1))
+        padded = np.pad(apart, 1, mode="edge") if len(apart) else np.zeros(2)
+        return steps, np.maximum(np.maximum(padded[:-2], apart), padded[2:])
+
+    def _between_seeds(self) -> tuple[tuple[int, float], ...]:
+        """Steps, and how far BF16's runs lie apart at each: the mean over all pairs."""
         losses = [dict(zip(b.val_steps, b.val_loss, strict=True)) for b in self.baselines]
         steps = [step for step in losses[0] if all(step in known for known in losses)]
-        apart = np.array([_mean([abs(b[s] - a[s]) for a, b in combinations(losses, 2)]) / losses[0][s] for s in steps])
-        padded = np.pad(apart, 1, mode="edge") if len(apart) else np.zeros(2)
-        return np.array(steps, dtype=np.float64), np.maximum(np.maximum(padded[:-2], apart), padded[2:])
+        return tuple((s, _mean([abs(b[s] - a[s]) for a, b in combinations(losses, 2)]) / losses[0][s]) for s in steps)
 
     def mean_gaps(self, name: str) -> tuple[Floats, Floats]:
         """Steps and the mean over the seeds of a recipe's gaps there [n], where every seed was measured."""

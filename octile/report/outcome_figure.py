@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from octile.report.compare_words import FEW_SEEDS
 from octile.report.figures import COLOR, dress, recipe_look
 from octile.report.page import percent
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from octile.report.comparison import CompareResult
 
 ROW, FRAME = 58, 90  # pixels
+MOST_BARS = 20  # that the axis reaches to either side
 
 
 def height(result: CompareResult) -> int:
@@ -25,8 +27,12 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
     dress(axes, None, "held-out loss against BF16 at the end (%)")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
-    noise = [result.gap(curve) for curve in result.baselines[1:]]
-    _row(axes, 0, noise, "bf16, other seed" if len(noise) == 1 else "bf16, other seeds", COLOR["ink"], "")
+    if result.nudge:
+        noise, what = [-result.noise_band, result.noise_band], "bf16, nudged: this far to either side"
+    else:
+        noise = [result.gap(curve) for curve in result.baselines[1:]]
+        what = "bf16, other seed" if len(noise) == 1 else "bf16, other seeds"
+    _row(axes, 0, noise, what, COLOR["ink"], "")
     reach = [result.bar, *map(abs, noise)]
     for at, name in enumerate(result.names, 1):
         outcome = result.outcome(name)
@@ -38,9 +44,10 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
         _row(axes, at, outcome.gaps, name, color, percent(outcome.gap) if math.isfinite(outcome.gap) else "")
         if math.isfinite(outcome.gap):
             axes.plot([100 * outcome.gap] * 2, [at - 0.16, at + 0.16], color=color, linewidth=2.2)
-        reach += [abs(gap) for gap in outcome.gaps]
-        reach += [max(-i.low, i.high) for i in (outcome.over_text, outcome.over_seeds) if i]
-    limit = 112 * min(max(gap for gap in reach if math.isfinite(gap)), 20 * result.bar)
+        if abs(outcome.gap) <= MOST_BARS * result.bar:  # what ends beyond says so in words, and hides no other
+            reach += [abs(gap) for gap in outcome.gaps]
+            reach += [max(-i.low, i.high) for i in (outcome.over_text, outcome.over_seeds) if i]
+    limit = 112 * min(max(gap for gap in reach if math.isfinite(gap)), MOST_BARS * result.bar)
     axes.set_xlim(-limit, limit)
     axes.set_ylim(len(result.names) + 0.45, -0.6)
     axes.set_yticks([])
@@ -52,9 +59,10 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
 def say_outcomes(result: CompareResult) -> str:
     seeds = max((len(result.runs(name)) for name in result.names), default=0)
     if seeds > 1:
-        over = (
-            f"the broad stroke is the 95% interval over {seeds} seeds. A recipe is proven within the bar where all of"
-            " this lies between the dotted lines"
+        over = f"the broad stroke is the 95% interval over {seeds} seeds. " + (
+            "So few can hardly prove anything"
+            if seeds <= FEW_SEEDS
+            else "A recipe is proven within the bar where all of this lies between the dotted lines"
         )
     else:
         over = "there is no interval over seeds, since one seed cannot tell what another would give"

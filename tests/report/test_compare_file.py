@@ -9,6 +9,7 @@ import pytest
 
 from octile.report import read_result, write_compare_report
 from octile.report.compare_file import write_result
+from octile.report.compare_tables import outcome_rows
 from octile.report.gradients import GradientCheck, WeightGradient
 from octile.report.token_differences import Group, TokenDifferences
 from tests.report.test_compare import compared, curve, diverged
@@ -24,6 +25,7 @@ def whole():
     ours = curve("deepseek_v3", 3.003, window_loss=(3.0, 3.01), speed_quartiles=(1.0, 2.0), yardstick_s=0.002)
     more = (curve("bf16", 3.1, seed=2),)
     return compared(ours, diverged(), bf16_more_seeds=more, tokens=(tokens,), gradients=(check,), config={"steps": 40},
+                    nudge=((20, 0.003), (40, 0.002)),
                     recipe_files={"mine.toml": 'recipe = "deepseek_v3"'})  # fmt: skip
 
 
@@ -56,6 +58,14 @@ def test_a_loss_that_is_no_number_is_null_and_comes_back_as_nan(tmp_path):
     assert "Infinity" not in text
     losses = read_result(tmp_path / "compare.json").recipes[0].val_loss
     assert [math.isnan(loss) for loss in losses] == [False, True, True, False]
+
+
+def test_a_speed_that_says_nothing_is_null_and_a_dash(tmp_path):
+    result = compared(curve("a", 3.0, tokens_per_s=math.nan))
+    write_result(tmp_path / "compare.json", result, {})
+    read = read_result(tmp_path / "compare.json")
+    assert math.isnan(read.recipes[0].tokens_per_s)
+    assert [row["speed"] for row in outcome_rows(read)] == ["6,000", "6,000", "–"]
 
 
 @pytest.mark.skipif(not EXPERIMENT.exists(), reason="experiments are not installed")

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from octile.report import CompareResult, Curve, verdict_sentence
+from octile.report.compare_figure import draw_compare, say_compare
+from octile.report.compare_tables import outcome_rows
 from octile.report.compare_words import seeds_note
+from octile.report.figures import WIDE, drawing
+from octile.report.outcome_figure import draw_outcomes
 
 STEPS = tuple(range(10, 101, 10))
 
@@ -130,3 +134,40 @@ def test_the_interval_over_text_is_that_of_the_windows_drawn_again():
 
 def test_without_the_losses_of_windows_there_is_no_interval_over_text():
     assert compared(seeds("bf16", 2.0, 2.1), curve("a", 0, 2.0)).outcome("a").over_text is None
+
+
+# runs that go on from one point
+
+
+def nudged() -> CompareResult:
+    """The seeds lie 5% apart; a nudge makes 0.1%, then 0.02%."""
+    bf16 = [curve("bf16", 0, 2.0, 2.0, 2.0), curve("bf16", 1, 2.1, 2.1, 2.1)]
+    recipes = (curve("a", 0, 2.01, 2.001, 2.001), curve("a", 1, 2.11, 2.101, 2.101), curve("broken", 0, 3.0, 3.0, 3.0))
+    return replace(compared(bf16, *recipes), nudge=((80, 0.001), (90, 0.001), (100, 0.0002)))
+
+
+def test_where_runs_go_on_from_one_point_the_noise_is_what_a_nudge_does():
+    result = nudged()
+    assert result.noise_band == 0.0002
+    assert result.band()[0].tolist() == [80, 90, 100]
+    assert result.band()[1] == pytest.approx([0.001, 0.001, 0.001])
+    assert result.outcome("a").verdict.startswith("within the bar")
+    assert "rounded once at the start ends 0.02% from BF16" in verdict_sentence(result)
+    assert "rounded once at the start" in say_compare(result)
+
+
+def test_seeds_that_are_no_noise_are_baselines_all():
+    assert [row["outcome"] for row in outcome_rows(nudged())[:2]] == ["baseline", "baseline"]
+
+
+def test_a_recipe_that_ends_far_away_leaves_the_axis_to_the_others():
+    for draw in (draw_compare, draw_outcomes):
+        with drawing(WIDE, 560) as figure:
+            draw(figure, nudged())
+        axes = figure.axes[-1]
+        limits = axes.get_ylim() if draw is draw_compare else axes.get_xlim()
+        assert max(limits) < 0.7  # percent; the bar is 0.25
+
+
+def test_two_seeds_do_not_make_sure():
+    assert "of so few seeds that it can hardly prove anything" in verdict_sentence(nudged())
