@@ -2,7 +2,9 @@
 
 OUT.json is written again every few seconds with all that was measured so far. Ctrl-C or SIGTERM end the run after the
 step under way; the held-out text is measured once more and the file says "stopped". A run whose numbers break says
-"diverged", which is a result; what fails otherwise is the caller's to note, from the exit status and the log.
+"diverged", which is a result: its loss is NaN or infinite, or HOPELESS nats or more as a mean over EVERY steps, or
+gradients that are not finite were skipped for more steps in a row than the trainer lets pass. What fails otherwise is
+the caller's to note, from the exit status and the log.
 
 What others go on from lies beside OUT.json, as JOB.pt.
 """
@@ -55,6 +57,7 @@ class Result:
     grad_norm: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
     imbalance: list[list[float]] = field(default_factory=list)  # of each layer: its busiest expert's load, of the mean
+    loads: list[list[list[float]]] = field(default_factory=list)  # of each layer's experts, of the mean; of `balance`
     mtp_loss: list[float] = field(default_factory=list)
     skipped: int = 0
     val_steps: list[int] = field(default_factory=list)
@@ -128,8 +131,10 @@ def _note(result: Result, lines: list[dict[str, Any]], trainer: Trainer) -> None
     for name, key in (("loss", "main_loss"), ("grad_norm", "grad_norm"), ("mtp_loss", "mtp_loss")):
         getattr(result, name).append(_short(statistics.fmean(line[key] for line in lines)))
     result.speed.append(round(statistics.median(line["tokens_per_s"] for line in lines)))
-    load = trainer.expert_load()
-    result.imbalance.append([_short(max(of) * len(of) / max(sum(of), 1)) for of in load.values()])
+    load = [[n * len(of) / max(sum(of), 1) for n in of] for of in trainer.expert_load().values()]
+    result.imbalance.append([_short(max(of)) for of in load])
+    if result.job["group"] == "balance":  # of all runs they would be most of the file
+        result.loads.append([[round(n, 3) for n in of] for of in load])
 
 
 def _look(result: Result, trainer: Trainer, windows: torch.Tensor) -> list[float]:

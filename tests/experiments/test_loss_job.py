@@ -44,6 +44,7 @@ def test_a_run_keeps_its_curves_and_what_it_cost(store, tmp_path):
     assert result["state"] == "done"
     assert result["steps"] == [2, 4, 6, 8]
     assert len(result["loss"]) == len(result["speed"]) == len(result["imbalance"]) == 4
+    assert result["loads"] == []  # of `balance` alone
     assert result["val_steps"] == [4, 8]
     assert result["val_loss"][-1] == pytest.approx(sum(result["window_loss"]) / len(result["window_loss"]), rel=1e-5)
     assert result["facts"]["bytes_a_parameter"]["exp_avg"] == 2.0
@@ -85,6 +86,15 @@ def test_drafts_are_measured_where_there_are_any(store, tmp_path):
     result = run(store, tmp_path, job("balance", "toy", "bf16", 0, TOKENS, num_nextn_predict_layers=1))
     assert set(result["drafts"]) == {"greedy", "drawn"}
     assert result["mtp_loss"][-1] > 0
+
+
+def test_a_run_of_balance_keeps_every_experts_load(store, tmp_path):
+    result = run(store, tmp_path, job("balance", "toy", "bf16", 0, TOKENS))
+    assert len(result["loads"]) == len(result["steps"]) == 4
+    for layers, worst in zip(result["loads"], result["imbalance"], strict=True):
+        assert [len(load) for load in layers] == [8]  # experts of the one layer that has any
+        assert [max(load) for load in layers] == pytest.approx(worst, abs=1e-3)
+        assert sum(layers[0]) == pytest.approx(8, abs=0.01)
 
 
 def test_a_run_that_is_told_to_stop_keeps_what_it_has(store, tmp_path, monkeypatch):
