@@ -4,7 +4,8 @@ core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, an
            smallest size more seeds, for an interval
 long       the smallest size over 300M tokens
 trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
-branch     the rest of it under each recipe, from the same weights and moments and over the same batches
+branch     the rest of it under each recipe, from the same weights and moments and over the same batches; of seed 2
+           the control too, which has to fail
 ablation   recipes and variations at the smallest size, all from the same weights and the same batches
 rate       learning rates, up to divergence
 balance    what keeps the experts' load even, and multi-token prediction
@@ -16,6 +17,7 @@ worth stays until the end: runs from one seed end up to 0.6% apart, whatever the
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 from experiments.loss.sizes import run_config
@@ -41,8 +43,9 @@ ABLATIONS = (  # the slowest first
     "global_scale",
 )
 MORE_SEEDS = (2, 3, 4, 5)
-BRANCHES = ("bf16", "nudged", "deepseek_v3")  # of every size and of both seeds
-RATES = (4, 16, 64)  # times the usual one, which every other job has
+BRANCHES = ("bf16", "nudged", "deepseek_v3")  # of every trunk
+CONTROL_SEED = 2  # of a trunk that no recipe but these and the control goes on from: their BF16 ran beside it
+RATES = (2, 4, 16, 64, 128, 192)  # times the usual one, which every other job has
 RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
 BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a step, sequence loss of 1e-4
     "bias alone": {"aux_loss_alpha": 0.0},
@@ -53,6 +56,7 @@ BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a s
     "speed 0.003": {"balance_speed": 0.003},
     "speed 0.002": {"balance_speed": 0.002},
     "speed 0.002 over 100M tokens": {"balance_speed": 0.002},
+    "usual again": {},
     "with MTP": {"num_nextn_predict_layers": 1},
 }
 BALANCE_TOKENS = {"speed 0.002 over 100M tokens": CORE}  # SHORT of the others
@@ -99,11 +103,13 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     """Every job, in the order in which they begin: what takes longest does so first, and what may be left out last."""
     jobs = [job("long", small, recipe, 0, LONG) for recipe in ("bf16", "deepseek_v3")]
     trunks = {
-        (size, seed): replace(job("trunk", size, "bf16", seed, CORE), until=TRUNK) for seed in (0, 1) for size in sizes
+        (size, seed): replace(job("trunk", size, "bf16", seed, CORE), until=TRUNK)
+        for seed, size in (*product((0, 1), sizes), (CONTROL_SEED, small))
     }
     jobs += trunks.values()
     jobs += [branch(trunk, recipe) for trunk in trunks.values() for recipe in BRANCHES]
-    jobs += [branch(trunks[small, 0], recipe) for recipe in (*ABLATIONS, "control")]
+    jobs += [branch(trunks[small, 0], recipe) for recipe in ABLATIONS]
+    jobs.append(branch(trunks[small, CONTROL_SEED], "control"))
     for size in sizes:
         jobs += [job("core", size, *run, CORE) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
     jobs += [job("core", size, "control", 0, CORE) for size in sizes]
@@ -121,6 +127,19 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
     jobs += [job("core", small, recipe, seed, CORE) for seed in MORE_SEEDS for recipe in ("bf16", "deepseek_v3")]
     return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]
+
+
+def named(jobs: list[Job], names: list[str]) -> list[Job]:
+    """The jobs of these names and those that they go on from, in the order of the list.
+
+    Raises:
+        ValueError: there is no job of a name.
+    """
+    known = {job.name: job for job in jobs}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no job is named {', '.join(unknown)}")
+    wanted = {*names, *(known[name].after for name in names)}
+    return [job for job in jobs if job.name in wanted]
 
 
 def branch(trunk: Job, recipe: str) -> Job:

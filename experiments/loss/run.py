@@ -3,12 +3,13 @@
     python -m experiments.loss.run STORE OUT --seconds 1080         runs experiments.loss.jobs, and ends by itself
     python -m experiments.loss.run STORE OUT --state [RESULTS]         prints where they stand; RESULTS.json gathers all
     python -m experiments.loss.run STORE OUT --known RESULTS.json …    goes on from what another day's runs gave
+    python -m experiments.loss.run STORE OUT --jobs rate-bf16-2 …      runs these, and what they go on from, alone
 
 One process a run, one run a GPU, or two of the groups and sizes that `--together` names. Jobs begin in the order of the
 list; one that would not end in time, by the speed of those like it, is passed over for a shorter one, and one that goes
 on from another waits for what that leaves. At the deadline nothing new begins and what runs is asked to stop, which
 keeps what it has. A job that fails costs only itself: the end of its log is kept. OUT/JOB.json is a run's result
-(`experiments.loss.job`), OUT/JOB.log what it said.
+(`experiments.loss.job`), OUT/JOB.log what it said. Of what `--known` has, a job that `--jobs` names is run again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.loss.jobs import Job, all_jobs
+from experiments.loss.jobs import Job, all_jobs, named
 
 ROOM = 2  # of a GPU: a run takes all of it, or half
 READY = 45.0  # seconds until the first step, where nothing is known yet, and after the last
@@ -102,6 +103,7 @@ class Queue:
             self.running.remove(running)
             if running.process.returncode:
                 note_failure(self.out, running.job, running.process.returncode)
+            note(self.out, running.job, {"shared": running.room < ROOM})  # then its tokens/s are no speed
 
     def _takes(self, job: Job) -> int:
         return 1 if {job.size, job.group} & self.together else ROOM
@@ -133,11 +135,16 @@ def take_over(known: list[dict[str, Any]], out: Path) -> None:
 
 def note_failure(out: Path, job: Job, status: int) -> None:
     """Writes into a job's result that it failed, and the end of its log; what it had measured stays."""
-    file, log = out / f"{job.name}.json", out / f"{job.name}.log"
+    said = (out / f"{job.name}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+    note(out, job, {"state": "failed", "why": f"exit status {status}", "log": said})
+
+
+def note(out: Path, job: Job, more: dict[str, Any]) -> None:
+    """Adds to a job's result, which there may not be yet."""
+    file = out / f"{job.name}.json"
     result = json.loads(file.read_text()) if file.exists() else {"job": job.to_json(), "speed": []}
-    said = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     beside = file.with_suffix(".part")  # who reads at this moment sees one or the other
-    beside.write_text(json.dumps(result | {"state": "failed", "why": f"exit status {status}", "log": said}))
+    beside.write_text(json.dumps(result | more))
     beside.replace(file)
 
 
@@ -191,6 +198,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="0", help="their numbers: 0,1,2")
     parser.add_argument("--together", default="", help="groups or sizes of which two runs share a GPU: ablation,30m")
     parser.add_argument("--groups", default="", help="of these alone: core,long,trunk,branch,ablation,rate,balance")
+    parser.add_argument("--jobs", default="", help="these alone, by their names, and what they go on from")
     parser.add_argument("--tokens", type=float, default=1.0, help="every job's, times this")
     parser.add_argument("--known", type=Path, help="results of jobs that are not run again, if they ended")
     parser.add_argument("--toy", action="store_true", help="every job with a model for a CPU")
@@ -202,13 +210,20 @@ def main() -> None:
     if asked.seconds is None:
         parser.error("--seconds is needed: when nothing new shall begin")
     deadline = time.time() + asked.seconds
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.known:
-        take_over(json.loads(asked.known.read_text())["results"], asked.out)
     jobs = all_jobs("toy", ("toy",)) if asked.toy else all_jobs()
     jobs = [replace(job, tokens=job.tokens * asked.tokens) for job in jobs]
     if asked.groups:
         jobs = [job for job in jobs if job.group in asked.groups.split(",")]
+    again = asked.jobs.split(",") if asked.jobs else []
+    if again:
+        try:
+            jobs = named(jobs, again)
+        except ValueError as error:
+            parser.error(str(error))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.known:
+        known = json.loads(asked.known.read_text())["results"]
+        take_over([result for result in known if result["job"]["name"] not in again], asked.out)
     gpus = [int(gpu) for gpu in asked.gpus.split(",")]
     queue = Queue(asked.store, asked.out, jobs, gpus, set(asked.together.split(",")), deadline)
     queue.run()

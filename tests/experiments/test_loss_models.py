@@ -31,6 +31,12 @@ def test_jobs_have_names_of_their_own():
     assert len(set(names)) == len(names)
 
 
+def test_the_control_goes_on_beside_a_bf16_of_its_trunk():
+    branches = [job for job in all_jobs() if job.group == "branch"]
+    (control,) = (job for job in branches if job.recipe == "control")
+    assert [job.after for job in branches if (job.recipe, job.seed) == ("bf16", control.seed)] == [control.after]
+
+
 @pytest.mark.parametrize("job", all_jobs(), ids=lambda job: job.name)
 def test_a_job_can_be_configured(job):
     config = job.config()

@@ -59,6 +59,7 @@ def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
     assert states(q) == {FAILS.name: "failed", SMALL.name: "done"}
     (failed,) = (result for result in results(q.out) if result["state"] == "failed")
     assert failed["log"] == ["no tensor core for this"]
+    assert not any(result["shared"] for result in results(q.out))
     state(q.out, q.out / "all" / "results.json")
     assert "no tensor core for this" in capsys.readouterr().out
     assert len(json.loads((q.out / "all" / "results.json").read_text())["results"]) == 2
@@ -82,6 +83,13 @@ def test_two_jobs_share_a_gpu_where_it_is_allowed(queue):
             running.process.wait()
         for file in q.out.glob("*.json"):
             file.unlink()
+
+
+def test_a_run_that_shared_its_gpu_says_so(queue):
+    q = queue([SMALL, FAILS, LARGE], together=["30m"])
+    q.run()
+    shared = {result["job"]["name"]: result["shared"] for result in results(q.out)}
+    assert shared == {SMALL.name: True, FAILS.name: True, LARGE.name: False}
 
 
 def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue):
@@ -122,6 +130,43 @@ def test_what_another_day_gave_is_not_run_again(tmp_path, monkeypatch, capsys):
     main()
     assert begun == ["failed", "trunk", "unknown"]  # what a trunk left is on the machine that is gone
     assert "not begun: failed, trunk, unknown" in capsys.readouterr().out
+
+
+TRUNK = replace(SMALL, name="trunk", until=0.4)
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """begun(option, …): the names of the jobs that main begins, of three and a trunk."""
+    jobs = [TRUNK, branch(TRUNK, "bf16"), SMALL, LARGE]
+    queued = []
+    monkeypatch.setattr(module, "all_jobs", lambda *sizes: jobs)
+    monkeypatch.setattr(Queue, "run", lambda queue: queued.extend(job.name for job in queue.waiting))
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["run", "store", str(tmp_path / "out"), "--seconds", "9", *options])
+        main()
+        return queued
+
+    return run
+
+
+def test_named_jobs_run_alone_but_for_what_they_go_on_from(begun):
+    assert begun("--jobs", f"{LARGE.name},branch-30m-bf16-0") == ["trunk", "branch-30m-bf16-0", LARGE.name]
+
+
+def test_a_named_job_is_run_again_though_it_is_known(begun, tmp_path):
+    known = [{"job": job.to_json(), "state": "done", "speed": []} for job in (SMALL, LARGE)]
+    (tmp_path / "known.json").write_text(json.dumps({"results": known}))
+    assert begun("--jobs", SMALL.name, "--known", str(tmp_path / "known.json")) == [SMALL.name]
+    assert [result["job"]["name"] for result in results(tmp_path / "out")] == [LARGE.name]
+
+
+def test_a_name_that_no_job_has_is_refused(begun, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        begun("--jobs", "rate-bf16-5")
+    assert "no job is named rate-bf16-5" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_job_that_was_done_is_not_done_again(queue):
