@@ -29,7 +29,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def formula() -> dict[str, Any]:
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)[0]
     names: dict[str, Any] = {}
     exec(code, names)
     return names

@@ -66,7 +66,7 @@ def _masked(t: Tensors) -> Tensor:
 
 def _k_grouped(t: Tensors) -> Tensor:
     d = t["c"].clone()
-    sizes = [128] * G  # on the host only their sum is looked at
+    sizes = [128] * G if t["ks"].is_cuda else t["ks"].tolist()  # on a GPU only their sum is looked at
     deep_gemm.k_grouped_fp8_gemm_tn_contiguous(
         (t["x"], t["x_scale"]), (t["dy"], t["dy_scale"]), d, sizes, t["ks"], d
     )  # fmt: skip
