@@ -39,6 +39,7 @@ CLUSTERED = 1.05  # times as long is a step of blocks that wait for each other
 PART = 2200  # cycles to write, count and read each part of a split sum
 MEMORY_BYTES = 2900  # a cycle, of all
 ADDED_BYTES = 655  # a cycle, of all, that the L2 cache adds to
+ADDED_DIRECTLY = 280  # bytes of BF16 a cycle, of all, that threads read, add to and write, with nothing beside it
 FETCH = 3000  # cycles until the first rows that are added to are there, and the last ones back
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1000  # cycles from asking for a stage to having it
@@ -103,8 +104,10 @@ def _with_splits(
     p: Problem, turned: bool, shape: tuple[int, int, int, bool, int, int, int], chip: Chip
 ) -> Iterator[Config]:
     tile_m, tile_n, warpgroups, ping_pong, cluster_m, cluster_n, accumulators = shape
-    if turned and (p.store is Store.PAIRS or p.out_float):
+    if turned and (p.store is Store.PAIRS or p.out_float or p.accumulate):
         p = replace(p, store=Store.SINGLE)
+    # the copy engine adds FP32 numbers only: BF16 ones are fetched, or added to by threads
+    adds = p.store is not Store.TMA or p.out_float or not p.accumulate
     try:
         first = Config(
             tile_m,
@@ -122,8 +125,8 @@ def _with_splits(
             accumulate=p.accumulate,
             promote=p.promote,
             transposed=turned,
-            store=p.store,
-            staged_pieces=1 if p.store is Store.TMA else 0,
+            store=p.store if adds else Store.PAIRS,
+            staged_pieces=1 if p.store is Store.TMA and adds else 0,
             **_bands(
                 p,
                 tile_m * cluster_m,
@@ -140,8 +143,9 @@ def _with_splits(
     steps, tiles = -(-p.k // STEP), _tiles(p, first)
     if ping_pong and tiles < chip.multiprocessors:  # one warpgroup of each block would have none
         return
-    with suppress(ValueError):
-        yield from _fetching(first)
+    if p.accumulate and p.store is Store.TMA:
+        with suppress(ValueError):
+            yield _fetching(first)
     for filled in _filled(first):
         yield filled
         if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
@@ -168,12 +172,11 @@ def _filled(config: Config) -> Iterator[Config]:
             yield replace(config, stages=stages, staged_pieces=staged)
 
 
-def _fetching(config: Config) -> Iterator[Config]:
-    """The same, fetching what it adds to, where it adds; with as many stages as there is room for beside that."""
-    if config.accumulate and config.store is Store.TMA:
-        fetching = replace(config, fetch=True, staged_pieces=config.pieces // config.waves)
-        stages = (SHARED_BYTES - fetching.other_bytes) // (config.teams * config.stage_bytes)
-        yield replace(fetching, stages=min(stages, MOST_STAGES))
+def _fetching(config: Config) -> Config:
+    """The same, fetching what it adds to; with as many stages as there is room for beside that."""
+    fetching = replace(config, store=Store.TMA, fetch=True, staged_pieces=config.pieces // config.waves)
+    stages = (SHARED_BYTES - fetching.other_bytes) // (config.teams * config.stage_bytes)
+    return replace(fetching, stages=min(stages, MOST_STAGES))
 
 
 def _bands(p: Problem, unit_m: int, unit_n: int, at_once: int) -> dict[str, Any]:
@@ -253,14 +256,17 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
     added = c.out_bytes * p.m * p.n * weights if p.accumulate else 0
-    if not c.fetch:
-        memory += added / ADDED_BYTES
+    if c.fetch:
+        adding = FETCH + 2 * added / MEMORY_BYTES  # which the products wait for
+    elif c.out_float:
+        adding, memory = 0, memory + added / ADDED_BYTES
+    else:
+        adding = added / ADDED_DIRECTLY
     under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
     made = rounds * tile + (CLUSTER if c.cluster > 1 and rounds == 1 else 0)
-    fetched = FETCH + 2 * added / MEMORY_BYTES if c.fetch else 0  # which the products wait for
     # of two that take as long, the one that does less
-    return LAUNCH + max(made, memory) + 0.1 * min(made, memory) + fetched
+    return LAUNCH + max(made, memory) + 0.1 * min(made, memory) + adding
 
 
 def _slower(c: Config) -> float:
@@ -300,6 +306,7 @@ def plans_for_v3() -> dict[str, Config]:
         problems[f"wgrad, adding, {shape}"] = Problem(m, n, k, accumulate=True, **WGRAD, **FLOAT)
         problems[f"wgrad, float32, {shape}"] = Problem(m, n, k, **WGRAD, **FLOAT)
         problems[f"wgrad, bfloat16, {shape}"] = Problem(m, n, k, **WGRAD)
+        problems[f"dense, adding to bfloat16, {shape}"] = Problem(m, n, k, accumulate=True)
         problems[f"dense, float32, {shape}"] = Problem(m, n, k, **FLOAT)
         problems[f"one scale, {shape}"] = Problem(m, n, k, **ONE_SCALE)
     for n, k in SMALL:

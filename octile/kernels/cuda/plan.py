@@ -199,7 +199,7 @@ def _store(p: Product) -> Store:
     address, size = p.out.data_ptr(), p.out.itemsize
     # of a row that ends within 16 bytes the copy engine would write all 16 (seen on an H200)
     whole = (address // size, p.out.shape[-1], *strides)
-    if all(i % (VECTOR // size) == 0 for i in whole) and (p.out.dtype == torch.float32 or not p.accumulate):
+    if all(i % (VECTOR // size) == 0 for i in whole):
         return Store.TMA
     pairs = p.out.shape[-1] % 2 == 0 and address % (2 * size) == 0 and all(i % 2 == 0 for i in strides)
     return Store.PAIRS if pairs else Store.SINGLE

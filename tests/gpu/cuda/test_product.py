@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda import jit, launch, products, tuned
-from octile.kernels.cuda.config import Config, Scales, Schedule
+from octile.kernels.cuda.config import Config, Scales, Schedule, Store
 from octile.kernels.cuda.plan import Product, plan, readable
 from octile.kernels.cuda.problem import Chip
 from octile.kernels.storage import padded
@@ -56,6 +56,11 @@ KERNELS = {  # those that `choose` takes seldom are tested here all the same
     "fetching": Config(256, 128, 3, fetch=True, staged_pieces=4, **OF_ROWS),
     "fetching, cluster": Config(256, 128, 3, cluster_n=2, fetch=True, staged_pieces=4, **OF_ROWS),
     "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, fetch=True, staged_pieces=3, **OF_ROWS),
+    "fetching bfloat16": Config(256, 128, 3, accumulate=True, fetch=True, staged_pieces=2),
+    "fetching bfloat16, narrow pieces": Config(
+        128, 112, 4, b_scales=Scales.PER_ROW, accumulate=True, fetch=True, staged_pieces=7
+    ),
+    "adding to bfloat16 by threads": Config(128, 128, 4, accumulate=True, store=Store.PAIRS),
 }
 OF_GROUPS = {  # kernels of rows in groups; tiles of 256 rows leave out the second half of 128 that no row is in
     "128×128": Config(128, 128, 4, staged_pieces=1, max_groups=32),
@@ -187,8 +192,9 @@ def test_every_kind_of_kernel(name: str):
     guarded = _Guarded((300, 520), torch.float32 if config.out_float else torch.bfloat16)
     before = torch.randn(300, 520, device="cuda") if config.accumulate else torch.zeros((), device="cuda")
     guarded.out.copy_(before)
+    before = guarded.out.double()
     _make(Schedule.DENSE, guarded.out, a, b, accumulate=config.accumulate, config=config)
-    _check(guarded.out, _values(a), _values(b), before.double())
+    _check(guarded.out, _values(a), _values(b), before)
     guarded.check()
 
 
@@ -366,13 +372,17 @@ def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
 
 
 FETCHING = Config(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, fetch=True, staged_pieces=4, **OF_ROWS)
+DIRECT = Config(
+    128, 128, 4, schedule=Schedule.ALONG_K, max_groups=32, b_scales=Scales.PER_ROW, accumulate=True, store=Store.PAIRS
+)
 WGRADS = {  # rows, columns, tokens of four groups; how they are stored; a kernel, or the one that is chosen
     "float32": (512, 640, 4000, torch.float32, False, None),
     "bfloat16": (512, 640, 4000, torch.bfloat16, False, None),
     "added to float32 in the L2 cache": (512, 640, 4000, torch.float32, True, None),
     "added to float32 that is fetched": (1024, 2048, 1200, torch.float32, True, None),
     "added to float32 that is fetched, 256×128": (512, 640, 4000, torch.float32, True, FETCHING),
-    "added to bfloat16": (512, 640, 4000, torch.bfloat16, True, None),
+    "added to bfloat16 that is fetched": (512, 640, 4000, torch.bfloat16, True, None),
+    "added to bfloat16 by threads": (512, 640, 4000, torch.bfloat16, True, DIRECT),
 }
 
 

@@ -50,6 +50,12 @@ REFUSED = {
     "staged_pieces must be 1 to 2": {"staged_pieces": 3},
     "only the copy engine": {"store": Store.SINGLE},
     "is fetched to be added to": {"fetch": True},
+    "is not turned": {
+        "fetch": True,
+        "accumulate": True,
+        "transposed": True,
+        "staged_pieces": 1,
+    },
     "only the last part is stored": {"fetch": True, "accumulate": True, "out_float": True, "split_k": 2},
     "64 rows are added to at a time": {"fetch": True, "accumulate": True, "out_float": True, "staged_pieces": 1},
     "registers of sums": {"tile_m": 256, "tile_n": 160, "staged_pieces": 1},

@@ -37,9 +37,9 @@ def test_how_a_result_is_stored(case: str):
     assert problem(_product(out)).store is store
 
 
-def test_the_copy_engine_adds_float32_only():
+def test_the_copy_engine_brings_back_what_is_added_to():
     assert problem(_product(torch.empty(M, N), accumulate=True)).store is Store.TMA
-    assert problem(_product(accumulate=True)).store is Store.PAIRS
+    assert problem(_product(accumulate=True)).store is Store.TMA
 
 
 def test_what_the_casts_write_is_readable():

@@ -62,6 +62,11 @@ DENSE = {
     "ping-pong, float32, adding, by the copy engine": config(
         128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
     ),
+    "256 rows, fetching BF16": config(256, 128, 3, accumulate=True, fetch=True, staged_pieces=2),
+    "narrow pieces, fetching BF16": config(128, 48, b_scales=ROW, accumulate=True, fetch=True, staged_pieces=3),
+    "ping-pong in a cluster, fetching BF16": config(
+        128, 32, 3, ping_pong=True, cluster_n=2, accumulate=True, fetch=True, staged_pieces=1
+    ),
     "ping-pong, fetching what it adds to": config(
         128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=1
     ),
@@ -281,6 +286,9 @@ WGRAD = {
     ),
     "fetching what it adds to": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+    ),
+    "bfloat16, fetching what it adds to": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, accumulate=True, fetch=True, staged_pieces=1
     ),
     "ping-pong in a cluster, fetching what it adds to": config(
         64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True, cluster_n=2, out_float=True, accumulate=True,

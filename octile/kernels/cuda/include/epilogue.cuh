@@ -1,8 +1,9 @@
 // A warpgroup's sums to global memory.
 //
 //   tma      whole pieces of 64 rows through shared memory, swizzled against bank conflicts: the copy engine stores
-//            them, or adds them (FP32), and leaves out what lies outside of the tensor. It would also store rows of the
-//            next group: of a piece that is not whole they are stored one by one, and it is not swizzled.
+//            them, or adds them (FP32 alone; to BF16 is added in shared memory), and leaves out what lies outside of
+//            the tensor. It would also store rows of the next group: of a piece that is not whole they are stored one
+//            by one, and it is not swizzled.
 //   pairs    two neighbouring numbers at once, where the copy engine cannot store
 //   single   any strides
 //
@@ -26,6 +27,11 @@ __device__ __forceinline__ int out_group(const Tile& tile) {
 __device__ __forceinline__ uint16_t bf16(float x) { return static_cast<uint16_t>(ptx::pack_bf16(x, 0.0f)); }
 __device__ __forceinline__ float from_bf16(uint32_t x) { return __uint_as_float(x << 16); }
 
+// Two BF16 numbers, plus x and y, each sum rounded once.
+__device__ __forceinline__ uint32_t add_to_bf16(uint32_t before, float x, float y) {
+    return ptx::pack_bf16(__fadd_rn(x, from_bf16(before & 0xFFFF)), __fadd_rn(y, from_bf16(before >> 16)));
+}
+
 __device__ __forceinline__ void store_pair(void* data, int64_t at, float x, float y) {
     if constexpr (config::out_float) {
         float* to = static_cast<float*>(data) + at;
@@ -33,12 +39,7 @@ __device__ __forceinline__ void store_pair(void* data, int64_t at, float x, floa
         else *reinterpret_cast<float2*>(to) = make_float2(x, y);
     } else {
         uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(data) + at);
-        if constexpr (config::accumulate) {
-            const uint32_t old = *to;
-            x = __fadd_rn(x, from_bf16(old & 0xFFFF));
-            y = __fadd_rn(y, from_bf16(old >> 16));
-        }
-        *to = ptx::pack_bf16(x, y);
+        *to = config::accumulate ? add_to_bf16(*to, x, y) : ptx::pack_bf16(x, y);
     }
 }
 
@@ -84,9 +85,14 @@ __device__ __forceinline__ int swizzled(int at) {
 }
 
 __device__ __forceinline__ void add_pair(uint8_t* to, float x, float y) {
-    float2* pair = reinterpret_cast<float2*>(to);
-    const float2 before = *pair;
-    *pair = make_float2(__fadd_rn(before.x, x), __fadd_rn(before.y, y));
+    if constexpr (config::out_float) {
+        float2* pair = reinterpret_cast<float2*>(to);
+        const float2 before = *pair;
+        *pair = make_float2(__fadd_rn(before.x, x), __fadd_rn(before.y, y));
+    } else {
+        uint32_t* pair = reinterpret_cast<uint32_t*>(to);
+        *pair = add_to_bf16(*pair, x, y);
+    }
 }
 
 // As many columns of 64 rows' sums as a piece has, from the 8·`first`th on, to shared memory; BF16 is rounded. What is
@@ -98,13 +104,13 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
     const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane();
     // lanes 0 … 7 name the rows of the first 8×8 matrix, then 8 rows below it, then both 8 columns further on
     const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix = lane / 16;
-    if constexpr (config::out_float) {
-        const int plain = (warp_row + lane / 4) * row_bytes + lane % 4 * 8;
+    if constexpr (config::out_float || config::fetch) {
+        const int plain = (warp_row + lane / 4) * row_bytes + lane % 4 * 2 * out_bytes;
         const int at = swizzle ? swizzled<row_bytes>(plain) : plain;
 #pragma unroll
         for (int j = 0; j < piece_columns / 8; ++j) {
             const float* x = &total[4 * (first + j)];
-            uint8_t* to = piece + (at ^ j * 32);
+            uint8_t* to = piece + (at ^ j * 8 * out_bytes);
             if constexpr (config::fetch) {
                 add_pair(to, x[0], x[1]);
                 add_pair(to + 8 * row_bytes, x[2], x[3]);
