@@ -2,6 +2,7 @@
 
 core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail; of the
            smallest size more seeds, for an interval
+again      DeepSeek-V3's recipe at the largest size, twice more with each seed: a GPU adds in another order each time
 long       the smallest size over 300M tokens
 trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
 branch     the rest of it under each recipe, from the same weights and moments and over the same batches; of seed 2
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from experiments.loss.sizes import run_config
 from octile.train.config import TrainConfig
 
-Group = Literal["core", "long", "trunk", "branch", "ablation", "rate", "balance"]
+Group = Literal["core", "again", "long", "trunk", "branch", "ablation", "rate", "balance"]
 TRUNK = 0.4  # of a run's steps
 LONG, CORE, SHORT, RATE = 300e6, 100e6, 40e6, 12e6  # tokens
 ABLATIONS = (  # the slowest first
@@ -126,6 +127,11 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         one = job("balance", small, "deepseek_v3", 0, BALANCE_TOKENS.get(name, SHORT), **changes)
         jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
     jobs += [job("core", small, recipe, seed, CORE) for seed in MORE_SEEDS for recipe in ("bf16", "deepseek_v3")]
+    jobs += [
+        replace(again, name=f"{again.name}-{number}")
+        for number in (1, 2)
+        for again in (job("again", sizes[0], "deepseek_v3", seed, CORE) for seed in (0, 1))
+    ]
     return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]
 
 
