@@ -22,7 +22,7 @@ from octile.bench import step_goals as goals
 from octile.bench import step_profile as profile
 from octile.bench.rows import LEGEND, Row, beside, table
 from octile.bench.step_bytes import allocated_by, cache_weights, checkpoint_bytes, kept_for_backward, of_a_parameter
-from octile.bench.step_goals import BF16, DENSE, EAGER, OPTIMIZED, OUTSIDE, SLICE, STEP
+from octile.bench.step_goals import BF16, DENSE, EAGER, OPTIMIZED, OUTSIDE, OUTSIDE_LAYERS, SLICE, STEP
 from octile.bench.step_models import Sizes, Work, captured, compiled, decoder, rank_slice, torchao
 from octile.bench.timing import seconds
 from octile.models.config import ModelConfig
@@ -104,9 +104,9 @@ def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
 def mixture(config: ModelConfig, ranks: int, sequence: int, device: str, begin: float) -> Iterator[Row]:
     """The rank's share of a block with experts."""
     case = SLICE
-    # No compiled BF16: torch 2.11's compiler lays operands out so that its grouped product stops the whole process.
     makers = {
         EAGER: lambda: rank_slice(config, ranks, sequence, device),
+        BF16: lambda: compiled(rank_slice(config, ranks, sequence, device)),
         OCTILE: lambda: _converted(rank_slice(config, ranks, sequence, device), V3),
         "octile, gate and up again": lambda: _converted(
             rank_slice(config, ranks, sequence, device), SETTINGS["octile, gate and up again"]
@@ -219,6 +219,8 @@ def _profiled(case: str, works: Candidates) -> Iterator[Row]:
         yield Row(case, "peak, copy", peak.copy / 1e9, "GB/s")
         found = profile.calls(works[OCTILE].step)
         yield from profile.table(f"{case}: calls", found, peak)
+        took, called = seconds({OCTILE: works[OCTILE].step}, ROUNDS)[OCTILE], sum(call.seconds for call in found)
+        yield beside(f"{case}: calls", "the whole step", took * 1e3, "ms", "its calls", called * 1e3)
         for kind, share in profile.shares(found).items():
             yield Row(case, f"calls, {kind}", 100 * share, "% of a step")
     except Exception as error:
@@ -238,7 +240,7 @@ def _profiled(case: str, works: Candidates) -> Iterator[Row]:
             outside = parts.get("other", 0.0)
             yield Row(case, OUTSIDE, 100 * outside, "% of a step")
             outside += parts.get("attention", 0.0)
-            yield Row(case, "outside the products of layers", 100 * outside, "% of a step")
+            yield Row(case, OUTSIDE_LAYERS, 100 * outside, "% of a step")
 
 
 def _activations(case: str, works: Candidates, tokens: int, of_torchao: bool) -> Iterator[Row]:

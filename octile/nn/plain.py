@@ -12,12 +12,12 @@ Shapes: T tokens, K inputs, N outputs, G experts.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octile.nn.together import Shared, once
 from octile.nn.watched import Product, begin, show, watched
 from octile.ops.matmul import without_autocast
+from octile.ops.plain import plain_grouped_nt, plain_grouped_tn
 
 
 class PlainProduct(torch.autograd.Function):
@@ -62,24 +62,15 @@ class PlainProduct(torch.autograd.Function):
 
 def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """a[T, K] · bᵀ, b[N, K] or [G, N, K], also where autocast is on; rows past the last group are zero."""
+    if offs is not None:
+        return plain_grouped_nt(a, b, offs)
     with without_autocast(a.device):
-        if offs is None:
-            return a @ b.mT
-        y = F.grouped_mm(_aligned(a).contiguous(), _aligned(b, rows=True).mT, offs=offs)[:, : b.shape[1]]
-        past = torch.arange(a.shape[0], device=a.device) >= offs[-1]
-        return y.masked_fill_(past[:, None], 0)
+        return a @ b.mT
 
 
 def tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
+    if offs is not None:
+        return plain_grouped_tn(a, b, offs)
     with without_autocast(a.device):
-        if offs is None:
-            return a.mT @ b
-        dw = F.grouped_mm(_aligned(a).contiguous().mT, _aligned(b).contiguous(), offs=offs)
-        return dw[:, : a.shape[1], : b.shape[1]]
-
-
-def _aligned(t: Tensor, rows: bool = False) -> Tensor:
-    """t with zeros appended to its columns, and rows, up to a multiple of 8: grouped_mm wants strides of 16 bytes."""
-    missing = (0, -t.shape[-1] % 8, 0, -t.shape[-2] % 8 if rows else 0)
-    return F.pad(t, missing) if any(missing) else t
+        return a.mT @ b

@@ -18,6 +18,7 @@ from octile.ops.grouped import (
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
+from octile.ops.plain import plain_grouped_nt, plain_grouped_tn
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
@@ -52,6 +53,14 @@ CASES = {
             torch.randn(5, 64, device="cuda").bfloat16(),
             torch.randn(8, 64, device="cuda"),
         ),
+    ),
+    "plain groups": lambda: (
+        plain_grouped_nt,
+        (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(3, 70, 60, device="cuda").bfloat16(), _offs()),
+    ),
+    "plain groups, summed over rows": lambda: (
+        plain_grouped_tn,
+        (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(99, 70, device="cuda").bfloat16(), _offs()),
     ),
     "quantize": lambda: (quantize, (torch.randn(2, 5, 130, device="cuda"), *TILE, "int8", True)),
     "dequantize": lambda: (dequantize, (*_operand((5, 130), TILE)[:2], *TILE, torch.bfloat16)),

@@ -25,6 +25,7 @@ from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.permute import permute, unpermute
+from octile.ops.plain import plain_grouped_nt, plain_grouped_tn
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
 from octile.ops.scale_layouts import (
@@ -70,6 +71,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     matmul_nt_out: (torch.ones(2, 2), *A, *A, False),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
     permute: (CODES, SCALE, PLACES),
+    plain_grouped_nt: (X, X[None], ENDS),
+    plain_grouped_tn: (X, X, ENDS),
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
     quantize_rows_and_columns: (X, "int8", False),
