@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One stage of what hopper.md describes: check, tests, gemm, casts, step, tune, profile, sanitize, train, probe or bits.
-# Needs a Hopper GPU. Ends within nine minutes and writes to $OUT, a short table last.
+# One stage of what hopper.md describes: check, tests, gemm, casts, step, tune, profile, sanitize, train, deterministic,
+# probe or bits. Needs a Hopper GPU. Ends within nine minutes and writes to $OUT, a short table last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -90,6 +90,10 @@ sanitize)
 train)
     restore_tuned
     within 520 "$PYTHON" -m benchmarks.train "$OUT" "${@:2}"
+    ;;
+deterministic)
+    restore_tuned
+    within 520 "$PYTHON" -m benchmarks.deterministic "$OUT"
     ;;
 probe)
     within 520 "$PYTHON" -m octile.lab.probe --outputs "${OUTPUTS:-1e8}" --golden "$OUT/tensor_core.safetensors" \
