@@ -31,6 +31,7 @@ from octile.models.counts import count_parameters
 from octile.nn.cast import cast_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
+from octile.report.machine import machine
 from octile.train.batches import validation
 from octile.train.draft_acceptance import draft_acceptance
 from octile.train.loop import pick_device
@@ -51,7 +52,7 @@ class Result:
 
     job: dict[str, Any]
     state: str = "running"
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # machine and commit, the whole configuration, sizes, costs
     steps: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
@@ -77,10 +78,11 @@ class Result:
 def run(store: TokenStore, job: Job, out: Path) -> Result:
     device = pick_device("auto")
     config = job.config()
-    result = Result(job.to_json())
+    result = Result(job.to_json(), facts={"machine": machine(device)})
     result.write(out)
     begin = time.perf_counter()
     trainer = Trainer(config, store, device, recipe(job.recipe))
+    result.facts["config"] = json.loads(replace(trainer.config, recipe=job.recipe).to_json())
     if job.after:
         branch.continue_from(trainer, out.with_name(f"{job.after}.pt"))
     nudge(job.recipe, trainer.model)
@@ -106,7 +108,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
                     result.state, result.why = "diverged", f"the loss is {result.loss[-1]}"
                     break
             if trainer.steps_done == first + 1:
-                result.facts = _facts(trainer, time.perf_counter() - begin)
+                result.facts |= _facts(trainer, time.perf_counter() - begin)
             last = trainer.steps_done == end
             if trainer.steps_done % every_look == 0 and not last:
                 _look(result, trainer, looks)

@@ -11,6 +11,7 @@ from experiments.loss import job as module
 from experiments.loss.jobs import branch, job
 from experiments.loss.recipes import nudge
 from experiments.loss.report import Results, gap, interval, write
+from octile.train.config import TrainConfig
 from octile.train.data import prepare
 
 TOKENS = 8 * 8 * 64  # eight steps of the model for a CPU
@@ -65,6 +66,26 @@ def test_a_branch_goes_on_where_the_trunk_ended(store, tmp_path, recipe):
     else:
         assert result["val_loss"][-1] == pytest.approx(whole["val_loss"][-1], rel=0.01)
         assert result["val_loss"][-1] != whole["val_loss"][-1]
+
+
+def test_a_result_says_which_commit_ran_with_which_configuration(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "machine", lambda device: {"commit": "0123456789ab", "gpu": None})
+    one = job("core", "toy", "fp32_moments", 3, TOKENS, lr=1e-3, num_nextn_predict_layers=1)
+    facts = run(store, tmp_path, one)["facts"]
+    assert facts["machine"] == {"commit": "0123456789ab", "gpu": None}
+    config = TrainConfig.from_json(json.dumps(facts["config"]))
+    model = replace(one.config().model, bos_token_id=store.tokenizer.begin, eos_token_id=store.tokenizer.end)
+    assert config == replace(one.config(), recipe="fp32_moments", model=model)
+
+
+def test_a_run_whose_first_step_breaks_says_so_too(store, tmp_path, monkeypatch):
+    def broken(trainer):
+        raise FloatingPointError("the loss is nan")
+
+    monkeypatch.setattr(module.Trainer, "step", broken)
+    result = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
+    assert result["state"] == "diverged"
+    assert {"machine", "config"} <= set(result["facts"])
 
 
 def test_a_nudge_is_half_a_unit_of_bf16():
