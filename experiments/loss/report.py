@@ -1,7 +1,8 @@
-"""`python -m experiments.loss.report RESULTS.json FOLDER`: tables, curves over one another, and a page a comparison.
+"""`python -m experiments.loss.report RESULTS.json … FOLDER`: tables, curves over one another, and a page a comparison.
 
 FOLDER/README.md has the tables; FOLDER/NAME.svg and FOLDER/NAME/report.html show each group of runs that has BF16 with
 two seeds, by the tools of `octile compare`. What is missing in RESULTS.json is missing in the tables, and is said so.
+Of a job that several of them have the last one's counts; FOLDER/results.json has all together.
 
 A gap is (L − L_s) / L_s, with L_s the held-out loss of BF16 with the same seed, on the same windows; its interval is
 that of 95% over windows. A run that was stopped early is compared where both were last measured.
@@ -13,14 +14,16 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.loss.figures import save_lines
-from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, RATE_RECIPES, RATES, all_jobs
+from experiments.loss.figures import Line, save_lines, save_loads
+from experiments.loss.job import EVERY, HOPELESS
+from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
 from octile.report.compare import save_compare_figure, write_compare_report
@@ -33,6 +36,7 @@ Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 AFTER_WARM_UP = 0.2  # of the steps
+AIM = 1.3  # of the busiest expert's tokens, of the mean
 STEEP = 3.2  # nats a token, which the loss passes where it falls most steeply
 HOW = f"""The text is built by `python -m experiments.loss.text fetch .data` and `… build .data`, the runs by
 `python -m experiments.loss.run .data/tokens OUT` with the GPUs and seconds that there were, this page by
@@ -41,18 +45,37 @@ changes in `recipes.py`, the library's recipes in `docs/recipes.md`.
 
 {TOKENS_A_STEP:,} tokens a step in texts of {SEQUENCE:,}; warm-up over 5% of the steps, then a cosine to a tenth; AdamW
 with 0.9, 0.95, decay 0.1, clipping at 1. A seed decides weights and the order of the text: runs of one seed begin alike
-and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. Runs that shared a
-GPU with another are slower than they are alone."""
+and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. A run that shared
+its GPU with another has no tokens/s here, since they are no speed: all of 30m did that do not say they were alone."""
 
-ANSWER = """Gaps of the held-out loss to BF16 of the same seed, one for each seed; the bar is 0.25%. Runs from scratch
-part when the loss falls steeply, a few steps sooner or later as chance has it, and what that is worth stays until the
-end: BF16 itself, run twice from the same seed, ends that far apart. Runs from one point on begin after most of the
-fall, and say what the last 60% of the steps cost."""
+WORDS = """- **Gap**: how far a run's held-out loss L lies from BF16's, L_s, of the same seed and on the same windows:
+  (L − L_s) / L_s. Above zero, the run is worse than BF16.
+- **Bar**: 0.25%, which a gap must stay within in either direction (DeepSeek-V3, arXiv 2412.19437, §3.3.1).
+- **Noise**: how far runs end apart that differ by chance alone. A gap no larger cannot be told from none. From scratch
+  it is that of BF16 run again, from the same seed or from another. From one point on it is that of a nudge: of BF16
+  from weights that were rounded once."""
+ANSWER = """Gaps, one for each seed. Runs from scratch part when the loss falls steeply, a few steps sooner or later as
+chance has it, and what that is worth stays until the end: BF16 itself, run twice from the same seed, ends that far
+apart. Runs from one point on begin after most of the fall, and say what the last 60% of the steps cost. The control is
+a recipe that has to fail."""
 IN_THE_FALL = """These runs of 40M tokens end while the loss still falls steeply, so chance weighs more than a recipe's
 numbers do: they tell what breaks, and "From one point on" what costs."""
 ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
-batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise is the root of the mean square of what that
-does, over all sizes and seeds.
+batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise, {noise:.3%}, is the root of the mean
+square of what that does, over all sizes and seeds. Beside `deepseek_v3`: the gap less that of `deepseek_v3` from the
+same point, which is what a change of that recipe costs or gains; what is smaller than the noise cannot be seen.
+
+"""
+DIVERGED = f"""Diverged is a run whose loss is NaN or infinite, or {HOPELESS:g} nats and more as a mean over {EVERY}
+steps, or whose gradients are not finite for more steps in a row than may be skipped. A run that comes back from its
+worst has not diverged, even if it learns little from then on.
+
+"""
+BALANCE = f"""Max/mean load is the tokens of a layer's busiest expert, of the mean of its experts, in single steps of
+{TOKENS_A_STEP:,} tokens, one of {EVERY}, after the first {AFTER_WARM_UP:.0%} of the steps. The aim is {AIM} at most: by
+the mean over layers, and, which is harder, by the layer that is worst in each step. "Together" is the same for the
+tokens of all these steps, where they were kept: no step's text, only what the gates prefer; the mean, and the worst
+layer. (Wang et al., arXiv 2408.15664, tell both apart as MaxVio of a batch and of a whole set; they are one less.)
 
 """
 
@@ -75,9 +98,16 @@ def curve(result: Result, name: str | None = None) -> Curve:
 
 
 def speed(result: Result) -> float:
-    """Tokens a second, the median, of what was measured after the first lines, in which kernels are compiled."""
-    measured = result.get("speed") or [0]
-    return statistics.median(measured[2:] or measured)
+    """Tokens a second, the median, of what was measured after the first lines, in which kernels are compiled.
+
+    NaN of a run that shared its GPU. Before runs said so, those of the smallest size did, and no others.
+    """
+    measured = result.get("speed") or [math.nan]
+    return (
+        math.nan
+        if result.get("shared", result["job"]["size"] == "30m")
+        else statistics.median(measured[2:] or measured)
+    )
 
 
 def gap(result: Result, base: Result) -> tuple[float, int]:
@@ -85,6 +115,13 @@ def gap(result: Result, base: Result) -> tuple[float, int]:
     known = dict(zip(base.get("val_steps", ()), base.get("val_loss", ()), strict=True))
     both = [(s, v) for s, v in zip(result.get("val_steps", ()), result.get("val_loss", ()), strict=True) if s in known]
     return (both[-1][1] / known[both[-1][0]] - 1, both[-1][0]) if both else (math.nan, 0)
+
+
+def further(result: Result, other: Result, base: Result) -> float:
+    """How much larger a run's gap is than another's, at the last step at which all three were measured."""
+    a, b, c = (dict(zip(r["val_steps"], r["val_loss"], strict=True)) for r in (result, other, base))
+    both = a.keys() & b.keys() & c.keys()
+    return (a[max(both)] - b[max(both)]) / c[max(both)] if both else math.nan
 
 
 def interval(result: Result, base: Result) -> str:
@@ -129,13 +166,29 @@ class Results:
         first, other, *more = [*self.bf16(group, size), None, None]
         if not (first and other):
             return None
-        rest = [r for r in self.of(group, size) if r["job"]["recipe"] != "bf16"]
+        nudge = self.nudges() if group == "branch" else ()
+        rest = [r for r in self.of(group, size) if r["job"]["recipe"] not in ("bf16", *(("nudged",) if nudge else ()))]
         rest.sort(key=lambda r: r["job"]["recipe"] != "deepseek_v3")  # what is to be judged comes first
         device = first["facts"].get("device", "")
         return CompareResult(
             f"{group} {size}", curve(first), curve(other), tuple(curve(r) for r in rest), machine=device,
-            bf16_more_seeds=tuple(curve(r) for r in more if r),
+            bf16_more_seeds=tuple(curve(r) for r in more if r), nudge=nudge,
         )  # fmt: skip
+
+    def nudges(self) -> tuple[tuple[int, float], ...]:
+        """Steps, and the noise of a gap between two branches there.
+
+        That is the root of the mean square of what a nudge does, over all sizes and seeds.
+        """
+        squares = defaultdict(list)
+        for size in self.sizes("branch"):
+            for base in self.bf16("branch", size):
+                if nudged := self.get("branch", size, "nudged", base["job"]["seed"]):
+                    known = dict(zip(base["val_steps"], base["val_loss"], strict=True))
+                    for step, loss in zip(nudged["val_steps"], nudged["val_loss"], strict=True):
+                        if step in known:
+                            squares[step].append((loss / known[step] - 1) ** 2)
+        return tuple((step, statistics.fmean(squares[step]) ** 0.5) for step in sorted(squares))
 
 
 def answer_table(r: Results) -> str:
@@ -148,6 +201,7 @@ def answer_table(r: Results) -> str:
             "`deepseek_v3` from scratch",
             "BF16, same seed again",
             "BF16, other seeds",
+            "`control` from scratch",
         )
     ]
     for size in r.sizes("core"):
@@ -159,6 +213,7 @@ def answer_table(r: Results) -> str:
             r.gaps("core", size, "deepseek_v3"),
             r.gaps("branch", size, "bf16", beside="core"),  # with its trunk a second run from scratch
             others,
+            r.gaps("core", size, "control"),
         )
         rows.append((size, *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
     return f"{ANSWER}\n\n{_table(rows)}"
@@ -169,26 +224,26 @@ def core_table(r: Results) -> str:
         ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over text", f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
-    for group in ("core", "long"):
+    for group in ("core", "again", "long"):
         for size in r.sizes(group):
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
                 job = result["job"]
                 is_base = job["recipe"] == "bf16"
-                base = r.get(group, size, "bf16", 0 if is_base else job["seed"])
+                base = r.get("core" if group == "again" else group, size, "bf16", 0 if is_base else job["seed"])
                 base = None if base is result else base
                 rows.append((
                     size,
-                    f"`{job['recipe']}`, {job['seed']}",
+                    f"`{job['recipe']}`, {job['seed']}{', again' if group == 'again' else ''}",
                     f"{result['facts']['tokens'] / 1e6:.0f}M" if "tokens" in result["facts"] else "",
                     f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}",
                     _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
                     interval(result, base) if base else "",
                     _fell_below(result, STEEP),
-                    f"{speed(result):,.0f}",
+                    _whole(speed(result)),
                     f"{result['facts'].get('peak_GiB', math.nan):.1f}",
                     _ended(result),
                 ))  # fmt: skip
-    return _table(rows) + _mean_gap(r)
+    return _table(rows)
 
 
 def _fell_below(result: Result, level: float) -> str:
@@ -196,29 +251,60 @@ def _fell_below(result: Result, level: float) -> str:
     return next((f"{step:,}" for step, loss in zip(result["steps"], result["loss"], strict=True) if loss < level), "–")
 
 
-def _mean_gap(r: Results) -> str:
-    """What all pairs of a recipe and BF16 from one seed say together."""
-    found = [each for size in r.sizes("core") for each in r.gaps("core", size, "deepseek_v3")]
-    if len(found) < 2:
+def scratch_table(r: Results) -> str:
+    """What all runs from scratch say together: those of a seed are one another's repetitions."""
+    rows: Rows = [("size", "seeds", "runs of BF16", "runs of `deepseek_v3`", "gap of the means", "standard error")]
+    sizes = {size: pairs for size in r.sizes("core") if (pairs := _repeated(r, size))}
+    apart = [
+        [end / statistics.fmean(base) - statistics.fmean(ends) / statistics.fmean(base) for end in ends]
+        for pairs in sizes.values() for base, found in pairs for ends in (base, found)
+    ]  # fmt: skip
+    freedom = sum(len(each) - 1 for each in apart)
+    if not freedom:
         return ""
-    mean, error = statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5
-    return f"\n\nThe mean of {len(found)} gaps of `deepseek_v3` is {_percent(mean)}, its standard error {error:.2%}."
+    variance = sum(x**2 for each in apart for x in each) / freedom
+    gaps, errors = [], []
+    for size, pairs in sizes.items():
+        gaps.append(statistics.fmean(statistics.fmean(found) / statistics.fmean(base) - 1 for base, found in pairs))
+        errors.append((variance * sum(1 / len(base) + 1 / len(found) for base, found in pairs)) ** 0.5 / len(pairs))
+        runs = (sum(len(ends[i]) for ends in pairs) for i in (0, 1))
+        rows.append((size, str(len(pairs)), *map(str, runs), _percent(gaps[-1]), f"{errors[-1]:.2%}"))
+    together = sum(error**2 for error in errors) ** 0.5 / len(errors)
+    return (
+        f"All runs over {CORE / 1e6:.0f}M tokens from scratch. The standard error is by how far runs of one recipe from"
+        f" one seed end apart, {variance**0.5:.2%} ({freedom} degrees of freedom), for a GPU adds in another order each"
+        f" time. The mean over the sizes is {_percent(statistics.fmean(gaps))}, its standard error {together:.2%}.\n\n"
+        + _table(rows)
+    )
 
 
-def nudges(r: Results) -> float:
-    """The noise of a gap between two branches: the root of the mean square of what a nudge does, of all there are."""
-    found = [each**2 for size in r.sizes("branch") for each in r.gaps("branch", size, "nudged")]
-    return statistics.fmean(found) ** 0.5 if found else math.nan
+def _repeated(r: Results, size: str) -> list[tuple[list[float], list[float]]]:
+    """Held-out losses of BF16 and of DeepSeek-V3's recipe, from scratch, by the seeds that both have."""
+
+    def ends(*names: str) -> list[float]:
+        return [r.all[name]["val_loss"][-1] for name in names if name in r.all and r.all[name]["state"] == "done"]
+
+    pairs = []
+    for base in r.bf16("core", size):
+        seed = base["job"]["seed"]
+        of_v3 = f"{size}-deepseek_v3-{seed}"
+        bf16 = ends(f"core-{size}-bf16-{seed}", f"branch-{size}-bf16-{seed}")  # with its trunk that is one, too
+        found = ends(f"core-{of_v3}", *(f"again-{of_v3}-{number}" for number in (1, 2)))
+        if bf16 and found:
+            pairs.append((bf16, found))
+    return pairs
 
 
 def branch_table(r: Results) -> str:
-    noise = nudges(r)
-    rows: Rows = [("size, seed", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge", "")]
+    noise = r.nudges()[-1][1] if r.nudges() else math.nan
+    rows: Rows = [
+        ("size, seed", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge",
+         "beside `deepseek_v3`", "")
+    ]  # fmt: skip
     for size in r.sizes("branch"):
-        for seed in (0, 1):
-            base, nudged = (r.get("branch", size, recipe, seed) for recipe in ("bf16", "nudged"))
-            if base is None or not base.get("val_loss"):
-                continue
+        for base in r.bf16("branch", size):
+            seed = base["job"]["seed"]
+            nudged, v3 = (r.get("branch", size, recipe, seed) for recipe in ("nudged", "deepseek_v3"))
             runs = [x for x in r.of("branch", size) if x["job"]["seed"] == seed and x is not base]
             for result in [base, *sorted(runs, key=lambda x: gap(x, base)[0])]:
                 found, at = gap(result, base)
@@ -229,9 +315,10 @@ def branch_table(r: Results) -> str:
                     _percent(found) if result is not base else "",
                     interval(result, base) if result is not base else "",
                     _beside(found, noise) if result not in (base, nudged) else "",
+                    _percent(further(result, v3, base)) if v3 and result not in (base, nudged, v3) else "",
                     _ended(result) and f"{_ended(result)}; the gap is that at step {at:,}",
                 ))  # fmt: skip
-    return _table(rows) if len(rows) > 1 else "None was run."
+    return ONE_POINT.format(noise=noise) + _table(rows) if len(rows) > 1 else "None was run."
 
 
 def ablation_table(r: Results) -> str:
@@ -241,9 +328,7 @@ def ablation_table(r: Results) -> str:
         if base is None:
             continue
         noise = abs(gap(other, base)[0]) if other else math.nan
-        rows: Rows = [
-            ("recipe", "gap to BF16", "95% over text", "beside the noise", *KINDS, "sum, bytes", "tokens/s", "")
-        ]
+        rows: Rows = [("recipe", "gap to BF16", "95% over text", "beside the noise", *KINDS, "sum, bytes", "")]
         runs = [x for x in r.of("ablation", size) if x is not base]
         for result in sorted(runs, key=lambda x: gap(x, base)[0]):
             job = result["job"]
@@ -257,7 +342,6 @@ def ablation_table(r: Results) -> str:
                 "the noise" if job["recipe"] == "bf16" else _beside(found, noise),
                 *(f"{kept.get(kind, math.nan):.2f}" for kind in KINDS),
                 f"{sum(kept.values()):.2f}",
-                f"{speed(result):,.0f}",
                 _ended(result),
             ))  # fmt: skip
         loss = f"{base['val_loss'][-1]:.4f}"
@@ -275,14 +359,14 @@ def rate_table(r: Results) -> str:
         cells = [_rate_cell(found[f"rate-{recipe}-{times}"]) for recipe in RATE_RECIPES]
         peak = ", ".join(f"{times * USUAL_RATE[size]:g}" for size in sizes if size in USUAL_RATE)
         rows.append((f"{times} × the usual{f', {peak}' if peak else ''}", *cells))
-    return _table(rows)
+    return DIVERGED + _table(rows)
 
 
 def _rate_cell(result: Result | None) -> str:
+    if result is not None and result["state"] == "diverged":
+        return f"diverged at step {curve(result).diverged_at:,}"
     if result is None or not result.get("loss"):
         return "–"
-    if result["state"] == "diverged":
-        return f"diverged at step {curve(result).diverged_at:,}"
     worst, last = max(result["loss"][1:] or result["loss"]), result["val_loss"][-1] if result["val_loss"] else math.nan
     rose = f", at worst {worst:.2f} in training" if worst > result["loss"][0] else ""
     skipped = f", {result['skipped']} steps skipped" if result["skipped"] else ""
@@ -291,22 +375,73 @@ def _rate_cell(result: Result | None) -> str:
 
 def balance_table(r: Results) -> str:
     rows: Rows = [
-        ("balance", "held-out loss", "max/mean load after warm-up, mean over layers", "the worst layer's",
-         "drafts kept: greedy, drawn", "")
+        ("balance", "held-out loss", "max/mean load, mean over layers", "the worst layer's", f"at most {AIM}",
+         "together", "drafts kept: greedy, drawn", "")
     ]  # fmt: skip
     for name, result in _balanced(r).items():
-        steps, loads = np.array(result["steps"]), np.array(result["imbalance"])
-        late = loads[steps > AFTER_WARM_UP * steps[-1]] if len(steps) > 4 else loads
+        mean, worst, once = _busiest(result)
         drafts = result.get("drafts") or {}
         rows.append((
             name,
             f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}" if result["val_loss"] else "",
-            f"{late.mean():.2f}",
-            f"{late.max(1).mean():.2f}, once {late.max():.2f}",
+            f"{mean:.3f}",
+            f"{worst:.3f}, once {once:.2f}",
+            _at_the_aim([mean], [worst]),
+            _together(result),
             f"{drafts['greedy']:.1%}, {drafts['drawn']:.1%}" if drafts else "",
             _ended(result),
         ))  # fmt: skip
-    return _table(rows)
+    return BALANCE + _table(rows) + _balance_of_the_others(r)
+
+
+def _balance_of_the_others(r: Results) -> str:
+    """A table of the runs that were no experiments about balance: all with the usual bias and sequence loss."""
+    rows: Rows = [
+        ("size", "recipe, seeds", "tokens", "max/mean load, mean over layers", "the worst layer's", f"at most {AIM}")
+    ]
+    for group in ("core", "long"):
+        for size in r.sizes(group):
+            runs = defaultdict(list)
+            for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
+                runs[result["job"]["recipe"]].append(result)
+            for recipe, of in runs.items():
+                means, worst, _ = zip(*map(_busiest, of), strict=True)
+                rows.append((
+                    size,
+                    f"`{recipe}`, {', '.join(str(x['job']['seed']) for x in of)}",
+                    f"{of[0]['job']['tokens'] / 1e6:.0f}M",
+                    ", ".join(f"{mean:.3f}" for mean in means),
+                    ", ".join(f"{each:.3f}" for each in worst),
+                    _at_the_aim(means, worst),
+                ))  # fmt: skip
+    return f"\n\nThe usual balance in longer runs and larger models:\n\n{_table(rows)}" if len(rows) > 1 else ""
+
+
+def _busiest(result: Result) -> tuple[float, float, float]:
+    """The busiest expert's load, of the mean: mean over layers, of each step's worst layer, and the worst of all."""
+    steps, loads = np.array(result["steps"]), np.array(result["imbalance"])
+    late = loads[steps > AFTER_WARM_UP * steps[-1]] if len(steps) > 4 else loads
+    return float(late.mean()), float(late.max(1).mean()), float(late.max())
+
+
+def _together(result: Result) -> str:
+    """The busiest expert's load in all late steps together, of the mean: mean over layers, and the worst layer."""
+    if not result.get("loads"):
+        return ""
+    steps, loads = np.array(result["steps"]), np.array(result["loads"])
+    busiest = loads[steps > AFTER_WARM_UP * steps[-1]].mean(0).max(-1)
+    return f"{busiest.mean():.3f}, {busiest.max():.3f}"
+
+
+def _at_the_aim(means: Sequence[float], worst: Sequence[float]) -> str:
+    """Whether runs keep it: by the mean over layers, and by the worst layer."""
+    if max(worst) <= AIM:
+        return "kept"
+    kept = sum(mean <= AIM for mean in means)
+    if not kept:
+        return "missed"
+    some = f" in {kept} of {len(means)}" if kept < len(means) else ""
+    return f"kept by the mean{some}, missed by the worst layer"
 
 
 def _balanced(r: Results) -> dict[str, Result]:
@@ -320,29 +455,43 @@ def balance_figure(r: Results, folder: Path) -> str:
     found = _balanced(r)
     if not found:
         return ""
-    lines = [
-        [(name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]])]
-        for name, x in found.items()
-        if name not in BALANCE_TOKENS  # as long as the others
+    found = {name: x for name, x in found.items() if name not in BALANCE_TOKENS}  # as long as the others
+    lines: list[list[Line]] = [
+        [(name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]])] for name, x in found.items()
     ]
-    save_lines(folder / "balance.svg", "busiest expert's tokens, of the mean; mean over layers", lines, (1.0, 6.0))
-    return "\n\n![load](balance.svg)"
+    what = "busiest expert's tokens, of the mean; mean over layers"
+    save_lines(folder / "balance.svg", what, lines, (1.0, 8.0), (AIM, f"aim {AIM}"))
+    text = "\n\n![load](balance.svg)\n\n"
+    if whole := {name: (x["steps"], x["loads"]) for name, x in found.items() if x.get("loads")}:
+        save_loads(folder / "experts.svg", whole)
+        text += (
+            "The load of each expert over time, of the mean of its layer: a row is an expert, a column a step.\n\n"
+            "![load of each expert](experts.svg)\n\n"
+        )
+    missing = [name for name in found if name not in whole]
+    return text + (f"The load of each expert over time was not kept of: {'; '.join(missing)}." if missing else "")
 
 
 def rate_figure(r: Results, folder: Path) -> str:
     runs = [
-        [(f"{recipe}, {times}×", x["steps"], x["loss"]) for recipe in RATE_RECIPES if (x := _rate(r, recipe, times))]
+        [_rate_line(f"{recipe}, {times}×", x) for recipe in RATE_RECIPES if (x := r.all.get(f"rate-{recipe}-{times}"))]
         for times in (1, *RATES)
     ]
     if not any(runs):
         return ""
-    save_lines(folder / "rates.svg", "training loss (nats a token), by learning rate", [x for x in runs if x], (4, 10))
-    return "\n\nBF16's lines are whole, `deepseek_v3`'s dashed, `per_tensor`'s dotted.\n\n![learning rates](rates.svg)"
+    what = "training loss (nats a token), by learning rate"
+    save_lines(folder / "rates.svg", what, [x for x in runs if x], (4, HOPELESS))
+    return (
+        "\n\nBF16's lines are whole, `deepseek_v3`'s dashed, `per_tensor`'s dotted; a cross at the top is where a run"
+        " diverged.\n\n![learning rates](rates.svg)"
+    )
 
 
-def _rate(r: Results, recipe: str, times: int) -> Result | None:
-    found = r.all.get(f"rate-{recipe}-{times}")
-    return found if found and found.get("loss") else None
+def _rate_line(name: str, result: Result) -> Line:
+    """Of a run that diverged it ends at infinity."""
+    if result["state"] != "diverged":
+        return name, result["steps"], result["loss"]
+    return f"{name} diverged", (*result["steps"], curve(result).diverged_at or 0), (*result["loss"], math.inf)
 
 
 def _usual(r: Results) -> Iterable[Result]:
@@ -355,7 +504,12 @@ def text_table() -> str:
     rows: Rows = [("source", "MB"), *((name, f"{n / 1e6:.1f}") for name, n in facts["bytes"].items())]
     kinds = ", ".join(f"{n / 1e6:.0f} MB of {kind}" for kind, n in facts["kinds"].items())
     tokens = f"{facts['tokens']['train']:,} tokens to train on, {facts['tokens']['val']:,} held out"
-    return f"{kinds}; {tokens}, of a vocabulary of {VOCABULARY:,}.\n\n{_table(rows)}"
+    passes = [tokens / facts["tokens"]["train"] for tokens in (CORE, LONG)]
+    return (
+        f"{kinds}; {tokens}, of a vocabulary of {VOCABULARY:,}. A run over {CORE / 1e6:.0f}M tokens reads"
+        f" {passes[0]:.0%} of the text, none of it twice; one over {LONG / 1e6:.0f}M makes {passes[1]:.1f} passes over"
+        f" it: it reads most of it three times.\n\n{_table(rows)}"
+    )
 
 
 def size_table() -> str:
@@ -378,9 +532,9 @@ def machines(r: Results) -> str:
     return "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + "."
 
 
-def write(results: Path, folder: Path) -> Path:
+def write(files: Sequence[Path], folder: Path) -> Path:
     """Writes FOLDER/README.md, a figure and a page of each comparison; returns the README's path."""
-    r = Results(json.loads(results.read_text())["results"])
+    r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
     for group in ("branch", "core", "ablation"):
@@ -397,12 +551,13 @@ def write(results: Path, folder: Path) -> Path:
     missing = [job.name for job in all_jobs() if job.name not in r.all]
     parts = {
         "The loss of FP8 beside BF16's": "",
-        "In short": answer_table(r),
+        "In short": WORDS + "\n\n" + answer_table(r),
         "How it was made": HOW + "\n\n" + machines(r),
         "Text": text_table(),
         "Models": size_table(),
         "The loss": core_table(r),
-        "From one point on": ONE_POINT + branch_table(r),
+        "From scratch, all runs together": scratch_table(r) or "Nothing was run twice.",
+        "From one point on": branch_table(r),
         "Curves": "\n\n".join(figures) or NO_FIGURES,
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r) + rate_figure(r, folder),
@@ -432,6 +587,10 @@ def _beside(found: float, noise: float) -> str:
     return "cannot be seen" if abs(found) <= noise else f"{abs(found) / noise:.1f} × the noise" if noise else "seen"
 
 
+def _whole(number: float) -> str:
+    return f"{number:,.0f}" if math.isfinite(number) else "–"
+
+
 def _percent(fraction: float) -> str:
     return f"{fraction:+.2%}".replace("-", "−") if math.isfinite(fraction) else "–"
 
@@ -442,4 +601,5 @@ def _table(rows: Rows) -> str:
 
 
 if __name__ == "__main__":
-    print(write(Path(sys.argv[1]), Path(sys.argv[2])))
+    *given, last = map(Path, sys.argv[1:])
+    print(write(given, last))

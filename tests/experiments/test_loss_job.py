@@ -182,13 +182,13 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         for recipe, loss in (("bf16", 3.0), ("nudged", 3.003), ("deepseek_v3", 3.009))
     ]
     (tmp_path / "results.json").write_text(json.dumps({"results": runs}))
-    text = write(tmp_path / "results.json", tmp_path / "report").read_text()
+    text = write([tmp_path / "results.json"], tmp_path / "report").read_text()
     for part in (
         "+0.05%",
         "+0.50% (the noise)",
         "diverged at step 8",
         "3.0 × the noise",
-        "The mean of 2 gaps of `deepseek_v3` is +0.07%, its standard error 0.02%.",
+        "| 30m | 2 | 3 | 2 | +7.22% | 18.90% |",  # BF16's two of seed 0 lie 20.2% apart
         "50.0%, 60.0%",
         "- x: exit status 1; `oh`",
         "150m",
