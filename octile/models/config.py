@@ -12,12 +12,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from octile.models import hf_config
-
-TopkMethod = Literal["noaux_tc", "group_limited_greedy", "greedy"]
-ScoringFunc = Literal["sigmoid", "softmax"]
+from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 
 @dataclass(frozen=True)
@@ -267,22 +265,20 @@ def _check(c: ModelConfig) -> None:
         least = 0 if name in ("first_k_dense_replace", "num_nextn_predict_layers") else 1
         if getattr(c, name) < least:
             raise ValueError(f"{name} must be at least {least}, not {getattr(c, name)}")
-    for name, allowed in (("topk_method", get_args(TopkMethod)), ("scoring_func", get_args(ScoringFunc))):
-        if getattr(c, name) not in allowed:
-            raise ValueError(f"{name} must be {' or '.join(allowed)}, not {getattr(c, name)!r}")
+    if not c.aux_loss_alpha >= 0:  # NaN is refused too
+        raise ValueError(f"aux_loss_alpha must be at least 0, not {c.aux_loss_alpha}")
     if c.num_nextn_predict_layers > 1:
         raise ValueError(f"num_nextn_predict_layers must be 0 or 1, not {c.num_nextn_predict_layers}")
     if c.first_k_dense_replace > c.num_hidden_layers:
         raise ValueError(f"first_k_dense_replace {c.first_k_dense_replace} exceeds the {c.num_hidden_layers} layers")
     if c.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even, it holds pairs, not {c.qk_rope_head_dim}")
-    if c.n_routed_experts % c.n_group:
-        raise ValueError(f"n_group must divide the {c.n_routed_experts} n_routed_experts, not be {c.n_group}")
-    if c.topk_group > c.n_group:
-        raise ValueError(f"topk_group must be at most n_group, {c.n_group}, not {c.topk_group}")
-    group = c.n_routed_experts // c.n_group
-    allowed_experts = c.n_routed_experts if c.topk_method == "greedy" else c.topk_group * group
-    if c.num_experts_per_tok > allowed_experts:
-        raise ValueError(f"num_experts_per_tok is {c.num_experts_per_tok}, but topk_group allows {allowed_experts}")
-    if c.topk_method == "noaux_tc" and c.topk_group < c.n_group and group < 2:
-        raise ValueError(f"noaux_tc needs groups of two experts, but {c.n_group} groups share {c.n_routed_experts}")
+    check_routing(
+        c.n_routed_experts,
+        c.num_experts_per_tok,
+        c.n_group,
+        c.topk_group,
+        c.topk_method,
+        c.scoring_func,
+        names=("n_routed_experts", "num_experts_per_tok"),
+    )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octile.nn.input import Input, Source
 from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 
 class Routing(NamedTuple):
@@ -40,6 +41,9 @@ class Gate(nn.Module):
     Args:
         n_chosen: K.
         routed_scaling_factor: what the weights are multiplied by in the end.
+
+    Raises:
+        ValueError: a setting is unknown, or the numbers do not fit together.
     """
 
     e_score_correction_bias: Tensor | None
@@ -52,11 +56,14 @@ class Gate(nn.Module):
         *,
         n_group: int = 1,
         topk_group: int = 1,
-        topk_method: str = "noaux_tc",
-        scoring_func: str = "sigmoid",
+        topk_method: TopkMethod = "noaux_tc",
+        scoring_func: ScoringFunc = "sigmoid",
         norm_topk_prob: bool = True,
         routed_scaling_factor: float = 1.0,
     ):
+        if hidden_size < 1:
+            raise ValueError(f"hidden_size must be at least 1, not {hidden_size}")
+        check_routing(n_experts, n_chosen, n_group, topk_group, topk_method, scoring_func)
         super().__init__()
         self.n_chosen, self.n_group, self.topk_group = n_chosen, n_group, topk_group
         self.topk_method, self.scoring_func = topk_method, scoring_func

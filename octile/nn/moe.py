@@ -92,6 +92,9 @@ class MoE(nn.Module):
         shared_intermediate_size: of the shared experts, which are one SwiGLU layer together; 0: there are none.
         alpha: weight α of the balance loss.
 
+    Raises:
+        ValueError: a negative size or alpha, no intermediate_size, or a gate of another hidden_size.
+
     Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.3.3.
     """
 
@@ -105,8 +108,15 @@ class MoE(nn.Module):
         shared_intermediate_size: int = 0,
         alpha: float = 1e-4,
     ):
+        if intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be at least 1, not {intermediate_size}")
+        for name, value in (("shared_intermediate_size", shared_intermediate_size), ("alpha", alpha)):
+            if not value >= 0:  # NaN is refused too
+                raise ValueError(f"{name} must be at least 0, not {value}")
+        n_experts, of_gate = gate.weight.shape
+        if of_gate != hidden_size:
+            raise ValueError(f"hidden_size must be the gate's, {of_gate}, not {hidden_size}")
         super().__init__()
-        n_experts = len(gate.weight)
         self.gate = gate
         self.experts = Experts(n_experts, hidden_size, intermediate_size)
         self.shared_experts = MLP(hidden_size, shared_intermediate_size) if shared_intermediate_size else None

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octile.nn.gate import Gate
 from tests.nn.gates import V2, V2_LITE, V3, gate
 
 
@@ -113,3 +114,43 @@ def test_balance_drives_a_skewed_gate_toward_even_loads():
 
 def test_on_the_meta_device_it_has_shapes():
     assert gate().to("meta")(torch.empty(5, 32, device="meta")).weights_TK.shape == (5, gate().n_chosen)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scoring_func": "sigmoidd"}, "scoring_func must be sigmoid or softmax, not 'sigmoidd'"),
+        ({"topk_method": "nope"}, "topk_method must be noaux_tc or group_limited_greedy or greedy, not 'nope'"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, not 0"),
+        ({"n_experts": 0}, "n_experts must be at least 1, not 0"),
+        ({"n_chosen": 0}, "n_chosen must be at least 1, not 0"),
+        ({"n_chosen": 20}, "n_chosen must be at most n_experts, 16, not 20"),
+        ({"n_chosen": 20, **V2_LITE}, "n_chosen must be at most n_experts, 16, not 20"),
+        ({"n_chosen": 12, "n_group": 4, "topk_group": 2}, "n_chosen is 12, but topk_group allows 8"),
+        ({"n_group": 0}, "n_group must be at least 1, not 0"),
+        ({"n_group": 3}, "n_group must divide the 16 n_experts, not be 3"),
+        ({"n_group": 16, "topk_group": 8}, "n_group must be at most 8, .* two of the 16 n_experts .* not 16"),
+        ({"n_group": 4, "topk_group": 0}, "topk_group must be at least 1, not 0"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group must be at most n_group, 4, not 5"),
+    ],
+    ids=str,
+)
+def test_settings_by_which_no_gate_can_choose_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Gate(**{"hidden_size": 32, "n_experts": 16, "n_chosen": 4, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_chosen": 8, "n_group": 4, "topk_group": 2},  # all experts of its groups
+        {"n_chosen": 16, "n_group": 4, "topk_group": 4},
+        {"n_chosen": 16, "n_group": 4, "topk_method": "greedy"},  # which knows no groups
+        {"n_chosen": 4, "n_group": 16, "topk_group": 16},  # groups of one expert, none of which is left out
+        {"n_chosen": 4, "n_group": 16, "topk_group": 4, "topk_method": "group_limited_greedy"},
+    ],
+    ids=str,
+)
+def test_settings_at_the_edge_choose_different_experts(settings):
+    experts_TK = Gate(32, 16, **settings)(torch.randn(20, 32)).experts_TK
+    assert all(len(set(chosen)) == settings["n_chosen"] for chosen in experts_TK.tolist())

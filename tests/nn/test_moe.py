@@ -38,6 +38,22 @@ def test_moe_equals_a_slow_loop(settings):
     torch.testing.assert_close(m(x), slow_moe(m, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size must be the gate's, 32, not 64"),
+        ({"intermediate_size": 0}, "intermediate_size must be at least 1, not 0"),
+        ({"shared_intermediate_size": -1}, "shared_intermediate_size must be at least 0, not -1"),
+        ({"alpha": -0.1}, "alpha must be at least 0, not -0.1"),
+        ({"alpha": float("nan")}, "alpha must be at least 0, not nan"),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MoE(gate(), **{"hidden_size": 32, "intermediate_size": 24, **settings})
+
+
 def test_moe_gradients_equal_a_slow_loops():
     fast, slow, x = moe(), moe(), torch.randn(2, 9, 32)
     fast(x).square().sum().backward()

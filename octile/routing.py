@@ -1,0 +1,57 @@
+"""Which settings of a gate exist, and which fit together; without torch, for `ModelConfig` and for the gate itself.
+
+E experts lie in G groups of the same size. A token may go to the experts of `topk_group` groups and chooses K of them,
+so the groups must divide the experts and as many as it may use must hold K. V3's gate ranks a group by the sum of its
+two best experts, so where it ranks groups each one has two.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, DeepSeek-V2 (arXiv 2405.04434) §2.2.2.
+"""
+
+from typing import Literal, get_args
+
+TopkMethod = Literal["noaux_tc", "group_limited_greedy", "greedy"]
+ScoringFunc = Literal["sigmoid", "softmax"]
+
+
+def check_routing(
+    n_experts: int,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    topk_method: str,
+    scoring_func: str,
+    names: tuple[str, str] = ("n_experts", "n_chosen"),
+) -> None:
+    """Refuses settings by which no gate can choose.
+
+    Args:
+        names: what whoever is asked calls the number of experts and of the chosen ones.
+
+    Raises:
+        ValueError: a setting is unknown, or does not fit the others.
+    """
+    experts, chosen = names
+    numbers = {experts: n_experts, chosen: n_chosen, "n_group": n_group, "topk_group": topk_group}
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    words = {"topk_method": (topk_method, TopkMethod), "scoring_func": (scoring_func, ScoringFunc)}
+    for name, (word, known) in words.items():
+        if word not in get_args(known):
+            raise ValueError(f"{name} must be {' or '.join(get_args(known))}, not {word!r}")
+    if n_chosen > n_experts:
+        raise ValueError(f"{chosen} must be at most {experts}, {n_experts}, not {n_chosen}")
+    if n_experts % n_group:
+        raise ValueError(f"n_group must divide the {n_experts} {experts}, not be {n_group}")
+    if topk_group > n_group:
+        raise ValueError(f"topk_group must be at most n_group, {n_group}, not {topk_group}")
+    if topk_method == "greedy" or topk_group == n_group:  # a token may go to every expert
+        return
+    group = n_experts // n_group
+    if n_chosen > topk_group * group:
+        raise ValueError(f"{chosen} is {n_chosen}, but topk_group allows {topk_group * group}")
+    if topk_method == "noaux_tc" and group < 2:
+        raise ValueError(
+            f"n_group must be at most {n_experts // 2}, so that each group has two of the {n_experts} {experts} that "
+            f"noaux_tc ranks it by, not {n_group}"
+        )
