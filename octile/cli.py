@@ -62,8 +62,9 @@ def train(arguments: list[str]) -> None:
 
         default = RunFolder.open(Path(out)).read_config()
     else:
-        default = preset(_value_of("--preset", arguments) or "tiny")
-        if begin := _value_of("--init-from", arguments):
+        name, begin = _value_of("--preset", arguments), _value_of("--init-from", arguments)
+        default = preset("tiny" if name is None else name)
+        if begin is not None:
             from octile.train.fine_tune import fine_tuning
 
             default = fine_tuning(default, Path(begin))
@@ -370,10 +371,10 @@ def _newest_run() -> Path:
 
 
 def _value_of(option: str, arguments: list[str]) -> str | None:
-    """The value that follows an option, or stands behind its equals sign."""
-    for index, argument in enumerate(arguments):
-        if argument == option and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(option + "="):
-            return argument.partition("=")[2]
-    return None
+    """What follows an option, or stands behind its equals sign: of several the last one, which is tyro's choice too."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, behind = argument.partition("=")
+        if name.replace("_", "-") == option:  # tyro reads --init_from too
+            value = behind if equals else following
+    return value

@@ -15,6 +15,8 @@ from octile.checkpoint.hugging_face import save
 from octile.cli import COMMANDS, main
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.train.config import preset
+from octile.train.run_folder import RunFolder
 from octile.train.tokenizer import Tokenizer
 from tests.train.conftest import MICRO
 
@@ -134,6 +136,65 @@ def test_options_that_are_wrong(capsys, options, message):
     line = refused(capsys, "train", *options)
     assert message in line
     assert "Error parsing" not in line  # what the parser calls its form is nobody's business
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """begun(options): the configuration with which these options begin a run."""
+    configs = []
+    monkeypatch.setattr("octile.train.loop.train", lambda config, *rest: configs.append(config))
+
+    def begin(*options: str):
+        main(["train", *options])
+        return configs.pop()
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--preset", "small"),
+        ("--preset=small",),
+        ("--preset", "tiny", "--preset", "small"),
+        ("--preset", "tiny", "--preset=small"),
+        ("--preset=tiny", "--preset", "small"),
+    ],
+    ids=" ".join,
+)
+def test_the_last_preset_is_the_one_that_is_trained_and_written_down(begun, options):
+    assert begun(*options) == preset("small")
+
+
+@pytest.mark.parametrize("option", ["--init-from", "--init_from"])
+def test_the_last_checkpoint_brings_the_shape_and_is_written_down(begun, hf_folder, tmp_path, option):
+    other = tmp_path / "other"
+    save(DeepseekV3(replace(MICRO, hidden_size=128)), other, weights="bf16")
+    config = begun("--init-from", str(other), option, str(hf_folder), "--sequence-length", "32")
+    assert (config.init_from, config.model.hidden_size) == (hf_folder, MICRO.hidden_size)
+    config = begun("--init-from", str(hf_folder), f"{option}={other}", "--sequence-length", "32")
+    assert (config.init_from, config.model.hidden_size) == (other, 128)
+
+
+def test_the_last_out_is_the_run_that_is_resumed(begun, tmp_path):
+    for steps in (11, 12):
+        folder = tmp_path / str(steps)
+        RunFolder(folder).write_config(replace(preset("tiny"), steps=steps, out=folder))
+    first, last = str(tmp_path / "11"), str(tmp_path / "12")
+    for options in (("--out", first, "--out", last), ("--out", first, f"--out={last}")):
+        config = begun("--resume", *options)
+        assert (config.out, config.steps) == (tmp_path / "12", 12)
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize("options", [["--preset="], ["--preset", "tiny", "--preset", ""]], ids=" ".join)
+def test_a_preset_without_a_name_is_not_the_usual_one(capsys, options):
+    assert "unknown preset ''" in refused(capsys, "train", *options)
+
+
+@pytest.mark.usefixtures("begun")
+def test_an_option_whose_value_is_missing_is_refused(capsys):
+    assert "Missing value for argument '--preset'" in refused(capsys, "train", "--preset", "small", "--preset")
 
 
 def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
