@@ -43,6 +43,8 @@ OPERATORS = (
     "rms_norm_backward",
     "permute",
     "unpermute",
+    "plain_grouped_nt",
+    "plain_grouped_tn",
     "attention",
     "attention_backward",
     "rotate_",

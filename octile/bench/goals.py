@@ -78,7 +78,8 @@ DEEP_GEMM = "DeepGEMM"
 GOALS = (
     Goal("dense, large", shapes.LARGE, DEEP_GEMM, mean=(0.97, 1.06), each=(0.93, 1.00)),
     Goal("dense, large", shapes.LARGE, "cuBLASLt fast", each=(None, 0.97)),
-    Goal("dense, M ≤ 128", shapes.FEW_ROWS, DEEP_GEMM, mean=(0.97, 1.12)),
+    Goal("dense, M = 128", shapes.M128, DEEP_GEMM, mean=(0.97, 1.12)),
+    Goal("dense, M = 1 … 64", shapes.FEWER, DEEP_GEMM, mean=(0.97, 1.12)),
     Goal("1D1D, FP32 +=", shapes.ACCUMULATED, DEEP_GEMM, mean=(1.10, 1.35)),
     Goal("1D1D, BF16 store", shapes.BOTH_TILES, "octile 1D2D", each=(None, 0.93)),
     Goal("wgrad, grouped", shapes.WGRAD, DEEP_GEMM, mean=(1.05, 1.30)),

@@ -11,7 +11,7 @@ case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (of 
 × a peer: octile's speed over its speed, more is better. GB/s: operands and result, each once
 difference: 1 − 2Σxy / Σ(x²+y²) from the product of plain numbers"""
 ON_A_GPU = {  # by the unit of what it explains
-    "µs of host": "host: until a call returns; graph: a replay",
+    "µs of host": "host: until a call returns, the mean of 100, the least of ten such means; graph: a replay",
     "registers": "registers of a thread, shared memory of a block, seconds that NVRTC took "
     "(`octile doctor --kernels`: NVCC beside it)",
 }
