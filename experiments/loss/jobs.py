@@ -1,7 +1,7 @@
 """What is run, the most important first. A job is one training run.
 
-core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail; of the
-           smallest size more seeds, for an interval
+core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail; then
+           more seeds, for an interval
 again      DeepSeek-V3's recipe at the largest size, twice more with each seed: a GPU adds in another order each time
 long       the smallest size over 300M tokens
 trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
@@ -126,7 +126,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     for name, changes in BALANCES.items():
         one = job("balance", small, "deepseek_v3", 0, BALANCE_TOKENS.get(name, SHORT), **changes)
         jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
-    jobs += [job("core", small, recipe, seed, CORE) for seed in MORE_SEEDS for recipe in ("bf16", "deepseek_v3")]
+    jobs += [job("core", size, *run, CORE) for size in sizes for run in product(("bf16", "deepseek_v3"), MORE_SEEDS)]
     jobs += [
         replace(again, name=f"{again.name}-{number}")
         for number in (1, 2)
