@@ -54,7 +54,16 @@ class Operator:
 
     def register_fake(self, function: Function) -> Function:
         """Decorates what returns the shapes, dtypes and strides of the reference's results, without numbers."""
-        torch.library.register_fake(f"octile::{self.name}", self._entry(function), lib=LIBRARIES[self.name])
+
+        def on_one_device(*args: Any) -> Any:
+            # torch calls it, too, where a single tensor lies on meta: the result would be of the others' device
+            places = [(name, args[i].device) for i, name, _ in self._tensors if i < len(args) and args[i] is not None]
+            for name, device in places[1:]:
+                if device != places[0][1]:
+                    raise ValueError(f"{places[0][0]} lies on {places[0][1]} but {name} on {device}")
+            return function(*args)
+
+        torch.library.register_fake(f"octile::{self.name}", self._entry(on_one_device), lib=LIBRARIES[self.name])
         return function
 
     def register_kernel(self, device: str) -> Callable[[Function], Function]:

@@ -148,3 +148,11 @@ def test_named_arguments_are_refused_alike():
         quantize_with_scale(X, fmt="e4m3", scale=None)
     with pytest.raises(TypeError, match="weight must be a tensor, not float"):
         swiglu_quantize(X, X, "int8", False, weight=0.5)
+
+
+@pytest.mark.parametrize("name", ["b", "out"])
+def test_a_tensor_on_meta_beside_others_is_refused(name: str):
+    b = octile.ScaledTensor(CODES.to("meta"), SCALE.to("meta"), (1, 128)) if name == "b" else Q
+    out = torch.empty(2, 2, device="meta") if name == "out" else None
+    with pytest.raises(ValueError, match=f"lies on (cpu but {name} on meta|meta but a on cpu)"):
+        octile.matmul_nt(Q, b, None, out)
