@@ -1,0 +1,43 @@
+"""The products of the benchmark's table on the GPU: every element against FP64 of the same 8-bit operands."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.bench import shapes
+from octile.bench.setup import Setup, group_slices, set_up
+from octile.bench.shapes import Case
+from tests.gpu.cuda.test_product import _check, _values
+
+
+@pytest.mark.parametrize("case", shapes.GPU, ids=lambda case: f"{case.name} {case.what}")
+def test_every_element_lies_within_the_bound(case: Case):
+    _check_case(set_up(case, "cuda"))
+
+
+def _check_case(s: Setup) -> None:
+    if s.case.accumulate:
+        s.out.normal_()
+    else:
+        s.out.fill_(torch.nan)
+    before = s.out.clone() if s.case.accumulate else torch.zeros_like(s.out)
+    s.call()
+    a, b = (_values((q.data, q.scale, q.block)) for q in (s.a, s.b))
+    for of_a, of_b, place in _groups(s, a, b):
+        _check(s.out[place], of_a, of_b, before[place].double())
+
+
+def _groups(s: Setup, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice, ...]]]:
+    """Of each group a's and b's part, and where the result lies."""
+    if s.case.kind == "dense":
+        yield a, b, ()
+    for g, rows in enumerate(group_slices(s.case)):
+        if s.case.kind == "grouped":
+            yield a[rows], b[g], (rows,)
+        elif s.case.kind == "masked":
+            used = slice(s.case.sizes[g])
+            yield a[g, used], b[g], (g, used)
+        elif s.case.kind == "wgrad":
+            yield a[:, rows], b[:, rows], (g,)
