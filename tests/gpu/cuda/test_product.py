@@ -176,11 +176,12 @@ def test_ragged_products(start: int):
             _operand((m, k), TILE, seed),
             _operand((n, k), (TILE, BLOCK)[seed // 2 % 2], seed + 1, ("e4m3", "e5m2")[seed % 3 == 0]),
         )
-        if seed % 3 == 1:
+        if seed % 3 > 0:
             a, b = _surrounded(a), _surrounded(b)
-        guarded = _Guarded((m, n), out_dtype, odd=seed % 5 == 0)
-        products.matmul(guarded.out, *a, *b, accumulate=False)
-        _check(guarded.out, _values(a), _values(b))
+        guarded, accumulates = _Guarded((m, n), out_dtype, odd=seed % 5 == 0), seed % 7 < 2
+        before = guarded.out.normal_().double() if accumulates else torch.zeros((), device="cuda")
+        products.matmul(guarded.out, *a, *b, accumulate=accumulates)
+        _check(guarded.out, _values(a), _values(b), before)
         guarded.check()
 
 
@@ -211,6 +212,7 @@ def test_ragged_groups(seed: int):
     offs, out_dtype = ends.to(torch.int32).cuda(), (torch.bfloat16, torch.float32)[seed % 2]
     groups_of = [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
     a, b = _operand((t, k), TILE, seed), _operand((groups, n, k), BLOCK, seed + 1)
+    a = _surrounded(a) if seed % 3 else a
     guarded = _Guarded((t, n), out_dtype)
     _make(Schedule.GROUPED, guarded.out, a, b, offs)
     of_a, of_b = _values(a), _values(b)
