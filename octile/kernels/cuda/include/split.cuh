@@ -13,21 +13,21 @@ __device__ __forceinline__ bool sum_parts(
     float* mine = parts + int64_t(which) * config::split_k * size + thread;
 #pragma unroll
     for (int i = 0; i < waves * count; ++i) __stcg(mine + tile.split * size + i * 128, total[i / count][i % count]);
-    __threadfence();
     ptx::named_barrier_sync(4 + warpgroup, 128);
     if (thread == 0) {
+        __threadfence();  // for all that met at the barrier
         *last = atomicAdd(arrived + which, 1) == config::split_k - 1;
         if (*last) arrived[which] = 0;
         __threadfence();
     }
     ptx::named_barrier_sync(4 + warpgroup, 128);
     if (!*last) return false;
-    for (int split = 0; split < config::split_k; ++split) {
 #pragma unroll
-        for (int i = 0; i < waves * count; ++i) {
-            const float part = __ldcg(mine + split * size + i * 128);
-            total[i / count][i % count] = split == 0 ? part : __fadd_rn(total[i / count][i % count], part);
-        }
+    for (int i = 0; i < waves * count; ++i) {  // all are asked for as early as there are registers for them
+        float sum = __ldcg(mine + i * 128);
+#pragma unroll
+        for (int split = 1; split < config::split_k; ++split) sum = __fadd_rn(sum, __ldcg(mine + split * size + i * 128));
+        total[i / count][i % count] = sum;
     }
     return true;
 }
