@@ -31,6 +31,7 @@ __device__ __forceinline__ void load_tiles(
     Ring ring(shared, team);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
+    int unused = one_is_block ? config::stages : 0;  // stages that nothing was copied to yet
 
     while (scheduler.take(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
@@ -54,20 +55,29 @@ __device__ __forceinline__ void load_tiles(
             return scales;
         };
 
-        float2 block_scales{}, later = read_block_scales(0);
-        for (int step = 0; step < steps; ++step, ring.advance()) {
-            const int stage = ring.stage, k_step = first_step(tile) + step, k = k_step * 128;
+        auto begin = [&](int step, int stage) {
+            if (ptx::lane() > 0) return;
+            const int k_step = first_step(tile) + step, k = k_step * 128;
             ptx::Barrier* full = ring.full + stage;
-            ring.empty[stage].wait(ring.parity ^ 1);
-            if (ptx::lane() == 0) {
-                uint8_t* a = shared + memory::a + stage * memory::a_tile;
-                uint8_t* b = shared + memory::b + stage * memory::b_tile;
-                uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
-                uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
-                load<share_a>(a, maps.a, full, k, tile.m, a_group);
-                if constexpr (a_rows) load<share_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
-                load<share_b>(b, maps.b, full, k, tile.n, b_group);
-                if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
+            uint8_t* a = shared + memory::a + stage * memory::a_tile;
+            uint8_t* b = shared + memory::b + stage * memory::b_tile;
+            uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
+            uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
+            load<share_a>(a, maps.a, full, k, tile.m, a_group);
+            if constexpr (a_rows) load<share_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
+            load<share_b>(b, maps.b, full, k, tile.n, b_group);
+            if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
+        };
+
+        float2 block_scales{}, later = read_block_scales(0);
+        const int ahead = min(steps, unused);  // tiles are asked for before the first scales are waited for
+        unused -= ahead;
+        for (int step = 0; step < ahead; ++step) begin(step, ring.stage + step);
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+            const int stage = ring.stage;
+            if (step >= ahead) {
+                ring.empty[stage].wait(ring.parity ^ 1);
+                begin(step, stage);
             }
             __syncwarp();
             if (step % 32 == 0) {
@@ -81,7 +91,7 @@ __device__ __forceinline__ void load_tiles(
                                              // to the registers that a warp shares, and wait for it.
                     reinterpret_cast<float4*>(shared + memory::block_scale)[stage] =
                         make_float4(first, first, other, other);
-                full->arrive_and_expect(memory::stage_bytes);
+                ring.full[stage].arrive_and_expect(memory::stage_bytes);
             }
         }
     }
