@@ -71,14 +71,14 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
     // ---- Before the first tile ----
     if (warp == 0 && ptx::lane() == 0) {
-        init_barriers(shared, rank);
-        if constexpr (config::fetch) init_fetches(shared);
-        ptx::fence_barrier_init();
         ptx::prefetch_map(&a_map);
         ptx::prefetch_map(&b_map);
         if (a_rows) ptx::prefetch_map(&a_scale_map);
         if (b_rows) ptx::prefetch_map(&b_scale_map);
         if (config::store == tma) ptx::prefetch_map(&out_map);
+        init_barriers(shared, rank);
+        if constexpr (config::fetch) init_fetches(shared);
+        ptx::fence_barrier_init();
     }
     if (config::schedule != dense && warp == 1) list_groups(groups, sizes);
     if constexpr (cluster > 1) ptx::cluster_sync();
@@ -230,14 +230,18 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                         };
                         if constexpr (!scales_under_products) read_scales();
                         multiply(sum, stage, 0, false);
-                        if constexpr (scales_under_products) read_scales();
 #pragma unroll
                         for (int wave = 0; wave < waves_there; ++wave) {
                             if (wave > 0) multiply(sum, stage, wave, false);
                             if constexpr (stored_under_products) {
                                 if (wave == 0 && step == 0) store_pending();
-                                if (wave > 0 && step == steps - 1) store(total[wave - 1], wave - 1, tile);
+                                if (wave > 0 && step == steps - 1) {
+                                    store(total[wave - 1], wave - 1, tile);
+                                    if constexpr (scales_under_products) of_b.hold();  // a store needs their registers
+                                }
                             }
+                            if constexpr (scales_under_products)
+                                if (wave == 0) read_scales();
                             ptx::wgmma_wait<0>();
                             pin(sum);
                             if (wave == waves_there - 1) {
