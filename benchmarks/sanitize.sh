@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # compute-sanitizer over a short list of tests: memory errors, races in shared memory, barriers; of the product kernel, and
 # of the casts, both Hopper's own and Triton's. All at the same time, in some three minutes: racecheck, the slowest, looks
-# at fewer products.
+# at fewer products. It does not follow how a warp gives a stage back (lanes_arrive.py), so it looks at them twice: as they
+# are, and where each lane does so for itself ("lanes").
 # Needs a Hopper GPU; the output stays in $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,13 +19,13 @@ CASTS="(test_turned_casts_of_a_large and 130) or (test_weights and float32 and 1
 or (test_e5m6_becomes and 999 and float32) or (test_swiglu_is_within and 999 and e5m2) or test_swiglu_keeps_ragged \
 or (test_rows_go and 333) or (test_rms_norm_of_large and 999) or (test_gradients_of_rms_norm and 999)"
 
-sanitize() { # tool list; file and which of its tests. Exit code 7: errors were found
+sanitize() { # tool list; file and which of its tests; pytest's options. Exit code 7: errors were found
     # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
     local quiet
     quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
     timeout --kill-after=15 240 compute-sanitizer --tool "$1" $quiet --error-exitcode 7 --target-processes all \
         --print-limit 20 \
-        "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q "$3" -k "$4" \
+        "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q "$3" -k "$4" "${@:5}" \
         >"$OUT/sanitizer_$1_$2.txt" 2>&1
 }
 
@@ -35,10 +36,13 @@ for tool in memcheck racecheck synccheck; do
     sanitize $tool casts tests/gpu/test_casts.py "$CASTS" &
     jobs[$tool casts]=$!
 done
+sanitize racecheck lanes tests/gpu/cuda/test_product.py "$RACES" -p benchmarks.lanes_arrive &
+jobs[racecheck lanes]=$!
 
 status=0
 for tool in memcheck racecheck synccheck; do
-    for list in products casts; do
+    for list in products casts lanes; do
+        [[ -n ${jobs[$tool $list]:-} ]] || continue
         wait "${jobs[$tool $list]}"
         case $? in
         0) said=clean ;;
