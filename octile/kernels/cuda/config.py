@@ -157,7 +157,7 @@ class Config:
         """Pairs of a step's scales of columns that a thread keeps in registers."""
         if not self.of_rows or self.accumulators > 1:
             return 0
-        others = 16 + (4 if self.fetch and self.cluster > 1 else 0)  # found by compiling
+        others = (16 if self.out_float else 28) + (4 if self.fetch and self.cluster > 1 else 0)  # found by compiling
         return min(max(self.math_registers - self.sums - others, 0) // 2, self.tile_n // 8)
 
     @property

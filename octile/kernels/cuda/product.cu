@@ -230,18 +230,14 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                         };
                         if constexpr (!scales_under_products) read_scales();
                         multiply(sum, stage, 0, false);
+                        if constexpr (scales_under_products) read_scales();
 #pragma unroll
                         for (int wave = 0; wave < waves_there; ++wave) {
                             if (wave > 0) multiply(sum, stage, wave, false);
                             if constexpr (stored_under_products) {
                                 if (wave == 0 && step == 0) store_pending();
-                                if (wave > 0 && step == steps - 1) {
-                                    store(total[wave - 1], wave - 1, tile);
-                                    if constexpr (scales_under_products) of_b.hold();  // a store needs their registers
-                                }
+                                if (wave > 0 && step == steps - 1) store(total[wave - 1], wave - 1, tile);
                             }
-                            if constexpr (scales_under_products)
-                                if (wave == 0) read_scales();
                             ptx::wgmma_wait<0>();
                             pin(sum);
                             if (wave == waves_there - 1) {
