@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_tiles(
     Ring ring(shared, team);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
-    int unused = one_is_block ? config::stages : 0;  // stages that nothing was copied to yet
+    int unused = config::stages;  // stages that nothing was copied to yet
 
     while (scheduler.take(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_tiles(
         };
 
         float2 block_scales{}, later = read_block_scales(0);
-        const int ahead = min(steps, unused);  // tiles are asked for before the first scales are waited for
+        const int ahead = one_is_block ? min(steps, unused) : 0;  // asked for before the first scales are waited for
         unused -= ahead;
         for (int step = 0; step < ahead; ++step) begin(step, ring.stage + step);
         for (int step = 0; step < steps; ++step, ring.advance()) {
