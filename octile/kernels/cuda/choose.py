@@ -11,12 +11,13 @@ the slowest of the following, times what a kind of kernel was found to take more
     waiting         for a stage that was asked for as many steps ago as there are others
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
-of reading the weights from all multiprocessors at once. The constants are estimates, made to agree with 1,304 timings
-of 76 products on H200s (benchmarks/results/h200_sweep.json; those of up to 16 rows are of an earlier kernel, those that
-add to FP32 of a later one; all with bands of tiles along M, since bands along N came after them). By these the choice
-of everything but the bands costs 1.9% against the best known, at worst 11%. Which way bands lie is not estimated: it is
-a rule, found by measuring some products both ways (`_bands`; benchmarks/LOG.md, 21 November). `octile bench tune`
-measures `candidates`, and the likeliest of each tile also with `other_bands`, and keeps what it finds.
+of reading the weights from all multiprocessors at once. The constants rank kernels, and are no forecast: a product of
+few rows is estimated a fifth too long. They were found by choosing best among 2,039 timings of 76 products on H200s
+(benchmarks/results/h200_sweep.json; those of more than 128 rows with bands of tiles along M, since bands along N came
+after them). By these the choice of everything but the bands costs 1.1% against the best known, at worst 8%. Which way
+bands lie is not estimated: it is a rule, found by measuring some products both ways (`_bands`; benchmarks/LOG.md, 21
+November). `octile bench tune` measures `candidates`, and the likeliest of each tile also with `other_bands`, and keeps
+what it finds.
 """
 
 from collections.abc import Iterator
@@ -32,21 +33,24 @@ from octile.kernels.cuda.problem import Chip, Problem, rounded
 
 LAUNCH = 5400  # cycles until the first products, and after the last
 L2_BYTES = 52  # a cycle, for each of the multiprocessors when all load
-L2_BYTES_ONCE = 57  # where all tiles are made in one round
-OWN_BYTES = 59  # that one multiprocessor takes at most
-CLUSTER = 6000  # cycles more until the blocks of a cluster have all begun and ended, where they make one tile each
+L2_BYTES_ONCE = 62  # where all tiles are made in one round
+OWN_BYTES = 66  # that one multiprocessor takes at most
+CLUSTER = 7000  # cycles more until the blocks of a cluster have all begun and ended, where they make one tile each
 CLUSTERED = 1.05  # times as long is a step of blocks that wait for each other
-PART = 2200  # cycles to write, count and read each part of a split sum
-MEMORY_BYTES = 2900  # a cycle, of all
+SPLIT = 4000  # cycles until the parts of a sum have been written and counted, and read by the last
+PART, PART_SUM = 600, 15  # cycles more for each part, and for each of a thread's sums in it
+MEMORY_BYTES = 1900  # a cycle, of all, from rows that are read 128 bytes at a time
 ADDED_BYTES = 655  # a cycle, of all, that the L2 cache adds to
 ADDED_DIRECTLY = 280  # bytes of BF16 a cycle, of all, that threads read, add to and write, with nothing beside it
-FETCH = 3000  # cycles until the first rows that are added to are there, and the last ones back
+FETCH = 5000  # cycles until the first rows that are added to are there, and the last ones back
 STORE_BYTES = 32  # a cycle, of one tile through shared memory to the L2 cache
 LATENCY = 1000  # cycles from asking for a stage to having it
 EPILOGUE = 600  # cycles of a tile's end, besides
 STAGING = 2000  # cycles to fill a part of the staging, and to wait until it was emptied
-LEAST = 185  # cycles of a step, however small: waiting for a stage, multiplying, waiting for the sums
+LEAST = 300  # cycles of a step, however small: waiting for a stage, multiplying, waiting for the sums
 WAIT = 100  # cycles between the last multiplication of a step and the first addition
+BESIDE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
+ALONE = 0.02  # of what a warpgroup takes by itself: of two steps that wait for the same, the shorter one
 MOST_STAGES = 12
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
 IN_FLIGHT = 3.5e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
@@ -69,7 +73,8 @@ def candidates(problem: Problem, chip: Chip) -> list[Config]:
 
 
 def _possible(problem: Problem, chip: Chip) -> Iterator[Config]:
-    for turned in (False, True) if problem.transposable and problem.m <= 256 else (False,):
+    turns = problem.transposable and problem.m <= 256 and problem.m % 64 > 0  # rows that fill no tile of 64
+    for turned in (False, True) if turns else (False,):
         p = transposed(problem) if turned else problem
         for tile_m, warpgroups, ping_pong in (
             (128, 2, False),
@@ -241,13 +246,15 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
         step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
+    step += ALONE * alone
     stored = c.tile_m * c.tile_n * (4 if c.split_k > 1 else c.out_bytes) / STORE_BYTES
     if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
         stored *= 2
     times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
     if c.store is Store.TMA and c.out_float and c.schedule is Schedule.DENSE:  # waits for memory, not for the room
         times = 1
-    epilogue = EPILOGUE + STAGING * times + stored + (PART * c.split_k if c.split_k > 1 else 0)
+    parts = SPLIT + c.split_k * (PART + PART_SUM * c.waves * c.tile_n // 2) if c.split_k > 1 else 0
+    epilogue = EPILOGUE + STAGING * times + stored + parts
     under_products = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
     hidden = 0.2 if c.ping_pong else 1 if not under_products else 0.5 if c.waves > 1 else 0.9
     slower = (_slower(c) if busy == workers else 1) * (CLUSTERED if c.cluster > 1 else 1)
@@ -265,8 +272,9 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
     made = rounds * tile + (CLUSTER if c.cluster > 1 and rounds == 1 else 0)
-    # of two that take as long, the one that does less
-    return LAUNCH + max(made, memory) + 0.1 * min(made, memory) + adding
+    end = epilogue if rounds == 1 else 0  # when nothing is loaded any more
+    made -= end
+    return LAUNCH + max(made, memory) + BESIDE * min(made, memory) + end + adding
 
 
 def _slower(c: Config) -> float:

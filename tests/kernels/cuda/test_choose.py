@@ -59,7 +59,7 @@ BANDS = {  # whether they lie along N, and how many tiles they have
     "large": (Problem(4096, 7168, 2048), True, 16),
     "groups of many rows": (Problem(32768, 4096, 2048, 8, Schedule.GROUPED), True, 16),
     "groups of few rows": (Problem(8192, 4096, 2048, 32, Schedule.GROUPED), False, 8),
-    "few rows": (Problem(128, 7168, 2048), False, 16),
+    "few rows": (Problem(128, 7168, 2048), False, 8),
     "few columns": (Problem(4096, 576, 7168), False, 16),
     "added to": (Problem(4096, 7168, 2048, out_float=True, accumulate=True), False, 8),
     "masked": (Problem(1024, 7168, 2048, 8, Schedule.MASKED), False, 8),
@@ -116,8 +116,7 @@ def test_every_kernel_that_the_benchmark_takes_is_among_them():
 
 def test_the_choice_follows_what_was_measured():
     """What the timings of another day or kernel say differently is written down, not undone by the way."""
-    cases = [getattr(shapes, group) for group in ("LARGE", "FEW_ROWS", "ACCUMULATED", "WGRAD", "GROUPED", "MASKED")]
-    problems = {(case.name, case.what): rounded(problem(case)) for group in cases for case in group}
+    problems = {(case.name, case.what): rounded(problem(case)) for case in shapes.GPU}
     slower, not_measured = {}, []
     for row in json.loads(SWEEP.read_text())["products"]:
         product = (row["case"], row["what"])
