@@ -36,6 +36,8 @@ Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 AFTER_WARM_UP = 0.2  # of the steps
+LIKE = {"no_promotion": "per_tensor"}  # which it is, but for what its name says
+BAR = 0.0025
 AIM = 1.3  # of the busiest expert's tokens, of the mean
 STEEP = 3.2  # nats a token, which the loss passes where it falls most steeply
 HOW = f"""The text is built by `python -m experiments.loss.text fetch .data` and `… build .data`, the runs by
@@ -48,22 +50,23 @@ with 0.9, 0.95, decay 0.1, clipping at 1. A seed decides weights and the order o
 and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. A run that shared
 its GPU with another has no tokens/s here, since they are no speed: all of 30m did that do not say they were alone."""
 
-WORDS = """- **Gap**: how far a run's held-out loss L lies from BF16's, L_s, of the same seed and on the same windows:
+WORDS = f"""- **Gap**: how far a run's held-out loss L lies from BF16's, L_s, of the same seed and on the same windows:
   (L − L_s) / L_s. Above zero, the run is worse than BF16.
-- **Bar**: 0.25%, which a gap must stay within in either direction (DeepSeek-V3, arXiv 2412.19437, §3.3.1).
+- **Bar**: {BAR:.2%}, which a gap must stay within in either direction (DeepSeek-V3, arXiv 2412.19437, §3.3.1).
 - **Noise**: how far runs end apart that differ by chance alone. A gap no larger cannot be told from none. From scratch
   it is that of BF16 run again, from the same seed or from another. From one point on it is that of a nudge: of BF16
   from weights that were rounded once."""
 ANSWER = """Gaps, one for each seed. Runs from scratch part when the loss falls steeply, a few steps sooner or later as
 chance has it, and what that is worth stays until the end: BF16 itself, run twice from the same seed, ends that far
-apart. Runs from one point on begin after most of the fall, and say what the last 60% of the steps cost. The control is
-a recipe that has to fail."""
+apart. Runs from one point on begin after most of the fall, or late in it, and say what the last 60% of the steps cost.
+The control is a recipe that has to fail."""
 IN_THE_FALL = """These runs of 40M tokens end while the loss still falls steeply, so chance weighs more than a recipe's
 numbers do: they tell what breaks, and "From one point on" what costs."""
 ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
 batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise, {noise:.3%}, is the root of the mean
 square of what that does, over all sizes and seeds. Beside `deepseek_v3`: the gap less that of `deepseek_v3` from the
-same point, which is what a change of that recipe costs or gains; what is smaller than the noise cannot be seen.
+same point, which is what a change of that recipe costs or gains; what is smaller than the noise cannot be seen. So
+numbers of this column, one seed's, tell which choices matter at this size.
 
 """
 DIVERGED = f"""Diverged is a run whose loss is NaN or infinite, or {HOPELESS:g} nats and more as a mean over {EVERY}
@@ -253,7 +256,10 @@ def _fell_below(result: Result, level: float) -> str:
 
 def scratch_table(r: Results) -> str:
     """What all runs from scratch say together: those of a seed are one another's repetitions."""
-    rows: Rows = [("size", "seeds", "runs of BF16", "runs of `deepseek_v3`", "gap of the means", "standard error")]
+    rows: Rows = [
+        ("size", "runs of BF16", "runs of `deepseek_v3`", "gap of each seed", "their mean",
+         "its standard error, by runs", "by seeds", f"the bar, {BAR:.2%}")
+    ]  # fmt: skip
     sizes = {size: pairs for size in r.sizes("core") if (pairs := _repeated(r, size))}
     apart = [
         [end / statistics.fmean(base) - statistics.fmean(ends) / statistics.fmean(base) for end in ends]
@@ -263,19 +269,44 @@ def scratch_table(r: Results) -> str:
     if not freedom:
         return ""
     variance = sum(x**2 for each in apart for x in each) / freedom
-    gaps, errors = [], []
+    means, by_runs, by_seeds = [], [], []
     for size, pairs in sizes.items():
-        gaps.append(statistics.fmean(statistics.fmean(found) / statistics.fmean(base) - 1 for base, found in pairs))
-        errors.append((variance * sum(1 / len(base) + 1 / len(found) for base, found in pairs)) ** 0.5 / len(pairs))
-        runs = (sum(len(ends[i]) for ends in pairs) for i in (0, 1))
-        rows.append((size, str(len(pairs)), *map(str, runs), _percent(gaps[-1]), f"{errors[-1]:.2%}"))
-    together = sum(error**2 for error in errors) ** 0.5 / len(errors)
+        gaps = [statistics.fmean(found) / statistics.fmean(base) - 1 for base, found in pairs]
+        means.append(statistics.fmean(gaps))
+        by_runs.append((variance * sum(1 / len(base) + 1 / len(found) for base, found in pairs)) ** 0.5 / len(pairs))
+        by_seeds.append(statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan)
+        runs = (str(sum(len(ends[i]) for ends in pairs)) for i in (0, 1))
+        of_seeds = f"{by_seeds[-1]:.2%}" if len(gaps) > 1 else ""
+        rows.append((size, *runs, ", ".join(map(_percent, gaps)), _percent(means[-1]), f"{by_runs[-1]:.2%}", of_seeds,
+                     _at_the_bar(means[-1])))  # fmt: skip
+    together = [sum(error**2 for error in errors) ** 0.5 / len(errors) for errors in (by_runs, by_seeds)]
+    also = "" if math.isnan(together[1]) else f" or {together[1]:.2%}"
     return (
-        f"All runs over {CORE / 1e6:.0f}M tokens from scratch. The standard error is by how far runs of one recipe from"
+        f"All runs over {CORE / 1e6:.0f}M tokens from scratch. One standard error is by how far runs of one recipe from"
         f" one seed end apart, {variance**0.5:.2%} ({freedom} degrees of freedom), for a GPU adds in another order each"
-        f" time. The mean over the sizes is {_percent(statistics.fmean(gaps))}, its standard error {together:.2%}.\n\n"
+        f" time; the other by how far the seeds' own gaps lie apart, of which there are few. The mean over the sizes is"
+        f" {_percent(statistics.fmean(means))}, its standard error {together[0]:.2%}{also}.\n\n"
         + _table(rows)
+        + _over_more_tokens(r)
     )
+
+
+def _at_the_bar(found: float) -> str:
+    if abs(found) <= BAR:
+        return "kept"
+    return "missed" if found > 0 else "lower than BF16 by more"
+
+
+def _over_more_tokens(r: Results) -> str:
+    """The pairs of runs that are longer than the others."""
+    pairs = [
+        f"{size}, seed {base['job']['seed']}: {_percent(gap(found, base)[0])}, {_at_the_bar(gap(found, base)[0])}"
+        for size in r.sizes("long")
+        for base in r.bf16("long", size)
+        if (found := r.get("long", size, "deepseek_v3", base["job"]["seed"]))
+    ]
+    ending = ", of which one says as little as one pair above" if len(pairs) == 1 else ""
+    return f"\n\nOver {LONG / 1e6:.0f}M tokens, beside the same bar{ending}: {'; '.join(pairs)}." if pairs else ""
 
 
 def _repeated(r: Results, size: str) -> list[tuple[list[float], list[float]]]:
@@ -299,7 +330,7 @@ def branch_table(r: Results) -> str:
     noise = r.nudges()[-1][1] if r.nudges() else math.nan
     rows: Rows = [
         ("size, seed", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge",
-         "beside `deepseek_v3`", "")
+         "beside `deepseek_v3`, or as said", "")
     ]  # fmt: skip
     for size in r.sizes("branch"):
         for base in r.bf16("branch", size):
@@ -315,10 +346,22 @@ def branch_table(r: Results) -> str:
                     _percent(found) if result is not base else "",
                     interval(result, base) if result is not base else "",
                     _beside(found, noise) if result not in (base, nudged) else "",
-                    _percent(further(result, v3, base)) if v3 and result not in (base, nudged, v3) else "",
+                    _beside_its_like(r, result, base, noise) if result not in (base, nudged, v3) else "",
                     _ended(result) and f"{_ended(result)}; the gap is that at step {at:,}",
                 ))  # fmt: skip
     return ONE_POINT.format(noise=noise) + _table(rows) if len(rows) > 1 else "None was run."
+
+
+def _beside_its_like(r: Results, result: Result, base: Result, noise: float) -> str:
+    """What the one thing costs in which a recipe differs from another: `deepseek_v3`, where LIKE names no other."""
+    job = result["job"]
+    like = LIKE.get(job["recipe"], "deepseek_v3")
+    other = r.get("branch", job["size"], like, job["seed"])
+    if other is None:
+        return ""
+    found = further(result, other, base)
+    said = "cannot be seen" if abs(found) <= noise else _percent(found)
+    return said if like == "deepseek_v3" else f"{said}, beside `{like}`"
 
 
 def ablation_table(r: Results) -> str:
@@ -359,7 +402,9 @@ def rate_table(r: Results) -> str:
         cells = [_rate_cell(found[f"rate-{recipe}-{times}"]) for recipe in RATE_RECIPES]
         peak = ", ".join(f"{times * USUAL_RATE[size]:g}" for size in sizes if size in USUAL_RATE)
         rows.append((f"{times} × the usual{f', {peak}' if peak else ''}", *cells))
-    return DIVERGED + _table(rows)
+    never = [f"`{recipe}`" for recipe in RATE_RECIPES if not any(
+        (x := found[f"rate-{recipe}-{times}"]) and x["state"] == "diverged" for times in (1, *RATES))]  # fmt: skip
+    return DIVERGED + _table(rows) + (f"\n\nAt no rate that was tried: {', '.join(never)}." if never else "")
 
 
 def _rate_cell(result: Result | None) -> str:
@@ -391,7 +436,18 @@ def balance_table(r: Results) -> str:
             f"{drafts['greedy']:.1%}, {drafts['drawn']:.1%}" if drafts else "",
             _ended(result),
         ))  # fmt: skip
-    return BALANCE + _table(rows) + _balance_of_the_others(r)
+    return BALANCE + _table(rows) + _alike(r) + _balance_of_the_others(r)
+
+
+def _alike(r: Results) -> str:
+    """How far the losses of two runs of this table lie apart by chance."""
+    found = _balanced(r)
+    usual, again = (next((x for name, x in found.items() if name.startswith(which)), None)
+                    for which in ("usual:", "usual again"))  # fmt: skip
+    if not usual or not again:
+        return ""
+    apart = abs(gap(again, usual)[0])
+    return f"\n\nThe usual balance, run twice, ends {apart:.1%} apart: losses that lie closer here say nothing."
 
 
 def _balance_of_the_others(r: Results) -> str:
@@ -529,7 +585,13 @@ def size_table() -> str:
 def machines(r: Results) -> str:
     """The GPUs and versions of torch that the runs name."""
     facts = [x["facts"] for x in r.all.values() if "device" in x.get("facts", {})]
-    return "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + "."
+    whole = {name: x["facts"]["machine"]["commit"] for name, x in r.all.items() if x.get("facts", {}).get("machine")}
+    return (
+        "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + ". "
+        "`results.json` has the job of each run, from which `sizes.py` and `jobs.py` make its configuration; of "
+        f"{len(whole)} of {len(r.all)} also the configuration itself, and the commit"
+        + (f" ({', '.join(sorted(set(whole.values())))})." if whole else ".")
+    )
 
 
 def write(files: Sequence[Path], folder: Path) -> Path:

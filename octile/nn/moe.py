@@ -130,7 +130,13 @@ class MoE(nn.Module):
 
         Args:
             residual: adds x to the result.
+
+        Raises:
+            ValueError: x is not [B, S, D].
         """
+        width = self.gate.weight.shape[1]
+        if x_BSD.dim() != 3 or x_BSD.shape[-1] != width:
+            raise ValueError(f"x must be [batch, sequence, {width}], not {tuple(x_BSD.shape)}")
         recipe = self.experts.fused_recipe()
         if recipe is not None and recipe.casts is not None and fusable_norm(norm):
             return self._fused(x_BSD, norm, residual, recipe)

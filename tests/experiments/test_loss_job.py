@@ -169,6 +169,10 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
     runs += [fake(replace(job("rate", "30m", "bf16", 0, 1e6), name="rate-bf16-64"), 9.0, "diverged")]
     runs += [fake(replace(BASE, name="balance-with-MTP", group="balance"), 4.0, drafts={"greedy": 0.5, "drawn": 0.6})]
     runs += [
+        fake(replace(one, name=one.name.replace("core", "long"), group="long"), loss)
+        for one, loss in ((BASE, 4.0), (FP8, 4.02))
+    ]
+    runs += [
         {
             "job": FP8.to_json() | {"name": "x", "size": "80m"},
             "state": "failed",
@@ -179,7 +183,13 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
     ]
     runs += [
         fake(branch(replace(BASE, name="trunk"), recipe), loss)
-        for recipe, loss in (("bf16", 3.0), ("nudged", 3.003), ("deepseek_v3", 3.009))
+        for recipe, loss in (
+            ("bf16", 3.0),
+            ("nudged", 3.003),
+            ("deepseek_v3", 3.009),
+            ("per_tensor", 3.011),
+            ("no_promotion", 3.026),
+        )
     ]
     (tmp_path / "results.json").write_text(json.dumps({"results": runs}))
     text = write([tmp_path / "results.json"], tmp_path / "report").read_text()
@@ -188,7 +198,10 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         "+0.50% (the noise)",
         "diverged at step 8",
         "3.0 × the noise",
-        "| 30m | 2 | 3 | 2 | +7.22% | 18.90% |",  # BF16's two of seed 0 lie 20.2% apart
+        "| +14.34%, +0.10% | +7.22% | 18.90% | 7.12% | missed |",  # BF16's two of seed 0 lie 20.2% apart
+        "one pair above: 30m, seed 0: +0.50%, missed",
+        "| cannot be seen |",
+        "| +0.50%, beside `per_tensor` |",
         "50.0%, 60.0%",
         "- x: exit status 1; `oh`",
         "150m",

@@ -54,6 +54,12 @@ def test_a_mixture_that_cannot_be_is_refused(settings, message):
         MoE(gate(), **{"hidden_size": 32, "intermediate_size": 24, **settings})
 
 
+@pytest.mark.parametrize("shape", [(9, 32), (2, 9, 64), (32,)], ids=str)
+def test_an_input_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=rf"x must be \[batch, sequence, 32\], not \({shape[0]},"):
+        moe()(torch.randn(*shape))
+
+
 def test_moe_gradients_equal_a_slow_loops():
     fast, slow, x = moe(), moe(), torch.randn(2, 9, 32)
     fast(x).square().sum().backward()

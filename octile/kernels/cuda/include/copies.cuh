@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_tiles(
     Ring ring(shared, team);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
-    int unused = config::stages;  // stages that nothing was copied to yet
+    int unused = config::stages;  // stages that nothing was copied to yet, where that matters: see `ahead`
 
     while (scheduler.take(tile)) {
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
