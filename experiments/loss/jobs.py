@@ -3,7 +3,7 @@
 core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail; then
            more seeds, for an interval
 again      DeepSeek-V3's recipe at the largest size, twice more with each seed: a GPU adds in another order each time
-long       the smallest size over 300M tokens
+long       the smallest size over 300M tokens, with three seeds
 trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
 branch     the rest of it under each recipe, from the same weights and moments and over the same batches; of seed 2
            the control too, which has to fail
@@ -132,6 +132,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for number in (1, 2)
         for again in (job("again", sizes[0], "deepseek_v3", seed, CORE) for seed in (0, 1))
     ]
+    jobs += [job("long", small, recipe, seed, LONG) for seed in (1, 2) for recipe in ("bf16", "deepseek_v3")]
     return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]
 
 
