@@ -69,7 +69,8 @@ def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
     steps, band = result.band()
     whole = [name for name in result.names if all(curve.diverged_at is None for curve in result.runs(name))]
     near = [name for name in whole if not abs(result.outcome(name).gap) > MOST_BARS * result.bar]
-    reach = 100 * _reach(result.bar, [band, *(result.mean_gaps(name)[1] for name in near)])
+    each_run = [result.gaps(curve)[1] for name in near for curve in result.runs(name)]
+    reach = 100 * _reach(result.bar, [band, *each_run])
     axes.set_ylim(-reach, reach)
     axes.fill_between(steps, -100 * band, 100 * band, color=COLOR["muted"], alpha=0.16, linewidth=0)
     axes.axhline(0, color=COLOR["ink"], linewidth=1.2)
