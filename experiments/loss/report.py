@@ -585,12 +585,13 @@ def size_table() -> str:
 def machines(r: Results) -> str:
     """The GPUs and versions of torch that the runs name."""
     facts = [x["facts"] for x in r.all.values() if "device" in x.get("facts", {})]
-    whole = {name: x["facts"]["machine"]["commit"] for name, x in r.all.items() if x.get("facts", {}).get("machine")}
+    machines = (x.get("facts", {}).get("machine") or {} for x in r.all.values())
+    commits = [machine["commit"] for machine in machines if machine.get("commit")]
     return (
         "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + ". "
         "`results.json` has the job of each run, from which `sizes.py` and `jobs.py` make its configuration; of "
-        f"{len(whole)} of {len(r.all)} also the configuration itself, and the commit"
-        + (f" ({', '.join(sorted(set(whole.values())))})." if whole else ".")
+        f"{len(commits)} of {len(r.all)} also the configuration itself, and the commit"
+        + (f" ({', '.join(sorted(set(commits)))})." if commits else ".")
     )
 
 
