@@ -57,6 +57,8 @@ BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a s
     "speed 0.003": {"balance_speed": 0.003},
     "speed 0.002": {"balance_speed": 0.002},
     "speed 0.002 over 100M tokens": {"balance_speed": 0.002},
+    "speed 0.004": {"balance_speed": 0.004},
+    "sequence loss 1e-3": {"aux_loss_alpha": 1e-3},
     "usual again": {},
     "with MTP": {"num_nextn_predict_layers": 1},
 }
