@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from io import StringIO, TextIOWrapper
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
@@ -373,7 +373,7 @@ def _newest_run() -> Path:
 def _value_of(option: str, arguments: list[str]) -> str | None:
     """What follows an option, or stands behind its equals sign: of several the last one, which is tyro's choice too."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:]):
         name, equals, behind = argument.partition("=")
         if name.replace("_", "-") == option:  # tyro reads --init_from too
             value = behind if equals else following

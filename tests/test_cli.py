@@ -151,6 +151,10 @@ def begun(monkeypatch):
     return begin
 
 
+def test_without_options_the_tiny_preset_is_trained(begun):
+    assert begun() == preset("tiny")
+
+
 @pytest.mark.parametrize(
     "options",
     [
