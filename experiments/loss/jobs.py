@@ -4,6 +4,7 @@ core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, an
            more seeds, for an interval
 again      DeepSeek-V3's recipe at the largest size, twice more with each seed: a GPU adds in another order each time
 long       the smallest size over 300M tokens, with three seeds
+long-trunk, long-branch   as below, of such a run: what its last 180M tokens cost
 trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
 branch     the rest of it under each recipe, from the same weights and moments and over the same batches; of seed 2
            the control too, which has to fail
@@ -24,7 +25,7 @@ from typing import Any, Literal
 from experiments.loss.sizes import run_config
 from octile.train.config import TrainConfig
 
-Group = Literal["core", "again", "long", "trunk", "branch", "ablation", "rate", "balance"]
+Group = Literal["core", "again", "long", "long-trunk", "long-branch", "trunk", "branch", "ablation", "rate", "balance"]
 TRUNK = 0.4  # of a run's steps
 LONG, CORE, SHORT, RATE = 300e6, 100e6, 40e6, 12e6  # tokens
 ABLATIONS = (  # the slowest first
@@ -46,7 +47,8 @@ ABLATIONS = (  # the slowest first
 MORE_SEEDS = (2, 3, 4, 5)
 BRANCHES = ("bf16", "nudged", "deepseek_v3")  # of every trunk
 CONTROL_SEED = 2  # of a trunk that no recipe but these and the control goes on from: their BF16 ran beside it
-RATES = (2, 4, 16, 64, 128, 192)  # times the usual one, which every other job has
+LONG_SEEDS = (1, 2)  # of trunks of 300M tokens
+RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual one, which every other job has
 RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
 BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a step, sequence loss of 1e-4
     "bias alone": {"aux_loss_alpha": 0.0},
@@ -58,11 +60,13 @@ BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a s
     "speed 0.002": {"balance_speed": 0.002},
     "speed 0.002 over 100M tokens": {"balance_speed": 0.002},
     "speed 0.004": {"balance_speed": 0.004},
+    "speed 0.01": {"balance_speed": 0.01},
     "sequence loss 1e-3": {"aux_loss_alpha": 1e-3},
+    "sequence loss 1e-3 over 100M tokens": {"aux_loss_alpha": 1e-3},
     "usual again": {},
     "with MTP": {"num_nextn_predict_layers": 1},
 }
-BALANCE_TOKENS = {"speed 0.002 over 100M tokens": CORE}  # SHORT of the others
+BALANCE_TOKENS = {"speed 0.002 over 100M tokens": CORE, "sequence loss 1e-3 over 100M tokens": CORE}  # others: SHORT
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,9 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for again in (job("again", sizes[0], "deepseek_v3", seed, CORE) for seed in (0, 1))
     ]
     jobs += [job("long", small, recipe, seed, LONG) for seed in (1, 2) for recipe in ("bf16", "deepseek_v3")]
+    for seed in LONG_SEEDS:
+        trunk = replace(job("long-trunk", small, "bf16", seed, LONG), until=TRUNK)
+        jobs += [trunk, *(branch(trunk, recipe) for recipe in BRANCHES)]
     return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]
 
 
@@ -152,7 +159,8 @@ def named(jobs: list[Job], names: list[str]) -> list[Job]:
 
 
 def branch(trunk: Job, recipe: str) -> Job:
-    return replace(job("branch", trunk.size, recipe, trunk.seed, trunk.tokens), after=trunk.name)
+    group: Group = "long-branch" if trunk.group == "long-trunk" else "branch"
+    return replace(job(group, trunk.size, recipe, trunk.seed, trunk.tokens), after=trunk.name)
 
 
 def job(group: Group, size: str, recipe: str, seed: int, tokens: float, **changes: Any) -> Job:

@@ -198,7 +198,9 @@ def main() -> None:
     parser.add_argument("--gpus", default="0", help="their numbers: 0,1,2")
     parser.add_argument("--together", default="", help="groups or sizes of which two runs share a GPU: ablation,30m")
     parser.add_argument(
-        "--groups", default="", help="of these alone: core,again,long,trunk,branch,ablation,rate,balance"
+        "--groups",
+        default="",
+        help="of these alone: core,again,long,long-trunk,long-branch,trunk,branch,ablation,rate,balance",
     )
     parser.add_argument("--jobs", default="", help="these alone, by their names, and what they go on from")
     parser.add_argument("--tokens", type=float, default=1.0, help="every job's, times this")
