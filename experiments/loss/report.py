@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.loss.figures import Line, save_lines, save_loads
+from experiments.loss.figures import COLORS, Line, save_lines, save_loads
 from experiments.loss.job import EVERY, HOPELESS
 from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
@@ -35,6 +35,7 @@ Result = dict[str, Any]
 Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
+BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # of runs from scratch: those that go on from one point
 AFTER_WARM_UP = 0.2  # of the steps
 LIKE = {"no_promotion": "per_tensor"}  # which it is, but for what its name says
 BAR = 0.0025
@@ -63,7 +64,7 @@ The control is a recipe that has to fail."""
 IN_THE_FALL = """These runs of 40M tokens end while the loss still falls steeply, so chance weighs more than a recipe's
 numbers do: they tell what breaks, and "From one point on" what costs."""
 ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
-batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise, {noise:.3%}, is the root of the mean
+batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise, {noise}, is the root of the mean
 square of what that does, over all sizes and seeds. Beside `deepseek_v3`: the gap less that of `deepseek_v3` from the
 same point, which is what a change of that recipe costs or gains; what is smaller than the noise cannot be seen. So
 numbers of this column, one seed's, tell which choices matter at this size.
@@ -154,6 +155,11 @@ class Results:
         rows = [r for r in self.all.values() if (r["job"]["group"], r["job"]["size"]) == (group, size)]
         return [r for r in rows if r.get("val_loss")]
 
+    def tokens(self, group: str, size: str) -> str:
+        """Of each of its runs; there has to be one."""
+        jobs = (r["job"] for r in self.all.values())
+        return next(f"{job['tokens'] / 1e6:.0f}M" for job in jobs if (job["group"], job["size"]) == (group, size))
+
     def bf16(self, group: str, size: str) -> list[Result]:
         """BF16's runs, by their seeds."""
         found = (r for r in self.of(group, size) if r["job"]["recipe"] == "bf16")
@@ -169,7 +175,7 @@ class Results:
         first, other, *more = [*self.bf16(group, size), None, None]
         if not (first and other):
             return None
-        nudge = self.nudges() if group == "branch" else ()
+        nudge = self.nudges(group) if group in BRANCHES_OF.values() else ()
         rest = [r for r in self.of(group, size) if r["job"]["recipe"] not in ("bf16", *(("nudged",) if nudge else ()))]
         rest.sort(key=lambda r: r["job"]["recipe"] != "deepseek_v3")  # what is to be judged comes first
         device = first["facts"].get("device", "")
@@ -178,15 +184,15 @@ class Results:
             bf16_more_seeds=tuple(curve(r) for r in more if r), nudge=nudge,
         )  # fmt: skip
 
-    def nudges(self) -> tuple[tuple[int, float], ...]:
-        """Steps, and the noise of a gap between two branches there.
+    def nudges(self, group: str) -> tuple[tuple[int, float], ...]:
+        """Steps, and the noise of a gap between two of a group's branches there.
 
         That is the root of the mean square of what a nudge does, over all sizes and seeds.
         """
         squares = defaultdict(list)
-        for size in self.sizes("branch"):
-            for base in self.bf16("branch", size):
-                if nudged := self.get("branch", size, "nudged", base["job"]["seed"]):
+        for size in self.sizes(group):
+            for base in self.bf16(group, size):
+                if nudged := self.get(group, size, "nudged", base["job"]["seed"]):
                     known = dict(zip(base["val_steps"], base["val_loss"], strict=True))
                     for step, loss in zip(nudged["val_steps"], nudged["val_loss"], strict=True):
                         if step in known:
@@ -199,6 +205,7 @@ def answer_table(r: Results) -> str:
     rows: Rows = [
         (
             "size",
+            "tokens",
             "`deepseek_v3` from one point on",
             "BF16 after a nudge",
             "`deepseek_v3` from scratch",
@@ -207,18 +214,19 @@ def answer_table(r: Results) -> str:
             "`control` from scratch",
         )
     ]
-    for size in r.sizes("core"):
-        base = r.get("core", size, "bf16")
-        others = [gap(other, base)[0] for other in r.bf16("core", size) if base and other is not base]
-        found = (
-            r.gaps("branch", size, "deepseek_v3"),
-            r.gaps("branch", size, "nudged"),
-            r.gaps("core", size, "deepseek_v3"),
-            r.gaps("branch", size, "bf16", beside="core"),  # with its trunk a second run from scratch
-            others,
-            r.gaps("core", size, "control"),
-        )
-        rows.append((size, *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
+    for group, branches in BRANCHES_OF.items():
+        for size in r.sizes(group):
+            base = r.get(group, size, "bf16")
+            others = [gap(other, base)[0] for other in r.bf16(group, size) if base and other is not base]
+            found = (
+                r.gaps(branches, size, "deepseek_v3"),
+                r.gaps(branches, size, "nudged"),
+                r.gaps(group, size, "deepseek_v3"),
+                r.gaps(branches, size, "bf16", beside=group),  # with its trunk a second run from scratch
+                others,
+                r.gaps(group, size, "control"),
+            )
+            rows.append((size, r.tokens(group, size), *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
     return f"{ANSWER}\n\n{_table(rows)}"
 
 
@@ -257,37 +265,49 @@ def _fell_below(result: Result, level: float) -> str:
 def scratch_table(r: Results) -> str:
     """What all runs from scratch say together: those of a seed are one another's repetitions."""
     rows: Rows = [
-        ("size", "runs of BF16", "runs of `deepseek_v3`", "gap of each seed", "their mean",
+        ("size", "tokens", "runs of BF16", "runs of `deepseek_v3`", "gap of each seed", "their mean",
          "its standard error, by runs", "by seeds", f"the bar, {BAR:.2%}")
     ]  # fmt: skip
-    sizes = {size: pairs for size in r.sizes("core") if (pairs := _repeated(r, size))}
+    known = {
+        (group, size): pairs for group in BRANCHES_OF for size in r.sizes(group) if (pairs := _repeated(r, group, size))
+    }
     apart = [
         [end / statistics.fmean(base) - statistics.fmean(ends) / statistics.fmean(base) for end in ends]
-        for pairs in sizes.values() for base, found in pairs for ends in (base, found)
+        for pairs in known.values() for base, found in pairs for ends in (base, found)
     ]  # fmt: skip
     freedom = sum(len(each) - 1 for each in apart)
     if not freedom:
         return ""
     variance = sum(x**2 for each in apart for x in each) / freedom
-    means, by_runs, by_seeds = [], [], []
-    for size, pairs in sizes.items():
+    of_core = []
+    for (group, size), pairs in known.items():
         gaps = [statistics.fmean(found) / statistics.fmean(base) - 1 for base, found in pairs]
-        means.append(statistics.fmean(gaps))
-        by_runs.append((variance * sum(1 / len(base) + 1 / len(found) for base, found in pairs)) ** 0.5 / len(pairs))
-        by_seeds.append(statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan)
+        mean = statistics.fmean(gaps)
+        by_runs = (variance * sum(1 / len(base) + 1 / len(found) for base, found in pairs)) ** 0.5 / len(pairs)
+        by_seeds = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan
+        if group == "core":
+            of_core.append((mean, by_runs, by_seeds))
         runs = (str(sum(len(ends[i]) for ends in pairs)) for i in (0, 1))
-        of_seeds = f"{by_seeds[-1]:.2%}" if len(gaps) > 1 else ""
-        rows.append((size, *runs, ", ".join(map(_percent, gaps)), _percent(means[-1]), f"{by_runs[-1]:.2%}", of_seeds,
-                     _at_the_bar(means[-1])))  # fmt: skip
-    together = [sum(error**2 for error in errors) ** 0.5 / len(errors) for errors in (by_runs, by_seeds)]
-    also = "" if math.isnan(together[1]) else f" or {together[1]:.2%}"
+        rows.append((size, r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)), _percent(mean),
+                     f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "", _at_the_bar(mean)))  # fmt: skip
     return (
-        f"All runs over {CORE / 1e6:.0f}M tokens from scratch. One standard error is by how far runs of one recipe from"
-        f" one seed end apart, {variance**0.5:.2%} ({freedom} degrees of freedom), for a GPU adds in another order each"
-        f" time; the other by how far the seeds' own gaps lie apart, of which there are few. The mean over the sizes is"
-        f" {_percent(statistics.fmean(means))}, its standard error {together[0]:.2%}{also}.\n\n"
-        + _table(rows)
-        + _over_more_tokens(r)
+        f"All runs over {CORE / 1e6:.0f}M tokens and more from scratch. One standard error is by how far runs of one"
+        f" recipe from one seed end apart, in all rows together {variance**0.5:.2%} ({freedom} degrees of freedom), for"
+        f" a GPU adds in another order each time; the other by how far the seeds' own gaps lie apart, of which there"
+        f" are few.{_over_the_sizes(of_core)}\n\n{_table(rows)}"
+    )
+
+
+def _over_the_sizes(found: Sequence[tuple[float, float, float]]) -> str:
+    """The mean of what was found at each size: a mean and its two standard errors."""
+    if not found:
+        return ""
+    means, *errors = zip(*found, strict=True)
+    by_runs, by_seeds = (sum(error**2 for error in each) ** 0.5 / len(each) for each in errors)
+    also = "" if math.isnan(by_seeds) else f" or {by_seeds:.2%}"
+    return (
+        f" The mean over the sizes, of the runs over {CORE / 1e6:.0f}M tokens alone, is"
+        f" {_percent(statistics.fmean(means))}, its standard error {by_runs:.2%}{also}."
     )
 
 
@@ -297,50 +317,46 @@ def _at_the_bar(found: float) -> str:
     return "missed" if found > 0 else "lower than BF16 by more"
 
 
-def _over_more_tokens(r: Results) -> str:
-    """The pairs of runs that are longer than the others."""
-    pairs = [
-        f"{size}, seed {base['job']['seed']}: {_percent(gap(found, base)[0])}, {_at_the_bar(gap(found, base)[0])}"
-        for size in r.sizes("long")
-        for base in r.bf16("long", size)
-        if (found := r.get("long", size, "deepseek_v3", base["job"]["seed"]))
-    ]
-    ending = ", of which one says as little as one pair above" if len(pairs) == 1 else ""
-    return f"\n\nOver {LONG / 1e6:.0f}M tokens, beside the same bar{ending}: {'; '.join(pairs)}." if pairs else ""
-
-
-def _repeated(r: Results, size: str) -> list[tuple[list[float], list[float]]]:
+def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list[float]]]:
     """Held-out losses of BF16 and of DeepSeek-V3's recipe, from scratch, by the seeds that both have."""
+    branches = BRANCHES_OF[group]
 
     def ends(*names: str) -> list[float]:
         return [r.all[name]["val_loss"][-1] for name in names if name in r.all and r.all[name]["state"] == "done"]
 
     pairs = []
-    for base in r.bf16("core", size):
-        seed = base["job"]["seed"]
+    for seed in sorted({base["job"]["seed"] for of in (group, branches) for base in r.bf16(of, size)}):
         of_v3 = f"{size}-deepseek_v3-{seed}"
-        bf16 = ends(f"core-{size}-bf16-{seed}", f"branch-{size}-bf16-{seed}")  # with its trunk that is one, too
-        found = ends(f"core-{of_v3}", *(f"again-{of_v3}-{number}" for number in (1, 2)))
+        again = [f"again-{of_v3}-{number}" for number in (1, 2)] if group == "core" else []
+        bf16 = ends(f"{group}-{size}-bf16-{seed}", f"{branches}-{size}-bf16-{seed}")  # with its trunk that is one, too
+        found = ends(f"{group}-{of_v3}", *again)
         if bf16 and found:
             pairs.append((bf16, found))
     return pairs
 
 
 def branch_table(r: Results) -> str:
-    noise = r.nudges()[-1][1] if r.nudges() else math.nan
     rows: Rows = [
-        ("size, seed", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge",
+        ("size, seed", "tokens", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge",
          "beside `deepseek_v3`, or as said", "")
     ]  # fmt: skip
-    for size in r.sizes("branch"):
-        for base in r.bf16("branch", size):
+    rows += [row for group in BRANCHES_OF.values() for row in _branch_rows(r, group)]
+    return ONE_POINT.format(noise=_noises(r)) + _table(rows) if len(rows) > 1 else "None was run."
+
+
+def _branch_rows(r: Results, group: str) -> Rows:
+    noise = _noise(r, group)
+    rows: Rows = []
+    for size in r.sizes(group):
+        for base in r.bf16(group, size):
             seed = base["job"]["seed"]
-            nudged, v3 = (r.get("branch", size, recipe, seed) for recipe in ("nudged", "deepseek_v3"))
-            runs = [x for x in r.of("branch", size) if x["job"]["seed"] == seed and x is not base]
+            nudged, v3 = (r.get(group, size, recipe, seed) for recipe in ("nudged", "deepseek_v3"))
+            runs = [x for x in r.of(group, size) if x["job"]["seed"] == seed and x is not base]
             for result in [base, *sorted(runs, key=lambda x: gap(x, base)[0])]:
                 found, at = gap(result, base)
                 rows.append((
                     f"{size}, {seed}",
+                    r.tokens(group, size),
                     f"`{result['job']['recipe']}`",
                     f"{result['val_loss'][-1]:.4f}",
                     _percent(found) if result is not base else "",
@@ -349,14 +365,30 @@ def branch_table(r: Results) -> str:
                     _beside_its_like(r, result, base, noise) if result not in (base, nudged, v3) else "",
                     _ended(result) and f"{_ended(result)}; the gap is that at step {at:,}",
                 ))  # fmt: skip
-    return ONE_POINT.format(noise=noise) + _table(rows) if len(rows) > 1 else "None was run."
+    return rows
+
+
+def _noise(r: Results, group: str) -> float:
+    """That of a gap between two of a group's branches at the end."""
+    found = r.nudges(group)
+    return found[-1][1] if found else math.nan
+
+
+def _noises(r: Results) -> str:
+    """The noise of each group of branches that has any."""
+    known = [
+        (_noise(r, group), r.tokens(group, r.sizes(group)[0])) for group in BRANCHES_OF.values() if r.nudges(group)
+    ]
+    if len(known) > 1:
+        return " and ".join(f"{noise:.3%} over {tokens} tokens" for noise, tokens in known)
+    return f"{known[0][0]:.3%}" if known else "not measured"
 
 
 def _beside_its_like(r: Results, result: Result, base: Result, noise: float) -> str:
     """What the one thing costs in which a recipe differs from another: `deepseek_v3`, where LIKE names no other."""
     job = result["job"]
     like = LIKE.get(job["recipe"], "deepseek_v3")
-    other = r.get("branch", job["size"], like, job["seed"])
+    other = r.get(job["group"], job["size"], like, job["seed"])
     if other is None:
         return ""
     found = further(result, other, base)
@@ -465,7 +497,7 @@ def _balance_of_the_others(r: Results) -> str:
                 rows.append((
                     size,
                     f"`{recipe}`, {', '.join(str(x['job']['seed']) for x in of)}",
-                    f"{of[0]['job']['tokens'] / 1e6:.0f}M",
+                    r.tokens(group, size),
                     ", ".join(f"{mean:.3f}" for mean in means),
                     ", ".join(f"{each:.3f}" for each in worst),
                     _at_the_aim(means, worst),
@@ -512,11 +544,12 @@ def balance_figure(r: Results, folder: Path) -> str:
     if not found:
         return ""
     found = {name: x for name, x in found.items() if name not in BALANCE_TOKENS}  # as long as the others
-    lines: list[list[Line]] = [
-        [(name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]])] for name, x in found.items()
+    lines: list[Line] = [
+        (name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]]) for name, x in found.items()
     ]
+    shared = [lines[i :: len(COLORS)] for i in range(len(COLORS))]  # beyond so many lines two have one colour
     what = "busiest expert's tokens, of the mean; mean over layers"
-    save_lines(folder / "balance.svg", what, lines, (1.0, 8.0), (AIM, f"aim {AIM}"))
+    save_lines(folder / "balance.svg", what, shared, (1.0, 8.0), (AIM, f"aim {AIM}"))
     text = "\n\n![load](balance.svg)\n\n"
     if whole := {name: (x["steps"], x["loads"]) for name, x in found.items() if x.get("loads")}:
         save_loads(folder / "experts.svg", whole)
@@ -600,7 +633,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
-    for group in ("branch", "core", "ablation"):
+    for group in ("branch", "long-branch", "core", "long", "ablation"):
         for size in r.sizes(group):
             comparison = r.comparison(group, size)
             if comparison is None:

@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from experiments.loss import job as module
-from experiments.loss.jobs import branch, job
+from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, branch, job
 from experiments.loss.recipes import nudge
-from experiments.loss.report import Results, gap, interval, write
+from experiments.loss.report import (
+    Results,
+    answer_table,
+    balance_figure,
+    branch_table,
+    gap,
+    interval,
+    scratch_table,
+    write,
+)
 from octile.train.config import TrainConfig
 from octile.train.data import prepare
 
@@ -170,7 +179,7 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
     runs += [fake(replace(BASE, name="balance-with-MTP", group="balance"), 4.0, drafts={"greedy": 0.5, "drawn": 0.6})]
     runs += [
         fake(replace(one, name=one.name.replace("core", "long"), group="long"), loss)
-        for one, loss in ((BASE, 4.0), (FP8, 4.02))
+        for one, loss in ((BASE, 4.0), (OTHER, 4.04), (FP8, 4.02))
     ]
     runs += [
         {
@@ -191,6 +200,11 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
             ("no_promotion", 3.026),
         )
     ]
+    runs += [
+        fake(branch(job("long-trunk", "30m", "bf16", seed, 1e6), recipe), loss)
+        for seed in (1, 2)
+        for recipe, loss in (("bf16", 3.0), ("nudged", 3.006), ("deepseek_v3", 3.0))
+    ]
     (tmp_path / "results.json").write_text(json.dumps({"results": runs}))
     text = write([tmp_path / "results.json"], tmp_path / "report").read_text()
     for part in (
@@ -199,16 +213,17 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         "diverged at step 8",
         "3.0 × the noise",
         "| +14.34%, +0.10% | +7.22% | 18.90% | 7.12% | missed |",  # BF16's two of seed 0 lie 20.2% apart
-        "one pair above: 30m, seed 0: +0.50%, missed",
+        "| 30m | 1M | 1 | 1 | +0.50% | +0.50% | 28.57% |  | missed |",
         "| cannot be seen |",
         "| +0.50%, beside `per_tensor` |",
+        "BF16 whose weights were rounded once at the start ends 0.20% from BF16.",
         "50.0%, 60.0%",
         "- x: exit status 1; `oh`",
         "150m",
     ):
         assert part in text
     assert "core-150m-bf16-0" in text.split("## Not run")[1]
-    for figure in ("core-30m", "balance", "rates"):
+    for figure in ("core-30m", "long-30m", "long-branch-30m", "balance", "rates"):
         assert f"]({figure}.svg)" in text
         assert (tmp_path / f"report/{figure}.svg").exists()
     assert (tmp_path / "report/core-30m/report.html").exists()
@@ -216,3 +231,39 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
 
 def test_without_a_second_seed_there_is_no_comparison():
     assert Results([fake(BASE, 4.0), fake(FP8, 4.0)]).comparison("core", "30m") is None
+
+
+def test_longer_runs_have_rows_and_a_noise_of_their_own():
+    runs = [fake(job("core", "30m", recipe, 0, CORE), loss) for recipe, loss in (("bf16", 4.0), ("deepseek_v3", 4.004))]
+    runs += [
+        fake(job("long", "30m", recipe, 1, LONG), loss) for recipe, loss in (("bf16", 3.03), ("deepseek_v3", 3.006))
+    ]
+    runs += [
+        fake(branch(job("trunk", "30m", "bf16", 0, CORE), recipe), loss)
+        for recipe, loss in (("bf16", 4.0), ("nudged", 4.004), ("deepseek_v3", 4.008))
+    ]
+    runs += [
+        fake(branch(job("long-trunk", "30m", "bf16", 1, LONG), recipe), 2.97 * times)
+        for recipe, times in (("bf16", 1), ("nudged", 1.01), ("deepseek_v3", 1.03), ("per_tensor", 1.05))
+    ]
+    results = Results(runs)
+    text = scratch_table(results)
+    assert "1.00% (2 degrees of freedom)" in text  # two pairs of BF16: one ends 2% apart, the other does not
+    assert "over 100M tokens alone, is +0.10%, its standard error 1.22%." in text
+    assert "| 30m | 100M | 2 | 1 | +0.10% | +0.10% | 1.22% |  | kept |" in text
+    assert "| 30m | 300M | 2 | 1 | +0.20% | +0.20% | 1.22% |  | kept |" in text
+    text = branch_table(results)
+    assert "the noise, 0.100% over 100M tokens and 1.000% over 300M tokens, is" in text
+    assert "| 30m, 0 | 100M | `deepseek_v3` | 4.0080 | +0.20% | +0.20% … +0.20% | 2.0 × the noise |  |  |" in text
+    assert "| 30m, 1 | 300M | `deepseek_v3` | 3.0591 | +3.00% | +3.00% … +3.00% | 3.0 × the noise |  |  |" in text
+    assert "| 5.0 × the noise | +2.00% |" in text
+    text = answer_table(results)
+    assert "| 30m | 100M | +0.20% | +0.10% | +0.10% | +0.00% | – | – |" in text
+    assert "| 30m | 300M | +3.00% | +1.00% | −0.79% | −1.98% | – | – |" in text
+
+
+def test_the_figure_of_balance_has_more_lines_than_there_are_colours(tmp_path):
+    runs = [fake(replace(BASE, name=f"balance-{name.replace(' ', '-')}", group="balance"), 4.0) for name in BALANCES]
+    balance_figure(Results(runs), tmp_path)
+    drawn = (tmp_path / "balance.svg").read_text()
+    assert [name for name in BALANCES if f">{name}<" not in drawn] == list(BALANCE_TOKENS)
