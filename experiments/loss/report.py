@@ -431,9 +431,11 @@ def rate_table(r: Results) -> str:
     sizes = {x["job"]["size"] for x in found.values() if x}
     rows: Rows = [("learning rate", *(f"`{recipe}`" for recipe in RATE_RECIPES))]
     for times in (1, *RATES):
-        cells = [_rate_cell(found[f"rate-{recipe}-{times}"]) for recipe in RATE_RECIPES]
+        runs = [found[f"rate-{recipe}-{times}"] for recipe in RATE_RECIPES]
+        if not any(runs):
+            continue
         peak = ", ".join(f"{times * USUAL_RATE[size]:g}" for size in sizes if size in USUAL_RATE)
-        rows.append((f"{times} × the usual{f', {peak}' if peak else ''}", *cells))
+        rows.append((f"{times} × the usual{f', {peak}' if peak else ''}", *map(_rate_cell, runs)))
     never = [f"`{recipe}`" for recipe in RATE_RECIPES if not any(
         (x := found[f"rate-{recipe}-{times}"]) and x["state"] == "diverged" for times in (1, *RATES))]  # fmt: skip
     return DIVERGED + _table(rows) + (f"\n\nAt no rate that was tried: {', '.join(never)}." if never else "")
