@@ -10,13 +10,14 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TextIO, TypeVar
 
 import tyro
 
@@ -146,7 +147,10 @@ class Generate:
 def generate(arguments: list[str]) -> None:
     """Continue a prompt with a trained model, printing as it goes."""
     asked = _parse(Generate, arguments, "generate")
-    run = asked.run or _newest_run()
+    run = asked.run
+    if run is None:
+        run = _newest_run()
+        print(f"octile: {run}, the newest run", file=sys.stderr)
     from octile.train.generate import Sampling, generate_from
 
     sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
@@ -321,7 +325,9 @@ def _is_text(line: str) -> bool:
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Turns exceptions into one line and an exit code. OCTILE_TRACEBACK=1 shows where they came from."""
     try:
-        command(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            command(arguments)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -330,6 +336,20 @@ def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
         if os.environ.get("OCTILE_TRACEBACK"):
             raise
         _fail(*_explain(error))
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Ours are a line like an error's; others keep Python's form."""
+    ours = Path(filename).is_relative_to(Path(__file__).parent)
+    text = f"octile: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
+    sys.stderr.write(text)
 
 
 def _explain(error: Exception) -> tuple[str, int]:
@@ -341,6 +361,8 @@ def _explain(error: Exception) -> tuple[str, int]:
         return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is kept", FAILURE
     if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_us(error)):
         return str(error), FAILURE
+    if isinstance(error, OSError) and error.filename is not None:  # the system's own words, without its number
+        return f"{str(error.filename)!r}: {error.strerror}", USER
     if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_us(error)):
         return str(error), USER
     return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE

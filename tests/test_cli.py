@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -259,6 +260,13 @@ def test_train_then_generate(capsys, text, tmp_path):
     assert out.startswith("def ")
 
 
+def test_generate_names_the_run_that_it_chose(capsys, hf_folder, tmp_path, monkeypatch):
+    shutil.copytree(hf_folder, tmp_path / "runs" / "mine" / "model")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "generate", "--max-new-tokens", "1")
+    assert (code, err) == (0, "octile: runs/mine, the newest run\n")
+
+
 def test_generate_without_a_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "no finished run under runs/" in refused(capsys, "generate")
@@ -334,6 +342,21 @@ def test_a_full_disk_is_one_line_and_exit_code_1(capsys, monkeypatch):
     code, _, err = call(capsys, "train")
     assert (code, err.count("\n")) == (1, 1)
     assert "No space left on device: run/model" in err
+
+
+def test_what_the_system_refuses_is_said_without_its_number(capsys, monkeypatch):
+    failing(monkeypatch, PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/model"))
+    assert call(capsys, "train")[::2] == (2, "octile: 'run/model': Permission denied\n")
+
+
+def test_a_warning_of_ours_is_a_line(capsys, text, tmp_path):
+    run = tmp_path / "run"
+    assert call(capsys, "train", "--data", str(text), "--out", str(run), "--checkpoint-every", "1", *MICRO_RUN)[0] == 0
+    with (run / "checkpoints/step_00000002/tensors.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    code, _, err = call(capsys, "train", "--resume", "--out", str(run), "--steps", "3")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith("octile: checkpoint step_00000002 cannot be used, trying the one before: ")
 
 
 def test_a_nan_is_one_line_and_exit_code_1(capsys, monkeypatch):

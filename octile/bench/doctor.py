@@ -104,7 +104,7 @@ def compile_kernels(architecture: str | None) -> dict[str, Any]:
         ValueError: the architecture is none of these.
     """
     if find_spec("triton") is None:
-        raise ImportError("compiling the kernels needs Triton: pip install triton")
+        raise ImportError('compiling the kernels needs Triton: pip install "octile[cuda]"')
     from octile.kernels.triton.compiled import compile_all
 
     if architecture is None and torch.cuda.is_available():
@@ -207,7 +207,7 @@ def _kernel() -> tuple[str, str]:
     if (major, minor) < (8, 0):
         return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
     if find_spec("triton") is None:
-        return "none", "Triton is not installed: pip install triton"
+        return "none", 'Triton is not installed: pip install "octile[cuda]"'
     if (major, minor) >= (8, 9):
         return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128"
     return "Triton", f"sm_{major}{minor} has no FP8 product: operands are converted to FP16, exactly"
@@ -216,7 +216,7 @@ def _kernel() -> tuple[str, str]:
 def _of_hopper() -> tuple[str, str]:
     """The kernels of products and casts on Hopper, which has its own."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "Triton", "Hopper's own kernels need cuda-bindings and NVRTC: pip install octile[cuda]"
+        return "Triton", 'Hopper\'s own kernels need cuda-bindings and NVRTC: pip install "octile[cuda]"'
     rest = "products of INT8, say, or casts of rows that do not begin at multiples of 16 bytes"
     return "CUDA C++", f"sm_90 has kernels of its own; what they do not take goes to Triton's: {rest}"
 
@@ -224,7 +224,7 @@ def _of_hopper() -> tuple[str, str]:
 def _advice() -> list[str]:
     lines = []
     if torch.cuda.is_available() and find_spec("triton") is None:
-        lines.append("install Triton to use the GPU: pip install triton")
+        lines.append('install Triton to use the GPU: pip install "octile[cuda]"')
     if torch.get_num_threads() > _cores():
         lines.append(f"torch uses {torch.get_num_threads()} threads on fewer cores: set OMP_NUM_THREADS")
     return lines

@@ -120,7 +120,8 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
     if not src.is_dir():
-        raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} does not exist")
+        what = "is a file" if src.exists() else "does not exist"
+        raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} {what}")
     if not (src / CONFIG).is_file():
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")
     if dst.resolve().is_relative_to(src.resolve()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -286,7 +287,7 @@ def _check(asked: Any) -> None:
 
     Raises:
         ValueError: seed cannot be one.
-        IsADirectoryError, NotADirectoryError: a file cannot be written where it is to lie.
+        IsADirectoryError, NotADirectoryError, PermissionError: a file cannot be written where it is to lie.
     """
     seed = getattr(asked, "seed", 0)
     if not 0 <= seed <= LARGEST_SEED:
@@ -297,6 +298,8 @@ def _check(asked: Any) -> None:
             continue
         if path.is_dir():
             raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
-        for folder in path.parents:
-            if folder.exists() and not folder.is_dir():
-                raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is no folder")
+        folder = next(folder for folder in (*path.parents, Path("/")) if folder.exists())
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is no folder")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not yours to write to")

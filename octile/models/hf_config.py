@@ -77,7 +77,7 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
 
 def _refuse(config: Mapping[str, Any]) -> None:
     if config.get("model_type", "deepseek_v3") not in ("deepseek_v3", "deepseek_v2"):
-        raise ValueError(f"model_type is {config['model_type']!r}, but this model is a 'deepseek_v3' or 'deepseek_v2'")
+        raise ValueError(f"model_type is {config['model_type']!r}, but must be 'deepseek_v3' or 'deepseek_v2'")
     for name, computed in COMPUTED.items():
         if config.get(name, computed) not in (computed, None):
             raise ValueError(f"{name} is {config[name]!r}, but this model computes only {computed!r}")

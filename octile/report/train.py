@@ -118,7 +118,7 @@ def _lead(run: Run) -> str:
     size = f" of {amount(parameters)} parameters" if parameters else ""
     size += f", {amount(active)} of them at work on each token," if active else ""
     planned, done = as_float(find(run.config, "steps")), run.last_step
-    steps = f"{done:,} of {planned:,.0f} steps" if done < planned else f"{done:,} steps"
+    steps = f"{done:,} of {planned:,.0f} steps" if done < planned else f"{done:,} step{'s' * (done != 1)}"
     machine = f" on {run.fact('machine')}" if run.fact("machine") else ""
     return (
         f"A language model in the shape of DeepSeek-V3{size} trained with the recipe {_recipe(run)}"

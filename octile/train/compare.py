@@ -27,12 +27,12 @@ from octile.train.config import TrainConfig
 from octile.train.gradient_check import chosen_steps
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.memory import check_memory
-from octile.train.run_folder import new_folder
+from octile.train.run_folder import check_unused, new_folder
 from octile.train.run_recipe import recipe_of, with_recipe_text
 from octile.train.screen import Screen
 from octile.train.seeds import baseline_seeds
 from octile.train.store import TokenStore
-from octile.train.taken import taken
+from octile.train.taken import DATA, taken
 from octile.train.token_losses import readable
 
 FREQUENCY_TOKENS = 10_000_000  # of the training text, in which tokens are counted
@@ -57,10 +57,10 @@ def compare(
         gradient_steps: of each recipe's first run, at which gradients are held against BF16's; see `chosen_steps`.
 
     Raises:
-        FileExistsError: out holds a comparison already, or another process makes one there.
+        FileExistsError: out holds a comparison or a run already, or another process makes one there.
         ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
     """
-    recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name != "bf16")
+    recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name not in ("", "bf16"))
     texts = {name: with_recipe_text(replace(config, recipe=name)) for name in recipes}
     configs = {short: replace(texts[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
@@ -68,8 +68,7 @@ def compare(
     chosen = chosen_steps(gradient_steps, config.steps)
     check_memory(config, pick_device(config.device))
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")
-    if (out / COMPARE_FILE).exists():
-        raise FileExistsError(f"out {str(out)!r} holds a comparison already: choose another --out")
+    check_unused(out)
     with taken(out):
         return _compare(config, configs, out, screen, seeds or (config.seed,), chosen)
 
@@ -98,7 +97,7 @@ def _compare(
     chosen: tuple[int, ...],
 ) -> CompareResult:
     baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
-    store = prepare_tokens(config, out / "data", screen)
+    store = prepare_tokens(config, out / DATA, screen)
     measured_on = machine(pick_device(config.device))
 
     def write(result: CompareResult) -> Path:

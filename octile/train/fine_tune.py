@@ -23,6 +23,11 @@ from octile.recipe import Recipe
 from octile.scaled import quantize
 from octile.train.config import OptimConfig, TrainConfig
 
+SHAPE = (  # fields of the model that decide which weights there are, and of which shape
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+    *("first_k_dense_replace", "num_nextn_predict_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts", "topk_method"),
+)
 OPTIM = OptimConfig(lr=5e-6, warmup=0.0, decay=1.0, final_lr=0.2, balance_speed=0.0)
 
 
@@ -34,6 +39,19 @@ def fine_tuning(config: TrainConfig, folder: Path) -> TrainConfig:
         ValueError: it is not one of this model, or damaged.
     """
     return replace(config, init_from=folder, model=read_model_config(folder), optim=OPTIM)
+
+
+def check_shape(config: TrainConfig, folder: Path) -> None:
+    """Refuses a model of another shape than the weights that it is to begin with.
+
+    Raises:
+        FileNotFoundError, ValueError: as for `fine_tuning`; or names what differs.
+    """
+    there = read_model_config(folder)
+    pairs = {name: (getattr(config.model, name), getattr(there, name)) for name in SHAPE}
+    different = [f"{name} is {ours!r}, there {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    if different:
+        raise ValueError(f"the model has another shape than its weights in {folder}: {', '.join(different)}")
 
 
 @torch.no_grad()

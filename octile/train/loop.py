@@ -25,6 +25,7 @@ from octile.recipe import BLOCK, Cast
 from octile.report.machine import in_words, machine
 from octile.report.train import write_run_report
 from octile.train import fine_tune
+from octile.train.batches import count_windows
 from octile.train.config import TrainConfig, changed
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
@@ -74,6 +75,8 @@ def train(config: TrainConfig, resume: bool, screen: Screen, observer: Observer 
     device = pick_device(config.device)
     run, config = _resumed(config, screen) if resume else (None, with_recipe_text(config))
     recipe_of(config)  # an unknown one is refused before anything is written
+    if config.init_from is not None and not resume:
+        fine_tune.check_shape(config, config.init_from)
     check_memory(config, device)
     run = run or RunFolder.create(config)
     with taken(run.path):
@@ -153,6 +156,10 @@ def prepare_tokens(config: TrainConfig, folder: Path, screen: Screen) -> TokenSt
             progress=progress,
         )
     screen.data(store)
+    if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:
+        screen.say(
+            f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
+        )
     return store
 
 

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import write_text
+from octile.report.compare_file import COMPARE_FILE
 from octile.train.config import TrainConfig
+from octile.train.taken import DATA, is_left
+
+CONFIG = "config.json"
 
 Metrics = dict[str, Any]
 
@@ -29,12 +33,12 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.config_file = path / "config.json"
+        self.config_file = path / CONFIG
         self.metrics_file = path / "metrics.jsonl"
         self.telemetry_file = path / "telemetry.jsonl"
         self.summary_file = path / "summary.json"
         self.sample_file = path / "sample.txt"
-        self.data = path / "data"
+        self.data = path / DATA
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
         self.captures = path / "captures"
@@ -45,13 +49,12 @@ class RunFolder:
         """The folder of a new run; one without a name is made here, so that runs started at once do not share it.
 
         Raises:
-            FileExistsError: config.out holds a run already, or is a file.
+            FileExistsError: config.out holds a run or a comparison already, or is a file.
         """
         run = cls(config.out or new_folder(Path("runs"), f"{config.preset}-{Path(config.recipe).stem}"))
-        if run.path.exists() and not run.path.is_dir():
-            raise FileExistsError(f"out {str(run.path)!r} is a file: name a folder")
         if run.config_file.exists():
             raise FileExistsError(f"out {str(run.path)!r} holds a run already: add --resume, or choose another --out")
+        check_unused(run.path)
         return run
 
     @classmethod
@@ -82,6 +85,19 @@ class RunFolder:
             if file.exists():
                 kept = [json.dumps(line) + "\n" for line in read_lines(file) if line["step"] <= step]
                 write_text(file, "".join(kept))
+
+
+def check_unused(path: Path) -> None:
+    """Refuses a folder with results: runs and comparisons have files of the same names.
+
+    Raises:
+        FileExistsError: it holds a run or a comparison, or is a file.
+    """
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"out {str(path)!r} is a file: name a folder")
+    for name, what in ((CONFIG, "run"), (COMPARE_FILE, "comparison")):
+        if (path / name).exists():
+            raise FileExistsError(f"out {str(path)!r} holds a {what} already: choose another --out")
 
 
 def read_lines(file: Path) -> list[Metrics]:
@@ -128,12 +144,14 @@ def _is_nan(value: object) -> bool:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Makes parent/name, or the first of parent/name-2, parent/name-3, … that is not there."""
+    """The first of parent/name, parent/name-2, parent/name-3, … that is made here, or was left with data alone."""
     path, number = parent / name, 1
     while True:
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
+            if path.is_dir() and is_left(path):
+                return path
             number += 1
             path = parent / f"{name}-{number}"

@@ -7,6 +7,7 @@
 The manifest is written last: a folder without one was not finished, a folder that does not match its own is damaged.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +70,11 @@ class TokenStore:
     tokenizer: Tokenizer
     train: npt.NDArray[np.unsignedinteger]
     val: npt.NDArray[np.unsignedinteger]
+
+    @property
+    def digest(self) -> str:
+        """Of all tokens and the tokenizer: SHA-256 of the digests of the files."""
+        return hashlib.sha256(json.dumps(self.manifest.sha256, sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:

@@ -9,18 +9,35 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"
+DATA = "data"
+
+
+def is_left(folder: Path) -> bool:
+    """Whether work in a folder came as far as its data and no further, and nobody goes on with it."""
+    names = {path.name for path in folder.iterdir()}
+    if DATA not in names or not names <= {LOCK, DATA}:  # an empty one is another's who just begins
+        return False
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            return True
+    except Timeout:
+        return False
 
 
 @contextmanager
 def taken(folder: Path) -> Iterator[None]:
     """Holds the folder, which is made if it is not there, until the end or until the process dies.
 
-    Nothing but the lock in it at the end means that nothing came of the work: then it is removed.
+    Nothing but the lock and empty folders in it at the end mean that nothing came of the work: then it is removed.
 
     Raises:
         FileExistsError: another process holds it.
+        NotADirectoryError, PermissionError, FileNotFoundError: it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (NotADirectoryError, PermissionError, FileNotFoundError) as error:
+        raise type(error)(f"out {str(folder)!r} cannot be made: {error.strerror}") from None
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -30,6 +47,9 @@ def taken(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        if {path.name for path in folder.iterdir()} <= {LOCK}:
+        left = [path for path in folder.iterdir() if path.name != LOCK]
+        if all(path.is_dir() and not any(path.iterdir()) for path in left):
+            for path in left:
+                path.rmdir()
             (folder / LOCK).unlink(missing_ok=True)
             folder.rmdir()

@@ -62,6 +62,7 @@ class Trainer:
         self.schedule = schedule(config)
         self.loss_scale = DynamicLossScale() if self.recipe.loss_scale else None
         self.ema = EMA(self.model, optim.ema_decay, self.optimizer) if optim.ema_decay else None
+        self.data, self.data_folder = store.digest, store.folder
         self.batches = Batches(store.train, config.batch_size, config.sequence_length - 1, config.seed)
         self.held_out = validation(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
@@ -221,6 +222,7 @@ class Trainer:
         state = {
             "steps_done": self.steps_done,
             "tokens": self.tokens,
+            "data": self.data,
             "seconds": self.seconds,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "skipped": self.skipped,
@@ -232,8 +234,10 @@ class Trainer:
         """Continues from `state`'s result.
 
         Raises:
-            ValueError: it belongs to a model of another shape.
+            ValueError: it belongs to a model of another shape, or was trained on other tokens.
         """
+        if state.get("data", self.data) != self.data:
+            raise ValueError(f"the tokens in {self.data_folder} are not those that the checkpoint was trained on")
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")

@@ -305,6 +305,9 @@ def test_a_source_without_a_configuration_is_refused(tmp_path):
 
 
 def test_a_missing_source_is_named(tmp_path, dst):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'file'} is a file"):
+        convert_checkpoint(tmp_path / "file", dst, "fp8")
     with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'nowhere'} does not exist"):
         convert_checkpoint(tmp_path / "nowhere", dst, "fp8")
 

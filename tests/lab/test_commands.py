@@ -135,6 +135,13 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys,
     assert "out 'file/x/page.html' cannot be written: 'file' is no folder" in said
 
 
+def test_a_folder_that_is_not_ours_is_refused_before_any_work(capsys, folder, monkeypatch):
+    monkeypatch.setattr("octile.lab.commands.os.access", lambda path, mode: False)  # root may write everywhere
+    assert "out 'x/page.html' cannot be written: '.' is not yours" in refused(
+        capsys, "lab", "formats", "--out", "x/page.html"
+    )
+
+
 def test_where_a_recipe_cannot_be_written_is_refused_even_with_json(capsys, folder):
     (folder / "there").mkdir()
     assert "write 'there' is a folder" in refused(capsys, "lab", "preflight", "x", "--json", "--write", "there")

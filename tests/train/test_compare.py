@@ -65,6 +65,13 @@ def test_a_comparison_is_not_overwritten(compared):
         compare(micro(), ("deepseek_v3",), out, Screen())
 
 
+def test_a_run_is_not_overwritten_by_a_comparison(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="holds a run already: choose another --out"):
+        compare(micro(), ("deepseek_v3",), tmp_path, Screen())
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_what_is_finished_is_there_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
     import octile.train.compare
 

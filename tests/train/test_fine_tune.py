@@ -52,6 +52,15 @@ def saved(store, tmp_path):
     return make
 
 
+def test_a_model_of_another_shape_is_refused_before_anything_is_written(saved, tmp_path):
+    folder = saved()
+    config = fine_tuning(micro(out=tmp_path / "run"), folder)
+    config = replace(config, model=replace(config.model, num_hidden_layers=3, max_position_embeddings=64))
+    with pytest.raises(ValueError, match=r"weights in .*fp8: num_hidden_layers is 3, there 2$"):
+        train(config, False, quiet())
+    assert not (tmp_path / "run").exists()
+
+
 def stored(folder: Path) -> set[bytes]:
     """Every FP8 matrix of a folder, its numbers and its scales."""
     tensors = load_file(folder / "model.safetensors")

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,24 @@ def test_a_resumed_run_is_not_made_shorter_than_it_is(finished):
     with pytest.raises(ValueError, match=r"steps is 1, but the run has done \d+ already"):
         train(dataclasses.replace(before, steps=1), True, quiet())
     assert RunFolder.open(finished[0]).read_config() == before
+
+
+def test_a_run_is_not_resumed_with_other_tokens(text, tmp_path):
+    source, out = tmp_path / "text", tmp_path / "run"
+    shutil.copytree(text, source)
+    config = micro(data=str(source), out=out, steps=2)
+    train(config, False, quiet())
+    (source / "argparse.txt").write_text((source / "argparse.txt").read_text() * 2)
+    shutil.rmtree(out / "data")
+    with pytest.raises(ValueError, match=r"tokens in .*data are not those that the checkpoint was trained on"):
+        train(dataclasses.replace(config, steps=3), True, quiet())
+
+
+def test_too_little_held_out_text_is_told(text, tmp_path):
+    screen = quiet()
+    train(micro(data=str(text), out=tmp_path / "run", steps=1, val_sequences=100_000), False, screen)
+    shown = " ".join(screen.console.file.getvalue().split())
+    assert "val_sequences is 100,000, but so little text is held out" in shown
 
 
 def test_an_observer_is_entered_around_every_step_and_around_nothing_else(text, tmp_path):

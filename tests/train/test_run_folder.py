@@ -6,6 +6,7 @@ import time
 import pytest
 
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
+from octile.train.taken import taken
 from tests.train.conftest import micro
 
 
@@ -29,6 +30,12 @@ def test_a_file_is_no_place_for_a_run(tmp_path):
         RunFolder.create(micro(out=tmp_path / "run"))
 
 
+def test_a_comparison_is_not_overwritten_by_a_run(tmp_path):
+    (tmp_path / "compare.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="holds a comparison already: choose another --out"):
+        RunFolder.create(micro(out=tmp_path))
+
+
 def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []
@@ -37,6 +44,16 @@ def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
         run.write_config(micro())
         names.append(run.path.name)
     assert names == ["tiny-deepseek_v3", "tiny-deepseek_v3-2", "tiny-deepseek_v3-3"]
+
+
+def test_a_run_without_a_name_takes_a_folder_that_was_left_with_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = RunFolder.create(micro()).path
+    (first / "data").mkdir()
+    (first / "data" / "train.npy").touch()
+    assert RunFolder.create(micro()).path == first
+    with taken(first):
+        assert RunFolder.create(micro()).path.name == "tiny-deepseek_v3-2"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

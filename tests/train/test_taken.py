@@ -45,6 +45,18 @@ def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_in_which_only_empty_folders_were_made_is_removed(tmp_path):
+    with taken(tmp_path / "run"):
+        (tmp_path / "run" / "data").mkdir()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"^out '.*file/run' cannot be made: Not a directory$"):
+        taken(tmp_path / "file" / "run").__enter__()
+
+
 def test_what_was_written_stays(tmp_path):
     with taken(tmp_path / "run"):
         (tmp_path / "run" / "config.json").write_text("{}")

@@ -161,9 +161,7 @@ def _import_nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError:
-        raise ImportError(
-            "compiling the CUDA kernels needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc"
-        ) from None
+        raise ImportError('compiling the CUDA kernels needs NVRTC: pip install "octile[cuda]"') from None
     return nvrtc
 
 
@@ -173,9 +171,7 @@ def _nvrtc_version() -> str:
     try:
         error, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as missing:  # the bindings are there, the library is not
-        raise ImportError(
-            f"compiling the CUDA kernels needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc ({missing})"
-        ) from None
+        raise ImportError(f'compiling the CUDA kernels needs NVRTC: pip install "octile[cuda]" ({missing})') from None
     _checked((error,))
     try:
         build = version("nvidia-cuda-nvrtc")
