@@ -136,7 +136,8 @@ def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None
             axes.annotate(label(name), start, (-5, 0), textcoords="offset points", ha="right", va="center",
                           color=color(name))  # fmt: skip
         elif end[0] < 12:  # it ends within the figure
-            axes.annotate(label(name), end, (6, -6), textcoords="offset points", va="center", color=color(name))
+            below = 0 if name == "e4m3" else 6  # where no other line is
+            axes.annotate(label(name), end, (6, -below), textcoords="offset points", va="center", color=color(name))
     label_ends(figure, axes, [(y, label(name), color(name)) for name, (x, y) in ends.items() if x >= 12])
 
 
@@ -227,7 +228,8 @@ def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
     dress(axes, "updates", "the weight")
     labels: dict[float, list[str]] = {}
     for name, path in weights.items():
-        axes.plot(path, color=color(name), linestyle="--" if name == "bf16" else "-")
+        dashed = name == "bf16"  # it lies on another line
+        axes.plot(path, color=color(name), linestyle="--" if dashed else "-", zorder=3 if dashed else 2)
         labels.setdefault(float(path[-1]), []).append(name)
     axes.set_xlim(0, times)
     axes.set_ylim(0.9, 2.1)
