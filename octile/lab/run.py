@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -19,7 +20,8 @@ from octile.lab.guards import Action, Event, Guards, Rule
 from octile.lab.layers import layer_weights, matching
 from octile.lab.operand_stats import Row
 from octile.lab.telemetry import telemetry
-from octile.nn.conversion import log
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe, log
 from octile.recipe import PRODUCTS, ProductName
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic
@@ -45,8 +47,8 @@ def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Ru
 
     Raises:
         ValueError: every is negative or more than the run's steps, there are rules or chosen layers but nothing is
-            measured, the recipe makes no product in 8 bits; when the run is set up: a pattern matches no layer, or a
-            rule's no layer that is measured.
+            measured, the recipe makes no product in 8 bits, a pattern matches no layer, or a rule's no layer that is
+            measured.
     """
     if not 0 <= every <= config.steps:
         raise ValueError(
@@ -58,15 +60,23 @@ def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Ru
         raise ValueError("telemetry_layers says of what telemetry is taken: add --telemetry-every N")
     if every and recipe_of(config).casts is None:
         raise ValueError(f"telemetry measures products in 8 bits, and recipe {config.recipe!r} makes none")
+    if every:
+        measured = tuple(layer_weights(_layers_of(config), layers).weights)
+        for rule in rules:
+            matching(measured, rule.layers)  # a rule for layers that nobody measures would never fire
 
     def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> Around:
-        if every:
-            measured = tuple(layer_weights(trainer.model, layers).weights)
-            for rule in rules:
-                matching(measured, rule.layers)  # a rule for layers that nobody measures would never fire
         return _Beside(trainer, run, metrics, every, layers, Guards(rules)).around
 
     return attach
+
+
+def _layers_of(config: TrainConfig) -> DeepseekV3:
+    """A run's model without its weights."""
+    with torch.device("meta"):
+        model = DeepseekV3(config.model)
+    apply_recipe(model, recipe_of(config))
+    return model
 
 
 class _Beside:

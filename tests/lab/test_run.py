@@ -205,6 +205,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         ((7,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not 7"),
         ((0, "*.down"), "telemetry_layers says of what telemetry is taken: add --telemetry-every N"),
         ((0, "*", (Rule(ALWAYS, "warn"),)), "guards look at telemetry: add --telemetry-every N"),
+        ((1, "nothing"), "no layer matches 'nothing'"),
+        ((1, LAYER, (Rule(ALWAYS, "warn", layers="model.layers.1.*"),)), r"no layer matches 'model\.layers\.1"),
     ],
 )
 def test_bad_options_are_refused_at_once(options, message):
@@ -215,18 +217,6 @@ def test_bad_options_are_refused_at_once(options, message):
 def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
     rows = lines(run_with(2, LAYER, steps=2) / "telemetry.jsonl")
     assert {row["step"] for row in rows} == {2}
-
-
-def test_a_pattern_that_matches_nothing_is_refused_and_leaves_no_run(run_with, text, tmp_path):  # noqa: F811
-    config = micro(data=str(text), out=tmp_path / "run", steps=1)
-    with pytest.raises(ValueError, match="no layer matches 'nothing'"):
-        train(config, False, quiet(), observer(config, 1, "nothing"))
-    train(config, False, quiet(), observer(config, 1, LAYER))  # the folder is free
-
-
-def test_a_rule_for_layers_that_are_not_measured_is_refused(run_with):
-    with pytest.raises(ValueError, match=r"no layer matches 'model\.layers\.1"):
-        run_with(1, LAYER, (Rule(ALWAYS, "warn", layers="model.layers.1.*"),))
 
 
 def test_a_run_without_8_bit_products_has_nothing_to_measure():
