@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from experiments.loss.figures import COLORS, Line, save_lines, save_loads
 from experiments.loss.job import EVERY, HOPELESS
@@ -67,7 +68,7 @@ ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had a
 batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise, {noise}, is the root of the mean
 square of what that does, over all sizes and seeds. Beside `deepseek_v3`: the gap less that of `deepseek_v3` from the
 same point, which is what a change of that recipe costs or gains; what is smaller than the noise cannot be seen. So
-numbers of this column, one seed's, tell which choices matter at this size.
+numbers of this column, one seed's, hint at which choices matter at this size.
 
 """
 DIVERGED = f"""Diverged is a run whose loss is NaN or infinite, or {HOPELESS:g} nats and more as a mean over {EVERY}
@@ -291,10 +292,10 @@ def scratch_table(r: Results) -> str:
         rows.append((size, r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)), _percent(mean),
                      f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "", _at_the_bar(mean)))  # fmt: skip
     return (
-        f"All runs over {CORE / 1e6:.0f}M tokens and more from scratch. One standard error is by how far runs of one"
-        f" recipe from one seed end apart, in all rows together {variance**0.5:.2%} ({freedom} degrees of freedom), for"
-        f" a GPU adds in another order each time; the other by how far the seeds' own gaps lie apart, of which there"
-        f" are few.{_over_the_sizes(of_core)}\n\n{_table(rows)}"
+        f"All runs over {CORE / 1e6:.0f}M tokens and more from scratch, of seeds that both have. One standard error is"
+        f" by how far runs of one recipe from one seed end apart, in all rows together {variance**0.5:.2%} ({freedom}"
+        f" degrees of freedom), for a GPU adds in another order each time; the other by how far the seeds' own gaps lie"
+        f" apart, of which there are few.{_over_the_sizes(of_core)}\n\n{_table(rows)}"
     )
 
 
@@ -314,7 +315,7 @@ def _over_the_sizes(found: Sequence[tuple[float, float, float]]) -> str:
 def _at_the_bar(found: float) -> str:
     if abs(found) <= BAR:
         return "kept"
-    return "missed" if found > 0 else "lower than BF16 by more"
+    return "missed" if found > 0 else "missed: lower than BF16"
 
 
 def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list[float]]]:
@@ -509,8 +510,8 @@ def _balance_of_the_others(r: Results) -> str:
 
 def _busiest(result: Result) -> tuple[float, float, float]:
     """The busiest expert's load, of the mean: mean over layers, of each step's worst layer, and the worst of all."""
-    steps, loads = np.array(result["steps"]), np.array(result["imbalance"])
-    late = loads[steps > AFTER_WARM_UP * steps[-1]] if len(steps) > 4 else loads
+    loads = np.array(result["imbalance"])
+    late = loads[_is_late(result)] if len(loads) > 4 else loads
     return float(late.mean()), float(late.max(1).mean()), float(late.max())
 
 
@@ -518,9 +519,14 @@ def _together(result: Result) -> str:
     """The busiest expert's load in all late steps together, of the mean: mean over layers, and the worst layer."""
     if not result.get("loads"):
         return ""
-    steps, loads = np.array(result["steps"]), np.array(result["loads"])
-    busiest = loads[steps > AFTER_WARM_UP * steps[-1]].mean(0).max(-1)
+    busiest = np.array(result["loads"])[_is_late(result)].mean(0).max(-1)
     return f"{busiest.mean():.3f}, {busiest.max():.3f}"
+
+
+def _is_late(result: Result) -> npt.NDArray[np.bool_]:
+    """Which of a run's measurements come after the warm-up; a run that was stopped had as long a one as the others."""
+    steps = np.array(result["steps"])
+    return np.asarray(steps > AFTER_WARM_UP * result["facts"].get("steps_asked", steps[-1]))
 
 
 def _at_the_aim(means: Sequence[float], worst: Sequence[float]) -> str:

@@ -75,7 +75,7 @@ class MoE(nn.Module):
 
     For any model (`docs/moe.md`): any number of tokens, experts and chosen ones, any sizes. No token is dropped and
     none is padded, an expert without tokens costs nothing, nothing waits for the host, and the same tokens give the
-    same bits.
+    same bits, on a GPU in deterministic mode (`torch.use_deterministic_algorithms`).
 
     It computes in the input's dtype, or autocast's, until `octile.convert` or `use_recipe` of its experts gives it a
     recipe. Under one that says how SwiGLU's inputs are kept, and with intermediate sizes that are multiples of 128,

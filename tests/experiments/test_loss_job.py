@@ -14,6 +14,7 @@ from experiments.loss.report import (
     Results,
     answer_table,
     balance_figure,
+    balance_table,
     branch_table,
     gap,
     interval,
@@ -267,3 +268,10 @@ def test_the_figure_of_balance_has_more_lines_than_there_are_colours(tmp_path):
     balance_figure(Results(runs), tmp_path)
     drawn = (tmp_path / "balance.svg").read_text()
     assert [name for name in BALANCES if f">{name}<" not in drawn] == list(BALANCE_TOKENS)
+
+
+def test_a_run_that_was_stopped_has_as_long_a_warm_up_as_the_others():
+    run = fake(replace(BASE, name="balance-usual-again", group="balance"), 4.0)
+    run |= {"state": "stopped", "steps": [20, 40, 60, 80, 100, 120], "imbalance": [[9.0]] * 5 + [[1.2]]}
+    run["facts"] = {**run["facts"], "steps_asked": 500}
+    assert "| usual again | 4.0000 ± 0.0100 | 1.200 | 1.200, once 1.20 | kept |" in balance_table(Results([run]))
