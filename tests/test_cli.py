@@ -314,7 +314,14 @@ def test_convert_predicts_the_size_of_a_bare_configuration(capsys, tmp_path):
     ModelConfig.v3_671b().write(tmp_path / "config.json")
     code, out, _ = call(capsys, "convert", str(tmp_path), "--to", "fp8")
     assert code == 0
-    assert "684.5B parameters stored, 689 GB as fp8" in out  # the published files are 688.6 GB
+    assert "684.5B parameters stored, 689 GB as fp8 (a multi-token prediction layer" in out  # published are 688.6 GB
+
+
+def test_convert_speaks_of_multi_token_prediction_only_where_there_is_some(capsys, tmp_path):
+    MICRO.write(tmp_path / "with.json")
+    replace(MICRO, num_nextn_predict_layers=0).write(tmp_path / "without.json")
+    said = [call(capsys, "convert", str(tmp_path / name))[1] for name in ("with.json", "without.json")]
+    assert ["multi-token" in each for each in said] == [True, False]
 
 
 def test_convert_what_is_fp8_already(capsys, hf_folder, tmp_path):

@@ -26,13 +26,14 @@ class SizePrediction:
     Attributes:
         to: "fp8", "bf16" or "float32".
         nbytes: of all tensors, scales included (an index calls it total_size); the files' headers add some 0.01%.
-        share: of the weights that are FP8. Its parameters count what a checkpoint repeats: the embedding and the head
-            of the multi-token prediction layer.
+        share: of the weights that are FP8. Its parameters count what a checkpoint repeats.
+        repeats: it does: it has a multi-token prediction layer, which brings the embedding and the head once more.
     """
 
     to: Target
     nbytes: int
     share: Share
+    repeats: bool
 
 
 def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePrediction:
@@ -82,4 +83,4 @@ def _prediction(
 ) -> SizePrediction:
     fp8 = [name for name, specs in stored.items() if name in specs and is_fp8(specs[name])]
     nbytes = sum(spec.nbytes for specs in stored.values() for spec in specs.values())
-    return SizePrediction(to, nbytes, share_of(fp8, before, config))
+    return SizePrediction(to, nbytes, share_of(fp8, before, config), bool(config.get("num_nextn_predict_layers")))

@@ -41,7 +41,8 @@ def convert_on_screen(src: Path, dst: Path | None, to: Target) -> None:
 
 def _show_prediction(console: Console, size: SizePrediction) -> None:
     stored = f"{_amount(size.share.parameters)} parameters stored, {byte_size(size.nbytes)} as {size.to}"
-    console.print(f"{stored} (a multi-token prediction layer repeats the embedding and the head)")
+    why = " (a multi-token prediction layer repeats the embedding and the head)" if size.repeats else ""
+    console.print(stored + why)
     console.print(_share(size.share))
 
 
