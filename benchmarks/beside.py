@@ -93,8 +93,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     said = []
     for name in others:
         ratios = [row["seconds"][first] / row["seconds"][name] for row in rows]
-        made = [math.log(ratio) for ratio in ratios if not math.isnan(ratio)]
-        said.append(f"{name} {math.exp(statistics.fmean(made)):.4f} of {len(made)}" if made else f"{name} none")
+        made = [ratio for ratio in ratios if not math.isnan(ratio)]
+        said.append(f"{name} {statistics.geometric_mean(made):.4f} of {len(made)}" if made else f"{name} none")
     return f"speed beside {first}: " + ", ".join(said)
 
 

@@ -47,7 +47,7 @@ ABLATIONS = (  # the slowest first
 MORE_SEEDS = (2, 3, 4, 5)
 BRANCHES = ("bf16", "nudged", "deepseek_v3")  # of every trunk
 CONTROL_SEED = 2  # of a trunk that no recipe but these and the control goes on from: their BF16 ran beside it
-LONG_SEEDS = (1, 2)  # of trunks of 300M tokens
+LONG_SEEDS = (1, 2)  # of more runs over 300M tokens, and of their trunks
 RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual one, which every other job has
 RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
 BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a step, sequence loss of 1e-4
@@ -138,7 +138,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         for number in (1, 2)
         for again in (job("again", sizes[0], "deepseek_v3", seed, CORE) for seed in (0, 1))
     ]
-    jobs += [job("long", small, recipe, seed, LONG) for seed in (1, 2) for recipe in ("bf16", "deepseek_v3")]
+    jobs += [job("long", small, recipe, seed, LONG) for seed in LONG_SEEDS for recipe in ("bf16", "deepseek_v3")]
     for seed in LONG_SEEDS:
         trunk = replace(job("long-trunk", small, "bf16", seed, LONG), until=TRUNK)
         jobs += [trunk, *(branch(trunk, recipe) for recipe in BRANCHES)]

@@ -23,9 +23,9 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from experiments.loss.jobs import Job, all_jobs, named
+from experiments.loss.jobs import Group, Job, all_jobs, named
 
 ROOM = 2  # of a GPU: a run takes all of it, or half
 READY = 45.0  # seconds until the first step, where nothing is known yet, and after the last
@@ -197,11 +197,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="until the deadline")
     parser.add_argument("--gpus", default="0", help="their numbers: 0,1,2")
     parser.add_argument("--together", default="", help="groups or sizes of which two runs share a GPU: ablation,30m")
-    parser.add_argument(
-        "--groups",
-        default="",
-        help="of these alone: core,again,long,long-trunk,long-branch,trunk,branch,ablation,rate,balance",
-    )
+    parser.add_argument("--groups", default="", help=f"of these alone: {','.join(get_args(Group))}")
     parser.add_argument("--jobs", default="", help="these alone, by their names, and what they go on from")
     parser.add_argument("--tokens", type=float, default=1.0, help="every job's, times this")
     parser.add_argument("--known", type=Path, help="results of jobs that are not run again, if they ended")

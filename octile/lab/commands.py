@@ -298,7 +298,7 @@ def _check(asked: Any) -> None:
             continue
         if path.is_dir():
             raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
-        folder = next(folder for folder in (*path.parents, Path("/")) if folder.exists())
+        folder = next(folder for folder in path.parents if folder.exists())
         if not folder.is_dir():
             raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is no folder")
         if not os.access(folder, os.W_OK):

@@ -19,8 +19,6 @@ from octile.report.compare_file import COMPARE_FILE
 from octile.train.config import TrainConfig
 from octile.train.taken import DATA, is_left
 
-CONFIG = "config.json"
-
 Metrics = dict[str, Any]
 
 
@@ -33,7 +31,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.config_file = path / CONFIG
+        self.config_file = path / "config.json"
         self.metrics_file = path / "metrics.jsonl"
         self.telemetry_file = path / "telemetry.jsonl"
         self.summary_file = path / "summary.json"
@@ -95,8 +93,8 @@ def check_unused(path: Path) -> None:
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"out {str(path)!r} is a file: name a folder")
-    for name, what in ((CONFIG, "run"), (COMPARE_FILE, "comparison")):
-        if (path / name).exists():
+    for file, what in ((RunFolder(path).config_file, "run"), (path / COMPARE_FILE, "comparison")):
+        if file.exists():
             raise FileExistsError(f"out {str(path)!r} holds a {what} already: choose another --out")
 
 
