@@ -23,13 +23,8 @@ from pathlib import Path
 from typing import Any
 
 TURNS, ROUNDS = 5, 4  # of each process for a product; of its median in a turn the median counts
-LISTS = {"few": "FEW_ROWS", "large": "LARGE", "tiles": "BOTH_TILES", "accumulated": "ACCUMULATED", "wgrad": "WGRAD",
-         "grouped": "GROUPED", "masked": "MASKED"}  # fmt: skip
-MIDDLE = [  # rows as a server has them, which no list of the benchmark has
-    (m, n, k)
-    for n, k in ((2112, 7168), (3072, 8192), (1536, 7168), (4096, 14336), (5120, 5120), (4096, 7168))
-    for m in (128, 192, 256)
-]
+LISTS = {"few": "FEW_ROWS", "middle": "MIDDLE", "large": "LARGE", "tiles": "BOTH_TILES", "accumulated": "ACCUMULATED",
+         "wgrad": "WGRAD", "grouped": "GROUPED", "masked": "MASKED"}  # fmt: skip
 
 
 class Worker:
@@ -109,15 +104,13 @@ class Server:
     def prepare(self, names: list[str]) -> int:
         """Compiles the kernels of these lists of products; how many products there are."""
         from octile.bench import shapes
-        from octile.bench.shapes import Case
         from octile.bench.tune import compiles, problem
         from octile.kernels.cuda.choose import choose
         from octile.kernels.cuda.limits import num_sms
         from octile.kernels.cuda.problem import Chip
 
         for name in names:
-            middle = name == "middle"
-            self.cases += [Case("dense", *shape) for shape in MIDDLE] if middle else getattr(shapes, LISTS[name])
+            self.cases += getattr(shapes, LISTS[name])
         chip = Chip(num_sms())
         self.chosen = [choose(problem(case), chip) for case in self.cases]
         if not self.peer:
@@ -171,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("trees", type=Path, nargs="*")
-    parser.add_argument("--products", default="few,large", help=f"lists: middle,{','.join(LISTS)}")
+    parser.add_argument("--products", default="few,large", help=f"lists: {','.join(LISTS)}")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peer", action="store_true", help="DeepGEMM, too")
     asked = parser.parse_args()
@@ -181,8 +174,8 @@ def main() -> None:
     if not asked.trees:
         parser.error("name a file and one tree or more")
     names = asked.products.split(",")
-    if unknown := [name for name in names if name not in {"middle", *LISTS}]:
-        parser.error(f"--products has {', '.join(unknown)}; there are middle, {', '.join(LISTS)}")
+    if unknown := [name for name in names if name not in LISTS]:
+        parser.error(f"--products has {', '.join(unknown)}; there are {', '.join(LISTS)}")
     for tree in asked.trees:
         if not (tree / "octile").is_dir():
             parser.error(f"there is no octile in {tree}")

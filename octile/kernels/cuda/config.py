@@ -192,15 +192,15 @@ class Config:
         """Shared memory of one stage, its two barriers included."""
         a_scales = self.tile_m * 4 if self.a_scales is Scales.PER_ROW else 0
         b_scales = _rounded_up(self.tile_n * 4, 128) if self.b_scales is Scales.PER_ROW else 0
-        of_blocks = 16 if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
-        return (self.tile_m + self.tile_n) * STEP + a_scales + b_scales + of_blocks + 16
+        return (self.tile_m + self.tile_n) * STEP + a_scales + b_scales + 16
 
     @property
     def other_bytes(self) -> int:
         """Shared memory besides the stages."""
         staging = self.warpgroups * self.staged_pieces * self.piece_bytes
         groups = 4 * (2 * self.max_groups + 3) if self.max_groups else 0
-        return staging + (20 if self.fetch else 4) * self.warpgroups + groups
+        of_blocks = 64 * 16 * self.teams if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
+        return staging + of_blocks + (20 if self.fetch else 4) * self.warpgroups + groups
 
     @property
     def shared_bytes(self) -> int:

@@ -18,8 +18,8 @@
 //   its next step before it adds the last.
 // - A step under way at the end of a loop's body would make the compiler run all products one after the other. So two
 //   accumulators take the steps in pairs, and every second addition waits.
-// - A step's scales come with its stage: those of rows by the copy engine, those of 128×128 blocks, of which it needs one
-//   or two numbers, from the copying warp, which reads them for 32 steps, and those 32 steps ahead.
+// - A step's scales of rows come with its stage by the copy engine; those of 128×128 blocks, of which it needs one or two
+//   numbers, the copying warp writes for 32 steps at a time. Where they lie each thread knows before the stage is there.
 // - What lies between the end of a step's products and the start of the next is what counts. So a stage is given back
 //   before the additions and the next one asked for: the answer comes when it is there, and meanwhile is added.
 // - Additions that read a scale of b for each column would wait for shared memory, which wgmma keeps busy. As many of
@@ -105,11 +105,14 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         const int first_row = member * waves * 64;  // of this warpgroup in a tile
         const int thread_row = first_row + warp % 4 * 16 + ptx::lane() / 4;
         const int thread_column = 2 * (ptx::lane() % 4);
-        const int copy = ptx::lane() % 2;  // of a block's scale, see load_tiles
         const Out out{&out_map, out_data, out_group_stride, out_row_stride, out_column_stride};
         const uint64_t a_tiles = kept(ptx::tile_descriptor(shared + memory::a + first_row * 128));
         const uint64_t b_tiles = kept(ptx::tile_descriptor(shared + memory::b));
         Ring ring(shared, team);
+        // There are two of each: what all lanes read from one place the compiler would move to the registers that a warp
+        // shares, and wait for it.
+        const uint8_t* block_scales = shared + memory::block_scale + 16 * team * memory::places;
+        ring.place = ptx::lane() % 2 * 4 + (config::a_scales == per_block ? 8 * member : 0);
         Scheduler scheduler(sizes, groups, team, teams);
         Tile tile;
         float total[waves][count] = {};
@@ -169,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             // a step's scales
             auto factors = [&](int stage, Factors (&f)[waves]) {
                 const float* a = reinterpret_cast<const float*>(shared + memory::a_scale + stage * memory::a_scales);
-                const float* blocks = reinterpret_cast<const float*>(shared + memory::block_scale) + 4 * stage + copy;
-                const float left = one_is_block ? blocks[config::a_scales == per_block ? 2 * member : 0] : 0;
+                const float* blocks = reinterpret_cast<const float*>(block_scales + ring.place);
+                const float left = one_is_block ? blocks[0] : 0;
                 const float right = two_blocks ? blocks[2] : 0;
 #pragma unroll
                 for (int wave = 0; wave < waves; ++wave) {

@@ -116,7 +116,7 @@ def test_every_kernel_that_the_benchmark_takes_is_among_them():
 
 def test_the_choice_follows_what_was_measured():
     """What the timings of another day or kernel say differently is written down, not undone by the way."""
-    problems = {(case.name, case.what): rounded(problem(case)) for case in shapes.GPU}
+    problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
     slower, not_measured = {}, []
     for row in json.loads(SWEEP.read_text())["products"]:
         product = (row["case"], row["what"])

@@ -3,6 +3,10 @@
 // NOTES
 // - The copy engine takes any coordinates: a tile begins at its group's own first row, and what it loads of the next
 //   group is harmless. Along K it is not: what is not summed there is zeroed in shared memory.
+// - Small tiles wait for this warp, whose step is one chain from a stage's release to its next request. So a step does
+//   nothing but wait and ask: scales are written 32 steps at a time, the lane that asks is chosen once, by elect.sync,
+//   after which the compiler asks without a loop over lanes, and addresses stay in the registers that a warp shares.
+//   Loops over steps are not unrolled: their code has to come from memory first.
 #pragma once
 #include "memory.cuh"
 
@@ -23,14 +27,16 @@ __device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Bar
     else if (block_rank() == 0) ptx::load_3d_multicast(to, map, full, x, y, z, 0b11);
 }
 
-// Brings a team's tiles: one warp, of which one thread starts the copies. The scales of blocks are read by all its lanes,
-// 32 steps at a time: one by one they would take longer to come than the products of a small tile.
+// Brings a team's tiles: one warp, of which one thread starts the copies. The scales of blocks all its lanes read and
+// write, 32 steps at a time, and those 32 steps ahead, into places that go around as the stages do.
 __device__ __forceinline__ void load_tiles(
     uint8_t* shared, const Maps& maps, const Blocks& blocks, const Sizes& sizes, const Groups& groups, int team) {
     constexpr bool share_a = config::cluster_n > 1, share_b = config::cluster_m > 1;
     Ring ring(shared, team);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
+    float4* block_scales = reinterpret_cast<float4*>(shared + memory::block_scale) + team * memory::places;
+    const bool chosen = ptx::elect();
     int unused = config::stages;  // stages that nothing was copied to yet, where that matters: see `ahead`
 
     while (scheduler.take(tile)) {
@@ -55,8 +61,14 @@ __device__ __forceinline__ void load_tiles(
             return scales;
         };
 
-        auto begin = [&](int step, int stage) {
-            if (ptx::lane() > 0) return;
+        float2 later = read_block_scales(0);
+        auto write_block_scales = [&](int step) {  // of the next 32 steps, and asks for those of the 32 after
+            if constexpr (!one_is_block) return;
+            block_scales[(ring.place / 16 + ptx::lane()) % memory::places] = make_float4(later.x, later.x, later.y, later.y);
+            later = read_block_scales(step + 32);
+            __syncwarp();
+        };
+        auto load_step = [&](int step, int stage) {
             const int k_step = first_step(tile) + step, k = k_step * 128;
             ptx::Barrier* full = ring.full + stage;
             uint8_t* a = shared + memory::a + stage * memory::a_tile;
@@ -69,29 +81,24 @@ __device__ __forceinline__ void load_tiles(
             if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
         };
 
-        float2 block_scales{}, later = read_block_scales(0);
         const int ahead = one_is_block ? min(steps, unused) : 0;  // asked for before the first scales are waited for
         unused -= ahead;
-        for (int step = 0; step < ahead; ++step) begin(step, ring.stage + step);
-        for (int step = 0; step < steps; ++step, ring.advance()) {
-            const int stage = ring.stage;
-            if (step >= ahead) {
-                ring.empty[stage].wait(ring.parity ^ 1);
-                begin(step, stage);
-            }
-            __syncwarp();
-            if (step % 32 == 0) {
-                block_scales = later;
-                later = read_block_scales(step + 32);
-            }
-            const float first = __shfl_sync(~0u, block_scales.x, step % 32);
-            const float other = __shfl_sync(~0u, block_scales.y, step % 32);
-            if (ptx::lane() == 0) {
-                if constexpr (one_is_block)  // Two of each: what all lanes read from one place the compiler would move
-                                             // to the registers that a warp shares, and wait for it.
-                    reinterpret_cast<float4*>(shared + memory::block_scale)[stage] =
-                        make_float4(first, first, other, other);
-                ring.full[stage].arrive_and_expect(memory::stage_bytes);
+#pragma unroll 1
+        for (int step = 0; step < ahead; ++step)
+            if (chosen) load_step(step, ring.stage + step);
+        write_block_scales(0);
+        int step = 0;
+#pragma unroll 1
+        for (; step < ahead; ++step, ring.advance())
+            if (chosen) ring.full[ring.stage].arrive_and_expect(memory::stage_bytes);
+#pragma unroll 1
+        for (; step < steps; ++step, ring.advance()) {
+            if (step % 32 == 0 && step > 0) write_block_scales(step);
+            ring.empty[ring.stage].wait(ring.parity ^ 1);
+            __syncwarp();  // a lane that waited on would not see the end of this phase, once the next has ended
+            if (chosen) {
+                load_step(step, ring.stage);
+                ring.full[ring.stage].arrive_and_expect(memory::stage_bytes);
             }
         }
     }

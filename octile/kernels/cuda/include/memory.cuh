@@ -31,8 +31,10 @@ constexpr int a = staging + config::warpgroups * config::staged_pieces * piece_b
 constexpr int b = a + stages * a_tile;
 constexpr int a_scale = b + stages * b_tile;
 constexpr int b_scale = a_scale + stages * a_scales;
-constexpr int block_scale = b_scale + stages * b_scales;  // two for a stage, twice
-constexpr int barriers = block_scale + (one_is_block ? stages * 16 : 0);
+constexpr int places = 64;  // of a team's scales of blocks: two for a step, twice; 32 are written at once
+constexpr int block_scale = b_scale + stages * b_scales;
+constexpr int barriers = block_scale + (one_is_block ? teams * places * 16 : 0);
+static_assert(config::stages <= places - 32, "what is written must not be what is under way");
 constexpr int fetches = barriers + 2 * stages * int(sizeof(ptx::Barrier));  // two barriers for each warpgroup
 constexpr int last = fetches + (config::fetch ? 2 * config::warpgroups * int(sizeof(ptx::Barrier)) : 0);  // a word for each
 constexpr int groups = last + 4 * config::warpgroups;
@@ -48,6 +50,7 @@ struct Ring {
     ptx::Barrier *full, *empty;
     int first, stage;
     uint32_t parity = 0;
+    uint32_t place = 0;  // of the step's scales of blocks, in bytes; a thread may add up to 15 of its own
 
     __device__ __forceinline__ Ring(uint8_t* shared, int team) : first(team * config::stages), stage(first) {
         full = reinterpret_cast<ptx::Barrier*>(shared + memory::barriers);
@@ -55,6 +58,7 @@ struct Ring {
     }
 
     __device__ __forceinline__ void advance() {
+        place = (place + 16) % (16 * memory::places);
         if (++stage == first + config::stages) {
             stage = first;
             parity ^= 1;

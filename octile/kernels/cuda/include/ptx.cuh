@@ -45,6 +45,13 @@ __device__ __forceinline__ uint32_t lane() {
     return index;
 }
 
+// Whether this is the one lane that a converged warp chooses.
+__device__ __forceinline__ bool elect() {
+    uint32_t chosen;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+    return chosen;
+}
+
 // Which block of its cluster this is.
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;

@@ -40,6 +40,10 @@ inline uint8_t* dynamic_shared() { return emulator::self->shared; }
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
 inline uint32_t lane() { return threadIdx.x % 32; }
+inline bool elect() {  // not the first lane, on which nobody should rely
+    __syncwarp();
+    return lane() == 31;
+}
 inline uint32_t cluster_rank() { return emulator::self->rank; }
 inline void cluster_sync() { emulator::cluster_sync(); }
 inline void named_barrier_sync(uint32_t id, uint32_t threads) { emulator::named_barrier(id, threads, true); }
