@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,11 @@ class Worker:
         return found["found"]
 
 
-def measure(workers: list[Worker], names: list[str]) -> Iterator[dict[str, Any]]:
+def measure(workers: list[Worker], cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """For each product: its name, each worker's kernel, and its seconds."""
     with ThreadPoolExecutor(len(workers)) as pool:
-        counts = list(pool.map(lambda worker: worker.ask("prepare", names), workers))
-        for i in range(counts[0]):
+        list(pool.map(lambda worker: worker.ask("prepare", cases), workers))
+        for i in range(len(cases)):
             kernels = list(pool.map(lambda worker, i=i: worker.ask("take", i), workers))
             times: dict[str, list[float]] = {worker.name: [] for worker in workers}
             for turn in range(TURNS):
@@ -101,16 +102,21 @@ class Server:
         self.cases: list[Any] = []
         self.call: Callable[[], object] | None = None
 
-    def prepare(self, names: list[str]) -> int:
-        """Compiles the kernels of these lists of products; how many products there are."""
+    def products(self, names: list[str]) -> list[dict[str, Any]]:
+        """Those of these lists, as this tree has them."""
         from octile.bench import shapes
+
+        return [asdict(case) for name in names for case in getattr(shapes, LISTS[name])]
+
+    def prepare(self, cases: list[dict[str, Any]]) -> None:
+        """Compiles the kernels of these products."""
+        from octile.bench.shapes import Case
         from octile.bench.tune import compiles, problem
         from octile.kernels.cuda.choose import choose
         from octile.kernels.cuda.limits import num_sms
         from octile.kernels.cuda.problem import Chip
 
-        for name in names:
-            self.cases += getattr(shapes, LISTS[name])
+        self.cases = [Case(**case) for case in cases]
         chip = Chip(num_sms())
         self.chosen = [choose(problem(case), chip) for case in self.cases]
         if not self.peer:
@@ -118,13 +124,16 @@ class Server:
                 failed = [reason for reason in pool.map(compiles, set(self.chosen)) if reason]
             if failed:
                 raise RuntimeError(failed[0])
-        return len(self.cases)
 
     def take(self, i: int) -> tuple[str, str]:
         """Makes the operands of a product, and the product once; its name and the kernel's."""
+        import torch
+
         from octile.bench.peers import deep_gemm_call
         from octile.bench.setup import LARGEST_DIFFERENCE, set_up
 
+        self.call = None  # with the operands before, which the others' have no room beside
+        torch.cuda.empty_cache()
         case, c = self.cases[i], self.chosen[i]
         name, setup = f"{case.name} {case.what}", set_up(case, "cuda")
         if self.peer:
@@ -180,10 +189,11 @@ def main() -> None:
         if not (tree / "octile").is_dir():
             parser.error(f"there is no octile in {tree}")
     workers = [Worker(f"{i}:{tree.name}", tree.resolve()) for i, tree in enumerate(asked.trees)]
+    cases = workers[-1].ask("products", names)  # of the last tree, since a new one has lists that an old one lacks
     if asked.peer:
         workers.append(Worker("DeepGEMM", asked.trees[0].resolve(), peer=True))
     rows = []
-    for row in measure(workers, names):
+    for row in measure(workers, cases):
         rows.append(row)
         print(line(row), flush=True)
         asked.out.write_text(json.dumps(rows))

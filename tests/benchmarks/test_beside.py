@@ -87,6 +87,15 @@ def test_trees_are_measured_beside_the_first(tree, tmp_path):
     assert rows[0]["kernels"]["DeepGEMM"] == "none: too small"
 
 
+def test_the_last_tree_says_which_products_a_list_has(tree, tmp_path):
+    old, new = tree("old", 4e-6), tree("new", 2e-6)
+    shapes = Path(old) / "octile/bench/shapes.py"
+    shapes.write_text(shapes.read_text().replace("FEW_ROWS", "ANOTHER_LIST"))
+    done = run(str(tmp_path / "out.json"), old, new, "--products", "few")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[:-1]] == ["1×2×3", "4×5×6"]
+
+
 def test_a_tree_whose_result_is_wrong_ends_it_by_name(tree, tmp_path):
     done = run(str(tmp_path / "out.json"), tree("old", 4e-6), tree("new", 2e-6, wrong=True), "--products", "few")
     assert done.returncode == 1
