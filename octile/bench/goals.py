@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from statistics import geometric_mean
 
 from octile.bench import shapes
 from octile.bench.rows import Row
@@ -98,14 +98,10 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
         if not found:
             continue
         worst = min(found, key=found.__getitem__)
-        mean, complete = geometric_mean(list(found.values())), len(found) == len(asked)
+        mean, complete = geometric_mean(found.values()), len(found) == len(asked)
         floor, aim = (_met([(goal.mean[i], mean), (goal.each[i], found[worst])], complete) for i in (0, 1))
         verdicts.append(Verdict(goal, len(found), len(asked), mean, found[worst], worst, floor, aim))
     return verdicts
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return exp(sum(map(log, values)) / len(values))
 
 
 def in_words(rows: Sequence[Row]) -> str:

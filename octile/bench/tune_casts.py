@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
 
-from octile.bench.goals import geometric_mean
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import aligned
 from octile.kernels.cuda import casts, jit

@@ -47,7 +47,8 @@ def test_every_shape_counts_for_a_goal():
 
 
 def test_the_mean_is_geometric():
-    assert goals.geometric_mean([0.5, 2.0]) == pytest.approx(1)
+    half, double = rows(0.5)[:4], rows(2.0)[4:]
+    assert verdict([*half, *double]).mean == pytest.approx(1)
 
 
 def test_a_line_says_what_was_missed():

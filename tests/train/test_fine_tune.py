@@ -3,7 +3,7 @@
 import io
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from octile.checkpoint.hugging_face import load, load_weights, save
 from octile.cli import main
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.functional import watch_casts
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
-from octile.train.fine_tune import OPTIM, fine_tuning, in_words, kept_weights
+from octile.train.fine_tune import OPTIM, SHAPE, fine_tuning, in_words, kept_weights
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
 from octile.train.screen import Screen
@@ -59,6 +60,31 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_written(saved, t
     with pytest.raises(ValueError, match=r"weights in .*fp8: num_hidden_layers is 3, there 2$"):
         train(config, False, quiet())
     assert not (tmp_path / "run").exists()
+
+
+ANOTHER = {  # where twice as much is not possible, or not another value
+    "num_nextn_predict_layers": 0,
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "rope_scaling": None,
+    "bos_token_id": 5,
+    "eos_token_id": 6,
+    "extra": {"a": 1},
+}
+
+
+def test_what_is_compared_is_all_that_decides_the_weights_shapes():
+    def weights(config):
+        with torch.device("meta"):
+            return {name: tensor.shape for name, tensor in DeepseekV3(config).state_dict().items()}
+
+    usual = ModelConfig.tiny()
+    doubled = {f.name: 2 * getattr(usual, f.name) for f in fields(usual) if f.name not in ANOTHER}
+    others = [replace(usual, **{name: value}) for name, value in (doubled | ANOTHER).items()]
+    deciding = {name for name, other in zip(doubled | ANOTHER, others, strict=True) if weights(other) != weights(usual)}
+    assert deciding == set(SHAPE)
 
 
 def stored(folder: Path) -> set[bytes]:

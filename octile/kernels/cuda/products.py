@@ -64,7 +64,7 @@ def missing(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "they are written for Hopper (sm_90)"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "cuda-bindings and NVRTC are not installed: pip install octile[cuda]"
+        return 'cuda-bindings and NVRTC are not installed: pip install "octile[cuda]"'
     return None
 
 
