@@ -107,7 +107,7 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
 def in_words(rows: Sequence[Row]) -> str:
     """A line a goal: the mean and smallest ratio, what is asked of them, and whether it is met."""
     lines = [_line(verdict) for verdict in judge(rows)]
-    if host := {row.case: row.value for row in rows if row.unit == HOST_UNIT}:
+    if host := {f"{row.case} {row.what}": row.value for row in rows if row.unit == HOST_UNIT}:
         slowest = max(host, key=host.__getitem__)
         met = f"floor ≤ {HOST_FLOOR:g} {_word(host[slowest] <= HOST_FLOOR)}, aim ≤ {HOST_AIM:g} "
         lines.append(f"host time of a warm call: at most {host[slowest]:.1f} µs ({slowest}): {met}"

@@ -71,7 +71,7 @@ def tree(tmp_path):
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=180)
 
 
 def test_trees_are_measured_beside_the_first(tree, tmp_path):

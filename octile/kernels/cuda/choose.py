@@ -12,7 +12,7 @@ the slowest of the following, times what a kind of kernel was found to take more
 
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
 of reading the weights from all multiprocessors at once. The constants rank kernels, and are no forecast: a product of
-few rows is estimated a fifth too long. They were found by choosing best among 1,635 timings of 92 products on H200s
+few rows is estimated a fifth too long. They were found by choosing best among 1,637 timings of 93 products on H200s
 (benchmarks/results/h200_sweep.json; those of more than 256 rows with bands of tiles along M, since bands along N came
 after them). By these the choice of everything but the bands costs 0.7% against the best known, at worst 8%. Which way
 bands lie is not estimated: it is a rule, found by measuring some products both ways (`_bands`; benchmarks/LOG.md, 21
@@ -35,7 +35,7 @@ LAUNCH = 5400  # cycles until the first products, and after the last
 L2_BYTES = 52  # a cycle, for each of the multiprocessors when all load
 L2_BYTES_ONCE = 66  # where all tiles are made in one round
 OWN_BYTES = 66  # that one multiprocessor takes at most
-CLUSTER = 7000  # cycles more until the blocks of a cluster have all begun and ended, where they make one tile each
+CLUSTER = 8000  # cycles more until the blocks of a cluster have all begun and ended, where they make one tile each
 CLUSTERED = 1.05  # times as long is a step of blocks that wait for each other
 SPLIT = 3100  # cycles until the parts of a sum have been written and counted, and read by the last
 PART, PART_SUM = 570, 17.5  # cycles more for each part, and for each of a thread's sums in it
@@ -48,7 +48,7 @@ LATENCY = 1000  # cycles from asking for a stage to having it
 EPILOGUE = 480  # cycles of a tile's end, besides
 STAGING = 2000  # cycles to fill a part of the staging, and to wait until it was emptied
 LEAST = 290  # cycles of a step, however small: waiting for a stage, multiplying, waiting for the sums
-WAIT = 65  # cycles between the last multiplication of a step and the first addition
+WAIT = 95  # cycles between the last multiplication of a step and the first addition
 BESIDE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
 ALONE = 0.02  # of what a warpgroup takes by itself: of two steps that wait for the same, the shorter one
 MOST_STAGES = 12

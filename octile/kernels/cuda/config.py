@@ -199,6 +199,7 @@ class Config:
         """Shared memory besides the stages."""
         staging = self.warpgroups * self.staged_pieces * self.piece_bytes
         groups = 4 * (2 * self.max_groups + 3) if self.max_groups else 0
+        # scales of blocks of 64 steps, two for a step, twice
         of_blocks = 64 * 16 * self.teams if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
         return staging + of_blocks + (20 if self.fetch else 4) * self.warpgroups + groups
 

@@ -2,10 +2,13 @@
 
 import pytest
 
+from octile.bench.shapes import MIDDLE
+from octile.bench.tune import problem
 from octile.kernels.cuda import jit
-from octile.kernels.cuda.catalogue import Compiled, compile_all
-from octile.kernels.cuda.choose import plans_for_v3
+from octile.kernels.cuda.catalogue import Compiled, compile_all, compile_product
+from octile.kernels.cuda.choose import choose, plans_for_v3
 from octile.kernels.cuda.config import SHARED_BYTES
+from octile.kernels.cuda.problem import Chip
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +17,12 @@ def compiled(tmp_path_factory) -> list[Compiled]:
         patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "kernels"))
         patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
         return compile_all("sm_90a")
+
+
+def test_kernels_of_the_rows_that_a_server_has_keep_everything_in_registers(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+    chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
+    assert [config for config in chosen if compile_product("", config).stack_bytes] == []
 
 
 def test_there_is_a_kernel_for_each_plan(compiled):

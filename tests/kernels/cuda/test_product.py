@@ -126,9 +126,23 @@ def test_each_tile_is_made_once(along_n: bool):
         _dense(kernel, m_tiles * 64 - 5, n_tiles * 16 - 3, 130, seed)
 
 
-@pytest.mark.parametrize("case", ["columns of two blocks", "two accumulators", "split"])
+LONG = (
+    "columns of two blocks",
+    "two accumulators",
+    "split",
+    "scales of a's blocks",
+    "transposed, 256 rows",
+    "ping-pong",
+)
+
+
+@pytest.mark.parametrize("case", [*LONG, "ping-pong, in clusters, two accumulators"])
 def test_long_sums(case: str):
     _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more steps than a warp has lanes, twice
+
+
+def test_scales_of_blocks_go_around_under_many_stages():
+    _dense(config(64, 16, 20, warpgroups=1), 3, 9 * 16, 128 * 37 + 1, seed=2)  # on four multiprocessors
 
 
 def _dense(kernel: Config, m: int, n: int, k: int, seed: int) -> None:
