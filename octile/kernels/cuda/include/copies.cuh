@@ -6,7 +6,8 @@
 // - Small tiles wait for this warp, whose step is one chain from a stage's release to its next request. So a step does
 //   nothing but wait and ask: scales are written 32 steps at a time, the lane that asks is chosen once, by elect.sync,
 //   after which the compiler asks without a loop over lanes, and addresses stay in the registers that a warp shares.
-//   Loops over steps are not unrolled: their code has to come from memory first.
+//   That loop is not unrolled: its code has to come from memory first. Scales of rows on both sides gained nothing
+//   by it, and long sums of grouped weight gradients lost 1 to 2%: they keep a plain loop, unrolled.
 #pragma once
 #include "memory.cuh"
 
@@ -43,31 +44,6 @@ __device__ __forceinline__ void load_tiles(
         const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
         const int steps = count_steps(tile);
 
-        // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
-        constexpr bool a_blocks = config::a_scales == per_block;
-        constexpr bool second = a_blocks ? team_warpgroups > 1 : two_blocks;
-        const int first_block = (a_blocks ? tile.m : tile.n) / 128;
-        const int second_block = a_blocks ? (tile.m + 64 * waves) / 128 : first_block + 1;
-        const int last_block = ceil_div(a_blocks ? sizes.m : sizes.n, 128) - 1;
-        const float* scale = blocks.scale + (rows_grouped ? tile.group : 0) * blocks.group;
-        const float* second_scale = scale + min(second_block, last_block) * blocks.row;
-        scale += min(first_block, last_block) * blocks.row;
-        auto read_block_scales = [&](int step) {  // of this lane's step, counted from the given one
-            step += ptx::lane();
-            float2 scales{};
-            if (step >= steps) return scales;
-            if constexpr (one_is_block) scales.x = __ldg(scale + (first_step(tile) + step) * blocks.column);
-            if constexpr (second) scales.y = __ldg(second_scale + (first_step(tile) + step) * blocks.column);
-            return scales;
-        };
-
-        float2 later = read_block_scales(0);
-        auto write_block_scales = [&](int step) {  // of the next 32 steps, and asks for those of the 32 after
-            if constexpr (!one_is_block) return;
-            block_scales[(ring.place / 16 + ptx::lane()) % memory::places] = make_float4(later.x, later.x, later.y, later.y);
-            later = read_block_scales(step + 32);
-            __syncwarp();
-        };
         auto load_step = [&](int step, int stage) {
             const int k_step = first_step(tile) + step, k = k_step * 128;
             ptx::Barrier* full = ring.full + stage;
@@ -81,7 +57,7 @@ __device__ __forceinline__ void load_tiles(
             if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
         };
 
-        if constexpr (!one_is_block) {  // found as fast or faster so: long sums of grouped weight gradients by 1 to 2%
+        if constexpr (!one_is_block) {
 #pragma unroll (a_rows ? 2 : 4)
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.empty[ring.stage].wait(ring.parity ^ 1);
@@ -90,6 +66,32 @@ __device__ __forceinline__ void load_tiles(
                 if (ptx::lane() == 0) ring.full[ring.stage].arrive_and_expect(memory::stage_bytes);
             }
         } else {
+            // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
+            constexpr bool a_blocks = config::a_scales == per_block;
+            constexpr bool second = a_blocks ? team_warpgroups > 1 : two_blocks;
+            const int first_block = (a_blocks ? tile.m : tile.n) / 128;
+            const int second_block = a_blocks ? (tile.m + 64 * waves) / 128 : first_block + 1;
+            const int last_block = ceil_div(a_blocks ? sizes.m : sizes.n, 128) - 1;
+            const float* scale = blocks.scale + (rows_grouped ? tile.group : 0) * blocks.group;
+            const float* second_scale = scale + min(second_block, last_block) * blocks.row;
+            scale += min(first_block, last_block) * blocks.row;
+            auto read_block_scales = [&](int step) {  // of this lane's step, counted from the given one
+                step += ptx::lane();
+                float2 scales{};
+                if (step >= steps) return scales;
+                scales.x = __ldg(scale + (first_step(tile) + step) * blocks.column);
+                if constexpr (second) scales.y = __ldg(second_scale + (first_step(tile) + step) * blocks.column);
+                return scales;
+            };
+
+            float2 later = read_block_scales(0);
+            auto write_block_scales = [&](int step) {  // of the next 32 steps, and asks for those of the 32 after
+                const uint32_t own = (ring.place / 16 + ptx::lane()) % memory::places;
+                block_scales[own] = make_float4(later.x, later.x, later.y, later.y);
+                later = read_block_scales(step + 32);
+                __syncwarp();
+            };
+
             const int ahead = min(steps, unused);  // asked for before the first scales are waited for
             unused -= ahead;
 #pragma unroll 1
