@@ -112,9 +112,9 @@ class Server:
         """Compiles the kernels of these products."""
         from octile.bench.shapes import Case
         from octile.bench.tune import compiles, problem
-        from octile.kernels.cuda.choose import choose
-        from octile.kernels.cuda.limits import num_sms
-        from octile.kernels.cuda.problem import Chip
+        from octile.kernels.cuda.gemm.candidates import choose
+        from octile.kernels.cuda.gemm.num_sms import num_sms
+        from octile.kernels.cuda.gemm.problem import Chip
 
         self.cases = [Case(**case) for case in cases]
         chip = Chip(num_sms())

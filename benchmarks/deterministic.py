@@ -21,7 +21,7 @@ from octile.train.config import TrainConfig, preset
 from octile.train.deterministic import deterministic
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.screen import Screen
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 RECIPES = ("deepseek_v3", "bf16")

@@ -8,7 +8,7 @@ and nothing else is changed, then the meeting is all that it misses.
 
 from collections.abc import Mapping
 
-from octile.kernels.cuda import jit
+from octile.kernels.cuda.jit import specialize
 
 CHANGES = {  # of memory.cuh; each must be found once
     """        __syncwarp();
@@ -27,16 +27,16 @@ CHANGES = {  # of memory.cuh; each must be found once
     "ring.empty[stage].init(4 * team_warpgroups": "ring.empty[stage].init(32 * 4 * team_warpgroups",
 }
 
-find = jit._find
+find = specialize._find
 
 
 def pytest_configure() -> None:
-    jit._find = changed
+    specialize._find = changed
 
 
 def changed(name: str, headers: Mapping[str, str]) -> tuple[str, str]:
     shown, text = find(name, headers)
-    if name == "memory.cuh":
+    if name == "pipeline.cuh":
         for before, after in CHANGES.items():
             if text.count(before) != 1:
                 raise ValueError(f"memory.cuh has {text.count(before)} times what is to be changed:\n{before}")

@@ -34,13 +34,13 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 def measurements(name: str, steps: int) -> str:
     """What a run has measured, a line of JSON a step."""
-    from octile.kernels.cuda import products
+    from octile.kernels.cuda.gemm import request
     from octile.train.config import preset
     from octile.train.loop import train
     from octile.train.screen import Screen
 
     if name == "portable":
-        products.missing = lambda device: "portable kernels are measured"  # type: ignore[assignment]
+        request.missing = lambda device: "portable kernels are measured"  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             preset("small"), recipe=RUNS[name], steps=steps, checkpoint_every=0, out=Path(folder, name), device="cuda"

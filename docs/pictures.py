@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 
 import octile
 from octile.lab import tensor_core_matmul
-from octile.lab.reference import exponent
-from octile.report.figures import COLOR, PALETTE, WIDE, drawing, dress, label_ends
-from octile.report.lab_page import power
-from octile.report.lab_what_if import PRODUCT_COLOR
+from octile.lab.pages.page import power
+from octile.lab.pages.what_if_figures import PRODUCT_COLOR
+from octile.lab.tensor_core.reference import exponent
+from octile.report.style import COLOR, PALETTE, WIDE, drawing, dress, label_ends
 from octile.report.svg import to_svg
 
 IMAGES = Path(__file__).parent / "images"

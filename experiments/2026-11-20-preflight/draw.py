@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octile.report.figures import COLOR, WIDE, dress, save_drawing
-from octile.report.lab_real import shortened
-from octile.report.lab_what_if import PRODUCT_COLOR, legend
+from octile.lab.pages.real_tensors_figures import shortened
+from octile.lab.pages.what_if_figures import PRODUCT_COLOR, legend
+from octile.report.style import COLOR, WIDE, dress, save_drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

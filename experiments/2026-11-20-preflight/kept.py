@@ -13,7 +13,7 @@ from run import load_checkpoint, look, predicted, run_on, seen, tiny, watched
 
 from octile.checkpoint.training import latest_checkpoint
 from octile.recipe import Recipe
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 
 folder = Path(sys.argv[1])
 checkpoint = latest_checkpoint(folder / "checkpoints")

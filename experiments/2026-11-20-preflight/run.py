@@ -28,7 +28,7 @@ from octile.report.machine import machine
 from octile.train.config import TrainConfig, tiny
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.screen import Screen
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 MEASURED = (1, 10, 50, 100)  # steps in 8 bits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.figures import COLOR, WIDE, dress, label_ends, line, save_drawing, step_axis
+from octile.report.style import COLOR, WIDE, dress, label_ends, line, save_drawing, step_axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

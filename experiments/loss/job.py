@@ -28,15 +28,15 @@ from experiments.loss import branch
 from experiments.loss.jobs import Job
 from experiments.loss.recipes import around, nudge, recipe
 from octile.models.counts import count_parameters
-from octile.nn.cast import cast_weight
+from octile.nn.fused.quantize import cast_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.report.machine import machine
 from octile.train.batches import validation
 from octile.train.draft_acceptance import draft_acceptance
 from octile.train.loop import pick_device
-from octile.train.store import TokenStore
 from octile.train.token_losses import token_losses
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 EVERY = 20  # steps between lines

@@ -30,7 +30,7 @@ from experiments.loss.recipes import around, recipe
 from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
 from octile.report.machine import machine
 from octile.train.loop import pick_device
-from octile.train.store import Manifest, TokenStore
+from octile.train.token_store import Manifest, TokenStore
 from octile.train.tokenizer import Tokenizer
 from octile.train.trainer import Trainer
 

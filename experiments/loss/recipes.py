@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.kernels.cuda import products
+from octile.kernels.cuda.gemm import request
 from octile.ops.accumulator import Block, summed_by
 from octile.recipe import BLOCK, TENSOR, TILE, Cast, Casts, OptimizerFormats, Recipe
 
@@ -86,7 +86,7 @@ def raw_accumulator(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_sca
     if a.is_cuda:
         a, b = (_padded(t, 0, -k % STEP) for t in (a, b))
         out = torch.empty(m, n, device=a.device)
-        products.matmul(out, a, one, a.shape, b, other, b.shape, accumulate=False, promote_every=None)
+        request.matmul(out, a, one, a.shape, b, other, b.shape, accumulate=False, promote_every=None)
         return out
     a, b = (_padded(t, -len(t) % STEP, -k % STEP) for t in (a, b))
     return torch._scaled_mm(a, b.mT, one, other, out_dtype=torch.float32)[:m, :n]

@@ -27,10 +27,10 @@ from experiments.loss.job import EVERY, HOPELESS
 from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
-from octile.report.compare import save_compare_figure, write_compare_report
-from octile.report.compare_words import verdict_sentence
-from octile.report.comparison import CompareResult, Curve
-from octile.report.intervals import bootstrap_interval
+from octile.report.compare.intervals import bootstrap_interval
+from octile.report.compare.page import save_compare_figure, write_compare_report
+from octile.report.compare.result import CompareResult, Curve
+from octile.report.compare.summary import verdict_sentence
 
 Result = dict[str, Any]
 Rows = list[tuple[str, ...]]

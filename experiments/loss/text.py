@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.loss.sizes import SEQUENCE, VOCABULARY
-from octile.train.store import FILES, MANIFEST
+from octile.train.token_store import FILES, MANIFEST
 
 SDISTS = (
     "django==5.2.19",
@@ -266,7 +266,7 @@ def unpack(store: Path, parts: list[Path]) -> None:
         FileNotFoundError: a file of the store is in none of the parts.
         ValueError: a file is not what it was.
     """
-    from octile.train.store import TokenStore
+    from octile.train.token_store import TokenStore
 
     pieces = sorted((p for part in parts for p in part.glob("*.xz")), key=lambda p: p.name)
     store.mkdir(parents=True, exist_ok=True)

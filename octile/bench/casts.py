@@ -14,7 +14,7 @@ from torch import Tensor
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, beside, table
-from octile.nn.dispatch import LocalDispatcher
+from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute

@@ -121,7 +121,8 @@ def compile_kernels(architecture: str | None) -> dict[str, Any]:
 
 def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the kernels in CUDA C++, compiled by NVRTC and, to know how long it takes, by NVCC; and the compilers."""
-    from octile.kernels.cuda import catalogue, compiler
+    from octile.kernels.cuda import compile_all
+    from octile.kernels.cuda.jit import compiler
 
     rows: list[dict[str, Any]] = []
     used: list[str] = []
@@ -131,7 +132,7 @@ def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
                 used.append(compiler.compiler())
             except FileNotFoundError:  # there is no NVCC, and nothing needs one
                 break
-            found = [asdict(kernel) for kernel in catalogue.compile_all("sm_90a")]
+            found = [asdict(kernel) for kernel in compile_all.compile_all("sm_90a")]
         rows = rows or found
         for row, again in zip(rows, found, strict=True):
             row[f"{name}_seconds"] = again["seconds"]

@@ -26,11 +26,11 @@ from octile.bench.setup import LARGEST_DIFFERENCE, set_up
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
 from octile.bench.wide import legend, wide
-from octile.kernels.cuda import limits, products
-from octile.kernels.cuda.catalogue import compile_product
-from octile.kernels.cuda.choose import choose
-from octile.kernels.cuda.config import Config
-from octile.kernels.cuda.problem import Chip, rounded
+from octile.kernels.cuda.compile_all import compile_product
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.gemm.candidates import choose
+from octile.kernels.cuda.gemm.config import Config
+from octile.kernels.cuda.gemm.problem import Chip, rounded
 
 AT_ONCE = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
 TRIAL_SECONDS = 150.0  # for one: start, compile its kernel and its peers', run them
@@ -141,6 +141,6 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
 
 def kernel_of(case: Case) -> Config | None:
     """Hopper's kernel for a case, None on another GPU."""
-    if products.missing(torch.device("cuda", torch.cuda.current_device())):
+    if request.missing(torch.device("cuda", torch.cuda.current_device())):
         return None
-    return choose(rounded(problem(case)), Chip(limits.num_sms()))
+    return choose(rounded(problem(case)), Chip(num_sms.num_sms()))

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from octile.bench.rows import LEGEND, Row, beside, table
 from octile.bench.timing import seconds
-from octile.lab import native, vectorised
-from octile.lab.architectures import instruction
-from octile.lab.operand import Operand, decode
 from octile.lab.telemetry import telemetry
-from octile.lab.vectorised import Sum
+from octile.lab.tensor_core import native, vectorized
+from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.operand import Operand, decode
+from octile.lab.tensor_core.vectorized import Sum
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
@@ -49,7 +49,7 @@ def _tensor_core() -> Iterator[Row]:
         start = torch.zeros(SIZE, SIZE)
         forms = {
             form.__name__.rpartition(".")[2]: partial(_sum, form.sum_products, a, b, start, how)
-            for form in (native, vectorised)
+            for form in (native, vectorized)
         }
         times = seconds({**forms, "FP32": lambda: x @ w.T}, rounds=10)
         speed = {name: 2 * SIZE**3 / taken / 1e9 for name, taken in times.items()}

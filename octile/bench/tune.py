@@ -25,11 +25,12 @@ from octile.bench.apart import apart
 from octile.bench.kernel_time import finish, work_seconds
 from octile.bench.setup import LARGEST_DIFFERENCE, Setup, set_up
 from octile.bench.shapes import Case
-from octile.kernels.cuda import jit, limits, tuned
-from octile.kernels.cuda.choose import candidates, cycles, other_bands
-from octile.kernels.cuda.config import Config, Scales, Schedule
-from octile.kernels.cuda.plan import Product
-from octile.kernels.cuda.problem import Chip, Problem, rounded
+from octile.kernels.cuda.gemm import num_sms, tuned
+from octile.kernels.cuda.gemm.candidates import candidates, cycles, other_bands
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import Product
+from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
+from octile.kernels.cuda.jit import specialize
 
 ORDER = [
     *shapes.LARGE,
@@ -82,7 +83,7 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
         raise ValueError("tune measures Hopper's kernels: it needs a GPU of sm_90")
     if minutes <= 0 or (shape and min(shape) < 1):
         raise ValueError(f"shape and minutes must be positive, not {shape} and {minutes:g}")
-    end, chip = time.monotonic() + 60 * minutes, Chip(limits.num_sms())
+    end, chip = time.monotonic() + 60 * minutes, Chip(num_sms.num_sms())
     cases = [Case("dense", *shape)] if shape else _unknown(ORDER, chip)
     print(f"{len(cases)} shapes, kept in {tuned.path()}", flush=True)
     pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn"))
@@ -141,7 +142,7 @@ def product(s: Setup) -> Product:
 def compiles(config: Config) -> str | None:
     """Compiles a kernel for later; returns why it is not worth running, or None."""
     try:
-        cubin = jit.compile("product", config.constants(), "sm_90a", config.headers())
+        cubin = specialize.compile("gemm", config.constants(), "sm_90a", config.headers())
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return f"{cubin.spill_bytes} bytes of spills" if cubin.spill_bytes else None
@@ -174,12 +175,12 @@ def measure(case: Case, configs: Sequence[Config], left_out: dict[int, str]) -> 
 
 def launcher(setup: Setup, config: Config) -> Callable[[], Tensor]:
     """A call of one kernel."""
-    from octile.kernels.cuda.launch import Prepared
-    from octile.kernels.cuda.plan import plan, readable
+    from octile.kernels.cuda.gemm.launch_plan import plan, readable
+    from octile.kernels.cuda.gemm.launcher import Prepared
 
     p, device = readable(product(setup)), setup.out.device
-    kernel = jit.load("product", config.constants(), device, config.headers())
-    prepared = Prepared(plan(p, Chip(limits.num_sms(device)), config), kernel)
+    kernel = specialize.load("gemm", config.constants(), device, config.headers())
+    prepared = Prepared(plan(p, Chip(num_sms.num_sms(device)), config), kernel)
 
     def call() -> Tensor:
         prepared(p.pointers(), device)

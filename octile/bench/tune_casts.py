@@ -2,7 +2,7 @@
 
 For each kind of cast all candidates are compiled, on all cores. Those that need more registers than there are are left
 out; the others give the same bits as the chosen one, and then run by turns. What is better than the chosen one for all
-shapes together belongs into `octile.kernels.cuda.casts.SETTINGS`: it is printed, not kept.
+shapes together belongs into `octile.kernels.cuda.quantize.launcher.SETTINGS`: it is printed, not kept.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import aligned
-from octile.kernels.cuda import casts, jit
-from octile.kernels.cuda.cast_catalogue import Launched, noted
+from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.quantize import launcher
+from octile.kernels.cuda.quantize.catalog import Launched, noted
 
 Settings = Mapping[str, int]
 Cast = Callable[[], tuple[Tensor, ...]]
@@ -28,7 +29,7 @@ DEVICE, SHAPES = "cuda", ((4096, 7168), (16384, 7168))
 MOST_THREADS = 2048  # of a multiprocessor
 CHOICES = {  # of each setting that a kind has
     "tiles": {"rows": (2, 4, 8), "warps": (4, 8), "blocks": (2, 3, 4, 5, 6, 8)},
-    "squares": {"band": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3, 4)},
+    "blocks": {"band": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3, 4)},
     "rms_norm": {"rows": (1, 2, 4, 8, 16), "blocks": (1, 2, 3, 4)},
 }
 GAIN = 0.99  # of the chosen settings' time: less than that is noise
@@ -43,14 +44,14 @@ def run() -> None:
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise ValueError("tune-casts measures Hopper's kernels: it needs a GPU of sm_90")
-    for kind in casts.SETTINGS:
+    for kind in launcher.SETTINGS:
         print(search(kind), flush=True)
 
 
 def candidates(kind: str) -> list[Settings]:
     """The settings of a kind to be tried, the chosen ones first."""
-    chosen = casts.SETTINGS[kind]
-    choices = CHOICES["squares" if "band" in chosen else "tiles" if "warps" in chosen else "rms_norm"]
+    chosen = launcher.SETTINGS[kind]
+    choices = CHOICES["blocks" if "band" in chosen else "tiles" if "warps" in chosen else "rms_norm"]
     found = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
     fitting = [s for s in found if 32 * s.get("warps", 8) * s["blocks"] <= MOST_THREADS]
     return [chosen, *(s for s in fitting if s != chosen)]
@@ -97,45 +98,45 @@ def kernel(kind: str, settings: Settings) -> Launched:
 
 def spills(found: Launched) -> int:
     """Bytes of registers that do not fit; compiles the kernel, which needs no GPU."""
-    return jit.compile(found.name, found.constants, "sm_90a").spill_bytes
+    return specialize.compile(found.name, found.constants, "sm_90a").spill_bytes
 
 
 def prepared(kind: str, x: Tensor) -> Cast:
     """A cast of this kind, with its inputs made of x [M, K], bfloat16."""
     if kind in ("dequantize", "turned_only"):
-        data, scale = casts.quantize(x, 1, 128, E4M3, False)
+        data, scale = launcher.quantize(x, 1, 128, E4M3, False)
         if kind == "dequantize":
-            return lambda: (casts.dequantize(data, scale, 1, 128, torch.bfloat16),)
-        return lambda: casts.requantize(data, scale, E4M3, False)
+            return lambda: (launcher.dequantize(data, scale, 1, 128, torch.bfloat16),)
+        return lambda: launcher.requantize(data, scale, E4M3, False)
     if kind.startswith("swiglu_backward"):
-        data, scale = casts.quantize(x, 1, 128, E4M3, False)
+        data, scale = launcher.quantize(x, 1, 128, E4M3, False)
         dh, kept = x.float() if kind.endswith("wide") else x, (data, data, scale, scale)
-        return lambda: casts.swiglu_backward(dh, *kept, None, E4M3, False, E4M3, True)[:6]
+        return lambda: launcher.swiglu_backward(dh, *kept, None, E4M3, False, E4M3, True)[:6]
     wide = x.float() if kind == "tiles, 32 bits" else x
     one = torch.ones(1, device=x.device)
     return {
-        "tiles": lambda: casts.quantize(x, 1, 128, E4M3, False),
-        "tiles, 32 bits": lambda: casts.quantize(wide, 1, 128, E4M3, False),
-        "tiles, E5M6": lambda: casts.quantize(x, 1, 128, torch.uint8, True),
-        "scale given": lambda: (casts.quantize_with_scale(x, one, E4M3),),
-        "swiglu": lambda: casts.swiglu(x, x, E4M3, False, None)[:2],
-        "swiglu, inputs kept": lambda: casts.swiglu(x, x, E4M3, False, None, E4M3, False),
-        "both": lambda: casts.rows_and_columns(x, E4M3, False),
-        "columns": lambda: casts.quantize(x, 128, 1, E4M3, False),
-        "block": lambda: casts.quantize(x, 128, 128, E4M3, False),
-        "weight": lambda: casts.quantize_and_transpose(x, E4M3, False),
-        "rms_norm": lambda: casts.rms_norm(x, x[0], 1e-6, E4M3, False, False)[:3],
-        "rms_norm, wide": lambda: casts.rms_norm(x, x[0], 1e-6, E4M3, False, True),
+        "tiles": lambda: launcher.quantize(x, 1, 128, E4M3, False),
+        "tiles, 32 bits": lambda: launcher.quantize(wide, 1, 128, E4M3, False),
+        "tiles, E5M6": lambda: launcher.quantize(x, 1, 128, torch.uint8, True),
+        "scale given": lambda: (launcher.quantize_with_scale(x, one, E4M3),),
+        "swiglu": lambda: launcher.swiglu(x, x, E4M3, False, None)[:2],
+        "swiglu, inputs kept": lambda: launcher.swiglu(x, x, E4M3, False, None, E4M3, False),
+        "both": lambda: launcher.rows_and_columns(x, E4M3, False),
+        "columns": lambda: launcher.quantize(x, 128, 1, E4M3, False),
+        "block": lambda: launcher.quantize(x, 128, 128, E4M3, False),
+        "weight": lambda: launcher.quantize_and_transpose(x, E4M3, False),
+        "rms_norm": lambda: launcher.rms_norm(x, x[0], 1e-6, E4M3, False, False)[:3],
+        "rms_norm, wide": lambda: launcher.rms_norm(x, x[0], 1e-6, E4M3, False, True),
     }[kind]
 
 
 def _with(kind: str, settings: Settings, cast: Cast) -> tuple[Tensor, ...]:
-    chosen = casts.SETTINGS[kind]
-    casts.SETTINGS[kind] = dict(settings)
+    chosen = launcher.SETTINGS[kind]
+    launcher.SETTINGS[kind] = dict(settings)
     try:
         return cast()
     finally:
-        casts.SETTINGS[kind] = chosen
+        launcher.SETTINGS[kind] = chosen
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """Which kernels make a product on a GPU: Hopper's own where they take the operands, Triton's elsewhere.
 
-`octile doctor` shows the choice, and `octile.kernels.cuda.products.serves` says the reason.
+`octile doctor` shows the choice, and `octile.kernels.cuda.gemm.request.serves` says the reason.
 
 Each function takes the check of its arguments. It is called with a … out, unless a product that looks the same was
-launched before: all that it reads is part of that look (`octile.kernels.cuda.again`).
+launched before: all that it reads is part of that look (`octile.kernels.cuda.gemm.launch_cache`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda import again, products
+from octile.kernels.cuda.gemm import launch_cache, request
 
 Block = Sequence[int]
 Check = Callable[..., None]
@@ -30,14 +30,14 @@ def matmul(
     accumulate: bool = False,
 ) -> Tensor:
     """a[M, K] · b[N, K]ᵀ → [M, N], or into out, which is returned, or added to it in FP32. Any sizes and strides."""
-    look = again.look(("dense", accumulate), a, a_scale, a_block, b, b_scale, b_block, None, out_dtype, out)
-    if (made := again.launched(look, a, out_dtype, out)) is not None:
+    look = launch_cache.look(("dense", accumulate), a, a_scale, a_block, b, b_scale, b_block, None, out_dtype, out)
+    if (made := launch_cache.launched(look, a, out_dtype, out)) is not None:
         return made
     check(a, a_scale, a_block, b, b_scale, b_block, out_dtype, out)
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype) if out is None else out
     arguments = (out, a, a_scale, a_block, b, b_scale, b_block, accumulate)
-    if products.serves(a, a_block, b, b_block) is None:
-        products.matmul(*arguments, look=look)
+    if request.serves(a, a_block, b, b_block) is None:
+        request.matmul(*arguments, look=look)
         return out
     from octile.kernels.triton import matmul  # late: a machine without a GPU has no Triton
 
@@ -59,12 +59,12 @@ def grouped(
 ) -> Tensor:
     """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero, or stay as out's."""
     arguments = (a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, out)
-    look = again.look("grouped", *arguments)
-    if (made := again.launched(look, a, out_dtype, out)) is not None:
+    look = launch_cache.look("grouped", *arguments)
+    if (made := launch_cache.launched(look, a, out_dtype, out)) is not None:
         return made
     check(*arguments)
-    if products.serves(a, a_block, b, b_block, b.shape[0]) is None:
-        return products.grouped(*arguments, look=look)
+    if request.serves(a, a_block, b, b_block, b.shape[0]) is None:
+        return request.grouped(*arguments, look=look)
     from octile.kernels.triton import grouped
 
     return grouped.launch(*arguments)
@@ -88,12 +88,12 @@ def masked(
     expected_rows of a group help to choose a kernel; 0: not known.
     """
     arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, out)
-    look = again.look(("masked", expected_rows), *arguments)
-    if (made := again.launched(look, a, out_dtype, out)) is not None:
+    look = launch_cache.look(("masked", expected_rows), *arguments)
+    if (made := launch_cache.launched(look, a, out_dtype, out)) is not None:
         return made
     check(*arguments)
-    if products.serves(a, a_block, b, b_block, b.shape[0]) is None:
-        return products.masked(*arguments, expected_rows, look=look)
+    if request.serves(a, a_block, b, b_block, b.shape[0]) is None:
+        return request.masked(*arguments, expected_rows, look=look)
     from octile.kernels.triton import grouped
 
     return grouped.launch_masked(*arguments)
@@ -117,12 +117,12 @@ def wgrad(
     With accumulate it is added to out in FP32.
     """
     arguments = (dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype, out)
-    look = again.look(("wgrad", accumulate), *arguments)
-    if (made := again.launched(look, dy, out_dtype, out)) is not None:
+    look = launch_cache.look(("wgrad", accumulate), *arguments)
+    if (made := launch_cache.launched(look, dy, out_dtype, out)) is not None:
         return made
     check(*arguments)
-    if products.serves_wgrad(dy, dy_block, x, x_block, offs.shape[0]) is None:
-        return products.wgrad(*arguments, accumulate, look=look)
+    if request.serves_wgrad(dy, dy_block, x, x_block, offs.shape[0]) is None:
+        return request.wgrad(*arguments, accumulate, look=look)
     from octile.kernels.triton import grouped
 
     return grouped.launch_wgrad(*arguments, accumulate)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from octile import __version__
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
 from octile.lab.layers import layer_weights
-from octile.nn.watched import Backward, Product, watch_products
+from octile.nn.observer import Backward, Product, watch_products
 from octile.recipe import PRODUCTS, ProductName
 
 FORMAT_VERSION = 1

@@ -40,7 +40,7 @@ def formats(asked: Formats) -> None:
         return
     from rich.console import Console
 
-    from octile.lab.pages import formats_table, screen_table, write_formats_page
+    from octile.lab.pages.formats import formats_table, screen_table, write_formats_page
     from octile.lab.real_tensors import real_tensors
 
     console = Console()
@@ -74,7 +74,7 @@ class Accumulate:
 
 def accumulate(asked: Accumulate) -> None:
     """How wrong a long FP8 sum gets in a tensor core, by its length, its data and the promotion interval."""
-    from octile.lab.pages_accumulate import show_accumulate
+    from octile.lab.pages.accumulate import show_accumulate
 
     intervals = _intervals(asked.promote)
     ks = tuple(_number("k", word) for word in _words(asked.k))
@@ -169,7 +169,7 @@ class WhatIf:
 def what_if(asked: WhatIf) -> None:
     """A captured step's products in every format, block, scale rule, promotion and tensor core, ranked."""
     from octile.lab.capture import product_names
-    from octile.lab.pages_what_if import Asked, show_what_if
+    from octile.lab.pages.what_if import Asked, show_what_if
     from octile.lab.variants import Choice
 
     if not asked.captures:
@@ -208,7 +208,7 @@ class Hardware:
 def hardware(asked: Hardware) -> None:
     """What other hardware would bring to a captured step, in error and in bytes moved."""
     from octile.lab.capture import product_names
-    from octile.lab.pages_hardware import show_hardware
+    from octile.lab.pages.hardware import show_hardware
 
     products = product_names(asked.products) if asked.products else None
     show_hardware(asked.capture, asked.layers, products, asked.sample, asked.seed, asked.out, asked.json)
@@ -247,7 +247,7 @@ class Preflight:
 
 def preflight(asked: Preflight) -> None:
     """Which layers of a model would suffer in 8 bits, and a recipe that spares them."""
-    from octile.lab.pages_preflight import Asked, show_preflight
+    from octile.lab.pages.preflight import Asked, show_preflight
 
     options = {f.name: getattr(asked, f.name) for f in fields(Asked)}
     show_preflight(asked.model, Asked(**options))

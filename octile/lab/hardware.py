@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from octile.formats import FP32
-from octile.lab.architectures import instruction
 from octile.lab.capture import Captured
 from octile.lab.hardware_bytes import Bytes, cast_near_memory, fused_cast, transposed_reads, whole_sums
 from octile.lab.tensor_core import product
+from octile.lab.tensor_core.architectures import instruction
 from octile.lab.variants import BLOCKS, PUBLISHED, Variant, cast
 from octile.lab.what_if import SAMPLE, Error, SampledProduct, sampled, values
 from octile.scaled import ScaledTensor

@@ -25,7 +25,7 @@ from octile.lab.layers import layer_weights
 from octile.lab.tensor_core import product
 from octile.lab.what_if import SAMPLE, Error, SampledProduct, sampled, values
 from octile.nn.conversion import apply_recipe
-from octile.nn.delayed import unscaled
+from octile.nn.delayed_scaling import unscaled
 from octile.recipe import Cast, ProductName, Recipe
 from octile.scaled import ScaledTensor, quantize
 

@@ -22,7 +22,7 @@ from octile.lab.preflight import Loss, Place, by_channel, own_loss
 from octile.lab.what_if import SAMPLE, Error, SampledProduct
 from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
-from octile.nn.watched import Backward, Product, watch_products
+from octile.nn.observer import Backward, Product, watch_products
 from octile.ops.quantize import decode
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor

@@ -21,7 +21,7 @@ from octile.lab.tensor_core import tensor_core
 from octile.train.config import TrainConfig, tiny
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.screen import Screen
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 

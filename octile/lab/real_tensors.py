@@ -13,7 +13,7 @@ from octile.lab.layers import layer_weights
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.watched import Backward, Product, watch_products
+from octile.nn.observer import Backward, Product, watch_products
 from octile.recipe import Recipe
 
 SEQUENCES, LENGTH = 4, 256
@@ -47,7 +47,7 @@ def real_tensors(run: Path | None) -> RealTensors:
     from octile.checkpoint.hugging_face import load
     from octile.train.batches import validation
     from octile.train.run_folder import RunFolder
-    from octile.train.store import TokenStore
+    from octile.train.token_store import TokenStore
 
     folder = RunFolder.open(run)
     length = folder.read_config().sequence_length - 1

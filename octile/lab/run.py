@@ -28,7 +28,7 @@ from octile.train.deterministic import deterministic
 from octile.train.loop import Around, Observer, pick_device
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
 from octile.train.run_recipe import recipe_of
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 

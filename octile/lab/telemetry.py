@@ -34,10 +34,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from octile.lab.gemm_stats import Errors, Sample, product_errors, spread
 from octile.lab.layers import layer_weights
 from octile.lab.operand_stats import OperandStats, Row, measure
-from octile.lab.product_stats import Errors, Sample, product_errors, spread
-from octile.nn.watched import Backward, Product, watch_products
+from octile.nn.observer import Backward, Product, watch_products
 from octile.recipe import ProductName
 from octile.scaled import ScaledTensor
 

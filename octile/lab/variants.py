@@ -10,7 +10,8 @@ scale    float32     amax / max
          down        the power of two at or below it; they may be twice as large as what the format holds
          ocp         2^(⌊log₂ amax⌋ − ⌊log₂ max⌋), MX's own rule (§6.3): between `up` and `nearest` for E4M3
 promote  every so many products the tensor core's sum moves to FP32; None is never
-arch     a tensor core of `octile.lab.architectures`; or fp32, octile's references, or exact, which rounds no sum
+arch     a tensor core of `octile.lab.tensor_core.architectures`; or fp32, octile's references, or exact, which rounds
+             no sum
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import E2M1, E4M3, E5M2, E5M6, INT8, UE8M0, FloatFormat, IntFormat
-from octile.lab.architectures import ARCHITECTURES, instruction
+from octile.lab.tensor_core.architectures import ARCHITECTURES, instruction
 from octile.ops.quantize import SMALLEST_SCALE, in_blocks, round_up_to_power_of_2
 from octile.recipe import Extent, ProductName
 from octile.scaled import ScaledTensor, resolve

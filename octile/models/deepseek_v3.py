@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
-from octile.nn.attention import MLA, LatentCache, LayerCache
 from octile.nn.functional import result_dtype
 from octile.nn.gate import Gate
+from octile.nn.mla import MLA, LatentCache, LayerCache
 from octile.nn.mlp import MLP
 from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm

@@ -1,12 +1,12 @@
 """Layers with autograd: what a model is built of. Their products as functions are in `functional`."""
 
 from octile.nn import functional
-from octile.nn.attention import MLA
 from octile.nn.conversion import convert
-from octile.nn.delayed import end_step
+from octile.nn.delayed_scaling import end_step
 from octile.nn.gate import Gate
 from octile.nn.linear import Linear
 from octile.nn.mha import MHA
+from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm

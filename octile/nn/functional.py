@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.nn import plain
-from octile.nn.cast import cast, cast_again, cast_gradient, cast_weight
-from octile.nn.cast import watch_casts as watch_casts
-from octile.nn.delayed import AmaxHistory
-from octile.nn.products import into_main_grad, nt, wgrad
-from octile.nn.together import Shared, once, shared_by_layers
-from octile.nn.watched import Product, begin, show, watched
+from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.fused import high_precision
+from octile.nn.fused.gemms import into_main_grad, nt, wgrad
+from octile.nn.fused.quantize import cast, cast_again, cast_gradient, cast_weight
+from octile.nn.fused.quantize import watch_casts as watch_casts
+from octile.nn.fused.shared_quantization import Shared, once, shared_by_layers
+from octile.nn.observer import Product, begin, show, watched
 from octile.nn.weight_cache import may_be_kept
 from octile.ops.grouped import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
@@ -109,7 +109,7 @@ def _product(
 ) -> Tensor:
     if recipe is None or recipe.casts is None or len(recipe.uncast) == len(PRODUCTS):
         compute = out_dtype if recipe is None else recipe.compute
-        return plain.PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
+        return high_precision.PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
     keep_w = may_be_kept(weight, recipe.casts.w)  # asked out here: inside, gradients are always off
     turned = torch.is_grad_enabled() and x_TK.requires_grad
     return _Product.apply(x_TK, weight, offs, recipe, history, out_dtype, shared, keep_w, turned)
@@ -148,7 +148,7 @@ class _Product(torch.autograd.Function):
         looked_at = watched() and (x_has_gradient or w_has_gradient)
         ctx.seen = begin(weight, Product("fprop", x_TK, a, b, offs)) if looked_at else []
         if "fprop" in uncast:
-            return plain.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
+            return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
         return nt(x, w, offs, out_dtype)
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Product(torch.autograd.Function):
             dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
         elif x_has_gradient:
             show(ctx.seen, Product("dgrad", dy_TN, offs=offs))
-            dx = plain.nt(dy_TN.to(compute), plain_w.mT, offs).to(ctx.x_dtype)
+            dx = high_precision.nt(dy_TN.to(compute), plain_w.mT, offs).to(ctx.x_dtype)
         if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
             if casts.wgrad_x != casts.x:
@@ -174,7 +174,7 @@ class _Product(torch.autograd.Function):
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
             show(ctx.seen, Product("wgrad", dy_TN.mT, offs=offs))
-            dw = into_main_grad(plain.tn(dy_TN.to(compute), plain_x, offs), ctx.w_dtype, ctx.main_grad)
+            dw = into_main_grad(high_precision.tn(dy_TN.to(compute), plain_x, offs), ctx.w_dtype, ctx.main_grad)
         return dx, dw, None, None, None, None, None, None, None
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from octile.nn.input import Input, Source
+from octile.nn.fused.block_input import Input, Source
 from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 

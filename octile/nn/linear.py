@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn import functional
-from octile.nn.delayed import AmaxHistory
-from octile.nn.smooth import scale_columns
+from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
-from octile.nn.input import read
-from octile.nn.layers import common_recipe, fusable_norm
+from octile.nn.fused.block_input import read
+from octile.nn.fused.layers import common_recipe, fusable_norm
+from octile.nn.fused.mha import rotary_attention
+from octile.nn.fused.shared_quantization import together
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, rotate
-from octile.nn.rotary_attention import rotary_attention
-from octile.nn.together import together
 from octile.recipe import Recipe
 
 

@@ -3,14 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn import feed_forward
 from octile.nn.functional import result_dtype
-from octile.nn.input import Input, read
-from octile.nn.layers import common_recipe, fusable_norm
+from octile.nn.fused import feed_forward
+from octile.nn.fused.block_input import Input, read
+from octile.nn.fused.layers import common_recipe, fusable_norm
+from octile.nn.fused.shared_quantization import together
 from octile.nn.linear import Linear
 from octile.nn.norm import RMSNorm
-from octile.nn.smooth import power_of_2
-from octile.nn.together import together
+from octile.nn.smooth_swiglu import power_of_2
 from octile.recipe import Recipe
 
 

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn import feed_forward
-from octile.nn.dispatch import LocalDispatcher, Plan
+from octile.nn.dispatcher import LocalDispatcher, Plan
 from octile.nn.functional import grouped_linear, result_dtype
+from octile.nn.fused import feed_forward
+from octile.nn.fused.block_input import Input, read
+from octile.nn.fused.layers import fusable_norm, unobserved
 from octile.nn.gate import Gate, Routing
-from octile.nn.input import Input, read
-from octile.nn.layers import fusable_norm, unobserved
 from octile.nn.linear import history_for
 from octile.nn.mlp import MLP
 from octile.nn.norm import RMSNorm
-from octile.nn.smooth import power_of_2, scale_columns
+from octile.nn.smooth_swiglu import power_of_2, scale_columns
 from octile.recipe import Recipe
 
 

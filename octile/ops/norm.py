@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels import casting
-from octile.kernels.storage import new_scale
+from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, quantize
 from octile.ops.transpose import FORMATS, TILE

@@ -15,7 +15,7 @@ Shapes: T tokens, D model, K chosen experts, R = T·K rows.
 import torch
 from torch import Tensor
 
-from octile.kernels.storage import new_scale
+from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale
 from octile.ops.transpose import FORMATS, TILE

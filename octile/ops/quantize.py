@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octile import formats
 from octile.kernels import casting, cpu
-from octile.kernels.storage import new_scale
+from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: x / scale stays exact for it

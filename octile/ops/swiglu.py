@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import casting
-from octile.kernels.storage import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, dequantize, quantize
 from octile.ops.transpose import COLUMN_TILE, FORMATS, TILE, quantize_rows_and_columns

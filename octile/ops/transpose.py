@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels import casting
-from octile.kernels.storage import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, columns, dequantize, quantize
 

@@ -17,12 +17,12 @@ and nothing is fetched from a network. Every figure carries one sentence, writte
     compare.py      its page; compare_words.py, compare_tables.py, compare_figure.py and *_figures.py are parts of it
 """
 
-from octile.report.compare import save_compare_figure, write_compare_report
-from octile.report.compare_file import read_result
-from octile.report.compare_tables import format_compare_table, format_details_table
-from octile.report.compare_words import verdict_sentence
-from octile.report.comparison import CompareResult, Curve
-from octile.report.train import save_figure, write_run_report
+from octile.report.compare.file import read_result
+from octile.report.compare.page import save_compare_figure, write_compare_report
+from octile.report.compare.result import CompareResult, Curve
+from octile.report.compare.summary import verdict_sentence
+from octile.report.compare.tables import format_compare_table, format_details_table
+from octile.report.run.page import save_figure, write_run_report
 
 __all__ = [
     "CompareResult",

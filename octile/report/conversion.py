@@ -8,9 +8,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
-from octile.checkpoint.recode import Target
-from octile.checkpoint.shares import Share
-from octile.checkpoint.size import SizePrediction, predict_size
+from octile.checkpoint.convert.recode import Target
+from octile.checkpoint.convert.shares import Share
+from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.report.console import Console
 from octile.report.page import byte_size
 

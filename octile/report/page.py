@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from octile.report.figures import PALETTE
+from octile.report.style import PALETTE
 
 TEMPLATES = Path(__file__).parent / "templates"
 

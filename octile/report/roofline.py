@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octile.report.figures import COLOR, WIDE, dress, save_drawing
+from octile.report.style import COLOR, WIDE, dress, save_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from octile.report.figures import COLOR, drawing
+from octile.report.style import COLOR, drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """`octile compare`: BF16 with two seeds or more, and every recipe from BF16's weights on BF16's batches, seed by seed.
 
 A gap means nothing without the noise: two BF16 runs that differ in their seed alone end some way apart, and that is the
-band in which a recipe's gap says nothing. What is measured, and what follows from it: `octile.report.comparison`.
+band in which a recipe's gap says nothing. What is measured, and what follows from it: `octile.report.compare.result`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from octile.report.compare import write_compare_report
-from octile.report.compare_file import COMPARE_FILE, write_result
-from octile.report.compare_tables import format_compare_table, format_details_table
-from octile.report.compare_words import verdict_sentence
-from octile.report.comparison import CompareResult
+from octile.report.compare.file import COMPARE_FILE, write_result
+from octile.report.compare.page import write_compare_report
+from octile.report.compare.result import CompareResult
+from octile.report.compare.speed_notes import speed_notes
+from octile.report.compare.summary import verdict_sentence
+from octile.report.compare.tables import format_compare_table, format_details_table
+from octile.report.compare.token_differences import TokenDifferences, token_differences
 from octile.report.machine import in_words, machine
-from octile.report.metrics import Floats
-from octile.report.speed_notes import speed_notes
-from octile.report.token_differences import TokenDifferences, token_differences
+from octile.report.run.metrics import Floats
 from octile.train.batches import validation
 from octile.train.compared_run import ComparedRun, compared_run
 from octile.train.config import TrainConfig
@@ -28,12 +28,12 @@ from octile.train.gradient_check import chosen_steps
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.memory import check_memory
 from octile.train.run_folder import check_unused, new_folder
+from octile.train.run_lock import DATA, taken
 from octile.train.run_recipe import recipe_of, with_recipe_text
 from octile.train.screen import Screen
 from octile.train.seeds import baseline_seeds
-from octile.train.store import TokenStore
-from octile.train.taken import DATA, taken
 from octile.train.token_losses import readable
+from octile.train.token_store import TokenStore
 
 FREQUENCY_TOKENS = 10_000_000  # of the training text, in which tokens are counted
 

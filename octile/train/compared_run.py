@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from octile.report.comparison import Curve
-from octile.report.gradients import GradientCheck
+from octile.report.compare.gradients import GradientCheck
+from octile.report.compare.result import Curve
 from octile.train.config import TrainConfig
 from octile.train.gradient_check import check_gradients
 from octile.train.loop import pick_device
+from octile.train.reference_timer import yardstick
 from octile.train.screen import Screen
-from octile.train.store import TokenStore
 from octile.train.token_losses import token_losses
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
-from octile.train.yardstick import yardstick
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from typing import Any
 
 from octile.checkpoint.files import checksum
 from octile.train.corpus import Corpus, Document, open_corpus
-from octile.train.store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.survey import Survey
+from octile.train.token_store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.tokenizer import Tokenizer, check_vocab_size
 
 SAMPLE_BYTES = 16 * 2**20  # the tokenizer learns from so much text

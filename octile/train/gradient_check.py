@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octile.nn.delayed import AmaxHistory
+from octile.nn.delayed_scaling import AmaxHistory
 from octile.optim.gradient import gradient_of, load
 from octile.recipe import Recipe
-from octile.report.gradients import GradientCheck, WeightGradient
+from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.train.trainer import Trainer
 
 PLACES = ("start", "middle", "end")

@@ -23,7 +23,7 @@ from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.recipe import BLOCK, Cast
 from octile.report.machine import in_words, machine
-from octile.report.train import write_run_report
+from octile.report.run.page import write_run_report
 from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.config import TrainConfig, changed
@@ -33,11 +33,11 @@ from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory
 from octile.train.out_of_memory import explained
 from octile.train.run_folder import MetricsWriter, RunFolder, Stopped
+from octile.train.run_lock import taken
 from octile.train.run_recipe import recipe_of, with_recipe_text
 from octile.train.screen import Screen
 from octile.train.spike_report import spikes_so_far, write_spike
-from octile.train.store import TokenStore
-from octile.train.taken import taken
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import write_text
-from octile.report.compare_file import COMPARE_FILE
+from octile.report.compare.file import COMPARE_FILE
 from octile.train.config import TrainConfig
-from octile.train.taken import DATA, is_left
+from octile.train.run_lock import DATA, is_left
 
 Metrics = dict[str, Any]
 

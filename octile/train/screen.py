@@ -16,7 +16,7 @@ from octile.report.console import Console
 from octile.train.run_folder import Metrics, RunFolder
 
 if TYPE_CHECKING:
-    from octile.train.store import TokenStore
+    from octile.train.token_store import TokenStore
     from octile.train.trainer import Trainer
 
 PLAIN_LINES = 20  # lines of progress in a log file

@@ -1,11 +1,11 @@
-"""What a run writes down when its loss jumps: `octile.report.spikes` says when."""
+"""What a run writes down when its loss jumps: `octile.report.run.spikes` says when."""
 
 from __future__ import annotations
 
-from octile.report.spikes import Spike, Spikes
+from octile.report.run.spikes import Spike, Spikes
 from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, read_lines
-from octile.train.store import TokenStore
 from octile.train.token_losses import token_losses
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 TEXT = 80  # characters of the hardest sequence that are kept

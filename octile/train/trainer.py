@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.delayed import AmaxHistory, end_step
+from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
 from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.optim.gradient import gradient_of
@@ -27,7 +27,7 @@ from octile.train.batches import Batches, validation
 from octile.train.config import TrainConfig
 from octile.train.run_folder import Metrics
 from octile.train.run_recipe import recipe_of
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.watch import first_non_finite, tile_scales
 
 

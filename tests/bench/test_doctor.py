@@ -123,16 +123,17 @@ def test_the_table_of_kernels_says_for_which_architecture_and_by_which_compilers
 
 @pytest.fixture
 def catalogue(monkeypatch):
-    """The CUDA kernels' catalogue, which compiles nothing; returns the compilers that were asked."""
-    from octile.kernels.cuda import catalogue, compiler
+    """The CUDA kernels' compile_all, which compiles nothing; returns the compilers that were asked."""
+    from octile.kernels.cuda import compile_all
+    from octile.kernels.cuda.jit import compiler
 
     asked = []
 
-    def compile_all(architecture):
+    def fake(architecture):
         asked.append(os.environ[compiler.SETTING])
-        return [catalogue.Compiled("product", "a", 168, 0, 0, 100, float(len(asked)), "")]
+        return [compile_all.Compiled("product", "a", 168, 0, 0, 100, float(len(asked)), "")]
 
-    monkeypatch.setattr(catalogue, "compile_all", compile_all)
+    monkeypatch.setattr(compile_all, "compile_all", fake)
     monkeypatch.setattr(compiler, "compiler", lambda: os.environ[compiler.SETTING])
     monkeypatch.delenv(compiler.SETTING, raising=False)
     return asked
@@ -146,7 +147,7 @@ def test_both_compilers_are_timed(catalogue):
 
 
 def test_without_nvcc_only_nvrtc_is_timed(catalogue, monkeypatch):
-    from octile.kernels.cuda import compiler
+    from octile.kernels.cuda.jit import compiler
 
     def find():
         if os.environ[compiler.SETTING] == "nvcc":

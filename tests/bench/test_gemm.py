@@ -7,8 +7,8 @@ from octile.bench import gemm, goals, shapes
 from octile.bench.setup import set_up
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
-from octile.kernels.cuda.choose import choose
-from octile.kernels.cuda.problem import Chip, rounded
+from octile.kernels.cuda.gemm.candidates import choose
+from octile.kernels.cuda.gemm.problem import Chip, rounded
 
 CASES = [Case("dense", 32, 16, 128), Case("dense", 48, 16, 128), Case("dense", 64, 16, 128)]
 

@@ -14,7 +14,7 @@ def rows():
 
 def test_both_forms_of_the_model_are_measured_beside_a_product(rows):
     speeds = [row for row in rows if row.unit == "GFLOP/s"]
-    assert [row.what for row in speeds] == ["native", "vectorised"] * len(lab.CASES)
+    assert [row.what for row in speeds] == ["native", "vectorized"] * len(lab.CASES)
     assert all(row.value > 0 and row.against is not None for row in speeds)
     assert "wgmma" in lab.show(rows)
 

@@ -8,9 +8,9 @@ import torch
 from octile.bench import setup, shapes, tune
 from octile.bench.setup import set_up
 from octile.bench.shapes import Case
-from octile.kernels.cuda import plan, tuned
-from octile.kernels.cuda.choose import choose, other_bands
-from octile.kernels.cuda.problem import Chip, rounded
+from octile.kernels.cuda.gemm import launch_plan, tuned
+from octile.kernels.cuda.gemm.candidates import choose, other_bands
+from octile.kernels.cuda.gemm.problem import Chip, rounded
 
 H200 = Chip(132)
 CASES = [
@@ -31,13 +31,13 @@ def private_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_problem_is_that_of_the_operands(case, monkeypatch):
     monkeypatch.setattr(setup, "MASKED_ROWS", 160)
-    assert tune.problem(case) == plan.problem(tune.product(set_up(case, "cpu")))
+    assert tune.problem(case) == launch_plan.problem(tune.product(set_up(case, "cpu")))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_operands_are_read_as_they_lie(case, monkeypatch):
     monkeypatch.setattr(setup, "MASKED_ROWS", 160)
-    assert plan.is_readable(tune.product(set_up(case, "cpu")))
+    assert launch_plan.is_readable(tune.product(set_up(case, "cpu")))
 
 
 def test_the_first_candidate_is_the_chosen_kernel():

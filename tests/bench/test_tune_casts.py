@@ -1,19 +1,19 @@
-"""The search for faster settings of casts, as far as it goes without a GPU."""
+"""The search for faster settings of launcher, as far as it goes without a GPU."""
 
 import pytest
 import torch
 
 from octile.bench import tune_casts
 from octile.cli import main
-from octile.kernels.cuda import casts
+from octile.kernels.cuda.quantize import launcher
 
-every_kind = pytest.mark.parametrize("kind", casts.SETTINGS)
+every_kind = pytest.mark.parametrize("kind", launcher.SETTINGS)
 
 
 @every_kind
 def test_the_chosen_settings_are_the_first_candidate(kind):
     first, *others = tune_casts.candidates(kind)
-    assert first == casts.SETTINGS[kind]
+    assert first == launcher.SETTINGS[kind]
     assert others
     assert first not in others
     assert all(other.keys() == first.keys() for other in others)
@@ -21,11 +21,11 @@ def test_the_chosen_settings_are_the_first_candidate(kind):
 
 @every_kind
 def test_a_candidate_is_what_is_launched(kind):
-    chosen = casts.SETTINGS[kind]
+    chosen = launcher.SETTINGS[kind]
     for settings in tune_casts.candidates(kind)[:4]:
         launched = tune_casts.kernel(kind, settings)
         assert {name: launched.constants[name] for name in settings} == settings
-    assert casts.SETTINGS[kind] is chosen
+    assert launcher.SETTINGS[kind] is chosen
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def measured(monkeypatch):
 
     def search(seconds, result=lambda settings: 0):
         def cast(kind, x):
-            return lambda: (torch.tensor([result(casts.SETTINGS[kind])]),)
+            return lambda: (torch.tensor([result(launcher.SETTINGS[kind])]),)
 
         monkeypatch.setattr(tune_casts, "DEVICE", "cpu")
         monkeypatch.setattr(tune_casts, "SHAPES", ((2, 8), (4, 8)))

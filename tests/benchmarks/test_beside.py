@@ -43,14 +43,14 @@ def deep_gemm_call(setup):
     return setup.call
 """,
     "bench/kernel_time.py": "def kernel_seconds(calls, rounds): return dict.fromkeys(calls, {seconds})",
-    "kernels/cuda/choose.py": """
+    "kernels/cuda/gemm/candidates.py": """
 from collections import namedtuple
 Config = namedtuple("Config", "tile_m tile_n warpgroups accumulators stages cluster_m cluster_n cluster split_k"
                     " ping_pong transposed fetch along_n")
 def choose(problem, chip): return Config(64, 32, 1, 2, 12, 1, 2, 2, 3, False, True, False, False)
 """,
-    "kernels/cuda/limits.py": "def num_sms(): return 132",
-    "kernels/cuda/problem.py": "def Chip(n): return n",
+    "kernels/cuda/gemm/num_sms.py": "def num_sms(): return 132",
+    "kernels/cuda/gemm/problem.py": "def Chip(n): return n",
 }
 
 

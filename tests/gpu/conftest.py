@@ -6,7 +6,6 @@
 import pytest
 import torch
 
-from octile.kernels.cuda import products
 from tests.train.conftest import store, text  # noqa: F401  (fixtures)
 
 if torch.cuda.is_available():
@@ -29,4 +28,4 @@ def a_gpu_that_runs_the_kernels() -> None:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's own kernels, and Triton's in their place, as on every other GPU."""
     if request.param == "portable":
-        monkeypatch.setattr(products, "missing", lambda device: "the portable kernels are tested")
+        monkeypatch.setattr(request, "missing", lambda device: "the portable kernels are tested")

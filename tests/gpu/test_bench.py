@@ -8,7 +8,7 @@ from octile.bench.kernel_time import finish, graph_seconds, host_seconds, kernel
 from octile.bench.peers import peers
 from octile.bench.setup import set_up
 from octile.bench.shapes import Case
-from octile.kernels.cuda.problem import Chip
+from octile.kernels.cuda.gemm.problem import Chip
 
 CASES = [
     Case("dense", 256, 384, 1024),

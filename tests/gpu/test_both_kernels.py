@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels import casting
-from octile.kernels.cuda import products
+from octile.kernels.cuda.gemm import request
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
@@ -22,7 +22,7 @@ LAST_BITS = 1e-3  # of scales and sums there, relative: sums may cancel
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    if reason := products.missing(torch.device("cuda", torch.cuda.current_device())):
+    if reason := request.missing(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(f"there is one kind of kernels here: {reason}")
 
 
@@ -50,7 +50,7 @@ def _twice(
     def both(*args: Any) -> Any:
         ours = cast(*args)
         with monkeypatch.context() as portable:
-            portable.setattr(products, "missing", lambda device: "the portable kernels are asked for")
+            portable.setattr(request, "missing", lambda device: "the portable kernels are asked for")
             theirs = cast(*args)
         for i, (a, b) in enumerate(zip(_tensors(ours), _tensors(theirs), strict=True)):
             tolerance = LAST_BITS if allowed and a.dtype == torch.float32 else 0.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.loss.recipes import raw_accumulator
-from octile.kernels.cuda.products import missing
+from octile.kernels.cuda.gemm.request import missing
 from octile.lab import product
 from octile.ops.quantize import quantize
 

@@ -15,10 +15,10 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt,
     masked_grouped_matmul_nt_out,
 )
+from octile.ops.high_precision import plain_grouped_nt, plain_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
-from octile.ops.plain import plain_grouped_nt, plain_grouped_tn
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed

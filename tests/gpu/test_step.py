@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 
-from octile.bench import step, step_goals
-from octile.bench.step_models import Sizes
-from octile.bench.step_profile import Peak, measured_peak
+from octile.bench import step
+from octile.bench.step import goals
+from octile.bench.step.models import Sizes
+from octile.bench.step.profile import Peak, measured_peak
 from octile.models.config import ModelConfig
 
 SIZES = Sizes(layers=2, hidden=512, intermediate=1024, heads=4, batch=2, sequence=256)
@@ -22,16 +23,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dense_decoder_has_all_its_figures(capsys: pytest.CaptureFixture[str]):
     rows = list(step.dense(SIZES, "cuda", time.monotonic()))
-    found = {row.what for row in rows if row.case == step_goals.DENSE}
-    expected = {step_goals.STEP, step_goals.OPTIMIZED, step_goals.SAVED, step_goals.OUTSIDE}
+    found = {row.what for row in rows if row.case == goals.DENSE}
+    expected = {goals.STEP, goals.OPTIMIZED, goals.SAVED, goals.OUTSIDE}
     assert found >= expected | {"allocated, octile", "cached FP8, of a parameter", "octile: the GPU idles"}
     assert "left out: profile" not in capsys.readouterr().err
 
 
 def test_a_rank_slice_has_all_its_figures(capsys: pytest.CaptureFixture[str]):
     rows = list(step.mixture(ModelConfig.tiny(), 4, 256, "cuda", time.monotonic()))
-    found = {row.what for row in rows if row.case == step_goals.SLICE}
-    assert found >= {step_goals.STEP, step_goals.OUTSIDE, "allocated, octile"}
+    found = {row.what for row in rows if row.case == goals.SLICE}
+    assert found >= {goals.STEP, goals.OUTSIDE, "allocated, octile"}
     assert "left out" not in capsys.readouterr().err
 
 

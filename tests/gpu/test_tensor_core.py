@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import octile
-from octile.kernels.cuda.products import missing
+from octile.kernels.cuda.gemm.request import missing
 from octile.lab import product, tensor_core, tensor_core_matmul
-from octile.lab.architectures import ARCHITECTURES
 from octile.lab.probe import kernels, products
 from octile.lab.probe.compare import cases, compare
+from octile.lab.tensor_core.architectures import ARCHITECTURES
 from octile.nn.functional import watch_casts
 from octile.scaled import ScaledTensor
 from tests.lab.products import normal, products_of_a_layer, random_bits, same_bits

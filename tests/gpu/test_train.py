@@ -13,7 +13,7 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.recipe import Recipe
 from octile.train.generate import Sampling, generate
 from octile.train.loop import train
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
 from tests.train.test_loop import quiet

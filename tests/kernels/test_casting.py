@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from octile.kernels import casting
-from octile.kernels.cuda import casts, products
+from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.quantize import launcher
 
 E4M3 = torch.float8_e4m3fn
 CALLS = {  # of casting, with arguments that Hopper's own kernels take
@@ -37,13 +38,13 @@ def chosen(monkeypatch):
         return raising
 
     for name in CALLS:
-        monkeypatch.setattr(casts, name, named(name))
+        monkeypatch.setattr(launcher, name, named(name))
 
 
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("name", CALLS)
 def test_hopper_has_its_own(name, monkeypatch):
-    monkeypatch.setattr(products, "missing", lambda _: None)
+    monkeypatch.setattr(request, "missing", lambda _: None)
     with pytest.raises(Chosen, match=name):
         CALLS[name](torch.zeros(5, 128))
 
@@ -54,7 +55,7 @@ def test_other_blocks_are_tritons(block, monkeypatch):
     pytest.importorskip("triton")
     from octile.kernels.triton import quantize
 
-    monkeypatch.setattr(products, "missing", lambda _: None)
+    monkeypatch.setattr(request, "missing", lambda _: None)
     monkeypatch.setattr(quantize, "launch", lambda *_: "Triton")
     assert casting.quantize(torch.zeros(5, 128), *block, E4M3, False) == "Triton"
 
@@ -66,5 +67,5 @@ def test_elsewhere_and_where_it_lies_otherwise_it_is_tritons(monkeypatch):
 
     monkeypatch.setattr(quantize, "launch", lambda *_: "Triton")
     assert CALLS["quantize"](torch.zeros(5, 128)) == "Triton"
-    monkeypatch.setattr(products, "missing", lambda _: None)
+    monkeypatch.setattr(request, "missing", lambda _: None)
     assert CALLS["quantize"](torch.zeros(5, 130)) == "Triton"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from octile.lab import native
+from octile.lab.tensor_core import native
 
 
 @pytest.fixture(scope="session", autouse=True)

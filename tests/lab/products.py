@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from octile.formats import FP16
-from octile.lab import reference
-from octile.lab.architectures import Instruction
-from octile.lab.operand import FORMATS, decode
-from octile.lab.tensor_core import product
+from octile.lab.tensor_core import product, reference
+from octile.lab.tensor_core.architectures import Instruction
+from octile.lab.tensor_core.operand import FORMATS, decode
 from octile.scaled import ScaledTensor
 
 

@@ -6,10 +6,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from octile.lab import pages_accumulate
 from octile.lab.accumulate import accumulate
 from octile.lab.commands import COMMANDS
-from octile.lab.pages import formats_table, screen_table
+from octile.lab.pages import accumulate as pages_accumulate
+from octile.lab.pages.formats import formats_table, screen_table
 from tests.report.conftest import read_page
 from tests.test_cli import call, refused
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from octile.lab import vectorised
-from octile.lab.operand import decode
 from octile.lab.probe.compare import bits, cases, modelled
 from octile.lab.probe.golden import replay
-from octile.lab.vectorised import Sum
+from octile.lab.tensor_core import vectorized
+from octile.lab.tensor_core.operand import decode
+from octile.lab.tensor_core.vectorized import Sum
 
 FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `benchmarks/hopper.sh probe` left
 
@@ -25,7 +25,7 @@ def test_so_does_plain_torch():
     for case, a, b, c, d in replay(FILE):
         x, y = decode(a, case.row), decode(b, case.row)
         how = Sum(case.row, case.row.promotes or x.value.shape[1], case.row.promotes is not None, half=case.half)
-        assert torch.equal(bits(vectorised.sum_products(x, y, c.float(), how).to(d.dtype)), bits(d)), case
+        assert torch.equal(bits(vectorized.sum_products(x, y, c.float(), how).to(d.dtype)), bits(d)), case
 
 
 def test_every_instruction_was_asked():

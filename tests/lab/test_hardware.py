@@ -6,12 +6,12 @@ from itertools import product as every_combination
 import pytest
 import torch
 
-from octile.lab import reference
-from octile.lab.architectures import instruction
 from octile.lab.capture import Captured, load
 from octile.lab.hardware import FRACTION_BITS, TENSOR, accumulator, hardware, x_cast_once, x_cast_twice
 from octile.lab.hardware_bytes import Bytes, cast_near_memory, fused_cast, transposed_reads, whole_sums
-from octile.lab.operand import FORMATS
+from octile.lab.tensor_core import reference
+from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.operand import FORMATS
 from octile.lab.variants import cast
 from octile.lab.what_if import SampledProduct, chosen
 from octile.ops.quantize import dequantize

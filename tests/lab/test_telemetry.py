@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import octile
 from octile.lab import telemetry
 from octile.lab.operand_stats import measure
-from octile.nn import watched
+from octile.nn import observer
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
 from octile.recipe import Recipe
@@ -188,7 +188,7 @@ def attached(model) -> int:
         if name.endswith("hooks") and isinstance(value, dict)
     )
     on_parameters = sum(len(p._backward_hooks or ()) for p in model.parameters())
-    return hooks + on_parameters + len(watched._watchers)
+    return hooks + on_parameters + len(observer._watchers)
 
 
 def test_between_measured_steps_and_afterwards_nothing_is_attached():

@@ -7,11 +7,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from octile.lab import reference
-from octile.lab.architectures import instruction
 from octile.lab.capture import Capture, Captured, load
-from octile.lab.operand import FORMATS as BY_DTYPE
-from octile.lab.tensor_core import product
+from octile.lab.tensor_core import product, reference
+from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.operand import FORMATS as BY_DTYPE
 from octile.lab.variants import PUBLISHED, Choice, Variant, blocks_of, cast
 from octile.lab.what_if import Error, SampledProduct, chosen, decibels, values, what_if
 from tests.lab.captures import write_capture

@@ -10,7 +10,7 @@ from octile.checkpoint.hugging_face import save
 from octile.lab.capture import Recorder, load
 from octile.lab.hardware import hardware
 from octile.lab.outliers import outliers
-from octile.lab.pages_what_if import best
+from octile.lab.pages.what_if import best
 from octile.lab.variants import Choice
 from octile.lab.what_if import chosen, decibels, what_if
 from octile.models.config import ModelConfig

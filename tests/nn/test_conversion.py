@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from octile.nn.conversion import convert
-from octile.nn.delayed import end_step
+from octile.nn.delayed_scaling import end_step
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
-from octile.nn.delayed import AmaxHistory
+from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.functional import grouped_linear, linear, watch_casts
-from octile.nn.watched import watch_products
+from octile.nn.observer import watch_products
 from octile.recipe import TILE, Cast, Recipe
 from octile.scaled import ScaledTensor, quantize
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from octile.nn.conversion import convert
-from octile.nn.delayed import end_step
+from octile.nn.delayed_scaling import end_step
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
 from octile.recipe import Recipe

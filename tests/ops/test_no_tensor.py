@@ -20,12 +20,12 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt,
     masked_grouped_matmul_nt_out,
 )
+from octile.ops.high_precision import plain_grouped_nt, plain_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.permute import permute, unpermute
-from octile.ops.plain import plain_grouped_nt, plain_grouped_tn
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
 from octile.ops.scale_layouts import (

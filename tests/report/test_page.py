@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from octile.report.figures import PALETTE, drawing, label_ends, thin
 from octile.report.page import amount, byte_size, duration, percent
+from octile.report.style import PALETTE, drawing, label_ends, thin
 from octile.report.svg import to_svg
 
 

@@ -10,7 +10,7 @@ import torch
 from octile.models.config import ModelConfig
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data import prepare
-from octile.train.store import TokenStore
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 MICRO = ModelConfig(

@@ -18,8 +18,8 @@ from octile.nn import MoE
 from octile.nn.gate import Gate
 from octile.nn.linear import Linear
 from octile.recipe import Recipe
-from octile.report import spikes
-from octile.report.spikes import Spike, Spikes
+from octile.report.run import spikes
+from octile.report.run.spikes import Spike, Spikes
 from octile.train import out_of_memory
 from octile.train.compared_run import compared_run
 from octile.train.loop import train

@@ -9,7 +9,7 @@ import pytest
 from octile.train import data
 from octile.train.corpus import Corpus, open_corpus
 from octile.train.data import prepare
-from octile.train.store import FILES, TokenStore
+from octile.train.token_store import FILES, TokenStore
 from octile.train.tokenizer import Tokenizer
 
 VOCAB_SIZE, SEQUENCE_LENGTH = 300, 16

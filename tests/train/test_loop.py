@@ -78,7 +78,7 @@ def test_the_model_can_be_loaded_and_predicts_as_well_as_the_run_did(finished, s
     model = load(out)
     trained = metrics(out, "val_loss")[6]
     from octile.train.batches import validation
-    from octile.train.store import TokenStore
+    from octile.train.token_store import TokenStore
 
     held_out = validation(TokenStore.open(out / "data").val, 31, 4)
     with torch.no_grad():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
-from octile.train.taken import taken
+from octile.train.run_lock import taken
 from tests.train.conftest import micro
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
-from octile.nn.cast import _watchers
+from octile.nn.fused.quantize import _watchers
 from octile.scaled import quantize
 from octile.train.watch import first_non_finite, of_zeros, tile_scales
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from octile.compat.deep_gemm.grouped import check_layout, check_masked, offsets, padding
 from octile.compat.deep_gemm.k_grouped import check_ks, check_values
 from octile.compat.deep_gemm.operands import begin, check_cd, check_d, turned
-from octile.nn.plain import nt
+from octile.nn.fused.high_precision import nt
 from octile.ops.grouped import check_sizes
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import check_tensor

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from octile.kernels.cuda import limits
+from octile.kernels.cuda.gemm import num_sms
 
 _alignment = 128
 
@@ -19,7 +19,7 @@ def set_num_sms(new_num_sms: int) -> None:
     there = _device().multi_processor_count
     if isinstance(new_num_sms, int) and not 0 <= new_num_sms <= there:
         raise ValueError(f"new_num_sms must be from 0 to the {there} multiprocessors there are, not {new_num_sms}")
-    limits.set_num_sms(None if new_num_sms == 0 else new_num_sms)
+    num_sms.set_num_sms(None if new_num_sms == 0 else new_num_sms)
 
 
 def get_num_sms() -> int:
@@ -29,7 +29,7 @@ def get_num_sms() -> int:
         RuntimeError: there is no GPU.
     """
     _device()
-    return limits.num_sms()
+    return num_sms.num_sms()
 
 
 def _device() -> Any:  # torch does not name the class of device properties

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from octile.kernels.storage import new_scale
+from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
 from octile.kernels.triton.machine import Machine, assume
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.storage import VECTOR, padded
+from octile.kernels.memory_layout import VECTOR, padded
 
 
 def in_vectors(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.storage import new_scale
+from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import tuning
 from octile.kernels.triton.tuning import EXACT, PERMUTE_SCALES, UNPERMUTE
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.storage import padded
+from octile.kernels.memory_layout import padded
 from octile.kernels.triton.codes import FORMAT_OF, constants, to_half
 from octile.kernels.triton.layout import k_major
 from octile.kernels.triton.machine import Machine, tile

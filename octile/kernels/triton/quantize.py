@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octile.kernels.storage import new_scale
+from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import tuning
 from octile.kernels.triton.codes import FORMAT_OF, as_codes, cast_constants, constants
 from octile.kernels.triton.layout import in_vectors

@@ -4,7 +4,8 @@
 A square is all that a tile along the rows and one along the columns share, so whoever writes both reads it once. It is
 rounded to codes before it is turned: one byte a number goes through shared memory, not four.
 
-Shapes: data [B, M, K], data_t [B, K, M], scales in tiles of 128 of either; laid out as `octile.kernels.storage` says.
+Shapes: data [B, M, K], data_t [B, K, M], scales in tiles of 128 of either; laid out as `octile.kernels.memory_layout`
+says.
 What a square has past the ends of the matrix must be zeros: they pad the rows of data_t.
 """
 

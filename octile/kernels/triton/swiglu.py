@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.storage import new_scale, new_turned
+from octile.kernels.memory_layout import new_scale, new_turned
 from octile.kernels.triton.codes import as_codes, cast_constants
 from octile.kernels.triton.quantize_kernels import load, place
 from octile.kernels.triton.scaling import load_tiles

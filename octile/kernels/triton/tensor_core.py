@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """One GPU's tensor core modelled on any other, bit for bit: an A100 sums FP8 products as Hopper does.
 
-The algorithm is `octile.lab.reference`'s: the terms of a step are cut to F fraction bits below the largest exponent and
+The algorithm is `octile.lab.tensor_core.reference`'s: the terms of a step are cut to F fraction bits below the largest
+exponent and
 added as integers. Nothing here runs on a tensor core, and nothing is fast; it makes experiments possible at the size
 of a model, and ~10⁹ outputs of a real tensor core comparable in minutes.
 
@@ -29,15 +30,15 @@ def launch(
     floor: int,
     cut_down: bool = False,
 ) -> None:
-    """Adds a · bᵀ to out [M, N] float32, contiguous, as `octile.lab.vectorised.sum_products` does.
+    """Adds a · bᵀ to out [M, N] float32, contiguous, as `octile.lab.tensor_core.vectorized.sum_products` does.
 
     Args:
         a, b: values (float32, or float64 where fraction_bits > 13) and exponents (int16) [M, K] and [N, K], K whole
             steps.
         scales: of a and b, float32 [M, intervals] and [N, intervals], contiguous.
         cut_down: terms are cut toward −∞ instead of toward zero.
-        interval, promote, terms, fraction_bits, output_bits, floor: as in `octile.lab.vectorised.Sum` and
-            `octile.lab.architectures.Instruction`.
+        interval, promote, terms, fraction_bits, output_bits, floor: as in `octile.lab.tensor_core.vectorized.Sum` and
+            `octile.lab.tensor_core.architectures.Instruction`.
     """
     (m, n), k = out.shape, a[0].shape[1]
     a_value, a_exponent, b_value, b_exponent = (t.T.contiguous() for t in (*a, *b))
@@ -116,7 +117,7 @@ def _step(
     FLOOR: tl.constexpr, FRACTION_BITS: tl.constexpr, CUT_BITS: tl.constexpr, CUT_DOWN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """One step of `octile.lab.reference` for a tile of accumulators."""
+    """One step of `octile.lab.tensor_core.reference` for a tile of accumulators."""
     c_bits = c.to(tl.int32, bitcast=True)
     e_c = tl.maximum((c_bits >> 23) & 0xFF, 1) - 127
     e_max = tl.maximum(tl.where((c_bits & 0x7FFFFFFF) == 0, -4096, e_c), FLOOR)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.storage import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
 from octile.kernels.triton import quantize
 from octile.kernels.triton.codes import as_codes, cast_constants
 from octile.kernels.triton.layout import in_vectors

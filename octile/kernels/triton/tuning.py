@@ -1,7 +1,7 @@
 """The sizes that the casts' speed depends on, in one place: a sweep on a GPU sets other ones here and measures again.
 
 Chosen by arithmetic and by the compiler's count of registers. On an H200 these kernels came to 0.16 to 0.80 of a copy's
-speed (benchmarks/LOG.md); Hopper has its own since (`octile.kernels.cuda.casts`).
+speed (benchmarks/LOG.md); Hopper has its own since (`octile.kernels.cuda.quantize.launcher`).
 """
 
 from typing import Any, NamedTuple

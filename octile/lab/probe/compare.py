@@ -11,11 +11,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from octile.lab.architectures import Instruction, instruction
-from octile.lab.operand import decode
 from octile.lab.probe.tiles import KINDS, accumulator, operand
 from octile.lab.tensor_core import sum_products
-from octile.lab.vectorised import Sum
+from octile.lab.tensor_core.architectures import Instruction, instruction
+from octile.lab.tensor_core.operand import decode
+from octile.lab.tensor_core.vectorized import Sum
 
 Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # an instruction's name, a, b and c: what the hardware gives
 ARCHITECTURE = {"wgmma": "sm_90", "mma": "sm_90_mma"}

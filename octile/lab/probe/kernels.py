@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda import jit, wgmma
-from octile.kernels.cuda.compiler import Cubin
+from octile.kernels.cuda.jit import specialize, wgmma
+from octile.kernels.cuda.jit.compiler import Cubin
 
 FOLDER = Path(__file__).parent
 COLUMNS = 64  # of a wgmma
@@ -34,7 +34,7 @@ def text(name: str, a: torch.dtype, b: torch.dtype, steps: int, half: bool = Fal
 def compile(name: str, a: torch.dtype, b: torch.dtype, steps: int, half: bool = False) -> Cubin:
     """The machine code for sm_90a, without a GPU."""
     kernel, constants, headers = text(name, a, b, steps, half)
-    return jit.compile(kernel, constants, "sm_90a", headers)
+    return specialize.compile(kernel, constants, "sm_90a", headers)
 
 
 def run(name: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ def run(name: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         a, b: contiguous, on one Hopper GPU; K of 32, 64, 96 or 128 bytes; M and N multiples of 64.
         c: float32 or float16, contiguous: the accumulators before.
     """
-    from octile.kernels.cuda.driver import current_stream
+    from octile.kernels.cuda.jit.driver import current_stream
 
     steps = a.shape[1] * a.element_size() // 32
     kernel, constants, headers = text(name, a.dtype, b.dtype, steps, c.dtype == torch.float16)
-    loaded = jit.load(kernel, constants, a.device, headers)
+    loaded = specialize.load(kernel, constants, a.device, headers)
     rows, columns, threads = (64, COLUMNS, 128) if name == "wgmma" else (16, 8, 32)
     shared = (rows + columns) * 128 if name == "wgmma" else 0
     d = torch.empty_like(c)

@@ -24,12 +24,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.config import STEP, Scales, Schedule
-from octile.kernels.cuda.plan import Product, plan
-from octile.kernels.cuda.problem import Chip
-from octile.kernels.storage import new_scale, padded
-from octile.lab.operand import FORMATS
+from octile.kernels.cuda.gemm.config import STEP, Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import Product, plan
+from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import product
+from octile.lab.tensor_core.operand import FORMATS
 from octile.ops import accumulator
 from octile.ops.quantize import quantize
 
@@ -198,10 +198,13 @@ def compare(case: Case, run: Run, device: torch.device) -> Found:
 
 def on_gpu(p: Product) -> int:
     """As `Run`, with the kernel that octile takes for the product."""
-    from octile.kernels.cuda import launch, limits  # late: needs a GPU's driver
+    from octile.kernels.cuda.gemm import (
+        launcher,  # late: needs a GPU's driver
+        num_sms,
+    )
 
-    launch.launch(p)
-    return plan(p, Chip(limits.num_sms(p.a.device))).config.split_k
+    launcher.launch(p)
+    return plan(p, Chip(num_sms.num_sms(p.a.device))).config.split_k
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -209,9 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m octile.lab.probe.products", description=main.__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     chosen = parser.parse_args(arguments)
-    from octile.kernels.cuda import products
+    from octile.kernels.cuda.gemm import request
 
-    if reason := products.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    if reason := request.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         print(f"the product kernels do not run here: {reason}", file=sys.stderr)
         return 2
     start, report = time.perf_counter(), {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import FP16, FP32
-from octile.lab.operand import FORMATS
+from octile.lab.tensor_core.operand import FORMATS
 
 KINDS = ("normal", "any code", "any exponent", "both ends", "sparse", "cancelling")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import octile.compat.deep_gemm as deep_gemm
-from octile.kernels.cuda import limits
+from octile.kernels.cuda.gemm import num_sms
 
 
 @pytest.fixture
@@ -16,16 +16,16 @@ def a_gpu_of_132(monkeypatch):
         torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132)
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    limits.multiprocessors.cache_clear()
+    num_sms.multiprocessors.cache_clear()
     yield
-    limits.set_num_sms(None)
-    limits.multiprocessors.cache_clear()
+    num_sms.set_num_sms(None)
+    num_sms.multiprocessors.cache_clear()
 
 
 @pytest.mark.usefixtures("a_gpu_of_132")
 def test_multiprocessors_that_are_set_are_those_that_kernels_may_use():
     deep_gemm.set_num_sms(78)
-    assert deep_gemm.get_num_sms() == limits.num_sms() == 78
+    assert deep_gemm.get_num_sms() == num_sms.num_sms() == 78
 
 
 @pytest.mark.usefixtures("a_gpu_of_132")

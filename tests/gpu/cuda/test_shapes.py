@@ -9,7 +9,7 @@ from torch import Tensor
 from octile.bench import shapes
 from octile.bench.setup import Setup, group_slices, set_up
 from octile.bench.shapes import Case
-from tests.gpu.cuda.test_product import _check, _values
+from tests.gpu.cuda.test_gemm import _check, _values
 
 
 @pytest.mark.parametrize("case", shapes.GPU, ids=lambda case: f"{case.name} {case.what}")

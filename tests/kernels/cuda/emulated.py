@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.config import Config, Scales, Schedule
-from octile.kernels.cuda.plan import Product, plan
-from octile.kernels.cuda.problem import Chip
-from octile.kernels.storage import new_scale, padded
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import Product, plan
+from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import product
 from octile.ops.quantize import quantize
 from tests.kernels.cuda import emulator
@@ -56,7 +56,7 @@ def emulate(
     parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = parts.data_ptr(), arrivals.data_ptr()
     emulator.run(
-        "product",
+        "gemm",
         config.constants(),
         grid=made.grid,
         cluster=config.cluster,

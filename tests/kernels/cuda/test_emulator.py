@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from octile.kernels.cuda import wgmma
-from octile.kernels.cuda.tensor_map import describe
+from octile.kernels.cuda.jit import wgmma
+from octile.kernels.cuda.jit.tensor_map import describe
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import EmulatorError, build
 from tests.kernels.cuda.emulator.examples import SOURCES

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octile.kernels.cuda import jit, wgmma
-from octile.kernels.cuda.tensor_map import describe
+from octile.kernels.cuda.jit import specialize, wgmma
+from octile.kernels.cuda.jit.tensor_map import describe
 from octile.lab.tensor_core import tensor_core_matmul
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import EmulatorError, build
@@ -209,7 +209,7 @@ def test_every_ptx_function_has_its_double() -> None:
     def normal(text: str) -> str:
         return re.sub(r"\s+", " ", re.sub(r"(?<=\()\s+", "", text))
 
-    real = normal((jit.FOLDER / "include" / "ptx.cuh").read_text())
+    real = normal((specialize.FOLDER / "jit" / "ptx.cuh").read_text())
     double = normal((Path(emulator.__file__).parent / "device" / "ptx.cuh").read_text())
     signatures = re.findall(r"__forceinline__ (?:[\w]+\*? )+(\w+\([^)]*\)) {", real)
     assert len(signatures) > 30

@@ -8,9 +8,9 @@ import torch
 from triton import knobs
 
 from octile.kernels.triton import tensor_core
-from octile.lab.architectures import instruction
-from octile.lab.operand import decode
-from octile.lab.vectorised import Sum, sum_products
+from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.operand import decode
+from octile.lab.tensor_core.vectorized import Sum, sum_products
 from tests.lab.products import normal, random_bits, same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octile.lab.operand import decode
 from octile.lab.probe import golden, kernels, tiles
 from octile.lab.probe.__main__ import main
 from octile.lab.probe.compare import SIDE, Case, bits, cases, compare, modelled
+from octile.lab.tensor_core.operand import decode
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import build
 from tests.lab.products import same_bits

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from octile.kernels.cuda.choose import candidates
-from octile.kernels.cuda.config import Scales, Schedule
-from octile.kernels.cuda.plan import Product, is_readable, plan, problem
-from octile.kernels.cuda.problem import Chip, rounded
+from octile.kernels.cuda.gemm.candidates import candidates
+from octile.kernels.cuda.gemm.config import Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import Product, is_readable, plan, problem
+from octile.kernels.cuda.gemm.problem import Chip, rounded
 from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modelled
 from tests.kernels.cuda.emulated import emulate
 from tests.kernels.cuda.emulator import build

@@ -9,7 +9,7 @@ Not seen: that a thread forgot fence_async_shared after ordinary stores when ano
 seen); weaker orders of memory than one access after another; bank conflicts; speed; what the CUDA compiler makes of the
 source. Refused: `__shared__` variables, tiles without swizzle, operands of wgmma that are not K-major.
 
-    emulator.run("product", constants, grid=1, threads=384, shared_bytes=…, arguments=[…], headers=…, seed=3)
+    emulator.run("gemm", constants, grid=1, threads=384, shared_bytes=…, arguments=[…], headers=…, seed=3)
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from octile.kernels.cuda import tensor_map
-from octile.kernels.cuda.tensor_map import TensorMap
+from octile.kernels.cuda.jit import tensor_map
+from octile.kernels.cuda.jit.tensor_map import TensorMap
 from tests.kernels.cuda.emulator import build
 from tests.kernels.cuda.emulator.memory import Guarded
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from octile.kernels.cuda import jit
+from octile.kernels.cuda.jit import specialize
 
 HERE = Path(__file__).parent
 # Contraction would fuse what the kernel keeps apart; kernels read memory as other types than it was written.
@@ -47,7 +47,7 @@ extern "C" const emulator::Entry* octile_entry() {{
     return &entry;
 }}
 """
-    text = "#include <ptx.cuh>\n" + jit.source(name, constants, own) + entry
+    text = "#include <ptx.cuh>\n" + specialize.source(name, constants, own) + entry
     return ctypes.CDLL(str(_compile(name, text, _stamp("device"), "-O2", "-w", f"-I{HERE / 'device'}")))
 
 

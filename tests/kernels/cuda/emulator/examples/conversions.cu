@@ -1,5 +1,5 @@
 // What the emulator makes of each conversion: the 8 bits, the 16 bits, and back.
-#include "numbers.cuh"
+#include "convert.cuh"
 
 extern "C" __global__ void conversions(const float* x, uint32_t* codes, float* back) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,0 +1,207 @@
+"""What `octile bench step` trains: blocks at the sizes of published models, in BF16, by octile and by torchao.
+
+    dense decoder    4 blocks of attention and SwiGLU, 2 × 4096 tokens, hidden 4096
+    V3 rank slice    one of DeepSeek-V3's blocks as a rank of 32 computes it: attention, gate and shared expert for its
+                     own 4096 tokens, 8 of the 256 experts for the rows that all ranks send them
+
+Shapes: B batch, S sequence, D model, T tokens, K chosen experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import Block
+from octile.nn import MHA, MLP, Experts, MoE, RMSNorm
+from octile.nn.dispatcher import LocalDispatcher, Plan
+from octile.nn.rope import CosSin, Rope
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a dense decoder and its tokens."""
+
+    layers: int = 4
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    batch: int = 2
+    sequence: int = 4096
+
+
+class Decoder(nn.Module):
+    """Blocks with multi-head attention, without embedding and head: [B, S, D] → [B, S, D]."""
+
+    def __init__(self, s: Sizes):
+        super().__init__()
+        self.blocks = nn.ModuleList(DecoderBlock(s) for _ in range(s.layers))
+
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        for block in self.blocks:
+            x_BSD = block(x_BSD, cos_sin)
+        return x_BSD
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, s: Sizes):
+        super().__init__()
+        self.input_layernorm = RMSNorm(s.hidden)
+        self.self_attn = MHA(s.hidden, s.heads)
+        self.post_attention_layernorm = RMSNorm(s.hidden)
+        self.mlp = MLP(s.hidden, s.intermediate)
+
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        x_BSD = self.self_attn(x_BSD, cos_sin, norm=self.input_layernorm, residual=True)
+        return self.mlp(x_BSD, norm=self.post_attention_layernorm, residual=True)
+
+
+class RankDispatcher(LocalDispatcher):
+    """One rank of expert parallelism, alone: what its tokens choose at any rank comes to the same place of this one.
+
+    With as many tokens at each rank, alike, that is what a rank gets from all of them, and as unevenly.
+    """
+
+    def __init__(self, local_experts: int):
+        self.local_experts = local_experts
+
+    def plan(self, experts_TK: Tensor, load_E: Tensor) -> Plan:
+        return super().plan(experts_TK % self.local_experts, load_E.view(-1, self.local_experts).sum(0))
+
+
+@dataclass
+class Work:
+    """A model with one batch; a step is its forward and backward pass, and the optimizer's step if there is one.
+
+    Attributes:
+        call: the model, or its compiled form.
+        autocast: to BF16, for a model whose parameters are FP32.
+        graph: the forward and backward pass as a CUDA graph, which a step replays.
+        gradients: where it writes them.
+    """
+
+    model: nn.Module
+    call: Callable[..., Tensor]
+    x: Tensor
+    dy: Tensor
+    cos_sin: CosSin
+    autocast: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+    mixtures: list[MoE] = field(default_factory=list)
+    graph: torch.cuda.CUDAGraph | None = None
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    def forward(self) -> Tensor:
+        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return self.call(self.x, self.cos_sin)
+
+    def forget_gradients(self) -> None:
+        self.x.grad = None
+        for p in self.model.parameters():
+            p.grad = None
+
+    def pop_losses(self) -> list[Tensor]:
+        """Those of the mixtures, which hold what their gates keep until they are taken away."""
+        return [loss for moe in self.mixtures if isinstance(loss := moe.pop_balance_loss(), Tensor)]
+
+    def forward_and_backward(self) -> None:
+        for p in self.model.parameters():
+            if getattr(p, "main_grad", None) is not None:
+                p.main_grad.zero_()  # type: ignore[attr-defined]
+        y = self.forward()
+        losses = self.pop_losses()
+        torch.autograd.backward([y, *losses], [self.dy, *[None] * len(losses)])
+
+    def step(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            for p, gradient in zip(self.model.parameters(), self.gradients, strict=True):
+                p.grad = gradient
+        else:
+            self.forget_gradients()
+            self.forward_and_backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def decoder(s: Sizes, device: str, dtype: torch.dtype = torch.bfloat16) -> Work:
+    """The same numbers at each call."""
+    with torch.device("meta"):
+        model = Decoder(s)
+    return _work(model, s.hidden // s.heads, (s.batch, s.sequence, s.hidden), device, dtype)
+
+
+def rank_slice(
+    config: ModelConfig, ranks: int, sequence: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> Work:
+    """The first block with experts, of which one rank of so many has its share."""
+    local = config.n_routed_experts // ranks
+    with torch.device("meta"):
+        block = Block(config, config.first_k_dense_replace)
+        block.mlp.experts = Experts(local, config.hidden_size, config.moe_intermediate_size)
+    block.mlp.dispatcher = RankDispatcher(local)
+    shape = (1, sequence, config.hidden_size)
+    return _work(block, config.qk_rope_head_dim, shape, device, dtype)
+
+
+def compiled(work: Work) -> Work:
+    work.call = torch.compile(work.model)
+    return work
+
+
+def captured(work: Work, pool: Any) -> Work:
+    """The same model and batch, its forward and backward pass in a CUDA graph.
+
+    Args:
+        pool: of `torch.cuda.graph_pool_handle`. Graphs that share it write over one another's activations.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work.forget_gradients()
+            work.forward_and_backward()
+    torch.cuda.current_stream().wait_stream(side)
+    work.forget_gradients()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work.forward_and_backward()
+    return replace(work, graph=graph, gradients=[p.grad for p in work.model.parameters()])
+
+
+def torchao(recipe: str) -> Callable[[nn.Module], object]:
+    """torchao's conversion of linear layers, in place: "tensorwise", "rowwise" or "blockwise".
+
+    Raises:
+        ImportError: torchao, or the prototype of blockwise training, is not installed.
+    """
+    if recipe == "blockwise":
+        quantize = import_module("torchao.quantization").quantize_
+        prototype = import_module("torchao.prototype.blockwise_fp8_training.linear")
+        return lambda model: quantize(model, prototype.Float8BlockwiseLinearConfig())
+    float8: Any = import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return lambda model: float8.convert_to_float8_training(model, config=config)
+
+
+def _work(model: nn.Module, rope_dim: int, shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> Work:
+    model.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=p.shape[-1] ** -0.5, generator=generator)
+            else:
+                p.fill_(1.0)
+        for buffer in model.buffers():
+            buffer.zero_()
+    x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    cos_sin = Rope(rope_dim).cos_sin(torch.arange(shape[1], device=device))
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    return Work(model, model, x.requires_grad_(), dy, cos_sin, dtype == torch.float32, None, mixtures)

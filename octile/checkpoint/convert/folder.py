@@ -1,0 +1,236 @@
+"""Any Hugging Face checkpoint to FP8, or back to BF16 or FP32, shard by shard.
+
+    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `fp8_layout.becomes_fp8` says so
+    to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16, and the scale is no longer needed
+    to="float32" the same in FP32, for training: every value as it was
+
+Every other tensor is copied byte by byte, whatever its name and type. A file of the result holds what the file of the
+same name held, and a tensor passes through memory in pieces, so a checkpoint of any size takes some 100 MB. Each
+finished file is read back, compared with its source and entered with its checksum in octile.json, where an interrupted
+conversion takes up again. config.json comes last: until then no engine takes the folder for a checkpoint.
+
+There and back again: BF16 keeps 8 significant bits and E4M3 4, so FP8 → BF16 → FP8 returns the same codes wherever a
+block's largest code is ±448, as quantising with scale = amax / 448 leaves it; each scale returns within 2⁻⁸ of itself.
+Blocks of values below 1e-36 are the exception: BF16 has fewer bits there.
+By way of FP32 scales return as they were, too.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from octile.checkpoint.convert.plan import Plan
+from octile.checkpoint.convert.recode import Target, largest_error, recode
+from octile.checkpoint.convert.shares import Share, share_of
+from octile.checkpoint.files import RECORD, checksum, read_json, read_record, replacing, verify, write_json
+from octile.checkpoint.fp8_layout import RULE
+from octile.checkpoint.shards import INDEX, Shards, write_index
+from octile.checkpoint.tensor_file import TensorFile, writing
+
+Progress = Callable[[int, int, str], None]
+CONFIG = "config.json"
+UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did.
+
+    Attributes:
+        to: "fp8", "bf16" or "float32".
+        rule: which weights are FP8 and which are not, in words.
+        converted, kept: tensor names with `*` for their numbers → how many there are; converted ones changed format.
+        share: of the converted weights in the model's parameters and in the products of a token.
+        bytes_before, bytes_after: all tensors, scales included.
+        converted_bytes: of the converted weights after the conversion, scales included.
+        max_error: the largest error of a value, as a part of the largest magnitude that its 128×128 block can hold:
+            at most 16/448 = 3.6% to FP8, 2⁻⁸ = 0.4% to BF16, 0 to FP32.
+        files, resumed_files: weight files of the result, and how many of them an earlier attempt had finished.
+        copied_files: other files of the folder: tokenizer, generation configuration, code, …
+    """
+
+    to: Target
+    rule: str
+    converted: Mapping[str, int]
+    kept: Mapping[str, int]
+    share: Share
+    bytes_before: int
+    bytes_after: int
+    converted_bytes: int
+    max_error: float
+    files: int
+    resumed_files: int
+    copied_files: tuple[str, ...]
+
+
+def convert_checkpoint(
+    src: str | Path, dst: str | Path, to: Target, progress: Progress | None = None
+) -> ConversionReport:
+    """Converts the Hugging Face folder src into the new folder dst.
+
+    Started again after an interruption, with the same src and dst, it keeps the files that are finished and whose
+    checksums are right.
+
+    Args:
+        src: config.json, weights as safetensors (one file, or shards with an index), and anything else.
+        dst: absent, empty, or left by an interrupted conversion of src.
+        to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in blocks of 128×128).
+        progress: called after each tensor with what is done, what there is to do, and the file's name. Both count
+            bytes of src, once for converting and once for comparing.
+
+    Raises:
+        FileNotFoundError: src, its config.json or a weight file is missing.
+        FileExistsError: dst holds something else.
+        ValueError: a file of src is damaged; src is already what it shall become, or quantised in another way; a
+            weight holds NaN or Inf; dst is src or inside it, or holds the start of another conversion.
+        OSError: the disk is full: what is finished stays and is taken up again.
+        RuntimeError: what was written reads back wrongly.
+    """
+    src, dst = Path(src), Path(dst)
+    _check_arguments(src, dst, to)
+    plan = Plan.make(Shards(src), read_json(src / CONFIG), to)
+    record = _take_up(dst, plan)
+    resumed = len(record["files"])
+    _check_space(dst, plan, record["files"])
+
+    tick = _ticker(progress, 2 * plan.source.nbytes)
+    for name, file in plan.source.files.items():
+        if name in record["files"]:
+            tick(2 * sum(spec.nbytes for spec in file.specs.values()), name)
+        else:
+            record["files"][name] = _convert_file(file, dst / name, plan, tick)
+            write_json(dst / RECORD, record)
+
+    copied = _copy_other_files(dst, plan)
+    write_index(dst, plan.files, sum(spec.nbytes for spec in plan.specs.values()))
+    write_json(dst / CONFIG, plan.result_config)
+    _check_result(dst, plan)
+    max_error = max((entry.pop("max_error") for entry in record["files"].values()), default=0.0)
+    write_json(dst / RECORD, {"files": record["files"]})
+    return _report(plan, max_error, resumed, copied)
+
+
+def _check_arguments(src: Path, dst: Path, to: str) -> None:
+    if to not in get_args(Target):
+        raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
+    if not src.is_dir():
+        what = "is a file" if src.exists() else "does not exist"
+        raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} {what}")
+    if not (src / CONFIG).is_file():
+        raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")
+    if dst.resolve().is_relative_to(src.resolve()):
+        raise ValueError(f"dst must lie outside of src {src}, not at {dst}")
+    if dst.exists() and not dst.is_dir():
+        raise FileExistsError(f"dst must be a folder, not the file {dst}")
+
+
+def _take_up(dst: Path, plan: Plan) -> dict[str, Any]:
+    """octile.json of the conversion: what it is, and the files that are finished and whole."""
+    files = {name: file.path.stat() for name, file in plan.source.files.items()}
+    job = {"to": plan.to, "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}}
+    finished: dict[str, Any] = {}
+    if dst.exists() and any(dst.iterdir()):
+        started = read_json(dst / RECORD).get(UNFINISHED) if (dst / RECORD).exists() else None
+        if started is None:
+            raise FileExistsError(f"dst must be empty or an interrupted conversion, but {dst} holds other files")
+        if started != job:
+            raise ValueError(f"dst {dst} holds the start of another conversion (of other files than now in src)")
+        finished = {name: entry for name, entry in read_record(dst).items() if _is_whole(dst / name, entry)}
+    else:
+        dst.mkdir(parents=True, exist_ok=True)
+    record = {UNFINISHED: job, "files": finished}
+    write_json(dst / RECORD, record)
+    return record
+
+
+def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
+    try:
+        verify(path, entry)
+    except (ValueError, FileNotFoundError):
+        return False  # it is converted again
+    return True
+
+
+def _check_space(dst: Path, plan: Plan, finished: Mapping[str, Any]) -> None:
+    needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
+    src = plan.source.folder
+    needed += sum((src / path).stat().st_size for path in _other_files(plan) if not (dst / path).exists())
+    free = shutil.disk_usage(dst).free
+    if needed > free:
+        reason = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
+        raise OSError(errno.ENOSPC, reason, str(dst))
+
+
+def _ticker(progress: Progress | None, total: int) -> Callable[[int, str], None]:
+    done = 0
+
+    def tick(nbytes: int, file: str) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total, file)
+
+    return tick
+
+
+def _convert_file(file: TensorFile, path: Path, plan: Plan, tick: Callable[[int, str], None]) -> dict[str, Any]:
+    """Writes one file of the result, then compares it with its source. Returns its entry in octile.json."""
+    with writing(path, plan.files[path.name]) as out:
+        for name, spec in file.specs.items():
+            recode(name, plan.changes[name], plan.source, out)
+            tick(spec.nbytes, path.name)
+    result, max_error = TensorFile(path), 0.0
+    for name, spec in file.specs.items():
+        max_error = max(max_error, largest_error(name, plan.changes[name], plan.source, result))
+        tick(spec.nbytes, path.name)
+    return {**checksum(path), "max_error": max_error}
+
+
+def _other_files(plan: Plan) -> list[Path]:
+    """What is neither weights nor config.json, hidden files excepted, as paths within the source's folder."""
+    own, src = {CONFIG, INDEX, RECORD, *plan.files}, plan.source.folder
+    found = [path.relative_to(src) for path in sorted(src.rglob("*")) if path.is_file()]
+    return [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
+
+
+def _copy_other_files(dst: Path, plan: Plan) -> tuple[str, ...]:
+    others = _other_files(plan)
+    for path in others:
+        (dst / path).parent.mkdir(parents=True, exist_ok=True)
+        with open(plan.source.folder / path, "rb") as original, replacing(dst / path) as copy:
+            shutil.copyfileobj(original, copy)
+    return tuple(map(str, others))
+
+
+def _check_result(dst: Path, plan: Plan) -> None:
+    found = Shards(dst).specs
+    if found != plan.specs:
+        wrong = sorted(name for name in found.keys() | plan.specs.keys() if found.get(name) != plan.specs.get(name))
+        raise RuntimeError(f"{dst} should hold {len(plan.specs)} tensors, but {len(wrong)} differ: {wrong[0]}, …")
+
+
+def _report(plan: Plan, max_error: float, resumed: int, copied: tuple[str, ...]) -> ConversionReport:
+    return ConversionReport(
+        to=plan.to,
+        rule=RULE,
+        converted=_patterns(plan.converted),
+        kept=_patterns(plan.kept),
+        share=share_of(plan.converted, plan.source.specs, plan.config),
+        bytes_before=plan.source.nbytes,
+        bytes_after=sum(spec.nbytes for spec in plan.specs.values()),
+        converted_bytes=plan.converted_bytes,
+        max_error=max_error,
+        files=len(plan.files),
+        resumed_files=resumed,
+        copied_files=copied,
+    )
+
+
+def _patterns(names: list[str]) -> dict[str, int]:
+    return dict(Counter(re.sub(r"\d+", "*", name) for name in names))

@@ -1,0 +1,80 @@
+"""What is to become of every tensor of a checkpoint, known from the headers before anything is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octile.checkpoint.convert.recode import Change, Target, change_of, specs_after
+from octile.checkpoint.fp8_layout import (
+    check_quantization_config,
+    check_scales,
+    is_fp8,
+    with_quantization,
+    without_quantization,
+)
+from octile.checkpoint.shards import Shards
+from octile.checkpoint.tensor_file import TensorSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The change of every tensor, and the files that result.
+
+    Attributes:
+        source: the checkpoint to convert.
+        config: its config.json.
+        to: "fp8", "bf16" or "float32".
+        changes: what happens to each tensor of the source.
+        files: file → the tensors that it will hold.
+    """
+
+    source: Shards
+    config: Mapping[str, Any]
+    to: Target
+    changes: Mapping[str, Change]
+    files: Mapping[str, Mapping[str, TensorSpec]]
+
+    @classmethod
+    def make(cls, source: Shards, config: Mapping[str, Any], to: Target) -> "Plan":
+        """Raises ValueError where source is already what it shall become, or is quantised in another way."""
+        announced = check_quantization_config(config)
+        fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
+        if fp8 == (to == "fp8"):
+            holds = "FP8 weights already" if fp8 else "no FP8 weights"
+            raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
+        check_scales(source.specs)
+        changes = {name: change_of(name, source.specs, to) for name in source.specs}
+        files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}
+        for file, content in source.files.items():
+            for name, spec in content.specs.items():
+                files[file] |= specs_after(name, spec, changes[name])
+        return cls(source, config, to, changes, files)
+
+    @property
+    def converted(self) -> list[str]:
+        """The tensors that change their format."""
+        return [n for n, change in self.changes.items() if change not in (Change.COPY, Change.DROP)]
+
+    @property
+    def kept(self) -> list[str]:
+        """The tensors that are copied."""
+        return [n for n, change in self.changes.items() if change is Change.COPY]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """All tensors of the result."""
+        return {name: spec for content in self.files.values() for name, spec in content.items()}
+
+    @property
+    def converted_bytes(self) -> int:
+        """Bytes of the converted tensors in the result, scales included."""
+        before, changes = self.source.specs, self.changes
+        return sum(s.nbytes for n in self.converted for s in specs_after(n, before[n], changes[n]).values())
+
+    @property
+    def result_config(self) -> dict[str, Any]:
+        """config.json of the result."""
+        if self.to != "fp8":
+            wide = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
+            return without_quantization(self.config) | {name: "float32" for name in wide if name in self.config}
+        return with_quantization(self.config, {name: self.source.specs[name] for name in self.kept})

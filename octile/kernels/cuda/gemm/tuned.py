@@ -1,0 +1,75 @@
+"""Kernels that were measured and found faster than the chosen ones, kept in a file of the user's cache folder.
+
+    {"<problem, in which neighbouring sizes are one>": {"config": {…}, "microseconds": 12.3}}
+
+`octile bench tune` writes it. An entry that no longer makes a valid kernel is left aside.
+"""
+
+import functools
+import json
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from octile.kernels import disk_cache
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.problem import Chip, Problem
+
+ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": Store}
+
+
+def lookup(problem: Problem, chip: Chip) -> Config | None:
+    """The kernel that was measured for a rounded problem, or None."""
+    return _load(path(), _stamp(path())).get(_key(problem, chip))
+
+
+def store(problem: Problem, chip: Chip, config: Config, microseconds: float) -> None:
+    """Keeps a kernel for a rounded problem, in place of an earlier one."""
+    entries = _read(path()) | {_key(problem, chip): {"config": asdict(config), "microseconds": microseconds}}
+    path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = path().with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(entries, indent=1, sort_keys=True))
+    beside.replace(path())
+
+
+def path() -> Path:
+    """The file."""
+    return disk_cache.folder() / "tuned.json"
+
+
+def _key(problem: Problem, chip: Chip) -> str:
+    said = " ".join(f"{name}={int(value)}" for name, value in asdict(problem).items())
+    return f"{said} multiprocessors={chip.multiprocessors}"
+
+
+def _stamp(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(1)
+def _load(file: Path, stamp: int) -> dict[str, Config]:
+    found = {}
+    for key, entry in _read(file).items():
+        try:
+            found[key] = _config(entry["config"])
+        except (KeyError, TypeError, ValueError):  # of an earlier version
+            continue
+    return found
+
+
+def _config(values: dict[str, int | bool]) -> Config:
+    names = {field.name for field in fields(Config)}
+    if set(values) != names:
+        raise ValueError(f"an entry must name {sorted(names)}")
+    return Config(**{name: ENUMS[name](value) if name in ENUMS else value for name, value in values.items()})  # type: ignore[arg-type]
+
+
+def _read(file: Path) -> dict[str, dict[str, dict[str, int | bool]]]:
+    try:
+        entries = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}

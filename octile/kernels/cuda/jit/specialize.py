@@ -1,0 +1,143 @@
+"""A kernel's text, specialised by named constants, compiled and loaded.
+
+A template `gemm.cu` reads its constants from a namespace that is written before it:
+
+    namespace config { constexpr int tile_m = 128; constexpr bool accumulate = false; }
+    #include "gemm.cu"                 // extern "C" __global__ void gemm(...)
+
+Includes in quotes are pasted here, each file once, so one text is what the compiler reads, what names the stored kernel
+and what is kept when it does not compile. Includes in angle brackets are left to the compiler.
+"""
+
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from octile.kernels import disk_cache
+from octile.kernels.cuda.jit import compiler
+from octile.kernels.cuda.jit.compiler import Cubin
+
+if TYPE_CHECKING:
+    from octile.kernels.cuda.jit.driver import Kernel
+
+FOLDER = Path(__file__).parents[1]
+INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
+ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
+
+_loaded: "dict[tuple[object, ...], Kernel]" = {}
+_loading = threading.Lock()
+
+
+def load(
+    name: str, constants: Mapping[str, int | bool], device: torch.device, headers: Mapping[str, str] | None = None
+) -> "Kernel":
+    """The kernel on a GPU; compiled, or read from the disk, at the first call of the process.
+
+    That first call must not be inside a CUDA graph's capture: loading allocates.
+
+    Args:
+        name, constants, headers: as for `source`.
+        device: a CUDA device with its index.
+
+    Raises:
+        ValueError: the device is not a CUDA device with an index.
+        RuntimeError: the compiler or the driver refuses the kernel.
+    """
+    key = (name, device, *constants.items(), *(headers or {}).items())
+    if (kernel := _loaded.get(key)) is None:
+        if device.type != "cuda" or device.index is None:
+            raise ValueError(f"device must be a CUDA device with an index, not {str(device)!r}")
+        from octile.kernels.cuda.jit.driver import Kernel  # late: compiling needs no driver
+
+        with _loading:
+            if (kernel := _loaded.get(key)) is None:
+                cubin = compile(name, constants, architecture(device), headers)
+                kernel = _loaded[key] = Kernel(name, cubin.image, device.index)
+    return kernel
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of a GPU, with the instructions that only it has: "sm_90a" on Hopper."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def compile(
+    name: str,
+    constants: Mapping[str, int | bool],
+    architecture: str = "sm_90a",
+    headers: Mapping[str, str] | None = None,
+) -> Cubin:
+    """The machine code of a kernel and what it uses, from the disk where it is stored; needs no GPU.
+
+    Args:
+        name, constants, headers: as for `source`.
+        architecture: "sm_90a".
+
+    Raises:
+        RuntimeError: it does not compile; shows the compiler's message and the path of the kept source.
+        PermissionError: the cache folder is not private to the user.
+        ValueError, TypeError, FileNotFoundError, ImportError: as for `source` and `compiler.compiler`.
+    """
+    text = source(name, constants, headers)
+    identity = (text, *compiler.OPTIONS, compiler.compiler(), architecture)
+    return Cubin.from_bytes(
+        disk_cache.fetch(name, identity, lambda: compiler.compile(name, text, architecture).to_bytes())
+    )
+
+
+def source(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str] | None = None) -> str:
+    """The whole text of a kernel.
+
+    Args:
+        name: of the template, `name.cu` in gemm/ or quantize/, and of its entry point.
+        constants: become `constexpr int` and `constexpr bool` in the namespace `config`; an IntEnum is an int.
+        headers: texts that are generated instead of lying in the folder, by the name under which they are included.
+
+    Raises:
+        TypeError: a constant is neither int nor bool.
+        ValueError: a constant's name is no name, or its value does not fit 32 bits.
+        FileNotFoundError: the template, or what it includes, does not exist.
+    """
+    lines = [_constant(key, value) for key, value in constants.items()]
+    prologue = "\n".join(['#line 1 "config"', "namespace config {", *lines, "}  // namespace config"])
+    return f"{prologue}\n{_paste(f'{name}.cu', headers or {}, set())}\n"
+
+
+def _constant(name: str, value: int | bool) -> str:
+    if not name.isidentifier() or not name.isascii():
+        raise ValueError(f"the name of a constant must be an identifier, not {name!r}")
+    if isinstance(value, bool):
+        return f"[[maybe_unused]] constexpr bool {name} = {str(value).lower()};"
+    if not isinstance(value, int):
+        raise TypeError(f"the constant {name} must be int or bool, not {type(value).__name__}")
+    if not -(2**31) < value < 2**31:
+        raise ValueError(f"the constant {name} must fit 32 bits, {int(value)} does not")
+    return f"[[maybe_unused]] constexpr int {name} = {int(value)};"
+
+
+def _paste(name: str, headers: Mapping[str, str], pasted: set[str]) -> str:
+    """The text of a file with the files that it includes; the compiler's messages still name each by its own lines."""
+    pasted.add(name)
+    shown, text = _find(name, headers)
+    lines = [f'#line 1 "{shown}"']
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = INCLUDE.match(line)
+        if include and include[1] not in pasted:
+            lines += [_paste(include[1], headers, pasted), f'#line {number + 1} "{shown}"']
+        else:
+            lines.append("" if include or ONCE.match(line) else line)
+    return "\n".join(lines)
+
+
+def _find(name: str, headers: Mapping[str, str]) -> tuple[str, str]:
+    if name in headers:
+        return f"generated/{name}", headers[name]
+    for path in (FOLDER / folder / name for folder in ("jit", "gemm", "quantize")):
+        if path.is_file():
+            return f"octile/kernels/cuda/{path.relative_to(FOLDER).as_posix()}", path.read_text(encoding="utf-8")
+    raise FileNotFoundError(f"{name} is neither in jit, gemm or quantize below {FOLDER}, nor given as a header")

@@ -1,0 +1,150 @@
+"""Tensor maps: what the copy engine (TMA) of Hopper knows of a tensor, and the box of it that one copy moves.
+
+A map is described by plain numbers, which a kernel's emulator reads too, and encoded into 128 opaque bytes by the
+driver. A part of a box that lies outside of the tensor arrives as zeros.
+
+Source: CUDA driver API, cuTensorMapEncodeTiled.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BYTES = 128
+ENCODED = 16384  # maps that are kept: three for each product of a layer forward and backward, in every layer
+TYPES = {
+    torch.uint8: "UINT8",
+    torch.int8: "UINT8",
+    torch.float8_e4m3fn: "UINT8",
+    torch.float8_e5m2: "UINT8",
+    torch.bfloat16: "BFLOAT16",
+    torch.int32: "INT32",
+    torch.float32: "FLOAT32",
+}
+
+
+class TensorMap(NamedTuple):
+    """A tensor in global memory and the box that one copy moves; sizes outermost first, as torch counts.
+
+    A named tuple, so that looking up its encoding costs little.
+
+    Attributes:
+        pointer: address of its first element.
+        dtype: of its elements.
+        shape: elements of each dimension.
+        strides: elements between neighbours of each dimension; the last is 1.
+        box: elements of each dimension that one copy moves.
+        swizzle: 0, or the bytes (32, 64 or 128) of a row of the box in shared memory within which pieces of 16 bytes
+            are exchanged, so that a column's pieces lie in different banks.
+    """
+
+    pointer: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+
+def describe(tensor: Tensor, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
+    """The map of a torch tensor."""
+    return TensorMap(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box, swizzle)
+
+
+def check(tensor_map: TensorMap) -> None:
+    """Refuses a map that the copy engine cannot follow.
+
+    Raises:
+        TypeError: the dtype has none.
+        ValueError: shape, strides, alignment, box or swizzle are not possible; names it, and what is needed.
+    """
+    pointer, dtype, shape, strides, box, swizzle = tensor_map
+    if dtype not in TYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, TYPES))}, not {dtype}")
+    size = dtype.itemsize
+    if not len(shape) == len(strides) == len(box) or not 1 <= len(shape) <= 5:
+        raise ValueError(
+            f"shape, strides and box must have the same 1 to 5 dimensions, not {len(shape)}, {len(strides)}, {len(box)}"
+        )
+    if not all(1 <= extent <= 2**32 for extent in shape):
+        raise ValueError(f"each extent of shape must be from 1 to 2³², not {tuple(shape)}")
+    _check_pointer(pointer)
+    if strides[-1] != 1:
+        raise ValueError(f"the last of strides must be 1, not {strides[-1]}")
+    if not all(stride > 0 and stride * size % 16 == 0 and stride * size < 2**40 for stride in strides[:-1]):
+        raise ValueError(
+            f"strides must be multiples of {16 // size} elements (16 bytes) under 2⁴⁰ bytes, not {tuple(strides)}"
+        )
+    if not all(1 <= extent <= 256 for extent in box):
+        raise ValueError(f"each extent of box must be from 1 to 256, not {tuple(box)}")
+    row = box[-1] * size
+    if row % 16:
+        raise ValueError(f"a row of box must be a multiple of 16 bytes, not {row}")
+    if swizzle not in (0, 32, 64, 128):
+        raise ValueError(f"swizzle must be 0, 32, 64 or 128, not {swizzle}")
+    if swizzle and row > swizzle:
+        raise ValueError(f"a row of box must fit the swizzle of {swizzle} bytes, not be {row} bytes")
+
+
+def _check_pointer(pointer: int) -> None:
+    if pointer <= 0 or pointer % 16:
+        raise ValueError(f"pointer must be a multiple of 16 bytes, not {pointer:#x}")
+
+
+@functools.lru_cache(ENCODED)
+def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
+    """The 128 bytes that a kernel takes as its parameter; kept, as most tensors come again.
+
+    Args:
+        tensor_map: the description.
+        pointer: an address that takes the place of its own: looking this up is a fraction of making a new description.
+
+    Raises:
+        TypeError, ValueError: as for `check`.
+        RuntimeError: the driver refuses the map.
+    """
+    if pointer is None:
+        pointer = tensor_map.pointer
+    _check_pointer(pointer)
+    kind_and_rank, others = _arguments(tensor_map)
+    room = ctypes.create_string_buffer(2 * BYTES)
+    start = -ctypes.addressof(room) % BYTES
+    error = _encoder()(ctypes.byref(room, start), *kind_and_rank, ctypes.c_void_p(pointer), *others)
+    if error:
+        from cuda.bindings import driver
+
+        from octile.kernels.cuda.jit.driver import checked
+
+        checked("cuTensorMapEncodeTiled", (driver.CUresult(error),))
+    return room.raw[start : start + BYTES]
+
+
+@functools.lru_cache(ENCODED)
+def _arguments(tensor_map: TensorMap) -> tuple[tuple[int, int], tuple[Any, ...]]:
+    """What the driver's function takes before the address, and after it; these depend on the tensor's layout alone."""
+    check(tensor_map)
+    from cuda.bindings import driver
+
+    _, dtype, shape, strides, box, swizzle = tensor_map
+    swizzles, rank = driver.CUtensorMapSwizzle, len(shape)
+    kind = int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TYPES[dtype]}"))
+    return (kind, rank), (
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * rank)(*(stride * dtype.itemsize for stride in reversed(strides[:-1]))),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),  # every element of the box, not each second one
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE")),
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),  # tiles are read in long runs
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )
+
+
+@functools.cache
+def _encoder() -> Callable[..., int]:
+    """The driver's own function: it wants the map at a multiple of its size, where cuda-bindings puts it anywhere."""
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

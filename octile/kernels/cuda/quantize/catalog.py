@@ -1,0 +1,107 @@
+"""Every cast that training and serving need of Hopper's own kernels, found without a GPU.
+
+The casts are called with tensors that have a shape but no memory; instead of being launched, what would be is noted.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.quantize import launcher
+from octile.kernels.memory_layout import new_scale
+
+E4M3, E5M6 = torch.float8_e4m3fn, torch.uint8
+
+
+class Launched(NamedTuple):
+    """A kernel by its name and its constants, and the dynamic shared memory of a block in bytes."""
+
+    name: str
+    constants: Mapping[str, int | bool]
+    shared_bytes: int
+
+
+def launches() -> dict[str, Launched]:
+    """What each case launches."""
+    found = {}
+    for case, cast in _cases().items():
+        with noted() as seen:
+            cast()
+        (found[case],) = seen
+    return found
+
+
+def _cases() -> dict[str, Callable[[], object]]:
+    t, k, h = 8192, 7168, 2048
+    x, wide = _empty(t, k), _empty(t, k, dtype=torch.float32)
+    codes, packed = _empty(t, k, dtype=E4M3), _empty(t, k * 3 // 2, dtype=E5M6)
+    scale = new_scale(codes, 1, 128)
+    gate, up = _empty(t, 2 * h).chunk(2, dim=1)
+    dh, weight, rows = _empty(t, h), _empty(t, dtype=torch.float32), _empty(8 * t, dtype=torch.int32)
+    kept, long = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MOST_COLUMNS)
+    kept_scale = new_scale(kept, 1, 128)
+    with_scales: dict[str, Callable[[bool], object]] = {
+        "quantize 1×128": lambda p: launcher.quantize(x, 1, 128, E4M3, p),
+        "quantize 1×128 of FP32": lambda p: launcher.quantize(wide, 1, 128, E4M3, p),
+        "quantize 1×128 to E5M6": lambda p: launcher.quantize(x, 1, 128, E5M6, p),
+        "quantize 128×1": lambda p: launcher.quantize(x, 128, 1, E4M3, p),
+        "quantize 128×128 of FP32": lambda p: launcher.quantize(wide, 128, 128, E4M3, p),
+        "rows and columns": lambda p: launcher.rows_and_columns(x, E4M3, p),
+        "rows and columns of FP32": lambda p: launcher.rows_and_columns(wide, E4M3, p),
+        "requantise, turned": lambda p: launcher.requantize(codes, scale, E4M3, p),
+        "requantise rows, turned": lambda p: launcher.requantize(codes, scale, E4M3, p, rows),
+        "requantise E5M6, turned": lambda p: launcher.requantize(packed, scale, E4M3, p),
+        "weight, both ways": lambda p: launcher.quantize_and_transpose(wide, E4M3, p),
+        "SwiGLU": lambda p: launcher.swiglu(gate, up, E4M3, p, None),
+        "SwiGLU, inputs kept": lambda p: launcher.swiglu(gate, up, E4M3, p, weight, E4M3, p),
+        "SwiGLU backward": lambda p: launcher.swiglu_backward(dh, gate, up, None, None, None, E4M3, p, E4M3, True),
+        "SwiGLU backward, inputs kept": lambda p: launcher.swiglu_backward(
+            dh, kept[0], kept[1], kept_scale[0], kept_scale[1], weight, E4M3, p, E4M3, True
+        ),
+        "RMSNorm": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, False),
+        "RMSNorm, and as it is": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),
+        "RMSNorm of the longest row": lambda p: launcher.rms_norm(long, long[0], 1e-6, E4M3, p, False),
+    }
+    cases: dict[str, Callable[[], object]] = {}
+    for name, cast in with_scales.items():
+        cases |= {name: partial(cast, False), f"{name}, powers of two": partial(cast, True)}
+    return cases | {
+        "scale given": lambda: launcher.quantize_with_scale(x, _empty(1, dtype=torch.float32), E4M3),
+        "dequantize 1×128": lambda: launcher.dequantize(codes, scale, 1, 128, torch.bfloat16),
+        "dequantize 128×1": lambda: launcher.dequantize(codes, new_scale(codes, 128, 1), 128, 1, torch.bfloat16),
+        "dequantize 128×128": lambda: launcher.dequantize(codes, new_scale(codes, 128, 128), 128, 128, torch.bfloat16),
+        "dequantize E5M6": lambda: launcher.dequantize(packed, scale, 1, 128, torch.bfloat16),
+    }
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@contextmanager
+def noted() -> Iterator[list[Launched]]:
+    """What would be launched inside is noted instead."""
+    seen: list[Launched] = []
+
+    def note(
+        name: str,
+        constants: Mapping[str, int | bool],
+        x: Tensor,
+        blocks: int,
+        threads: int,
+        shared: int,
+        *_: Any,
+        resident: int | None = None,
+    ) -> None:
+        seen.append(Launched(name, constants, shared))
+
+    launch = launcher._launch
+    launcher._launch = note
+    try:
+        yield seen
+    finally:
+        launcher._launch = launch

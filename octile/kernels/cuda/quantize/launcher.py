@@ -1,0 +1,397 @@
+"""Casts for Hopper in CUDA C++, with the signatures of those in Triton and bit for bit their results.
+
+    tiles.cu            1×128; and by a scale that is given
+    squares.cu          128×128 numbers at once: rows and columns, requantising for the other side, weights both ways
+    swiglu.cu           SwiGLU's result, 1×128
+    swiglu_backward.cu  SwiGLU's gradients and its result, along rows and columns
+    rms_norm.cu         RMSNorm
+    dequantize.cu       codes back to numbers
+
+Why not in Triton, as for every other GPU: what 16 lanes divide by is found by one of them and sent to the others,
+pairs of 16-bit numbers are compared at once, and four numbers of a column are rounded into one word of the transpose.
+Triton's language has no words for the first and the last, and its exponentials and divisions take several times the
+instructions. On an H200 its casts came to 0.16 to 0.80 of a copy's speed (benchmarks/LOG.md).
+
+They take what lies as training and serving have it: rows of a multiple of 8 numbers that are contiguous and begin at
+multiples of 16 bytes. `octile.kernels.casting` gives the rest to Triton's kernels.
+
+Everything is launched from shapes and strides alone, so that it can be captured in a CUDA graph; only the first call of
+a form compiles and loads a kernel, which cannot.
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
+
+NUMBERS = {  # enum Number of scale.cuh
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+    torch.int8: 5,
+    torch.uint8: 6,  # E5M6, packed: two codes in three bytes
+}
+SIDE, MOST_COLUMNS = 128, 16384  # of a square; of a row that RMSNorm takes
+SQUARE_THREADS, SQUARE_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # place::bytes of square.cuh
+BESIDE_BYTES = 7 * 2 * 16 * SQUARE_THREADS + 4 * 3 * SIDE  # what swiglu_backward.cu keeps besides
+
+# What the casts' speed depends on besides their shapes; `octile bench tune-casts` searches better ones on a GPU.
+#   rows     of a thread (tiles, swiglu, dequantize), or of a block one after the other (rms_norm)
+#   warps    of a block
+#   blocks   that must fit into a multiprocessor, which bounds the registers of a thread
+#   band     squares one below the other that run at the same time
+SETTINGS: dict[str, dict[str, int]] = {
+    "tiles": {"rows": 8, "warps": 8, "blocks": 3},
+    "tiles, 32 bits": {"rows": 4, "warps": 8, "blocks": 3},
+    "tiles, E5M6": {"rows": 8, "warps": 8, "blocks": 3},
+    "scale given": {"rows": 8, "warps": 8, "blocks": 3},
+    "swiglu": {"rows": 2, "warps": 4, "blocks": 8},
+    "swiglu, inputs kept": {"rows": 4, "warps": 4, "blocks": 6},
+    "both": {"band": 1, "blocks": 3},
+    "turned_only": {"band": 1, "blocks": 4},
+    "columns": {"band": 8, "blocks": 3},
+    "block": {"band": 8, "blocks": 3},
+    "weight": {"band": 8, "blocks": 3},
+    "swiglu_backward": {"band": 2, "blocks": 2},
+    "swiglu_backward, wide": {"band": 1, "blocks": 1},
+    "rms_norm": {"rows": 1, "blocks": 3},
+    "rms_norm, wide": {"rows": 4, "blocks": 2},
+    "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
+}
+NORM_BYTES = 2 * 4 * 32  # of shared memory: two rooms of rms_norm.cu
+NORM_UNITS = 4  # times eight columns of a row that a thread of rms_norm holds
+
+
+class Form(IntEnum):
+    """enum Form of square.cuh."""
+
+    BOTH = 0
+    TURNED_ONLY = 1
+    COLUMNS = 2
+    BLOCK = 3
+    WEIGHT = 4
+
+
+def serves(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
+    """Why these kernels do not cast such matrices [..., M, K]; None: they do.
+
+    Args:
+        matrices: numbers, or codes [..., M, K] of 8 bits or [..., M, 3K/2] of 12, on one device.
+        out: dtype of the codes that are made.
+    """
+    return request.missing(matrices[0].device) or lies_badly(*matrices, out=out)
+
+
+def lies_badly(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
+    """What of `serves` depends on how the matrices lie."""
+    for x in matrices:
+        packed, size = x.dtype == torch.uint8, x.element_size()
+        unit, vector = (12, 4) if packed else (8, 8 if size == 1 else 16)
+        if not 0 < x.numel() < 2**31 * SIDE:
+            return "there is nothing to cast" if x.numel() == 0 else "there is too much for one launch"
+        if x.shape[-1] % unit:
+            return f"rows of {x.shape[-1]} are no multiple of {unit}"
+        if x.stride(-1) != 1 or (steps := _steps(x)) is None:
+            return "its rows are not contiguous, or its matrices do not lie one step apart"
+        if (x.data_ptr() | steps[0] * size | steps[1] * size) % vector or (packed and any(n % unit for n in steps)):
+            return f"its rows do not begin at multiples of {unit if packed else vector} bytes"
+        if out == torch.uint8 and x.shape[-1] % 32:
+            return f"rows of {x.shape[-1]} are no multiple of 32, so that codes of 12 bits fill whole vectors"
+    return None
+
+
+def reads_scale(scale: Tensor, block_cols: int) -> bool:
+    """Whether `dequantize` reads such scales: matrices of them one step apart, and those of columns contiguous."""
+    of_columns = block_cols == 1
+    return _steps(scale) is not None and (not of_columns or (scale.stride(-1) == 1 and _in_vectors(scale, -2)))
+
+
+def reads_tile_scales(scale: Tensor) -> bool:
+    """Whether `requantize` reads such scales of 1×128: contiguous along M, as `new_scale` has them."""
+    return _steps(scale) is not None and scale.stride(-2) == 1 and _in_vectors(scale, -1)
+
+
+def is_vector(weight: Tensor) -> bool:
+    """Whether `rms_norm` reads such a weight [K]."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0
+
+
+def quantize(
+    x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, power_of_2: bool
+) -> tuple[Tensor, Tensor]:
+    """x [..., M, K] → data [..., M, K] (E5M6: [..., M, 3K/2]), scale, in blocks of 1×128, 128×1 or 128×128."""
+    k = x.shape[-1]
+    data = x.new_empty(*x.shape[:-1], k // 2 * 3 if dtype == torch.uint8 else k, dtype=dtype)
+    scale = new_scale(x, block_rows, block_cols)
+    if block_rows == 1:
+        wide = x.dtype == torch.float32 or (dtype == torch.uint8 and not power_of_2)  # takes more registers
+        kind = "tiles, 32 bits" if wide else "tiles, E5M6" if dtype == torch.uint8 else "tiles"
+        _tiles(SETTINGS[kind], x, dtype, power_of_2, data=data, scale=scale)
+    elif block_cols == 1:
+        _squares(Form.COLUMNS, x, dtype, power_of_2, data=data, scale_t=scale)
+    else:
+        _squares(Form.BLOCK, x, dtype, power_of_2, data=data, scale=scale)
+    return data, scale
+
+
+def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., M, K] in the one scale [1] that is given → data [..., M, K]; saturates, NaN stays."""
+    data = x.new_empty(x.shape, dtype=dtype)
+    _tiles(SETTINGS["scale given"], x, dtype, False, data=data, given=scale)
+    return data
+
+
+def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> Tensor:
+    """data [..., M, K], contiguous, times its scale → [..., M, K] in out_dtype.
+
+    The scales are of 1×128, 128×1 (contiguous along K), 128×128, or of all: block_rows and block_cols at least M and K.
+    """
+    m, k = data.shape[-2:]
+    k = k // 3 * 2 if data.dtype == torch.uint8 else k
+    out = data.new_empty(*data.shape[:-1], k, dtype=out_dtype)
+    settings = SETTINGS["dequantize"]
+    constants = {
+        "number": NUMBERS[out_dtype], "format": NUMBERS[data.dtype], **settings,
+        "scale_rows": 0 if block_rows >= m and block_rows > 1 else block_rows,
+        "scale_columns": 0 if block_cols >= k else block_cols,
+    }  # fmt: skip
+    arguments = (_address(data), _address(scale), _address(out), _step_of_batch(scale), *scale.stride()[-2:], m, k)
+    blocks = _batches(data) * _up(m, 2 * settings["rows"] * settings["warps"]) * _up(k, SIDE)
+    _launch("dequantize", constants, data, blocks, 32 * settings["warps"], 0, *arguments)
+    return out
+
+
+def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [..., M, K] → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
+    data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
+    data_t, scale_t = new_turned(x, dtype)
+    _squares(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
+    return data, scale, data_t, scale_t
+
+
+def requantize(
+    data: Tensor, scale: Tensor, dtype: torch.dtype, power_of_2: bool, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """data [..., M, K] with scale in 1×128, stored as `new_scale` does → data_t [..., K, M], scale_t.
+
+    With rows [R], contiguous, those rows of a matrix in that order; R takes M's place.
+    """
+    *batch, m, _ = data.shape
+    like = data.new_empty(*batch, m if rows is None else len(rows), columns(data), dtype=torch.uint8)
+    data_t, scale_t = new_turned(like, dtype)
+    if like.numel():
+        outs = {"data_t": data_t, "scale_t": scale_t}
+        _squares(Form.TURNED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
+    return data_t, scale_t
+
+
+def quantize_and_transpose(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., M, K] → data, scale in 128×128, and data_t [..., K, M]."""
+    data, scale, data_t = x.new_empty(x.shape, dtype=dtype), new_scale(x, SIDE, SIDE), new_transposed(x, dtype)
+    _squares(Form.WEIGHT, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t)
+    return data, scale, data_t
+
+
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    weight: Tensor | None,
+    kept_dtype: torch.dtype | None = None,
+    kept_power_of_2: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gate, up [M, H], weight [M] → data [M, H], scale in 1×128; kept [2, M, H], kept_scale, or those again."""
+    data, scale = gate.new_empty(gate.shape, dtype=dtype), new_scale(gate, 1, SIDE)
+    kept, kept_scale = data, scale
+    if kept_dtype is not None:
+        kept = gate.new_empty(2, *gate.shape, dtype=kept_dtype)
+        kept_scale = new_scale(kept, 1, SIDE)
+    m, h = gate.shape
+    lean = kept_dtype is None or gate.dtype == torch.float32  # of more rows the others take too many registers
+    settings = SETTINGS["swiglu" if lean else "swiglu, inputs kept"]
+    constants = {
+        "number": NUMBERS[gate.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2,
+        "weighted": weight is not None, "keep": kept_dtype is not None, "kept_format": NUMBERS[kept.dtype],
+        "kept_power_of_2": kept_power_of_2, **settings,
+    }  # fmt: skip
+    arguments = (
+        *map(_address, (gate, up, weight, data, scale, kept, kept_scale)), gate.stride(0), up.stride(0),
+        0 if weight is None else weight.stride(0), m, h, _inverse(_up(h, SIDE)),
+    )  # fmt: skip
+    blocks = _up(m, 2 * settings["rows"] * settings["warps"]) * _up(h, SIDE)
+    _launch("swiglu", constants, gate, blocks, 32 * settings["warps"], 0, *arguments)
+    return data, scale, kept, kept_scale
+
+
+def swiglu_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_scale: Tensor | None,
+    up_scale: Tensor | None,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    h_dtype: torch.dtype,
+    h_power_of_2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dh, gate, up [M, H], H a multiple of 128 → what `octile.ops.swiglu` returns."""
+    m, h = gate.shape
+    data = gate.new_empty((m, 2 * h), dtype=dtype)
+    scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_turned(data, dtype)
+    h_t, h_scale_t = new_turned(gate, h_dtype)
+    parts = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
+    wide = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8  # takes more registers
+    constants = {
+        "number": NUMBERS[gate.dtype], "dh_number": NUMBERS[dh.dtype], "format": NUMBERS[dtype],
+        "power_of_2": power_of_2, "h_format": NUMBERS[h_dtype], "h_power_of_2": h_power_of_2,
+        "weighted": weight is not None, **SETTINGS["swiglu_backward, wide" if wide else "swiglu_backward"],
+    }  # fmt: skip
+    steps_of_scales = [step for s in (gate_scale, up_scale) for step in ((0, 0) if s is None else s.stride())]
+    results = (data, scale, data_t, scale_t, h_t, h_scale_t, parts)
+    arguments = (
+        *map(_address, (dh, gate, up, gate_scale, up_scale, weight, *results)),
+        dh.stride(0), gate.stride(0), up.stride(0), *steps_of_scales, 0 if weight is None else weight.stride(0), m, h,
+        _inverse(constants["band"] * (h // SIDE)),
+    )  # fmt: skip
+    squares, room = _up(m, SIDE) * (h // SIDE), SQUARE_BYTES + BESIDE_BYTES
+    _launch("swiglu_backward", constants, gate, squares, SQUARE_THREADS, room, *arguments)
+    return *results[:-1], parts.sum(1)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, power_of_2: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] → data [M, K], scale in 1×128, rstd [M], and y [M, K] in x's dtype or [0, K]; weight [K] contiguous."""
+    m, k = x.shape
+    data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
+    rstd, y = x.new_empty(m, dtype=torch.float32), x.new_empty(m if values else 0, k)
+    wide = values or max(x.element_size(), weight.element_size()) > 2  # takes more registers
+    warps, settings = _up(k, 32 * 8 * NORM_UNITS), SETTINGS["rms_norm, wide" if wide else "rms_norm"]
+    constants = {
+        "number": NUMBERS[x.dtype], "weight_number": NUMBERS[weight.dtype], "format": NUMBERS[dtype],
+        "power_of_2": power_of_2, "values": values, "units": NORM_UNITS, "warps": warps,
+        "rows": settings["rows"], "blocks": min(settings["blocks"], max(1, 28 // warps)),
+    }  # fmt: skip
+    arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
+    resident = None if values else constants["blocks"]
+    _launch("rms_norm", constants, x, _up(m, settings["rows"]), 32 * warps, NORM_BYTES, *arguments, resident=resident)
+    return data, scale, rstd, y
+
+
+def _tiles(
+    settings: Mapping[str, int],
+    x: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    data: Tensor,
+    scale: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:
+    m, k = x.shape[-2:]
+    constants = {
+        "number": NUMBERS[x.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2, "given": given is not None,
+        **settings,
+    }  # fmt: skip
+    arguments = (*map(_address, (x, data, scale, given)), *(_steps(x) or ()), m, k, _inverse(_up(k, SIDE)))
+    warp_rows, warps = 2 * settings["rows"], settings["warps"]
+    room = warps * warp_rows * SIDE * 3 // 2 if dtype == torch.uint8 else 0
+    blocks = _batches(x) * _up(m, warp_rows * warps) * _up(k, SIDE)
+    _launch("tiles", constants, x, blocks, 32 * warps, room, *arguments)
+
+
+def _squares(
+    form: Form,
+    x: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    data: Tensor | None = None,
+    scale: Tensor | None = None,
+    data_t: Tensor | None = None,
+    scale_t: Tensor | None = None,
+    old_scale: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    m, k = x.shape[-2] if rows is None else len(rows), columns(x)
+    constants = {
+        "form": form, "number": NUMBERS[x.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2,
+        "gather": rows is not None, **SETTINGS[form.name.lower()],
+    }  # fmt: skip
+    lean = x.dtype == torch.bfloat16 and dtype != torch.int8
+    most = 2 if x.dtype == torch.float32 or (form is Form.BOTH and not lean) else 3 if x.dtype == torch.uint8 else 4
+    constants["blocks"] = min(constants["blocks"], most)  # others take more registers
+    steps = (n // 3 * 2 if x.dtype == torch.uint8 else n for n in _steps(x) or ())  # in numbers
+    old_steps = (0, 0) if old_scale is None else (_step_of_batch(old_scale), old_scale.stride(-1))
+    arguments = (
+        *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *steps, *old_steps, m, k,
+        _inverse(constants["band"] * _up(k, SIDE)),
+    )  # fmt: skip
+    blocks = _batches(x) * _up(m, SIDE) * _up(k, SIDE)
+    _launch("blocks", constants, x, blocks, SQUARE_THREADS, SQUARE_BYTES, *arguments)
+
+
+def _launch(
+    name: str,
+    constants: Mapping[str, int | bool],
+    x: Tensor,
+    blocks: int,
+    threads: int,
+    shared: int,
+    *arguments: Any,
+    resident: int | None = None,
+) -> None:
+    """Launches a kernel where x lies; with `resident`, no more blocks than that many on each multiprocessor."""
+    from octile.kernels.cuda.jit import specialize  # late: needs a GPU's driver
+    from octile.kernels.cuda.jit.driver import current_stream
+
+    if resident is not None:
+        blocks = min(blocks, resident * num_sms.multiprocessors(x.device))
+    kernel = specialize.load(name, constants, x.device)
+    kernel.ready(blocks, 1, threads, shared, arguments, current_stream(kernel.device))()
+
+
+def _steps(x: Tensor) -> tuple[int, int] | None:
+    """From one matrix to the next and from one row to the next, in elements; None: matrices are not one step apart."""
+    shape, steps = x.shape[:-2], x.stride()[:-2]
+    if any(steps[i] != steps[i + 1] * shape[i + 1] for i in range(len(shape) - 1)):
+        return None
+    return (steps[-1] if steps else 0), x.stride(-2)
+
+
+def _in_vectors(scale: Tensor, dim: int) -> bool:
+    """Whether rows along this dimension begin at multiples of 16 bytes."""
+    return (scale.data_ptr() | 4 * scale.stride(dim) | 4 * _step_of_batch(scale)) % 16 == 0
+
+
+def _step_of_batch(scale: Tensor) -> int:
+    return scale.stride(-3) if scale.dim() > 2 else 0
+
+
+def _batches(x: Tensor) -> int:
+    return x.shape[:-2].numel()
+
+
+def columns(data: Tensor) -> int:
+    """K of data [..., M, K], or of codes of 12 bits [..., M, 3K/2]."""
+    return data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _inverse(n: int) -> int:
+    """What `quotient` of tile.cuh divides by n with."""
+    return min(2**31 // n, 2**31 - 1)
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit)

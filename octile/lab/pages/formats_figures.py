@@ -1,0 +1,250 @@
+"""The pictures of `octile lab formats`: where the numbers of each format lie.
+
+Each has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octile.lab.pages.page import power
+from octile.report.run.metrics import Floats
+from octile.report.style import COLOR, dress, label_ends
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Facts = Mapping[str, Any]  # one row of the table: name, bits, largest, smallest_normal, smallest, epsilon, …
+
+FORMAT_COLOR = {
+    "fp32": "ink",
+    "bf16": "green",
+    "fp16": "cyan",
+    "e5m6": "purple",
+    "e4m3": "blue",
+    "e5m2": "vermilion",
+    "int8": "amber",
+    "e2m1": "rose",
+    "ue8m0": "muted",
+}
+
+
+def label(name: str) -> str:
+    return name.upper()
+
+
+def color(name: str) -> str:
+    return COLOR[FORMAT_COLOR[name]]
+
+
+def _octave_axis(axes: Axes, low: int, high: int, name: str, every: int) -> None:
+    """An x axis over exponents of two, labelled as powers."""
+    axes.set_xlim(low, high)
+    ticks = range(low + -low % every, high + 1, every)
+    axes.set_xticks(list(ticks), [power(2.0**tick) for tick in ticks])
+    axes.set_xlabel(name, loc="right")
+
+
+def _rows(axes: Axes, names: list[str], size: float = 11) -> None:
+    """One row a format, the first on top, its name in its colour."""
+    axes.set_ylim(len(names) - 0.4, -0.7)
+    axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=size)
+    for tick, name in zip(axes.get_yticklabels(), names, strict=True):
+        tick.set_color(color(name))
+    axes.grid(axis="y", visible=False)
+
+
+def draw_ranges(figure: Figure, rows: list[Facts]) -> None:
+    axes = figure.subplots()
+    dress(axes, None, "smallest to largest positive value (pale: subnormal)")
+    _octave_axis(axes, -150, 130, "magnitude", 50 if figure.get_figwidth() * 72 < 600 else 25)
+    axes.grid(axis="x")
+    for at, row in enumerate(rows):
+        smallest, normal, largest = (np.log2(row[key]) for key in ("smallest", "smallest_normal", "largest"))
+        axes.barh(at, normal - smallest, left=smallest, height=0.5, color=color(row["name"]), alpha=0.35)
+        axes.barh(at, largest - normal, left=normal, height=0.5, color=color(row["name"]))
+    _rows(axes, [row["name"] for row in rows])
+
+
+def say_ranges(rows: list[Facts]) -> str:
+    by_name = {row["name"]: row for row in rows}
+    return (
+        f"See how little of FP32's range ({by_name['fp32']['octaves']:.0f} doublings) E4M3 covers"
+        f" ({by_name['e4m3']['octaves']:.1f}): enough for the values of one tile, which is why every tile has a scale."
+    )
+
+
+def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
+    """Each format stretched so that its largest value is 1, as a scale does it."""
+    axes = figure.subplots()
+    dress(axes, "share of the tile's largest value", "every positive value, largest value = 1")
+    axes.set_xlim(-0.005, 1.005)
+    for at, (name, points) in enumerate(values.items()):
+        axes.vlines(points / points[-1], at - 0.3, at + 0.3, color=color(name), linewidth=0.8)
+    _rows(axes, list(values))
+
+
+def say_number_line(values: Mapping[str, Floats]) -> str:
+    below = [f"{label(name)} has {int((points < points[-1] / 16).sum())}" for name, points in values.items()]
+    return (
+        "INT8's values are evenly spaced; a float's crowd towards zero. Of values below a sixteenth of the largest"
+        f" {', '.join(below)}."
+    )
+
+
+def draw_log_line(figure: Figure, values: Mapping[str, Floats], rows: list[Facts]) -> None:
+    axes = figure.subplots()
+    dress(axes, None, "every positive value (pale: subnormal)")
+    _octave_axis(axes, -20, 17, "value", 10 if figure.get_figwidth() * 72 < 600 else 5)
+    normal = {row["name"]: row["smallest_normal"] for row in rows}
+    for at, (name, points) in enumerate(values.items()):
+        for part, alpha in ((points[points >= normal[name]], 1.0), (points[points < normal[name]], 0.45)):
+            axes.vlines(np.log2(part), at - 0.3, at + 0.3, color=color(name), linewidth=0.8, alpha=alpha)
+    _rows(axes, list(values))
+
+
+def say_log_line(rows: list[Facts]) -> str:
+    by_name = {row["name"]: row for row in rows}
+    e4m3, e5m2 = by_name["e4m3"], by_name["e5m2"]
+    return (
+        f"On a scale of doublings a float has the same number of values in each: E4M3 {e4m3['between_1_and_2'] + 1},"
+        f" E5M2 {e5m2['between_1_and_2'] + 1}, down to its subnormals, which thin out until nothing is left below"
+        f" {power(e4m3['smallest'])} and {power(e5m2['smallest'])}. INT8 ends at 1."
+    )
+
+
+def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None:
+    """gaps: format → its positive values, and how far it is from each to the next."""
+    axes = figure.subplots()
+    narrow = figure.get_figwidth() * 72 < 600
+    dress(axes, None, "from a value to the next one")
+    _octave_axis(axes, -20, 17, "value", 10 if narrow else 5)
+    for name, (values, gap) in gaps.items():
+        axes.step(np.log2(values), np.log2(gap), where="post", color=color(name))
+    low = min(float(np.log2(gap.min())) for _, gap in gaps.values())
+    axes.set_ylim(low - 1, 14.5)
+    ticks = range(int(low) + 1, 15, 5)
+    axes.set_yticks(list(ticks), [power(2.0**tick) for tick in ticks])
+    ends = {name: (float(np.log2(values[-1])), float(np.log2(gap[-1]))) for name, (values, gap) in gaps.items()}
+    for name, end in ends.items():
+        if name == "e2m1":  # among the other lines where it ends
+            start = float(np.log2(gaps[name][0][0])), float(np.log2(gaps[name][1][0]))
+            axes.annotate(label(name), start, (-5, 0), textcoords="offset points", ha="right", va="center",
+                          color=color(name))  # fmt: skip
+        elif end[0] < 12:  # it ends within the figure
+            below = 0 if name == "e4m3" else 6  # where no other line is
+            axes.annotate(label(name), end, (6, -below), textcoords="offset points", va="center", color=color(name))
+    label_ends(figure, axes, [(y, label(name), color(name)) for name, (x, y) in ends.items() if x >= 12])
+
+
+def say_gaps(rows: list[Facts]) -> str:
+    epsilon = {row["name"]: row["epsilon"] for row in rows}
+    return (
+        f"Between 1 and 2 the gap is epsilon: {power(epsilon['fp16'])} in FP16, {power(epsilon['e4m3'])} in E4M3 and"
+        f" {power(epsilon['e5m2'])} in E5M2. It doubles with every doubling of a float's value; among the subnormals on"
+        " the left, and everywhere for INT8, it stays the same."
+    )
+
+
+def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str, Floats]) -> None:
+    axes = figure.subplots()
+    dress(axes, None, "largest relative error of rounding (log scale)")
+    _octave_axis(axes, octaves[0], octaves[-1] + 1, "magnitude", 10 if figure.get_figwidth() * 72 < 600 else 5)
+    for name, error in errors.items():
+        axes.step([*octaves, octaves[-1] + 1], [*error, error[-1]], where="post", color=color(name))
+    axes.set_yscale("log", base=2)
+    low = min(float(error.min()) for error in errors.values())
+    axes.set_ylim(low / 2, 1.5)
+    ticks = [2.0**-k for k in range(0, int(-np.log2(low)) + 1, 2)]
+    axes.set_yticks(ticks, [f"{100 * tick:.3g}%" for tick in ticks])
+    axes.minorticks_off()
+    middle = octaves.index(0) if 0 in octaves else len(octaves) // 2
+    for name, error in errors.items():
+        place, over = {"int8": (octaves.index(6), -15), "e2m1": (octaves.index(5), -26)}.get(name, (middle, 4))
+        axes.annotate(label(name), (octaves[place] + 0.5, error[place]), (0, over), textcoords="offset points",
+                      color=color(name), ha="center", va="bottom")  # fmt: skip
+
+
+def say_relative_error(errors: Mapping[str, Floats]) -> str:
+    e2m1, e4m3, e5m2, bf16 = (float(errors[name].min()) for name in ("e2m1", "e4m3", "e5m2", "bf16"))
+    return (
+        f"Inside its range a float's rounding error is a constant share: at most {e2m1:.1%} for E2M1, {e5m2:.1%} for"
+        f" E5M2, {e4m3:.1%} for E4M3, {bf16:.2%} for BF16; it grows to 100% where values underflow or overflow. INT8's"
+        " share halves with every doubling: it is precise near its largest value only."
+    )
+
+
+def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
+    """shares: text → (format, bits a value)."""
+    axes = figure.subplots()
+    dress(axes, None, "bits a value, and the share of FP32")
+    axes.set_ylim(len(shares) - 0.4, -0.6)
+    axes.set_yticks(range(len(shares)), list(shares))
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, 40)
+    axes.set_xticks([0, 8, 16, 24, 32])
+    for at, (name, bits) in enumerate(shares.values()):
+        axes.barh(at, bits, height=0.55, color=color(name))
+        text = f"{bits:.5g} ({bits / 32:.1%})"
+        axes.annotate(text, (bits, at), (6, 0), textcoords="offset points", va="center")
+
+
+def say_bytes(shares: Mapping[str, tuple[str, float]]) -> str:
+    tile, nvfp4 = (shares[name][1] for name in ("E4M3, 1×128 tiles", "E2M1, 1×16 (NVFP4)"))
+    return (
+        f"A scale for every 128 values costs a quarter of a bit each ({tile:.2f} instead of 8); one for 128×128"
+        f" weights costs next to nothing. Four bits need more of them: NVFP4's for every 16 makes {nvfp4:.4g}."
+    )
+
+
+def draw_staircase(figure: Figure, x: Floats, rounded: Mapping[str, Floats]) -> None:
+    many = figure.get_figwidth() * 72 >= 600
+    panels = figure.subplots(*((1, len(rounded)) if many else (len(rounded), 1)), sharex=True, sharey=True)
+    for axes, (name, y) in zip(panels, rounded.items(), strict=True):
+        n = len(np.unique(y[(y > 1) & (y < 2)]))
+        dress(axes, None, f"{label(name)}: {n:,} between 1 and 2")
+        axes.plot(x, x, color=COLOR["muted"], linewidth=0.8, linestyle=":")
+        axes.plot(x, y, color=color(name), linewidth=1.2)
+        axes.set_xticks([1, 1.5, 2])
+        axes.set_yticks([1, 1.5, 2])
+        axes.title.set_color(color(name))
+
+
+def say_staircase(rounded: Mapping[str, Floats]) -> str:
+    n = {name: len(np.unique(y[(y > 1) & (y < 2)])) for name, y in rounded.items()}
+    return (
+        f"10,000 numbers between 1 and 2, each rounded to the nearest value of the format: E5M2 has {n['e5m2']} steps"
+        f" strictly between, E4M3 {n['e4m3']}, BF16 {n['bf16']}, FP16 {n['fp16']:,}."
+    )
+
+
+def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
+    axes = figure.subplots()
+    times = len(next(iter(weights.values()))) - 1
+    dress(axes, "updates", "the weight")
+    labels: dict[float, list[str]] = {}
+    for name, path in weights.items():
+        dashed = name == "bf16"  # it lies on another line
+        axes.plot(path, color=color(name), linestyle="--" if dashed else "-", zorder=3 if dashed else 2)
+        labels.setdefault(float(path[-1]), []).append(name)
+    axes.set_xlim(0, times)
+    axes.set_ylim(0.9, 2.1)
+    label_ends(
+        figure,
+        axes,
+        [(at, f"{', '.join(map(label, names))}: {at:.4g}", color(names[0])) for at, names in labels.items()],
+    )
+
+
+def say_lost_update(weights: Mapping[str, Floats], update: float, epsilon: Mapping[str, float]) -> str:
+    times = len(next(iter(weights.values()))) - 1
+    return (
+        f"A weight of 1 gets {update:g} added {times:,} times. In BF16, whose next value after 1 is"
+        f" 1 + {power(epsilon['bf16'])}, each sum rounds back to 1 and training would stand still; FP16 takes part of"
+        f" each update (it arrives at {weights['fp16'][-1]:.4g}); FP32 arrives at {weights['fp32'][-1]:.4g}: hence"
+        " FP32 masters."
+    )

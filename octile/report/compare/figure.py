@@ -1,0 +1,119 @@
+"""The figure of a comparison: training losses over one another, and below them the held-out gap to BF16."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octile.report.page import percent
+from octile.report.run.metrics import Floats, last_known, smooth
+from octile.report.style import COLOR, dress, label_ends, line, recipe_look, step_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from octile.report.compare.result import CompareResult, Curve
+
+MOST_BARS = 10  # that the axis of the gaps reaches to either side
+
+
+def draw_compare(figure: "Figure", result: "CompareResult") -> None:
+    losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[4, 5])
+    curves = (result.bf16, *(result.runs(name)[0] for name in result.names))
+    step_axis(losses, max((max(c.steps + c.val_steps, default=1) for c in curves), default=1))
+    _draw_losses(figure, losses, curves)
+    _draw_gaps(figure, gaps, result)
+
+
+def say_compare(result: "CompareResult") -> str:
+    many = any(len(result.runs(name)) > 1 for name in result.names)
+    if result.nudge:
+        band = "how far BF16 lies from itself if its weights are rounded once at the start"
+    else:
+        band = "the distance between two BF16 runs with different seeds"
+    return (
+        f"Above: training loss, smoothed{', of the first seed' if many else ''}. Below: how far each recipe's held-out"
+        f" loss lies from BF16's{', the mean of its seeds, and faintly each of them' if many else ''}. The grey band is"
+        f" {band}, which is chance (the widest of three neighbouring measurements); the dotted lines are the bar of"
+        f" ±{result.bar:.2%}.{_say_leaving(result)}"
+    )
+
+
+def _say_leaving(result: "CompareResult") -> str:
+    at = {name: result.leaves_band_at(name) for name in result.names}
+    left = [f"{name} at step {step:,}" for name, step in at.items() if step is not None]
+    return f" A ring marks where a recipe leaves the band for good: {', '.join(left)}." if left else ""
+
+
+def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") -> None:
+    dress(axes, None, "training loss (nats a token; lower is better)")
+    trends = [(curve, smooth(np.array(curve.train_loss))) for curve in curves]
+    trends = [(curve, trend) for curve, trend in trends if np.isfinite(trend).any()]
+    whole = [trend for curve, trend in trends if curve.diverged_at is None]  # a diverging loss leaves through the top
+    if whole:
+        low, high = min(map(np.nanmin, whole)), max(map(np.nanmax, whole))
+        axes.set_ylim(low - 0.06 * (high - low) - 0.02, high + 0.06 * (high - low) + 0.02)
+    labels = []
+    for curve, trend in reversed(trends):  # BF16 last, on top
+        line(axes, np.array(curve.steps, dtype=np.float64), trend, **recipe_look(curve.recipe))
+        if curve.diverged_at is None:
+            labels.append((last_known(trend), curve.recipe, recipe_look(curve.recipe)["color"]))
+        else:
+            _mark_end(axes, curve, curve.steps, trend, f"{curve.recipe} diverged")
+    label_ends(figure, axes, labels)
+
+
+def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
+    dress(axes, "step", "held-out loss against BF16 (%)")
+    steps, band = result.band()
+    whole = [name for name in result.names if all(curve.diverged_at is None for curve in result.runs(name))]
+    near = [name for name in whole if not abs(result.outcome(name).gap) > MOST_BARS * result.bar]
+    each_run = [result.gaps(curve)[1] for name in near for curve in result.runs(name)]
+    reach = 100 * _reach(result.bar, [band, *each_run])
+    axes.set_ylim(-reach, reach)
+    axes.fill_between(steps, -100 * band, 100 * band, color=COLOR["muted"], alpha=0.16, linewidth=0)
+    axes.axhline(0, color=COLOR["ink"], linewidth=1.2)
+    labels = [(0.0, "bf16", COLOR["ink"])]
+    for bar in (-result.bar, result.bar):
+        axes.axhline(100 * bar, color=COLOR["muted"], linewidth=1, linestyle=":")
+        labels.append((100 * bar, f"bar {percent(bar)}", COLOR["muted"]))
+    for name in result.names:
+        look, runs = recipe_look(name), result.runs(name)
+        at, gaps = result.mean_gaps(name)
+        for curve in runs if len(runs) > 1 else ():
+            each, its_gaps = result.gaps(curve)
+            axes.plot(each, 100 * its_gaps, alpha=0.3, **{**look, "linewidth": 0.9})
+        axes.plot(at, 100 * gaps, marker="o", markersize=3.5, **look)
+        if (left := result.leaves_band_at(name)) is not None:
+            height = 100 * float(gaps[np.flatnonzero(at == left)[0]])
+            axes.plot(left, height, "o", markersize=10, markerfacecolor="none", color=look["color"])
+        if name not in whole:
+            _mark_end(axes, runs[0], at, 100 * gaps)
+        elif np.isfinite(gaps).any():
+            labels.append((100 * last_known(gaps), f"{name} {percent(last_known(gaps))}", look["color"]))
+    label_ends(figure, axes, labels)
+
+
+def _mark_end(axes: "Axes", curve: "Curve", steps: Sequence[float] | Floats, values: Floats, text: str = "") -> None:
+    """A cross where a diverged curve ends, or at the edge of the axes if it left them, and a text over or under it."""
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known):
+        return
+    color = recipe_look(curve.recipe)["color"]
+    (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
+    x, y = steps[known[-1]], float(np.clip(values[known[-1]], low, high))
+    axes.plot(x, y, marker="x", markersize=7, markeredgewidth=1.6, color=color, clip_on=False)
+    over = 10 if y < low + 0.8 * (high - low) else -12
+    side = "left" if x < 0.3 * right else "right" if x > 0.7 * right else "center"
+    axes.annotate(text, (x, y), (0, over), textcoords="offset points", color=color, va="center", ha=side)
+
+
+def _reach(bar: float, series: list[Floats]) -> float:
+    """Half the height of the gap axis: the bar and the later half of all gaps, but at most MOST_BARS.
+
+    A recipe that ends beyond is left out of them: its name at the edge says its gap, and the others can be told apart.
+    """
+    later = np.abs(np.concatenate([gaps[len(gaps) // 2 :] for gaps in series]))
+    later = later[np.isfinite(later)]
+    return float(np.clip(1.2 * later.max(initial=0.0), 1.6 * bar, MOST_BARS * bar))

@@ -1,0 +1,70 @@
+"""Gradients beside BF16's, layer by layer: the angle between them, and the ratio of their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octile.report.compare.gradients import GradientCheck, WeightGradient
+from octile.report.style import dress, recipe_look
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from octile.report.run.metrics import Floats
+
+
+def draw_angles(figure: Figure, checks: Sequence[GradientCheck]) -> None:
+    _draw(figure, checks, "angle to BF16's gradient (degrees)", lambda layer: layer.degrees, zero=True)
+
+
+def draw_norms(figure: Figure, checks: Sequence[GradientCheck]) -> None:
+    _draw(figure, checks, "length against BF16's gradient (%)", lambda layer: 100 * (layer.norm_ratio - 1), zero=False)
+
+
+def say_angles(checks: Sequence[GradientCheck]) -> str:
+    last = checks[-1]
+    layers = [layer for layer in last.by_layer() if not np.isnan(layer.degrees)]
+    if not layers:
+        return f"No gradient of {last.recipe} at step {last.step:,} was finite."
+    worst, whole = max(layers, key=lambda layer: layer.degrees), last.whole()
+    which = f"layer {worst.name}" if worst.name.isdecimal() else worst.name
+    return (
+        f"How far the gradient of each layer turns when {last.recipe} computes it instead of BF16, at the same weights"
+        f" on the same batch. At step {last.step:,} the whole gradient is turned by {whole.degrees:.1f}°"
+        f" (cosine {whole.cosine:.4f}), most in {which}: {worst.degrees:.1f}°. From faint to strong:"
+        f" {'steps' if len(checks) > 1 else 'step'} {', '.join(f'{check.step:,}' for check in checks)}."
+    )
+
+
+def say_norms(checks: Sequence[GradientCheck]) -> str:
+    return "The same gradients' lengths: below zero, the recipe pulls a layer less than BF16 would."
+
+
+def worst_weights(checks: Sequence[GradientCheck], most: int = 8) -> list[WeightGradient]:
+    """The weights of the last check whose gradients are turned most."""
+    known = [weight for weight in checks[-1].weights if not np.isnan(weight.degrees)]
+    return sorted(known, key=lambda weight: -weight.degrees)[:most]
+
+
+def _draw(
+    figure: Figure, checks: Sequence[GradientCheck], y: str, value: Callable[[WeightGradient], float], zero: bool
+) -> None:
+    axes, color = figure.subplots(), recipe_look(checks[0].recipe)["color"]
+    dress(axes, "layer", y)
+    names = [layer.name for layer in checks[0].by_layer()]
+    for number, check in enumerate(checks, 1):
+        values: Floats = np.array([value(layer) for layer in check.by_layer()])
+        if not np.isfinite(values).any():
+            continue
+        strength = number / len(checks)
+        axes.plot(values, color=color, marker="o", markersize=3.5, alpha=0.25 + 0.75 * strength)
+    if zero:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.axhline(0, color=color, linewidth=1, alpha=0.4)
+    few = max(1, len(names) // 8)
+    shown = range(0, len(names), few) if few > 1 else range(len(names))
+    axes.set_xticks(list(shown), [names[i] for i in shown])

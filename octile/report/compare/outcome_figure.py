@@ -1,0 +1,78 @@
+"""The figure that says how sure a comparison is: for each recipe its gaps, their mean, and both intervals."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from octile.report.compare.summary import FEW_SEEDS
+from octile.report.page import percent
+from octile.report.style import COLOR, dress, recipe_look
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from octile.report.compare.result import CompareResult
+
+ROW, FRAME = 58, 90  # pixels
+MOST_BARS = 20  # that the axis reaches to either side
+
+
+def height(result: CompareResult) -> int:
+    return FRAME + ROW * (1 + len(result.names))
+
+
+def draw_outcomes(figure: Figure, result: CompareResult) -> None:
+    axes = figure.subplots()
+    dress(axes, None, "held-out loss against BF16 at the end (%)")
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x")
+    if result.nudge:
+        noise, what = [-result.noise_band, result.noise_band], "bf16, nudged: this far to either side"
+    else:
+        noise = [result.gap(curve) for curve in result.baselines[1:]]
+        what = "bf16, other seed" if len(noise) == 1 else "bf16, other seeds"
+    _row(axes, 0, noise, what, COLOR["ink"], "")
+    reach = [result.bar, *map(abs, noise)]
+    for at, name in enumerate(result.names, 1):
+        outcome = result.outcome(name)
+        color = recipe_look(name)["color"]
+        for interval, width, alpha in ((outcome.over_text, 1.4, 1.0), (outcome.over_seeds, 9, 0.22)):
+            if interval:
+                ends = [100 * interval.low, 100 * interval.high]
+                axes.plot(ends, [at, at], color=color, linewidth=width, alpha=alpha, solid_capstyle="butt")
+        _row(axes, at, outcome.gaps, name, color, percent(outcome.gap) if math.isfinite(outcome.gap) else "")
+        if math.isfinite(outcome.gap):
+            axes.plot([100 * outcome.gap] * 2, [at - 0.16, at + 0.16], color=color, linewidth=2.2)
+        if abs(outcome.gap) <= MOST_BARS * result.bar:  # what ends beyond says so in words, and hides no other
+            reach += [abs(gap) for gap in outcome.gaps]
+            reach += [max(-i.low, i.high) for i in (outcome.over_text, outcome.over_seeds) if i]
+    limit = 112 * min(max(gap for gap in reach if math.isfinite(gap)), MOST_BARS * result.bar)
+    axes.set_xlim(-limit, limit)
+    axes.set_ylim(len(result.names) + 0.45, -0.6)
+    axes.set_yticks([])
+    axes.axvline(0, color=COLOR["ink"], linewidth=1.2, zorder=0)
+    for bar in (-result.bar, result.bar):
+        axes.axvline(100 * bar, color=COLOR["muted"], linewidth=1, linestyle=":", zorder=0)
+
+
+def say_outcomes(result: CompareResult) -> str:
+    seeds = max((len(result.runs(name)) for name in result.names), default=0)
+    if seeds > 1:
+        over = f"the broad stroke is the 95% interval over {seeds} seeds. " + (
+            "So few can hardly prove anything"
+            if seeds <= FEW_SEEDS
+            else "A recipe is proven within the bar where all of this lies between the dotted lines"
+        )
+    else:
+        over = "there is no interval over seeds, since one seed cannot tell what another would give"
+    texts = any(result.outcome(name).over_text for name in result.names)
+    text = " the thin line is the 95% interval, had other text been held out;" if texts else ""
+    return f"Each dot is one seed and the tall tick their mean;{text} {over}."
+
+
+def _row(axes, at, gaps, name, color, text):  # type: ignore[no-untyped-def]
+    known = [100 * gap for gap in gaps if math.isfinite(gap)]
+    axes.plot(known, [at] * len(known), "o", color=color, markersize=5.5, alpha=0.85)
+    axes.annotate(f"{name} {text}" if text else name, (0, at), (0, 15), xycoords=("axes fraction", "data"),
+                  textcoords="offset points", color=color, va="center")  # fmt: skip

@@ -1,0 +1,176 @@
+"""The page of a comparison: the outcome, the curves, how sure it is, which tokens suffer, and the gradients.
+
+What the numbers mean: `comparison.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from octile.checkpoint.files import write_text
+from octile.report.compare import gradient_figures, outcome_figure, token_figures
+from octile.report.compare.figure import draw_compare, say_compare
+from octile.report.compare.result import CompareResult
+from octile.report.compare.speed_notes import speed_notes
+from octile.report.compare.summary import seeds_note, verdict_sentence
+from octile.report.compare.tables import detail_rows, outcome_rows
+from octile.report.compare.token_differences import TokenDifferences
+from octile.report.page import printable, render
+from octile.report.run.metrics import flatten
+from octile.report.style import HALF, PHONE, WIDE, palette_name, save_drawing
+from octile.report.svg import Chart, make_chart
+
+
+def write_compare_report(folder: Path, result: CompareResult) -> Path:
+    """Writes FOLDER/report.html: tables and figures, each with the sentence that says what to see.
+
+    Returns:
+        the path of the page: one file that needs no network. The same result always gives the same page.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder must exist: {folder} does not")
+    page = render(
+        "compare.html.jinja",
+        title=f"{result.preset}: recipes beside BF16",
+        lead=verdict_sentence(result),
+        notices=[],
+        chart=make_chart(
+            "Loss, and its distance from BF16",
+            say_compare(result),
+            lambda figure: draw_compare(figure, result),
+            size=(WIDE, 560),
+            narrow=(PHONE, 560),
+        ),
+        rows=outcome_rows(result),
+        details=detail_rows(result),
+        bootstrapped=any(result.outcome(name).over_seeds_bootstrap for name in result.names),
+        bar=f"{result.bar:.2%}",
+        noise="not measured" if math.isnan(result.noise_band) else f"{result.noise_band:.2%}",
+        seeds_note=seeds_note(result),
+        speed_notes=speed_notes(result),
+        sure=_sure(result),
+        token_charts=_token_charts(result),
+        tokens=[_tokens(found) for found in result.tokens],
+        gradients=[_gradients(result, name) for name in dict.fromkeys(c.recipe for c in result.gradients)],
+        machine=result.machine,
+        recipe_files=result.recipe_files,
+        configuration=flatten(result.config),
+    )
+    path = folder / "report.html"
+    write_text(path, page)
+    return path
+
+
+def save_compare_figure(result: CompareResult, path: Path) -> Path:
+    """Writes the figure as a file, PNG (twice the pixels, for sharp screens) or SVG by the suffix of `path`.
+
+    Raises:
+        ValueError: the suffix is another.
+    """
+    return save_drawing(path, WIDE, 560, lambda figure: draw_compare(figure, result))
+
+
+def _sure(result: CompareResult) -> Chart | None:
+    if not any(math.isfinite(result.gap(curve)) for curve in result.recipes):
+        return None
+    high = outcome_figure.height(result)
+    return make_chart(
+        "How sure the gaps are",
+        outcome_figure.say_outcomes(result),
+        lambda figure: outcome_figure.draw_outcomes(figure, result),
+        size=(WIDE, high),
+        narrow=(PHONE, high),
+    )
+
+
+def _token_charts(result: CompareResult) -> list[Chart]:
+    """By position and by frequency, all recipes in one."""
+    if not result.tokens:
+        return []
+    position, frequency = token_figures.say_positions(result.tokens), token_figures.say_frequencies(result.tokens)
+    return [
+        make_chart("By position", position, lambda f: token_figures.draw_positions(f, result.tokens), (HALF, 300)),
+        make_chart("By frequency", frequency, lambda f: token_figures.draw_frequencies(f, result.tokens), (HALF, 300)),
+    ]
+
+
+def _tokens(found: TokenDifferences) -> dict[str, Any]:
+    """A recipe's tokens: the figure, the table of the worst, and the passage that suffers most."""
+    strongest = max((abs(change) for _, change in found.passage), default=1.0) or 1.0
+    high = token_figures.height(found)
+    return {
+        "recipe": found.recipe,
+        "color": palette_name(found.recipe),
+        "counts": token_figures.say_counts(found),
+        "chart": make_chart(
+            f"Tokens under {found.recipe}",
+            token_figures.say_tokens(found),
+            lambda figure: token_figures.draw_tokens(figure, found),
+            size=(HALF, high),
+        ),
+        "worst": [
+            (
+                printable(g.name),
+                f"{g.count:,}",
+                f"{_signed(g.mean, 3)} ± {g.error:.3f}",
+                f"{_signed(g.control_mean, 3)} ± {g.control_error:.3f}",
+            )
+            for g in found.worst
+        ],
+        "passage": [
+            (_shown(text), f"{_signed(change, 2)} nats", _side(change), _percent_of(strongest, change))
+            for text, change in found.passage
+        ],
+    }
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _shown(text: str) -> str:
+    """Text as it stands, but one sees where a line ends."""
+    return printable(text).replace("\n", "↵\n")
+
+
+def _side(change: float) -> str:
+    """The colour of a loss that grew, or shrank."""
+    return "vermilion" if change > 0 else "blue"
+
+
+def _percent_of(strongest: float, change: float) -> int:
+    """How strongly a change is coloured; the strongest leaves the text readable."""
+    return round(60 * abs(change) / strongest)
+
+
+def _gradients(result: CompareResult, name: str) -> dict[str, Any]:
+    checks = [check for check in result.gradients if check.recipe == name]
+    return {
+        "recipe": name,
+        "color": palette_name(name),
+        "step": f"{checks[-1].step:,}",
+        "charts": [
+            make_chart(
+                f"Direction of {name}'s gradients",
+                gradient_figures.say_angles(checks),
+                lambda figure: gradient_figures.draw_angles(figure, checks),
+                (HALF, 300),
+            ),
+            make_chart(
+                f"Length of {name}'s gradients",
+                gradient_figures.say_norms(checks),
+                lambda figure: gradient_figures.draw_norms(figure, checks),
+                (HALF, 300),
+            ),
+        ],
+        "worst": [
+            (weight.name, f"{weight.degrees:.1f}°", f"{weight.cosine:.4f}", f"{weight.norm_ratio:.3f}")
+            for weight in gradient_figures.worst_weights(checks)
+        ],
+    }

@@ -1,0 +1,259 @@
+"""What a comparison measured, and the numbers that follow from it.
+
+BF16 is trained with two seeds at least; how far they end apart on held-out text is the noise band. A recipe of seed s
+starts where BF16 of seed s started and sees the same batches, so the two are a pair. With L the held-out loss:
+
+    gap          (L − L_s) / L_s at the end, with L_s of BF16 with the same seed; its mean where there are many seeds
+    noise band   |L_b − L_a| / L_first, its mean over all pairs of BF16 runs; where all runs go on from one point, what
+                 a nudge of BF16 does, if that was measured
+    bar          0.25% in magnitude (DeepSeek-V3, arXiv 2412.19437, §3.3.1 and appendix B.1)
+
+A gap is uncertain in two ways. Other seeds would give other gaps: that takes several seeds to see, and one tells
+nothing of it. And other held-out text would: that can be seen in one run, by drawing the windows again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from octile.report.compare.gradients import GradientCheck
+from octile.report.compare.intervals import Interval, bootstrap_interval, student_interval
+from octile.report.compare.token_differences import TokenDifferences
+from octile.report.run.metrics import Floats
+
+LEAST_OUTSIDE = 2  # measurements in a row that make "for good"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training run of the comparison. Losses in nats a token.
+
+    `train_loss` [len(steps)] is the main head's raw loss of each step (the page smooths it). `state_bytes` is what
+    training keeps in memory as the caller measured it, in bytes. A run that diverged says at which step.
+    `window_loss` is the mean loss of each held-out window at the end. `tokens_per_s` is the median over the steps (NaN
+    where it says nothing), `speed_quartiles` the lower and the upper quartile; `yardstick_s` is how many seconds the
+    same fixed piece of work took while the run went on.
+    """
+
+    recipe: str
+    seed: int
+    steps: tuple[int, ...]
+    train_loss: tuple[float, ...]
+    val_steps: tuple[int, ...]
+    val_loss: tuple[float, ...]
+    tokens_per_s: float
+    state_bytes: int | None = None
+    diverged_at: int | None = None
+    window_loss: tuple[float, ...] = ()
+    speed_quartiles: tuple[float, float] | None = None
+    yardstick_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.steps) != len(self.train_loss) or len(self.val_steps) != len(self.val_loss):
+            raise ValueError(
+                f"each loss of {self.recipe} needs its step, not {len(self.train_loss)} training losses at"
+                f" {len(self.steps)} steps and {len(self.val_loss)} held-out losses at {len(self.val_steps)} steps"
+            )
+
+    @property
+    def final_val_loss(self) -> float:
+        """The last held-out loss, NaN if there is none."""
+        return self.val_loss[-1] if self.val_loss else math.nan
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """What `octile compare` measured: BF16 with every seed (two at least), and each recipe with every seed asked for.
+
+    `tokens` and `gradients` hold what was measured beside the losses, of the recipes that were measured so;
+    `recipe_files` what the files said that recipes came from, by the recipe's name. `nudge` has steps and fractions:
+    how far BF16 lies from itself there if its weights were rounded once at the start. Runs that go on from a trained
+    BF16 have other noise than its seeds, each of which is a trunk of its own: where `nudge` is given, it is the noise.
+    """
+
+    preset: str
+    bf16: Curve
+    bf16_other_seed: Curve
+    recipes: tuple[Curve, ...]
+    bar: float = 0.0025
+    machine: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    bf16_more_seeds: tuple[Curve, ...] = ()
+    tokens: tuple[TokenDifferences, ...] = ()
+    gradients: tuple[GradientCheck, ...] = ()
+    recipe_files: Mapping[str, str] = field(default_factory=dict)
+    nudge: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def baselines(self) -> tuple[Curve, ...]:
+        return (self.bf16, self.bf16_other_seed, *self.bf16_more_seeds)
+
+    @property
+    def curves(self) -> tuple[Curve, ...]:
+        return (*self.baselines, *self.recipes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The recipes, each once."""
+        return tuple(dict.fromkeys(curve.recipe for curve in self.recipes))
+
+    def runs(self, name: str) -> tuple[Curve, ...]:
+        """A recipe's runs, one for each seed."""
+        return tuple(curve for curve in self.recipes if curve.recipe == name)
+
+    def partner(self, curve: Curve) -> Curve:
+        """What a run is measured against: a recipe against BF16 of its seed, BF16 against the first."""
+        same_seed = (b for b in self.baselines if b.seed == curve.seed and curve not in self.baselines)
+        return next(same_seed, self.bf16)
+
+    def gaps(self, curve: Curve) -> tuple[Floats, Floats]:
+        """Steps and relative gaps [n] float64, where both `curve` and its partner were measured on held-out text."""
+        partner = self.partner(curve)
+        base = dict(zip(partner.val_steps, partner.val_loss, strict=True))
+        both = [(s, loss / base[s] - 1) for s, loss in zip(curve.val_steps, curve.val_loss, strict=True) if s in base]
+        return np.array([s for s, _ in both], dtype=np.float64), np.array([gap for _, gap in both])
+
+    def gap(self, curve: Curve) -> float:
+        """(L − L_s) / L_s at the last step at which BF16 was measured, a fraction; NaN if the curve was not, there."""
+        steps, gaps = self.gaps(curve)
+        return float(gaps[-1]) if len(gaps) and steps[-1] == self.bf16.val_steps[-1] else math.nan
+
+    def smoothed_gap(self, curve: Curve) -> float:
+        """The mean gap over the last quarter of BF16's measurements, a fraction; NaN if the curve misses any."""
+        recent = self.bf16.val_steps[-max(1, len(self.bf16.val_steps) // 4) :]
+        gaps = dict(zip(*self.gaps(curve), strict=True))
+        return sum(float(gaps.get(step, math.nan)) for step in recent) / len(recent) if recent else math.nan
+
+    @property
+    def noise_band(self) -> float:
+        """How far two BF16 runs end apart, a fraction: |L_b − L_a| / L_first, its mean over all pairs, or the nudge."""
+        if self.nudge:
+            return self.nudge[-1][1]
+        ends = [b.final_val_loss if b.val_steps == self.bf16.val_steps else math.nan for b in self.baselines]
+        return _mean([abs(b - a) for a, b in combinations(ends, 2)]) / ends[0] if ends[0] else math.nan
+
+    def band(self) -> tuple[Floats, Floats]:
+        """Steps and the noise band at each [n], the widest of a measurement and its two neighbours.
+
+        Two curves that differ by chance cross now and then; there the distance itself is zero and the noise is not.
+        """
+        found = self.nudge or self._between_seeds()
+        steps, apart = (np.array([pair[i] for pair in found], dtype=np.float64) for i in (0, 1))
+        padded = np.pad(apart, 1, mode="edge") if len(apart) else np.zeros(2)
+        return steps, np.maximum(np.maximum(padded[:-2], apart), padded[2:])
+
+    def _between_seeds(self) -> tuple[tuple[int, float], ...]:
+        """Steps, and how far BF16's runs lie apart at each: the mean over all pairs."""
+        losses = [dict(zip(b.val_steps, b.val_loss, strict=True)) for b in self.baselines]
+        steps = [step for step in losses[0] if all(step in known for known in losses)]
+        return tuple((s, _mean([abs(b[s] - a[s]) for a, b in combinations(losses, 2)]) / losses[0][s]) for s in steps)
+
+    def mean_gaps(self, name: str) -> tuple[Floats, Floats]:
+        """Steps and the mean over the seeds of a recipe's gaps there [n], where every seed was measured."""
+        runs = [dict(zip(*self.gaps(curve), strict=True)) for curve in self.runs(name)]
+        steps = [step for step in runs[0] if all(step in run for run in runs)]
+        return np.array(steps, dtype=np.float64), np.array([_mean([run[step] for run in runs]) for step in steps])
+
+    def leaves_band_at(self, name: str) -> int | None:
+        """The divergence point: the step from which a recipe's mean gap stays outside the band, on one side.
+
+        None where it never leaves for good. The last measurement alone does not count: it may come back.
+        """
+        noise = dict(zip(*self.band(), strict=True))
+        steps, gaps = self.mean_gaps(name)
+        left: list[float] = []
+        for step, gap in zip(reversed(steps), reversed(gaps), strict=True):
+            if step not in noise or not abs(gap) > noise[step] or gap * gaps[-1] < 0:
+                break
+            left.append(step)
+        return int(left[-1]) if len(left) >= LEAST_OUTSIDE else None
+
+    def outcome(self, name: str) -> Outcome:
+        """All that follows for one recipe."""
+        runs = self.runs(name)
+        gaps = np.array([self.gap(curve) for curve in runs])
+        known = gaps[np.isfinite(gaps)]
+        broke = [curve.diverged_at for curve in runs if curve.diverged_at is not None]
+        return Outcome(
+            recipe=name,
+            gaps=tuple(gaps.tolist()),
+            smoothed=_mean([self.smoothed_gap(curve) for curve in runs]),
+            over_seeds=student_interval(known) if len(known) == len(gaps) else None,
+            over_seeds_bootstrap=bootstrap_interval(known) if len(known) == len(gaps) else None,
+            over_text=None if broke else self._over_text(name),
+            leaves_band_at=self.leaves_band_at(name),
+            diverged_at=min(broke, default=None),
+            diverged=len(broke),
+            bar=self.bar,
+            noise_band=self.noise_band,
+        )
+
+    def _over_text(self, name: str) -> Interval | None:
+        """Of the mean gap, had other windows of text been held out: the same windows for both runs of a pair."""
+        pairs = [(np.array(c.window_loss), np.array(self.partner(c).window_loss)) for c in self.runs(name)]
+        if any(a.size == 0 or a.shape != b.shape for a, b in pairs):
+            return None
+        gap_W = np.mean([(a - b) / b.mean() for a, b in pairs], axis=0)
+        return bootstrap_interval(gap_W) if np.isfinite(gap_W).all() else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a recipe ended; gaps, bar and band are fractions.
+
+    `gaps` has one for each seed. `over_seeds` is Student's interval of their mean, `over_seeds_bootstrap` the
+    bootstrap's, `over_text` the bootstrap's over held-out windows. `diverged` counts the seeds whose loss broke.
+    """
+
+    recipe: str
+    gaps: tuple[float, ...]
+    smoothed: float
+    over_seeds: Interval | None
+    over_seeds_bootstrap: Interval | None
+    over_text: Interval | None
+    leaves_band_at: int | None
+    diverged_at: int | None
+    diverged: int
+    bar: float
+    noise_band: float
+
+    @property
+    def gap(self) -> float:
+        return _mean(list(self.gaps))
+
+    @property
+    def within_bar(self) -> bool:
+        """Whether every seed stayed finite and they ended, on average, at most `bar` from BF16, in either direction."""
+        return not self.diverged and abs(self.gap) <= self.bar
+
+    @property
+    def sure(self) -> bool | None:
+        """Whether the whole interval over the seeds lies on the mean's side of the bar; None where there is none."""
+        if self.over_seeds is None:
+            return None
+        low, high = self.over_seeds.low, self.over_seeds.high
+        return max(-low, high) <= self.bar if self.within_bar else low > self.bar or high < -self.bar
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few words."""
+        if self.diverged:
+            some = f" ({self.diverged} of {len(self.gaps)} seeds)" if len(self.gaps) > 1 else ""
+            return f"diverged at step {self.diverged_at:,}{some}"
+        if math.isnan(self.gap):
+            return "not measured"
+        if not self.within_bar:
+            verdict = f"misses by {(abs(self.gap) - self.bar) * 100:.2f} points"
+        else:
+            verdict = "within bar and noise" if abs(self.gap) <= self.noise_band else "within the bar"
+        return verdict + (", unsure" if self.sure is False else "")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,117 @@
+"""The outcome of a comparison as tables: their rows, and how a terminal shows them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from octile.report.compare.result import CompareResult, Curve
+from octile.report.compare.summary import span
+from octile.report.page import byte_size, percent
+from octile.report.style import palette_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Row = dict[str, str]
+MOODS = {"good": "green", "bad": "red"}
+
+
+def format_compare_table(result: CompareResult) -> Table:
+    """The outcome as a table for the terminal."""
+    table = _table()
+    table.add_column("gap to\nBF16", justify="right")
+    table.add_column("outcome", min_width=8)
+    for name in ("gap,\nsmoothed", "held-out\nloss", "tokens/s", "weights,\noptimizer"):
+        table.add_column(name, justify="right")
+    for row in outcome_rows(result):
+        keys = ("name", "gap", "outcome", "smoothed", "loss", "speed", "memory")
+        table.add_row(*(row[key] for key in keys), style=MOODS.get(row["mood"]))
+    return table
+
+
+def format_details_table(result: CompareResult) -> Table:
+    """How sure each gap is, and where it comes from, as a table for the terminal."""
+    from rich.text import Text
+
+    table = _table()
+    for name in ("95% over\nseeds", "95% over\nheld-out text", "leaves the\nnoise at", "gradient\nturned by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("tokens that\nsuffer most")
+    for row in detail_rows(result):
+        keys = ("name", "over_seeds", "over_text", "leaves", "angle", "tokens")
+        table.add_row(*(Text(row[key]) for key in keys))
+    return table
+
+
+def _table() -> Table:
+    """With a column for the recipe, and narrow enough for 80 characters."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
+    return table
+
+
+def outcome_rows(result: CompareResult) -> list[Row]:
+    """One for each BF16 run and one for each recipe; what several seeds gave is their mean."""
+    rows = []
+    for number, curve in enumerate(result.baselines):
+        base = number == 0 or bool(result.nudge)  # from one point on each seed is a baseline, and none is noise
+        gap = [] if base else [result.gap(curve)]
+        smoothed = [] if base else [result.smoothed_gap(curve)]
+        kind = "baseline" if base else "noise band"
+        rows.append(_row([curve], f"bf16, seed {curve.seed}", gap, smoothed, kind, ""))
+    for name in result.names:
+        outcome, runs = result.outcome(name), list(result.runs(name))
+        of = f"{name}, {len(runs)} seeds" if len(runs) > 1 else name
+        mood = "bad" if not outcome.within_bar else "" if outcome.sure is False else "good"
+        rows.append(_row(runs, of, [outcome.gap], [outcome.smoothed], outcome.verdict, mood))
+    return rows
+
+
+def detail_rows(result: CompareResult) -> list[Row]:
+    """One for each recipe."""
+    rows = []
+    for name in result.names:
+        outcome = result.outcome(name)
+        angles = [f"{check.whole().degrees:.1f}" for check in result.gradients if check.recipe == name]
+        tokens = [group.name for each in result.tokens if each.recipe == name for group in each.worst[:3]]
+        rows.append(
+            {
+                "color": palette_name(name),
+                "name": name,
+                "over_seeds": span(outcome.over_seeds) if len(outcome.gaps) > 1 else "one seed",
+                "bootstrap": span(outcome.over_seeds_bootstrap),
+                "over_text": span(outcome.over_text),
+                "leaves": f"step {outcome.leaves_band_at:,}" if outcome.leaves_band_at is not None else "never",
+                "angles": " → ".join(angles) or "–",
+                "angle": f"{angles[-1]}°" if angles else "–",
+                "tokens": "  ".join(tokens) or "–",
+            }
+        )
+    return rows
+
+
+def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], outcome: str, mood: str) -> Row:
+    broke = any(curve.diverged_at is not None for curve in runs)  # a diverged run's last loss is not a final one
+    loss = sum(curve.final_val_loss for curve in runs) / len(runs)
+    speed = statistics.median_high(curve.tokens_per_s for curve in runs)
+    memory = runs[0].state_bytes
+    return {
+        "color": palette_name(runs[0].recipe),
+        "name": name,
+        "loss": f"{loss:.4f}" if math.isfinite(loss) and not broke else "–",
+        "gap": _percent(gap),
+        "smoothed": _percent(smoothed),
+        "speed": f"{speed:,.0f}" if math.isfinite(speed) else "–",
+        "memory": byte_size(memory) if memory is not None else "–",
+        "outcome": outcome,
+        "mood": mood,
+    }
+
+
+def _percent(fractions: list[float]) -> str:
+    return percent(fractions[0]) if fractions and math.isfinite(fractions[0]) else "–"

@@ -1,0 +1,146 @@
+"""Which tokens suffer: held-out losses of a recipe minus those of BF16, token by token, put in groups.
+
+Two trained models differ in every token's loss, FP8 or not. So every figure stands beside its control: the same
+figure of BF16 with another seed minus BF16. A group's standard error takes its tokens as independent, which tokens of
+one text are not quite; the control shows what chance really does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octile.report.run.metrics import Floats
+
+Ints = NDArray[np.int64]
+
+FEWEST = 10  # occurrences of a token that say something of it
+SHOWN = 10  # tokens at either end of the list
+PASSAGE = 128  # tokens of the passage that suffers most
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tokens that have something in common. Differences are in nats a token, means of `count` with standard errors."""
+
+    name: str
+    count: int
+    mean: float
+    error: float
+    control_mean: float
+    control_error: float
+
+
+@dataclass(frozen=True)
+class TokenDifferences:
+    """A recipe's held-out losses minus BF16's, over all seeds that both were trained with.
+
+    Attributes:
+        recipe: its name.
+        mean: of all tokens, nats a token.
+        tokens: how many different tokens came FEWEST times or more.
+        worse, better: how many of these lie more than two standard errors above and below BF16.
+        control_worse, control_better: how many BF16 with another seed has; chance gives about 2.5% each.
+        worst, best: the tokens that lie farthest above and below, by the end of that interval nearer to zero.
+        positions: by the number of tokens that the model has read before, as powers of two.
+        frequencies: by how often the token comes in a million of the training text's, as half powers of ten.
+        passage: (text, difference) of consecutive tokens, where the differences are largest.
+    """
+
+    recipe: str
+    mean: float
+    tokens: int
+    worse: int
+    better: int
+    control_worse: int
+    control_better: int
+    worst: tuple[Group, ...]
+    best: tuple[Group, ...]
+    positions: tuple[Group, ...]
+    frequencies: tuple[Group, ...]
+    passage: tuple[tuple[str, float], ...]
+
+
+def token_differences(
+    recipe: str,
+    tokens_NS: Ints,
+    losses: Sequence[tuple[Floats, Floats]],
+    control: tuple[Floats, Floats],
+    frequency_V: Floats,
+    readable: Callable[[int], str],
+    text: Callable[[int], str],
+) -> TokenDifferences:
+    """Groups differences of losses.
+
+    Args:
+        recipe: its name.
+        tokens_NS: int64 [N, S], the tokens that were predicted: N windows of S.
+        losses: of each seed, of the recipe and of BF16, [N, S] nats.
+        control: of BF16 with another seed and of BF16, [N, S].
+        frequency_V: [V] how often each token comes in a million tokens of text.
+        readable: how a token is shown by itself.
+        text: what it stands for, as part of a passage.
+    """
+    difference_NS: Floats = np.stack([recipe_NS - bf16_NS for recipe_NS, bf16_NS in losses]).mean(axis=0)
+    control_NS = control[0] - control[1]
+
+    def groups(keys_NS: Ints, name: Callable[[int], str]) -> list[Group]:
+        ours, theirs = _means(keys_NS, difference_NS), _means(keys_NS, control_NS)
+        return [
+            Group(name(key), int(count), *map(float, (mean, error, control_mean, control_error)))
+            for key, (count, mean, error), (_, control_mean, control_error) in zip(
+                np.unique(keys_NS).tolist(), ours, theirs, strict=True
+            )
+        ]
+
+    often = [group for group in groups(tokens_NS, readable) if group.count >= FEWEST]
+    position_NS = np.broadcast_to(np.log2(np.arange(1, tokens_NS.shape[1] + 1)).astype(np.int64), tokens_NS.shape)
+    rarest = np.log10(np.maximum(frequency_V, 1e-3))  # a token that never comes is one in a billion
+    half_decade_V = np.floor(2 * rarest).astype(np.int64)
+    return TokenDifferences(
+        recipe=recipe,
+        mean=float(difference_NS.mean()),
+        tokens=len(often),
+        worse=sum(g.mean > 2 * g.error for g in often),
+        better=sum(g.mean < -2 * g.error for g in often),
+        control_worse=sum(g.control_mean > 2 * g.control_error for g in often),
+        control_better=sum(g.control_mean < -2 * g.control_error for g in often),
+        worst=tuple(sorted(often, key=lambda g: 2 * g.error - g.mean)[:SHOWN]),
+        best=tuple(sorted(often, key=lambda g: g.mean + 2 * g.error)[:SHOWN]),
+        positions=tuple(groups(position_NS, lambda power: f"{2**power:,}")),
+        frequencies=tuple(groups(half_decade_V[tokens_NS], lambda half: _round(10 ** (half / 2)))),
+        passage=_passage(tokens_NS, difference_NS, text),
+    )
+
+
+def _means(keys: Ints, values: Floats) -> list[tuple[float, float, float]]:
+    """For each key, in order: how many values, their mean, and its standard error (NaN for a single value)."""
+    _, place = np.unique(keys, return_inverse=True)
+    place, values = place.ravel(), values.ravel()
+    count = np.bincount(place)
+    mean = np.bincount(place, values) / count
+    squares = np.bincount(place, (values - mean[place]) ** 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.sqrt(squares / (count - 1) / count)
+    return list(zip(count.tolist(), mean.tolist(), error.tolist(), strict=True))
+
+
+def _round(value: float) -> str:
+    """3.16, 31.6, 316, 3,160."""
+    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
+
+
+def _passage(tokens_NS: Ints, difference_NS: Floats, text: Callable[[int], str]) -> tuple[tuple[str, float], ...]:
+    """The stretch of at most PASSAGE tokens, at a multiple of that in its window, with the largest mean difference."""
+    starts = range(0, tokens_NS.shape[1], PASSAGE)
+    best = max(
+        ((n, start) for n in range(len(tokens_NS)) for start in starts),
+        key=lambda at: difference_NS[at[0], at[1] : at[1] + PASSAGE].mean(),
+    )
+    part = (best[0], slice(best[1], best[1] + PASSAGE))
+    return tuple(
+        (text(t), round(d, 3)) for t, d in zip(tokens_NS[part].tolist(), difference_NS[part].tolist(), strict=True)
+    )

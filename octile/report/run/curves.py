@@ -1,0 +1,161 @@
+"""What a run did step by step: loss, learning rate, gradient norm, throughput.
+
+Each figure has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see. Both
+are called only when the run has recorded at least one finite value of theirs.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octile.report.page import amount
+from octile.report.run.metrics import Floats, Run, as_float, last_known, smooth
+from octile.report.style import COLOR, dress, label_ends, line, noisy_line, step_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HOPELESS = 20.0  # nats a token: far worse than guessing, where a perplexity says nothing more
+
+
+def main_loss(run: Run) -> tuple[Floats, Floats]:
+    """The training loss that compares with the held-out loss: next-token prediction alone, where it was recorded."""
+    steps, values = run.series("main_loss")
+    return (steps, values) if len(steps) else run.series("loss")
+
+
+def draw_loss(figure: "Figure", run: Run) -> None:
+    axes = figure.subplots()
+    dress(axes, "step", "loss (nats a token; lower is better)")
+    labels, extent = [], []
+    for (steps, values), color, text in (
+        (main_loss(run), "blue", "training"),
+        (run.series("mtp_loss"), "purple", "MTP"),
+    ):
+        if not np.isfinite(values).any():
+            continue
+        trend = noisy_line(axes, steps, values, COLOR[color])
+        labels.append((last_known(trend), text, COLOR[color]))
+        extent += [np.nanmin(trend), np.nanmax(trend), *np.quantile(_finite(values), [0.002, 0.998])]
+    steps, values = run.series("val_loss")
+    if np.isfinite(values).any():
+        dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(steps) <= 60 else {}
+        axes.plot(steps, values, color=COLOR["vermilion"], linewidth=1, **dots)
+        labels.append((last_known(values), f"held-out {last_known(values):.3f}", COLOR["vermilion"]))
+        extent += [_finite(values).min(), _finite(values).max()]
+    step_axis(axes, run.last_step)
+    low, high = min(extent), max(extent)
+    axes.set_ylim(low - 0.06 * (high - low) - 0.05, high + 0.06 * (high - low) + 0.05)
+    if run.broken_steps:
+        axes.axvline(run.broken_steps[0], color=COLOR["muted"], linewidth=1, linestyle=":")
+        axes.annotate("loss is no number", (run.broken_steps[0], 1), (-5, -6), xycoords=axes.get_xaxis_transform(),
+                      textcoords="offset points", ha="right", va="top", color=COLOR["muted"])  # fmt: skip
+    label_ends(figure, axes, labels)
+
+
+def say_loss(run: Run) -> str:
+    steps, held_out = run.series("val_loss")
+    steps, held_out = steps[np.isfinite(held_out)], held_out[np.isfinite(held_out)]
+    has_mtp = np.isfinite(run.series("mtp_loss")[1]).any()
+    mtp = " MTP is the loss of the model's second guess, two tokens ahead and given the one between."
+    ahead = mtp if has_mtp else ""
+    if len(held_out) >= 2:
+        first, last = held_out[0], held_out[-1]
+        sentence = (
+            f"On text it never saw, the model's loss went from {first:.2f} (step {steps[0]:,.0f}) to {last:.2f} nats a"
+            " token"
+        )
+        if max(first, last) < HOPELESS:
+            sentence += (
+                f": it now wavers as if between {amount(math.exp(last))} equally likely next tokens, at first between"
+                f" {amount(math.exp(first))}"
+            )
+        return f"{sentence}.{ahead}"
+    trend = _finite(smooth(main_loss(run)[1]))
+    moved = f"went from {trend[0]:.2f} to {trend[-1]:.2f} nats a token" if len(trend) else "was never a number"
+    measured = f"was measured once: {held_out[0]:.2f}" if len(held_out) else "has not been measured yet"
+    return f"The training loss {moved}; the loss on held-out text {measured}.{ahead}"
+
+
+def draw_rate(figure: "Figure", run: Run) -> None:
+    axes = figure.subplots()
+    dress(axes, "step", "learning rate (× 10⁻³)")
+    steps, values = run.series("lr")
+    line(axes, steps, values * 1e3, color=COLOR["blue"])
+    step_axis(axes, run.last_step)
+    axes.set_ylim(0, 1.08 * float(np.nanmax(values)) * 1e3 or 1)
+
+
+def say_rate(run: Run) -> str:
+    steps, values = run.series("lr")
+    if len(steps) == 1:
+        return f"How far a step moves the weights: {values[0]:.3g} at step {steps[0]:,.0f}."
+    peak = np.nanargmax(values)
+    return (
+        f"How far a step moves the weights: the rate peaks at {values[peak]:.3g} at step {steps[peak]:,.0f}"
+        f" and stands at {last_known(values):.3g} at the last."
+    )
+
+
+def draw_gradient(figure: "Figure", run: Run) -> None:
+    axes = figure.subplots()
+    dress(axes, "step", "norm before clipping (log scale)")
+    steps, values = run.series("grad_norm")
+    values = np.where(values > 0, values, np.nan)
+    noisy_line(axes, steps, values, COLOR["blue"])
+    axes.set_yscale("log")
+    _plain_log_ticks(axes)
+    step_axis(axes, run.last_step)
+    limit = as_float(run.fact("clip"))
+    if math.isfinite(limit):
+        axes.axhline(limit, color=COLOR["muted"], linewidth=1, linestyle=":")
+        label_ends(figure, axes, [(limit, "clip", COLOR["muted"])])
+
+
+def say_gradient(run: Run) -> str:
+    steps, values = run.series("grad_norm")
+    known = np.isfinite(values)
+    peak = np.nanargmax(np.where(known, values, np.nan))
+    sentence = f"The gradient's length was {values[peak]:.2g} at step {steps[peak]:,.0f}"
+    if len(steps) > 1:
+        sentence += f", its largest, and {np.median(values[known]):.2g} at a typical step"
+    limit = as_float(run.fact("clip"))
+    if math.isfinite(limit):
+        sentence += f". Clipping shortened {np.mean(values[known] > limit):.0%} of the steps to length {limit:g}"
+    return sentence + "."
+
+
+def draw_speed(figure: "Figure", run: Run) -> None:
+    axes = figure.subplots()
+    dress(axes, "step", "tokens a second")
+    steps, values = run.series("tokens_per_s")
+    noisy_line(axes, steps, values, COLOR["blue"])
+    step_axis(axes, run.last_step)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def say_speed(run: Run) -> str:
+    values = _finite(run.series("tokens_per_s")[1])
+    if len(values) == 1:
+        return f"The only step so far ran at {values[0]:,.0f} tokens a second."
+    low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
+    return (
+        f"Half of the steps ran faster than {middle:,.0f} tokens a second;"
+        f" nine in ten lay within {low:,.0f}–{high:,.0f}."
+    )
+
+
+def _finite(values: Floats) -> Floats:
+    return values[np.isfinite(values)]
+
+
+def _plain_log_ticks(axes: "Axes") -> None:
+    """0.5, 1, 2 instead of 10⁰: most norms stay within two decades."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())

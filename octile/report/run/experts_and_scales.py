@@ -1,0 +1,207 @@
+"""What went on inside the model: how its experts shared the tokens, and how large the scales of its tiles were.
+
+Each figure has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see. Both
+are called only when the run has recorded at least one value of theirs.
+"""
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octile.report.page import amount
+from octile.report.run.metrics import Floats, Record, Run, last_known, smooth
+from octile.report.style import COLOR, dress, label_ends, line, step_axis
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ABOVE, BELOW = (0.88, 0.38, 0.12), (0.16, 0.52, 0.86)  # RGB of the heat map, in the middle between light and dark
+OPERANDS = {
+    "x": ("activations x", "blue"),
+    "w": ("weights w", "green"),
+    "dy": ("output gradients dy", "vermilion"),
+}
+
+
+def layer_name(path: str, run: Run) -> str:
+    """The path of a module as a reader counts: model.layers.3.mlp → "layer 3"; "MTP" for the layer past the last."""
+    number = re.search(r"layers\.(\d+)", path)
+    if number and number[1] == str(run.fact("num_hidden_layers")):
+        return "MTP"
+    return f"layer {number[1]}" if number else path
+
+
+def recent_load(run: Run) -> dict[str, Floats]:
+    """Load of each expert relative to its layer's mean, by layer, [E] float64, over the last quarter of the records."""
+    recent = [r["expert_load"] for r in run.experts[-max(1, len(run.experts) // 4) :]]
+    loads = {}
+    for layer, last in recent[-1].items():
+        records = [r[layer] for r in recent if len(r.get(layer, ())) == len(last)]
+        counts = np.array(records, dtype=np.float64).sum(axis=0)
+        loads[layer] = counts / counts.mean() if counts.sum() else np.full(len(counts), np.nan)
+    return loads
+
+
+def draw_load(figure: "Figure", run: Run) -> None:
+    loads = recent_load(run)
+    shares = np.full((len(loads), max(map(len, loads.values()))), np.nan)
+    for row, load in enumerate(loads.values()):
+        shares[row, : len(load)] = load
+    axes, key = figure.subplots(2, 1, height_ratios=[12, 1])
+    dress(axes, "expert", "tokens an expert got, against the mean of its layer")
+    span = _span(shares)
+    axes.grid(False)
+    axes.imshow(_tint(shares, span), aspect="auto", interpolation="none", origin="upper")
+    rows, columns = shares.shape
+    if columns <= 64:  # paper between the cells, while they are large enough
+        axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color=COLOR["paper"], linewidth=1.5, axis="both")
+    every = math.ceil(rows / 16)
+    axes.set_yticks(range(0, rows, every), [layer_name(layer, run) for layer in loads][::every])
+    axes.tick_params(which="both", length=0)
+    axes.spines["bottom"].set_visible(False)
+    worst = np.array([np.nanmax(load) if np.isfinite(load).any() else np.nan for load in loads.values()])
+    for row in range(0, rows, every):
+        axes.annotate(f"{worst[row]:.2f}×", (columns - 0.5, row), (5, 0), textcoords="offset points",
+                      va="center", color=COLOR["muted"], annotation_clip=False)  # fmt: skip
+    axes.annotate("busiest", (1, 1), (5, 8), xycoords="axes fraction", textcoords="offset points",
+                  va="baseline", color=COLOR["muted"])  # fmt: skip
+    ramp = np.linspace(-math.log2(span), math.log2(span), 101)[None]
+    key.imshow(_tint(2**ramp, span), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
+    key.set_xticks([0, 0.5, 1], [f"{1 / span:.2g}× the mean", "the mean", f"{span:.2g}×"])
+    key.set_yticks([])
+    key.tick_params(length=0)
+    key.spines[:].set_color(COLOR["grid"])
+
+
+def say_load(run: Run) -> str:
+    loads = {layer: load for layer, load in recent_load(run).items() if np.isfinite(load).any()}
+    if not loads:
+        return "No expert has been given a token yet."
+    busiest = max(loads, key=lambda layer: loads[layer].max())
+    idle = sum(int((load == 0).sum()) for load in loads.values())
+    unused = f" {idle} expert{'s' * (idle != 1)} got no token at all." if idle else " No expert stood idle."
+    averaged = ", averaged over the last quarter of the run" if len(run.experts) >= 4 else ""
+    most = f"{loads[busiest].max():.2f}×"
+    return f"The busiest expert of {layer_name(busiest, run)} got {most} the mean load{averaged}.{unused}"
+
+
+def draw_balance(figure: "Figure", run: Run) -> None:
+    axes = figure.subplots()
+    dress(axes, "step", "busiest expert's load (× the mean of its layer)")
+    steps, ratios = _balance(run)
+    final = {layer: last_known(smooth(ratio)) for layer, ratio in ratios.items()}
+    ordered = sorted(final, key=lambda layer: final[layer])
+    marked = {ordered[0]: "green", ordered[-1]: "vermilion"}  # of many layers, the best and the worst are named
+    if len(ordered) == 3:
+        marked[ordered[1]] = "blue"
+    for layer, ratio in ratios.items():
+        if layer not in marked:
+            line(axes, steps, smooth(ratio), color=COLOR["muted"], alpha=0.5 if len(ratios) <= 8 else 0.2)
+    for layer, color in marked.items():
+        line(axes, steps, smooth(ratios[layer]), color=COLOR[color])
+    axes.axhline(1, color=COLOR["muted"], linewidth=1, linestyle=":")
+    step_axis(axes, run.last_step)
+    label_ends(figure, axes, [(final[layer], layer_name(layer, run), COLOR[color]) for layer, color in marked.items()]
+               + [(1, "even", COLOR["muted"])])  # fmt: skip
+
+
+def say_balance(run: Run) -> str:
+    _, ratios = _balance(run)
+    every = np.stack([smooth(ratio) for ratio in ratios.values()])
+    known = every[:, np.isfinite(every).any(0)]
+    if not known.size:
+        return "No expert has been given a token yet."
+    later = f" at first and {np.nanmax(known[:, -1]):.2f}× at the last" if known.shape[1] > 1 else ""
+    return (
+        f"The busiest expert of the least balanced layer got {np.nanmax(known[:, 0]):.2f}× the mean{later} (smoothed);"
+        " 1× would be perfectly even."
+    )
+
+
+def _balance(run: Run) -> tuple[Floats, dict[str, Floats]]:
+    steps = np.array([r["step"] for r in run.experts], dtype=np.float64)
+    return steps, {
+        layer: np.array([_max_over_mean(r["expert_load"].get(layer, ())) for r in run.experts])
+        for layer in run.experts[-1]["expert_load"]
+    }
+
+
+def _max_over_mean(counts: list[int]) -> float:
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else math.nan
+
+
+def _span(shares: Floats) -> float:
+    """The smallest round factor that holds nearly all shares, in both directions."""
+    known = shares[np.isfinite(shares) & (shares > 0)]
+    needed = 2 ** np.quantile(np.abs(np.log2(known)), 0.98) if known.size else 1.0
+    return next((span for span in (1.25, 1.5, 2.0, 4.0) if span >= needed), 8.0)
+
+
+def _tint(shares: Floats, span: float) -> Floats:
+    """RGBA [..., 4]: orange above the mean, blue below, clear at the mean, so that it reads on any paper."""
+    with np.errstate(divide="ignore"):
+        tilt = np.clip(np.log2(shares) / math.log2(span), -1, 1)
+    color = np.where(tilt[..., None] > 0, ABOVE, BELOW)
+    return np.concatenate([color, np.nan_to_num(np.abs(tilt))[..., None]], axis=-1)
+
+
+def draw_scales(figure: "Figure", run: Run) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    first, last = run.tile_scales[0]["tile_scales"], run.tile_scales[-1]["tile_scales"]
+    operands = [operand for operand in OPERANDS if operand in last] or list(last)
+    beside = figure.get_figwidth() > 1.5 * figure.get_figheight()
+    grid = (1, len(operands)) if beside else (len(operands), 1)
+    panels = figure.subplots(*grid, sharex=True, squeeze=False).flat
+    for axes, operand in zip(panels, operands, strict=True):
+        text, color = OPERANDS.get(operand, (operand, "blue"))
+        bins, share = _share(last[operand])
+        dress(axes, "scale of a tile" if beside or operand == operands[-1] else None, f"{text} (% of tiles)")
+        axes.bar(bins, share, width=0.86, color=COLOR[color], alpha=0.75)
+        if first is not last and operand in first:
+            axes.step(*_share(first[operand]), where="mid", color=COLOR["ink"], linewidth=1)
+        axes.margins(y=0.1)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.xaxis.set_major_formatter(lambda exponent, _: _power_of_2(exponent))
+
+
+def say_scales(run: Run) -> str:
+    last = run.tile_scales[-1]["tile_scales"]
+    ranges = {operand: _central_range(*_share(histogram)) for operand, histogram in last.items()}
+    widest = max(ranges, key=lambda operand: ranges[operand][1] - ranges[operand][0])
+    low, high = ranges[widest]
+    below_normal = high - low >= 15  # 448 / 2¹⁵ < 2⁻⁶: even the largest value of such a tile would be subnormal
+    lost = ": under one scale for all, the small ones would keep few bits or none" if below_normal else ""
+    outline = " The outline is the first record." if len(run.tile_scales) > 1 else ""
+    return (
+        "Numbers are stored in blocks, each with a scale. 99 of 100 scales of the"
+        f" {OPERANDS.get(widest, (widest, ''))[0]} lie between {_power_of_2(low)} and {_power_of_2(high)},"
+        f" a factor of {amount(2.0 ** (high - low))}{lost}.{outline}"
+    )
+
+
+def _central_range(log2: Floats, share: Floats) -> tuple[float, float]:
+    """Where the middle 99% of the scales begin and end: a block of zeros, whose scale is 1, says nothing."""
+    if not share.any():
+        return 0.0, 0.0
+    below = np.cumsum(share)
+    low, high = np.searchsorted(below, [0.5, 99.5])
+    return float(log2[low]), float(log2[min(high, len(log2) - 1)])
+
+
+def _power_of_2(exponent: float) -> str:
+    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _share(histogram: Record) -> tuple[Floats, Floats]:
+    """Every power of two from the smallest to the largest, and the percentage of tiles that have it as their scale."""
+    log2 = np.array(histogram["log2"], dtype=np.int64)
+    if not len(log2):
+        return np.zeros(0), np.zeros(0)
+    count = np.zeros(log2.max() - log2.min() + 1)
+    count[log2 - log2.min()] = histogram["count"]
+    return np.arange(log2.min(), log2.max() + 1.0), 100 * count / max(count.sum(), 1)

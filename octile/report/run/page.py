@@ -1,0 +1,191 @@
+"""The page of one training run, RUN/report.html, and its figures as files."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octile.checkpoint.files import write_text
+from octile.report.page import amount, duration, printable, render
+from octile.report.run import curves as curves
+from octile.report.run import experts_and_scales as inside
+from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
+from octile.report.run.spikes import find_spikes
+from octile.report.style import HALF, PHONE, THIRD, WIDE, save_drawing
+from octile.report.svg import Chart, make_chart
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class RunFigure:
+    """One kind of figure: exists for a run that recorded something under one of `keys`; sizes in pixels."""
+
+    title: str
+    keys: tuple[str, ...]
+    draw: Callable[["Figure", Run], None]
+    say: Callable[[Run], str]
+    width: int
+    height: int
+
+    def exists(self, run: Run) -> bool:
+        records = (*run.training, *run.validation, *run.experts, *run.tile_scales)
+        values = (record[key] for record in records for key in self.keys if key in record)
+        return any(isinstance(value, dict) or math.isfinite(as_float(value)) for value in values)
+
+
+FIGURES = {
+    "loss": RunFigure("Loss", ("loss", "val_loss"), curves.draw_loss, curves.say_loss, WIDE, 340),
+    "learning_rate": RunFigure("Learning rate", ("lr",), curves.draw_rate, curves.say_rate, THIRD, 220),
+    "gradient": RunFigure("Gradient norm", ("grad_norm",), curves.draw_gradient, curves.say_gradient, THIRD, 220),
+    "throughput": RunFigure("Throughput", ("tokens_per_s",), curves.draw_speed, curves.say_speed, THIRD, 220),
+    "expert_load": RunFigure("Expert load", ("expert_load",), inside.draw_load, inside.say_load, HALF, 290),
+    "imbalance": RunFigure("Expert balance", ("expert_load",), inside.draw_balance, inside.say_balance, HALF, 290),
+    "tile_scales": RunFigure("Tile scales", ("tile_scales",), inside.draw_scales, inside.say_scales, WIDE, 230),
+}
+PHONE_HEIGHT = {"loss": 300, "tile_scales": 420}
+
+
+def write_run_report(run: Path) -> Path:
+    """Writes RUN/report.html from what the run has recorded so far.
+
+    Reads config.json and metrics.jsonl, and summary.json and sample.txt where they are; a run that has just begun, was
+    killed or was resumed gives a page of what there is. The same files always give the same page, byte for byte.
+
+    Args:
+        run: the run folder.
+
+    Returns:
+        the path of the page: one file that needs no network.
+
+    Raises:
+        FileNotFoundError: the folder, its config.json or its metrics.jsonl is missing.
+        ValueError: config.json or summary.json is not a JSON object.
+    """
+    records = read_run(run)
+    page = render(
+        "run.html.jinja",
+        title=f"{records.fact('preset') or 'run'} · {_recipe(records)}",
+        lead=_lead(records),
+        facts=_facts(records),
+        notices=_notices(records),
+        charts={name: _chart(name, figure, records) for name, figure in FIGURES.items() if figure.exists(records)},
+        sample=_sample(records),
+        configuration=flatten(records.config),
+    )
+    path = Path(run) / "report.html"
+    write_text(path, page)
+    return path
+
+
+def save_figure(run: Path, name: str, path: Path) -> Path:
+    """Writes one figure of a run as a file, PNG (twice the pixels, for sharp screens) or SVG by the suffix of `path`.
+
+    Args:
+        run: the run folder.
+        name: one of "loss", "learning_rate", "gradient", "expert_load", "imbalance", "tile_scales", "throughput".
+        path: where to write; ends in .png or .svg.
+
+    Raises:
+        FileNotFoundError: the folder, its config.json or its metrics.jsonl is missing.
+        ValueError: there is no figure of that name, the run has not recorded its data, or the suffix is another.
+    """
+    if name not in FIGURES:
+        raise ValueError(f"name must be one of {', '.join(FIGURES)}, not {name!r}")
+    records, figure = read_run(run), FIGURES[name]
+    if not figure.exists(records):
+        raise ValueError(f"run {run} has recorded no {' or '.join(figure.keys)}, which the figure {name!r} needs")
+    return save_drawing(path, figure.width, figure.height, lambda canvas: figure.draw(canvas, records))
+
+
+def _chart(name: str, figure: RunFigure, run: Run) -> Chart:
+    narrow = (PHONE, PHONE_HEIGHT[name]) if name in PHONE_HEIGHT else None
+    size = (figure.width, figure.height)
+    return make_chart(figure.title, figure.say(run), lambda canvas: figure.draw(canvas, run), size, narrow)
+
+
+def _recipe(run: Run) -> str:
+    recipe = run.fact("recipe")
+    return str((recipe.get("name") if isinstance(recipe, dict) else recipe) or "unnamed")
+
+
+def _lead(run: Run) -> str:
+    parameters, active = run.fact("parameters"), run.fact("active_parameters")
+    size = f" of {amount(parameters)} parameters" if parameters else ""
+    size += f", {amount(active)} of them at work on each token," if active else ""
+    planned, done = as_float(find(run.config, "steps")), run.last_step
+    steps = f"{done:,} of {planned:,.0f} steps" if done < planned else f"{done:,} step{'s' * (done != 1)}"
+    machine = f" on {run.fact('machine')}" if run.fact("machine") else ""
+    return (
+        f"A language model in the shape of DeepSeek-V3{size} trained with the recipe {_recipe(run)}"
+        f" for {steps}{machine}."
+    )
+
+
+def _facts(run: Run) -> list[tuple[str, str, str]]:
+    """The headline: (what, value, note) of everything that is known."""
+    facts = []
+    held_out = last_known(run.series("val_loss")[1])
+    if math.isfinite(held_out):
+        notes = ["nats a token"]
+        if held_out < curves.HOPELESS:
+            notes.append(f"perplexity {math.exp(held_out):,.2f}")
+        bytes_per_token = as_float(run.fact("bytes_per_token"))
+        if math.isfinite(bytes_per_token):
+            notes.append(f"{held_out / math.log(2) / bytes_per_token:.3f} bits a byte")
+        facts.append(("Held-out loss", f"{held_out:.4f}", " · ".join(notes)))
+    else:
+        facts.append(("Held-out loss", "–", "not measured yet"))
+    if run.fact("parameters"):
+        active = run.fact("active_parameters")
+        note = f"{amount(active)} active a token" if active else ""
+        facts.append(("Parameters", amount(run.fact("parameters")), note))
+    tokens, speed = last_known(run.series("tokens")[1]), run.series("tokens_per_s")[1]
+    if math.isfinite(tokens):
+        steps = len(run.training)
+        facts.append(("Tokens seen", amount(tokens), f"in {steps:,} recorded step{'s' * (steps != 1)}"))
+    if run.seconds:
+        facts.append(("Time", duration(run.seconds), ""))
+    if np.isfinite(speed).any():
+        facts.append(("Speed", f"{np.nanmedian(speed):,.0f}", "tokens a second (median)"))
+    return facts
+
+
+def _notices(run: Run) -> list[str]:
+    """What a reader must know before trusting the page."""
+    notices = []
+    if run.broken_steps:
+        first, others = run.broken_steps[0], len(run.broken_steps) - 1
+        more = f" and at {others:,} other step{'s' * (others > 1)}" if others else ""
+        notices.append(f"The loss was not a finite number at step {first:,}{more}.")
+    skipped = [r["step"] for r in run.training if r.get("skipped_for")]
+    if skipped:
+        steps = f"{len(skipped):,} step{'s' * (len(skipped) != 1)}"
+        notices.append(
+            f"{steps} changed no weight, since a gradient was not a finite number; the first was {skipped[0]:,}."
+        )
+    spikes = find_spikes((r["step"], as_float(r.get("main_loss", r["loss"]))) for r in run.training)
+    if spikes:
+        more = f", and {len(spikes) - 1:,} more time{'s' * (len(spikes) > 2)}" if len(spikes) > 1 else ""
+        text = f"{spikes[0]}{more}."
+        notices.append(text[0].upper() + text[1:])
+    if not run.training:
+        notices.append("No training step has been recorded yet.")
+    if run.unreadable_lines:
+        lines = "1 line" if run.unreadable_lines == 1 else f"{run.unreadable_lines:,} lines"
+        notices.append(f"{lines} of metrics.jsonl could not be read and went into nothing here.")
+    return notices
+
+
+def _sample(run: Run) -> tuple[str, str] | None:
+    """The generated text as (prompt, continuation); without a known prompt all of it is continuation."""
+    if run.sample is None:
+        return None
+    prompt = str(run.fact("prompt") or "")
+    if not run.sample.startswith(prompt):
+        prompt = ""
+    return printable(prompt), printable(run.sample[len(prompt) :])

@@ -1,0 +1,332 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from octile.checkpoint.convert import convert_checkpoint
+from octile.checkpoint.convert import folder as convert_module
+from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, dequantize_weight, quantize_weight
+from octile.checkpoint.shards import Shards
+from octile.scaled import ScaledTensor, quantize
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def src(tmp_path, hf_folder, moe_tensors, moe_config):
+    folder = hf_folder(tmp_path / "src", moe_config, moe_tensors)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "inference").mkdir()
+    (folder / "inference" / "model.py").write_text("pass")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "lock").write_text("")
+    return folder
+
+
+@pytest.fixture
+def dst(tmp_path):
+    return tmp_path / "dst"
+
+
+def weights(folder):
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def test_projections_are_quantised_as_the_library_does_it(src, dst, same):
+    convert_checkpoint(src, dst, "fp8")
+    found, q = weights(dst), quantize(weights(src)[Q_PROJ], (128, 128))
+    assert same(found[Q_PROJ], q.data)
+    assert same(found[Q_PROJ + "_scale_inv"], q.scale)
+
+
+def test_every_other_tensor_is_copied_bit_for_bit(src, dst, same):
+    report = convert_checkpoint(src, dst, "fp8")
+    before, after = weights(src), weights(dst)
+    kept = [name for name in before if name + "_scale_inv" not in after]
+    assert all(same(before[name], after[name]) for name in kept)
+    assert "who.knows" in kept
+    assert len(kept) == sum(report.kept.values())
+
+
+def test_the_result_is_read_by_index_and_announced(src, dst):
+    convert_checkpoint(src, dst, "fp8")
+    index = json.loads((dst / "model.safetensors.index.json").read_text())
+    after = weights(dst)
+    assert index["weight_map"].keys() == after.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
+    assert json.loads((dst / "config.json").read_text())["quantization_config"] == QUANTIZATION_CONFIG
+
+
+def test_other_files_are_copied_and_hidden_ones_are_not(src, dst):
+    report = convert_checkpoint(src, dst, "fp8")
+    assert report.copied_files == ("inference/model.py", "tokenizer.json")
+    assert (dst / "inference" / "model.py").read_text() == "pass"
+    assert not (dst / ".cache").exists()
+
+
+def test_the_report_counts_parameters_products_and_bytes(src, dst):
+    report = convert_checkpoint(src, dst, "fp8")
+    before = weights(src)
+    fp8 = [name for name in before if name + "_scale_inv" in weights(dst)]
+    assert report.share.part == sum(before[name].numel() for name in fp8)
+    assert report.share.parameters == sum(tensor.numel() for tensor in before.values())
+    experts, attention = 3 * 130 * 192, (256 + 200) * 192  # one expert of four is active
+    others = 4 * 192 + 192 * 384 + 50 * 192  # gate, eh_proj, head
+    assert report.share.flops == pytest.approx((experts + attention) / (experts + attention + others))
+    assert report.bytes_before == sum(t.nbytes for t in before.values())
+    assert report.bytes_after == sum(t.nbytes for t in weights(dst).values())
+    assert report.converted["model.layers.*.mlp.experts.*.gate_proj.weight"] == 4
+    assert report.max_error == pytest.approx(16 / 448, rel=1e-5)  # half a spacing of the largest codes
+
+
+def test_a_quantised_parameter_takes_at_most_1_05_bytes(src, dst):
+    report = convert_checkpoint(src, dst, "fp8")
+    assert report.converted_bytes <= 1.05 * report.share.part
+
+
+def test_fp8_to_bf16_and_back_returns_the_same_codes(src, dst, tmp_path, same):
+    convert_checkpoint(src, dst, "fp8")
+    report = convert_checkpoint(dst, tmp_path / "bf16", "bf16")
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "again", "fp8")
+    once, twice = weights(dst), weights(tmp_path / "again")
+    assert once.keys() == twice.keys()
+    assert all(same(once[n], twice[n]) for n in once if not n.endswith("_scale_inv"))
+    assert report.max_error <= 2.0**-8
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(-100, 100))
+def test_codes_survive_bf16_and_scales_stay_within_its_rounding(seed, log2_size):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(130, 140, generator=generator) * 4
+    x = torch.randn(130, 140, generator=generator) * 2.0 ** (log2_size + spread)
+    q = quantize_weight("x", x)
+    again = quantize_weight("x", dequantize_weight(q.data, q.scale, torch.bfloat16))
+    assert again.data.view(torch.uint8).equal(q.data.view(torch.uint8))
+    assert ((again.scale / q.scale - 1).abs() <= 2.0**-8).all()
+
+
+def test_fp8_to_float32_and_back_returns_the_same_numbers_and_the_same_scales(src, dst, tmp_path, same):
+    convert_checkpoint(src, dst, "fp8")
+    report = convert_checkpoint(dst, tmp_path / "float32", "float32")
+    wide = weights(tmp_path / "float32")[Q_PROJ]
+    assert same(wide, dequantize_weight(weights(dst)[Q_PROJ], weights(dst)[Q_PROJ + "_scale_inv"], torch.float32))
+    assert report.max_error == 0
+    config = json.loads((tmp_path / "float32" / "config.json").read_text())
+    assert (config["torch_dtype"], "quantization_config" in config) == ("float32", False)
+
+    convert_checkpoint(tmp_path / "float32", tmp_path / "again", "fp8")
+    before, after = weights(dst), weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(same(before[name], after[name]) for name in before)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
+def test_float32_masters_are_quantised_to_what_they_were_made_of(seed, log2_size):
+    random = torch.Generator().manual_seed(seed)
+    q = quantize(torch.randn(200, 150, generator=random) * 2.0**log2_size, (128, 128))
+    again = quantize(dequantize_weight(q.data, q.scale, torch.float32), (128, 128))
+    assert again.data.view(torch.uint8).equal(q.data.view(torch.uint8))
+    assert again.scale.equal(q.scale)
+
+
+def test_bf16_folders_announce_no_quantisation_and_have_no_scales(src, dst, tmp_path):
+    convert_checkpoint(src, dst, "fp8")
+    convert_checkpoint(dst, tmp_path / "bf16", "bf16")
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert weights(tmp_path / "bf16").keys() == weights(src).keys()
+
+
+def test_a_scale_may_lie_in_another_file_than_its_weight(tmp_path, hf_folder):
+    torch.manual_seed(0)
+    q = quantize(torch.randn(200, 130), (128, 128))
+    folder = hf_folder(tmp_path / "src", {}, [{"a_proj.weight_scale_inv": q.scale}, {"a_proj.weight": q.data}])
+    convert_checkpoint(folder, tmp_path / "dst", "bf16")
+    assert weights(tmp_path / "dst")["a_proj.weight"].equal(q.dequantize(torch.bfloat16))
+
+
+def test_pieces_give_what_the_whole_gives(src, dst, tmp_path, monkeypatch):
+    convert_checkpoint(src, dst, "fp8")
+    monkeypatch.setattr("octile.checkpoint.convert.recode.PIECE", 1000)
+    convert_checkpoint(src, tmp_path / "pieces", "fp8")
+    assert {path.name: path.read_bytes() for path in dst.glob("*.safetensors")} == {
+        path.name: path.read_bytes() for path in (tmp_path / "pieces").glob("*.safetensors")
+    }
+
+
+def interrupted(src, dst, monkeypatch):
+    """Converts the first file and stops in the second."""
+
+    def stop_in_second(name, *arguments):
+        if "experts.1" in name:
+            raise KeyboardInterrupt
+        recode(name, *arguments)
+
+    recode = convert_module.recode
+    monkeypatch.setattr(convert_module, "recode", stop_in_second)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(src, dst, "fp8")
+    monkeypatch.undo()
+
+
+def test_an_interrupted_conversion_is_no_checkpoint_yet(src, dst, monkeypatch):
+    interrupted(src, dst, monkeypatch)
+    assert sorted(path.name for path in dst.iterdir()) == [FIRST, "octile.json"]
+
+
+def test_it_continues_with_the_first_unfinished_file(src, dst, tmp_path, monkeypatch):
+    interrupted(src, dst, monkeypatch)
+    written = os.stat(dst / FIRST).st_mtime_ns
+    report = convert_checkpoint(src, dst, "fp8")
+    whole = convert_checkpoint(src, tmp_path / "whole", "fp8")
+    assert (report.resumed_files, report.files) == (1, 2)
+    assert os.stat(dst / FIRST).st_mtime_ns == written
+    assert report.max_error == whole.max_error
+    assert (dst / "octile.json").read_bytes() == (tmp_path / "whole" / "octile.json").read_bytes()
+
+
+def test_a_finished_file_that_was_damaged_since_is_converted_again(src, dst, monkeypatch, flip_byte):
+    interrupted(src, dst, monkeypatch)
+    flip_byte(dst / FIRST, -1)
+    assert convert_checkpoint(src, dst, "fp8").resumed_files == 0
+    assert Shards(dst).read("model.embed_tokens.weight").shape == (50, 192)
+
+
+def test_it_does_not_continue_from_another_source(src, dst, monkeypatch):
+    interrupted(src, dst, monkeypatch)
+    os.utime(src / FIRST)
+    with pytest.raises(ValueError, match="holds the start of another conversion"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_a_full_disk_keeps_what_is_finished(src, dst, full_disk, monkeypatch):
+    size = sum(spec.nbytes for spec in Shards(src).files[FIRST].specs.values())
+    full_disk(size)
+    with pytest.raises(OSError, match=f"No space left on device: .*{SECOND}"):
+        convert_checkpoint(src, dst, "fp8")
+    monkeypatch.undo()
+    assert sorted(path.name for path in dst.iterdir()) == [FIRST, "octile.json"]
+    assert convert_checkpoint(src, dst, "fp8").resumed_files == 1
+
+
+def test_too_little_space_is_told_before_the_work(src, dst, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    with pytest.raises(OSError, match=r"No space left on device: \d+ MB are needed, \d+ MB are free"):
+        convert_checkpoint(src, dst, "fp8")
+    assert [path.name for path in dst.iterdir()] == ["octile.json"]
+
+
+def test_space_is_needed_for_the_other_files_too(src, dst, monkeypatch):
+    (src / "pytorch_model.bin").write_bytes(bytes(10**6))
+    weights = sum(spec.nbytes for spec in Shards(src).specs.values())  # more than FP8 needs
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, weights))
+    with pytest.raises(OSError, match="No space left on device"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_a_result_that_reads_back_wrongly_is_not_accepted(src, dst, monkeypatch):
+    def careless(name, tensor):
+        q = quantize_weight(name, tensor)
+        return ScaledTensor(q.data, q.scale * 1.1, q.block)
+
+    monkeypatch.setattr("octile.checkpoint.convert.recode.quantize_weight", careless)
+    with pytest.raises(RuntimeError, match="reads back further from its source than rounding explains"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+GROWTH = """
+import resource, sys, torch
+from octile.checkpoint import convert_checkpoint
+torch.set_num_threads(1)
+convert_checkpoint(sys.argv[1], sys.argv[1] + "-fp8", "fp8")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_checkpoint(sys.argv[2], sys.argv[2] + "-fp8", "fp8")
+unit = 1 if sys.platform == "darwin" else 1024
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
+"""
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path, hf_folder):
+    for name, rows in (("small", 2048), ("large", 2048 * 20)):
+        tensors = {"a_proj.weight": torch.randn(rows, 512).bfloat16(), "other": torch.ones(rows, 512)}
+        hf_folder(tmp_path / name, {}, [tensors])
+    command = [sys.executable, "-c", GROWTH, str(tmp_path / "small"), str(tmp_path / "large")]
+    growth = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert growth < 8 * 2**20  # the large tensors have 40 and 80 MiB
+
+
+def test_progress_counts_every_byte_twice(src, dst):
+    calls = []
+    convert_checkpoint(src, dst, "fp8", progress=lambda *call: calls.append(call))
+    assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
+    assert calls[-1] == (2 * Shards(src).nbytes, 2 * Shards(src).nbytes, SECOND)
+
+
+def test_what_is_fp8_already_is_refused(src, dst, tmp_path):
+    convert_checkpoint(src, dst, "fp8")
+    with pytest.raises(ValueError, match="holds FP8 weights already: there is nothing to convert to fp8"):
+        convert_checkpoint(dst, tmp_path / "again", "fp8")
+
+
+def test_what_is_not_fp8_is_refused(src, dst):
+    with pytest.raises(ValueError, match="holds no FP8 weights: there is nothing to convert to bf16"):
+        convert_checkpoint(src, dst, "bf16")
+
+
+def test_an_unknown_format_is_refused(src, dst):
+    with pytest.raises(ValueError, match="to must be 'fp8', 'bf16' or 'float32', not 'int4'"):
+        convert_checkpoint(src, dst, "int4")
+
+
+@pytest.mark.parametrize("inside", ["", "fp8"])
+def test_a_destination_within_the_source_is_refused(src, inside):
+    with pytest.raises(ValueError, match="dst must lie outside of src"):
+        convert_checkpoint(src, src / inside, "fp8")
+
+
+def test_a_destination_with_other_files_is_refused(src, dst):
+    dst.mkdir()
+    (dst / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="dst must be empty or an interrupted conversion"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_a_source_without_a_configuration_is_refused(tmp_path):
+    (tmp_path / "src").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"src has no config\.json"):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst", "fp8")
+
+
+def test_a_missing_source_is_named(tmp_path, dst):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'file'} is a file"):
+        convert_checkpoint(tmp_path / "file", dst, "fp8")
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'nowhere'} does not exist"):
+        convert_checkpoint(tmp_path / "nowhere", dst, "fp8")
+
+
+def test_a_truncated_source_is_named_before_anything_is_written(src, dst):
+    (src / SECOND).write_bytes((src / SECOND).read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{SECOND} is damaged"):
+        convert_checkpoint(src, dst, "fp8")
+    assert not dst.exists()
+
+
+def test_a_weight_that_is_no_number_is_not_quantised(tmp_path, dst, hf_folder):
+    hf_folder(tmp_path / "src", {}, [{"a_proj.weight": torch.full((4, 4), torch.nan)}])
+    with pytest.raises(ValueError, match=r"a_proj\.weight holds NaN or Inf"):
+        convert_checkpoint(tmp_path / "src", dst, "fp8")
+
+
+def test_a_weight_that_is_no_number_is_not_dequantised(tmp_path, dst, hf_folder):
+    q = quantize(torch.full((4, 4), torch.nan), (128, 128))
+    hf_folder(tmp_path / "src", {}, [{"a_proj.weight": q.data, "a_proj.weight_scale_inv": q.scale}])
+    with pytest.raises(ValueError, match=r"a_proj\.weight in .*src holds NaN or Inf"):
+        convert_checkpoint(tmp_path / "src", dst, "bf16")

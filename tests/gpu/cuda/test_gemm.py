@@ -1,0 +1,462 @@
+"""Hopper's product kernel on the GPU: its error, and nothing read or written beside what belongs to it.
+
+Its bits are compared with the model's in tests/gpu/test_tensor_core.py.
+
+The error of an element. A step's 4 instructions each cut 32 products and the running sum below 2⁻¹³ of the largest,
+and then the sum to 13 bits: at most 4 · 34 · 2⁻¹³ of Σ|a·b| over the step. The steps are added in FP32. That bound
+holds for any data; what data of one sign really lose is 0.08% at K = 4096, and 0.06% on average.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import launcher, request, tuned
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.launch_plan import Product, plan, readable
+from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.jit import specialize
+from octile.kernels.memory_layout import padded
+from octile.lab.tensor_core import product as model
+from octile.ops.quantize import dequantize, quantize
+
+TILE, BLOCK, COLUMN = (1, 128), (128, 128), (128, 1)
+CUT = 4 * 34 * 2.0**-13
+WORST, RMS = 2e-3, 1e-3  # of data of one sign, relative
+GUARD = 8  # numbers around a result
+NAN = 0x7F  # in E4M3 and in E5M2
+Operand = tuple[Tensor, Tensor, tuple[int, int]]
+OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
+KERNELS = {  # those that `choose` takes seldom are tested here all the same
+    "128×128": Config(128, 128, 4, staged_pieces=1),
+    "256×128": Config(256, 128, 3, staged_pieces=4),
+    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_pieces=2),
+    "64×64 by one": Config(64, 64, 8, warpgroups=1, staged_pieces=1),
+    "cluster along M": Config(128, 128, 4, cluster_m=2, staged_pieces=1),
+    "cluster along N": Config(128, 128, 4, cluster_n=2, staged_pieces=1),
+    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1),
+    "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1),
+    "split along K": Config(128, 128, 4, split_k=3, staged_pieces=1),
+    "turned": Config(128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_pieces=1),
+    "bands along N": Config(128, 128, 4, along_n=True, band=2, staged_pieces=1),
+    "bands along N, 256×128": Config(256, 128, 3, along_n=True, band=4, staged_pieces=4),
+    "bands along N, cluster along M": Config(128, 96, 4, cluster_m=2, along_n=True, band=4, staged_pieces=1),
+    "bands along N, cluster along N": Config(128, 64, 4, cluster_n=2, along_n=True, band=2, staged_pieces=1),
+    "bands along N, ping-pong": Config(128, 128, 2, ping_pong=True, along_n=True, band=2, staged_pieces=1),
+    "bands along N, split along K": Config(128, 128, 4, split_k=3, along_n=True, band=2, staged_pieces=1),
+    "bands along N, scales of rows": Config(
+        128, 128, 3, b_scales=Scales.PER_ROW, along_n=True, band=2, staged_pieces=1
+    ),
+    "scales of rows": Config(128, 128, 3, staged_pieces=1, **OF_ROWS),
+    "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_pieces=1, **OF_ROWS),
+    "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, **OF_ROWS),
+    "fetching": Config(256, 128, 3, fetch=True, staged_pieces=4, **OF_ROWS),
+    "fetching, cluster": Config(256, 128, 3, cluster_n=2, fetch=True, staged_pieces=4, **OF_ROWS),
+    "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, fetch=True, staged_pieces=3, **OF_ROWS),
+    "fetching bfloat16": Config(256, 128, 3, accumulate=True, fetch=True, staged_pieces=2),
+    "fetching bfloat16, narrow pieces": Config(
+        128, 112, 4, b_scales=Scales.PER_ROW, accumulate=True, fetch=True, staged_pieces=7
+    ),
+    "adding to bfloat16 by threads": Config(128, 128, 4, accumulate=True, store=Store.PAIRS),
+}
+OF_GROUPS = {  # kernels of rows in groups; tiles of 256 rows leave out the second half of 128 that no row is in
+    "128×128": Config(128, 128, 4, staged_pieces=1, max_groups=32),
+    "256×128": Config(256, 128, 3, staged_pieces=4, max_groups=32),
+    "256×128, float32": Config(256, 128, 3, staged_pieces=4, max_groups=32, out_float=True),
+    "256×128, bands along N": Config(256, 128, 3, staged_pieces=4, max_groups=32, along_n=True, band=2),
+    "256×96, cluster along M": Config(256, 96, 3, staged_pieces=3, max_groups=32, cluster_m=2),
+    "256×128, cluster along N": Config(256, 128, 3, staged_pieces=2, max_groups=32, cluster_n=2),
+    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_pieces=2, max_groups=32),
+    "64×192 by one": Config(64, 192, 4, warpgroups=1, staged_pieces=3, max_groups=32),
+    "64×96 by one, cluster along N": Config(64, 96, 6, warpgroups=1, staged_pieces=1, max_groups=32, cluster_n=2),
+    "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1, max_groups=32),
+    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, max_groups=32, out_float=True),
+}
+# of a group's rows: around every border of 64, none, one and all
+SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 385, 449, 512, 511, 37)
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    x = torch.empty(128, 128, dtype=torch.float8_e4m3fn, device="cuda")
+    if reason := request.serves(x, TILE, x, BLOCK):
+        pytest.skip(f"the product kernel does not run here: {reason}")
+
+
+def _operand(
+    shape: tuple[int, ...], block: tuple[int, int], seed: int, fmt: str = "e4m3", signed: bool = True
+) -> Operand:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device="cuda")
+    x = (x if signed else x.abs()) * torch.exp2(torch.randn(*shape[:-1], 1, generator=generator, device="cuda"))
+    return *quantize(x, *block, fmt, False), block
+
+
+def _values(operand: Operand) -> Tensor:
+    data, scale, block = operand
+    ones = dequantize(torch.ones_like(data, dtype=torch.float32).to(data.dtype), scale, *block, torch.float32)
+    return data.float().double() * ones.double()
+
+
+def _mT(operand: Operand) -> Operand:
+    data, scale, (rows, columns) = operand
+    return data.mT, scale.mT, (columns, rows)
+
+
+def _surrounded(operand: Operand) -> Operand:
+    """A copy that the copy engine can read, with NaN around: what is read beside it, the sums show."""
+    data, scale, block = operand
+    codes = torch.full((data.shape[0] + 2, padded(data.shape[1]) + 32), NAN, dtype=torch.uint8, device="cuda")
+    inside = codes.view(data.dtype)[1:-1, 16 : 16 + data.shape[1]].copy_(data)
+    scales = torch.full((scale.shape[1] + 2, padded(scale.shape[0], 4) + 8), torch.nan, device="cuda")
+    return inside, scales.mT[4 : 4 + scale.shape[0], 1:-1].copy_(scale), block
+
+
+def _make(
+    schedule: Schedule,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    sizes: Tensor | None = None,
+    accumulate: bool = False,
+    config: Config | None = None,
+) -> Config:
+    """a · bᵀ into out of any strides, by the given kernel or by the one that `choose` takes; returns which."""
+    of = {TILE: Scales.PER_ROW, BLOCK: Scales.PER_BLOCK}
+    operands = (out, *a[:2], of[a[2]], *b[:2], of[b[2]], sizes)
+    p = readable(Product(schedule, *operands, accumulate, True, zero_rest=config.zero_rest if config else False))
+    made = plan(p, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
+    kernel = specialize.load("product", made.config.constants(), out.device, made.config.headers())
+    launcher.Prepared(made, kernel)(p.pointers(), out.device)
+    return made.config
+
+
+class _Guarded:
+    """A poisoned result within a larger tensor."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, odd: bool = False) -> None:
+        self.room = torch.full(
+            (*shape[:-2], shape[-2] + 2 * GUARD, shape[-1] + 2 * GUARD + odd), torch.nan, dtype=dtype
+        ).cuda()
+        self.inside = (..., slice(GUARD, GUARD + shape[-2]), slice(GUARD, GUARD + shape[-1]))
+        self.out = self.room[self.inside]
+
+    def check(self) -> None:
+        around = self.room.clone()
+        around[self.inside] = torch.nan
+        assert around.isnan().all(), "something was written beside the result"
+
+
+def _check_one_sign(out: Tensor, exact: Tensor) -> None:
+    error = (out.double() - exact) / exact
+    assert error.abs().max() < WORST
+    assert error.square().mean().sqrt() < RMS
+
+
+def _check(out: Tensor, a: Tensor, b: Tensor, before: Tensor | float = 0.0) -> None:
+    exact = a @ b.mT + before
+    bound = (CUT + 2.0**-20) * (a.abs() @ b.abs().mT) + torch.finfo(out.dtype).eps * exact.abs() + 1e-30
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("start", range(0, 500, 50))
+def test_ragged_products(start: int):
+    for seed in range(start, start + 50):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(most: int, generator=generator) -> int:
+            return int(2 ** (torch.rand((), generator=generator) * torch.log2(torch.tensor(float(most)))))
+
+        m, n, k = draw(700), draw(1500), draw(4000)
+        out_dtype = (torch.bfloat16, torch.float32)[seed % 2]
+        a, b = (
+            _operand((m, k), TILE, seed),
+            _operand((n, k), (TILE, BLOCK)[seed // 2 % 2], seed + 1, ("e4m3", "e5m2")[seed % 3 == 0]),
+        )
+        if seed % 3 > 0:
+            a, b = _surrounded(a), _surrounded(b)
+        guarded, accumulates = _Guarded((m, n), out_dtype, odd=seed % 5 == 0), seed % 7 < 2
+        before = guarded.out.normal_().double() if accumulates else torch.zeros((), device="cuda")
+        request.matmul(guarded.out, *a, *b, accumulate=accumulates)
+        _check(guarded.out, _values(a), _values(b), before)
+        guarded.check()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kind_of_kernel(name: str):
+    config = KERNELS[name]
+    of_rows = config.a_scales is config.b_scales
+    a, b = _operand((300, 1408), TILE, 0), _operand((520, 1408), TILE if of_rows else BLOCK, 1)
+    guarded = _Guarded((300, 520), torch.float32 if config.out_float else torch.bfloat16)
+    before = torch.randn(300, 520, device="cuda") if config.accumulate else torch.zeros((), device="cuda")
+    guarded.out.copy_(before)
+    before = guarded.out.double()
+    _make(Schedule.DENSE, guarded.out, a, b, accumulate=config.accumulate, config=config)
+    _check(guarded.out, _values(a), _values(b), before)
+    guarded.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ragged_groups(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    groups = int(torch.randint(1, 257, (), generator=generator)) if seed % 2 else seed % 7 + 1
+    sizes = torch.randint(0, 40 if groups > 8 else 500, (groups,), generator=generator)
+    sizes[torch.rand(groups, generator=generator) < 0.3] = 0
+    ends = sizes.cumsum(0)
+    t, n, k = int(ends[-1]) + seed % 3, 8 * (seed % 11 + 1) + seed % 2, 100 * (seed % 6) + 60
+    if t == 0:
+        return
+    offs, out_dtype = ends.to(torch.int32).cuda(), (torch.bfloat16, torch.float32)[seed % 2]
+    groups_of = [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
+    a, b = _operand((t, k), TILE, seed), _operand((groups, n, k), BLOCK, seed + 1)
+    a = _surrounded(a) if seed % 3 else a
+    guarded = _Guarded((t, n), out_dtype)
+    _make(Schedule.GROUPED, guarded.out, a, b, offs)
+    of_a, of_b = _values(a), _values(b)
+    for g, rows in enumerate(groups_of):
+        _check(guarded.out[rows], of_a[rows], of_b[g])
+    assert guarded.out[int(ends[-1]) :].isnan().all(), "rows past the groups stay as they are"
+    assert not request.grouped(*a, *b, offs, out_dtype)[int(ends[-1]) :].any(), "or are zero"
+    guarded.check()
+
+    columns, accumulates = (77, 76, 80)[seed % 3], seed % 4 > 0
+    dy, x = _operand((t, n), COLUMN, seed), _operand((t, columns), COLUMN, seed + 1)
+    before = torch.randn(groups, n, columns, device="cuda") if accumulates else torch.zeros(groups, 1, 1, device="cuda")
+    guarded = _Guarded((groups, n, columns), torch.float32 if accumulates else out_dtype)
+    if accumulates:
+        guarded.out.copy_(before)
+    _make(Schedule.ALONG_K, guarded.out, _mT(dy), _mT(x), offs, accumulates)
+    of_dy, of_x = _values(dy), _values(x)
+    for g, tokens in enumerate(groups_of):
+        _check(guarded.out[g], of_dy[tokens].mT, of_x[tokens].mT, before[g].double())
+    guarded.check()
+
+
+@pytest.mark.parametrize("zero_rest", [False, True], ids=["as they are", "zero"])
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_every_kind_of_kernel_of_groups(name: str, zero_rest: bool):
+    config = replace(OF_GROUPS[name], schedule=Schedule.GROUPED, zero_rest=zero_rest)
+    ends = list(accumulate(SIZES))
+    a, b = _operand((ends[-1] + 70, 300), TILE, 0), _operand((len(SIZES), 264, 300), BLOCK, 1)
+    guarded = _Guarded((ends[-1] + 70, 264), torch.float32 if config.out_float else torch.bfloat16)
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    _make(Schedule.GROUPED, guarded.out, a, b, offs, config=config)
+    of_a, of_b = _values(a), _values(b)
+    for g, rows in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+        _check(guarded.out[rows], of_a[rows], of_b[g])
+    rest = guarded.out[ends[-1] :]
+    assert (rest == 0).all() if zero_rest else rest.isnan().all()
+    guarded.check()
+
+
+@pytest.mark.parametrize("name", ["chosen", "chosen, float32", *OF_GROUPS])
+def test_every_kind_of_kernel_of_masked_rows(name: str):
+    """Rows past the last 64 in use stay as they are, in the tensor's last tile and in the others."""
+    config = replace(OF_GROUPS[name], schedule=Schedule.MASKED) if name in OF_GROUPS else None
+    most = max(SIZES)
+    a, b = _operand((len(SIZES), most, 300), TILE, 0), _operand((len(SIZES), 264, 300), BLOCK, 1)
+    out_float = config.out_float if config else "float32" in name
+    guarded = _Guarded((len(SIZES), most, 264), torch.float32 if out_float else torch.bfloat16)
+    _make(Schedule.MASKED, guarded.out, a, b, torch.tensor(SIZES, dtype=torch.int32, device="cuda"), config=config)
+    of_a, of_b = _values(a), _values(b)
+    for g, count in enumerate(SIZES):
+        _check(guarded.out[g, :count], of_a[g, :count], of_b[g])
+        assert guarded.out[g, -(-count // 64) * 64 :].isnan().all(), f"rows past the {count} that are in use"
+    guarded.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ragged_masked_rows(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    groups, most, n = 3 + 61 * seed % 40, 1 + 50 * seed, 40 * seed + 3 * (seed % 2) + 8
+    counts = torch.randint(0, most + 1, (groups,), generator=generator)
+    counts[seed % 3] = most
+    a, b = _operand((groups, most, 700), TILE, seed), _operand((groups, n, 700), BLOCK, seed + 1)
+    guarded = _Guarded((groups, most, n), (torch.bfloat16, torch.float32)[seed // 2 % 2])
+    _make(Schedule.MASKED, guarded.out, a, b, counts.to(torch.int32).cuda())
+    of_a, of_b = _values(a), _values(b)
+    for g, count in enumerate(counts.tolist()):
+        _check(guarded.out[g, :count], of_a[g, :count], of_b[g])
+        assert guarded.out[g, -(-count // 64) * 64 :].isnan().all()
+    guarded.check()
+
+
+def test_masked_rows_into_a_new_result():
+    a, b = _operand((3, 300, 1408), TILE, 0), _operand((3, 520, 1408), BLOCK, 1)
+    counts = torch.tensor([129, 0, 300], dtype=torch.int32, device="cuda")
+    out = request.masked(*a, *b, counts, torch.bfloat16)
+    for g, count in enumerate(counts.tolist()):
+        _check(out[g, :count], _values(a)[g, :count], _values(b)[g])
+
+
+@pytest.fixture
+def nothing_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever `octile bench tune` found here: a test says which kernel it needs."""
+    monkeypatch.setattr(tuned, "lookup", lambda problem, chip: None)
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 7168, 512), (3401, 3400, 2048)])
+def test_large_products_take_bands_along_n(m: int, n: int, k: int):
+    a, b = _operand((m, k), TILE, 0), _operand((n, k), BLOCK, 1)
+    guarded = _Guarded((m, n), torch.bfloat16)
+    config = _make(Schedule.DENSE, guarded.out, a, b)
+    assert config.along_n
+    assert n > config.band * config.unit_n, "there must be several bands"
+    _check(guarded.out, _values(a), _values(b))
+    guarded.check()
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+def test_large_groups_take_bands_along_n():
+    ends = [5301, 5301, 9990]
+    a, b = _operand((10000, 512), TILE, 0), _operand((3, 3400, 512), BLOCK, 1)
+    guarded = _Guarded((10000, 3400), torch.bfloat16)
+    config = _make(Schedule.GROUPED, guarded.out, a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+    assert config.along_n
+    assert config.band * config.unit_n < 3400, "there must be several bands"
+    of_a, of_b = _values(a), _values(b)
+    for g, rows in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+        _check(guarded.out[rows], of_a[rows], of_b[g])
+    guarded.check()
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("block", [BLOCK, TILE], ids=["1D2D", "1D1D"])
+def test_data_of_one_sign(block: tuple[int, int], accumulates: bool):
+    for m in (1, 100, 1000):
+        a, b = _operand((m, 4096), TILE, 0, signed=False), _operand((1000, 4096), block, 1, signed=False)
+        out = torch.zeros(m, 1000, device="cuda") if accumulates else torch.empty(m, 1000, device="cuda")
+        request.matmul(out, *a, *b, accumulate=accumulates)
+        _check_one_sign(out, _values(a) @ _values(b).mT)
+
+
+def test_groups_of_one_sign():
+    ends = [500, 560, 4096, 8192]
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    a, b = _operand((700, 8192), TILE, 0, signed=False), _operand((900, 8192), TILE, 1, signed=False)
+    of_a, of_b = _values(a), _values(b)
+    for accumulates in (False, True):
+        out = torch.zeros(4, 700, 900, device="cuda")
+        request.wgrad(*_mT(a), *_mT(b), offs, torch.float32, out, accumulates)
+        for g, tokens in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+            _check_one_sign(out[g], of_a[:, tokens] @ of_b[:, tokens].mT)
+    x, w = _operand((700, 4096), TILE, 2, signed=False), _operand((2, 900, 4096), BLOCK, 3, signed=False)
+    out = request.grouped(*x, *w, torch.tensor([130, 700], dtype=torch.int32, device="cuda"), torch.float32)
+    for g, rows in enumerate((slice(130), slice(130, 700))):
+        _check_one_sign(out[rows], _values(x)[rows] @ _values(w)[g].mT)
+
+
+def test_without_promotion_much_is_lost():
+    whole = (256, 4096)
+    a, b = (_operand(whole, whole, seed, signed=False) for seed in (0, 1))
+    exact = _values(a) @ _values(b).mT
+    errors = []
+    for promote_every in (128, None):
+        out = torch.empty(256, 256, device="cuda")
+        request.matmul(out, *a, *b, accumulate=False, promote_every=promote_every)
+        assert torch.equal(out, model(*a, *b, promote_every=promote_every)) or promote_every == 128
+        errors.append(float(((out.double() - exact) / exact).abs().max()))
+    assert errors[0] < WORST
+    assert errors[1] > 0.02
+
+
+def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
+    """The same bits 200 times, while another stream keeps the memory and the multiprocessors busy."""
+    load, stream = torch.randn(1 << 26, device="cuda"), torch.cuda.Stream()
+    for _ in range(200):
+        with torch.cuda.stream(stream):
+            load.mul_(1.0)
+        assert torch.equal(make(), first)
+
+
+FETCHING = Config(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, fetch=True, staged_pieces=4, **OF_ROWS)
+DIRECT = Config(
+    128, 128, 4, schedule=Schedule.ALONG_K, max_groups=32, b_scales=Scales.PER_ROW, accumulate=True, store=Store.PAIRS
+)
+WGRADS = {  # rows, columns, tokens of four groups; how they are stored; a kernel, or the one that is chosen
+    "float32": (512, 640, 4000, torch.float32, False, None),
+    "bfloat16": (512, 640, 4000, torch.bfloat16, False, None),
+    "added to float32 in the L2 cache": (512, 640, 4000, torch.float32, True, None),
+    "added to float32 that is fetched": (1024, 2048, 1200, torch.float32, True, None),
+    "added to float32 that is fetched, 256×128": (512, 640, 4000, torch.float32, True, FETCHING),
+    "added to bfloat16 that is fetched": (512, 640, 4000, torch.bfloat16, True, None),
+    "added to bfloat16 by threads": (512, 640, 4000, torch.bfloat16, True, DIRECT),
+}
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+@pytest.mark.parametrize("name", WGRADS)
+def test_wgrad_gives_the_same_bits_200_times_under_load(name: str):
+    m, n, t, dtype, accumulates, config = WGRADS[name]
+    ends = [t // 6, t // 6, t // 2 + 1, t]
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    a, b = _operand((m, t), TILE, 0), _operand((n, t), TILE, 1)
+    before = torch.randn(4, m, n, device="cuda").to(dtype)
+    out = torch.empty_like(before)
+
+    def make() -> Tensor:
+        out.copy_(before if accumulates else torch.tensor(torch.nan))
+        taken = _make(Schedule.ALONG_K, out, a, b, offs, accumulates, config)
+        assert taken.fetch == ("fetched" in name)
+        return out
+
+    first = make().clone()
+    of_a, of_b = _values(a), _values(b)
+    for g, tokens in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
+        _check(first[g], of_a[:, tokens], of_b[:, tokens], before[g].double() if accumulates else 0.0)
+    _under_load(make, first)
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+def test_a_split_product_gives_the_same_bits_200_times_under_load():
+    a, b = _operand((64, 7168), TILE, 2), _operand((2112, 7168), BLOCK, 3)
+
+    def make() -> Tensor:
+        out = torch.full((64, 2112), torch.nan, dtype=torch.bfloat16, device="cuda")
+        assert _make(Schedule.DENSE, out, a, b).split_k > 1
+        return out
+
+    _under_load(make, make())
+
+
+def test_a_split_product_in_a_graph():
+    a, b = _operand((16, 7168), TILE, 0), _operand((2112, 7168), BLOCK, 1)
+    out = torch.empty(16, 2112, dtype=torch.bfloat16, device="cuda")
+    request.matmul(out, *a, *b, accumulate=False)
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        request.matmul(out, *a, *b, accumulate=False)
+        request.matmul(out, *a, *b, accumulate=False)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        request.matmul(torch.empty_like(out), *a, *b, accumulate=False)
+        assert torch.equal(out, expected)
+
+
+def test_a_captured_graph_follows_the_sizes():
+    a, b = _operand((900, 512), TILE, 0), _operand((4, 300, 512), BLOCK, 1)
+    offs = torch.tensor([100, 200, 300, 900], dtype=torch.int32, device="cuda")
+    request.grouped(*a, *b, offs, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = request.grouped(*a, *b, offs, torch.bfloat16)
+    for ends in ([0, 0, 0, 0], [900, 900, 900, 900], [1, 130, 131, 700]):
+        offs.copy_(torch.tensor(ends, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, request.grouped(*a, *b, offs, torch.bfloat16))
+
+
+def test_operands_that_lie_otherwise_are_copied():
+    a, b = _operand((300, 1000), TILE, 0), _operand((200, 1000), BLOCK, 1)
+    expected, out = (torch.empty(300, 200, device="cuda") for _ in range(2))
+    request.matmul(expected, *a, *b, accumulate=False)
+    columns_first = a[0].view(torch.uint8).mT.contiguous().mT.view(a[0].dtype)
+    request.matmul(out, columns_first, a[1].contiguous(), TILE, *b, accumulate=False)
+    assert torch.equal(out, expected)

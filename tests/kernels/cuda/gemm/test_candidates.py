@@ -1,0 +1,143 @@
+"""The choice of a kernel follows from shape and chip alone, and there is always one."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.bench import shapes
+from octile.bench.tune import problem
+from octile.kernels.cuda.gemm import tuned
+from octile.kernels.cuda.gemm.candidates import candidates, choose, cycles, plans_for_v3
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
+
+H200 = Chip(132)
+SWEEP = Path(__file__).parents[4] / "benchmarks" / "results" / "h200_sweep.json"
+
+
+@pytest.fixture(autouse=True)
+def nothing_tuned(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+
+
+@given(
+    sides=st.tuples(*[st.integers(1, 20000)] * 3),
+    groups=st.integers(1, 1024),
+    schedule=st.sampled_from(Schedule),
+    of_b=st.sampled_from([Scales.PER_BLOCK, Scales.PER_ROW]),
+    store=st.sampled_from(Store),
+    multiprocessors=st.integers(1, 132),
+)
+def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, multiprocessors):
+    dense = schedule is Schedule.DENSE
+    problem = Problem(*sides, 1 if dense else groups, schedule, b_scales=of_b, store=store, transposable=dense)
+    config = choose(problem, Chip(multiprocessors))
+    assert (config.schedule, config.store is Store.TMA) == (schedule, store is Store.TMA)
+    assert {config.a_scales, config.b_scales} == {Scales.PER_ROW, of_b}
+    assert config.max_groups >= (0 if dense else groups)
+
+
+def test_large_products_take_large_tiles():
+    config = choose(Problem(8192, 8192, 8192), H200)
+    assert config.tile_m * config.tile_n >= 128 * 160
+    assert config.split_k == 1
+
+
+def test_a_weight_for_few_rows_is_read_by_all_multiprocessors():
+    problem = Problem(16, 2112, 7168, transposable=True)
+    config = choose(problem, H200)
+    assert config.transposed
+    assert -(-2112 // config.tile_m) * config.split_k > 132 // 3
+
+
+BANDS = {  # whether they lie along N, and how many tiles they have
+    "large": (Problem(4096, 7168, 2048), True, 16),
+    "groups of many rows": (Problem(32768, 4096, 2048, 8, Schedule.GROUPED), True, 16),
+    "groups of few rows": (Problem(8192, 4096, 2048, 32, Schedule.GROUPED), False, 8),
+    "few rows": (Problem(128, 7168, 2048), False, 8),
+    "few columns": (Problem(4096, 576, 7168), False, 16),
+    "added to": (Problem(4096, 7168, 2048, out_float=True, accumulate=True), False, 8),
+    "masked": (Problem(1024, 7168, 2048, 8, Schedule.MASKED), False, 8),
+}
+
+
+@pytest.mark.parametrize("case", BANDS)
+def test_bands(case: str):
+    problem, along_n, band = BANDS[case]
+    config = choose(problem, H200)
+    assert (config.along_n, config.band) == (along_n, band)
+
+
+def test_neighbouring_sizes_share_a_kernel():
+    assert choose(Problem(4001, 4096, 7168), H200) == choose(Problem(4090, 4096, 7168), H200)
+    assert len({rounded(Problem(m, 7168, 2048)).m for m in range(1, 257)}) == 17
+    assert len({rounded(Problem(m, 7168, 2048)).m for m in range(2049, 4097)}) == 8
+
+
+def test_rounding_never_makes_a_product_smaller():
+    assert all(rounded(Problem(m, 1, 1)).m >= m for m in range(1, 3000))
+
+
+def test_the_chosen_one_is_the_best_candidate():
+    problem = rounded(Problem(4096, 7168, 2048))
+    best = min(cycles(problem, config, H200) for config in candidates(problem, H200))
+    assert cycles(problem, choose(problem, H200), H200) == best
+
+
+def test_a_measured_kernel_comes_first():
+    problem = Problem(4096, 7168, 2048)
+    measured = Config(128, 64, 3, staged_pieces=1)
+    tuned.store(rounded(problem), H200, measured, 12.5)
+    assert choose(problem, H200) == measured
+    assert choose(problem, Chip(100)) != measured
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": {"config": {"tile_m": 3}}}', "{"])
+def test_a_file_of_measured_kernels_that_makes_no_sense_is_left_aside(text: str):
+    tuned.path().write_text(text)
+    assert choose(Problem(4096, 7168, 2048), H200).stages > 1
+
+
+def test_deepseek_v3_has_plans():
+    assert len(plans_for_v3()) > 100
+
+
+def test_every_kernel_that_the_benchmark_takes_is_among_them():
+    """Those plans are what is compiled without a GPU, and what a spill would be found in."""
+    compiled = set(plans_for_v3().values())
+    missing = [(case.name, case.what) for case in shapes.GPU if choose(problem(case), H200) not in compiled]
+    assert missing == []
+
+
+def test_the_choice_follows_what_was_measured():
+    """What the timings of another day or kernel say differently is written down, not undone by the way."""
+    problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
+    slower, not_measured = {}, []
+    for row in json.loads(SWEEP.read_text())["products"]:
+        product = (row["case"], row["what"])
+        config = choose(problems[product], H200)
+        name = _named(config)
+        if name not in row["us"]:  # bands along N came after these timings: those along M stand for them
+            name = _named(replace(config, along_n=False))
+        if name in row["us"]:
+            slower[product] = row["us"][name] / min(row["us"].values())
+        else:
+            not_measured.append(product)
+    assert math.exp(sum(map(math.log, slower.values())) / len(slower)) < 1.02
+    assert max(slower.values()) < 1.12
+    assert len(not_measured) <= 5
+
+
+def _named(c: Config) -> str:
+    """As the file of timings names a kernel; how wide bands are follows from their direction and the tile."""
+    parts = (
+        f"{c.tile_m}x{c.tile_n}w{c.warpgroups}{'pp' if c.ping_pong else ''}a{c.accumulators}",
+        f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_pieces}:k{c.split_k}",
+        f"T{int(c.transposed)}{'F' * c.fetch}{'N' * c.along_n}",
+    )
+    return ":".join(parts)

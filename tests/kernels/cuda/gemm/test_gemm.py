@@ -1,0 +1,390 @@
+"""The product kernel, run on a CPU from its unchanged source, gives bit for bit what Hopper's tensor cores would.
+
+Results are poisoned before, and memory around every tensor is guarded by the emulator. Every case runs with another
+seed, which is another order of all that a GPU leaves open.
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from tests.kernels.cuda.emulated import (
+    between,
+    config,
+    emulate,
+    exact,
+    group,
+    operand,
+    poisoned,
+    rows,
+)
+from tests.kernels.cuda.emulator import build
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+
+ROW, BLOCK, TENSOR = Scales.PER_ROW, Scales.PER_BLOCK, Scales.PER_TENSOR
+GROUPED, MASKED, ALONG_K = Schedule.GROUPED, Schedule.MASKED, Schedule.ALONG_K
+SINGLE, PAIRS = Store.SINGLE, Store.PAIRS
+
+DENSE = {
+    "256 rows": config(256, 128, 4, band=2),
+    "three warpgroups": config(192, 128, warpgroups=3, cluster_n=2, staged_pieces=2),
+    "three warpgroups, scales of rows, float32, adding": config(
+        192, 120, warpgroups=3, cluster_m=2, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True
+    ),
+    "columns of two blocks": config(128, 160, staged_pieces=5),
+    "columns of two blocks, cut oddly": config(128, 144, staged_pieces=3),
+    "a cluster shares a": config(128, 96, cluster_n=2, staged_pieces=3),
+    "a cluster shares b": config(128, 48, cluster_m=2, staged_pieces=2),
+    "256 rows, scales of rows, some kept": config(256, 128, 3, b_scales=ROW, staged_pieces=2),
+    "one warpgroup": config(64, 64, 2, warpgroups=1),
+    "two accumulators": config(128, 64, 4, accumulators=2),
+    "ping-pong": config(64, 64, ping_pong=True),
+    "ping-pong, in clusters, two accumulators": config(64, 32, ping_pong=True, cluster_m=2, accumulators=2),
+    "ping-pong of 128 rows": config(128, 64, ping_pong=True, staged_pieces=2),
+    "scales of rows": config(128, 64, b_scales=ROW),
+    "scales of rows, two accumulators, float32": config(
+        128, 40, b_scales=ROW, accumulators=2, store=PAIRS, out_float=True
+    ),
+    "scales of a's blocks": config(128, 48, a_scales=BLOCK, b_scales=ROW),
+    "float32, by the copy engine": config(256, 96, out_float=True, staged_pieces=3),
+    "scales of rows, float32, adding, by the copy engine": config(
+        256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=4
+    ),
+    "256 rows, fetching what they add to": config(
+        256, 128, 3, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=4
+    ),
+    "ping-pong, float32, adding, by the copy engine": config(
+        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+    ),
+    "256 rows, fetching BF16": config(256, 128, 3, accumulate=True, fetch=True, staged_pieces=2),
+    "narrow pieces, fetching BF16": config(128, 48, b_scales=ROW, accumulate=True, fetch=True, staged_pieces=3),
+    "ping-pong in a cluster, fetching BF16": config(
+        128, 32, 3, ping_pong=True, cluster_n=2, accumulate=True, fetch=True, staged_pieces=1
+    ),
+    "ping-pong, fetching what it adds to": config(
+        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=1
+    ),
+    "three warpgroups, fetching what they add to": config(
+        192, 96, warpgroups=3, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=3
+    ),
+    "two accumulators in a cluster, fetching what they add to": config(
+        128, 48, accumulators=2, cluster_n=2, out_float=True, accumulate=True, fetch=True, staged_pieces=3
+    ),
+    "256 rows in a cluster, fetching what they add to": config(
+        256, 64, cluster_m=2, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+    ),
+    "no promotion, fetching what it adds to": config(
+        256,
+        64,
+        a_scales=TENSOR,
+        b_scales=TENSOR,
+        promote=False,
+        out_float=True,
+        accumulate=True,
+        fetch=True,
+        staged_pieces=2,
+    ),
+    "one scale": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
+    "no promotion": config(256, 64, a_scales=TENSOR, b_scales=TENSOR, promote=False),
+    "float32": config(128, 64, store=PAIRS, out_float=True),
+    "float32, adding": config(128, 24, store=PAIRS, out_float=True, accumulate=True),
+    "float32, adding, any strides": config(128, 64, store=SINGLE, out_float=True, accumulate=True),
+    "adding": config(128, 64, store=PAIRS, accumulate=True),
+    "adding, any strides": config(128, 64, store=SINGLE, accumulate=True),
+    "transposed": config(128, 32, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_pieces=1),
+    "transposed, 256 rows": config(256, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_pieces=2),
+    "split": config(128, 64, split_k=3),
+    "split, transposed": config(128, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, split_k=4),
+    "split, in clusters, adding": config(
+        64, 32, warpgroups=1, cluster_m=2, split_k=2, store=PAIRS, out_float=True, accumulate=True
+    ),
+    "E5M2 times E4M3": config(128, 64, a_e5m2=True),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_dense(case: str):
+    kernel = DENSE[case]
+    m, n = kernel.tile_m, kernel.tile_n
+    if kernel.transposed:
+        m, n = n, m
+    shapes = [(1, 1, 1), (m - 1, n + 1, 129), (m + 1, n - 1, 127), (2 * m, 2 * n, 256), (3 * m - 7, n + 9, 1000)]
+    for seed, (m, n, k) in enumerate(shapes):
+        _dense(kernel, m, n + n % 2 if kernel.store is PAIRS else n, k, seed)
+
+
+@pytest.mark.parametrize("along_n", [False, True])
+def test_each_tile_is_made_once(along_n: bool):
+    kernel = config(64, 16, 2, warpgroups=1, along_n=along_n, band=2)
+    for seed, (m_tiles, n_tiles) in enumerate([(1, 5), (5, 1), (4, 6), (3, 7)]):
+        _dense(kernel, m_tiles * 64 - 5, n_tiles * 16 - 3, 130, seed)
+
+
+LONG = (
+    "columns of two blocks",
+    "two accumulators",
+    "split",
+    "scales of a's blocks",
+    "transposed, 256 rows",
+    "ping-pong",
+)
+
+
+@pytest.mark.parametrize("case", [*LONG, "ping-pong, in clusters, two accumulators"])
+def test_long_sums(case: str):
+    _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more steps than a warp has lanes, twice
+
+
+def test_scales_of_blocks_go_around_under_many_stages():
+    _dense(config(64, 16, 20, warpgroups=1), 3, 9 * 16, 128 * 37 + 1, seed=2)  # on four multiprocessors
+
+
+def _dense(kernel: Config, m: int, n: int, k: int, seed: int) -> None:
+    a_scales, b_scales = kernel.a_scales, kernel.b_scales
+    if kernel.transposed:
+        a_scales, b_scales = b_scales, a_scales
+    a = operand((m, k), a_scales, seed, "e5m2" if kernel.a_e5m2 else "e4m3")
+    b = operand((n, k), b_scales, seed + 100)
+    out = poisoned(m, n, dtype=_dtype(kernel), room=_room(kernel, n))
+    before = torch.zeros(m, n)
+    if kernel.accumulate:
+        before = torch.randn(m, n).to(out.dtype).float()
+        out.copy_(before)
+    emulate(kernel, out, a, b, seed=seed)
+    expected = before + _exact(kernel, a, b)
+    torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why: f"{(m, n, k)}: {why}")
+
+
+def _exact(kernel: Config, a, b) -> Tensor:
+    """As the kernel sums it: parts of a split sum one after the other, one scale for all at the end."""
+    if kernel.a_scales is TENSOR and kernel.promote:
+        ones = torch.ones(1, 1)
+        unscaled = exact((a[0], ones, TENSOR), (b[0], ones, TENSOR), promote=True)
+        return unscaled * (a[1] * b[1])
+    k = a[0].shape[-1]
+    part = math.ceil(math.ceil(k / 128) / kernel.split_k) * 128
+    total = None
+    for first in range(0, part * kernel.split_k, part):
+        cut = slice(min(first, k), min(first + part, k))
+        summed = exact(between(a, cut), between(b, cut), kernel.promote)
+        total = summed if total is None else total + summed
+    return total
+
+
+def _dtype(kernel: Config) -> torch.dtype:
+    return torch.float32 if kernel.out_float else torch.bfloat16
+
+
+def _room(kernel: Config, n: int) -> int:
+    """Numbers between a row and the next, which must stay as they are; for SINGLE an odd stride."""
+    if kernel.store is Store.SINGLE:
+        return 5 + n % 2
+    return 8 + -n % 8
+
+
+ENDS = {
+    "ordinary": [60, 130, 150, 200],
+    "first, last and others empty": [0, 0, 90, 90, 200, 200],
+    "all empty": [0, 0, 0],
+    "one has all": [200, 200],
+    "rows past the last": [3, 4, 5, 7],
+    "one row each": list(range(1, 31)),
+    "ends at tiles and steps": [64, 128, 128, 192],
+}
+ROWS_GROUPED = {
+    "two warpgroups": config(128, 64, schedule=GROUPED),
+    "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
+    "bands along N": config(64, 16, schedule=GROUPED, warpgroups=1, along_n=True, band=2),
+    "a cluster shares a": config(128, 32, schedule=GROUPED, cluster_n=2),
+    "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster_m=2),
+    "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
+    "float32": config(256, 24, schedule=GROUPED, store=PAIRS, out_float=True),
+    "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_pieces=3),
+    "256 rows, each half with its room": config(256, 32, schedule=GROUPED, staged_pieces=2),
+    "ping-pong, float32, by the copy engine": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
+    "scales of rows": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
+}
+
+
+@pytest.mark.parametrize("case", ROWS_GROUPED)
+def test_grouped(case: str):
+    kernel = ROWS_GROUPED[case]
+    for seed, ends in enumerate(ENDS.values()):
+        n, k = (40, 160) if seed % 2 else (kernel.tile_n * 2 + 1 + kernel.out_float, 256)
+        a, b = operand((200, k), ROW, seed), operand((len(ends), n, k), kernel.b_scales, seed + 100)
+        out = poisoned(200, n, dtype=_dtype(kernel), room=_room(kernel, n))
+        emulate(kernel, out, a, b, _sizes(ends), seed=seed)
+        expected = torch.zeros(200, n)
+        for g, (start, end) in enumerate(pairwise([0, *ends])):
+            expected[start:end] = exact(rows(a, slice(start, end)), group(b, g))
+        torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why, e=ends: f"{e}: {why}")
+
+
+def test_rows_of_nan_stay_in_their_group():
+    a, b = operand((200, 256), ROW), operand((3, 40, 256), BLOCK, 1)
+    a[0].view(torch.uint8)[100:103] = 0x7F
+    out = emulate(
+        ROWS_GROUPED["two warpgroups"], poisoned(200, 40, dtype=torch.bfloat16), a, b, _sizes([100, 103, 200])
+    )
+    assert out[100:103].isnan().all()
+    assert out[:100].isfinite().all()
+    assert out[103:].isfinite().all()
+
+
+def test_rows_of_nan_past_the_last_group_become_zeros():
+    a, b = operand((200, 256), ROW), operand((3, 40, 256), BLOCK, 1)
+    a[0].view(torch.uint8)[150:] = 0x7F
+    a[1][150:] = math.nan
+    out = emulate(ROWS_GROUPED["two warpgroups"], poisoned(200, 40, dtype=torch.bfloat16), a, b, _sizes([50, 60, 150]))
+    assert out[:150].isfinite().all()
+    assert not out[150:].any()
+
+
+def test_rows_past_the_last_group_stay_as_they_are_when_asked_for():
+    a, b = operand((200, 256), ROW), operand((3, 40, 256), BLOCK, 1)
+    kernel = replace(ROWS_GROUPED["two warpgroups"], zero_rest=False)
+    out = emulate(kernel, torch.full((200, 40), 7.0, dtype=torch.bfloat16), a, b, _sizes([50, 60, 150]))
+    assert (out[:150] != 7).any(1).all()
+    assert (out[150:] == 7).all()
+
+
+def test_offsets_that_are_wrong_lead_nowhere():
+    a, b = operand((200, 128), ROW), operand((4, 40, 128), BLOCK, 1)
+    for kernel in (ROWS_GROUPED["two warpgroups"], ROWS_GROUPED["float32"]):
+        emulate(kernel, poisoned(200, 40, dtype=_dtype(kernel)), a, b, _sizes([-5, 150, 20, 10**9]))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "two warpgroups",
+        "a cluster shares a",
+        "a cluster shares b",
+        "ping-pong",
+        "float32",
+        "float32, by the copy engine",
+        "256 rows, each half with its room",
+    ],
+)
+@pytest.mark.parametrize("counts", [[0, 3, 150], [150, 150], [0, 0], [1, 128, 0, 129, 64]], ids=str)
+def test_masked(case: str, counts: list[int]):
+    values = {"schedule": MASKED}
+    kernel = Config(**(_fields(ROWS_GROUPED[case]) | values))
+    n, k = 41 + kernel.out_float, 200
+    a, b = operand((len(counts), 150, k), ROW), operand((len(counts), n, k), BLOCK, 1)
+    out = poisoned(len(counts), 150, n, dtype=_dtype(kernel), room=_room(kernel, n))
+    emulate(kernel, out, a, b, _sizes(counts), seed=sum(counts))
+    for g, count in enumerate(counts):
+        expected = exact(group(a, g), group(b, g))[:count]
+        torch.testing.assert_close(out[g, :count], expected.to(out.dtype), rtol=0, atol=0)
+
+
+WGRAD = {
+    "float32": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True),
+    "adding": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True),
+    "bfloat16": config(256, 32, schedule=ALONG_K, b_scales=ROW),
+    "float32, by the copy engine": config(128, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, staged_pieces=2),
+    "three warpgroups": config(192, 24, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, warpgroups=3),
+    "bfloat16, adding, any strides": config(
+        64, 24, schedule=ALONG_K, b_scales=ROW, store=SINGLE, accumulate=True, warpgroups=1
+    ),
+    "ping-pong": config(64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True),
+    "adding, by the copy engine": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+    ),
+    "fetching what it adds to": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+    ),
+    "bfloat16, fetching what it adds to": config(
+        256, 64, schedule=ALONG_K, b_scales=ROW, accumulate=True, fetch=True, staged_pieces=1
+    ),
+    "ping-pong in a cluster, fetching what it adds to": config(
+        64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True, cluster_n=2, out_float=True, accumulate=True,
+        fetch=True, staged_pieces=1,
+    ),
+    "a cluster shares b, two accumulators": config(
+        128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WGRAD)
+def test_wgrad(case: str):
+    kernel = WGRAD[case]
+    for seed, ends in enumerate(ENDS.values()):
+        m, n = (40, 51 + kernel.tile_n) if seed % 2 else (kernel.tile_m + 1, 50)
+        n += n % 2 if kernel.store is PAIRS else 0
+        a, b = operand((m, 200), ROW, seed), operand((n, 200), ROW, seed + 100)
+        out = poisoned(len(ends), m, n, dtype=_dtype(kernel), room=_room(kernel, n))
+        before = torch.zeros(out.shape)
+        if kernel.accumulate:
+            before = torch.randn(out.shape).to(out.dtype).float()
+            out.copy_(before)
+        emulate(kernel, out, a, b, _sizes(ends), seed=seed)
+        for g, (start, end) in enumerate(pairwise([0, *ends])):
+            expected = before[g] + _steps(a, b, start, end)
+            torch.testing.assert_close(
+                out[g], expected.to(out.dtype), rtol=0, atol=0, msg=lambda why, e=ends: f"{e}: {why}"
+            )
+
+
+def _steps(a, b, start: int, end: int) -> Tensor:
+    """The steps that hold tokens of a group: adding a step of nothing would still be right, but NaN scales are not."""
+    if start == end:
+        return torch.zeros(len(a[0]), len(b[0]))
+    return exact(between(a, slice(start, end)), between(b, slice(start, end)))
+
+
+@pytest.mark.parametrize("nan", ["numbers", "scales"])
+def test_tokens_of_nan_stay_in_their_group(nan: str):
+    ends, bad = [20, 20, 128, 200], [30, 100]
+    a, b = operand((130, 200), ROW), operand((50, 200), ROW, 1)
+    for x in (a, b):
+        if nan == "numbers":
+            x[0].view(torch.uint8)[:, bad] = 0x7F
+        else:
+            x[1][:, 1] = math.nan  # of the tokens from 128 on
+    out = emulate(WGRAD["float32"], poisoned(4, 130, 50, dtype=torch.float32), a, b, _sizes(ends))
+    has_nan = [bool(out[g].isnan().any()) for g in range(4)]
+    assert has_nan == ([False, False, True, False] if nan == "numbers" else [False, False, False, True])
+
+
+@pytest.mark.parametrize("case", ["ping-pong, in clusters, two accumulators", "split", "a cluster shares a"])
+def test_many_orders_give_the_same_bits(case: str):
+    a, b = operand((300, 700), ROW), operand((130, 700), BLOCK, 1)
+    first = emulate(DENSE[case], poisoned(300, 130, dtype=torch.bfloat16, room=6), a, b)
+    for seed in range(1, 6):
+        out = poisoned(300, 130, dtype=torch.bfloat16, room=6)
+        assert torch.equal(emulate(DENSE[case], out, a, b, seed=seed), first)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 64])
+def test_any_number_of_multiprocessors(multiprocessors: int):
+    """From one, where a warpgroup has no rows in every other tile, to one for each tile."""
+    a, b = operand((300, 260), ROW), operand((130, 260), BLOCK, 1)
+    expected = exact(a, b)
+    for case in ("ping-pong", "a cluster shares b", "256 rows", "float32, by the copy engine"):
+        out = poisoned(300, 130, dtype=_dtype(DENSE[case]), room=6)
+        emulate(DENSE[case], out, a, b, multiprocessors=multiprocessors)
+        assert torch.equal(out, expected.to(out.dtype))
+
+
+@pytest.mark.parametrize("waves", [2, 3, 4])
+def test_what_is_staged_is_not_written_over_before_it_is_stored(waves: int):
+    kernel = config(64 * waves, 32, warpgroups=1, staged_pieces=2)
+    for seed in range(4):
+        _dense(kernel, 5 * kernel.tile_m, 64, 128, seed)
+
+
+def _sizes(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _fields(kernel: Config) -> dict:
+    return {name: getattr(kernel, name) for name in kernel.__dataclass_fields__}

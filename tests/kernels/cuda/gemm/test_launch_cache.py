@@ -1,0 +1,292 @@
+"""What is launched at once because it looks like an earlier product is what would have been launched without that.
+
+Products are made one after the other, each differing from the first in a few of the things that may differ: shapes,
+strides, alignment, dtypes, blocks, wrong arguments. Whatever is remembered of the earlier ones, each must give the
+kernel, the launch and the error that it gives when nothing is remembered.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("cuda.bindings")
+
+from octile.kernels import dispatch
+from octile.kernels.bounded_cache import Recent
+from octile.kernels.cuda.gemm import launch_cache, launch_plan, launcher, num_sms, request
+from octile.kernels.cuda.gemm.config import Config, Schedule, Store
+from octile.kernels.cuda.gemm.problem import Chip, Problem
+from octile.kernels.cuda.jit import tensor_map
+from octile.kernels.triton import grouped as triton_grouped
+from octile.kernels.triton import matmul as triton_matmul
+from octile.ops.grouped import _check_grouped, _check_masked, _check_wgrad
+from octile.ops.matmul import _check_product
+from tests.kernels.cuda.emulated import config
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TILE, BLOCK = (1, 128), (128, 128)
+
+
+class FakeKernel:
+    """Of one problem; keeps what is launched, and counts what is made ready."""
+
+    device = 0
+
+    def __init__(self, problem: Problem, constants: dict[str, int | bool], launches: list[Any]) -> None:
+        self.problem, self.constants, self.launches = problem, constants, launches
+
+    def in_context(self) -> Any:
+        return nullcontext()
+
+    def ready(self, *arguments: Any) -> Any:
+        return lambda: self.launches.append((self.problem, self.constants, arguments))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu() -> Iterator[list[Any]]:
+    """A GPU of 132 multiprocessors that takes any launch and notes it, with one kernel for each kind of product."""
+    launches: list[Any] = []
+    decided: list[Problem] = []
+
+    def choose(p: Problem, chip: Chip) -> Config:
+        decided.append(p)
+        options = {name: getattr(p, name) for name in ("schedule", "store", "out_float", "accumulate", "zero_rest")}
+        kinds = {name: getattr(p, name) for name in ("a_scales", "b_scales", "a_e5m2", "b_e5m2")}
+        parts, staged = 2 if p.schedule is Schedule.DENSE and p.k > 128 else 1, int(p.store is Store.TMA)
+        return config(128, 64, split_k=parts, staged_pieces=staged, **options, **kinds)
+
+    def k_major(data: Tensor) -> Tensor:
+        *batch, rows, columns = data.shape
+        return data.new_empty(*batch, rows, -(-columns // 16) * 16)[..., :columns].copy_(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request, "missing", lambda device: None)
+        patch.setattr(launch_plan, "choose", choose)
+        patch.setattr(launch_plan, "_k_major", k_major)
+        patch.setattr(launcher, "current_stream", lambda device: 7)
+        patch.setattr(
+            launcher.specialize, "load", lambda _, constants, *others: FakeKernel(decided[-1], constants, launches)
+        )
+        patch.setattr(num_sms, "multiprocessors", lambda device: 132)
+        patch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for module, names in (
+            (triton_matmul, ["launch"]),
+            (triton_grouped, ["launch", "launch_masked", "launch_wgrad"]),
+        ):
+            for name in names:
+                patch.setattr(module, name, lambda *arguments: launches.append("Triton"))
+        request._serves.cache_clear()
+        yield launches
+    request._serves.cache_clear()
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """What is remembered inside starts with nothing, and ends with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_cache, "_known", Recent(64))
+        patch.setattr(launcher, "_prepared", Recent(64))
+        patch.setattr(launcher, "_launches", Recent(64))
+        patch.setattr(launcher, "_workspaces", {})
+        yield
+
+
+FIELDS: dict[str, tuple[list[Any], list[Any]]] = {  # what a product that is made may have; what another may have, too
+    "kind": (["dense", "grouped", "masked", "wgrad"], []),
+    "m": ([16, 3], [1]),
+    "n": ([24, 130], [8]),
+    "k": ([128, 160], [120]),
+    "groups": ([2, 1], [3]),
+    "a_dtype": ([E4M3, E5M2], [torch.int8, torch.float16]),
+    "b_dtype": ([E4M3, E5M2], [torch.int8, torch.float16]),
+    "a_block": ([TILE], [BLOCK, (200, 200), (1, 200), (1, 64)]),
+    "b_block": ([BLOCK, TILE], [(200, 200), (128, 200), (128,)]),
+    "a_room": ([0, 16], [3]),  # numbers behind each row
+    "b_room": ([0, 16], [3]),
+    "a_past": ([0, 16], [4]),  # numbers before the first
+    "b_past": ([0, 16], [4]),
+    "a_scales_first": ([True], [False]),  # along the rows, as the casts write them
+    "b_scales_first": ([True], [False]),
+    "a_scales_past": ([0, 4], [1]),
+    "b_scales_past": ([0, 4], [1]),
+    "scales_dtype": ([torch.float32], [torch.int32]),
+    "out": ([True, False], []),  # given
+    "out_dtype": ([torch.bfloat16, torch.float32], [torch.float16]),
+    "out_room": ([0], [8, 1]),
+    "out_past": ([0, 8], [2, 1]),
+    "accumulate": ([False, True], []),
+    "sizes_dtype": ([torch.int32], [torch.int64]),
+    "sizes_step": ([1], [2]),
+    "bound": ([None], [1]),
+    "wrong": ([None], ["a's scale", "b's scale", "k", "out", "sizes"]),
+}
+Spec = dict[str, Any]
+
+base = st.fixed_dictionaries({name: st.sampled_from(usual) for name, (usual, _) in FIELDS.items()})
+change = st.sampled_from([(name, value) for name, (usual, unusual) in FIELDS.items() for value in [*usual, *unusual]])
+changes = st.lists(change, min_size=1, max_size=2).map(dict)
+
+
+def matrix(shape: tuple[int, ...], dtype: torch.dtype, room: int = 0, past: int = 0) -> Tensor:
+    """Rows with room behind them, past so many numbers in 16-byte aligned memory."""
+    *batch, rows, columns = shape
+    stride = columns + room
+    whole = torch.zeros(past + math.prod(batch) * rows * stride, dtype=dtype)
+    return whole.as_strided(shape, (rows * stride, stride, 1)[-len(shape) :], past)
+
+
+def scales(s: Spec, name: str, shape: tuple[int, ...]) -> Tensor:
+    block, first, past, dtype = (
+        s[key] for key in (f"{name}_block", f"{name}_scales_first", f"{name}_scales_past", "scales_dtype")
+    )
+    one_more = s["wrong"] == f"{name}'s scale"
+    *batch, rows, columns = shape
+    r, c = block if len(block) == 2 else (1, 1)
+    sides = (-(-rows // r) + one_more, -(-columns // c))
+    if first:
+        return matrix((*batch, *sides[::-1]), dtype, -sides[0] % 4, past).mT
+    return matrix((*batch, *sides), dtype, past=past)
+
+
+def make(s: Spec) -> Tensor:
+    """Makes a product through `dispatch`."""
+    m, n, k, g, kind, wrong = s["m"], s["n"], s["k"], s["groups"], s["kind"], s["wrong"]
+    a_shape = (g, m, k) if kind == "masked" else (m, k)
+    b_shape = (n, k + (wrong == "k")) if kind in ("dense", "wgrad") else (g, n, k + (wrong == "k"))
+    a = matrix(a_shape, s["a_dtype"], s["a_room"], s["a_past"])
+    b = matrix(b_shape, s["b_dtype"], s["b_room"], s["b_past"])
+    a_scale, b_scale = scales(s, "a", a_shape), scales(s, "b", b_shape)
+    out_shape = {"dense": (m, n), "grouped": (m, n), "masked": (g, m, n), "wgrad": (g, m, n)}[kind]
+    out_shape = (*out_shape[:-1], n + (wrong == "out"))
+    out = matrix(out_shape, s["out_dtype"], s["out_room"], s["out_past"]) if s["out"] else None
+    sizes = torch.zeros(s["sizes_step"] * (g + (wrong == "sizes")), dtype=s["sizes_dtype"])[:: s["sizes_step"]]
+    result = (s["out_dtype"], out)
+    if kind == "dense":
+        operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
+        return dispatch.matmul(_check_product, *operands, *result, s["accumulate"])
+    if kind == "wgrad":
+        operands = (a.mT, a_scale.mT, s["a_block"][::-1], b.mT, b_scale.mT, s["b_block"][::-1])
+        return dispatch.wgrad(_check_wgrad, *operands, sizes, *result, s["accumulate"])
+    operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
+    if kind == "grouped":
+        return dispatch.grouped(_check_grouped, *operands, sizes, *result)
+    return dispatch.masked(_check_masked, *operands, sizes, *result)
+
+
+def outcome(spec: Spec, launches: list[Any]) -> Any:
+    """What comes of a product: an error, or what was launched and returned. Of addresses, what they have in common."""
+    launches.clear()
+    num_sms.set_num_sms(spec["bound"])
+    try:
+        out = make(spec)
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    finally:
+        num_sms.set_num_sms(None)
+    returned = None if out is None else (out.shape, out.stride(), out.dtype)
+    if launches == ["Triton"]:
+        return "Triton"
+    ((problem, constants, (*shape, arguments, stream)),) = launches
+    return problem, constants, shape, [_without_address(argument) for argument in arguments], stream, returned
+
+
+def _without_address(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        described, pointer = argument
+        return described, pointer % 16
+    return f"address {argument % 16}" if isinstance(argument, int) and argument > 2**30 else argument
+
+
+@settings(max_examples=400)
+@given(first=base, others=st.lists(changes, min_size=1, max_size=4))
+def test_a_product_is_launched_as_if_nothing_were_remembered(gpu, first: Spec, others: list[Spec]):
+    specs = [first, first, *(first | other for other in others), first]
+    expected = []
+    for spec in specs:
+        with remembering():
+            expected.append(outcome(spec, gpu))
+    with remembering():
+        for spec, what in zip(specs, expected, strict=True):
+            assert outcome(spec, gpu) == what
+
+
+@pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "sizes", "out"])
+@pytest.mark.parametrize("differs", ["shape", "strides", "dtype", "alignment"])
+def test_tensors_that_differ_in_one_thing_look_different(name: str, differs: str):
+    if (name, differs) == ("sizes", "alignment"):
+        return  # read one by one
+    room = torch.zeros(64)
+    tensors = {each: room.as_strided((4, 8), (8, 1)) for each in ("a", "a_scale", "b", "b_scale", "sizes", "out")}
+    other = {
+        "shape": room.as_strided((4, 7), (8, 1)),
+        "strides": room.as_strided((4, 8), (9, 1)),
+        "dtype": room.view(torch.int32).as_strided((4, 8), (8, 1)),
+        "alignment": room.as_strided((4, 8), (8, 1), 1),
+    }[differs]
+
+    def key(t: dict[str, Tensor]) -> object:
+        operands = (t["a"], t["a_scale"], TILE, t["b"], t["b_scale"], TILE)
+        return launch_cache.look("dense", *operands, t["sizes"], torch.float32, t["out"])[0]
+
+    assert key(tensors) == key(dict(tensors))
+    assert key(tensors) != key(tensors | {name: other})
+
+
+def test_a_tensor_on_another_device_looks_different():
+    x, elsewhere = torch.zeros(4, 8), torch.zeros(4, 8)
+    elsewhere.get_device = lambda: 1  # type: ignore[method-assign]
+    looks = [launch_cache.look("dense", x, x, TILE, x, x, TILE, x, x.dtype, x)[0]]
+    for place in range(6):
+        a, a_scale, b, b_scale, sizes, out = (elsewhere if place == i else x for i in range(6))
+        looks.append(launch_cache.look("dense", a, a_scale, TILE, b, b_scale, TILE, sizes, x.dtype, out)[0])
+    assert len(set(looks)) == 7
+
+
+def test_blocks_are_told_apart():
+    x = torch.zeros(4, 8)
+    blocks = [*product([TILE, BLOCK, (128,), (1,), (1, 128, 128), (128, 128, 128)], repeat=2)]
+    assert len({launch_cache.look("dense", x, x, a, x, x, b, None, x.dtype, None)[0] for a, b in blocks}) == len(blocks)
+
+
+def test_fewer_multiprocessors_look_different():
+    x = torch.zeros(4, 8)
+    arguments = ("dense", x, x, TILE, x, x, TILE, None, x.dtype, None)
+    every = launch_cache.look(*arguments)
+    num_sms.set_num_sms(5)
+    try:
+        assert launch_cache.look(*arguments) != every
+    finally:
+        num_sms.set_num_sms(None)
+
+
+def test_only_what_is_launched_without_copies_is_remembered():
+    spec = {name: usual[0] for name, (usual, _) in FIELDS.items()} | {"k": 160}
+    for change in ({"a_scales_first": False}, {"kind": "grouped", "sizes_step": 2}, {"a_block": BLOCK}):
+        with remembering():
+            make(spec | change)
+            assert len(launch_cache._known) == 0
+    with remembering():
+        make(spec)
+        assert len(launch_cache._known) == 1
+
+
+def test_what_is_remembered_is_checked_no_more_and_what_is_not_is():
+    checked: list[int] = []
+    x = matrix((16, 128), E4M3)
+    scale = torch.zeros(1, 16).mT
+    with remembering():
+        results = [
+            dispatch.matmul(lambda *_: checked.append(1), x, scale, TILE, x, scale, TILE, torch.float32)
+            for _ in range(3)
+        ]
+    assert len(checked) == 1
+    assert len({out.data_ptr() for out in results}) == 3

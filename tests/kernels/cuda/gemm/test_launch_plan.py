@@ -1,0 +1,149 @@
+"""From tensors to a launch: how results may lie, which operands are copied, what the kernels do not take."""
+
+import pytest
+import torch
+
+from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.launch_plan import Product, is_readable, plan, problem, readable
+from octile.kernels.cuda.gemm.problem import Chip
+from tests.kernels.cuda.emulated import operand
+
+ROW, BLOCK = Scales.PER_ROW, Scales.PER_BLOCK
+M, N, K = 40, 24, 160
+
+
+def _product(out=None, a=None, b=None, **others) -> Product:
+    out = torch.empty(M, N, dtype=torch.bfloat16) if out is None else out
+    a, b = a or operand((M, K), ROW), b or operand((N, K), BLOCK)
+    return Product(Schedule.DENSE, out, *a, *b, None, False, True)._replace(**others)
+
+
+OUTS = {
+    "copy engine": (torch.empty(M, N, dtype=torch.bfloat16), Store.TMA),
+    "rows with room behind them": (torch.empty(M, N + 8, dtype=torch.bfloat16)[:, :N], Store.TMA),
+    "float32": (torch.empty(M, N), Store.TMA),
+    "float32, rows at 8 bytes": (torch.empty(M, N + 2)[:, :N], Store.PAIRS),
+    "rows at 4 bytes": (torch.empty(M, N + 2, dtype=torch.bfloat16)[:, :N], Store.PAIRS),
+    "a base at 4 bytes": (torch.empty(M, N + 8, dtype=torch.bfloat16)[:, 2 : N + 2], Store.PAIRS),
+    "an odd stride": (torch.empty(M, N + 1)[:, :N], Store.SINGLE),
+    "columns first": (torch.empty(N, M).mT, Store.SINGLE),
+}
+
+
+@pytest.mark.parametrize("case", OUTS)
+def test_how_a_result_is_stored(case: str):
+    out, store = OUTS[case]
+    assert problem(_product(out)).store is store
+
+
+def test_the_copy_engine_brings_back_what_is_added_to():
+    assert problem(_product(torch.empty(M, N), accumulate=True)).store is Store.TMA
+    assert problem(_product(accumulate=True)).store is Store.TMA
+
+
+def test_what_the_casts_write_is_readable():
+    assert is_readable(_product())
+    assert is_readable(_product(b=operand((N, K), ROW)))
+
+
+def test_scales_that_lie_row_by_row_are_copied():
+    a = operand((M, K), ROW)
+    p = _product(a=(a[0], a[1].contiguous(), ROW))
+    assert not is_readable(p)
+    copied = readable(p)
+    assert is_readable(copied)
+    assert torch.equal(copied.a_scale, p.a_scale)
+    assert copied.b is p.b
+
+
+@pytest.mark.parametrize("lies", ["unaligned rows", "unaligned base", "columns first"])
+def test_data_that_the_copy_engine_cannot_read(lies: str):
+    data = torch.empty(M, K + 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    data = {
+        "unaligned rows": torch.empty(M, K + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :K],
+        "unaligned base": data[:, 1 : K + 1],
+        "columns first": torch.empty(K, M, dtype=torch.uint8).view(torch.float8_e4m3fn).mT,
+    }[lies]
+    assert not is_readable(_product(a=(data, operand((M, K), ROW)[1], ROW)))
+
+
+def test_the_grid_is_no_larger_than_the_work():
+    kernel = Config(128, 64, 3, staged_pieces=1, cluster_m=2)
+    assert plan(_product(), Chip(132), kernel).grid == 2
+    large = _product(torch.empty(3000, N, dtype=torch.bfloat16), operand((3000, K), ROW))
+    assert plan(large, Chip(132), kernel).grid == 24
+    assert plan(large, Chip(7), kernel).grid == 6
+
+
+def test_sums_of_nothing_start_no_kernel():
+    a, b = torch.empty(M, 0, dtype=torch.float8_e4m3fn), torch.empty(N, 0, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(M, 0)
+    out = torch.ones(M, N)
+    request.matmul(out, a, scale, (1, 128), b, torch.empty(1, 0), (128, 128), accumulate=True)
+    assert out.eq(1).all()
+    request.matmul(out, a, scale, (1, 128), b, torch.empty(1, 0), (128, 128), accumulate=False)
+    assert not out.any()
+    request.matmul(out[:0], a[:0], scale[:0], (1, 128), b, torch.empty(1, 0), (128, 128), accumulate=False)
+
+
+def test_a_product_without_promotion_has_one_scale():
+    p = _product(torch.empty(M, N))
+    with pytest.raises(ValueError, match="one scale an operand"):
+        request.matmul(p.out, p.a, p.a_scale, (1, 128), p.b, p.b_scale, (128, 128), False, promote_every=None)
+    with pytest.raises(ValueError, match="promote_every must be 128 or None, not 64"):
+        request.matmul(p.out, p.a, p.a_scale, (1, 128), p.b, p.b_scale, (128, 128), False, promote_every=64)
+
+
+def _reason(monkeypatch, a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> str | None:
+    monkeypatch.setattr(request, "missing", lambda device: None)
+    request._serves.cache_clear()
+    x = torch.empty(256, 256, dtype=dtype)
+    return request.serves(x, a_block, x, b_block, groups)
+
+
+def test_which_operands_are_served(monkeypatch):
+    assert _reason(monkeypatch) is None
+    assert _reason(monkeypatch, (1, 128), (1, 128)) is None
+    assert _reason(monkeypatch, (256, 256), (256, 256)) is None
+    assert _reason(monkeypatch, groups=4) is None
+    assert "not torch.int8" in _reason(monkeypatch, dtype=torch.int8)
+    assert "not 1×256" in _reason(monkeypatch, (1, 256))
+    assert "128×128 with 128×128" in _reason(monkeypatch, (128, 128))
+    assert "256×256 with 256×256" in _reason(monkeypatch, (256, 256), (256, 256), groups=2)
+    assert "1024 at most" in _reason(monkeypatch, groups=1025)
+
+
+def test_no_other_device_is_served():
+    request._serves.cache_clear()
+    x = torch.empty(256, 256, dtype=torch.float8_e4m3fn)
+    assert request.serves(x, (1, 128), x, (128, 128)) == "they are written for Hopper (sm_90)"
+
+
+def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():
+    a, b = torch.empty(5, 0, dtype=torch.float8_e4m3fn), torch.empty(2, 3, 0, dtype=torch.float8_e4m3fn)
+    out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    request.grouped(a, torch.empty(5, 0), (1, 128), b, torch.empty(2, 1, 0), (128, 128), offs, torch.bfloat16, out)
+    assert torch.equal(out, torch.tensor([0, 0, 0, 0, 1]).bfloat16()[:, None].expand(5, 3))
+
+
+def test_without_groups_a_given_result_stays_as_it_is():
+    a, b = torch.empty(5, 8, dtype=torch.float8_e4m3fn), torch.empty(0, 3, 8, dtype=torch.float8_e4m3fn)
+    out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
+    operands = (a, torch.empty(5, 1), (1, 128), b, torch.empty(0, 1, 1), (128, 128), offs, torch.bfloat16)
+    assert request.grouped(*operands, out) is out
+    assert out.eq(1).all()
+    assert not request.grouped(*operands).any()
+
+
+@pytest.mark.parametrize(
+    ("a_block", "a_shape", "b_block", "b_shape", "expected"),
+    [
+        ((1, 128), (5, 300), (128, 128), (70, 300), (Scales.PER_ROW, Scales.PER_BLOCK)),
+        ((128, 128), (128, 128), (200, 128), (200, 128), (Scales.PER_TENSOR, Scales.PER_TENSOR)),
+        ((1, 128), (1, 128), (1, 128), (1, 128), (Scales.PER_TENSOR, Scales.PER_TENSOR)),
+        ((1, 128), (1, 256), (200, 256), (200, 256), (Scales.PER_ROW, Scales.PER_TENSOR)),
+    ],
+)
+def test_one_scale_is_a_tensors_if_it_is_for_all_of_it(a_block, a_shape, b_block, b_shape, expected):
+    assert request._kinds(a_block, a_shape, b_block, b_shape, dense=True) == expected

@@ -1,0 +1,42 @@
+"""Products use all multiprocessors, or as many as they are told."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octile.kernels.cuda.gemm import num_sms
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_of_132(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    num_sms.multiprocessors.cache_clear()
+    yield
+    num_sms.set_num_sms(None)
+    num_sms.multiprocessors.cache_clear()
+
+
+def test_all_multiprocessors_are_used_by_default():
+    assert num_sms.num_sms() == 132
+
+
+@pytest.mark.parametrize(("told", "used"), [(1, 1), (78, 78), (132, 132), (200, 132)])
+def test_no_more_are_used_than_told_or_than_there_are(told, used):
+    num_sms.set_num_sms(told)
+    assert num_sms.num_sms() == used
+
+
+def test_none_lifts_the_bound():
+    num_sms.set_num_sms(20)
+    num_sms.set_num_sms(None)
+    assert num_sms.num_sms() == 132
+
+
+@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
+def test_what_is_no_number_of_multiprocessors_is_refused_and_nothing_changes(count, error):
+    num_sms.set_num_sms(20)
+    with pytest.raises(error, match="count"):
+        num_sms.set_num_sms(count)
+    assert num_sms.num_sms() == 20

@@ -1,0 +1,318 @@
+"""The casts in CUDA C++, from their unchanged source in the emulator: bit for bit the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.quantize import launcher
+from octile.kernels.memory_layout import new_scale
+from octile.ops.norm import normalised, rms_norm_quantize
+from octile.ops.quantize import DATA_DTYPES, decode, dequantize, quantize, quantize_with_scale
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from tests.kernels.cuda import emulator
+from tests.kernels.cuda.emulator import build
+from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
+
+pytestmark = [
+    pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler"),
+    pytest.mark.usefixtures("emulated"),
+]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCKS = [(1, 128), (128, 1), (128, 128)]
+SHAPE = (140, 264)  # two squares by three, of which the last are small
+
+# each pair is compiled for itself, so not all are tried
+formats_and_scales = pytest.mark.parametrize(
+    ("fmt", "power_of_2"), [("e4m3", False), ("e4m3", True), ("e5m2", True), ("int8", False)]
+)
+both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts are launched in the emulator, which guards all tensors that they are given."""
+    memory: list[Tensor] = []
+
+    def address(t: Tensor | None) -> int:
+        if t is None:
+            return 0
+        memory.append(t)
+        return t.data_ptr()
+
+    def launch(name, constants, x, blocks, threads, shared, *arguments, resident=None) -> None:
+        given = [t for t in memory if t.numel()]
+        grid = blocks if resident is None else min(blocks, 2)  # so that blocks have several turns
+        emulator.run(
+            name, constants, grid=grid, threads=threads, shared_bytes=shared, arguments=arguments, memory=given
+        )  # fmt: skip
+        memory.clear()
+
+    monkeypatch.setattr(launcher, "_address", address)
+    monkeypatch.setattr(launcher, "_launch", launch)
+    for kind, settings in launcher.SETTINGS.items():  # two squares make a band, so that its edge is met
+        monkeypatch.setitem(launcher.SETTINGS, kind, settings | ({"band": 2} if "band" in settings else {}))
+
+
+def _bad(*shape: int) -> Tensor:
+    """All magnitudes, and NaN and Inf in three places."""
+    x = ugly(*shape)
+    x[3, 5], x[shape[0] - 30, 200], x[-1, -1] = float("nan"), float("inf"), float("-inf")
+    return x
+
+
+def _hard(*shape: int) -> Tensor:
+    """Blocks whose scales lie so close below a number of few bits that they are divided by with care; some zeros."""
+    largest = torch.tensor(448.0 * (1 - 2.0**-23))  # / 448 is two units in the last place below 1
+    x = torch.randn(shape) * 100
+    x[torch.rand(shape) < 0.1] = -0.0
+    x[::2, ::8] = largest
+    return x
+
+
+# ---- Matrices ----
+
+
+@formats_and_scales
+@pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
+def test_blocks(make, fmt: str, power_of_2: bool):
+    x = make(*SHAPE)
+    for block in BLOCKS:
+        assert_same(launcher.quantize(x, *block, DATA_DTYPES[fmt], power_of_2), quantize(x, *block, fmt, power_of_2))
+
+
+@formats_and_scales
+@pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
+def test_turned(make, fmt: str, power_of_2: bool):
+    x, dtype = make(*SHAPE), DATA_DTYPES[fmt]
+    assert_same(launcher.rows_and_columns(x, dtype, power_of_2), quantize_rows_and_columns(x, fmt, power_of_2))
+    assert_same(launcher.quantize_and_transpose(x, dtype, power_of_2), quantize_and_transpose(x, fmt, power_of_2))
+    tiles = quantize(x, 1, 128, fmt, power_of_2)
+    assert_same(launcher.requantize(*tiles, dtype, power_of_2), requantize_transposed(*tiles, power_of_2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype):
+    x = finite(*SHAPE).clamp(-6e4, 6e4).to(dtype)
+    for block in BLOCKS:
+        assert_same(launcher.quantize(x, *block, E4M3, False), quantize(x, *block, "e4m3", False))
+    assert_same(launcher.rows_and_columns(x, E4M3, False), quantize_rows_and_columns(x, "e4m3", False))
+    assert_same(launcher.quantize_and_transpose(x, E4M3, False), quantize_and_transpose(x, "e4m3", False))
+
+
+def test_nan_and_inf_of_half_precision():
+    x = _bad(*SHAPE).bfloat16()
+    assert_same(launcher.rows_and_columns(x, E4M3, False), quantize_rows_and_columns(x, "e4m3", False))
+
+
+def test_batches_and_rows_apart():
+    x = finite(2, 3, 40, 304).bfloat16()[:, :, :35, 8:272]
+    assert launcher.lies_badly(x) is None
+    assert_same(launcher.quantize(x, 1, 128, E4M3, False), quantize(x, 1, 128, "e4m3", False))
+    assert_same(launcher.rows_and_columns(x, E4M3, False), quantize_rows_and_columns(x, "e4m3", False))
+    tiles = quantize(x, 1, 128, "e4m3", False)
+    assert_same(launcher.requantize(*tiles, E4M3, False), requantize_transposed(*tiles, False))
+    values = launcher.dequantize(*tiles, 1, 128, torch.bfloat16)
+    assert_same([values], [dequantize(*tiles, 1, 128, torch.bfloat16)])
+
+
+def test_what_lies_behind_the_scales_of_rows_does_not_matter():
+    data, scale = quantize(finite(35, 264), 1, 128, "e4m3", False)  # three columns of 36, of which 35 are scales
+    expected = requantize_transposed(data, scale, False)
+    kept = scale.clone()
+    torch.empty(0).set_(scale.untyped_storage()).fill_(float("nan"))
+    assert_same(launcher.requantize(data, scale.copy_(kept), E4M3, False), expected)
+
+
+def test_rows_are_picked():
+    rows = torch.randint(0, 140, (200,), dtype=torch.int32)
+    tiles = quantize(finite(*SHAPE), 1, 128, "int8", False)
+    found = launcher.requantize(*tiles, E4M3, True, rows)
+    assert_same(found, requantize_transposed(*tiles, True, "e4m3", rows))
+
+
+# ---- E5M6 ----
+
+
+def _assert_same_packed(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """The same bytes, but that a NaN may be any."""
+    numbers, expected_numbers = decode(found[0]), decode(expected[0])
+    torch.testing.assert_close(numbers, expected_numbers, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
+    if not expected_numbers.isnan().any():
+        assert torch.equal(found[0], expected[0])
+
+
+@both_scales
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_e5m6(dtype: torch.dtype, power_of_2: bool):
+    for x in (finite(70, 288).clamp(-6e4, 6e4), ugly(70, 288), _bad(70, 288), _hard(70, 288)):
+        x = x.clamp(-6e4, 6e4).to(dtype) if dtype == torch.float16 else x.to(dtype)
+        found = launcher.quantize(x, 1, 128, torch.uint8, power_of_2)
+        _assert_same_packed(found, quantize(x, 1, 128, "e5m6", power_of_2))
+
+
+def test_e5m6_becomes_e4m3_turned():
+    tiles = quantize(finite(*SHAPE), 1, 128, "e5m6", True)
+    assert_same(launcher.requantize(*tiles, E4M3, True), requantize_transposed(*tiles, True, "e4m3"))
+
+
+# ---- And back ----
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8", "e5m6"])
+@pytest.mark.parametrize("block", [*BLOCKS, SHAPE], ids=str)
+def test_dequantize(block: tuple[int, int], fmt: str):
+    data, scale = quantize(_bad(*SHAPE), *block, fmt, False)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if (block, fmt) == ((1, 128), "e4m3") else (torch.bfloat16,)
+    for dtype in dtypes:
+        values = launcher.dequantize(data, scale, *block, dtype)
+        torch.testing.assert_close(values, dequantize(data, scale, *block, dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_code_dequantizes():
+    codes = torch.arange(256, dtype=torch.uint8)[None]
+    for dtype in (E4M3, E5M2, torch.int8):
+        values = launcher.dequantize(codes.view(dtype), torch.ones(1, 2), 1, 128, torch.bfloat16)
+        torch.testing.assert_close(values, codes.view(dtype).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- A scale that is given ----
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale(fmt: str):
+    x = _bad(*SHAPE)
+    for scale in (0.37, 1 - 2.0**-23, 2.0**-10, 2.0**-100, 1e-40, 0.0, -3.0, float("nan"), float("inf")):
+        given = torch.tensor([scale])
+        assert_same([launcher.quantize_with_scale(x, given, DATA_DTYPES[fmt])], [quantize_with_scale(x, given, fmt)])
+
+
+# ---- SwiGLU ----
+
+
+def _gate_up(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The halves of one result."""
+    m, h = shape
+    both = finite(m, 2 * h).clamp(-60, 60) * torch.tensor([2.0, 0.5]).repeat_interleave(h)
+    gate, up = both.to(dtype).chunk(2, 1)
+    return gate, up
+
+
+@pytest.mark.parametrize(
+    ("dtype", "power_of_2"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)]
+)
+def test_swiglu(dtype: torch.dtype, power_of_2: bool):
+    gate, up = _gate_up(SHAPE, dtype)
+    found = launcher.swiglu(gate, up, E4M3, power_of_2, None)[:2]
+    assert_close_codes(found, swiglu_quantize(gate, up, "e4m3", power_of_2))
+    weight = torch.rand(2 * SHAPE[0])[::2] + 0.5
+    found = launcher.swiglu(gate, up, E4M3, power_of_2, weight, E5M2, power_of_2)
+    expected = swiglu_quantize_and_keep(gate, up, "e4m3", power_of_2, "e5m2", power_of_2, weight)
+    assert_close_codes(found[:2], expected[:2])
+    assert_same(found[2:], expected[2:])
+
+
+@pytest.mark.parametrize(
+    ("kept", "weighted", "power_of_2"),
+    [(None, False, False), (None, True, True), ("e4m3", True, False), ("int8", False, True)],
+)
+def test_swiglu_backward(kept: str | None, weighted: bool, power_of_2: bool):
+    m, h = 140, 256
+    gate, up = _gate_up((m, h), torch.bfloat16)
+    scales, dh = (None, None), torch.randn(m, h).bfloat16()
+    if kept:
+        both = quantize(torch.stack((gate, up)), 1, 128, kept, power_of_2)
+        (gate, up), scales = both[0], (both[1][0], both[1][1])
+    weight = torch.rand(m) + 0.5 if weighted else None
+    found = launcher.swiglu_backward(dh, gate, up, *scales, weight, E4M3, power_of_2, E5M2, True)
+    expected = swiglu_backward_quantize(dh, gate, up, *scales, weight, "e4m3", power_of_2, "e5m2", True)
+    for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        assert_close_codes(found[pair], expected[pair])
+    torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("gate", [-100.0, -90.0, -88.5, -87.5, 0.0, 88.0, 200.0, float("inf"), float("nan")])
+def test_silu_of_large_numbers(gate: float):
+    """Where the exponential, or its sum with 1, leaves FP32's normal numbers."""
+    x, up = torch.full((2, 128), gate), torch.ones(2, 128)
+    (data, scale), (wanted, wanted_scale) = (
+        launcher.swiglu(x, up, E4M3, False, None)[:2], swiglu_quantize(x, up, "e4m3", False),
+    )  # fmt: skip
+    torch.testing.assert_close(scale, wanted_scale, rtol=(8 + 100) * 2.0**-23, atol=0, equal_nan=True)
+    torch.testing.assert_close(data.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- RMSNorm ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weight_dtype", "values", "power_of_2"),
+    [
+        ((5, 304), torch.float32, torch.float32, False, False),
+        ((9, 7168), torch.bfloat16, torch.bfloat16, False, False),
+        ((9, 7168), torch.bfloat16, torch.bfloat16, True, True),
+        ((2, 5000), torch.float16, torch.float32, True, False),
+        ((1, 8), torch.float32, torch.bfloat16, True, True),
+        ((2, launcher.MOST_COLUMNS), torch.bfloat16, torch.float16, False, True),
+    ],
+    ids=str,
+)
+def test_rms_norm_is_bit_for_bit_after_its_rstd(shape, dtype, weight_dtype, values: bool, power_of_2: bool):
+    x, weight = finite(*shape).clamp(-6e4, 6e4).to(dtype), (torch.rand(shape[1]) + 0.5).to(weight_dtype)
+    *found, rstd, y = launcher.rms_norm(x, weight, 1e-6, E4M3, power_of_2, values)
+    torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2], rtol=2.0**-20, atol=0)
+    assert_same(found, quantize(normalised(x, rstd, weight), 1, 128, "e4m3", power_of_2))
+    assert_same([y], [normalised(x, rstd, weight).to(dtype) if values else x[:0]])
+
+
+def test_rms_norm_of_zeros_and_of_nan():
+    x = torch.zeros(3, 264)
+    x[1] = torch.randn(264)
+    x[2, 3] = float("nan")
+    data, scale, rstd, _ = launcher.rms_norm(x, torch.ones(264), 1e-6, E4M3, False, False)
+    assert rstd.isnan().tolist() == scale.isnan().all(1).tolist() == data.float().isnan().all(1).tolist()
+    assert rstd.isnan().tolist() == [False, False, True]
+    assert not data[0].float().any()
+
+
+# ---- Which part of a matrix a block takes ----
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 56, 448, 12345, 2**31 - 1])
+def test_what_the_host_divides_is_at_most_one_too_small(d: int):
+    """`quotient` of tile.cuh adds the one."""
+    numbers = {0, 1, d - 1, d, 2 * d - 1, 1000 * d, 2**31 - 1, *torch.randint(2**31, (1000,)).tolist()}
+    assert {n // d - (n * launcher._inverse(d) >> 31) for n in numbers if n < 2**31} <= {0, 1}
+
+
+# ---- What is taken ----
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "reason"),
+    [
+        (torch.empty(3, 100), None, "rows of 100 are no multiple of 8"),
+        (torch.empty(0, 128), None, "there is nothing to cast"),
+        (torch.empty(128, 64).mT, None, "its rows are not contiguous"),
+        (torch.empty(4, 3, 130, 128)[:, :2], None, "its matrices do not lie one step apart"),
+        (torch.empty(4, 136)[:, 1:129], None, "its rows do not begin at multiples of 16 bytes"),
+        (torch.empty(4, 136, dtype=torch.bfloat16)[:, :128], None, None),
+        (torch.empty(4, 132, dtype=torch.bfloat16)[:, :128], None, "its rows do not begin at multiples of 16 bytes"),
+        (torch.empty(4, 72), torch.uint8, "rows of 72 are no multiple of 32"),
+        (torch.empty(4, 18, dtype=torch.uint8), None, "rows of 18 are no multiple of 12"),
+        (torch.empty(2, 5, 96, dtype=torch.bfloat16), torch.uint8, None),
+    ],
+)
+def test_matrices_that_lie_otherwise_are_left_to_triton(x: Tensor, out: torch.dtype | None, reason: str | None):
+    said = launcher.lies_badly(x, out=out)
+    assert said is None if reason is None else said is not None and reason in said
+
+
+def test_scales_that_lie_otherwise_are_left_to_triton():
+    x = torch.empty(5, 256)
+    assert launcher.reads_tile_scales(new_scale(x, 1, 128))
+    assert not launcher.reads_tile_scales(torch.empty(5, 2))
+    assert launcher.reads_scale(new_scale(x, 128, 1), 1)
+    assert not launcher.reads_scale(torch.empty(256, 1).mT, 1)

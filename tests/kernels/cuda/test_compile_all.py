@@ -1,0 +1,55 @@
+"""Every CUDA kernel that DeepSeek-V3's shapes need compiles for Hopper, and keeps everything in registers."""
+
+import pytest
+
+from octile.bench.shapes import MIDDLE
+from octile.bench.tune import problem
+from octile.kernels.cuda.compile_all import Compiled, compile_all, compile_product
+from octile.kernels.cuda.gemm.candidates import choose, plans_for_v3
+from octile.kernels.cuda.gemm.config import SHARED_BYTES
+from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.jit import specialize
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[Compiled]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "kernels"))
+        patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
+        return compile_all("sm_90a")
+
+
+def test_kernels_of_the_rows_that_a_server_has_keep_everything_in_registers(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+    chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
+    assert [config for config in chosen if compile_product("", config).stack_bytes] == []
+
+
+def test_there_is_a_kernel_for_each_plan(compiled):
+    assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(plans_for_v3().values())) > 0
+
+
+def test_every_cast_has_a_kernel(compiled):
+    sources = {path.stem for path in specialize.FOLDER.glob("*/*.cu")}
+    assert {kernel.kernel for kernel in compiled} == sources
+
+
+def test_nothing_spills(compiled):
+    assert [kernel for kernel in compiled if kernel.spill_bytes] == []
+
+
+def test_nothing_lies_in_local_memory(compiled):
+    assert [kernel for kernel in compiled if kernel.stack_bytes] == []
+
+
+def test_the_compiler_warns_of_nothing(compiled):
+    assert [kernel for kernel in compiled if kernel.warnings] == []
+
+
+def test_shared_memory_suffices(compiled):
+    assert [kernel for kernel in compiled if kernel.shared_bytes > SHARED_BYTES] == []
+
+
+def test_another_architecture_is_refused():
+    with pytest.raises(ValueError, match="architecture must be sm_90a, not 'sm_80'"):
+        compile_all("sm_80")

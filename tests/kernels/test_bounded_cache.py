@@ -1,0 +1,34 @@
+"""A bounded memory keeps what is used."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.kernels.bounded_cache import Recent
+
+
+@given(keys=st.lists(st.integers(0, 12), max_size=80), most=st.integers(1, 6))
+def test_what_was_used_last_is_there_and_no_more_than_twice_as_much(keys, most):
+    recent: Recent[int] = Recent(most)
+    for done, key in enumerate(keys, start=1):
+        found = recent.get(key)
+        assert found in (None, -key)
+        if found is None:
+            recent[key] = -key
+        assert len(recent) <= 2 * most
+        last = list(dict.fromkeys(reversed(keys[:done])))[:most]
+        assert all(key in recent._young or key in recent._old for key in last)
+
+
+def test_what_is_used_again_and_again_outlives_any_number_of_others():
+    recent: Recent[str] = Recent(4)
+    recent["weights"] = "kept"
+    for other in range(1000):
+        recent[other] = "new"
+        assert recent.get("weights") == "kept"
+
+
+def test_storing_again_replaces():
+    recent: Recent[int] = Recent(2)
+    for value in (1, 2):
+        recent["key"] = value
+    assert (recent.get("key"), len(recent)) == (2, 1)

@@ -1,0 +1,252 @@
+"""The lab's pages: whole in one file, every picture with its sentence, figures as a person writes them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from octile.formats import E4M3, E5M2, INT8
+from octile.lab.formats import facts, positive_values
+from octile.lab.pages import accumulate_figures, formats_figures
+from octile.lab.pages.formats import write_formats_page
+from octile.lab.pages.page import Section, Table, power, write_lab_page
+from octile.lab.pages.real_tensors_figures import (
+    Gradients,
+    Int8AgainstE4M3,
+    say_flushed,
+    say_int8,
+    say_underflow,
+    shortened,
+)
+from octile.lab.real_tensors import real_tensors
+from octile.report.style import drawing
+from octile.report.svg import make_chart
+from tests.report.conftest import read_page
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return real_tensors(None)
+
+
+@pytest.fixture(scope="module")
+def page(tensors, tmp_path_factory):
+    return read_page(write_formats_page(tmp_path_factory.mktemp("lab") / "deep" / "formats.html", tensors))
+
+
+def test_a_page_needs_no_network(page):
+    assert all(address.startswith("#") for address in page.loads)
+
+
+PICTURES = (
+    "Range",
+    "The number line of a tile",
+    "The number line in doublings",
+    "The gap to the next value",
+    "Relative error against magnitude",
+    "Memory, scales included",
+    "Between 1 and 2",
+    "The lost update",
+    "FP16's underflow, and loss scaling",
+    "INT8 against E4M3, by size",
+    "What INT8 flushes to zero",
+)
+
+
+@pytest.mark.parametrize("title", PICTURES)
+def test_every_picture_is_there_with_a_sentence(page, title):
+    assert title in page.words
+    sentence = page.words.split(title + " ", 1)[1].split(". ")[0]
+    assert len(sentence) > 40
+
+
+def test_every_picture_is_drawn_for_desk_and_telephone(page):
+    pictures = [attributes for tag, attributes in page.elements if tag == "svg"]
+    assert len(pictures) == 2 * len(PICTURES)
+    assert all(attributes.get("aria-label") for attributes in pictures)
+
+
+def test_the_page_says_where_its_tensors_come_from(page):
+    assert "Real tensors here come from an untrained model of the preset tiny, on random tokens." in page.words
+
+
+def test_the_table_has_the_figures(page):
+    for text in ("448", "57,344", "2⁻⁹", "2⁻¹²⁶", "3.40e38", "25.0%", "E2M1", "12.5%"):
+        assert text in page.words
+
+
+def test_sentences_carry_the_figures():
+    rows = [vars(facts(fmt)) for fmt in (E4M3, E5M2, INT8)]
+    values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
+    below = {name: sum(v < v_all[-1] / 16 for v in v_all) for name, v_all in values.items()}
+    said = formats_figures.say_number_line(values)
+    assert f"E4M3 has {below['e4m3']}, E5M2 has {below['e5m2']}, INT8 has {below['int8']}." in said
+    assert "E4M3 8, E5M2 4" in formats_figures.say_log_line(rows)
+
+
+def test_the_lost_update_says_where_each_weight_arrives():
+    weights = {"fp32": np.array([1.0, 2.0]), "fp16": np.array([1.0, 1.5]), "bf16": np.array([1.0, 1.0])}
+    said = formats_figures.say_lost_update(weights, 0.5, {"bf16": 2.0**-7})
+    assert "1 + 2⁻⁷" in said
+    assert "it arrives at 1.5" in said
+
+
+def int8_against_e4m3(e4m3, int8, snr_db=(31.0, 43.0)):
+    errors = {"e4m3": np.array(e4m3), "int8": np.array(int8)}
+    return say_int8(Int8AgainstE4M3("a", np.ones(len(e4m3)), errors, {"a": (0.0, 0.1)}, {"a": snr_db}))
+
+
+def test_int8s_sentence_names_where_e4m3_becomes_better_and_where_int8_keeps_nothing():
+    said = int8_against_e4m3([0.03, 0.03, 0.03, np.nan, 0.03], [0.01, 0.02, 0.2, np.nan, 1.0])
+    assert "INT8 is better for some of the values less than 2 octaves below the largest of their tile" in said
+    assert "From 4 octaves below the largest on INT8 makes zero of all." in said
+    assert "INT8's SNR is 43.0 dB and E4M3's 31.0 dB: the sum of squares sees the large values." in said
+
+
+def test_int8s_sentence_when_the_figures_say_the_opposite():
+    said = int8_against_e4m3([0.03, 0.03, 0.2], [0.01, 0.02, 0.03])
+    assert said.startswith("The input of a. INT8 is as good as E4M3 or better for values of every size. Over all")
+    assert "makes zero" not in said
+    assert said.endswith("E4M3's 31.0 dB.")
+
+
+def test_int8s_sentence_when_e4m3_is_better_throughout():
+    said = int8_against_e4m3([0.01, 0.01, 1.0], [0.02, 1.0, 1.0], (43.0, 31.0))
+    assert "E4M3 is as good as INT8 or better for values of every size. From 1 octave below" in said
+    assert said.endswith("INT8's SNR is 31.0 dB and E4M3's 43.0 dB.")
+
+
+def test_a_size_at_which_int8_is_better_again_is_not_passed_over():
+    said = int8_against_e4m3([0.03, 0.03, 0.05, 0.03], [0.01, 0.2, 0.04, 0.2])
+    assert "less than 3 octaves below the largest of their tile" in said
+
+
+@pytest.mark.parametrize(
+    ("flushed", "words"),
+    [
+        ({"a.down_proj": (0.001, 0.2), "a.up_proj": (0.0, 0.01), "b.experts.down": (0.0, 0.1)}, "15.0% to INT8 on"),
+        ({"a.down_proj": (0.001, 0.01), "a.up_proj": (0.0, 0.3)}, "lose 1.0% to INT8 on average, the others 30.0%"),
+    ],
+)
+def test_what_int8_zeroes_is_said_of_down_projections_and_of_others(flushed, words):
+    said = say_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
+    worst = max(pair[1] for pair in flushed.values())
+    assert f"up to {worst:.1%} of a layer's input" in said
+    assert words in said
+
+
+def test_without_other_layers_there_is_nothing_to_compare():
+    said = say_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
+    assert "on average" not in said
+
+
+@pytest.mark.parametrize(("in_tiles", "words"), [(0.0, "loses 0.00% of them"), (0.75, "loses 75.00% of them")])
+def test_what_tiles_lose_of_the_gradients_is_measured(in_tiles, words):
+    data = Gradients("a", np.zeros(1), np.ones(1), 2.0**16, 0.9, 0.01, 0.002, in_tiles)
+    said = say_underflow(data)
+    assert "FP16 turns 90.0% of the gradients of a into zero" in said
+    assert "where 1.00% are lost. 0.2% overflow." in said
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(448.0, "448"), (57344.0, "57,344"), (2.0**-9, "2⁻⁹"), (1.0, "1"), (2.0**127, "2¹²⁷"), (3.4028235e38, "3.40e38")],
+)
+def test_powers(value, text):
+    assert power(value) == text
+
+
+def test_layers_are_named_without_what_all_share():
+    assert shortened(["model.layers.0.mlp.up_proj"]) == ["0 · mlp.up_proj"]
+
+
+def row(k, data, promote_every, worst):
+    return SimpleNamespace(k=k, data=data, promote_every=promote_every, error=worst / 3, worst=worst, bias=-worst / 4)
+
+
+ROWS = [
+    *(row(k, data, None, 2.0**-16 * k) for data in ("normal", "positive") for k in (256, 4096)),
+    *(row(k, data, 128, 6e-4) for data in ("normal", "positive") for k in (256, 4096)),
+]
+
+
+def test_the_accumulation_sentence_is_about_4096():
+    said = accumulate_figures.say_accumulate(ROWS, "sm_90")
+    assert said.startswith(
+        "On sm_90, K = 4,096: sums of both signs are off by up to 0.060% when promoted every 128 and"
+    )
+    assert "6.2% when never promoted" in said
+
+
+@pytest.mark.parametrize("interval", [None, 128])
+def test_the_accumulation_sentence_with_one_interval_speaks_of_no_other(interval):
+    said = accumulate_figures.say_accumulate([r for r in ROWS if r.promote_every == interval], "sm_90")
+    assert ("never promoted" in said) == (interval is None)
+    assert ("every 128" in said) == (interval == 128)
+
+
+def test_the_course_of_the_accumulation_error_is_that_of_the_figures():
+    said = accumulate_figures.say_accumulate(ROWS, "sm_90")
+    both = "the worst error of sums of both signs stays the same when promoted every 128 and grows 16-fold when never"
+    assert f"From K = 256 to 4,096 {both} promoted; that of sums of one sign stays" in said
+    assert said.endswith(
+        "With promotion it does not grow: the tensor core never holds more than one interval of a sum."
+    )
+
+
+def test_a_promoted_error_that_grows_is_said_to_grow():
+    grows = [row(k, "normal", 128, k * 1e-5) for k in (256, 1024, 2048)]
+    falls = [row(k, "normal", None, 1 / k) for k in (256, 1024, 2048)]
+    said = accumulate_figures.say_accumulate([*grows, *falls], "sm_90")
+    assert "grows 8-fold when promoted every 128 and falls by 88% when never promoted" in said
+    assert "does not grow" not in said
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "words"),
+    [
+        (0.0, 0.0, "stays 0"),
+        (0.0, 0.02, "goes from 0 to 2.0%"),
+        (0.02, 0.021, "stays the same"),
+        (0.02, 0.01, "falls by 50%"),
+        (0.02, 0.03, "grows by 50%"),
+        (0.02, 0.06, "grows 3-fold"),
+        (0.02, 0.0, "falls by 100%"),
+    ],
+)
+def test_courses(begin, end, words):
+    rows = [row(256, "positive", 64, begin), row(512, "positive", 64, end)]
+    assert f"the worst error of sums of one sign {words} when promoted every 64" in accumulate_figures.say_accumulate(
+        rows, "sm_90"
+    )
+
+
+def test_one_length_has_no_course():
+    assert "From K" not in accumulate_figures.say_accumulate([row(256, "normal", 64, 0.01)], "sm_90")
+
+
+def test_the_short_table_has_a_column_an_interval():
+    table = accumulate_figures.short_table(ROWS)
+    assert table.columns == ("worst error, promoted", "K", "never", "every 128")
+    assert table.rows[1] == ("both signs, N(0, 1)", "4,096", "6.2%", "0.060%")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0203, "2.0%"), (0.00007, "0.0070%"), (0.14, "14%"), (0.0, "0.000000%"), (-0.07, "-7.0%")]
+)
+def test_shares(value, text):
+    assert accumulate_figures.share(value) == text
+
+
+def test_a_line_of_zeros_can_be_drawn():
+    with drawing(400, 300) as figure:
+        accumulate_figures.draw_accumulate(figure, [row(256, "normal", 32, 0.0), row(512, "normal", 32, 0.0)])
+
+
+def test_a_page_of_sections(tmp_path):
+    chart = make_chart("A picture", "See this.", lambda figure: None, (200, 100))
+    sections = [Section("One", [chart]), Section("Two", table=Table(("a", "b"), [("<x>", "1")]), note="A note.")]
+    page = read_page(write_lab_page(tmp_path / "page.html", "Title", "Lead.", sections, ["Beware."]))
+    for words in ("Title", "Lead.", "Beware.", "One", "A picture See this.", "Two", "<x>", "A note."):
+        assert words in page.words

@@ -1,0 +1,396 @@
+"""Feed-forward layers as one function: every operand of every product is the cast that the recipe says.
+
+Shapes: T tokens, D model, I intermediate, E experts, K chosen experts.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from octile.nn.conversion import apply_recipe
+from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.functional import linear
+from octile.nn.fused.block_input import read
+from octile.nn.fused.feed_forward import Routed, experts
+from octile.nn.fused.quantize import watch_casts
+from octile.nn.gate import Gate
+from octile.nn.mlp import MLP
+from octile.nn.moe import MoE
+from octile.nn.norm import RMSNorm
+from octile.nn.observer import Product, watch_products
+from octile.recipe import PRODUCTS, Recipe
+from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
+
+T, D, I, E, K = 70, 200, 256, 6, 3
+KEPT = Recipe.deepseek_v3()
+RECOMPUTED = replace(KEPT, swiglu_inputs="recomputed")
+
+both_settings = pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
+every_fused = pytest.mark.parametrize(
+    "recipe", [KEPT, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles()], ids=["kept", "recomputed", "e5m2", "int8"]
+)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return module
+
+
+def mlp(recipe: Recipe | None = KEPT) -> MLP:
+    built = randomised(MLP(D, I))
+    return apply_recipe(built, recipe) if recipe else built
+
+
+def moe(recipe: Recipe | None = KEPT, shared: int = 128) -> MoE:
+    built = randomised(MoE(Gate(D, E, K), D, I, shared))
+    return apply_recipe(built, recipe) if recipe else built
+
+
+def layer_norm() -> RMSNorm:
+    norm = RMSNorm(D)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return norm
+
+
+def x_of(dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(1))
+    x[..., 7] *= 30
+    return x.to(dtype).requires_grad_()
+
+
+def gradients(module: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None, *more: object) -> list[Tensor]:
+    """The output and the gradients of one pass, from the input's to the last parameter's."""
+    module.zero_grad()
+    y = (call or module)(x, *more)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    dx, x.grad = x.grad, None
+    return [y.detach(), dx, *(p.grad.clone() for p in module.parameters())]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+class Seen(dict):
+    """Products by weight and name."""
+
+    def __call__(self, weight: Tensor, fprop: Product) -> Callable[[Product], None]:
+        self[id(weight), "fprop"] = fprop
+        return lambda product: self.__setitem__((id(weight), product.name), product)
+
+    def of(self, weight: Tensor) -> list[Product]:
+        return [self[id(weight), name] for name in PRODUCTS]
+
+
+def watched(module: nn.Module, x: Tensor) -> tuple[Seen, Tensor]:
+    """The products of one pass, and its result."""
+    module.zero_grad()
+    with watch_products(seen := Seen()):
+        y = module(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+    return seen, y.detach()
+
+
+def assert_cast(
+    found: ScaledTensor, before: Tensor, block: tuple[int, int], fmt: object, scale: str = "float32"
+) -> None:
+    expected = quantize(before, block, fmt, scale)
+    assert torch.equal(found.dequantize(), expected.dequantize())
+
+
+# A dense layer
+
+
+@every_fused
+def test_results_of_a_dense_layer_are_the_products_of_the_operands_that_it_shows(recipe):
+    m, x = mlp(recipe), x_of()
+    seen, y = watched(m, x)
+    gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
+    assert torch.equal(y.flatten(0, 1), matmul_nt(down[0].a, down[0].b, torch.float32))
+    for layer, (_, _, wgrad) in ((m.gate_proj, gate), (m.up_proj, up), (m.down_proj, down)):
+        assert torch.equal(layer.weight.grad, matmul_nt(wgrad.a, wgrad.b, torch.float32))
+    dx = matmul_nt(gate[1].a, gate[1].b, torch.float32) + matmul_nt(up[1].a, up[1].b, torch.float32)
+    torch.testing.assert_close(x.grad.flatten(0, 1), dx, rtol=1e-5, atol=1e-5)
+
+
+@every_fused
+def test_operands_of_a_dense_layer_are_cast_as_the_recipe_says(recipe):
+    m, x = mlp(recipe), x_of()
+    seen, _ = watched(m, x)
+    gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
+    c = recipe.casts
+    dy = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
+    x_TD = x.detach().flatten(0, 1)
+    assert_cast(gate[0].a, x_TD, (1, 128), c.x.fmt, "power_of_2")
+    assert_cast(gate[2].b.mT, gate[0].a.dequantize(), (128, 1), c.x.fmt, "power_of_2")
+    assert_cast(down[1].a, dy, (1, 128), c.dy.fmt)
+    assert_cast(down[2].a.mT, dy, (128, 1), c.dy.fmt)
+    h_gate, h_up = (matmul_nt(p[0].a, p[0].b, torch.float32) for p in (gate, up))
+    assert_cast(down[0].a, F.silu(h_gate) * h_up, (1, 128), c.x.fmt, "power_of_2")
+
+    if recipe.swiglu_inputs != "recomputed":  # the backward pass sees them as they were kept
+        h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
+    dh = matmul_nt(down[1].a, down[1].b, torch.float32)
+    assert_cast(down[2].b.mT, F.silu(h_gate) * h_up, (128, 1), c.x.fmt, "power_of_2")
+    both = torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)
+    for layer, d in zip((gate, up), both, strict=True):
+        assert_cast(layer[1].a, d, (1, 128), c.dy.fmt)
+        assert_cast(layer[2].a.mT, d, (128, 1), c.dy.fmt)
+        assert torch.equal(layer[1].before, d)
+        assert torch.equal(layer[2].before, d.mT)
+
+
+def test_recomputed_a_dense_layer_is_that_of_single_steps():
+    """But for h, which single steps quantise twice on its way to wgrad."""
+    fused, steps = mlp(RECOMPUTED), mlp(RECOMPUTED)
+    steps.up_proj.register_forward_hook(lambda *_: None)
+    found, expected = gradients(fused, x := x_of()), gradients(steps, x)
+    assert same(found[:1] + found[2:4], expected[:1] + expected[2:4])
+    torch.testing.assert_close(found[1], expected[1])  # the sum of two products, in another order
+    torch.testing.assert_close(found[4], expected[4], rtol=1e-2, atol=1e-2)
+
+
+# Experts
+
+
+@every_fused
+def test_results_of_experts_are_the_products_of_the_operands_that_they_show(recipe):
+    m, x = moe(recipe).experts, x_of().detach().flatten(0, 1).requires_grad_()
+    generator, way = torch.Generator().manual_seed(3), LocalDispatcher()
+    experts_TK = torch.rand(T, E, generator=generator).topk(K).indices
+    weights_TK = torch.rand(T, K, generator=generator).requires_grad_()
+    add, dy = torch.randn(T, D, generator=generator).requires_grad_(), torch.randn(T, D, generator=generator)
+    plan = way.plan(experts_TK, experts_TK.flatten().bincount(minlength=E))
+    with watch_products(seen := Seen()):
+        arguments = (weights_TK, add, Routed(way, plan), recipe, torch.float32)
+        y = experts(read(x, recipe.casts.x), m.gate_up, m.down, *arguments)
+    y.backward(dy)
+
+    up, down = seen.of(m.gate_up), seen.of(m.down)
+    y_RD = grouped_matmul_nt(down[0].a, down[0].b, plan.offs_E, torch.float32)
+    assert torch.equal(y, way.combine(y_RD, plan, add.detach()))
+    dx_RD = grouped_matmul_nt(up[1].a, up[1].b, plan.offs_E, torch.float32)
+    assert torch.equal(x.grad, way.combine(dx_RD, plan))
+    assert torch.equal(m.down.grad, grouped_wgrad(down[2].a.mT, down[2].b.mT, plan.offs_E))
+    assert torch.equal(m.gate_up.grad, grouped_wgrad(up[2].a.mT, up[2].b.mT, plan.offs_E))
+    assert torch.equal(add.grad, dy)
+
+    h_gate, h_up = grouped_matmul_nt(up[0].a, up[0].b, plan.offs_E, torch.float32).chunk(2, 1)
+    if recipe.swiglu_inputs != "recomputed":
+        h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
+    dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32)
+    of_weight_R = (dh * F.silu(h_gate) * h_up).sum(1)
+    torch.testing.assert_close(weights_TK.grad, of_weight_R[plan.place_TK.long()], rtol=1e-5, atol=1e-5)
+
+
+@every_fused
+def test_operands_of_experts_are_cast_as_the_recipe_says(recipe):
+    m, x = moe(recipe, shared=0), x_of()
+    seen, _ = watched(m, x)
+    up, down = seen.of(m.experts.gate_up), seen.of(m.experts.down)
+    c = recipe.casts
+    routing = m.gate(x.detach().flatten(0, 1))
+    plan = m.dispatcher.plan(routing.experts_TK, m.last_load_E)
+    token = plan.token_R.long()
+    weight_R = routing.weights_TK.flatten()[plan.order_R.long(), None]
+    dy = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
+
+    x_TD = quantize(x.detach().flatten(0, 1), (1, 128), c.x.fmt, "power_of_2").dequantize()
+    assert torch.equal(up[0].a.dequantize(), x_TD[token])
+    assert_cast(up[2].b.mT, x_TD[token], (128, 1), c.x.fmt, "power_of_2")
+    dy_TD = quantize(dy, (1, 128), c.dy.fmt, "power_of_2").dequantize()
+    assert torch.equal(down[1].a.dequantize(), dy_TD[token])
+    assert_cast(down[2].a.mT, dy_TD[token], (128, 1), c.dy.fmt, "power_of_2")
+    h_gate, h_up = grouped_matmul_nt(up[0].a, up[0].b, plan.offs_E, torch.float32).chunk(2, 1)
+    assert_cast(down[0].a, F.silu(h_gate) * h_up * weight_R, (1, 128), c.x.fmt, "power_of_2")
+
+    if recipe.swiglu_inputs != "recomputed":
+        h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
+    dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32) * weight_R
+    assert_cast(down[2].b.mT, F.silu(h_gate) * h_up * weight_R, (128, 1), c.x.fmt, "power_of_2")
+    both = torch.cat((torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)), dim=1)
+    assert_cast(up[1].a, both, (1, 128), c.dy.fmt)
+    assert_cast(up[2].a.mT, both, (128, 1), c.dy.fmt)
+
+
+@every_fused
+@pytest.mark.parametrize("shared", [0, 128, 100])
+def test_a_mixture_approximates_the_exact_one(recipe, shared):
+    x = torch.randn(2, T // 2, D, requires_grad=True)
+    found, expected = gradients(moe(recipe, shared), x), gradients(moe(None, shared), x)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 0.15 * theirs.norm()
+
+
+def test_an_expert_without_tokens_gets_a_gradient_of_zeros_and_no_token_is_dropped():
+    m = moe(shared=0)
+    m.gate.e_score_correction_bias[:K] = 10.0
+    found = gradients(m, x_of())
+    assert m.last_load_E.tolist() == [T] * K + [0] * (E - K)
+    assert all(t.isfinite().all() for t in found)
+    for weight in (m.experts.gate_up, m.experts.down):
+        assert (weight.grad[K:] == 0).all()
+        assert (weight.grad[:K].flatten(1).abs().sum(1) > 0).all()
+
+
+@both_settings
+def test_nothing_is_read_back_to_the_host(recipe):
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):  # a fake tensor has no value: reading one raises
+        moe(recipe)(torch.randn(2, 9, D), layer_norm()).sum().backward()
+
+
+def test_no_tokens_at_all():
+    m, x = moe(), torch.zeros(0, 5, D, requires_grad=True)
+    assert m.eval()(x).shape == (0, 5, D)
+
+
+# Both, and what is around them
+
+
+def modules(recipe: Recipe) -> list[nn.Module]:
+    return [mlp(recipe), moe(recipe)]
+
+
+@both_settings
+def test_a_norm_in_front_is_the_same_as_one_before(recipe):
+    """But that the cast is of the norm in FP32, which here it is anyway."""
+    for m in modules(recipe):
+        norm, x = layer_norm(), x_of()
+        found = gradients(m, x, lambda x, m=m, norm=norm: m(x, norm))
+        of_norm, norm.weight.grad = norm.weight.grad, None
+        expected = gradients(m, x, lambda x, m=m, norm=norm: m(norm(x)))
+        for ours, theirs in zip([*found, of_norm], [*expected, norm.weight.grad], strict=True):
+            assert (ours - theirs).norm() < 0.02 * theirs.norm()  # the norms differ in the last bit, codes by a step
+
+
+@both_settings
+def test_two_passes_give_the_same_bits(recipe):
+    for m in modules(recipe):
+        assert same(gradients(m, x := x_of()), gradients(m, x))
+
+
+@both_settings
+def test_a_copy_computes_the_same(recipe):
+    for m in modules(recipe):
+        assert same(gradients(copy.deepcopy(m), x := x_of()), gradients(m, x))
+
+
+@both_settings
+def test_a_hook_is_called_and_changes_little(recipe):
+    for m, inner in ((d := mlp(recipe), d.up_proj), (e := moe(recipe), e.experts)):
+        fused, calls = gradients(m, x := x_of()), []
+        inner.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        for found, expected in zip(gradients(m, x), fused, strict=True):
+            assert (found - expected).norm() < 0.15 * expected.norm()
+        assert calls == [1]
+
+
+@both_settings
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputing_activations_changes_no_bit(recipe, use_reentrant):
+    for m in modules(recipe):
+        norm, x = layer_norm(), x_of()
+        expected = gradients(m, x, lambda x, m=m, norm=norm: m(x, norm))
+        again = lambda x, m=m, norm=norm: checkpoint(m, x, norm, use_reentrant=use_reentrant)  # noqa: E731
+        assert same(gradients(m, x, again), expected)
+
+
+@both_settings
+def test_compiled_without_a_graph_break_they_compute_the_same(recipe):
+    for m in modules(recipe):
+        compiled = torch.compile(copy.deepcopy(m), fullgraph=True, backend="aot_eager")
+        norm, x = layer_norm(), x_of()
+        expected = gradients(m, x, lambda x, m=m, norm=norm: m(x, norm))
+        assert same(gradients(compiled, x, lambda x, c=compiled, norm=norm: c(x, norm)), expected)
+
+
+@both_settings
+def test_main_grad_is_added_to_what_would_be_grad(recipe):
+    for m in modules(recipe):
+        gradients(m, x := x_of())
+        weights = [p for n, p in m.named_parameters() if "gate.weight" not in n]
+        expected = [p.grad for p in weights]
+        for p in weights:
+            p.main_grad = torch.ones(p.shape)
+        m.zero_grad()
+        m(x).backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)))
+        for p, grad in zip(weights, expected, strict=True):
+            assert p.grad is None
+            torch.testing.assert_close(p.main_grad, 1 + grad, rtol=1e-6, atol=1e-6)
+
+
+@both_settings
+def test_a_frozen_weight_gets_no_gradient_and_changes_no_other(recipe):
+    for m in modules(recipe):
+        names = [n for n, _ in m.named_parameters()]
+        expected = dict(zip(names, gradients(m, x := x_of())[2:], strict=True))
+        for frozen in ("down_proj.weight", "experts.gate_up"):
+            for n, p in m.named_parameters():
+                p.requires_grad_(not n.endswith(frozen))
+            m.zero_grad()
+            m(x).backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)))
+            for n, p in m.named_parameters():
+                assert p.grad is None if n.endswith(frozen) else torch.equal(p.grad, expected[n])
+
+
+@both_settings
+def test_an_input_without_a_gradient_changes_no_weights(recipe):
+    for m in modules(recipe):
+        expected = gradients(m, x := x_of())[2:]
+        m.zero_grad()
+        m(x.detach()).backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)))
+        assert same([p.grad for p in m.parameters()], expected)
+
+
+@both_settings
+def test_without_gradients_nothing_is_kept_and_the_numbers_are_the_same(recipe):
+    for m in modules(recipe):
+        expected, kept = m(x := x_of()), []
+        with torch.no_grad(), saved_tensors_hooks(kept.append, lambda t: t):
+            assert torch.equal(m(x), expected)
+        assert kept == []
+
+
+@both_settings
+def test_autocast_gives_its_dtype_and_gradients_in_the_inputs(recipe):
+    for m in modules(recipe):
+        x = x_of()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m(x)
+        y.sum().backward()
+        assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
+        assert all(p.grad.dtype == torch.float32 for p in m.parameters())
+
+
+def test_every_cast_is_shown_once():
+    counts: dict[str, int] = {}
+    m, x = moe(shared=128), x_of()
+    with watch_casts(lambda operand, q: counts.update({operand: counts.get(operand, 0) + 1})):
+        m(x).sum().backward()
+    # x for all, h of either; a gradient of either's result and of its gate and up; x again and h for either's wgrad
+    assert counts == {"x": 3, "w": 5, "dy": 4, "wgrad_dy": 4, "wgrad_x": 4}
+
+
+def test_a_size_that_is_no_multiple_of_128_goes_in_steps():
+    m, x = apply_recipe(randomised(MLP(D, 200)), KEPT), x_of()
+    assert m.fused_recipe() is None
+    h = F.silu(linear(x, m.gate_proj.weight, None, KEPT)) * linear(x, m.up_proj.weight, None, KEPT)
+    assert torch.equal(m(x), linear(h, m.down_proj.weight, None, KEPT))
+
+
+def test_layers_of_different_recipes_go_in_steps():
+    m = mlp(KEPT)
+    m.up_proj.use_recipe(Recipe.per_tensor())
+    assert m.fused_recipe() is None
+    assert mlp(KEPT.without("wgrad")).fused_recipe() is None
+    assert mlp(KEPT).fused_recipe() == KEPT

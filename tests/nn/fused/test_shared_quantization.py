@@ -1,0 +1,107 @@
+"""Layers called together compute what each computes alone, from one cast of their input."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from octile.nn.conversion import convert
+from octile.nn.functional import watch_casts
+from octile.nn.fused.shared_quantization import together
+from octile.nn.linear import Linear
+from octile.nn.mla import MLA
+from octile.nn.mlp import MLP
+from octile.nn.rope import Rope
+from octile.recipe import Recipe
+
+K = 256
+
+
+def layers(name: str, count: int = 2) -> list[Linear]:
+    torch.manual_seed(0)
+    return [Linear(K, 48, recipe=Recipe.named(name)) for _ in range(count)]
+
+
+def x_of(*shape: int) -> Tensor:
+    return torch.randn(*shape, K, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def kept_bytes(call, shape: tuple[int, ...]) -> int:
+    """Bytes that are kept for the backward pass in tensors of so many rows, each memory once."""
+    rows = {}
+
+    def keep(t: Tensor) -> Tensor:
+        if t.shape[:-1] == shape:
+            rows[t.data_ptr()] = t.nbytes
+        return t
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        call()
+    return sum(rows.values())
+
+
+@pytest.mark.parametrize("name", Recipe.names())
+def test_layers_called_together_compute_what_they_do_alone(name):
+    results = []
+    for call in (lambda x, *layers: [layer(x) for layer in layers], together):
+        x, (a, b) = x_of(3, 5), layers(name)
+        y_a, y_b = call(x, a, b)
+        (y_a.sum() + y_b.square().sum()).backward()
+        results.append([y_a, y_b, x.grad, a.weight.grad, b.weight.grad])
+    assert all(torch.equal(alone, both) for alone, both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("name", "bytes_a_value"), [("deepseek_v3", 1 + 4 / 128), ("bf16", 2)])
+def test_the_input_of_layers_called_together_is_kept_once(name, bytes_a_value):
+    x, (a, b) = x_of(40), layers(name)
+    alone, both = kept_bytes(lambda: a(x), (40,)), kept_bytes(lambda: together(x, a, b), (40,))
+    assert alone == both == x.numel() * bytes_a_value
+
+
+def test_layers_called_one_by_one_keep_their_input_each():
+    x, (a, b) = x_of(40), layers("deepseek_v3")
+    keep = []  # so that no memory is given out twice
+    assert kept_bytes(lambda: keep.extend((a(x), b(x))), (40,)) == 2 * kept_bytes(lambda: a(x), (40,))
+
+
+def test_layers_of_different_recipes_cast_for_themselves():
+    x, (a, b) = x_of(40), [*layers("deepseek_v3", 1), *layers("per_tensor", 1)]
+    y_a, y_b = together(x, a, b)
+    assert torch.equal(y_a, a(x))
+    assert torch.equal(y_b, b(x))
+
+
+def test_delayed_scales_are_noted_by_each_layer():
+    a, b = layers("delayed")
+    together(x_of(40), a, b)
+    assert a.history.amax_OH[0, 0] == b.history.amax_OH[0, 0] > 0
+
+
+def test_an_input_that_a_hook_replaces_is_not_shared():
+    x, (a, b) = x_of(40), layers("deepseek_v3")
+    b.register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0],))
+    _, y_b = together(x, a, b)
+    assert torch.equal(y_b, b(x))
+
+
+def casts_of_inputs(model: nn.Module, *inputs: object) -> int:
+    seen = []
+    with watch_casts(lambda operand, q: seen.append(operand)):
+        model(*inputs)
+    return seen.count("x")
+
+
+def test_gate_and_up_projections_share_their_input():
+    assert casts_of_inputs(convert(MLP(K, 32)), x_of(4)) == 2  # and the down-projection has its own
+
+
+@pytest.mark.parametrize(("q_lora_rank", "casts"), [(16, 4), (None, 3)])
+def test_the_down_projections_of_attention_share_their_input(q_lora_rank, casts):
+    mla = MLA(K, 2, q_lora_rank=q_lora_rank, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    assert casts_of_inputs(convert(mla), x_of(2, 6), Rope(4).cos_sin(torch.arange(6))) == casts
+
+
+def test_compiled_without_a_graph_break_they_compute_the_same():
+    torch.manual_seed(0)
+    mlp, x = convert(MLP(K, 32)), x_of(4).detach()
+    assert torch.equal(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), mlp(x))

@@ -1,0 +1,113 @@
+"""Who looks on sees each product once, with the operands that are multiplied; and nobody looks on unless asked."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from octile.nn import observer
+from octile.nn.functional import grouped_linear, linear
+from octile.nn.observer import Product, watch_products
+from octile.recipe import PRODUCTS, Recipe
+from octile.scaled import matmul_nt, quantize
+
+T, K, N = 40, 72, 24
+OFFS = torch.tensor([10, 30, 40], dtype=torch.int32)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(T, K, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.fixture
+def w():
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+class Seen(dict):
+    """Products by name, as a watcher that keeps them; and the weight."""
+
+    def __call__(self, weight, fprop):
+        self.weight, self[fprop.name] = weight, fprop
+        return lambda product: self.__setitem__(product.name, product)
+
+
+def see(x, w, recipe=None, dy=None):
+    seen = Seen()
+    with watch_products(seen):
+        y = linear(x, w, None, recipe or Recipe.deepseek_v3())
+    y.backward(torch.ones_like(y) if dy is None else dy)
+    return seen, y
+
+
+def test_the_products_shown_are_those_that_were_made(x, w):
+    seen, y = see(x, w)
+    assert torch.equal(y, matmul_nt(seen["fprop"].a, seen["fprop"].b, torch.float32))
+    assert torch.equal(x.grad, matmul_nt(seen["dgrad"].a, seen["dgrad"].b, torch.float32))
+    assert torch.equal(w.grad, matmul_nt(seen["wgrad"].a, seen["wgrad"].b, torch.float32))
+
+
+def test_operands_are_shown_as_they_were_before_their_casts(x, w):
+    dy = torch.randn(T, N, generator=torch.Generator().manual_seed(2))
+    seen, _ = see(x, w, dy=dy)
+    assert seen.weight is w
+    assert torch.equal(seen["fprop"].before, x)
+    assert torch.equal(seen["dgrad"].before, dy)
+    assert torch.equal(seen["wgrad"].before, dy.mT)
+    assert torch.equal(quantize(x, (1, 128), scale="power_of_2").data.float(), seen["fprop"].a.data.float())
+
+
+def test_experts_are_shown_with_their_offsets(x):
+    w = torch.randn(len(OFFS), N, K, requires_grad=True)
+    seen = Seen()
+    with watch_products(seen):
+        y = grouped_linear(x, w, OFFS, Recipe.deepseek_v3())
+    y.sum().backward()
+    assert list(seen) == list(PRODUCTS)
+    assert all(product.offs is not None and product.offs.equal(OFFS) for product in seen.values())
+
+
+def test_products_in_another_dtype_are_shown_without_casts(x, w):
+    seen, _ = see(x, w, Recipe.bf16())
+    assert list(seen) == list(PRODUCTS)
+    assert all(product.a is None and product.b is None for product in seen.values())
+
+
+@pytest.mark.parametrize(("frozen", "made"), [("x", {"fprop", "wgrad"}), ("w", {"fprop", "dgrad"})])
+@pytest.mark.parametrize("name", ["deepseek_v3", "bf16"])
+def test_products_that_are_not_made_are_not_shown(x, w, frozen, made, name):
+    operands = {"x": x, "w": w}
+    operands[frozen] = operands[frozen].detach()
+    assert set(see(**operands, recipe=Recipe.named(name))[0]) == made
+
+
+def test_operands_without_gradients_are_not_shown(x, w):
+    seen = Seen()
+    with watch_products(seen):
+        linear(x.detach(), w.detach(), None, Recipe.deepseek_v3())
+    assert not seen
+
+
+def test_who_returns_nothing_sees_no_backward_products(x, w):
+    shown: list[Product] = []
+    with watch_products(lambda weight, product: shown.append(product)):
+        linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
+    assert [product.name for product in shown] == ["fprop"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_repeated_forward_pass_has_one_backward_pass(x, w, reentrant):
+    backward: list[str] = []
+    with watch_products(lambda weight, fprop: lambda product: backward.append(product.name)):
+        recipe = Recipe.deepseek_v3()
+        checkpoint(lambda t: linear(t, w, None, recipe), x, use_reentrant=reentrant).sum().backward()
+    assert backward == ["dgrad", "wgrad"]
+
+
+def test_nobody_looks_on_once_the_context_is_left(x, w):
+    seen = Seen()
+    with watch_products(seen):
+        assert observer.watched()
+    assert not observer.watched()
+    linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
+    assert not seen

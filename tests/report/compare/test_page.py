@@ -1,0 +1,69 @@
+"""The page's deeper sections: how sure, which tokens, which gradients."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from octile.report import write_compare_report
+from octile.report.compare.gradients import GradientCheck, WeightGradient
+from octile.report.compare.outcome_figure import say_outcomes
+from tests.report.compare.test_compare import compared, curve
+from tests.report.compare.test_file import whole
+from tests.report.conftest import read_page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return read_page(write_compare_report(tmp_path_factory.mktemp("page"), whole()))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "one seed",
+        "no interval can say how another seed would end",
+        "Of 30 tokens that were predicted 10 times or more, 1 (3.3%) lie more than two standard errors above BF16",
+        "␣the 12 +0.100 ± 0.020 −0.100 ± 0.030",
+        "lm_head.weight 8.1° 0.9900 1.200",
+        "At step 1 the whole gradient is turned by 8.1° (cosine 0.9900), most in head: 8.1°",
+        "upper over lower quartile",
+    ],
+)
+def test_the_page_says_what_was_measured(tmp_path, words):
+    uneven = curve("deepseek_v3", 3.003, speed_quartiles=(1.0, 3.0))
+    page = read_page(write_compare_report(tmp_path, replace(whole(), recipes=(uneven,))))
+    assert words in page.words
+
+
+def test_the_passage_is_coloured_by_what_each_token_lost(page):
+    tokens = [(a["title"], a["style"]) for tag, a in page.elements if tag == "span" and "title" in a]
+    assert [title for title, _ in tokens] == ["+0.25 nats", "−0.50 nats"]
+    assert ("vermilion" in tokens[0][1], "blue" in tokens[1][1]) == (True, True)
+    assert "↵" in page.text
+
+
+def test_a_token_that_looks_like_html_stays_text(tmp_path):
+    result = whole()
+    tokens = replace(result.tokens[0], passage=(("<script>", 0.1), ("\x00", 0.0)))
+    page = read_page(write_compare_report(tmp_path, replace(result, tokens=(tokens,))))
+    assert "script" not in page.tags
+    assert "<script>" in page.words
+
+
+def test_gradients_that_broke_still_give_a_page(tmp_path):
+    check = GradientCheck("deepseek_v3", 0, 3, (WeightGradient("lm_head.weight", math.nan, math.nan, 1.0),))
+    page = read_page(write_compare_report(tmp_path, replace(whole(), gradients=(check,))))
+    assert "No gradient of deepseek_v3 at step 3 was finite" in page.words
+
+
+def test_the_page_shows_what_recipe_files_said(tmp_path):
+    page = read_page(write_compare_report(tmp_path, replace(whole(), recipe_files={"mine.toml": 'recipe = "<b>"'})))
+    assert 'What mine.toml says recipe = "<b>"' in page.words
+
+
+@pytest.mark.parametrize(("windows", "said"), [((3.0, 3.01) * 4, True), ((), False)])
+def test_an_interval_that_is_not_drawn_is_not_spoken_of(windows, said):
+    result = compared(curve("deepseek_v3", 3.003, window_loss=windows))
+    result = replace(result, bf16=replace(result.bf16, window_loss=windows))
+    assert ("thin line" in say_outcomes(result)) == said
