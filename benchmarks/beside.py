@@ -144,8 +144,10 @@ class Server:
             return name, "DeepGEMM"
         self.call = setup.call
         setup.check(self.call, setup.plain(), setup.out, LARGEST_DIFFERENCE)
-        marks = [f"c{c.cluster_m}{c.cluster_n}"] * (c.cluster > 1) + [f"k{c.split_k}"] * (c.split_k > 1)
-        marks += ["pp"] * c.ping_pong + ["turned"] * c.transposed + ["fetching"] * c.fetch + ["along n"] * c.along_n
+        marks = [f"c{c.cluster_m}{c.cluster_n}"] * (c.cluster_size > 1) + [f"k{c.split_k}"] * (c.split_k > 1)
+        marks += (
+            ["pp"] * c.ping_pong + ["turned"] * c.transposed + ["fetching"] * c.load_c + ["along n"] * c.raster_along_n
+        )
         return name, " ".join([f"{c.tile_m}×{c.tile_n} w{c.warpgroups} a{c.accumulators} s{c.stages}", *marks])
 
     def time(self) -> float:

@@ -58,14 +58,14 @@ def test_the_best_of_each_tile_has_its_bands_both_ways():
     assert best
     for config in best.values():
         other = other_bands(problem, config, H200)
-        assert other.along_n != config.along_n
-        assert replace(other, along_n=config.along_n, band=config.band) == config
+        assert other.raster_along_n != config.raster_along_n
+        assert replace(other, raster_along_n=config.raster_along_n, raster_width=config.raster_width) == config
         assert other in configs or config in configs[-1:]  # the list ends where it is full
 
 
 def test_tiles_in_one_row_have_their_bands_one_way():
     configs = tune.shortlist(tune.problem(Case("dense", 16, 7168, 2048, tiles=True)), H200)
-    assert not any(config.along_n for config in configs)
+    assert not any(config.raster_along_n for config in configs)
 
 
 @pytest.fixture

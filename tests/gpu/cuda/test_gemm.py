@@ -32,49 +32,55 @@ NAN = 0x7F  # in E4M3 and in E5M2
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
 KERNELS = {  # those that `choose` takes seldom are tested here all the same
-    "128×128": Config(128, 128, 4, staged_pieces=1),
-    "256×128": Config(256, 128, 3, staged_pieces=4),
-    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_pieces=2),
-    "64×64 by one": Config(64, 64, 8, warpgroups=1, staged_pieces=1),
-    "cluster along M": Config(128, 128, 4, cluster_m=2, staged_pieces=1),
-    "cluster along N": Config(128, 128, 4, cluster_n=2, staged_pieces=1),
-    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1),
-    "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1),
-    "split along K": Config(128, 128, 4, split_k=3, staged_pieces=1),
-    "turned": Config(128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_pieces=1),
-    "bands along N": Config(128, 128, 4, along_n=True, band=2, staged_pieces=1),
-    "bands along N, 256×128": Config(256, 128, 3, along_n=True, band=4, staged_pieces=4),
-    "bands along N, cluster along M": Config(128, 96, 4, cluster_m=2, along_n=True, band=4, staged_pieces=1),
-    "bands along N, cluster along N": Config(128, 64, 4, cluster_n=2, along_n=True, band=2, staged_pieces=1),
-    "bands along N, ping-pong": Config(128, 128, 2, ping_pong=True, along_n=True, band=2, staged_pieces=1),
-    "bands along N, split along K": Config(128, 128, 4, split_k=3, along_n=True, band=2, staged_pieces=1),
-    "bands along N, scales of rows": Config(
-        128, 128, 3, b_scales=Scales.PER_ROW, along_n=True, band=2, staged_pieces=1
+    "128×128": Config(128, 128, 4, staged_boxes=1),
+    "256×128": Config(256, 128, 3, staged_boxes=4),
+    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_boxes=2),
+    "64×64 by one": Config(64, 64, 8, warpgroups=1, staged_boxes=1),
+    "cluster along M": Config(128, 128, 4, cluster_m=2, staged_boxes=1),
+    "cluster along N": Config(128, 128, 4, cluster_n=2, staged_boxes=1),
+    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_boxes=1),
+    "two accumulators": Config(128, 64, 6, accumulators=2, staged_boxes=1),
+    "split along K": Config(128, 128, 4, split_k=3, staged_boxes=1),
+    "turned": Config(128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_boxes=1),
+    "bands along N": Config(128, 128, 4, raster_along_n=True, raster_width=2, staged_boxes=1),
+    "bands along N, 256×128": Config(256, 128, 3, raster_along_n=True, raster_width=4, staged_boxes=4),
+    "bands along N, cluster along M": Config(
+        128, 96, 4, cluster_m=2, raster_along_n=True, raster_width=4, staged_boxes=1
     ),
-    "scales of rows": Config(128, 128, 3, staged_pieces=1, **OF_ROWS),
-    "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_pieces=1, **OF_ROWS),
-    "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, **OF_ROWS),
-    "fetching": Config(256, 128, 3, fetch=True, staged_pieces=4, **OF_ROWS),
-    "fetching, cluster": Config(256, 128, 3, cluster_n=2, fetch=True, staged_pieces=4, **OF_ROWS),
-    "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, fetch=True, staged_pieces=3, **OF_ROWS),
-    "fetching bfloat16": Config(256, 128, 3, accumulate=True, fetch=True, staged_pieces=2),
+    "bands along N, cluster along N": Config(
+        128, 64, 4, cluster_n=2, raster_along_n=True, raster_width=2, staged_boxes=1
+    ),
+    "bands along N, ping-pong": Config(
+        128, 128, 2, ping_pong=True, raster_along_n=True, raster_width=2, staged_boxes=1
+    ),
+    "bands along N, split along K": Config(128, 128, 4, split_k=3, raster_along_n=True, raster_width=2, staged_boxes=1),
+    "bands along N, scales of rows": Config(
+        128, 128, 3, b_scales=Scales.PER_ROW, raster_along_n=True, raster_width=2, staged_boxes=1
+    ),
+    "scales of rows": Config(128, 128, 3, staged_boxes=1, **OF_ROWS),
+    "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_boxes=1, **OF_ROWS),
+    "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_boxes=1, **OF_ROWS),
+    "fetching": Config(256, 128, 3, load_c=True, staged_boxes=4, **OF_ROWS),
+    "fetching, cluster": Config(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **OF_ROWS),
+    "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **OF_ROWS),
+    "fetching bfloat16": Config(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
     "fetching bfloat16, narrow pieces": Config(
-        128, 112, 4, b_scales=Scales.PER_ROW, accumulate=True, fetch=True, staged_pieces=7
+        128, 112, 4, b_scales=Scales.PER_ROW, accumulate=True, load_c=True, staged_boxes=7
     ),
     "adding to bfloat16 by threads": Config(128, 128, 4, accumulate=True, store=Store.PAIRS),
 }
 OF_GROUPS = {  # kernels of rows in groups; tiles of 256 rows leave out the second half of 128 that no row is in
-    "128×128": Config(128, 128, 4, staged_pieces=1, max_groups=32),
-    "256×128": Config(256, 128, 3, staged_pieces=4, max_groups=32),
-    "256×128, float32": Config(256, 128, 3, staged_pieces=4, max_groups=32, out_float=True),
-    "256×128, bands along N": Config(256, 128, 3, staged_pieces=4, max_groups=32, along_n=True, band=2),
-    "256×96, cluster along M": Config(256, 96, 3, staged_pieces=3, max_groups=32, cluster_m=2),
-    "256×128, cluster along N": Config(256, 128, 3, staged_pieces=2, max_groups=32, cluster_n=2),
-    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_pieces=2, max_groups=32),
-    "64×192 by one": Config(64, 192, 4, warpgroups=1, staged_pieces=3, max_groups=32),
-    "64×96 by one, cluster along N": Config(64, 96, 6, warpgroups=1, staged_pieces=1, max_groups=32, cluster_n=2),
-    "two accumulators": Config(128, 64, 6, accumulators=2, staged_pieces=1, max_groups=32),
-    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_pieces=1, max_groups=32, out_float=True),
+    "128×128": Config(128, 128, 4, staged_boxes=1, max_groups=32),
+    "256×128": Config(256, 128, 3, staged_boxes=4, max_groups=32),
+    "256×128, float32": Config(256, 128, 3, staged_boxes=4, max_groups=32, out_float=True),
+    "256×128, bands along N": Config(256, 128, 3, staged_boxes=4, max_groups=32, raster_along_n=True, raster_width=2),
+    "256×96, cluster along M": Config(256, 96, 3, staged_boxes=3, max_groups=32, cluster_m=2),
+    "256×128, cluster along N": Config(256, 128, 3, staged_boxes=2, max_groups=32, cluster_n=2),
+    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_boxes=2, max_groups=32),
+    "64×192 by one": Config(64, 192, 4, warpgroups=1, staged_boxes=3, max_groups=32),
+    "64×96 by one, cluster along N": Config(64, 96, 6, warpgroups=1, staged_boxes=1, max_groups=32, cluster_n=2),
+    "two accumulators": Config(128, 64, 6, accumulators=2, staged_boxes=1, max_groups=32),
+    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_boxes=1, max_groups=32, out_float=True),
 }
 # of a group's rows: around every border of 64, none, one and all
 SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 385, 449, 512, 511, 37)
@@ -305,8 +311,8 @@ def test_large_products_take_bands_along_n(m: int, n: int, k: int):
     a, b = _operand((m, k), TILE, 0), _operand((n, k), BLOCK, 1)
     guarded = _Guarded((m, n), torch.bfloat16)
     config = _make(Schedule.DENSE, guarded.out, a, b)
-    assert config.along_n
-    assert n > config.band * config.unit_n, "there must be several bands"
+    assert config.raster_along_n
+    assert n > config.raster_width * config.cluster_tile_n, "there must be several bands"
     _check(guarded.out, _values(a), _values(b))
     guarded.check()
 
@@ -317,8 +323,8 @@ def test_large_groups_take_bands_along_n():
     a, b = _operand((10000, 512), TILE, 0), _operand((3, 3400, 512), BLOCK, 1)
     guarded = _Guarded((10000, 3400), torch.bfloat16)
     config = _make(Schedule.GROUPED, guarded.out, a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"))
-    assert config.along_n
-    assert config.band * config.unit_n < 3400, "there must be several bands"
+    assert config.raster_along_n
+    assert config.raster_width * config.cluster_tile_n < 3400, "there must be several bands"
     of_a, of_b = _values(a), _values(b)
     for g, rows in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
         _check(guarded.out[rows], of_a[rows], of_b[g])
@@ -374,7 +380,7 @@ def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
         assert torch.equal(make(), first)
 
 
-FETCHING = Config(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, fetch=True, staged_pieces=4, **OF_ROWS)
+FETCHING = Config(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, load_c=True, staged_boxes=4, **OF_ROWS)
 DIRECT = Config(
     128, 128, 4, schedule=Schedule.ALONG_K, max_groups=32, b_scales=Scales.PER_ROW, accumulate=True, store=Store.PAIRS
 )
@@ -402,7 +408,7 @@ def test_wgrad_gives_the_same_bits_200_times_under_load(name: str):
     def make() -> Tensor:
         out.copy_(before if accumulates else torch.tensor(torch.nan))
         taken = _make(Schedule.ALONG_K, out, a, b, offs, accumulates, config)
-        assert taken.fetch == ("fetched" in name)
+        assert taken.load_c == ("fetched" in name)
         return out
 
     first = make().clone()

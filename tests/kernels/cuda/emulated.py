@@ -52,14 +52,14 @@ def emulate(
 ) -> Tensor:
     """Makes a product on a GPU of few multiprocessors, into out."""
     p = Product(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote, config.zero_rest)
-    made = plan(p, Chip(max(multiprocessors, config.cluster)), config)
+    made = plan(p, Chip(max(multiprocessors, config.cluster_size)), config)
     parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = parts.data_ptr(), arrivals.data_ptr()
     emulator.run(
         "gemm",
         config.constants(),
         grid=made.grid,
-        cluster=config.cluster,
+        cluster=config.cluster_size,
         threads=config.threads,
         shared_bytes=config.shared_bytes,
         arguments=made.arguments(p.pointers(), *addresses, lambda tensor, pointer: tensor._replace(pointer=pointer)),
@@ -96,7 +96,7 @@ def between(x: Operand, k: slice) -> Operand:
 
 def config(tile_m: int, tile_n: int, stages: int = 3, **others) -> Config:
     """A kernel that stores through shared memory unless others say otherwise."""
-    others.setdefault("staged_pieces", 0 if "store" in others else 1)
+    others.setdefault("staged_boxes", 0 if "store" in others else 1)
     if others.get("schedule", Schedule.DENSE) is not Schedule.DENSE:
         others.setdefault("max_groups", 32)
     return Config(tile_m, tile_n, stages, **others)

@@ -56,7 +56,9 @@ def test_cases_are_what_they_are_for():
 def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
     products = [make(case) for case in CASES if case.schedule is schedule and case.n > 2000]
     configs = {p.b.shape[-2]: candidates(rounded(problem(p)), H200)[0] for p in products}
-    assert any(config.along_n and n > config.band * config.unit_n for n, config in configs.items())
+    assert any(
+        config.raster_along_n and n > config.raster_width * config.cluster_tile_n for n, config in configs.items()
+    )
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -32,7 +32,7 @@ __device__ __forceinline__ void init_fetches(uint8_t* shared) {
 }
 
 __device__ __forceinline__ uint8_t* staging_of(uint8_t* shared, int warpgroup) {
-    return shared + memory::staging + warpgroup * config::staged_pieces * piece_bytes;
+    return shared + memory::staging + warpgroup * config::staged_boxes * store_box_bytes;
 }
 
 // Whether a warpgroup, whose rows of a tile begin with first_row, has anything to add there.
@@ -48,8 +48,8 @@ __device__ __forceinline__ void exchange(
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
     const int lane = ptx::lane();
-    const bool serves = lane < config::staged_pieces;
-    uint8_t* piece = staging_of(shared, warpgroup) + lane * piece_bytes;
+    const bool serves = lane < config::staged_boxes;
+    uint8_t* piece = staging_of(shared, warpgroup) + lane * store_box_bytes;
     int n = -1, m = 0, group = 0;  // where the piece lies that is in shared memory
     auto store = [&] {
         if (n < 0) return;  // none, yet
@@ -65,8 +65,8 @@ __device__ __forceinline__ void exchange(
         if (!adds(tile, first_row, sizes.n)) continue;
         for (int wave = 0; wave < waves; ++wave) {
             store();
-            n = tile.n + lane * piece_columns, m = tile.m + first_row + wave * 64, group = tile.group;
-            if (lane == 0) fetches.there->arrive_and_expect(config::staged_pieces * piece_bytes);
+            n = tile.n + lane * store_columns, m = tile.m + first_row + wave * 64, group = tile.group;
+            if (lane == 0) fetches.there->arrive_and_expect(config::staged_boxes * store_box_bytes);
             if (serves) ptx::load_3d(piece, map, fetches.there, n, m, group);
         }
     }
@@ -78,8 +78,8 @@ __device__ __forceinline__ void add_fetched(const float (&total)[count], uint8_t
     fetches.there->wait(fetches.parity);
     fetches.parity ^= 1;
 #pragma unroll
-    for (int i = 0; i < config::staged_pieces; ++i)
-        stage_piece(total, i * piece_columns / 8, staging + i * piece_bytes, true);
+    for (int i = 0; i < config::staged_boxes; ++i)
+        stage_piece(total, i * store_columns / 8, staging + i * store_box_bytes, true);
     ptx::fence_async_shared();
     __syncwarp();
     if (ptx::lane() == 0) fetches.added->arrive();

@@ -131,7 +131,7 @@ def _with_splits(
             promote=p.promote,
             transposed=turned,
             store=p.store if adds else Store.PAIRS,
-            staged_pieces=1 if p.store is Store.TMA and adds else 0,
+            staged_boxes=1 if p.store is Store.TMA and adds else 0,
             **_bands(
                 p,
                 tile_m * cluster_m,
@@ -162,61 +162,61 @@ def _with_splits(
 
 def _filled(config: Config) -> Iterator[Config]:
     """With as many stages as there is room for, and with those that leave room to stage a wave of the result or all."""
-    stage = config.teams * config.stage_bytes
-    piece = config.warpgroups * config.piece_bytes
+    stage = config.pipelines * config.stage_bytes
+    piece = config.warpgroups * config.store_box_bytes
     room = SHARED_BYTES - config.other_bytes
     seen = set()
-    wave = config.pieces // config.waves
-    for pieces in sorted({config.staged_pieces, wave, config.pieces}) if config.store is Store.TMA else (0,):
-        stages = min((room - (pieces - config.staged_pieces) * piece) // stage, MOST_STAGES)
+    wave = config.store_boxes // config.waves
+    for pieces in sorted({config.staged_boxes, wave, config.store_boxes}) if config.store is Store.TMA else (0,):
+        stages = min((room - (pieces - config.staged_boxes) * piece) // stage, MOST_STAGES)
         if stages >= 2 and stages not in seen:
             seen.add(stages)
             staged = pieces
             if pieces and not config.accumulate:  # all that there is room for; what adds was slower with more
-                staged = min(config.staged_pieces + (room - stages * stage) // piece, config.pieces)
-            yield replace(config, stages=stages, staged_pieces=staged)
+                staged = min(config.staged_boxes + (room - stages * stage) // piece, config.store_boxes)
+            yield replace(config, stages=stages, staged_boxes=staged)
 
 
 def _fetching(config: Config) -> Config:
     """The same, fetching what it adds to; with as many stages as there is room for beside that."""
-    fetching = replace(config, store=Store.TMA, fetch=True, staged_pieces=config.pieces // config.waves)
-    stages = (SHARED_BYTES - fetching.other_bytes) // (config.teams * config.stage_bytes)
+    fetching = replace(config, store=Store.TMA, load_c=True, staged_boxes=config.store_boxes // config.waves)
+    stages = (SHARED_BYTES - fetching.other_bytes) // (config.pipelines * config.stage_bytes)
     return replace(fetching, stages=min(stages, MOST_STAGES))
 
 
-def _bands(p: Problem, unit_m: int, unit_n: int, at_once: int) -> dict[str, Any]:
+def _bands(p: Problem, cluster_tile_m: int, cluster_tile_n: int, at_once: int) -> dict[str, Any]:
     """Along N where a result that is stored has several bands and each several rounds, else M; see scheduler.cuh."""
-    wide = sqrt(at_once * unit_m / unit_n)
-    several = p.n >= 1.5 * wide * unit_n and _rows(p) >= 1.5 * at_once / wide * unit_m
+    wide = sqrt(at_once * cluster_tile_m / cluster_tile_n)
+    several = p.n >= 1.5 * wide * cluster_tile_n and _rows(p) >= 1.5 * at_once / wide * cluster_tile_m
     along_n = several and not p.accumulate and p.schedule in (Schedule.DENSE, Schedule.GROUPED)
-    return {"along_n": along_n, "band": _band(along_n, unit_m, unit_n, at_once)}
+    return {"raster_along_n": along_n, "raster_width": _band(along_n, cluster_tile_m, cluster_tile_n, at_once)}
 
 
-def _band(along_n: bool, unit_m: int, unit_n: int, at_once: int) -> int:
-    """Its square is the units at once · (unit_n / unit_m or its inverse); the nearest power of two."""
-    ratio = unit_m / unit_n if along_n else unit_n / unit_m
+def _band(along_n: bool, cluster_tile_m: int, cluster_tile_n: int, at_once: int) -> int:
+    """Its square is the units at once · (cluster_tile_n / cluster_tile_m or its inverse); the nearest power of two."""
+    ratio = cluster_tile_m / cluster_tile_n if along_n else cluster_tile_n / cluster_tile_m
     return 2 ** max(0, round(log2(sqrt(at_once * ratio))))
 
 
 def other_bands(p: Problem, c: Config, chip: Chip) -> Config | None:
     """The same kernel with bands the other way; None where units lie in one row or column, whose order is the same."""
     m, n = (p.n, p.m) if c.transposed else (p.m, p.n)
-    if m <= c.unit_m or n <= c.unit_n:
+    if m <= c.cluster_tile_m or n <= c.cluster_tile_n:
         return None
-    band = _band(not c.along_n, c.unit_m, c.unit_n, chip.clusters(c.cluster) * c.teams)
-    return replace(c, along_n=not c.along_n, band=band)
+    band = _band(not c.raster_along_n, c.cluster_tile_m, c.cluster_tile_n, chip.clusters(c.cluster_size) * c.pipelines)
+    return replace(c, raster_along_n=not c.raster_along_n, raster_width=band)
 
 
 def _tiles(p: Problem, c: Config) -> int:
     """Units of a cluster's blocks, times those: what the grid has to make."""
-    along_n = -(-p.n // c.unit_n)
+    along_n = -(-p.n // c.cluster_tile_n)
     if p.schedule is Schedule.GROUPED:
-        along_m = max(p.groups, 1) * -(-_rows(p) // c.unit_m)
+        along_m = max(p.groups, 1) * -(-_rows(p) // c.cluster_tile_m)
     elif p.schedule is Schedule.DENSE:
-        along_m = -(-p.m // c.unit_m)
+        along_m = -(-p.m // c.cluster_tile_m)
     else:
-        along_m = p.groups * -(-p.m // c.unit_m)
-    return along_m * along_n * c.cluster
+        along_m = p.groups * -(-p.m // c.cluster_tile_m)
+    return along_m * along_n * c.cluster_size
 
 
 def _rows(p: Problem) -> int:
@@ -229,8 +229,8 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     if c.transposed:
         p = transposed(p)
     tiles = _tiles(p, c) * c.split_k
-    workers = chip.clusters(c.cluster) * c.cluster
-    rounds = -(-tiles // (workers * c.teams))
+    workers = chip.clusters(c.cluster_size) * c.cluster_size
+    rounds = -(-tiles // (workers * c.pipelines))
     busy = min(tiles, workers)
     k = p.k / max(p.groups, 1) if p.schedule is Schedule.ALONG_K else p.k
     steps = -(-max(k, 1) // STEP) / c.split_k
@@ -245,33 +245,33 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     slow = min((L2_BYTES_ONCE if rounds == 1 else L2_BYTES) * chip.multiprocessors / busy, OWN_BYTES)
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
-        step = max(c.teams * multiply, alone, c.teams * load / slow, LATENCY / (c.stages - 1))
+        step = max(c.pipelines * multiply, alone, c.pipelines * load / slow, LATENCY / (c.stages - 1))
     step += ALONE * alone
     stored = c.tile_m * c.tile_n * (4 if c.split_k > 1 else c.out_bytes) / STORE_BYTES
-    if c.store is Store.TMA and c.piece_columns < 32:  # rows of a piece fill half a line of memory or less
+    if c.store is Store.TMA and c.store_columns < 32:  # rows of a piece fill half a line of memory or less
         stored *= 2
-    times = -(-c.pieces // c.staged_pieces) if c.staged_pieces else 1  # that the staging is filled and emptied
+    times = -(-c.store_boxes // c.staged_boxes) if c.staged_boxes else 1  # that the staging is filled and emptied
     if c.store is Store.TMA and c.out_float and c.schedule is Schedule.DENSE:  # waits for memory, not for the room
         times = 1
     parts = SPLIT + c.split_k * (PART + PART_SUM * c.waves * c.tile_n // 2) if c.split_k > 1 else 0
     epilogue = EPILOGUE + STAGING * times + stored + parts
     under_products = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
     hidden = 0.2 if c.ping_pong else 1 if not under_products else 0.5 if c.waves > 1 else 0.9
-    slower = (_slower(c) if busy == workers else 1) * (CLUSTERED if c.cluster > 1 else 1)
+    slower = (_slower(c) if busy == workers else 1) * (CLUSTERED if c.cluster_size > 1 else 1)
     tile = steps * step * slower + epilogue * (hidden if rounds > 1 else 1)
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     memory = (p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)) / MEMORY_BYTES
     added = c.out_bytes * p.m * p.n * weights if p.accumulate else 0
-    if c.fetch:
+    if c.load_c:
         adding = FETCH + 2 * added / MEMORY_BYTES  # which the products wait for
     elif c.out_float:
         adding, memory = 0, memory + added / ADDED_BYTES
     else:
         adding = added / ADDED_DIRECTLY
-    under_way = c.stages * c.teams * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
+    under_way = c.stages * c.pipelines * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
-    made = rounds * tile + (CLUSTER if c.cluster > 1 and rounds == 1 else 0)
+    made = rounds * tile + (CLUSTER if c.cluster_size > 1 and rounds == 1 else 0)
     end = epilogue if rounds == 1 else 0  # when nothing is loaded any more
     made -= end
     return LAUNCH + max(made, memory) + BESIDE * min(made, memory) + end + adding
@@ -280,14 +280,14 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
 def _slower(c: Config) -> float:
     """Than the arithmetic says a step is where all multiprocessors are busy: on an H200."""
     if c.ping_pong:
-        return 2.0 if c.of_rows else 1.75
-    if c.tile_n < 128 and c.tile_m >= 192 and not c.of_rows:
+        return 2.0 if c.is_1d1d else 1.75
+    if c.tile_n < 128 and c.tile_m >= 192 and not c.is_1d1d:
         return 1.3
     if c.warpgroups == 3:
-        return 1.65 if c.of_rows else 1.02
+        return 1.65 if c.is_1d1d else 1.02
     if c.waves == 1 and c.accumulators == 1:
-        return 1.5 if c.of_rows else 1.25
-    return 1.44 if c.of_rows else 1.24 if c.stages == 3 else 1.1  # with three, some products wait for a stage
+        return 1.5 if c.is_1d1d else 1.25
+    return 1.44 if c.is_1d1d else 1.24 if c.stages == 3 else 1.1  # with three, some products wait for a stage
 
 
 LARGE = (

@@ -1,8 +1,7 @@
-"""The constants that specialise the product kernel, and which of them fit a multiprocessor together.
+"""Configuration of one GEMM kernel: the constants of gemm.cu, and the rules which of them fit together on an SM.
 
-a tile      tile_m × tile_n of the result; a warpgroup multiplies 64 rows at a time, `waves` times
-a stage     128 bytes along K of both operands, with the scales of their rows
-a team      the warpgroups that share tiles: all of them, or with ping_pong each by itself
+A thread block has one producer warpgroup, which loads tiles with TMA, and one to three consumer warpgroups, which
+multiply them. The consumers are cooperative (all work on one tile) or ping-pong (each has its own tile and pipeline).
 """
 
 from dataclasses import dataclass, fields
@@ -11,20 +10,20 @@ from math import gcd
 
 from octile.kernels.cuda.jit import wgmma
 
-SHARED_BYTES = 232448  # that a block may have on sm_90
-STEP = 128  # along K: one 128-byte row of a tile, and a block of the scales
+SHARED_BYTES = 232448  # dynamic shared memory that a thread block may have on sm_90
+STEP = 128  # extent of a k-block: one 128-byte row of a tile, and the extent of a scale's block
 
 
 class Scales(IntEnum):
-    """What one scale of an operand stands for."""
+    """The block of an operand that one scale belongs to."""
 
-    PER_TENSOR = 0  # all of it
+    PER_TENSOR = 0  # the whole tensor
     PER_BLOCK = 1  # 128×128
     PER_ROW = 2  # 1×128
 
 
 class Schedule(IntEnum):
-    """What the product is a product of; see scheduler.cuh."""
+    """The kind of GEMM, which decides how the tile scheduler finds tiles; see scheduler.cuh."""
 
     DENSE = 0
     GROUPED = 1
@@ -33,7 +32,7 @@ class Schedule(IntEnum):
 
 
 class Store(IntEnum):
-    """How the result is stored; see epilogue.cuh."""
+    """How the epilogue stores the result; see epilogue.cuh."""
 
     SINGLE = 0
     PAIRS = 1
@@ -42,33 +41,35 @@ class Store(IntEnum):
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel. The attributes are the names in the CUDA source.
+    """One kernel. The attributes are constants of the CUDA source, with the same names.
 
     Attributes:
-        tile_m, tile_n: of a team.
-        stages: of a team.
-        warpgroups: that multiply, 1 to 3; one more copies.
-        ping_pong: each warpgroup has its own tiles.
-        accumulators: sums of a step that a warpgroup holds: with 2 it multiplies the next while it adds the last.
-        cluster_m, cluster_n: blocks of a cluster along M, which share tiles of b, and along N, which share tiles of a.
-        split_k: parts that the sum over K is cut into.
-        a_scales, b_scales: what a scale stands for.
-        schedule: what the product is a product of.
-        out_float: the result is float32, otherwise bfloat16.
-        accumulate: it is added to.
-        fetch: what is added to comes to shared memory first; otherwise it is added to in the L2 cache.
-        promote: every step is added in FP32; otherwise the tensor cores sum over all of K.
+        tile_m, tile_n: rows and columns of an output tile.
+        stages: stages of a pipeline.
+        warpgroups: consumer warpgroups, 1 to 3. The producer warpgroup is one more.
+        ping_pong: each consumer warpgroup has its own tile and pipeline; otherwise all share one.
+        accumulators: accumulators of a consumer warpgroup. With 2 it multiplies the next k-block while it promotes the
+            last one.
+        cluster_m, cluster_n: thread blocks of a cluster along M, which share tiles of b, and along N, which share tiles
+            of a.
+        split_k: number of splits of K; 1 is no split-K.
+        a_scales, b_scales: the block of a scale of each operand.
+        schedule: the kind of GEMM.
+        out_float: the result is float32; otherwise bfloat16.
+        accumulate: the result is added to the output tensor C.
+        load_c: the epilogue loads C to shared memory and adds there; otherwise it adds in the L2 cache.
+        promote: every k-block is added in FP32 on the CUDA cores; otherwise the tensor cores sum over all of K.
         transposed: the result is stored as [N, M].
-        store: how.
-        staged_pieces: that a warpgroup has shared memory for, where the copy engine stores.
-        along_n: units are taken in bands along N, and otherwise along M.
-        band: units that a band has, for the L2 cache.
-        max_groups: that there is shared memory for.
-        zero_rest: rows past the last group are written as zeros; otherwise they stay as they are.
-        a_e5m2, b_e5m2: the operand's numbers are E5M2, otherwise E4M3.
+        store: how the result is stored.
+        staged_boxes: store boxes that a warpgroup has shared memory for, where TMA stores the result.
+        raster_along_n: the scheduler visits tiles in strips along N, row by row; otherwise along M, column by column.
+        raster_width: cluster tiles across a strip.
+        max_groups: number of groups that there is shared memory for.
+        zero_rest: rows after the last group are set to zero; otherwise they are not written.
+        a_e5m2, b_e5m2: the operand is E5M2; otherwise E4M3.
 
     Raises:
-        ValueError: there is no such kernel; says why.
+        ValueError: there is no such kernel. The message gives the reason.
     """
 
     tile_m: int
@@ -85,13 +86,13 @@ class Config:
     schedule: Schedule = Schedule.DENSE
     out_float: bool = False
     accumulate: bool = False
-    fetch: bool = False
+    load_c: bool = False
     promote: bool = True
     transposed: bool = False
     store: Store = Store.TMA
-    staged_pieces: int = 0
-    along_n: bool = False
-    band: int = 8
+    staged_boxes: int = 0
+    raster_along_n: bool = False
+    raster_width: int = 8
     max_groups: int = 0
     zero_rest: bool = True
     a_e5m2: bool = False
@@ -104,92 +105,96 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a thread block, the producer warpgroup included."""
         return 128 * (self.warpgroups + 1)
 
     @property
-    def teams(self) -> int:
+    def pipelines(self) -> int:
+        """Pipelines of a thread block, which is also the number of tiles that it works on at the same time."""
         return self.warpgroups if self.ping_pong else 1
 
     @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
+    def cluster_size(self) -> int:
+        """Thread blocks of a cluster."""
         return self.cluster_m * self.cluster_n
 
     @property
-    def unit_m(self) -> int:
-        """Rows that the blocks of a cluster take together."""
+    def cluster_tile_m(self) -> int:
+        """Rows of a cluster tile: the tiles that the thread blocks of a cluster compute together."""
         return self.tile_m * self.cluster_m
 
     @property
-    def unit_n(self) -> int:
-        """Columns that they take together."""
+    def cluster_tile_n(self) -> int:
+        """Columns of a cluster tile."""
         return self.tile_n * self.cluster_n
 
     @property
     def waves(self) -> int:
-        """Times that a warpgroup multiplies 64 rows for one tile."""
-        return self.tile_m * self.teams // (64 * self.warpgroups)
+        """Waves of a tile: times that a consumer warpgroup multiplies 64 rows of it."""
+        return self.tile_m * self.pipelines // (64 * self.warpgroups)
 
     @property
-    def of_rows(self) -> bool:
-        """Both operands have scales of rows: those of b take registers, and the copying threads, which read none, need
-        few."""
+    def is_1d1d(self) -> bool:
+        """Both operands have 1×128 scales. Those of b take registers of the consumers; the producer, which reads no
+        scales then, needs few."""
         return self.a_scales is self.b_scales is Scales.PER_ROW
 
     @property
-    def copy_registers(self) -> int:
-        """That a thread of the warpgroup that copies keeps."""
-        return {1: 40, 2: 24 if self.of_rows else 40}.get(self.warpgroups, 32)
+    def producer_registers(self) -> int:
+        """Registers of a producer thread after setmaxnreg."""
+        return {1: 40, 2: 24 if self.is_1d1d else 40}.get(self.warpgroups, 32)
 
     @property
-    def math_registers(self) -> int:
-        """That a thread of a warpgroup that multiplies may use."""
-        return {1: 255, 2: 240 if self.of_rows else 232}.get(self.warpgroups, 160)
+    def consumer_registers(self) -> int:
+        """Registers of a consumer thread after setmaxnreg."""
+        return {1: 255, 2: 240 if self.is_1d1d else 232}.get(self.warpgroups, 160)
 
     @property
-    def sums(self) -> int:
-        """Registers of a thread that hold sums."""
+    def accumulator_registers(self) -> int:
+        """Registers of a consumer thread that hold accumulators and FP32 totals."""
         return self.tile_n // 2 * (self.waves + (self.accumulators if self.promote else 0))
 
     @property
-    def held_columns(self) -> int:
-        """Pairs of a step's scales of columns that a thread keeps in registers."""
-        if not self.of_rows or self.accumulators > 1:
+    def cached_b_scales(self) -> int:
+        """Pairs of b's 1×128 scales of a k-block that a consumer thread holds in registers."""
+        if not self.is_1d1d or self.accumulators > 1:
             return 0
-        others = (16 if self.out_float else 28) + (4 if self.fetch and self.cluster > 1 else 0)  # found by compiling
-        return min(max(self.math_registers - self.sums - others, 0) // 2, self.tile_n // 8)
+        others = 16 if self.out_float else 28  # found by compiling, as are the next 4
+        others += 4 if self.load_c and self.cluster_size > 1 else 0
+        return min(max(self.consumer_registers - self.accumulator_registers - others, 0) // 2, self.tile_n // 8)
 
     @property
     def other_registers(self) -> int:
-        """For addresses, scales and the scheduler; found by compiling the largest tiles of every kind."""
+        """Registers for addresses, scales and the scheduler; found by compiling the largest tiles of every kind."""
         scales_in_flight = self.ping_pong and self.accumulators == 2 and self.b_scales is Scales.PER_ROW
-        cut_twice = self.split_k > 1 and self.waves > 1 and STEP % self.tile_n > 0  # along K, and columns at a block
-        return (40 if self.warpgroups < 3 else 32) + (8 if scales_in_flight else 0) + (32 if cut_twice else 0)
+        # split along K, and columns of a tile that reach two 128×128 blocks
+        split_and_two_blocks = self.split_k > 1 and self.waves > 1 and STEP % self.tile_n > 0
+        base = 40 if self.warpgroups < 3 else 32
+        return base + (8 if scales_in_flight else 0) + (32 if split_and_two_blocks else 0)
 
     @property
     def out_bytes(self) -> int:
-        """Of a number of the result."""
+        """Bytes of an element of the result."""
         return 4 if self.out_float else 2
 
     @property
-    def piece_columns(self) -> int:
-        """Columns of a piece of 64 rows that the copy engine stores."""
+    def store_columns(self) -> int:
+        """Columns of a store box: the 64 rows of a tile that one TMA store writes."""
         return self.tile_n if self.transposed else gcd(self.tile_n, 128 // self.out_bytes)
 
     @property
-    def pieces(self) -> int:
-        """Of a warpgroup's part of a tile."""
-        return self.waves * self.tile_n // self.piece_columns
+    def store_boxes(self) -> int:
+        """Store boxes of a warpgroup's part of a tile."""
+        return self.waves * self.tile_n // self.store_columns
 
     @property
-    def piece_bytes(self) -> int:
-        """Of a piece."""
-        return 64 * self.piece_columns * self.out_bytes
+    def store_box_bytes(self) -> int:
+        """Bytes of a store box."""
+        return 64 * self.store_columns * self.out_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage, its two barriers included."""
+        """Shared memory of one stage, its two mbarriers included."""
         a_scales = self.tile_m * 4 if self.a_scales is Scales.PER_ROW else 0
         b_scales = _rounded_up(self.tile_n * 4, 128) if self.b_scales is Scales.PER_ROW else 0
         return (self.tile_m + self.tile_n) * STEP + a_scales + b_scales + 16
@@ -197,70 +202,71 @@ class Config:
     @property
     def other_bytes(self) -> int:
         """Shared memory besides the stages."""
-        staging = self.warpgroups * self.staged_pieces * self.piece_bytes
+        staging = self.warpgroups * self.staged_boxes * self.store_box_bytes
         groups = 4 * (2 * self.max_groups + 3) if self.max_groups else 0
-        # scales of blocks of 64 steps, two for a step, twice
-        of_blocks = 64 * 16 * self.teams if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
-        return staging + of_blocks + (20 if self.fetch else 4) * self.warpgroups + groups
+        # 128×128 scales of 64 k-blocks, two for each k-block, stored twice
+        block_scales = 64 * 16 * self.pipelines if Scales.PER_BLOCK in (self.a_scales, self.b_scales) else 0
+        return staging + block_scales + (20 if self.load_c else 4) * self.warpgroups + groups
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.other_bytes + self.teams * self.stages * self.stage_bytes
+        """Dynamic shared memory of a thread block."""
+        return self.other_bytes + self.pipelines * self.stages * self.stage_bytes
 
     def constants(self) -> dict[str, int | bool]:
-        """What the CUDA source is specialised with."""
+        """The constants that the CUDA source is specialized with, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        derived = ("copy_registers", "math_registers", "held_columns", "shared_bytes")
+        derived = ("producer_registers", "consumer_registers", "cached_b_scales", "shared_bytes")
         return named | {name: getattr(self, name) for name in derived}
 
     def headers(self) -> dict[str, str]:
-        """The generated header: the instruction that multiplies tiles of this width and these formats."""
+        """The generated header wgmma.cuh: the wgmma instruction for this tile_n and these formats."""
         a, b = ("e5m2" if e5m2 else "e4m3" for e5m2 in (self.a_e5m2, self.b_e5m2))
         return {"wgmma.cuh": wgmma.header(self.tile_n, a, b)}
 
     def _rules(self) -> list[tuple[bool, str]]:
         kinds = of_a, of_b = self.a_scales, self.b_scales
-        copied = self.store is Store.TMA
+        tma = self.store is Store.TMA
         grouped = self.schedule in (Schedule.GROUPED, Schedule.MASKED)
-        rows = 64 * self.warpgroups // self.teams
+        rows = 64 * self.warpgroups // self.pipelines
+        boxes, registers, limit = self.store_boxes, self.accumulator_registers, self.consumer_registers
         return [
             (self.warpgroups in (1, 2, 3), "warpgroups must be 1 to 3"),
             (not self.ping_pong or self.warpgroups == 2, "ping_pong takes two warpgroups"),
             (self.tile_m % rows == 0 and 0 < self.tile_m <= 256, f"tile_m must be a multiple of {rows} up to 256"),
             (self.tile_n in range(8, 257, 8), "tile_n must be a multiple of 8 up to 256"),
             (self.stages >= 2, "there must be two stages or more"),
-            (self.cluster in (1, 2), "a cluster must have 1 or 2 blocks"),
-            (kinds in KINDS, "scales must be of rows with blocks, of rows, or of the whole tensors"),
-            (self.promote or kinds == (Scales.PER_TENSOR,) * 2, "without promotion there can be one scale only"),
+            (self.cluster_size in (1, 2), "a cluster must have 1 or 2 blocks"),
+            (kinds in SCALE_KINDS, "scales must be 1×128 with 128×128, 1×128 for both, or per tensor for both"),
+            (self.promote or kinds == (Scales.PER_TENSOR,) * 2, "without promotion scales must be per tensor"),
             (self.accumulators in (1, 2), "accumulators must be 1 or 2"),
             (self.accumulators == 1 or (self.waves == 1 and self.promote), "two accumulators take one wave, promoted"),
             (self.split_k >= 1, "split_k must be at least 1"),
-            (self.split_k == 1 or self.schedule is Schedule.DENSE, "only a dense product is split"),
-            (self.split_k == 1 or not self.ping_pong, "few tiles are split, and ping_pong wants many"),
-            (of_b is not Scales.PER_BLOCK or _most_blocks(self.tile_n) <= 2, "a tile would reach three blocks of b"),
+            (self.split_k == 1 or self.schedule is Schedule.DENSE, "split_k takes a dense GEMM"),
+            (self.split_k == 1 or not self.ping_pong, "split_k is for few tiles, and ping_pong for many"),
+            (of_b is not Scales.PER_BLOCK or _max_blocks(self.tile_n) <= 2, "a tile would reach three blocks of b"),
             (of_a is not Scales.PER_BLOCK or self.waves <= 2, "a warpgroup's rows would reach two blocks of a"),
-            (of_a is not Scales.PER_BLOCK or self.warpgroups < 3, "three warpgroups' rows lie askew to blocks of a"),
-            (not grouped or of_a is Scales.PER_ROW, "groups begin anywhere, blocks of a do not"),
-            (not grouped or not self.accumulate, "rows of groups are stored, not added"),
-            (not self.transposed or self.schedule is Schedule.DENSE, "only a dense product is transposed"),
+            (of_a is not Scales.PER_BLOCK or self.warpgroups < 3, "rows of three warpgroups do not match blocks of a"),
+            (not grouped or of_a is Scales.PER_ROW, "groups begin at any row, blocks of a do not"),
+            (not grouped or not self.accumulate, "accumulate takes no groups of rows"),
+            (not self.transposed or self.schedule is Schedule.DENSE, "transposed takes a dense GEMM"),
             (not self.transposed or self.tile_n % 16 == 0, "a transposed tile_n must be a multiple of 16"),
-            (not self.transposed or self.store is not Store.PAIRS, "pairs of a transposed result are no neighbours"),
-            (self.schedule is Schedule.DENSE or self.max_groups > 0, "groups need shared memory"),
-            (not copied or not self.accumulate or self.out_float or self.fetch, "the copy engine adds float32 only"),
-            (not copied or not (self.transposed and self.out_float), "a transposed float32 result is stored directly"),
-            (not copied or 0 < self.staged_pieces <= self.pieces, f"staged_pieces must be 1 to {self.pieces}"),
-            (copied or self.staged_pieces == 0, "only the copy engine stores staged pieces"),
-            (not self.fetch or (copied and self.accumulate), "only what TMA stores is fetched to be added to"),
-            (not self.fetch or not self.transposed, "what is fetched is not turned"),
-            (not self.fetch or self.split_k == 1, "of a sum that is split only the last part is stored"),
-            (not self.fetch or self.staged_pieces * self.waves == self.pieces, "64 rows are added to at a time"),
-            (self.sums + self.other_registers <= self.math_registers, f"{self.sums} registers of sums do not fit"),
+            (not self.transposed or self.store is not Store.PAIRS, "pairs of a transposed result are no neighbors"),
+            (self.schedule is Schedule.DENSE or self.max_groups > 0, "groups need shared memory: max_groups is 0"),
+            (not tma or not self.accumulate or self.out_float or self.load_c, "TMA adds to float32 only"),
+            (not tma or not (self.transposed and self.out_float), "TMA does not store a transposed float32 result"),
+            (not tma or 0 < self.staged_boxes <= boxes, f"staged_boxes must be 1 to {boxes}"),
+            (tma or self.staged_boxes == 0, "only TMA stores staged boxes"),
+            (not self.load_c or (tma and self.accumulate), "load_c needs accumulate and Store.TMA"),
+            (not self.load_c or not self.transposed, "load_c does not transpose"),
+            (not self.load_c or self.split_k == 1, "load_c takes no split_k: only the last split stores"),
+            (not self.load_c or self.staged_boxes * self.waves == boxes, "load_c adds to 64 rows at a time"),
+            (registers + self.other_registers <= limit, f"{registers} accumulator registers are too many"),
             (self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory do not fit"),
         ]  # fmt: skip
 
 
-KINDS = (
+SCALE_KINDS = (  # of a and b, in this order
     (Scales.PER_ROW, Scales.PER_BLOCK),
     (Scales.PER_BLOCK, Scales.PER_ROW),
     (Scales.PER_ROW, Scales.PER_ROW),
@@ -272,7 +278,7 @@ def _rounded_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def _most_blocks(tile_n: int) -> int:
-    """Blocks of 128 columns that a tile reaches at most, wherever it lies."""
+def _max_blocks(tile_n: int) -> int:
+    """The largest number of blocks of 128 columns that a tile of this width reaches."""
     starts = range(0, STEP, gcd(tile_n, STEP))
     return max(-(-(start + tile_n) // STEP) for start in starts)

@@ -100,18 +100,18 @@ __device__ __forceinline__ void add_pair(uint8_t* to, float x, float y) {
 // Of two offsets that differ in bits which the swizzle does not look at, so do the swizzled ones: one is kept, and the
 // others are one exclusive or away.
 __device__ __forceinline__ void stage_piece(const float (&total)[count], int first, uint8_t* piece, bool swizzle) {
-    constexpr int row_bytes = config::transposed ? 128 : piece_columns * out_bytes;
+    constexpr int row_bytes = config::transposed ? 128 : store_columns * out_bytes;
     const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane();
     // lanes 0 … 7 name the rows of the first 8×8 matrix, then 8 rows below it, then both 8 columns further on
     const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix = lane / 16;
-    if constexpr (config::out_float || config::fetch) {
+    if constexpr (config::out_float || config::load_c) {
         const int plain = (warp_row + lane / 4) * row_bytes + lane % 4 * 2 * out_bytes;
         const int at = swizzle ? swizzled<row_bytes>(plain) : plain;
 #pragma unroll
-        for (int j = 0; j < piece_columns / 8; ++j) {
+        for (int j = 0; j < store_columns / 8; ++j) {
             const float* x = &total[4 * (first + j)];
             uint8_t* to = piece + (at ^ j * 8 * out_bytes);
-            if constexpr (config::fetch) {
+            if constexpr (config::load_c) {
                 add_pair(to, x[0], x[1]);
                 add_pair(to + 8 * row_bytes, x[2], x[3]);
             } else {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
         const int at = (lane % 8 + 8 * matrix) * 128 + (warp_row + lane / 8 % 2 * 8) * 2;
         uint8_t* to = piece + swizzled<row_bytes>(at);
 #pragma unroll
-        for (int j = 0; j < piece_columns / 8; j += 2) {
+        for (int j = 0; j < store_columns / 8; j += 2) {
             const float* x = &total[4 * (first + j)];
             ptx::store_matrix_4_transposed(to + j * 8 * 128, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
                                            ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
@@ -132,10 +132,10 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
         const int plain = (warp_row + matrix_row) * row_bytes + matrix * 16;
         const int at = swizzle ? swizzled<row_bytes>(plain) : plain;
 #pragma unroll
-        for (int j = 0; j < piece_columns / 8; j += 2) {
+        for (int j = 0; j < store_columns / 8; j += 2) {
             const float* x = &total[4 * (first + j)];
             uint8_t* to = piece + (at ^ j * 16);
-            if (j + 1 < piece_columns / 8)
+            if (j + 1 < store_columns / 8)
                 ptx::store_matrix_4(to, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
                                     ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
             else
@@ -149,29 +149,29 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
 __device__ __forceinline__ void store_staged(
     const float (&total)[count], int wave, uint8_t* staging, const Out& out, const Tile& tile, int m, int columns,
     int warpgroup) {
-    constexpr int of_wave = pieces / waves, at_once = of_wave < config::staged_pieces ? of_wave : config::staged_pieces;
-    constexpr bool two = config::staged_pieces >= 2 * of_wave && waves % 2 == 0;
+    constexpr int of_wave = pieces / waves, at_once = of_wave < config::staged_boxes ? of_wave : config::staged_boxes;
+    constexpr bool two = config::staged_boxes >= 2 * of_wave && waves % 2 == 0;
     const int thread = threadIdx.x % 128, first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);
     const bool whole = config::schedule != grouped || end_row - first_row == 64;
     const bool stores = whole ? thread == 0 : first_row <= thread && thread < end_row;
-    uint8_t* room = staging + (two ? wave % 2 * of_wave * piece_bytes : 0);
+    uint8_t* room = staging + (two ? wave % 2 * of_wave * store_box_bytes : 0);
 #pragma unroll
     for (int first = 0; first < of_wave; first += at_once) {
         ptx::wait_stores_read<two>();
         ptx::named_barrier_sync(4 + warpgroup, 128);
 #pragma unroll
         for (int i = 0; i < at_once && first + i < of_wave; ++i)
-            stage_piece(total, (first + i) * piece_columns / 8, room + i * piece_bytes, whole);
+            stage_piece(total, (first + i) * store_columns / 8, room + i * store_box_bytes, whole);
         ptx::fence_async_shared();
         ptx::named_barrier_sync(4 + warpgroup, 128);
 
 #pragma unroll
         for (int i = 0; i < at_once && first + i < of_wave; ++i) {
-            const int n = tile.n + (first + i) * piece_columns;
-            const uint8_t* piece = room + i * piece_bytes;
+            const int n = tile.n + (first + i) * store_columns;
+            const uint8_t* piece = room + i * store_box_bytes;
             if (!stores || n >= columns || m >= tile.m_end) continue;
             if (!whole) {
-                constexpr int row_bytes = piece_columns * out_bytes;
+                constexpr int row_bytes = store_columns * out_bytes;
                 uint8_t* row = static_cast<uint8_t*>(out.data) + ((m + thread) * out.row + n) * out_bytes;
                 ptx::store_bytes(row, piece + thread * row_bytes, min(row_bytes, round_up((columns - n) * out_bytes, 16)));
             } else if constexpr (config::transposed) ptx::store_3d(out.map, piece, m, n, out_group(tile));

@@ -41,7 +41,7 @@ constexpr bool stored_under_products =
     config::store == tma && config::promote && config::accumulators == 1 && config::split_k == 1;
 
 // In the last tile of a group a warpgroup may have 64 rows instead of 128; the others are not multiplied then.
-constexpr bool skips_rows = rows_grouped && waves == 2 && stored_under_products && !config::fetch;
+constexpr bool skips_rows = rows_grouped && waves == 2 && stored_under_products && !config::load_c;
 
 // Many scales are read while the first wave is multiplied, where another wave follows: with one alone that took longer.
 constexpr bool scales_under_products = b_rows && waves > 1;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         if (b_rows) ptx::prefetch_map(&b_scale_map);
         if (config::store == tma) ptx::prefetch_map(&out_map);
         init_barriers(shared, rank);
-        if constexpr (config::fetch) init_fetches(shared);
+        if constexpr (config::load_c) init_fetches(shared);
         ptx::fence_barrier_init();
     }
     if (config::schedule != dense && warp == 1) list_groups(groups, sizes);
@@ -86,21 +86,21 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
     if (warpgroup == config::warpgroups) {
         // ---- Copies ----
-        if constexpr (config::warpgroups > 1) ptx::give_registers<config::copy_registers>();
+        if constexpr (config::warpgroups > 1) ptx::give_registers<config::producer_registers>();
         const int team = warp % 4;
         const Blocks blocks{
             config::a_scales == per_block ? a_scale : b_scale, scale_group, scale_row, scale_column};
         const Maps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
         if (team < teams) {
             load_tiles(shared, maps, blocks, sizes, groups, team);
-        } else if (const int served = team - teams; config::fetch && served < config::warpgroups) {
+        } else if (const int served = team - teams; config::load_c && served < config::warpgroups) {
             const int of_team = config::ping_pong ? served : 0, member = config::ping_pong ? 0 : served;
             exchange(shared, &out_map, sizes, groups, of_team, served, member * waves * 64);
         }
         __syncwarp();
     } else {
         // ---- Products ----
-        if constexpr (config::warpgroups > 1) ptx::take_registers<config::math_registers>();
+        if constexpr (config::warpgroups > 1) ptx::take_registers<config::consumer_registers>();
         const int team = config::ping_pong ? warpgroup : 0, member = config::ping_pong ? 0 : warpgroup;
         const int first_row = member * waves * 64;  // of this warpgroup in a tile
         const int thread_row = first_row + warp % 4 * 16 + ptx::lane() / 4;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
             if constexpr (config::a_scales == per_tensor)
                 for (int i = 0; i < count; ++i) sums[i] *= scale;
             const int row = to.m + first_row + wave * 64;
-            if constexpr (config::fetch) add_fetched(sums, staging, fetches);
+            if constexpr (config::load_c) add_fetched(sums, staging, fetches);
             else if constexpr (config::store == tma) store_staged(sums, wave, staging, out, to, row, n, warpgroup);
             else store_directly(sums, out, to, row, n);
 #pragma unroll

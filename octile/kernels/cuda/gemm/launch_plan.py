@@ -112,17 +112,17 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
     )
     block_scale = a_scale if config.a_scales is Scales.PER_BLOCK else b_scale
 
-    units_m, units_n = -(-m // config.unit_m), -(-n // config.unit_n)
+    units_m, units_n = -(-m // config.cluster_tile_m), -(-n // config.cluster_tile_n)
     units = {
         Schedule.DENSE: units_m * units_n * config.split_k,
         Schedule.GROUPED: (units_m + groups) * units_n,  # each group, and the rows past them, ends with part of a unit
         Schedule.MASKED: units_m * units_n * groups,
         Schedule.ALONG_K: units_m * units_n * groups,
     }[p.schedule]
-    tiles = units_m * units_n * config.cluster if config.split_k > 1 else 0
+    tiles = units_m * units_n * config.cluster_size if config.split_k > 1 else 0
     return Plan(
         config,
-        grid=min(chip.clusters(config.cluster), units) * config.cluster,
+        grid=min(chip.clusters(config.cluster_size), units) * config.cluster_size,
         maps=maps,
         numbers=(_strides(block_scale), _strides(out), (m, n, k, groups)),
         parts=tiles * config.split_k * config.tile_m * config.tile_n,
@@ -219,8 +219,8 @@ def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
 def _out_map(out: Tensor, config: Config) -> TensorMap:
     if config.transposed:
         return _map(out.mT, (config.tile_n, 64), 128)
-    row_bytes = config.piece_columns * config.out_bytes
-    return _map(out, (64, config.piece_columns), row_bytes if row_bytes > VECTOR else 0)
+    row_bytes = config.store_columns * config.out_bytes
+    return _map(out, (64, config.store_columns), row_bytes if row_bytes > VECTOR else 0)
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:

@@ -58,7 +58,7 @@ class Prepared:
 
     def __init__(self, plan: Plan, kernel: Kernel) -> None:
         self.plan, self.kernel, config = plan, kernel, plan.config
-        self.shape = (plan.grid, config.cluster, config.threads, config.shared_bytes)
+        self.shape = (plan.grid, config.cluster_size, config.threads, config.shared_bytes)
 
     def __call__(self, pointers: tuple[int, ...], device: torch.device) -> None:
         """Makes the product of the tensors at these addresses, in the order of `Product.pointers`."""

@@ -17,9 +17,9 @@ __device__ constexpr int round_up(int bytes, int unit) { return ceil_div(bytes, 
 
 // A stored piece: 64 rows and as many columns as fit 128 bytes and divide the tile; transposed, all columns, each a row of 64.
 constexpr int out_bytes = config::out_float ? 4 : 2;
-constexpr int piece_columns = config::transposed ? config::tile_n : greatest_divisor(config::tile_n, 128 / out_bytes);
-constexpr int piece_bytes = 64 * piece_columns * out_bytes;
-constexpr int pieces = waves * config::tile_n / piece_columns;  // of a warpgroup
+constexpr int store_columns = config::transposed ? config::tile_n : greatest_divisor(config::tile_n, 128 / out_bytes);
+constexpr int store_box_bytes = 64 * store_columns * out_bytes;
+constexpr int pieces = waves * config::tile_n / store_columns;  // of a warpgroup
 
 namespace memory {
 constexpr int a_tile = config::tile_m * 128, b_tile = config::tile_n * 128;
@@ -27,7 +27,7 @@ constexpr int a_scales = a_rows ? config::tile_m * 4 : 0, b_scales = b_rows ? ro
 constexpr int stages = config::stages * teams;
 
 constexpr int staging = 0;  // tiles first: their swizzle wants 1024-byte alignment
-constexpr int a = staging + config::warpgroups * config::staged_pieces * piece_bytes;
+constexpr int a = staging + config::warpgroups * config::staged_boxes * store_box_bytes;
 constexpr int b = a + stages * a_tile;
 constexpr int a_scale = b + stages * b_tile;
 constexpr int b_scale = a_scale + stages * a_scales;
@@ -36,7 +36,7 @@ constexpr int block_scale = b_scale + stages * b_scales;
 constexpr int barriers = block_scale + (one_is_block ? teams * places * 16 : 0);
 static_assert(config::stages <= places - 32, "what is written must not be what is under way");
 constexpr int fetches = barriers + 2 * stages * int(sizeof(ptx::Barrier));  // two barriers for each warpgroup
-constexpr int last = fetches + (config::fetch ? 2 * config::warpgroups * int(sizeof(ptx::Barrier)) : 0);  // a word for each
+constexpr int last = fetches + (config::load_c ? 2 * config::warpgroups * int(sizeof(ptx::Barrier)) : 0);  // a word for each
 constexpr int groups = last + 4 * config::warpgroups;
 constexpr int bytes = groups + (config::max_groups > 0 ? int(sizeof(Groups)) : 0);
 static_assert(bytes == config::shared_bytes, "config.py computes the same");

@@ -8,7 +8,7 @@
 #include "pipeline.cuh"
 
 constexpr int count = config::tile_n / 2;  // accumulator registers of 64 rows
-constexpr bool reads_late = b_rows && config::held_columns < count / 4;  // scales in a stage, after its products
+constexpr bool reads_late = b_rows && config::cached_b_scales < count / 4;  // scales in a stage, after its products
 
 // What a thread needs to scale its part of one step.
 struct Factors {
@@ -19,16 +19,16 @@ struct Factors {
 // The scales of b's rows that belong to a thread's columns: pairs of neighbours, each 8 columns after the last.
 struct Columns {
     const float* scales;  // in shared memory
-    float2 held[config::held_columns > 0 ? config::held_columns : 1];
+    float2 held[config::cached_b_scales > 0 ? config::cached_b_scales : 1];
 
     // Reads the first ones into registers.
     __device__ __forceinline__ void hold() {
 #pragma unroll
-        for (int i = 0; i < config::held_columns; ++i) held[i] = *reinterpret_cast<const float2*>(scales + 8 * i);
+        for (int i = 0; i < config::cached_b_scales; ++i) held[i] = *reinterpret_cast<const float2*>(scales + 8 * i);
     }
 
     __device__ __forceinline__ float2 operator[](int pair) const {
-        return pair < config::held_columns ? held[pair] : *reinterpret_cast<const float2*>(scales + 8 * pair);
+        return pair < config::cached_b_scales ? held[pair] : *reinterpret_cast<const float2*>(scales + 8 * pair);
     }
 };
 

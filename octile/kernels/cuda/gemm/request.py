@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.config import KINDS, STEP, Scales, Schedule
+from octile.kernels.cuda.gemm.config import SCALE_KINDS, STEP, Scales, Schedule
 from octile.kernels.cuda.gemm.launch_cache import Look
 from octile.kernels.cuda.gemm.launch_plan import Product
 
@@ -51,7 +51,7 @@ def _serves(
     except ValueError as error:
         return str(error)
     of_rows = kinds[0] is Scales.PER_ROW  # groups of rows may begin anywhere, and so within a block of a
-    if kinds not in KINDS or (groups is not None and not along_k and not of_rows):
+    if kinds not in SCALE_KINDS or (groups is not None and not along_k and not of_rows):
         return f"blocks of {a_rows}×{a_columns} with {b_rows}×{b_columns} are none of 1×128 with 1×128 or 128×128"
     if groups is not None and groups > MOST_GROUPS:
         return f"there are {groups} groups, and {MOST_GROUPS} at most have room in shared memory"

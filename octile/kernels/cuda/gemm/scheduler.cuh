@@ -9,9 +9,9 @@
 // NOTES
 // - The blocks of a cluster share the rows of one operand, so a cluster takes a unit: two tiles beside or below each
 //   other. A unit may reach over the end; nothing is stored there, and the copy engine fills it with zeros.
-// - Tiles that run at the same time should share operands in the L2 cache. Units are taken in bands of config::band
+// - Tiles that run at the same time should share operands in the L2 cache. Units are taken in bands of config::raster_width
 //   units along m, column by column: W teams then touch `band` row panels and W / band column panels, and their sum of
-//   bytes is least where the two are equal, band² = W · unit_n / unit_m. Or bands lie along n and are taken row by row:
+//   bytes is least where the two are equal, band² = W · cluster_tile_n / cluster_tile_m. Or bands lie along n and are taken row by row:
 //   the same tiles run together, but what is stored at the same time lies in the same rows. That is up to 3% faster where
 //   there are several bands, and up to 10% slower where there is one, or where the result is added to (`choose`).
 // - Groups of rows begin anywhere, but the copy engine brings scales from multiples of 16 bytes only (seen on an H200; it
@@ -38,7 +38,7 @@ struct Tile {
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int cluster = config::cluster_m * config::cluster_n;  // blocks, 1 or 2
-constexpr int unit_m = config::tile_m * config::cluster_m, unit_n = config::tile_n * config::cluster_n;
+constexpr int cluster_tile_m = config::tile_m * config::cluster_m, cluster_tile_n = config::tile_n * config::cluster_n;
 constexpr bool rows_grouped = config::schedule == grouped || config::schedule == masked;
 
 // What is the same in all lanes of a warp, so that the compiler knows it, too: it then keeps addresses of tiles in the
@@ -80,7 +80,7 @@ __device__ __forceinline__ void list_groups(Groups& groups, const Sizes& sizes) 
     for (int first = 0; first < count_groups(sizes); first += 32) {
         const int g = first + ptx::lane();
         const int rows = g < count_groups(sizes) ? rows_of(groups, sizes, g) : 0;
-        int units = rows > 0 ? ceil_div(rows + rows_before(groups, g), unit_m) : 0;
+        int units = rows > 0 ? ceil_div(rows + rows_before(groups, g), cluster_tile_m) : 0;
         for (int distance = 1; distance < 32; distance *= 2) {
             const int left = __shfl_up_sync(~0u, units, distance);
             if (ptx::lane() >= distance) units += left;
@@ -103,8 +103,8 @@ public:
 
     // The next tile of this team, for a whole warp; false when there is none.
     __device__ __forceinline__ bool take(Tile& tile) {
-        const int n_units = ceil_div(sizes.n, unit_n);
-        int m_units = ceil_div(sizes.m, unit_m), m_begin = 0, unit = next;
+        const int n_units = ceil_div(sizes.n, cluster_tile_n);
+        int m_units = ceil_div(sizes.m, cluster_tile_m), m_begin = 0, unit = next;
         next += step;
         tile.group = tile.split = 0;
         tile.m_begin = 0;
@@ -140,13 +140,13 @@ public:
             }
         }
 
-        const int length = config::along_n ? m_units : n_units, across = config::along_n ? n_units : m_units;
-        const int band = unit / (config::band * length), in_band = unit % (config::band * length);
-        const int width = min(config::band, across - band * config::band);
-        const int along = in_band / width, beside = band * config::band + in_band % width;
-        const int m_unit = config::along_n ? along : beside, n_unit = config::along_n ? beside : along;
-        tile.m = uniform(m_begin + m_unit * unit_m + rank / config::cluster_n * config::tile_m);
-        tile.n = uniform(n_unit * unit_n + rank % config::cluster_n * config::tile_n);
+        const int length = config::raster_along_n ? m_units : n_units, across = config::raster_along_n ? n_units : m_units;
+        const int band = unit / (config::raster_width * length), in_band = unit % (config::raster_width * length);
+        const int width = min(config::raster_width, across - band * config::raster_width);
+        const int along = in_band / width, beside = band * config::raster_width + in_band % width;
+        const int m_unit = config::raster_along_n ? along : beside, n_unit = config::raster_along_n ? beside : along;
+        tile.m = uniform(m_begin + m_unit * cluster_tile_m + rank / config::cluster_n * config::tile_m);
+        tile.n = uniform(n_unit * cluster_tile_n + rank % config::cluster_n * config::tile_n);
         tile.index = unit * cluster + rank;
         return true;
     }

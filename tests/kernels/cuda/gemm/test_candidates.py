@@ -70,7 +70,7 @@ BANDS = {  # whether they lie along N, and how many tiles they have
 def test_bands(case: str):
     problem, along_n, band = BANDS[case]
     config = choose(problem, H200)
-    assert (config.along_n, config.band) == (along_n, band)
+    assert (config.raster_along_n, config.raster_width) == (along_n, band)
 
 
 def test_neighbouring_sizes_share_a_kernel():
@@ -91,7 +91,7 @@ def test_the_chosen_one_is_the_best_candidate():
 
 def test_a_measured_kernel_comes_first():
     problem = Problem(4096, 7168, 2048)
-    measured = Config(128, 64, 3, staged_pieces=1)
+    measured = Config(128, 64, 3, staged_boxes=1)
     tuned.store(rounded(problem), H200, measured, 12.5)
     assert choose(problem, H200) == measured
     assert choose(problem, Chip(100)) != measured
@@ -123,7 +123,7 @@ def test_the_choice_follows_what_was_measured():
         config = choose(problems[product], H200)
         name = _named(config)
         if name not in row["us"]:  # bands along N came after these timings: those along M stand for them
-            name = _named(replace(config, along_n=False))
+            name = _named(replace(config, raster_along_n=False))
         if name in row["us"]:
             slower[product] = row["us"][name] / min(row["us"].values())
         else:
@@ -137,7 +137,7 @@ def _named(c: Config) -> str:
     """As the file of timings names a kernel; how wide bands are follows from their direction and the tile."""
     parts = (
         f"{c.tile_m}x{c.tile_n}w{c.warpgroups}{'pp' if c.ping_pong else ''}a{c.accumulators}",
-        f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_pieces}:k{c.split_k}",
-        f"T{int(c.transposed)}{'F' * c.fetch}{'N' * c.along_n}",
+        f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_boxes}:k{c.split_k}",
+        f"T{int(c.transposed)}{'F' * c.load_c}{'N' * c.raster_along_n}",
     )
     return ":".join(parts)

@@ -32,52 +32,52 @@ GROUPED, MASKED, ALONG_K = Schedule.GROUPED, Schedule.MASKED, Schedule.ALONG_K
 SINGLE, PAIRS = Store.SINGLE, Store.PAIRS
 
 DENSE = {
-    "256 rows": config(256, 128, 4, band=2),
-    "three warpgroups": config(192, 128, warpgroups=3, cluster_n=2, staged_pieces=2),
+    "256 rows": config(256, 128, 4, raster_width=2),
+    "three warpgroups": config(192, 128, warpgroups=3, cluster_n=2, staged_boxes=2),
     "three warpgroups, scales of rows, float32, adding": config(
         192, 120, warpgroups=3, cluster_m=2, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True
     ),
-    "columns of two blocks": config(128, 160, staged_pieces=5),
-    "columns of two blocks, cut oddly": config(128, 144, staged_pieces=3),
-    "a cluster shares a": config(128, 96, cluster_n=2, staged_pieces=3),
-    "a cluster shares b": config(128, 48, cluster_m=2, staged_pieces=2),
-    "256 rows, scales of rows, some kept": config(256, 128, 3, b_scales=ROW, staged_pieces=2),
+    "columns of two blocks": config(128, 160, staged_boxes=5),
+    "columns of two blocks, cut oddly": config(128, 144, staged_boxes=3),
+    "a cluster shares a": config(128, 96, cluster_n=2, staged_boxes=3),
+    "a cluster shares b": config(128, 48, cluster_m=2, staged_boxes=2),
+    "256 rows, scales of rows, some kept": config(256, 128, 3, b_scales=ROW, staged_boxes=2),
     "one warpgroup": config(64, 64, 2, warpgroups=1),
     "two accumulators": config(128, 64, 4, accumulators=2),
     "ping-pong": config(64, 64, ping_pong=True),
     "ping-pong, in clusters, two accumulators": config(64, 32, ping_pong=True, cluster_m=2, accumulators=2),
-    "ping-pong of 128 rows": config(128, 64, ping_pong=True, staged_pieces=2),
+    "ping-pong of 128 rows": config(128, 64, ping_pong=True, staged_boxes=2),
     "scales of rows": config(128, 64, b_scales=ROW),
     "scales of rows, two accumulators, float32": config(
         128, 40, b_scales=ROW, accumulators=2, store=PAIRS, out_float=True
     ),
     "scales of a's blocks": config(128, 48, a_scales=BLOCK, b_scales=ROW),
-    "float32, by the copy engine": config(256, 96, out_float=True, staged_pieces=3),
+    "float32, by the copy engine": config(256, 96, out_float=True, staged_boxes=3),
     "scales of rows, float32, adding, by the copy engine": config(
-        256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=4
+        256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=4
     ),
     "256 rows, fetching what they add to": config(
-        256, 128, 3, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=4
+        256, 128, 3, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=4
     ),
     "ping-pong, float32, adding, by the copy engine": config(
-        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=2
     ),
-    "256 rows, fetching BF16": config(256, 128, 3, accumulate=True, fetch=True, staged_pieces=2),
-    "narrow pieces, fetching BF16": config(128, 48, b_scales=ROW, accumulate=True, fetch=True, staged_pieces=3),
+    "256 rows, fetching BF16": config(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
+    "narrow pieces, fetching BF16": config(128, 48, b_scales=ROW, accumulate=True, load_c=True, staged_boxes=3),
     "ping-pong in a cluster, fetching BF16": config(
-        128, 32, 3, ping_pong=True, cluster_n=2, accumulate=True, fetch=True, staged_pieces=1
+        128, 32, 3, ping_pong=True, cluster_n=2, accumulate=True, load_c=True, staged_boxes=1
     ),
     "ping-pong, fetching what it adds to": config(
-        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=1
+        128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=1
     ),
     "three warpgroups, fetching what they add to": config(
-        192, 96, warpgroups=3, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=3
+        192, 96, warpgroups=3, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=3
     ),
     "two accumulators in a cluster, fetching what they add to": config(
-        128, 48, accumulators=2, cluster_n=2, out_float=True, accumulate=True, fetch=True, staged_pieces=3
+        128, 48, accumulators=2, cluster_n=2, out_float=True, accumulate=True, load_c=True, staged_boxes=3
     ),
     "256 rows in a cluster, fetching what they add to": config(
-        256, 64, cluster_m=2, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+        256, 64, cluster_m=2, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=2
     ),
     "no promotion, fetching what it adds to": config(
         256,
@@ -87,8 +87,8 @@ DENSE = {
         promote=False,
         out_float=True,
         accumulate=True,
-        fetch=True,
-        staged_pieces=2,
+        load_c=True,
+        staged_boxes=2,
     ),
     "one scale": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
     "no promotion": config(256, 64, a_scales=TENSOR, b_scales=TENSOR, promote=False),
@@ -97,8 +97,8 @@ DENSE = {
     "float32, adding, any strides": config(128, 64, store=SINGLE, out_float=True, accumulate=True),
     "adding": config(128, 64, store=PAIRS, accumulate=True),
     "adding, any strides": config(128, 64, store=SINGLE, accumulate=True),
-    "transposed": config(128, 32, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_pieces=1),
-    "transposed, 256 rows": config(256, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_pieces=2),
+    "transposed": config(128, 32, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=1),
+    "transposed, 256 rows": config(256, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=2),
     "split": config(128, 64, split_k=3),
     "split, transposed": config(128, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, split_k=4),
     "split, in clusters, adding": config(
@@ -121,7 +121,7 @@ def test_dense(case: str):
 
 @pytest.mark.parametrize("along_n", [False, True])
 def test_each_tile_is_made_once(along_n: bool):
-    kernel = config(64, 16, 2, warpgroups=1, along_n=along_n, band=2)
+    kernel = config(64, 16, 2, warpgroups=1, raster_along_n=along_n, raster_width=2)
     for seed, (m_tiles, n_tiles) in enumerate([(1, 5), (5, 1), (4, 6), (3, 7)]):
         _dense(kernel, m_tiles * 64 - 5, n_tiles * 16 - 3, 130, seed)
 
@@ -200,13 +200,13 @@ ENDS = {
 ROWS_GROUPED = {
     "two warpgroups": config(128, 64, schedule=GROUPED),
     "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
-    "bands along N": config(64, 16, schedule=GROUPED, warpgroups=1, along_n=True, band=2),
+    "bands along N": config(64, 16, schedule=GROUPED, warpgroups=1, raster_along_n=True, raster_width=2),
     "a cluster shares a": config(128, 32, schedule=GROUPED, cluster_n=2),
     "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster_m=2),
-    "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_pieces=2),
+    "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_boxes=2),
     "float32": config(256, 24, schedule=GROUPED, store=PAIRS, out_float=True),
-    "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_pieces=3),
-    "256 rows, each half with its room": config(256, 32, schedule=GROUPED, staged_pieces=2),
+    "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_boxes=3),
+    "256 rows, each half with its room": config(256, 32, schedule=GROUPED, staged_boxes=2),
     "ping-pong, float32, by the copy engine": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
     "scales of rows": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
 }
@@ -289,24 +289,24 @@ WGRAD = {
     "float32": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True),
     "adding": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True),
     "bfloat16": config(256, 32, schedule=ALONG_K, b_scales=ROW),
-    "float32, by the copy engine": config(128, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, staged_pieces=2),
+    "float32, by the copy engine": config(128, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, staged_boxes=2),
     "three warpgroups": config(192, 24, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, warpgroups=3),
     "bfloat16, adding, any strides": config(
         64, 24, schedule=ALONG_K, b_scales=ROW, store=SINGLE, accumulate=True, warpgroups=1
     ),
     "ping-pong": config(64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True),
     "adding, by the copy engine": config(
-        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_pieces=2
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=2
     ),
     "fetching what it adds to": config(
-        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, fetch=True, staged_pieces=2
+        256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=2
     ),
     "bfloat16, fetching what it adds to": config(
-        256, 64, schedule=ALONG_K, b_scales=ROW, accumulate=True, fetch=True, staged_pieces=1
+        256, 64, schedule=ALONG_K, b_scales=ROW, accumulate=True, load_c=True, staged_boxes=1
     ),
     "ping-pong in a cluster, fetching what it adds to": config(
         64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True, cluster_n=2, out_float=True, accumulate=True,
-        fetch=True, staged_pieces=1,
+        load_c=True, staged_boxes=1,
     ),
     "a cluster shares b, two accumulators": config(
         128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True
@@ -377,7 +377,7 @@ def test_any_number_of_multiprocessors(multiprocessors: int):
 
 @pytest.mark.parametrize("waves", [2, 3, 4])
 def test_what_is_staged_is_not_written_over_before_it_is_stored(waves: int):
-    kernel = config(64 * waves, 32, warpgroups=1, staged_pieces=2)
+    kernel = config(64 * waves, 32, warpgroups=1, staged_boxes=2)
     for seed in range(4):
         _dense(kernel, 5 * kernel.tile_m, 64, 128, seed)
 

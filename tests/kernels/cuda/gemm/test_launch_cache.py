@@ -61,7 +61,7 @@ def gpu() -> Iterator[list[Any]]:
         options = {name: getattr(p, name) for name in ("schedule", "store", "out_float", "accumulate", "zero_rest")}
         kinds = {name: getattr(p, name) for name in ("a_scales", "b_scales", "a_e5m2", "b_e5m2")}
         parts, staged = 2 if p.schedule is Schedule.DENSE and p.k > 128 else 1, int(p.store is Store.TMA)
-        return config(128, 64, split_k=parts, staged_pieces=staged, **options, **kinds)
+        return config(128, 64, split_k=parts, staged_boxes=staged, **options, **kinds)
 
     def k_major(data: Tensor) -> Tensor:
         *batch, rows, columns = data.shape

@@ -69,7 +69,7 @@ def test_data_that_the_copy_engine_cannot_read(lies: str):
 
 
 def test_the_grid_is_no_larger_than_the_work():
-    kernel = Config(128, 64, 3, staged_pieces=1, cluster_m=2)
+    kernel = Config(128, 64, 3, staged_boxes=1, cluster_m=2)
     assert plan(_product(), Chip(132), kernel).grid == 2
     large = _product(torch.empty(3000, N, dtype=torch.bfloat16), operand((3000, K), ROW))
     assert plan(large, Chip(132), kernel).grid == 24
