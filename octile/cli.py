@@ -12,17 +12,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
-import tyro
-
 from octile import __version__
+from octile.extras import require
 from octile.train.config import TrainConfig, preset
+
+with suppress(ImportError):  # `main` reports it when it is missing
+    import tyro
 
 Form = TypeVar("Form")
 
@@ -281,7 +283,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name not in COMMANDS:
         _fail(f"unknown command {name!r}; there are {', '.join(COMMANDS)}", USER)
     else:
-        _run(COMMANDS[name], arguments[1:])
+        _run(lambda rest: _call(name, rest), arguments[1:])
+
+
+def _call(name: str, arguments: list[str]) -> None:
+    require("tyro", "rich", extra="lab" if name == "lab" else "train")
+    COMMANDS[name](arguments)
 
 
 def _parse(form: type[Form], arguments: list[str], command: str, default: Form | None = None) -> Form:

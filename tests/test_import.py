@@ -1,4 +1,4 @@
-"""`import octile` costs nothing, and every public name is there and says what it is."""
+"""`import octile` costs nothing, needs no optional package, and every public name is there and documented."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ from importlib.resources import files
 import pytest
 
 import octile
+from octile.extras import EXTRAS, require
 
 HEAVY = (
     "torch",
@@ -20,6 +21,21 @@ HEAVY = (
     "tyro",
     "rich",
 )
+
+OPTIONAL = (
+    *("matplotlib", "jinja2", "tensorboard", "tokenizers", "tyro", "rich", "filelock"),
+    *("transformers", "triton", "cuda", "datasets"),
+)
+WITHOUT_OPTIONAL = f"""
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -44,6 +60,84 @@ def test_quantising_loads_no_drawing_and_no_training():
     loaded = loaded_by("import octile; octile.quantize, octile.Recipe, octile.convert")
     late = {"matplotlib", "jinja2", "tensorboard", "transformers", "tokenizers", "octile.report", "octile.train"}
     assert loaded & late == set()
+
+
+def without_optional(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program in a fresh interpreter in which no optional package is installed."""
+    command = [sys.executable, "-c", WITHOUT_OPTIONAL + program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_core_needs_no_optional_package(tmp_path):
+    program = """
+import torch
+import octile, octile.optim
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+octile.dequantize(octile.quantize(torch.randn(128, 256), block=(1, 128)))
+layer = octile.convert(torch.nn.Sequential(torch.nn.Linear(256, 128)), recipe=octile.Recipe.deepseek_v3())
+layer(torch.randn(128, 256)).sum().backward()
+tiny = ModelConfig.tiny()
+octile.save(DeepseekV3(tiny), sys.argv[1], weights="fp8")
+octile.load(sys.argv[1])(torch.zeros(1, 8, dtype=torch.int64))
+"""
+    ended = without_optional(program, str(tmp_path / "model"))
+    assert (ended.returncode, "skipped 0" in ended.stderr, "Error" in ended.stderr) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        (
+            "octile.report.page.render('run.html.jinja')",
+            'octile\'s reports need jinja2: pip install "octile[report]"',
+        ),
+        (
+            "octile.report.style.save_drawing('a.svg', 1, 1, None)",
+            'octile\'s reports need matplotlib: pip install "octile[report]"',
+        ),
+        (
+            "octile.train.tokenizer.Tokenizer.train([], 512)",
+            'octile\'s training and command line need tokenizers: pip install "octile[train]"',
+        ),
+        (
+            "octile.report.console",
+            'octile\'s training and command line need rich: pip install "octile[train]"',
+        ),
+    ],
+)
+def test_a_missing_package_is_reported_with_its_extra(program, line):
+    module = program.partition("(")[0].rpartition(".")[0] if "(" in program else program
+    module = "octile.train.tokenizer" if "tokenizer" in module else module
+    ended = without_optional(f"import {module}; {program}")
+    assert ended.returncode != 0
+    assert ended.stderr.splitlines()[-1] == f"ImportError: {line}"
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "generate", "convert", "bench", "doctor"])
+def test_a_command_without_its_packages_ends_with_one_line(command):
+    ended = without_optional("from octile.cli import main; main(sys.argv[1:])", command)
+    line = 'octile: octile\'s training and command line need tyro, rich: pip install "octile[train]"\n'
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", line, 2)
+
+
+def test_the_lab_without_its_packages_ends_with_one_line():
+    ended = without_optional("from octile.cli import main; main(sys.argv[1:])", "lab")
+    assert ended.stderr == 'octile: octile\'s numerics lab needs tyro, rich: pip install "octile[lab]"\n'
+    assert ended.returncode == 2
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_need_no_optional_package(option):
+    ended = without_optional("from octile.cli import main; main(sys.argv[1:])", option)
+    assert (ended.stderr, ended.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_is_installed_is_not_reported_as_missing(extra):
+    require("torch", "torch.nn", extra=extra)
+    with pytest.raises(ImportError, match=rf'no_such_package, torch\.none\.sub: pip install "octile\[{extra}\]"'):
+        require("no_such_package", "torch", "torch.none.sub", extra=extra)
 
 
 @pytest.mark.parametrize("name", octile.__all__)

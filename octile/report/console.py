@@ -2,7 +2,10 @@
 
 from typing import NoReturn
 
-import rich.console
+from octile.extras import require
+
+require("rich", extra="train")
+import rich.console  # noqa: E402  a missing package is reported above
 
 
 class Console(rich.console.Console):

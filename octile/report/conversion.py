@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
 from octile.checkpoint.convert.recode import Target
 from octile.checkpoint.convert.shares import Share
@@ -21,6 +18,8 @@ def convert_on_screen(src: Path, dst: Path | None, to: Target) -> None:
     Raises:
         As `convert_checkpoint` and `predict_size`; ValueError where src has only a configuration but dst is given.
     """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console()
     src = src / "model" if (src / "model" / "config.json").exists() else src  # a run holds its model there
     if dst is None:
@@ -47,6 +46,8 @@ def _show_prediction(console: Console, size: SizePrediction) -> None:
 
 
 def _show_report(console: Console, report: ConversionReport) -> None:
+    from rich.table import Table
+
     title = report.rule if report.to == "fp8" else f"FP8 weights become {'BF16' if report.to == 'bf16' else 'FP32'}"
     table = Table(title=title, title_justify="left")
     for column in ("weights", "tensors", "became"):

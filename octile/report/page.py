@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from octile.extras import require
 from octile.report.style import PALETTE
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -11,6 +12,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def render(template: str, **content: Any) -> str:
     """Fills a template. Everything but a chart's SVG is escaped: a sample or a configuration may hold any text."""
+    require("jinja2", extra="report")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

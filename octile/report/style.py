@@ -15,6 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
+from octile.extras import require
 from octile.report.run.metrics import Floats, smooth
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _look(name: str) -> tuple[str, str]:
 @contextmanager
 def drawing(width: float, height: float) -> "Iterator[Figure]":
     """A blank figure of `width` × `height` pixels, with the house style in force while it is drawn and saved."""
+    require("matplotlib", extra="report")
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
 from octile.report.compare.result import CompareResult
@@ -60,6 +61,8 @@ def compare(
         FileExistsError: out holds a comparison or a run already, or another process makes one there.
         ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
     """
+    require("tokenizers", "filelock", extra="train")
+    require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name not in ("", "bf16"))
     texts = {name: with_recipe_text(replace(config, recipe=name)) for name in recipes}
     configs = {short: replace(texts[name], recipe=short) for name, short in _short_names(recipes).items()}

@@ -19,6 +19,7 @@ import torch
 from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import checkpoint_folder, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from octile.extras import require
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.recipe import BLOCK, Cast
@@ -72,6 +73,8 @@ def train(config: TrainConfig, resume: bool, screen: Screen, observer: Observer 
         MemoryError: the device has too little memory; says what to change.
         Stopped: by Ctrl-C or SIGTERM.
     """
+    require("tokenizers", "filelock", "tensorboard", extra="train")
+    require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
     device = pick_device(config.device)
     run, config = _resumed(config, screen) if resume else (None, with_recipe_text(config))
     recipe_of(config)  # an unknown one is refused before anything is written

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import write_text
+from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
 from octile.train.config import TrainConfig
 from octile.train.run_lock import DATA, is_left
@@ -115,7 +116,8 @@ class MetricsWriter:
     """Appends measurements to metrics.jsonl and to TensorBoard; a line is in the file when `write` returns."""
 
     def __init__(self, run: RunFolder, steps_done: int):
-        from torch.utils.tensorboard import SummaryWriter  # late: only a run needs it
+        require("tensorboard", extra="train")
+        from torch.utils.tensorboard import SummaryWriter
 
         self._file = run.metrics_file.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run.tensorboard), purge_step=steps_done + 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from octile.extras import require
 
 LOCK = ".lock"
 DATA = "data"
@@ -17,6 +17,9 @@ def is_left(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     if DATA not in names or not names <= {LOCK, DATA}:  # an empty one is another's who just begins
         return False
+    require("filelock", extra="train")
+    from filelock import FileLock, Timeout
+
     try:
         with FileLock(folder / LOCK, timeout=0):
             return True
@@ -34,6 +37,9 @@ def taken(folder: Path) -> Iterator[None]:
         FileExistsError: another process holds it.
         NotADirectoryError, PermissionError, FileNotFoundError: it cannot be made.
     """
+    require("filelock", extra="train")
+    from filelock import FileLock, Timeout
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (NotADirectoryError, PermissionError, FileNotFoundError) as error:

@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
-
 from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.train.run_folder import Metrics, RunFolder
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from octile.train.token_store import TokenStore
     from octile.train.trainer import Trainer
 
@@ -29,6 +27,8 @@ class Screen:
         self.console = console or Console()
 
     def say(self, text: str) -> None:
+        from rich.text import Text
+
         self.console.print(Text(text))
 
     def model(self, trainer: Trainer) -> None:
@@ -68,6 +68,8 @@ class Screen:
             yield ShownProgress(self, bar, steps, done)
 
     def _bar(self, *texts: str) -> Progress:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
         columns = [TextColumn(text) for text in texts]
         return Progress(
             SpinnerColumn(),
@@ -83,6 +85,9 @@ class Screen:
 
     def finish(self, run: RunFolder, sample: str, report: Path) -> None:
         """What came of it, and where it lies."""
+        from rich.panel import Panel
+        from rich.text import Text
+
         self.console.print(Panel(Text(sample), title="a sample of what the model learned", title_align="left"))
         self.say(f"model:  {run.model}\nreport: {report}\nmore:   octile generate {run.path} --prompt 'class '")
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from octile.extras import require
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -56,6 +58,7 @@ class Tokenizer:
             ValueError: vocab_size has no room for the 256 bytes and the two special tokens.
         """
         check_vocab_size(vocab_size)
+        require("tokenizers", extra="train")
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
         backend = Tokenizer(models.BPE())
@@ -88,6 +91,7 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(f"tokenizer {str(path)!r}: there is no file {file}")
+        require("tokenizers", extra="train")
         from tokenizers import Tokenizer
 
         try:
