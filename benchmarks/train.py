@@ -40,7 +40,7 @@ def measurements(name: str, steps: int) -> str:
     from octile.train.screen import Screen
 
     if name == "portable":
-        request.missing = lambda device: "portable kernels are measured"  # type: ignore[assignment]
+        request.why_not_on = lambda device: "portable kernels are measured"  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             preset("small"), recipe=RUNS[name], steps=steps, checkpoint_every=0, out=Path(folder, name), device="cuda"

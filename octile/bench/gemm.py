@@ -26,10 +26,10 @@ from octile.bench.setup import LARGEST_DIFFERENCE, set_up
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
 from octile.bench.wide import legend, wide
-from octile.kernels.cuda.compile_all import compile_product
+from octile.kernels.cuda.compile_all import compile_gemm
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.gemm.candidates import choose
-from octile.kernels.cuda.gemm.config import Config
+from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.gemm.problem import Chip, rounded
 
 AT_ONCE = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
@@ -133,14 +133,14 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
         yield Row(name, what, host_seconds(setup.call) * 1e6, HOST)
         yield Row(name, what, graph_seconds(setup.call) * 1e6, GRAPH)
         if config := kernel_of(case):
-            kernel = compile_product(name, config)
+            kernel = compile_gemm(name, config)
             yield Row(name, what, kernel.registers, REGISTERS)
             yield Row(name, what, kernel.shared_bytes / 2**10, SHARED)
             yield Row(name, what, kernel.seconds, COMPILED)
 
 
-def kernel_of(case: Case) -> Config | None:
+def kernel_of(case: Case) -> GemmConfig | None:
     """Hopper's kernel for a case, None on another GPU."""
-    if request.missing(torch.device("cuda", torch.cuda.current_device())):
+    if request.why_not_on(torch.device("cuda", torch.cuda.current_device())):
         return None
     return choose(rounded(problem(case)), Chip(num_sms.num_sms()))

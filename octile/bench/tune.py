@@ -26,9 +26,9 @@ from octile.bench.kernel_time import finish, work_seconds
 from octile.bench.setup import LARGEST_DIFFERENCE, Setup, set_up
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm import num_sms, tuned
-from octile.kernels.cuda.gemm.candidates import candidates, cycles, other_bands
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import Product
+from octile.kernels.cuda.gemm.candidates import candidates, cycles, other_rasterization
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest
 from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
 from octile.kernels.cuda.jit import specialize
 
@@ -99,7 +99,7 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def shortlist(p: Problem, chip: Chip) -> list[Config]:
+def shortlist(p: Problem, chip: Chip) -> list[GemmConfig]:
     """The candidates worth measuring, of various tiles, the best of each with bands both ways; the first is what
     arithmetic chooses."""
     p = rounded(p)
@@ -110,7 +110,7 @@ def shortlist(p: Problem, chip: Chip) -> list[Config]:
         alike[tile] += 1
         if alike[tile] <= ALIKE and estimates[config] <= WITHIN * best:
             kept.append(config)
-            if alike[tile] == 1 and (other := other_bands(p, config, chip)):
+            if alike[tile] == 1 and (other := other_rasterization(p, config, chip)):
                 kept.append(other)
     return kept[:MOST]
 
@@ -131,15 +131,17 @@ def problem(case: Case) -> Problem:
     )
 
 
-def product(s: Setup) -> Product:
+def product(s: Setup) -> GemmRequest:
     """A case's product as the kernels take it."""
     of_b = Scales.PER_ROW if s.case.tiles else Scales.PER_BLOCK
     schedule, add = SCHEDULES[s.case.kind], s.case.accumulate
     operands = (s.out, s.a.data, s.a.scale, Scales.PER_ROW, s.b.data, s.b.scale, of_b, s.sizes)
-    return Product(schedule, *operands, add, True, expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0)
+    return GemmRequest(
+        schedule, *operands, add, True, expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0
+    )
 
 
-def compiles(config: Config) -> str | None:
+def compiles(config: GemmConfig) -> str | None:
     """Compiles a kernel for later; returns why it is not worth running, or None."""
     try:
         cubin = specialize.compile("gemm", config.constants(), "sm_90a", config.headers())
@@ -148,7 +150,7 @@ def compiles(config: Config) -> str | None:
     return f"{cubin.spill_bytes} bytes of spills" if cubin.spill_bytes else None
 
 
-def measure(case: Case, configs: Sequence[Config], left_out: dict[int, str]) -> Found:
+def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str]) -> Found:
     """Runs the candidates on the GPU: each once, compared, then the right ones by turns, and the best of them again."""
     setup = set_up(case, "cuda")
     expected, failed, calls = setup.plain(), dict(left_out), {}
@@ -173,14 +175,14 @@ def measure(case: Case, configs: Sequence[Config], left_out: dict[int, str]) -> 
     return Found({int(name): times[name] for name in best}, failed)
 
 
-def launcher(setup: Setup, config: Config) -> Callable[[], Tensor]:
+def launcher(setup: Setup, config: GemmConfig) -> Callable[[], Tensor]:
     """A call of one kernel."""
-    from octile.kernels.cuda.gemm.launch_plan import plan, readable
-    from octile.kernels.cuda.gemm.launcher import Prepared
+    from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan
+    from octile.kernels.cuda.gemm.launcher import PreparedGemm
 
-    p, device = readable(product(setup)), setup.out.device
+    p, device = make_tma_readable(product(setup)), setup.out.device
     kernel = specialize.load("gemm", config.constants(), device, config.headers())
-    prepared = Prepared(plan(p, Chip(num_sms.num_sms(device)), config), kernel)
+    prepared = PreparedGemm(plan(p, Chip(num_sms.num_sms(device)), config), kernel)
 
     def call() -> Tensor:
         prepared(p.pointers(), device)
@@ -189,7 +191,9 @@ def launcher(setup: Setup, config: Config) -> Callable[[], Tensor]:
     return call
 
 
-def _tune(case: Case, configs: list[Config], compiling: Sequence[Future[str | None]], chip: Chip, end: float) -> str:
+def _tune(
+    case: Case, configs: list[GemmConfig], compiling: Sequence[Future[str | None]], chip: Chip, end: float
+) -> str:
     name, failed = f"{case.name} {case.what}", {}
     for i, future in enumerate(compiling):
         try:
@@ -212,7 +216,7 @@ def _tune(case: Case, configs: list[Config], compiling: Sequence[Future[str | No
     return f"{name}: {_keep(case, configs, found.seconds, chip)}{reasons}"
 
 
-def _keep(case: Case, configs: Sequence[Config], seconds: dict[int, float], chip: Chip) -> str:
+def _keep(case: Case, configs: Sequence[GemmConfig], seconds: dict[int, float], chip: Chip) -> str:
     """Stores the fastest; the chosen one where nothing is clearly faster."""
     best = min(seconds, key=seconds.__getitem__)
     if 0 in seconds and seconds[best] > GAIN * seconds[0]:
@@ -225,9 +229,9 @@ def _keep(case: Case, configs: Sequence[Config], seconds: dict[int, float], chip
     return f"{speed}{before}, with {_differs(configs[best], configs[0])}"
 
 
-def _differs(config: Config, chosen: Config) -> str:
+def _differs(config: GemmConfig, chosen: GemmConfig) -> str:
     """What a kernel has that the chosen one has not."""
-    pairs = ((f.name, getattr(config, f.name), getattr(chosen, f.name)) for f in fields(Config))
+    pairs = ((f.name, getattr(config, f.name), getattr(chosen, f.name)) for f in fields(GemmConfig))
     return " ".join(f"{name}={int(ours)}" for name, ours, theirs in pairs if ours != theirs) or "the chosen kernel"
 
 

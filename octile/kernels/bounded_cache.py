@@ -1,4 +1,4 @@
-"""A bounded memory of what was made for a key."""
+"""A cache that is bounded in size and costs one dictionary look-up when it is read."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -6,22 +6,22 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Value]):
-    """Keeps the `most` entries used last, and at most twice as many; to look one up costs one dictionary's get.
+class BoundedCache(Generic[Value]):
+    """Cache of the `max_entries` entries used last, and of at most twice as many.
 
-    What is stored or found goes into a young dictionary. When that is full it becomes the old one, and the entries that
-    were not used since the last such change are forgotten. Nothing has to be put in order at a look-up.
+    Entries are stored and found in a young dictionary. When it is full it becomes the old one, and the entries that
+    were not used since the last such change are dropped. Reading reorders nothing, so it is as fast as a dictionary.
 
-    Threads may share it: one that looks up while another stores finds its entry, or nothing and makes it again.
+    Threads may share it: a thread that reads while another one writes finds its entry, or None and recomputes it.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
         self._young: dict[Hashable, Value] = {}
         self._old: dict[Hashable, Value] = {}
 
     def get(self, key: Hashable) -> Value | None:
-        """What was stored; None: nothing was, or it is forgotten."""
+        """The stored value, or None where nothing is stored or the entry was dropped."""
         found = self._young.get(key)
         if found is None:
             found = self._old.get(key)
@@ -30,7 +30,7 @@ class Recent(Generic[Value]):
         return found
 
     def __setitem__(self, key: Hashable, value: Value) -> None:
-        if len(self._young) >= self._most:
+        if len(self._young) >= self._max_entries:
             self._young, self._old = {}, self._young
         self._young[key] = value
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.kernels import dispatch
+from octile.kernels import backends
 from octile.ops import accumulator
 from octile.ops.accumulator import product_for
 from octile.ops.matmul import OUT_DTYPES, Block, check_operand, check_pair, in_float32, nt_float32
@@ -66,7 +66,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
 def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
     if product_for(a, b):
         return grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
-    return dispatch.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    return backends.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
 
 
 @operator(writes=("out",))
@@ -95,7 +95,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
 def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
     if product_for(a, b):
         return grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, offs)
-    dispatch.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
+    backends.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
 
 
 @operator()
@@ -150,7 +150,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows
     if product_for(a, b):
         return masked_grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
     arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-    return dispatch.masked(_check_masked, *arguments, None, expected_rows)
+    return backends.masked(_check_masked, *arguments, None, expected_rows)
 
 
 @operator(writes=("out",))
@@ -185,7 +185,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     if product_for(a, b):
         return masked_grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, counts)
     arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
-    dispatch.masked(_check_masked, *arguments, expected_rows)
+    backends.masked(_check_masked, *arguments, expected_rows)
 
 
 @operator()
@@ -230,7 +230,7 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
 def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
     if product_for(dy, x):
         return grouped_wgrad.reference(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
-    return dispatch.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    return backends.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
 
 
 @operator(writes=("out",))
@@ -260,7 +260,7 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
     if product_for(dy, x):
         return grouped_wgrad_out.reference(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate)
-    dispatch.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out, accumulate)
+    backends.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out, accumulate)
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:

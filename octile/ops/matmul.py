@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from octile.kernels import dispatch
+from octile.kernels import backends
 from octile.ops.accumulator import product_for
 from octile.ops.operator import operator
 from octile.ops.quantize import check_scale, dequantize
@@ -53,7 +53,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
 def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
     if product_for(a, b):
         return matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
-    return dispatch.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    return backends.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out_dtype)
 
 
 @operator(writes=("out",))
@@ -82,7 +82,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
 def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
     if product_for(a, b):
         return matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, accumulate)
-    dispatch.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out.dtype, out, accumulate)
+    backends.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out.dtype, out, accumulate)
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:

@@ -14,7 +14,7 @@ Source: Zhang and Sennrich (arXiv 1910.07467).  Shapes: x [M, K], weight [K], rs
 import torch
 from torch import Tensor
 
-from octile.kernels import casting
+from octile.kernels import backends
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, quantize
@@ -67,7 +67,7 @@ def _(x, weight, eps, fmt, power_of_2, values=False):
 @rms_norm_quantize.register_kernel("cuda")
 def _(x, weight, eps, fmt, power_of_2, values=False):
     _check(x, weight, fmt)
-    return casting.rms_norm_quantize(x, weight, eps, DATA_DTYPES[fmt], power_of_2, values)
+    return backends.rms_norm_quantize(x, weight, eps, DATA_DTYPES[fmt], power_of_2, values)
 
 
 @operator()

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.kernels import casting
+from octile.kernels import backends
 from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, dequantize, quantize
@@ -67,7 +67,7 @@ def _(gate, up, fmt, power_of_2, weight=None):
 def _(gate, up, fmt, power_of_2, weight=None):
     _check(gate, up, fmt)
     _check_weight(weight, gate)
-    return casting.swiglu_quantize(gate, up, DATA_DTYPES[fmt], power_of_2, weight)
+    return backends.swiglu_quantize(gate, up, DATA_DTYPES[fmt], power_of_2, weight)
 
 
 @operator()
@@ -106,7 +106,7 @@ def _(gate, up, fmt, power_of_2, kept_fmt, kept_power_of_2, weight=None):
     _check(gate, up, fmt, kept_fmt)
     _check_weight(weight, gate)
     casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[kept_fmt], kept_power_of_2)
-    return casting.swiglu_quantize_and_keep(gate, up, *casts, weight)
+    return backends.swiglu_quantize_and_keep(gate, up, *casts, weight)
 
 
 def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
@@ -172,7 +172,7 @@ def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_powe
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt)
     casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[h_fmt], h_power_of_2)
-    return casting.swiglu_backward_quantize(dh, gate, up, gate_scale, up_scale, weight, *casts)
+    return backends.swiglu_backward_quantize(dh, gate, up, gate_scale, up_scale, weight, *casts)
 
 
 def _check_backward(

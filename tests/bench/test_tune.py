@@ -9,7 +9,7 @@ from octile.bench import setup, shapes, tune
 from octile.bench.setup import set_up
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm import launch_plan, tuned
-from octile.kernels.cuda.gemm.candidates import choose, other_bands
+from octile.kernels.cuda.gemm.candidates import choose, other_rasterization
 from octile.kernels.cuda.gemm.problem import Chip, rounded
 
 H200 = Chip(132)
@@ -37,7 +37,7 @@ def test_the_problem_is_that_of_the_operands(case, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_operands_are_read_as_they_lie(case, monkeypatch):
     monkeypatch.setattr(setup, "MASKED_ROWS", 160)
-    assert launch_plan.is_readable(tune.product(set_up(case, "cpu")))
+    assert launch_plan.is_tma_readable(tune.product(set_up(case, "cpu")))
 
 
 def test_the_first_candidate_is_the_chosen_kernel():
@@ -57,7 +57,7 @@ def test_the_best_of_each_tile_has_its_bands_both_ways():
     best = {(c.tile_m, c.tile_n, c.warpgroups, c.ping_pong, c.transposed): c for c in reversed(configs)}
     assert best
     for config in best.values():
-        other = other_bands(problem, config, H200)
+        other = other_rasterization(problem, config, H200)
         assert other.raster_along_n != config.raster_along_n
         assert replace(other, raster_along_n=config.raster_along_n, raster_width=config.raster_width) == config
         assert other in configs or config in configs[-1:]  # the list ends where it is full

@@ -28,4 +28,4 @@ def a_gpu_that_runs_the_kernels() -> None:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's own kernels, and Triton's in their place, as on every other GPU."""
     if request.param == "portable":
-        monkeypatch.setattr(request, "missing", lambda device: "the portable kernels are tested")
+        monkeypatch.setattr(request, "why_not_on", lambda device: "the portable kernels are tested")

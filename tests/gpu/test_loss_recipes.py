@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from experiments.loss.recipes import raw_accumulator
-from octile.kernels.cuda.gemm.request import missing
+from octile.kernels.cuda.gemm.request import why_not_on
 from octile.lab import product
 from octile.ops.quantize import quantize
 
 
 @pytest.mark.parametrize("shape", [(8256, 384, 1536), (1536, 8201, 70), (3, 15, 1)])
 def test_raw_sums_are_the_tensor_cores(shape):
-    if reason := missing(torch.device("cuda")):
+    if reason := why_not_on(torch.device("cuda")):
         pytest.skip(f"the product kernel does not run here: {reason}")
     m, k, n = shape
     operands = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octile
-from octile.kernels.cuda.gemm.request import missing
+from octile.kernels.cuda.gemm.request import why_not_on
 from octile.lab import product, tensor_core, tensor_core_matmul
 from octile.lab.probe import kernels, products
 from octile.lab.probe.compare import cases, compare
@@ -80,7 +80,7 @@ def test_the_model_is_what_the_hardware_does(case):
 
 @pytest.mark.parametrize("case", products.CASES, ids=str)
 def test_whole_products_are_the_models(case):
-    if reason := missing(torch.device("cuda", 0)):
+    if reason := why_not_on(torch.device("cuda", 0)):
         pytest.skip(f"the product kernels do not run here: {reason}")
     found = products.compare(case, products.on_gpu, torch.device("cuda", 0))
     assert (found.outputs > 0, found.differ) == (True, 0), found

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.kernels.bounded_cache import Recent
+from octile.kernels.bounded_cache import BoundedCache
 
 
 @given(keys=st.lists(st.integers(0, 12), max_size=80), most=st.integers(1, 6))
 def test_what_was_used_last_is_there_and_no_more_than_twice_as_much(keys, most):
-    recent: Recent[int] = Recent(most)
+    recent: BoundedCache[int] = BoundedCache(most)
     for done, key in enumerate(keys, start=1):
         found = recent.get(key)
         assert found in (None, -key)
@@ -20,7 +20,7 @@ def test_what_was_used_last_is_there_and_no_more_than_twice_as_much(keys, most):
 
 
 def test_what_is_used_again_and_again_outlives_any_number_of_others():
-    recent: Recent[str] = Recent(4)
+    recent: BoundedCache[str] = BoundedCache(4)
     recent["weights"] = "kept"
     for other in range(1000):
         recent[other] = "new"
@@ -28,7 +28,7 @@ def test_what_is_used_again_and_again_outlives_any_number_of_others():
 
 
 def test_storing_again_replaces():
-    recent: Recent[int] = Recent(2)
+    recent: BoundedCache[int] = BoundedCache(2)
     for value in (1, 2):
         recent["key"] = value
     assert (recent.get("key"), len(recent)) == (2, 1)

@@ -10,9 +10,9 @@
     jit.py                  template and constants → kernel
     plan.py, launch.py      tensors → a launch; limits.py: how many multiprocessors it may use
     again.py                a product that looks like an earlier one: launched at once
-    products.py             the products, as octile.kernels.dispatch calls them
+    products.py             the products, as octile.kernels.backends calls them
     catalogue.py            every kernel that DeepSeek-V3's shapes need, compiled without a GPU
-    casts.py                the casts, as octile.kernels.casting calls them, with their kernels: tiles.cu, squares.cu,
+    casts.py                the casts, as octile.kernels.backends calls them, with their kernels: tiles.cu, squares.cu,
                             swiglu_backward.cu, rms_norm.cu, dequantize.cu; include/scale.cuh has what they share
     cast_catalogue.py       what each of them launches
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from octile.kernels.cuda.gemm import candidates
-from octile.kernels.cuda.gemm.config import Config
+from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.quantize import catalog
 
@@ -40,18 +40,18 @@ def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
     """
     if architecture != "sm_90a":
         raise ValueError(f"architecture must be sm_90a, not {architecture!r}")
-    cases: dict[Config, list[str]] = {}  # several shapes may take one kernel
-    for case, config in candidates.plans_for_v3().items():
+    cases: dict[GemmConfig, list[str]] = {}  # several shapes may take one kernel
+    for case, config in candidates.v3_configs().items():
         cases.setdefault(config, []).append(case)
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
     of_casts = catalog.launches()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        products = pool.map(compile_product, names, cases, repeat(architecture))
+        products = pool.map(compile_gemm, names, cases, repeat(architecture))
         casts = pool.map(_compile, of_casts, *zip(*of_casts.values(), strict=True), repeat(architecture))
         return [*products, *casts]
 
 
-def compile_product(case: str, config: Config, architecture: str = "sm_90a") -> Compiled:
+def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> Compiled:
     """A product's kernel, compiled or read from the disk."""
     return _compile(case, "gemm", config.constants(), config.shared_bytes, architecture, config.headers())
 

@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.config import STEP, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import Product, plan
+from octile.kernels.cuda.gemm.config import BLOCK_K, Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest, plan
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import product
@@ -33,7 +33,7 @@ from octile.lab.tensor_core.operand import FORMATS
 from octile.ops import accumulator
 from octile.ops.quantize import quantize
 
-Run = Callable[[Product], int]  # makes a product; returns the parts that its sum over K was cut into
+Run = Callable[[GemmRequest], int]  # makes a product; returns the parts that its sum over K was cut into
 Data = Literal["random", "one sign", "ugly"]
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, BLOCK, TENSOR = Scales.PER_ROW, Scales.PER_BLOCK, Scales.PER_TENSOR
@@ -133,7 +133,7 @@ class Found:
     parts: int
 
 
-def make(case: Case, seed: int = 0) -> Product:
+def make(case: Case, seed: int = 0) -> GemmRequest:
     """A product with its operands, laid out as octile's casts do, on the CPU; the result is float32."""
     generator = torch.Generator().manual_seed(seed)
     groups = () if case.schedule in (Schedule.DENSE, Schedule.ALONG_K) else (len(case.sizes),)
@@ -144,18 +144,18 @@ def make(case: Case, seed: int = 0) -> Product:
     along = (len(case.sizes),) if case.schedule is Schedule.ALONG_K else ()
     out = torch.randn((*a_shape[:-2], *along, case.m, case.n), generator=generator)
     sizes = torch.tensor(case.sizes, dtype=torch.int32) if case.sizes else None
-    return Product(case.schedule, out, *a, a_scales, *b, case.b_scales, sizes, case.accumulate, case.promote)
+    return GemmRequest(case.schedule, out, *a, a_scales, *b, case.b_scales, sizes, case.accumulate, case.promote)
 
 
-def modelled(p: Product, parts: int) -> Tensor:
+def modelled(p: GemmRequest, parts: int) -> Tensor:
     """What p.out should hold afterwards, of a product on the CPU; its sum over K is cut into so many parts."""
     one = p.a_scales is TENSOR  # multiplied in at the end
     a_scale, b_scale = (torch.ones_like(s) if one else s for s in (p.a_scale, p.b_scale))
     a, b = (p.a, a_scale, _block(p.a, p.a_scales)), (p.b, b_scale, _block(p.b, p.b_scales))
-    as_a_kernel = partial(product, promote_every=STEP if p.promote else None)
+    as_a_kernel = partial(product, promote_every=BLOCK_K if p.promote else None)
     if p.schedule is Schedule.DENSE:
         k = p.a.shape[1]
-        part = math.ceil(math.ceil(k / STEP) / parts) * STEP
+        part = math.ceil(math.ceil(k / BLOCK_K) / parts) * BLOCK_K
         result = torch.zeros_like(p.out)
         for i, first in enumerate(range(0, k, part)):
             summed = as_a_kernel(*_between(*a, first, first + part), *_between(*b, first, first + part))
@@ -196,7 +196,7 @@ def compare(case: Case, run: Run, device: torch.device) -> Found:
     return Found(out.numel(), int((~same).sum()), parts)
 
 
-def on_gpu(p: Product) -> int:
+def on_gpu(p: GemmRequest) -> int:
     """As `Run`, with the kernel that octile takes for the product."""
     from octile.kernels.cuda.gemm import (
         launcher,  # late: needs a GPU's driver
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     from octile.kernels.cuda.gemm import request
 
-    if reason := request.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    if reason := request.why_not_on(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         print(f"the product kernels do not run here: {reason}", file=sys.stderr)
         return 2
     start, report = time.perf_counter(), {}
@@ -269,7 +269,7 @@ def _ugly(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 
 
 def _block(x: Tensor, scales: Scales) -> tuple[int, int]:
-    return {ROW: (1, STEP), BLOCK: (STEP, STEP), TENSOR: (x.shape[-2], x.shape[-1])}[scales]
+    return {ROW: (1, BLOCK_K), BLOCK: (BLOCK_K, BLOCK_K), TENSOR: (x.shape[-2], x.shape[-1])}[scales]
 
 
 def _on(device: torch.device, x: Tensor) -> Tensor:
@@ -281,8 +281,8 @@ def _between(
     data: Tensor, scale: Tensor, block: tuple[int, int], first: int, last: int
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Columns of an operand, from a multiple of 128 on."""
-    if block[1] == STEP:
-        scale = scale[:, first // STEP : -(-last // STEP)]
+    if block[1] == BLOCK_K:
+        scale = scale[:, first // BLOCK_K : -(-last // BLOCK_K)]
     return data[:, first:last], scale, block
 
 

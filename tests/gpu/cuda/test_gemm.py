@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import launcher, request, tuned
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.launch_plan import Product, plan, readable
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest, make_tma_readable, plan
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.memory_layout import padded
@@ -32,55 +32,61 @@ NAN = 0x7F  # in E4M3 and in E5M2
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
 KERNELS = {  # those that `choose` takes seldom are tested here all the same
-    "128×128": Config(128, 128, 4, staged_boxes=1),
-    "256×128": Config(256, 128, 3, staged_boxes=4),
-    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_boxes=2),
-    "64×64 by one": Config(64, 64, 8, warpgroups=1, staged_boxes=1),
-    "cluster along M": Config(128, 128, 4, cluster_m=2, staged_boxes=1),
-    "cluster along N": Config(128, 128, 4, cluster_n=2, staged_boxes=1),
-    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_boxes=1),
-    "two accumulators": Config(128, 64, 6, accumulators=2, staged_boxes=1),
-    "split along K": Config(128, 128, 4, split_k=3, staged_boxes=1),
-    "turned": Config(128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_boxes=1),
-    "bands along N": Config(128, 128, 4, raster_along_n=True, raster_width=2, staged_boxes=1),
-    "bands along N, 256×128": Config(256, 128, 3, raster_along_n=True, raster_width=4, staged_boxes=4),
-    "bands along N, cluster along M": Config(
+    "128×128": GemmConfig(128, 128, 4, staged_boxes=1),
+    "256×128": GemmConfig(256, 128, 3, staged_boxes=4),
+    "192×128 by three": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2),
+    "64×64 by one": GemmConfig(64, 64, 8, warpgroups=1, staged_boxes=1),
+    "cluster along M": GemmConfig(128, 128, 4, cluster_m=2, staged_boxes=1),
+    "cluster along N": GemmConfig(128, 128, 4, cluster_n=2, staged_boxes=1),
+    "ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1),
+    "two accumulators": GemmConfig(128, 64, 6, accumulators=2, staged_boxes=1),
+    "split along K": GemmConfig(128, 128, 4, split_k=3, staged_boxes=1),
+    "turned": GemmConfig(
+        128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_boxes=1
+    ),
+    "bands along N": GemmConfig(128, 128, 4, raster_along_n=True, raster_width=2, staged_boxes=1),
+    "bands along N, 256×128": GemmConfig(256, 128, 3, raster_along_n=True, raster_width=4, staged_boxes=4),
+    "bands along N, cluster along M": GemmConfig(
         128, 96, 4, cluster_m=2, raster_along_n=True, raster_width=4, staged_boxes=1
     ),
-    "bands along N, cluster along N": Config(
+    "bands along N, cluster along N": GemmConfig(
         128, 64, 4, cluster_n=2, raster_along_n=True, raster_width=2, staged_boxes=1
     ),
-    "bands along N, ping-pong": Config(
+    "bands along N, ping-pong": GemmConfig(
         128, 128, 2, ping_pong=True, raster_along_n=True, raster_width=2, staged_boxes=1
     ),
-    "bands along N, split along K": Config(128, 128, 4, split_k=3, raster_along_n=True, raster_width=2, staged_boxes=1),
-    "bands along N, scales of rows": Config(
+    "bands along N, split along K": GemmConfig(
+        128, 128, 4, split_k=3, raster_along_n=True, raster_width=2, staged_boxes=1
+    ),
+    "bands along N, scales of rows": GemmConfig(
         128, 128, 3, b_scales=Scales.PER_ROW, raster_along_n=True, raster_width=2, staged_boxes=1
     ),
-    "scales of rows": Config(128, 128, 3, staged_boxes=1, **OF_ROWS),
-    "scales of rows, cluster": Config(256, 128, 3, cluster_n=2, staged_boxes=1, **OF_ROWS),
-    "scales of rows, ping-pong": Config(128, 128, 2, ping_pong=True, staged_boxes=1, **OF_ROWS),
-    "fetching": Config(256, 128, 3, load_c=True, staged_boxes=4, **OF_ROWS),
-    "fetching, cluster": Config(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **OF_ROWS),
-    "fetching, ping-pong": Config(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **OF_ROWS),
-    "fetching bfloat16": Config(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
-    "fetching bfloat16, narrow pieces": Config(
+    "scales of rows": GemmConfig(128, 128, 3, staged_boxes=1, **OF_ROWS),
+    "scales of rows, cluster": GemmConfig(256, 128, 3, cluster_n=2, staged_boxes=1, **OF_ROWS),
+    "scales of rows, ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, **OF_ROWS),
+    "fetching": GemmConfig(256, 128, 3, load_c=True, staged_boxes=4, **OF_ROWS),
+    "fetching, cluster": GemmConfig(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **OF_ROWS),
+    "fetching, ping-pong": GemmConfig(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **OF_ROWS),
+    "fetching bfloat16": GemmConfig(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
+    "fetching bfloat16, narrow pieces": GemmConfig(
         128, 112, 4, b_scales=Scales.PER_ROW, accumulate=True, load_c=True, staged_boxes=7
     ),
-    "adding to bfloat16 by threads": Config(128, 128, 4, accumulate=True, store=Store.PAIRS),
+    "adding to bfloat16 by threads": GemmConfig(128, 128, 4, accumulate=True, store=Store.PAIRS),
 }
 OF_GROUPS = {  # kernels of rows in groups; tiles of 256 rows leave out the second half of 128 that no row is in
-    "128×128": Config(128, 128, 4, staged_boxes=1, max_groups=32),
-    "256×128": Config(256, 128, 3, staged_boxes=4, max_groups=32),
-    "256×128, float32": Config(256, 128, 3, staged_boxes=4, max_groups=32, out_float=True),
-    "256×128, bands along N": Config(256, 128, 3, staged_boxes=4, max_groups=32, raster_along_n=True, raster_width=2),
-    "256×96, cluster along M": Config(256, 96, 3, staged_boxes=3, max_groups=32, cluster_m=2),
-    "256×128, cluster along N": Config(256, 128, 3, staged_boxes=2, max_groups=32, cluster_n=2),
-    "192×128 by three": Config(192, 128, 4, warpgroups=3, staged_boxes=2, max_groups=32),
-    "64×192 by one": Config(64, 192, 4, warpgroups=1, staged_boxes=3, max_groups=32),
-    "64×96 by one, cluster along N": Config(64, 96, 6, warpgroups=1, staged_boxes=1, max_groups=32, cluster_n=2),
-    "two accumulators": Config(128, 64, 6, accumulators=2, staged_boxes=1, max_groups=32),
-    "ping-pong": Config(128, 128, 2, ping_pong=True, staged_boxes=1, max_groups=32, out_float=True),
+    "128×128": GemmConfig(128, 128, 4, staged_boxes=1, max_groups=32),
+    "256×128": GemmConfig(256, 128, 3, staged_boxes=4, max_groups=32),
+    "256×128, float32": GemmConfig(256, 128, 3, staged_boxes=4, max_groups=32, out_float=True),
+    "256×128, bands along N": GemmConfig(
+        256, 128, 3, staged_boxes=4, max_groups=32, raster_along_n=True, raster_width=2
+    ),
+    "256×96, cluster along M": GemmConfig(256, 96, 3, staged_boxes=3, max_groups=32, cluster_m=2),
+    "256×128, cluster along N": GemmConfig(256, 128, 3, staged_boxes=2, max_groups=32, cluster_n=2),
+    "192×128 by three": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2, max_groups=32),
+    "64×192 by one": GemmConfig(64, 192, 4, warpgroups=1, staged_boxes=3, max_groups=32),
+    "64×96 by one, cluster along N": GemmConfig(64, 96, 6, warpgroups=1, staged_boxes=1, max_groups=32, cluster_n=2),
+    "two accumulators": GemmConfig(128, 64, 6, accumulators=2, staged_boxes=1, max_groups=32),
+    "ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, max_groups=32, out_float=True),
 }
 # of a group's rows: around every border of 64, none, one and all
 SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 385, 449, 512, 511, 37)
@@ -89,7 +95,7 @@ SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
     x = torch.empty(128, 128, dtype=torch.float8_e4m3fn, device="cuda")
-    if reason := request.serves(x, TILE, x, BLOCK):
+    if reason := request.why_unsupported(x, TILE, x, BLOCK):
         pytest.skip(f"the product kernel does not run here: {reason}")
 
 
@@ -129,15 +135,17 @@ def _make(
     b: Operand,
     sizes: Tensor | None = None,
     accumulate: bool = False,
-    config: Config | None = None,
-) -> Config:
+    config: GemmConfig | None = None,
+) -> GemmConfig:
     """a · bᵀ into out of any strides, by the given kernel or by the one that `choose` takes; returns which."""
     of = {TILE: Scales.PER_ROW, BLOCK: Scales.PER_BLOCK}
     operands = (out, *a[:2], of[a[2]], *b[:2], of[b[2]], sizes)
-    p = readable(Product(schedule, *operands, accumulate, True, zero_rest=config.zero_rest if config else False))
+    p = make_tma_readable(
+        GemmRequest(schedule, *operands, accumulate, True, zero_rest=config.zero_rest if config else False)
+    )
     made = plan(p, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
-    kernel = specialize.load("product", made.config.constants(), out.device, made.config.headers())
-    launcher.Prepared(made, kernel)(p.pointers(), out.device)
+    kernel = specialize.load("gemm", made.config.constants(), out.device, made.config.headers())
+    launcher.PreparedGemm(made, kernel)(p.pointers(), out.device)
     return made.config
 
 
@@ -380,8 +388,8 @@ def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
         assert torch.equal(make(), first)
 
 
-FETCHING = Config(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, load_c=True, staged_boxes=4, **OF_ROWS)
-DIRECT = Config(
+FETCHING = GemmConfig(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, load_c=True, staged_boxes=4, **OF_ROWS)
+DIRECT = GemmConfig(
     128, 128, 4, schedule=Schedule.ALONG_K, max_groups=32, b_scales=Scales.PER_ROW, accumulate=True, store=Store.PAIRS
 )
 WGRADS = {  # rows, columns, tokens of four groups; how they are stored; a kernel, or the one that is chosen

@@ -18,7 +18,7 @@ Operand = tuple[Tensor, Tensor, tuple[int, int]]
 @pytest.fixture(autouse=True)
 def hopper() -> None:
     x = torch.empty(128, 128, dtype=torch.float8_e4m3fn, device="cuda")
-    if reason := request.serves(x, TILE, x, BLOCK):
+    if reason := request.why_unsupported(x, TILE, x, BLOCK):
         pytest.skip(f"the product kernel does not run here: {reason}")
 
 

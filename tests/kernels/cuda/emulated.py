@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import Product, plan
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest, plan
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import product
@@ -42,7 +42,7 @@ def poisoned(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
 
 
 def emulate(
-    config: Config,
+    config: GemmConfig,
     out: Tensor,
     a: Operand,
     b: Operand,
@@ -51,7 +51,7 @@ def emulate(
     multiprocessors: int = 4,
 ) -> Tensor:
     """Makes a product on a GPU of few multiprocessors, into out."""
-    p = Product(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote, config.zero_rest)
+    p = GemmRequest(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote, config.zero_rest)
     made = plan(p, Chip(max(multiprocessors, config.cluster_size)), config)
     parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = parts.data_ptr(), arrivals.data_ptr()
@@ -94,9 +94,9 @@ def between(x: Operand, k: slice) -> Operand:
     return data.view(x[0].dtype), x[1], x[2]
 
 
-def config(tile_m: int, tile_n: int, stages: int = 3, **others) -> Config:
+def config(tile_m: int, tile_n: int, stages: int = 3, **others) -> GemmConfig:
     """A kernel that stores through shared memory unless others say otherwise."""
     others.setdefault("staged_boxes", 0 if "store" in others else 1)
     if others.get("schedule", Schedule.DENSE) is not Schedule.DENSE:
         others.setdefault("max_groups", 32)
-    return Config(tile_m, tile_n, stages, **others)
+    return GemmConfig(tile_m, tile_n, stages, **others)

@@ -4,8 +4,8 @@ import pytest
 
 from octile.bench.shapes import MIDDLE
 from octile.bench.tune import problem
-from octile.kernels.cuda.compile_all import Compiled, compile_all, compile_product
-from octile.kernels.cuda.gemm.candidates import choose, plans_for_v3
+from octile.kernels.cuda.compile_all import Compiled, compile_all, compile_gemm
+from octile.kernels.cuda.gemm.candidates import choose, v3_configs
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.jit import specialize
@@ -22,11 +22,11 @@ def compiled(tmp_path_factory) -> list[Compiled]:
 def test_kernels_of_the_rows_that_a_server_has_keep_everything_in_registers(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
     chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
-    assert [config for config in chosen if compile_product("", config).stack_bytes] == []
+    assert [config for config in chosen if compile_gemm("", config).stack_bytes] == []
 
 
 def test_there_is_a_kernel_for_each_plan(compiled):
-    assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(plans_for_v3().values())) > 0
+    assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(v3_configs().values())) > 0
 
 
 def test_every_cast_has_a_kernel(compiled):

@@ -8,7 +8,7 @@ import torch
 
 from octile.kernels.cuda.gemm.candidates import candidates
 from octile.kernels.cuda.gemm.config import Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import Product, is_readable, plan, problem
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest, is_tma_readable, plan, problem
 from octile.kernels.cuda.gemm.problem import Chip, rounded
 from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modelled
 from tests.kernels.cuda.emulated import emulate
@@ -21,7 +21,7 @@ H200 = Chip(132)
 MULTIPROCESSORS = 32  # so many that some sums over K are cut into parts
 
 
-def emulated(p: Product) -> int:
+def emulated(p: GemmRequest) -> int:
     config = plan(p, Chip(MULTIPROCESSORS)).config
     operands = (p.a, p.a_scale, p.a_scales), (p.b, p.b_scale, p.b_scales)
     emulate(config, p.out, *operands, p.sizes, multiprocessors=MULTIPROCESSORS)
@@ -64,8 +64,8 @@ def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_operands_lie_as_the_copy_engine_reads_them(case):
     p = make(case)
-    assert is_readable(p)
-    assert is_readable(p._replace(a=_on(CPU, p.a), b=_on(CPU, p.b)))
+    assert is_tma_readable(p)
+    assert is_tma_readable(p._replace(a=_on(CPU, p.a), b=_on(CPU, p.b)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.data == "ugly"], ids=str)
@@ -86,7 +86,7 @@ def test_ugly_operands_are_ugly(case):
 def test_a_kernel_that_computes_something_else_is_found(wrong):
     case = Case(5, 7, 1000, data="one sign")
 
-    def run(p: Product) -> int:
+    def run(p: GemmRequest) -> int:
         right = modelled(p._replace(promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
         p.out.copy_(right)
         if wrong == "a bit":
@@ -103,7 +103,7 @@ def test_a_kernel_that_computes_something_else_is_found(wrong):
 def test_rows_that_no_group_uses_are_not_compared_when_masked():
     case = Case(6, 7, 128, schedule=Schedule.MASKED, sizes=(2, 0, 6))
 
-    def run(p: Product) -> int:
+    def run(p: GemmRequest) -> int:
         p.out.copy_(modelled(p, 1))
         p.out[0, 2:] = p.out[1] = 7.0
         return 1

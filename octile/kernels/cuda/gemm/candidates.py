@@ -16,8 +16,8 @@ few rows is estimated a fifth too long. They were found by choosing best among 1
 (benchmarks/results/h200_sweep.json; those of more than 256 rows with bands of tiles along M, since bands along N came
 after them). By these the choice of everything but the bands costs 0.7% against the best known, at worst 8%. Which way
 bands lie is not estimated: it is a rule, found by measuring some products both ways (`_bands`; benchmarks/LOG.md, 21
-November). `octile bench tune` measures `candidates`, and the likeliest of each tile also with `other_bands`, and keeps
-what it finds.
+November). `octile bench tune` measures `candidates`, and the likeliest of each tile also with `other_rasterization`;
+it keeps what it finds.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from math import log2, sqrt
 from typing import Any
 
 from octile.kernels.cuda.gemm import tuned
-from octile.kernels.cuda.gemm.config import SHARED_BYTES, STEP, Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import BLOCK_K, SHARED_BYTES, GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
 
 LAUNCH = 5400  # cycles until the first products, and after the last
@@ -51,28 +51,28 @@ LEAST = 290  # cycles of a step, however small: waiting for a stage, multiplying
 WAIT = 95  # cycles between the last multiplication of a step and the first addition
 BESIDE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
 ALONE = 0.02  # of what a warpgroup takes by itself: of two steps that wait for the same, the shorter one
-MOST_STAGES = 12
+MAX_STAGES = 12
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
 IN_FLIGHT = 3.5e6  # bytes under way for all of the memory's bandwidth: what arrives during its latency
 H200 = 132  # multiprocessors
 
 
-def choose(problem: Problem, chip: Chip) -> Config:
+def choose(problem: Problem, chip: Chip) -> GemmConfig:
     """The kernel that should be fastest; or that was, where `octile bench tune` measured."""
     return tuned.lookup(rounded(problem), chip) or _choose(rounded(problem), chip)
 
 
 @lru_cache(4096)
-def _choose(problem: Problem, chip: Chip) -> Config:
+def _choose(problem: Problem, chip: Chip) -> GemmConfig:
     return candidates(problem, chip)[0]
 
 
-def candidates(problem: Problem, chip: Chip) -> list[Config]:
+def candidates(problem: Problem, chip: Chip) -> list[GemmConfig]:
     """Every kernel worth trying, the most promising first."""
     return sorted(_possible(problem, chip), key=lambda config: cycles(problem, config, chip))
 
 
-def _possible(problem: Problem, chip: Chip) -> Iterator[Config]:
+def _possible(problem: Problem, chip: Chip) -> Iterator[GemmConfig]:
     turns = problem.transposable and problem.m <= 256 and problem.m % 64 > 0  # rows that fill no tile of 64
     for turned in (False, True) if turns else (False,):
         p = transposed(problem) if turned else problem
@@ -107,14 +107,14 @@ def _widths(p: Problem) -> tuple[int, ...]:
 
 def _with_splits(
     p: Problem, turned: bool, shape: tuple[int, int, int, bool, int, int, int], chip: Chip
-) -> Iterator[Config]:
+) -> Iterator[GemmConfig]:
     tile_m, tile_n, warpgroups, ping_pong, cluster_m, cluster_n, accumulators = shape
     if turned and (p.store is Store.PAIRS or p.out_float or p.accumulate):
         p = replace(p, store=Store.SINGLE)
     # the copy engine adds FP32 numbers only: BF16 ones are fetched, or added to by threads
     adds = p.store is not Store.TMA or p.out_float or not p.accumulate
     try:
-        first = Config(
+        first = GemmConfig(
             tile_m,
             tile_n,
             stages=2,
@@ -145,7 +145,7 @@ def _with_splits(
         )
     except ValueError:
         return
-    steps, tiles = -(-p.k // STEP), _tiles(p, first)
+    steps, tiles = -(-p.k // BLOCK_K), _tiles(p, first)
     if ping_pong and tiles < chip.multiprocessors:  # one warpgroup of each block would have none
         return
     if p.accumulate and p.store is Store.TMA:
@@ -160,7 +160,7 @@ def _with_splits(
                         yield replace(filled, split_k=split_k)
 
 
-def _filled(config: Config) -> Iterator[Config]:
+def _filled(config: GemmConfig) -> Iterator[GemmConfig]:
     """With as many stages as there is room for, and with those that leave room to stage a wave of the result or all."""
     stage = config.pipelines * config.stage_bytes
     piece = config.warpgroups * config.store_box_bytes
@@ -168,7 +168,7 @@ def _filled(config: Config) -> Iterator[Config]:
     seen = set()
     wave = config.store_boxes // config.waves
     for pieces in sorted({config.staged_boxes, wave, config.store_boxes}) if config.store is Store.TMA else (0,):
-        stages = min((room - (pieces - config.staged_boxes) * piece) // stage, MOST_STAGES)
+        stages = min((room - (pieces - config.staged_boxes) * piece) // stage, MAX_STAGES)
         if stages >= 2 and stages not in seen:
             seen.add(stages)
             staged = pieces
@@ -177,11 +177,11 @@ def _filled(config: Config) -> Iterator[Config]:
             yield replace(config, stages=stages, staged_boxes=staged)
 
 
-def _fetching(config: Config) -> Config:
+def _fetching(config: GemmConfig) -> GemmConfig:
     """The same, fetching what it adds to; with as many stages as there is room for beside that."""
     fetching = replace(config, store=Store.TMA, load_c=True, staged_boxes=config.store_boxes // config.waves)
     stages = (SHARED_BYTES - fetching.other_bytes) // (config.pipelines * config.stage_bytes)
-    return replace(fetching, stages=min(stages, MOST_STAGES))
+    return replace(fetching, stages=min(stages, MAX_STAGES))
 
 
 def _bands(p: Problem, cluster_tile_m: int, cluster_tile_n: int, at_once: int) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _band(along_n: bool, cluster_tile_m: int, cluster_tile_n: int, at_once: int)
     return 2 ** max(0, round(log2(sqrt(at_once * ratio))))
 
 
-def other_bands(p: Problem, c: Config, chip: Chip) -> Config | None:
+def other_rasterization(p: Problem, c: GemmConfig, chip: Chip) -> GemmConfig | None:
     """The same kernel with bands the other way; None where units lie in one row or column, whose order is the same."""
     m, n = (p.n, p.m) if c.transposed else (p.m, p.n)
     if m <= c.cluster_tile_m or n <= c.cluster_tile_n:
@@ -207,7 +207,7 @@ def other_bands(p: Problem, c: Config, chip: Chip) -> Config | None:
     return replace(c, raster_along_n=not c.raster_along_n, raster_width=band)
 
 
-def _tiles(p: Problem, c: Config) -> int:
+def _tiles(p: Problem, c: GemmConfig) -> int:
     """Units of a cluster's blocks, times those: what the grid has to make."""
     along_n = -(-p.n // c.cluster_tile_n)
     if p.schedule is Schedule.GROUPED:
@@ -224,7 +224,7 @@ def _rows(p: Problem) -> int:
     return max(-(-p.m // max(p.groups, 1)), 1)
 
 
-def cycles(p: Problem, c: Config, chip: Chip) -> float:
+def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     """An estimate of a product's time."""
     if c.transposed:
         p = transposed(p)
@@ -233,7 +233,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     rounds = -(-tiles // (workers * c.pipelines))
     busy = min(tiles, workers)
     k = p.k / max(p.groups, 1) if p.schedule is Schedule.ALONG_K else p.k
-    steps = -(-max(k, 1) // STEP) / c.split_k
+    steps = -(-max(k, 1) // BLOCK_K) / c.split_k
 
     waves = c.tile_m // 64  # of the team
     multiply = waves * max(2 * c.tile_n, 64 + c.tile_n)
@@ -241,7 +241,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     add = (c.waves * c.tile_n // 2 * operations + 45) if c.promote else 20
     own = multiply * c.waves // waves  # by one warpgroup
     alone = own + (add + WAIT * c.waves) / c.accumulators
-    load = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * STEP
+    load = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * BLOCK_K
     slow = min((L2_BYTES_ONCE if rounds == 1 else L2_BYTES) * chip.multiprocessors / busy, OWN_BYTES)
     step = max(multiply, alone, load / slow, LATENCY / (c.stages - 1), LEAST)
     if c.ping_pong:  # two tiles at once
@@ -269,7 +269,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
         adding, memory = 0, memory + added / ADDED_BYTES
     else:
         adding = added / ADDED_DIRECTLY
-    under_way = c.stages * c.pipelines * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * STEP * busy
+    under_way = c.stages * c.pipelines * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * BLOCK_K * busy
     memory *= max(1.0, IN_FLIGHT / under_way)
     made = rounds * tile + (CLUSTER if c.cluster_size > 1 and rounds == 1 else 0)
     end = epilogue if rounds == 1 else 0  # when nothing is loaded any more
@@ -277,7 +277,7 @@ def cycles(p: Problem, c: Config, chip: Chip) -> float:
     return LAUNCH + max(made, memory) + BESIDE * min(made, memory) + end + adding
 
 
-def _slower(c: Config) -> float:
+def _slower(c: GemmConfig) -> float:
     """Than the arithmetic says a step is where all multiprocessors are busy: on an H200."""
     if c.ping_pong:
         return 2.0 if c.is_1d1d else 1.75
@@ -301,7 +301,7 @@ WGRAD: dict[str, Any] = {"b_scales": Scales.PER_ROW}
 ONE_SCALE: dict[str, Any] = {"a_scales": Scales.PER_TENSOR, "b_scales": Scales.PER_TENSOR}
 
 
-def plans_for_v3() -> dict[str, Config]:
+def v3_configs() -> dict[str, GemmConfig]:
     """The kernels that DeepSeek-V3's shapes take on an H200, by what they are for."""
     problems = {f"dense {m}×{n}×{k}": Problem(m, n, k) for m, n, k in LARGE}
     problems |= {

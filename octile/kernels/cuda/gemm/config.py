@@ -11,7 +11,7 @@ from math import gcd
 from octile.kernels.cuda.jit import wgmma
 
 SHARED_BYTES = 232448  # dynamic shared memory that a thread block may have on sm_90
-STEP = 128  # extent of a k-block: one 128-byte row of a tile, and the extent of a scale's block
+BLOCK_K = 128  # extent of a k-block: one 128-byte row of a tile, and the extent of a scale's block
 
 
 class Scales(IntEnum):
@@ -40,7 +40,7 @@ class Store(IntEnum):
 
 
 @dataclass(frozen=True)
-class Config:
+class GemmConfig:
     """One kernel. The attributes are constants of the CUDA source, with the same names.
 
     Attributes:
@@ -168,7 +168,7 @@ class Config:
         """Registers for addresses, scales and the scheduler; found by compiling the largest tiles of every kind."""
         scales_in_flight = self.ping_pong and self.accumulators == 2 and self.b_scales is Scales.PER_ROW
         # split along K, and columns of a tile that reach two 128×128 blocks
-        split_and_two_blocks = self.split_k > 1 and self.waves > 1 and STEP % self.tile_n > 0
+        split_and_two_blocks = self.split_k > 1 and self.waves > 1 and BLOCK_K % self.tile_n > 0
         base = 40 if self.warpgroups < 3 else 32
         return base + (8 if scales_in_flight else 0) + (32 if split_and_two_blocks else 0)
 
@@ -197,7 +197,7 @@ class Config:
         """Shared memory of one stage, its two mbarriers included."""
         a_scales = self.tile_m * 4 if self.a_scales is Scales.PER_ROW else 0
         b_scales = _rounded_up(self.tile_n * 4, 128) if self.b_scales is Scales.PER_ROW else 0
-        return (self.tile_m + self.tile_n) * STEP + a_scales + b_scales + 16
+        return (self.tile_m + self.tile_n) * BLOCK_K + a_scales + b_scales + 16
 
     @property
     def other_bytes(self) -> int:
@@ -280,5 +280,5 @@ def _rounded_up(n: int, unit: int) -> int:
 
 def _max_blocks(tile_n: int) -> int:
     """The largest number of blocks of 128 columns that a tile of this width reaches."""
-    starts = range(0, STEP, gcd(tile_n, STEP))
-    return max(-(-(start + tile_n) // STEP) for start in starts)
+    starts = range(0, BLOCK_K, gcd(tile_n, BLOCK_K))
+    return max(-(-(start + tile_n) // BLOCK_K) for start in starts)

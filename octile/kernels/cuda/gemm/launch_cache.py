@@ -9,16 +9,18 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from octile.kernels.bounded_cache import Recent
+from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import num_sms
 
 Block = Sequence[int]
 Pointers = tuple[int, ...]  # addresses of a, b, their scales and sizes; in a launch also that of out, at the end
 Look = tuple[Hashable, Pointers]  # equal for all products that are launched alike; where the tensors of this one lie
 Launch = Callable[[Pointers, torch.device], None]
-MOST_LOOKS = 4096  # some 2 kB each
+MAX_ENTRIES = 4096  # some 2 kB each
 
-_known: Recent[tuple[Launch, torch.Size]] = Recent(MOST_LOOKS)  # by look: what launches it, and the result's shape
+_known: BoundedCache[tuple[Launch, torch.Size]] = BoundedCache(
+    MAX_ENTRIES
+)  # by look: what launches it, and the result's shape
 
 
 def look(

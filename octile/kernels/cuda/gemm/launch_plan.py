@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm.candidates import choose
-from octile.kernels.cuda.gemm.config import STEP, Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.problem import MASKED_ROWS, Chip, Problem
 from octile.kernels.cuda.jit.tensor_map import BYTES, TensorMap
 from octile.kernels.memory_layout import VECTOR, padded
@@ -22,7 +22,7 @@ NO_MAP = bytes(BYTES)  # for a parameter that the kernel does not look at
 UNKNOWN = VECTOR  # a map's pointer until it is filled in: aligned, and nothing else
 
 
-class Product(NamedTuple):
+class GemmRequest(NamedTuple):
     """a[m, k] · b[n, k]ᵀ → out[m, n], each with a dimension of groups in front or not.
 
     Attributes:
@@ -56,7 +56,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """A launch for tensors of certain shapes, strides and alignment.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan:
         arrivals: ints of workspace, zero before and after.
     """
 
-    config: Config
+    config: GemmConfig
     grid: int
     maps: tuple[TensorMap | None, ...]
     numbers: tuple[tuple[int, ...], ...]
@@ -81,7 +81,7 @@ class Plan:
         """What the kernel takes, in its order.
 
         Args:
-            pointers: as `Product.pointers`.
+            pointers: as `GemmRequest.pointers`.
             parts, arrivals: addresses of the workspace.
             encode: one of maps and its pointer → what is passed for it.
         """
@@ -94,7 +94,7 @@ class Plan:
         return [*maps, a_scale, b_scale, *scale_strides, out, *out_strides, parts, arrivals, sizes, *extents]
 
 
-def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
+def plan(p: GemmRequest, chip: Chip, config: GemmConfig | None = None) -> LaunchPlan:
     """Decides how a product of readable operands is made: with the kernel that `choose` finds, or the given one."""
     config = config or choose(problem(p), chip)
     (m, k), n = p.a.shape[-2:], p.b.shape[-2]
@@ -104,8 +104,8 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
         a, a_scale, b, b_scale, out, m, n = b, b_scale, a, a_scale, out.mT, n, m
 
     maps = (
-        _map(a, (config.tile_m, STEP), STEP),
-        _map(b, (config.tile_n, STEP), STEP),
+        _map(a, (config.tile_m, BLOCK_K), BLOCK_K),
+        _map(b, (config.tile_n, BLOCK_K), BLOCK_K),
         _map(a_scale.mT, (1, config.tile_m)) if config.a_scales is Scales.PER_ROW else None,
         _map(b_scale.mT, (1, config.tile_n)) if config.b_scales is Scales.PER_ROW else None,
         _out_map(out, config) if config.store is Store.TMA else None,
@@ -120,7 +120,7 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
         Schedule.ALONG_K: units_m * units_n * groups,
     }[p.schedule]
     tiles = units_m * units_n * config.cluster_size if config.split_k > 1 else 0
-    return Plan(
+    return LaunchPlan(
         config,
         grid=min(chip.clusters(config.cluster_size), units) * config.cluster_size,
         maps=maps,
@@ -130,7 +130,7 @@ def plan(p: Product, chip: Chip, config: Config | None = None) -> Plan:
     )
 
 
-def problem(p: Product) -> Problem:
+def problem(p: GemmRequest) -> Problem:
     """What decides on the kernel."""
     rows = p.a.shape[-2]
     if p.schedule is Schedule.MASKED:
@@ -154,12 +154,12 @@ def problem(p: Product) -> Problem:
     )
 
 
-def is_readable(p: Product) -> bool:
+def is_tma_readable(p: GemmRequest) -> bool:
     """Whether the copy engine can read the operands as they lie."""
-    return readable(p, copy=lambda t: None) is p
+    return make_tma_readable(p, copy=lambda t: None) is p
 
 
-def readable(p: Product, copy: Callable[[Tensor], Any] | None = None) -> Product:
+def make_tma_readable(p: GemmRequest, copy: Callable[[Tensor], Any] | None = None) -> GemmRequest:
     """The product with operands that the copy engine can read: copied where they lie otherwise."""
     copy_data, copy_scale = copy or _k_major, copy or _rows_first
     a = p.a if _aligned(p.a) else copy_data(p.a)
@@ -190,7 +190,7 @@ def _rows_first(scale: Tensor) -> Tensor:
     return scale.new_empty(*batch, columns, padded(rows, 4))[..., :rows].mT.copy_(scale)
 
 
-def _store(p: Product) -> Store:
+def _store(p: GemmRequest) -> Store:
     """The best way that the result's strides allow."""
     *outer, column = p.out.stride()
     if column != 1 and p.out.shape[-1] > 1:
@@ -216,7 +216,7 @@ def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
     return TensorMap(UNKNOWN, dtype, (groups, rows, columns), strides, (1, *box), swizzle)
 
 
-def _out_map(out: Tensor, config: Config) -> TensorMap:
+def _out_map(out: Tensor, config: GemmConfig) -> TensorMap:
     if config.transposed:
         return _map(out.mT, (config.tile_n, 64), 128)
     row_bytes = config.store_columns * config.out_bytes

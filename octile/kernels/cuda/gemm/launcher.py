@@ -6,23 +6,23 @@ The second launch of a product with the same tensors is then two dictionary look
 import torch
 from torch import Tensor
 
-from octile.kernels.bounded_cache import Recent
+from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.launch_cache import Look
-from octile.kernels.cuda.gemm.launch_plan import Plan, Product, is_readable, plan, readable
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest, LaunchPlan, is_tma_readable, make_tma_readable, plan
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.jit import specialize, tensor_map
 from octile.kernels.cuda.jit.driver import Kernel, Launch, current_stream
 
-MOST_SHAPES = 4096  # whose plans are kept, some 4 kB each
-MOST_PLACES = 8192  # launches that are kept, some 2 kB each: steps of training allocate the same addresses again
+MAX_SHAPES = 4096  # whose plans are kept, some 4 kB each
+MAX_PLACES = 8192  # launches that are kept, some 2 kB each: steps of training allocate the same addresses again
 
-_prepared: "Recent[Prepared]" = Recent(MOST_SHAPES)
-_launches: Recent[Launch] = Recent(MOST_PLACES)
+_prepared: "BoundedCache[PreparedGemm]" = BoundedCache(MAX_SHAPES)
+_launches: BoundedCache[Launch] = BoundedCache(MAX_PLACES)
 _workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
-def launch(p: Product, look: Look | None = None) -> None:
+def launch(p: GemmRequest, look: Look | None = None) -> None:
     """Makes a product, of which no side is empty, on the current stream of the operands' GPU.
 
     Args:
@@ -31,15 +31,15 @@ def launch(p: Product, look: Look | None = None) -> None:
     sms, pointers = num_sms.num_sms(p.a.get_device()), p.pointers()
     key = (sms, *_decisive(p, pointers))
     if (prepared := _prepared.get(key)) is None:
-        if not is_readable(p):
-            return launch(readable(p))
+        if not is_tma_readable(p):
+            return launch(make_tma_readable(p))
         prepared = _prepared[key] = _prepare(p, Chip(sms))
     prepared(pointers, p.a.device)
     if look is not None and pointers[:-1] == look[1]:  # nothing is copied for products that look so
         launch_cache.remember(look, prepared, p.out)
 
 
-def _decisive(p: Product, pointers: tuple[int, ...]) -> tuple[object, ...]:
+def _decisive(p: GemmRequest, pointers: tuple[int, ...]) -> tuple[object, ...]:
     """All that a plan depends on, but the number of multiprocessors."""
     a, b, a_scale, b_scale, _, out = pointers
     return (
@@ -53,15 +53,15 @@ def _decisive(p: Product, pointers: tuple[int, ...]) -> tuple[object, ...]:
     )
 
 
-class Prepared:
+class PreparedGemm:
     """A plan and its kernel on one GPU."""
 
-    def __init__(self, plan: Plan, kernel: Kernel) -> None:
+    def __init__(self, plan: LaunchPlan, kernel: Kernel) -> None:
         self.plan, self.kernel, config = plan, kernel, plan.config
         self.shape = (plan.grid, config.cluster_size, config.threads, config.shared_bytes)
 
     def __call__(self, pointers: tuple[int, ...], device: torch.device) -> None:
-        """Makes the product of the tensors at these addresses, in the order of `Product.pointers`."""
+        """Makes the product of the tensors at these addresses, in the order of `GemmRequest.pointers`."""
         stream = current_stream(self.kernel.device)
         workspace = _workspace(self.plan, device, stream) if self.plan.parts else (0, 0)
         key = (self, pointers, workspace, stream)
@@ -73,13 +73,13 @@ class Prepared:
         launch()
 
 
-def _prepare(p: Product, chip: Chip) -> Prepared:
+def _prepare(p: GemmRequest, chip: Chip) -> PreparedGemm:
     found = plan(p, chip)
     kernel = specialize.load("gemm", found.config.constants(), p.a.device, found.config.headers())
-    return Prepared(found, kernel)
+    return PreparedGemm(found, kernel)
 
 
-def _workspace(plan: Plan, device: torch.device, stream: int) -> tuple[int, int]:
+def _workspace(plan: LaunchPlan, device: torch.device, stream: int) -> tuple[int, int]:
     """Addresses of room for the parts of a split product, and of the counts of those that are there.
 
     Products on one stream follow each other and share it. In a graph that is captured it comes from the graph's own
@@ -94,6 +94,6 @@ def _workspace(plan: Plan, device: torch.device, stream: int) -> tuple[int, int]
     return there[0].data_ptr(), there[1].data_ptr()
 
 
-def _new_workspace(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+def _new_workspace(plan: LaunchPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     parts = torch.empty(plan.parts, dtype=torch.float32, device=device)
     return parts, torch.zeros(plan.arrivals, dtype=torch.int32, device=device)

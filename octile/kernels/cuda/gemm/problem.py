@@ -26,7 +26,7 @@ class Problem:
         m: rows; of all groups together where rows are grouped, those expected in one group where they are masked.
         k: what is summed; of all groups together where they are cut along it.
         transposable: the result may be computed as b · aᵀ.
-    Others: as in `Config`.
+    Others: as in `GemmConfig`.
     """
 
     m: int

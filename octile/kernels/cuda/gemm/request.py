@@ -1,8 +1,8 @@
 """The products that Hopper's kernel makes, with the signatures of those in Triton.
 
-It takes 8-bit floats with scales of 1×128, both or one beside 128×128, or one scale each; `serves` says why it does
-not. Sizes of groups are read on the device, so that every product can be captured in a CUDA graph; only the first call
-with new shapes compiles and loads a kernel, which cannot.
+It takes 8-bit floats with scales of 1×128, both or one beside 128×128, or one scale each; `why_unsupported` says why
+it does not. Sizes of groups are read on the device, so that every product can be captured in a CUDA graph; only the
+first call with new shapes compiles and loads a kernel, which cannot.
 """
 
 import functools
@@ -12,37 +12,39 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.config import SCALE_KINDS, STEP, Scales, Schedule
+from octile.kernels.cuda.gemm.config import BLOCK_K, SCALE_KINDS, Scales, Schedule
 from octile.kernels.cuda.gemm.launch_cache import Look
-from octile.kernels.cuda.gemm.launch_plan import Product
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest
 
 Block = Sequence[int]
-MOST_GROUPS = 1024
+MAX_GROUPS = 1024
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def serves(a: Tensor, a_block: Block, b: Tensor, b_block: Block, groups: int | None = None) -> str | None:
+def why_unsupported(a: Tensor, a_block: Block, b: Tensor, b_block: Block, groups: int | None = None) -> str | None:
     """Why these kernels do not make a product a[…, M, K] · b[…, N, K]ᵀ; None: they do.
 
     Args:
         a_block, b_block: (rows, columns) that share a scale.
         groups: where rows are grouped or masked.
     """
-    return _serves(a.device, a.dtype, b.dtype, *a_block, *b_block, *a.shape[-2:], b.shape[-2], groups, False)
+    return _why_unsupported(a.device, a.dtype, b.dtype, *a_block, *b_block, *a.shape[-2:], b.shape[-2], groups, False)
 
 
-def serves_wgrad(dy: Tensor, dy_block: Block, x: Tensor, x_block: Block, groups: int) -> str | None:
+def why_unsupported_wgrad(dy: Tensor, dy_block: Block, x: Tensor, x_block: Block, groups: int) -> str | None:
     """The same for `wgrad`, whose operands are dyᵀ and xᵀ."""
     a_block, b_block = dy_block[::-1], x_block[::-1]
-    return _serves(x.device, dy.dtype, x.dtype, *a_block, *b_block, dy.shape[1], dy.shape[0], x.shape[1], groups, True)
+    return _why_unsupported(
+        x.device, dy.dtype, x.dtype, *a_block, *b_block, dy.shape[1], dy.shape[0], x.shape[1], groups, True
+    )
 
 
 @functools.lru_cache(4096)
-def _serves(
+def _why_unsupported(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, a_rows: int, a_columns: int, b_rows: int,
     b_columns: int, m: int, k: int, n: int, groups: int | None, along_k: bool,
 ) -> str | None:  # fmt: skip
-    if reason := missing(device):
+    if reason := why_not_on(device):
         return reason
     if a_dtype not in FP8 or b_dtype not in FP8:
         return f"its tensor cores multiply 8-bit floats, not {a_dtype} and {b_dtype}"
@@ -53,13 +55,13 @@ def _serves(
     of_rows = kinds[0] is Scales.PER_ROW  # groups of rows may begin anywhere, and so within a block of a
     if kinds not in SCALE_KINDS or (groups is not None and not along_k and not of_rows):
         return f"blocks of {a_rows}×{a_columns} with {b_rows}×{b_columns} are none of 1×128 with 1×128 or 128×128"
-    if groups is not None and groups > MOST_GROUPS:
-        return f"there are {groups} groups, and {MOST_GROUPS} at most have room in shared memory"
+    if groups is not None and groups > MAX_GROUPS:
+        return f"there are {groups} groups, and {MAX_GROUPS} at most have room in shared memory"
     return None
 
 
 @functools.cache
-def missing(device: torch.device) -> str | None:
+def why_not_on(device: torch.device) -> str | None:
     """Why the kernels do not run on a device at all; None: they do."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "they are written for Hopper (sm_90)"
@@ -77,7 +79,7 @@ def matmul(
     b_scale: Tensor,
     b_block: Block,
     accumulate: bool,
-    promote_every: int | None = STEP,
+    promote_every: int | None = BLOCK_K,
     look: Look | None = None,
 ) -> None:
     """a[M, K] · b[N, K]ᵀ into out [M, N], any strides, or added to it in FP32.
@@ -89,13 +91,15 @@ def matmul(
     Raises:
         ValueError: promote_every is neither, or there are more scales.
     """
-    if promote_every not in (STEP, None):
-        raise ValueError(f"promote_every must be {STEP} or None, not {promote_every}")
+    if promote_every not in (BLOCK_K, None):
+        raise ValueError(f"promote_every must be {BLOCK_K} or None, not {promote_every}")
     a_scales, b_scales = _kinds(a_block, a.shape, b_block, b.shape, dense=True)
     if promote_every is None and {a_scales, b_scales} != {Scales.PER_TENSOR}:
         raise ValueError(f"promote_every None needs one scale an operand, not blocks of {a_block} and {b_block}")
     promote = promote_every is not None
-    _launch(Product(Schedule.DENSE, out, a, a_scale, a_scales, b, b_scale, b_scales, None, accumulate, promote), look)
+    _launch(
+        GemmRequest(Schedule.DENSE, out, a, a_scale, a_scales, b, b_scale, b_scales, None, accumulate, promote), look
+    )
 
 
 def grouped(
@@ -119,7 +123,7 @@ def grouped(
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     scales = _scales(a_block, *a.shape), _scales(b_block, *b.shape[1:])
     operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], offs.contiguous())
-    _launch(Product(Schedule.GROUPED, *operands, False, True, zero_rest), look)
+    _launch(GemmRequest(Schedule.GROUPED, *operands, False, True, zero_rest), look)
     return out
 
 
@@ -143,7 +147,7 @@ def masked(
     out = a.new_empty(*a.shape[:2], b.shape[1], dtype=out_dtype) if out is None else out
     scales = _scales(a_block, *a.shape[1:]), _scales(b_block, *b.shape[1:])
     operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], counts.contiguous())
-    _launch(Product(Schedule.MASKED, *operands, False, True, expected_rows=expected_rows), look)
+    _launch(GemmRequest(Schedule.MASKED, *operands, False, True, expected_rows=expected_rows), look)
     return out
 
 
@@ -168,7 +172,7 @@ def wgrad(
     a, b = dy.mT, x.mT
     scales = _scales(dy_block[::-1], *a.shape), _scales(x_block[::-1], *b.shape)
     operands = (out, a, dy_scale.mT, scales[0], b, x_scale.mT, scales[1], offs.contiguous())
-    _launch(Product(Schedule.ALONG_K, *operands, accumulate, True), look)
+    _launch(GemmRequest(Schedule.ALONG_K, *operands, accumulate, True), look)
     return out
 
 
@@ -186,18 +190,18 @@ def _scales(block: Block, rows: int, columns: int) -> Scales:
     """What a scale stands for.
 
     Raises:
-        ValueError: something else; `serves` is to be asked first.
+        ValueError: something else; `why_unsupported` is to be asked first.
     """
-    if tuple(block) == (1, STEP):
+    if tuple(block) == (1, BLOCK_K):
         return Scales.PER_ROW
-    if tuple(block) == (STEP, STEP):
+    if tuple(block) == (BLOCK_K, BLOCK_K):
         return Scales.PER_BLOCK
     if block[0] >= rows and block[1] >= columns:
         return Scales.PER_TENSOR
     raise ValueError(f"blocks must be 1×128, 128×128 or the whole tensor, not {block[0]}×{block[1]}")
 
 
-def _wanted(p: Product) -> Tensor:
+def _wanted(p: GemmRequest) -> Tensor:
     """Which rows of out are to be written, bool, one for all or [T, 1]."""
     if p.zero_rest or p.sizes is None:
         return torch.ones((), dtype=torch.bool, device=p.out.device)
@@ -205,7 +209,7 @@ def _wanted(p: Product) -> Tensor:
     return torch.arange(p.out.shape[0], device=p.out.device)[:, None] < rows
 
 
-def _launch(p: Product, look: Look | None) -> None:
+def _launch(p: GemmRequest, look: Look | None) -> None:
     if p.out.numel() == 0:
         return
     if p.a.numel() == 0 or p.b.numel() == 0:  # a sum of nothing

@@ -12,18 +12,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from octile.kernels import disk_cache
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.problem import Chip, Problem
 
 ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": Store}
 
 
-def lookup(problem: Problem, chip: Chip) -> Config | None:
+def lookup(problem: Problem, chip: Chip) -> GemmConfig | None:
     """The kernel that was measured for a rounded problem, or None."""
     return _load(path(), _stamp(path())).get(_key(problem, chip))
 
 
-def store(problem: Problem, chip: Chip, config: Config, microseconds: float) -> None:
+def store(problem: Problem, chip: Chip, config: GemmConfig, microseconds: float) -> None:
     """Keeps a kernel for a rounded problem, in place of an earlier one."""
     entries = _read(path()) | {_key(problem, chip): {"config": asdict(config), "microseconds": microseconds}}
     path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _stamp(file: Path) -> int:
 
 
 @functools.lru_cache(1)
-def _load(file: Path, stamp: int) -> dict[str, Config]:
+def _load(file: Path, stamp: int) -> dict[str, GemmConfig]:
     found = {}
     for key, entry in _read(file).items():
         try:
@@ -60,11 +60,11 @@ def _load(file: Path, stamp: int) -> dict[str, Config]:
     return found
 
 
-def _config(values: dict[str, int | bool]) -> Config:
-    names = {field.name for field in fields(Config)}
+def _config(values: dict[str, int | bool]) -> GemmConfig:
+    names = {field.name for field in fields(GemmConfig)}
     if set(values) != names:
         raise ValueError(f"an entry must name {sorted(names)}")
-    return Config(**{name: ENUMS[name](value) if name in ENUMS else value for name, value in values.items()})  # type: ignore[arg-type]
+    return GemmConfig(**{name: ENUMS[name](value) if name in ENUMS else value for name, value in values.items()})  # type: ignore[arg-type]
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[str, int | bool]]]:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from octile.kernels.bounded_cache import Recent
+from octile.kernels.bounded_cache import BoundedCache
 
 Argument = bytes | int | float  # a tensor map; a pointer or a size; a number
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 WRONG_CONTEXT = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
-MOST_SHAPES = 1024  # of a launch, and streams, that a kernel keeps ready
+MAX_SHAPES = 1024  # of a launch, and streams, that a kernel keeps ready
 CODES = {(bytes, 128): "128s", (int, 8): "q", (int, 4): "i", (float, 4): "f"}  # for struct, by type and size
 
 
@@ -78,7 +78,7 @@ class Kernel:
             self.function = checked(f"finding {name}", driver.cuModuleGetFunction(module, name.encode()))
             self._allow_shared_memory()
             self.parameters = _parameters(self.function)
-        self._configs: Recent[Any] = Recent(MOST_SHAPES)
+        self._configs: BoundedCache[Any] = BoundedCache(MAX_SHAPES)
         self._layout: struct.Struct | None = None  # as the first arguments say: four bytes may be an int or a float
 
     def ready(

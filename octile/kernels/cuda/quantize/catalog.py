@@ -42,7 +42,7 @@ def _cases() -> dict[str, Callable[[], object]]:
     scale = new_scale(codes, 1, 128)
     gate, up = _empty(t, 2 * h).chunk(2, dim=1)
     dh, weight, rows = _empty(t, h), _empty(t, dtype=torch.float32), _empty(8 * t, dtype=torch.int32)
-    kept, long = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MOST_COLUMNS)
+    kept, long = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MAX_COLUMNS)
     kept_scale = new_scale(kept, 1, 128)
     with_scales: dict[str, Callable[[bool], object]] = {
         "quantize 1×128": lambda p: launcher.quantize(x, 1, 128, E4M3, p),

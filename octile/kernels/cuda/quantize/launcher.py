@@ -13,7 +13,7 @@ Triton's language has no words for the first and the last, and its exponentials 
 instructions. On an H200 its casts came to 0.16 to 0.80 of a copy's speed (benchmarks/LOG.md).
 
 They take what lies as training and serving have it: rows of a multiple of 8 numbers that are contiguous and begin at
-multiples of 16 bytes. `octile.kernels.casting` gives the rest to Triton's kernels.
+multiples of 16 bytes. `octile.kernels.backends` gives the rest to Triton's kernels.
 
 Everything is launched from shapes and strides alone, so that it can be captured in a CUDA graph; only the first call of
 a form compiles and loads a kernel, which cannot.
@@ -38,7 +38,7 @@ NUMBERS = {  # enum Number of scale.cuh
     torch.int8: 5,
     torch.uint8: 6,  # E5M6, packed: two codes in three bytes
 }
-SIDE, MOST_COLUMNS = 128, 16384  # of a square; of a row that RMSNorm takes
+SIDE, MAX_COLUMNS = 128, 16384  # of a square; of a row that RMSNorm takes
 SQUARE_THREADS, SQUARE_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # place::bytes of square.cuh
 BESIDE_BYTES = 7 * 2 * 16 * SQUARE_THREADS + 4 * 3 * SIDE  # what swiglu_backward.cu keeps besides
 
@@ -79,18 +79,18 @@ class Form(IntEnum):
     WEIGHT = 4
 
 
-def serves(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
+def why_unsupported(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
     """Why these kernels do not cast such matrices [..., M, K]; None: they do.
 
     Args:
         matrices: numbers, or codes [..., M, K] of 8 bits or [..., M, 3K/2] of 12, on one device.
         out: dtype of the codes that are made.
     """
-    return request.missing(matrices[0].device) or lies_badly(*matrices, out=out)
+    return request.why_not_on(matrices[0].device) or layout_error(*matrices, out=out)
 
 
-def lies_badly(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
-    """What of `serves` depends on how the matrices lie."""
+def layout_error(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
+    """What of `why_unsupported` depends on how the matrices lie."""
     for x in matrices:
         packed, size = x.dtype == torch.uint8, x.element_size()
         unit, vector = (12, 4) if packed else (8, 8 if size == 1 else 16)

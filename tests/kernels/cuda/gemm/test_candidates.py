@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from octile.bench import shapes
 from octile.bench.tune import problem
 from octile.kernels.cuda.gemm import tuned
-from octile.kernels.cuda.gemm.candidates import candidates, choose, cycles, plans_for_v3
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.candidates import candidates, choose, cycles, v3_configs
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
 
 H200 = Chip(132)
@@ -91,7 +91,7 @@ def test_the_chosen_one_is_the_best_candidate():
 
 def test_a_measured_kernel_comes_first():
     problem = Problem(4096, 7168, 2048)
-    measured = Config(128, 64, 3, staged_boxes=1)
+    measured = GemmConfig(128, 64, 3, staged_boxes=1)
     tuned.store(rounded(problem), H200, measured, 12.5)
     assert choose(problem, H200) == measured
     assert choose(problem, Chip(100)) != measured
@@ -104,12 +104,12 @@ def test_a_file_of_measured_kernels_that_makes_no_sense_is_left_aside(text: str)
 
 
 def test_deepseek_v3_has_plans():
-    assert len(plans_for_v3()) > 100
+    assert len(v3_configs()) > 100
 
 
 def test_every_kernel_that_the_benchmark_takes_is_among_them():
     """Those plans are what is compiled without a GPU, and what a spill would be found in."""
-    compiled = set(plans_for_v3().values())
+    compiled = set(v3_configs().values())
     missing = [(case.name, case.what) for case in shapes.GPU if choose(problem(case), H200) not in compiled]
     assert missing == []
 
@@ -133,7 +133,7 @@ def test_the_choice_follows_what_was_measured():
     assert len(not_measured) <= 5
 
 
-def _named(c: Config) -> str:
+def _named(c: GemmConfig) -> str:
     """As the file of timings names a kernel; how wide bands are follows from their direction and the tile."""
     parts = (
         f"{c.tile_m}x{c.tile_n}w{c.warpgroups}{'pp' if c.ping_pong else ''}a{c.accumulators}",

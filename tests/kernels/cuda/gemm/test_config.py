@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.kernels.cuda.gemm.config import SHARED_BYTES, Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import SHARED_BYTES, GemmConfig, Scales, Schedule, Store
 
 BASE = {"tile_m": 128, "tile_n": 128, "stages": 4, "staged_boxes": 2}
 REFUSED = {
@@ -66,17 +66,17 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_refused(why: str):
     with pytest.raises(ValueError, match=why):
-        Config(**(BASE | REFUSED[why]))
+        GemmConfig(**(BASE | REFUSED[why]))
 
 
 def test_constants_are_what_the_source_names():
-    constants = Config(**BASE).constants()
+    constants = GemmConfig(**BASE).constants()
     assert constants["tile_m"] == 128
     assert constants["shared_bytes"] <= SHARED_BYTES
     assert all(isinstance(value, int) for value in constants.values())
 
 
 def test_waves_and_accumulator_registers():
-    assert Config(256, 128, 3, staged_boxes=1).waves == 2
-    assert Config(128, 128, 3, staged_boxes=1, ping_pong=True).waves == 2
-    assert Config(128, 128, 3, staged_boxes=1, accumulators=2).accumulator_registers == 192
+    assert GemmConfig(256, 128, 3, staged_boxes=1).waves == 2
+    assert GemmConfig(128, 128, 3, staged_boxes=1, ping_pong=True).waves == 2
+    assert GemmConfig(128, 128, 3, staged_boxes=1, accumulators=2).accumulator_registers == 192

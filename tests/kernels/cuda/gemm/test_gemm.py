@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from tests.kernels.cuda.emulated import (
     between,
     config,
@@ -145,7 +145,7 @@ def test_scales_of_blocks_go_around_under_many_stages():
     _dense(config(64, 16, 20, warpgroups=1), 3, 9 * 16, 128 * 37 + 1, seed=2)  # on four multiprocessors
 
 
-def _dense(kernel: Config, m: int, n: int, k: int, seed: int) -> None:
+def _dense(kernel: GemmConfig, m: int, n: int, k: int, seed: int) -> None:
     a_scales, b_scales = kernel.a_scales, kernel.b_scales
     if kernel.transposed:
         a_scales, b_scales = b_scales, a_scales
@@ -161,7 +161,7 @@ def _dense(kernel: Config, m: int, n: int, k: int, seed: int) -> None:
     torch.testing.assert_close(out, expected.to(out.dtype), rtol=0, atol=0, msg=lambda why: f"{(m, n, k)}: {why}")
 
 
-def _exact(kernel: Config, a, b) -> Tensor:
+def _exact(kernel: GemmConfig, a, b) -> Tensor:
     """As the kernel sums it: parts of a split sum one after the other, one scale for all at the end."""
     if kernel.a_scales is TENSOR and kernel.promote:
         ones = torch.ones(1, 1)
@@ -177,11 +177,11 @@ def _exact(kernel: Config, a, b) -> Tensor:
     return total
 
 
-def _dtype(kernel: Config) -> torch.dtype:
+def _dtype(kernel: GemmConfig) -> torch.dtype:
     return torch.float32 if kernel.out_float else torch.bfloat16
 
 
-def _room(kernel: Config, n: int) -> int:
+def _room(kernel: GemmConfig, n: int) -> int:
     """Numbers between a row and the next, which must stay as they are; for SINGLE an odd stride."""
     if kernel.store is Store.SINGLE:
         return 5 + n % 2
@@ -275,7 +275,7 @@ def test_offsets_that_are_wrong_lead_nowhere():
 @pytest.mark.parametrize("counts", [[0, 3, 150], [150, 150], [0, 0], [1, 128, 0, 129, 64]], ids=str)
 def test_masked(case: str, counts: list[int]):
     values = {"schedule": MASKED}
-    kernel = Config(**(_fields(ROWS_GROUPED[case]) | values))
+    kernel = GemmConfig(**(_fields(ROWS_GROUPED[case]) | values))
     n, k = 41 + kernel.out_float, 200
     a, b = operand((len(counts), 150, k), ROW), operand((len(counts), n, k), BLOCK, 1)
     out = poisoned(len(counts), 150, n, dtype=_dtype(kernel), room=_room(kernel, n))
@@ -386,5 +386,5 @@ def _sizes(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _fields(kernel: Config) -> dict:
+def _fields(kernel: GemmConfig) -> dict:
     return {name: getattr(kernel, name) for name in kernel.__dataclass_fields__}

@@ -19,10 +19,10 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings")
 
-from octile.kernels import dispatch
-from octile.kernels.bounded_cache import Recent
+from octile.kernels import backends
+from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import launch_cache, launch_plan, launcher, num_sms, request
-from octile.kernels.cuda.gemm.config import Config, Schedule, Store
+from octile.kernels.cuda.gemm.config import GemmConfig, Schedule, Store
 from octile.kernels.cuda.gemm.problem import Chip, Problem
 from octile.kernels.cuda.jit import tensor_map
 from octile.kernels.triton import grouped as triton_grouped
@@ -56,7 +56,7 @@ def gpu() -> Iterator[list[Any]]:
     launches: list[Any] = []
     decided: list[Problem] = []
 
-    def choose(p: Problem, chip: Chip) -> Config:
+    def choose(p: Problem, chip: Chip) -> GemmConfig:
         decided.append(p)
         options = {name: getattr(p, name) for name in ("schedule", "store", "out_float", "accumulate", "zero_rest")}
         kinds = {name: getattr(p, name) for name in ("a_scales", "b_scales", "a_e5m2", "b_e5m2")}
@@ -68,7 +68,7 @@ def gpu() -> Iterator[list[Any]]:
         return data.new_empty(*batch, rows, -(-columns // 16) * 16)[..., :columns].copy_(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request, "missing", lambda device: None)
+        patch.setattr(request, "why_not_on", lambda device: None)
         patch.setattr(launch_plan, "choose", choose)
         patch.setattr(launch_plan, "_k_major", k_major)
         patch.setattr(launcher, "current_stream", lambda device: 7)
@@ -84,18 +84,18 @@ def gpu() -> Iterator[list[Any]]:
         ):
             for name in names:
                 patch.setattr(module, name, lambda *arguments: launches.append("Triton"))
-        request._serves.cache_clear()
+        request._why_unsupported.cache_clear()
         yield launches
-    request._serves.cache_clear()
+    request._why_unsupported.cache_clear()
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
     """What is remembered inside starts with nothing, and ends with it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_cache, "_known", Recent(64))
-        patch.setattr(launcher, "_prepared", Recent(64))
-        patch.setattr(launcher, "_launches", Recent(64))
+        patch.setattr(launch_cache, "_known", BoundedCache(64))
+        patch.setattr(launcher, "_prepared", BoundedCache(64))
+        patch.setattr(launcher, "_launches", BoundedCache(64))
         patch.setattr(launcher, "_workspaces", {})
         yield
 
@@ -172,14 +172,14 @@ def make(s: Spec) -> Tensor:
     result = (s["out_dtype"], out)
     if kind == "dense":
         operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
-        return dispatch.matmul(_check_product, *operands, *result, s["accumulate"])
+        return backends.matmul(_check_product, *operands, *result, s["accumulate"])
     if kind == "wgrad":
         operands = (a.mT, a_scale.mT, s["a_block"][::-1], b.mT, b_scale.mT, s["b_block"][::-1])
-        return dispatch.wgrad(_check_wgrad, *operands, sizes, *result, s["accumulate"])
+        return backends.wgrad(_check_wgrad, *operands, sizes, *result, s["accumulate"])
     operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
     if kind == "grouped":
-        return dispatch.grouped(_check_grouped, *operands, sizes, *result)
-    return dispatch.masked(_check_masked, *operands, sizes, *result)
+        return backends.grouped(_check_grouped, *operands, sizes, *result)
+    return backends.masked(_check_masked, *operands, sizes, *result)
 
 
 def outcome(spec: Spec, launches: list[Any]) -> Any:
@@ -285,7 +285,7 @@ def test_what_is_remembered_is_checked_no_more_and_what_is_not_is():
     scale = torch.zeros(1, 16).mT
     with remembering():
         results = [
-            dispatch.matmul(lambda *_: checked.append(1), x, scale, TILE, x, scale, TILE, torch.float32)
+            backends.matmul(lambda *_: checked.append(1), x, scale, TILE, x, scale, TILE, torch.float32)
             for _ in range(3)
         ]
     assert len(checked) == 1

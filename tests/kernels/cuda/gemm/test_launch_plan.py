@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octile.kernels.cuda.gemm import request
-from octile.kernels.cuda.gemm.config import Config, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.launch_plan import Product, is_readable, plan, problem, readable
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest, is_tma_readable, make_tma_readable, plan, problem
 from octile.kernels.cuda.gemm.problem import Chip
 from tests.kernels.cuda.emulated import operand
 
@@ -13,10 +13,10 @@ ROW, BLOCK = Scales.PER_ROW, Scales.PER_BLOCK
 M, N, K = 40, 24, 160
 
 
-def _product(out=None, a=None, b=None, **others) -> Product:
+def _product(out=None, a=None, b=None, **others) -> GemmRequest:
     out = torch.empty(M, N, dtype=torch.bfloat16) if out is None else out
     a, b = a or operand((M, K), ROW), b or operand((N, K), BLOCK)
-    return Product(Schedule.DENSE, out, *a, *b, None, False, True)._replace(**others)
+    return GemmRequest(Schedule.DENSE, out, *a, *b, None, False, True)._replace(**others)
 
 
 OUTS = {
@@ -43,16 +43,16 @@ def test_the_copy_engine_brings_back_what_is_added_to():
 
 
 def test_what_the_casts_write_is_readable():
-    assert is_readable(_product())
-    assert is_readable(_product(b=operand((N, K), ROW)))
+    assert is_tma_readable(_product())
+    assert is_tma_readable(_product(b=operand((N, K), ROW)))
 
 
 def test_scales_that_lie_row_by_row_are_copied():
     a = operand((M, K), ROW)
     p = _product(a=(a[0], a[1].contiguous(), ROW))
-    assert not is_readable(p)
-    copied = readable(p)
-    assert is_readable(copied)
+    assert not is_tma_readable(p)
+    copied = make_tma_readable(p)
+    assert is_tma_readable(copied)
     assert torch.equal(copied.a_scale, p.a_scale)
     assert copied.b is p.b
 
@@ -65,11 +65,11 @@ def test_data_that_the_copy_engine_cannot_read(lies: str):
         "unaligned base": data[:, 1 : K + 1],
         "columns first": torch.empty(K, M, dtype=torch.uint8).view(torch.float8_e4m3fn).mT,
     }[lies]
-    assert not is_readable(_product(a=(data, operand((M, K), ROW)[1], ROW)))
+    assert not is_tma_readable(_product(a=(data, operand((M, K), ROW)[1], ROW)))
 
 
 def test_the_grid_is_no_larger_than_the_work():
-    kernel = Config(128, 64, 3, staged_boxes=1, cluster_m=2)
+    kernel = GemmConfig(128, 64, 3, staged_boxes=1, cluster_m=2)
     assert plan(_product(), Chip(132), kernel).grid == 2
     large = _product(torch.empty(3000, N, dtype=torch.bfloat16), operand((3000, K), ROW))
     assert plan(large, Chip(132), kernel).grid == 24
@@ -96,10 +96,10 @@ def test_a_product_without_promotion_has_one_scale():
 
 
 def _reason(monkeypatch, a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> str | None:
-    monkeypatch.setattr(request, "missing", lambda device: None)
-    request._serves.cache_clear()
+    monkeypatch.setattr(request, "why_not_on", lambda device: None)
+    request._why_unsupported.cache_clear()
     x = torch.empty(256, 256, dtype=dtype)
-    return request.serves(x, a_block, x, b_block, groups)
+    return request.why_unsupported(x, a_block, x, b_block, groups)
 
 
 def test_which_operands_are_served(monkeypatch):
@@ -115,9 +115,9 @@ def test_which_operands_are_served(monkeypatch):
 
 
 def test_no_other_device_is_served():
-    request._serves.cache_clear()
+    request._why_unsupported.cache_clear()
     x = torch.empty(256, 256, dtype=torch.float8_e4m3fn)
-    assert request.serves(x, (1, 128), x, (128, 128)) == "they are written for Hopper (sm_90)"
+    assert request.why_unsupported(x, (1, 128), x, (128, 128)) == "they are written for Hopper (sm_90)"
 
 
 def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():

@@ -9,11 +9,11 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings")
 
-from octile.kernels.bounded_cache import Recent
+from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import launcher as launching
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.gemm.config import Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import Product
+from octile.kernels.cuda.gemm.launch_plan import GemmRequest
 from octile.kernels.cuda.jit import tensor_map
 from tests.kernels.cuda.emulated import operand
 
@@ -45,16 +45,16 @@ def kernel(monkeypatch, tmp_path) -> FakeKernel:
     monkeypatch.setattr(num_sms, "num_sms", lambda device: 132)
     monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launching, "_prepared", Recent(8))
-    monkeypatch.setattr(launching, "_launches", Recent(8))
+    monkeypatch.setattr(launching, "_prepared", BoundedCache(8))
+    monkeypatch.setattr(launching, "_launches", BoundedCache(8))
     monkeypatch.setattr(launching, "_workspaces", {})
     return fake
 
 
-def _product(m: int = 1000, k: int = 1024, out: Tensor | None = None) -> Product:
+def _product(m: int = 1000, k: int = 1024, out: Tensor | None = None) -> GemmRequest:
     a, b = operand((m, k), Scales.PER_ROW), operand((256, k), Scales.PER_BLOCK, 1)
     out = torch.empty(m, 256, dtype=torch.bfloat16) if out is None else out
-    return Product(Schedule.DENSE, out, *a, *b, None, False, True)
+    return GemmRequest(Schedule.DENSE, out, *a, *b, None, False, True)
 
 
 def test_a_second_launch_is_the_same_and_is_not_made_again(kernel: FakeKernel):
@@ -151,7 +151,7 @@ def test_threads_launch_on_their_own_streams_with_their_own_addresses(kernel: Fa
     monkeypatch.setattr(kernel, "ready", lambda *shape: lambda: done.append((threading.get_ident(), [*shape[4:]])))
     ours, together = [[_product() for _ in range(3)] for _ in range(3)], threading.Barrier(3)
 
-    def work(mine: list[Product]) -> None:
+    def work(mine: list[GemmRequest]) -> None:
         together.wait()  # also so that no thread has the name of one that has ended
         for _ in range(50):
             for p in mine:

@@ -108,7 +108,7 @@ def test_nan_and_inf_of_half_precision():
 
 def test_batches_and_rows_apart():
     x = finite(2, 3, 40, 304).bfloat16()[:, :, :35, 8:272]
-    assert launcher.lies_badly(x) is None
+    assert launcher.layout_error(x) is None
     assert_same(launcher.quantize(x, 1, 128, E4M3, False), quantize(x, 1, 128, "e4m3", False))
     assert_same(launcher.rows_and_columns(x, E4M3, False), quantize_rows_and_columns(x, "e4m3", False))
     tiles = quantize(x, 1, 128, "e4m3", False)
@@ -255,7 +255,7 @@ def test_silu_of_large_numbers(gate: float):
         ((9, 7168), torch.bfloat16, torch.bfloat16, True, True),
         ((2, 5000), torch.float16, torch.float32, True, False),
         ((1, 8), torch.float32, torch.bfloat16, True, True),
-        ((2, launcher.MOST_COLUMNS), torch.bfloat16, torch.float16, False, True),
+        ((2, launcher.MAX_COLUMNS), torch.bfloat16, torch.float16, False, True),
     ],
     ids=str,
 )
@@ -306,7 +306,7 @@ def test_what_the_host_divides_is_at_most_one_too_small(d: int):
     ],
 )
 def test_matrices_that_lie_otherwise_are_left_to_triton(x: Tensor, out: torch.dtype | None, reason: str | None):
-    said = launcher.lies_badly(x, out=out)
+    said = launcher.layout_error(x, out=out)
     assert said is None if reason is None else said is not None and reason in said
 
 

@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from octile.kernels import casting
+from octile.kernels import backends
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.quantize import launcher
 
 E4M3 = torch.float8_e4m3fn
-CALLS = {  # of casting, with arguments that Hopper's own kernels take
-    "quantize": lambda x: casting.quantize(x, 1, 128, E4M3, False),
-    "quantize_with_scale": lambda x: casting.quantize_with_scale(x, torch.ones(1), E4M3),
-    "dequantize": lambda x: casting.dequantize(x.to(E4M3), torch.ones(len(x), 1), 1, 128, torch.float32),
-    "rows_and_columns": lambda x: casting.quantize_rows_and_columns(x, E4M3, False),
-    "requantize": lambda x: casting.requantize_transposed(
+CALLS = {  # of backends, with arguments that Hopper's own kernels take
+    "quantize": lambda x: backends.quantize(x, 1, 128, E4M3, False),
+    "quantize_with_scale": lambda x: backends.quantize_with_scale(x, torch.ones(1), E4M3),
+    "dequantize": lambda x: backends.dequantize(x.to(E4M3), torch.ones(len(x), 1), 1, 128, torch.float32),
+    "rows_and_columns": lambda x: backends.quantize_rows_and_columns(x, E4M3, False),
+    "requantize": lambda x: backends.requantize_transposed(
         x.to(E4M3), torch.ones(4, 8)[:, : len(x)].mT, E4M3, True, None
     ),
-    "quantize_and_transpose": lambda x: casting.quantize_and_transpose(x, E4M3, False),
-    "swiglu": lambda x: casting.swiglu_quantize(x, x, E4M3, False, None),
-    "swiglu_backward": lambda x: casting.swiglu_backward_quantize(x, x, x, None, None, None, E4M3, False, E4M3, True),
-    "rms_norm": lambda x: casting.rms_norm_quantize(x, torch.ones(x.shape[1]), 1e-6, E4M3, False, False),
+    "quantize_and_transpose": lambda x: backends.quantize_and_transpose(x, E4M3, False),
+    "swiglu": lambda x: backends.swiglu_quantize(x, x, E4M3, False, None),
+    "swiglu_backward": lambda x: backends.swiglu_backward_quantize(x, x, x, None, None, None, E4M3, False, E4M3, True),
+    "rms_norm": lambda x: backends.rms_norm_quantize(x, torch.ones(x.shape[1]), 1e-6, E4M3, False, False),
 }
 
 
@@ -44,7 +44,7 @@ def chosen(monkeypatch):
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("name", CALLS)
 def test_hopper_has_its_own(name, monkeypatch):
-    monkeypatch.setattr(request, "missing", lambda _: None)
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
     with pytest.raises(Chosen, match=name):
         CALLS[name](torch.zeros(5, 128))
 
@@ -55,9 +55,9 @@ def test_other_blocks_are_tritons(block, monkeypatch):
     pytest.importorskip("triton")
     from octile.kernels.triton import quantize
 
-    monkeypatch.setattr(request, "missing", lambda _: None)
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
     monkeypatch.setattr(quantize, "launch", lambda *_: "Triton")
-    assert casting.quantize(torch.zeros(5, 128), *block, E4M3, False) == "Triton"
+    assert backends.quantize(torch.zeros(5, 128), *block, E4M3, False) == "Triton"
 
 
 @pytest.mark.usefixtures("chosen")
@@ -67,5 +67,5 @@ def test_elsewhere_and_where_it_lies_otherwise_it_is_tritons(monkeypatch):
 
     monkeypatch.setattr(quantize, "launch", lambda *_: "Triton")
     assert CALLS["quantize"](torch.zeros(5, 128)) == "Triton"
-    monkeypatch.setattr(request, "missing", lambda _: None)
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
     assert CALLS["quantize"](torch.zeros(5, 130)) == "Triton"
