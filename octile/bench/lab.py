@@ -16,9 +16,9 @@ from octile.bench.rows import LEGEND, Row, beside, table
 from octile.bench.timing import seconds
 from octile.lab.telemetry import telemetry
 from octile.lab.tensor_core import native, vectorized
-from octile.lab.tensor_core.architectures import instruction
-from octile.lab.tensor_core.operand import Operand, decode
-from octile.lab.tensor_core.vectorized import Sum
+from octile.lab.tensor_core.architectures import find_instruction
+from octile.lab.tensor_core.operand import DecodedOperand, decode
+from octile.lab.tensor_core.vectorized import Summation
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
@@ -26,7 +26,7 @@ from octile.optim import AdamW, param_groups
 from octile.recipe import Recipe
 from octile.train.loop import pick_device
 
-Form = Callable[[Operand, Operand, Tensor, Sum], Tensor]
+Form = Callable[[DecodedOperand, DecodedOperand, Tensor, Summation], Tensor]
 SIZE = 512
 SEQUENCES, LENGTH = 8, 128  # of a training step
 EVERY = 100
@@ -44,8 +44,8 @@ def _tensor_core() -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
     for arch, dtype in CASES:
-        row = instruction(arch, dtype, dtype)
-        a, b, how = x.to(dtype), w.to(dtype), Sum(row, 128, promote=True)
+        row = find_instruction(arch, dtype, dtype)
+        a, b, how = x.to(dtype), w.to(dtype), Summation(row, 128, promote=True)
         start = torch.zeros(SIZE, SIZE)
         forms = {
             form.__name__.rpartition(".")[2]: partial(_sum, form.sum_products, a, b, start, how)
@@ -87,5 +87,5 @@ def show(found: Sequence[Row]) -> str:
     return f"{table(found)}\n\n{LEGEND}"
 
 
-def _sum(form: Form, a: Tensor, b: Tensor, start: Tensor, how: Sum) -> Tensor:
-    return form(decode(a, how.row), decode(b, how.row), start, how)
+def _sum(form: Form, a: Tensor, b: Tensor, start: Tensor, how: Summation) -> Tensor:
+    return form(decode(a, how.instruction), decode(b, how.instruction), start, how)

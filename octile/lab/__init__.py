@@ -3,7 +3,7 @@
 architectures   what is known of each tensor core, as a table
 reference       one step of one in exact arithmetic: the specification
 operand         operands as values and exponents
-vectorised      whole products in plain torch
+vectorized      whole products in plain torch
 native          the same in C++
 tensor_core     the three above as one function, and a context that trains a model through it
 accumulate      the experiment: how the error of a long sum grows with K
@@ -23,6 +23,6 @@ run             all of these beside `octile train`
 
 from octile.lab.preflight import preflight
 from octile.lab.telemetry import telemetry
-from octile.lab.tensor_core import product, tensor_core, tensor_core_matmul
+from octile.lab.tensor_core import tensor_core, tensor_core_matmul, tensor_core_scaled_matmul
 
-__all__ = ["preflight", "product", "telemetry", "tensor_core", "tensor_core_matmul"]
+__all__ = ["preflight", "telemetry", "tensor_core", "tensor_core_matmul", "tensor_core_scaled_matmul"]

@@ -40,7 +40,7 @@ OPERANDS: Mapping[ProductName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad":
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
+class CapturedGemm:
     """One product, a[M, K] · b[N, K]ᵀ, its operands as they were before any cast.
 
     Attributes:
@@ -68,7 +68,7 @@ class Capture:
         tokens: int64 [B, S], what the model read, where it is known.
     """
 
-    products: tuple[Captured, ...]
+    products: tuple[CapturedGemm, ...]
     step: int
     recipe: str
     run: str
@@ -88,7 +88,7 @@ class Recorder:
     wanted: frozenset[tuple[str, ProductName]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def products(self) -> tuple[Captured, ...]:
+    def products(self) -> tuple[CapturedGemm, ...]:
         """What was seen, as `load` gives it; a product whose operands did not all come by is left out."""
         seen = [(n, p) for n, p in sorted(self.wanted) if all(f"{n}.{o}" in self.tensors for o in OPERANDS[p])]
         return tuple(captured for name, product in seen for captured in _products(self.tensors, name, product))
@@ -155,7 +155,7 @@ def capturing(model: nn.Module, layers: str = "*", products: Iterable[ProductNam
         yield recorder
 
 
-def product_names(text: str) -> tuple[ProductName, ...]:
+def parse_gemm_names(text: str) -> tuple[ProductName, ...]:
     """ "fprop,wgrad" → ("fprop", "wgrad").
 
     Raises:
@@ -217,17 +217,17 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return dict(about)
 
 
-def _products(tensors: Mapping[str, Tensor], layer: str, product: ProductName) -> Iterator[Captured]:
+def _products(tensors: Mapping[str, Tensor], layer: str, product: ProductName) -> Iterator[CapturedGemm]:
     """A product's operands; of experts, one product for each that has tokens."""
     operands = {operand: tensors[f"{layer}.{operand}"] for operand in OPERANDS[product]}
     offs = tensors.get(f"{layer}.offs")
     if offs is None:
-        yield Captured(layer, product, *_sides(product, operands))
+        yield CapturedGemm(layer, product, *_sides(product, operands))
         return
     for group, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
         if end > start:
             own = {name: t[group] if name == "w" else t[start:end] for name, t in operands.items()}
-            yield Captured(f"{layer}.{group}", product, *_sides(product, own), group)
+            yield CapturedGemm(f"{layer}.{group}", product, *_sides(product, own), group)
 
 
 def _sides(product: ProductName, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -121,10 +121,10 @@ class Capture:
 
 def capture(asked: Capture) -> None:
     """The operands of a step's products in a file, for what-if."""
-    from octile.lab.capture import product_names
+    from octile.lab.capture import parse_gemm_names
     from octile.lab.run import capture_run
 
-    path = capture_run(asked.run, asked.step, asked.layers, product_names(asked.products), asked.out)
+    path = capture_run(asked.run, asked.step, asked.layers, parse_gemm_names(asked.products), asked.out)
     print(f"captured: {path}")
 
 
@@ -168,7 +168,7 @@ class WhatIf:
 
 def what_if(asked: WhatIf) -> None:
     """A captured step's products in every format, block, scale rule, promotion and tensor core, ranked."""
-    from octile.lab.capture import product_names
+    from octile.lab.capture import parse_gemm_names
     from octile.lab.pages.what_if import Asked, show_what_if
     from octile.lab.variants import Choice
 
@@ -177,7 +177,7 @@ def what_if(asked: WhatIf) -> None:
     choice = Choice(
         _words(asked.formats), _words(asked.blocks), _words(asked.scales), _intervals(asked.promote), _words(asked.arch)
     )
-    products = product_names(asked.products) if asked.products else None
+    products = parse_gemm_names(asked.products) if asked.products else None
     options = asked.sample, asked.seed, asked.top, asked.tokenizer, asked.out, asked.json
     show_what_if(asked.captures, Asked(asked.layers, products, choice, *options))
 
@@ -207,10 +207,10 @@ class Hardware:
 
 def hardware(asked: Hardware) -> None:
     """What other hardware would bring to a captured step, in error and in bytes moved."""
-    from octile.lab.capture import product_names
+    from octile.lab.capture import parse_gemm_names
     from octile.lab.pages.hardware import show_hardware
 
-    products = product_names(asked.products) if asked.products else None
+    products = parse_gemm_names(asked.products) if asked.products else None
     show_hardware(asked.capture, asked.layers, products, asked.sample, asked.seed, asked.out, asked.json)
 
 

@@ -158,7 +158,7 @@ def octaves_below_amax(x: Tensor) -> Tensor:
 
 
 def tile_errors(x: Tensor, fmt: Format) -> TileErrors:
-    """Quantises x [M, K] in tiles of 1×128 and says what was lost."""
+    """Quantizes x [M, K] in tiles of 1×128 and says what was lost."""
     x = x.float()
     q = quantize(x, (1, 128), fmt).dequantize()
     known = x != 0

@@ -1,10 +1,10 @@
-"""A product's two errors apart, on a sample of its outputs: what quantising the operands cost, and what the sum cost.
+"""A product's two errors apart, on a sample of its outputs: what quantizing the operands cost, and what the sum cost.
 
     exact         a · bᵀ of the operands before their casts                       FP64
-    quantised     the same of the operands after their casts                      FP64
+    quantized     the same of the operands after their casts                      FP64
     accumulated   the same as the tensor core sums it, promoted every 128         `octile.lab.tensor_core`
 
-    quantisation error = quantised − exact        accumulation error = accumulated − quantised
+    quantization error = quantized − exact        accumulation error = accumulated − quantized
 
 The sample is SAMPLE rows of a and SAMPLE rows of b, spread evenly, so SAMPLE² whole outputs of a product: enough for a
 signal-to-noise ratio within about half a decibel, too few for the rarest of the worst. Of experts it is the one with
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octile.lab.operand_stats import Row, decibels
-from octile.lab.tensor_core import product
+from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.quantize import decode
 from octile.scaled import ScaledTensor
 
@@ -82,7 +82,7 @@ class Errors:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class OperandSample:
     """Some rows of one operand, over the columns that are summed.
 
     Attributes:
@@ -96,7 +96,7 @@ class Sample:
     block_columns: int
 
     @classmethod
-    def of(cls, before: Tensor, q: ScaledTensor, rows: Tensor, columns: range | None = None) -> Sample:
+    def of(cls, before: Tensor, q: ScaledTensor, rows: Tensor, columns: range | None = None) -> OperandSample:
         """Of the rows of q, all columns or a group's; before [R, K] are these rows already.
 
         A group that begins within a block is begun with the block, its foreign columns set to zero: zeros add nothing,
@@ -119,13 +119,15 @@ class Sample:
 
 
 @torch.no_grad()
-def product_errors(a: Sample, b: Sample) -> tuple[Errors, Errors | None]:
-    """Quantisation and accumulation error of a · bᵀ. INT8 has no accumulation error: its sums are integers."""
+def gemm_errors(a: OperandSample, b: OperandSample) -> tuple[Errors, Errors | None]:
+    """Quantization and accumulation error of a · bᵀ. INT8 has no accumulation error: its sums are integers."""
     exact = a.before.double() @ b.before.double().mT
-    quantised = a.values() @ b.values().mT
-    quantisation = Errors.between(quantised, exact)
+    quantized = a.values() @ b.values().mT
+    quantization = Errors.between(quantized, exact)
     if torch.int8 in (a.data.dtype, b.data.dtype):
-        return quantisation, None
+        return quantization, None
     blocks = (1, a.block_columns), (1, b.block_columns)
-    accumulated = product(a.data, a.scale, blocks[0], b.data, b.scale, blocks[1], ARCHITECTURE, PROMOTE_EVERY)
-    return quantisation, Errors.between(accumulated.double(), quantised)
+    accumulated = tensor_core_scaled_matmul(
+        a.data, a.scale, blocks[0], b.data, b.scale, blocks[1], ARCHITECTURE, PROMOTE_EVERY
+    )
+    return quantization, Errors.between(accumulated.double(), quantized)

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from octile.formats import FP32
-from octile.lab.capture import Captured
+from octile.lab.capture import CapturedGemm
 from octile.lab.hardware_bytes import Bytes, cast_near_memory, fused_cast, transposed_reads, whole_sums
-from octile.lab.tensor_core import product
-from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core import tensor_core_scaled_matmul
+from octile.lab.tensor_core.architectures import find_instruction
 from octile.lab.variants import BLOCKS, PUBLISHED, Variant, cast
-from octile.lab.what_if import SAMPLE, Error, SampledProduct, sampled, values
+from octile.lab.what_if import SAMPLE, Error, SampledGemm, sampled, values
 from octile.scaled import ScaledTensor
 
 FRACTION_BITS = tuple(range(13, 26))  # Hopper's, up to what holds an FP32 sum
@@ -81,7 +81,7 @@ class Hardware:
 
 
 def hardware(
-    everything: Sequence[Captured], measured: Iterable[Captured], sample: int = SAMPLE, seed: int = 0
+    everything: Sequence[CapturedGemm], measured: Iterable[CapturedGemm], sample: int = SAMPLE, seed: int = 0
 ) -> Hardware:
     """Measures and counts.
 
@@ -93,7 +93,7 @@ def hardware(
     Raises:
         ValueError: an operand is not finite; every product is all zeros.
     """
-    drawn = [at for at in (SampledProduct.of(p, sample, seed) for p in measured) if at.exact.any()]
+    drawn = [at for at in (SampledGemm.of(p, sample, seed) for p in measured) if at.exact.any()]
     if not drawn:
         raise ValueError("there is nothing to measure: every product is all zeros, or none was asked for")
     today = [at.row(PUBLISHED).total.noise for at in drawn]
@@ -127,32 +127,32 @@ def hardware(
     return Hardware(suggestions, accumulators, promoted, casts, longest, len(drawn))
 
 
-def accumulator(drawn: Sequence[SampledProduct], fraction_bits: int) -> Accumulator:
+def accumulator(drawn: Sequence[SampledGemm], fraction_bits: int) -> Accumulator:
     """Hopper's FP8 instruction with other fraction bits, on E4M3 with one scale a tensor."""
-    row = instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
+    row = find_instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
     row = replace(row, fraction_bits=fraction_bits, output_bits=min(fraction_bits, FP32.mantissa_bits))
     sums_noise, total_noise = [], []
     for at in drawn:
         made = at.casts_for(TENSOR)
         a, b = made.a, made.b
-        sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block, row, None).double()
-        sums_noise.append(Error.between(sums, made.quantised).noise)
+        sums = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, row, None).double()
+        sums_noise.append(Error.between(sums, made.quantized).noise)
         total_noise.append(Error.between(sums, at.exact).noise)
     return Accumulator(fraction_bits, _mean(sums_noise), _mean(total_noise))
 
 
-def x_cast_twice(at: SampledProduct) -> Error:
+def x_cast_twice(at: SampledGemm) -> Error:
     """wgrad as it is today: x is kept in 1×128 tiles with power-of-two scales, and cast again along the tokens."""
     kept = cast(at.captured.b.mT, "e4m3", BLOCKS["1x128"], "up").dequantize()
     return _wgrad(at, cast(kept.mT, "e4m3", BLOCKS["1x128"], "up"))
 
 
-def x_cast_once(at: SampledProduct) -> Error:
+def x_cast_once(at: SampledGemm) -> Error:
     """wgrad of the tiles that fprop kept, read transposed."""
     return _wgrad(at, cast(at.captured.b.mT, "e4m3", BLOCKS["1x128"], "up").mT)
 
 
-def _wgrad(at: SampledProduct, x: ScaledTensor) -> Error:
+def _wgrad(at: SampledGemm, x: ScaledTensor) -> Error:
     dy = sampled(cast(at.captured.a, "e4m3", BLOCKS["1x128"], "float32"), at.rows_a)
     return Error.between(values(dy) @ values(sampled(x, at.rows_b)).mT, at.exact)
 

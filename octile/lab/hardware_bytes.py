@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from octile.lab.capture import Captured
+from octile.lab.capture import CapturedGemm
 
 TILE, BF16_BYTES, FP8_BYTES, FP32_BYTES = 128, 2, 1, 4
 
@@ -36,23 +36,23 @@ def in_fp8(rows: int, columns: int) -> int:
     return FP8_BYTES * rows * columns + FP32_BYTES * rows * -(-columns // TILE)
 
 
-def fused_cast(products: Iterable[Captured]) -> Bytes:
+def fused_cast(products: Iterable[CapturedGemm]) -> Bytes:
     """Operand a, x or dy: today read in BF16, written in FP8, read in FP8; then the product's load casts BF16."""
     return _add(Bytes(_cast_today(p), in_bf16(*p.a.shape)) for p in products)
 
 
-def cast_near_memory(products: Iterable[Captured]) -> Bytes:
+def cast_near_memory(products: Iterable[CapturedGemm]) -> Bytes:
     """The same, but BF16 becomes FP8 as it leaves the memory."""
     return _add(Bytes(_cast_today(p), in_fp8(*p.a.shape)) for p in products)
 
 
-def transposed_reads(products: Iterable[Captured]) -> Bytes:
+def transposed_reads(products: Iterable[CapturedGemm]) -> Bytes:
     """wgrad's x: today the kept tiles are read, cast anew along the tokens, written and read; then read as kept."""
     wgrads = [p for p in products if p.product == "wgrad"]
     return _add(Bytes(in_fp8(*p.b.mT.shape) + 2 * in_fp8(*p.b.shape), in_fp8(*p.b.mT.shape)) for p in wgrads)
 
 
-def whole_sums(products: Iterable[Captured]) -> Bytes:
+def whole_sums(products: Iterable[CapturedGemm]) -> Bytes:
     """Partial sums that leave the tensor core for FP32 registers: today every 128 products, then at the end."""
     return _add(
         Bytes(FP32_BYTES * len(p.a) * len(p.b) * -(-p.a.shape[1] // TILE), FP32_BYTES * len(p.a) * len(p.b))
@@ -60,7 +60,7 @@ def whole_sums(products: Iterable[Captured]) -> Bytes:
     )
 
 
-def _cast_today(p: Captured) -> int:
+def _cast_today(p: CapturedGemm) -> int:
     return in_bf16(*p.a.shape) + 2 * in_fp8(*p.a.shape)
 
 

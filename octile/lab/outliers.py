@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import E4M3, INT8, FloatFormat, IntFormat
-from octile.lab.capture import Capture, Captured
+from octile.lab.capture import Capture, CapturedGemm
 from octile.lab.what_if import SAMPLE
 from octile.recipe import Extent
 from octile.scaled import quantize
@@ -75,7 +75,7 @@ class Outliers:
     without: Sequence[Without]
 
 
-def kinds_of(tokens: Tensor, text_of: Callable[[int], str] | None) -> list[str]:
+def token_kinds(tokens: Tensor, text_of: Callable[[int], str] | None) -> list[str]:
     """The kind of each token of a batch [B, S], B·S of them. Without text_of only the first one's is known."""
     kinds = []
     for row in tokens.tolist():
@@ -86,7 +86,7 @@ def kinds_of(tokens: Tensor, text_of: Callable[[int], str] | None) -> list[str]:
     return kinds
 
 
-def by_token(capture: Capture) -> list[Captured]:
+def gemms_by_token(capture: Capture) -> list[CapturedGemm]:
     """The products of a capture in which every row of x is a token: fprop, and no experts.
 
     Raises:
@@ -102,8 +102,8 @@ def by_token(capture: Capture) -> list[Captured]:
     return found
 
 
-def outliers(p: Captured, kinds: Sequence[str], sequence: int, sample: int = SAMPLE, seed: int = 0) -> Outliers:
-    """Looks at the input of a layer, a product of `by_token`; outputs are a sample of the layer's, for all tokens."""
+def outliers(p: CapturedGemm, kinds: Sequence[str], sequence: int, sample: int = SAMPLE, seed: int = 0) -> Outliers:
+    """Analyze the input of a layer, from one of `gemms_by_token`, on a sample of its output channels."""
     x = p.a.float()
     size = x.abs() / _median(x)
     rows = torch.randperm(len(p.b), generator=torch.Generator().manual_seed(seed))[:sample].sort().values
@@ -135,7 +135,7 @@ def outliers(p: Captured, kinds: Sequence[str], sequence: int, sample: int = SAM
     return Outliers(p.layer, size, kinds, sequence, without)
 
 
-def most_outlying(products: Sequence[Captured]) -> Captured:
+def most_outlying(products: Sequence[CapturedGemm]) -> CapturedGemm:
     """The one whose input reaches furthest beyond its median."""
     return max(products, key=lambda p: (p.a.float().abs().max() / _median(p.a.float())).item())
 

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octile.lab.capture import OPERANDS, Captured, capturing
+from octile.lab.capture import OPERANDS, CapturedGemm, capturing
 from octile.lab.layers import layer_weights
-from octile.lab.tensor_core import product
-from octile.lab.what_if import SAMPLE, Error, SampledProduct, sampled, values
+from octile.lab.tensor_core import tensor_core_scaled_matmul
+from octile.lab.what_if import SAMPLE, Error, SampledGemm, sampled, values
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import unscaled
 from octile.recipe import Cast, ProductName, Recipe
 from octile.scaled import ScaledTensor, quantize
 
-LEAST_SNR_DB = 20.0  # the error's RMS is a tenth of the outputs'
+MIN_SNR_DB = 20.0  # the error's RMS is a tenth of the outputs'
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Place = tuple[str, ProductName]
@@ -86,7 +86,7 @@ def preflight(
     recipe: Recipe | None = None,
     *,
     loss: Loss | None = None,
-    least_snr_db: float = LEAST_SNR_DB,
+    least_snr_db: float = MIN_SNR_DB,
     arch: str = "sm_90",
     promote_every: int | None = 128,
     sample: int = SAMPLE,
@@ -118,7 +118,7 @@ def preflight(
         for captured in operands(plain, batch, loss):
             weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
             place = weight, captured.product
-            at = SampledProduct.of(captured, sample, seed)
+            at = SampledGemm.of(captured, sample, seed)
             if not at.exact.any():
                 silent[place] = None
                 continue
@@ -137,15 +137,15 @@ def preflight(
     return Preflight(risks, replace(recipe, exceptions=exceptions), least_snr_db, never)
 
 
-def operands(model: nn.Module, batch: Any, loss: Loss | None = None) -> tuple[Captured, ...]:
+def operands(model: nn.Module, batch: Any, loss: Loss | None = None) -> tuple[CapturedGemm, ...]:
     """The operands of all products of one forward and backward pass of a converted model."""
     with capturing(model) as recorder:
-        (loss or own_loss)(model, batch).backward()
+        (loss or model_loss)(model, batch).backward()
     model.zero_grad(set_to_none=True)
     return recorder.products()
 
 
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
+def model_loss(model: nn.Module, batch: Any) -> Tensor:
     """What the model returns for a batch, or its `.loss`.
 
     Raises:
@@ -162,7 +162,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-def by_channel(found: Tensor, reference: Tensor) -> Error:
+def error_by_channel(found: Tensor, reference: Tensor) -> Error:
     """The error of outputs [M, N] with every channel, a column, in units of its own RMS; columns of zeros are left out.
 
     A few channels are often much larger than the others. They would hide what happens to these.
@@ -194,17 +194,19 @@ def _module_of(model: nn.Module, weight: str) -> str:
 
 
 def _risk(
-    at: SampledProduct, recipe: Recipe, weight: str, module: str, batch: int, arch: str, promote_every: int | None
+    at: SampledGemm, recipe: Recipe, weight: str, module: str, batch: int, arch: str, promote_every: int | None
 ) -> Risk:
     captured = at.captured
-    whole_a, whole_b = cast_as(recipe, captured)
+    whole_a, whole_b = quantize_as_recipe(recipe, captured)
     a, b = sampled(whole_a, at.rows_a), sampled(whole_b, at.rows_b)
     before_a, before_b = captured.a[at.rows_a].double(), captured.b[at.rows_b].double()
-    quantised = values(a) @ values(b).mT
-    by_a, by_b = (by_channel(y, at.exact).noise for y in (values(a) @ before_b.mT, before_a @ values(b).mT))
-    sums = quantised
+    quantized = values(a) @ values(b).mT
+    by_a, by_b = (error_by_channel(y, at.exact).noise for y in (values(a) @ before_b.mT, before_a @ values(b).mT))
+    sums = quantized
     if torch.int8 not in (a.data.dtype, b.data.dtype):  # whose sums are exact
-        sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block, arch, promote_every).double()
+        sums = tensor_core_scaled_matmul(
+            a.data, a.scale, a.block, b.data, b.scale, b.block, arch, promote_every
+        ).double()
     blamed = 0 if by_a >= by_b else 1
     before, after = ((captured.a, whole_a), (captured.b, whole_b))[blamed]
     nonzero = before != 0
@@ -214,15 +216,15 @@ def _risk(
         module,
         batch,
         captured.product,
-        by_channel(quantised, at.exact),
-        by_channel(sums, quantised),
-        by_channel(sums, at.exact),
+        error_by_channel(quantized, at.exact),
+        error_by_channel(sums, quantized),
+        error_by_channel(sums, at.exact),
         OPERANDS[captured.product][blamed],
         (((after.data.float() == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)).item(),
     )
 
 
-def cast_as(recipe: Recipe, captured: Captured) -> tuple[ScaledTensor, ScaledTensor]:
+def quantize_as_recipe(recipe: Recipe, captured: CapturedGemm) -> tuple[ScaledTensor, ScaledTensor]:
     """Both operands as the recipe casts them; wgrad's x is made from what fprop kept."""
     casts = recipe.casts
     assert casts is not None

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octile.lab.capture import Captured, capturing
+from octile.lab.capture import CapturedGemm, capturing
 from octile.lab.layers import layer_weights
-from octile.lab.preflight import Loss, Place, by_channel, own_loss
-from octile.lab.what_if import SAMPLE, Error, SampledProduct
+from octile.lab.preflight import Loss, Place, error_by_channel, model_loss
+from octile.lab.what_if import SAMPLE, Error, SampledGemm
 from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
 from octile.nn.observer import Backward, Product, watch_products
@@ -44,7 +44,7 @@ def measured(
             module.register_full_backward_hook(partial(_see_gradient, seen, name))
     with capturing(converted) as recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")  # of a layer whose input has no gradient
-        (loss or own_loss)(converted, batch).backward()
+        (loss or model_loss)(converted, batch).backward()
     weights = layer_weights(converted).weights
     found: dict[Place, Error] = {}
     for captured in recorder.products():
@@ -54,10 +54,10 @@ def measured(
             result = gradient if expert is None or gradient is None else gradient[expert]
         else:
             result = seen.get(place)
-        at = SampledProduct.of(captured, sample, seed)
+        at = SampledGemm.of(captured, sample, seed)
         if result is not None and at.exact.any():
             rows = result.detach().flatten(0, -2)[at.rows_a.to(result.device)].cpu().double()
-            found[place] = by_channel(rows[:, at.rows_b], at.exact)
+            found[place] = error_by_channel(rows[:, at.rows_b], at.exact)
     return found
 
 
@@ -93,9 +93,9 @@ def watched(model: nn.Module, sample: int = SAMPLE, seed: int = 0) -> Iterator[d
     for captured in recorder.products():
         weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
         product = made.get((weight, captured.product))
-        at = SampledProduct.of(captured, sample, seed)
+        at = SampledGemm.of(captured, sample, seed)
         if product is not None and at.exact.any():
-            found[captured.layer, captured.product] = by_channel(_multiplied(product, at), at.exact)
+            found[captured.layer, captured.product] = error_by_channel(_multiplied(product, at), at.exact)
 
 
 def _keep(made: dict[Place, Product], name: str, product: Product) -> None:
@@ -105,7 +105,7 @@ def _keep(made: dict[Place, Product], name: str, product: Product) -> None:
         made[name, product.name] = Product(product.name, product.before, a.cpu(), b.cpu(), offs)
 
 
-def _multiplied(product: Product, at: SampledProduct) -> Tensor:
+def _multiplied(product: Product, at: SampledGemm) -> Tensor:
     """The sampled outputs [R, S] of a product's 8-bit operands, float64."""
     a, b = product.a, product.b
     assert a is not None
@@ -119,7 +119,7 @@ def _multiplied(product: Product, at: SampledProduct) -> Tensor:
     return _values(a, at.rows_a + own.start, everything) @ _values(b, at.rows_b, everything).mT
 
 
-def _own_tokens(product: Product, captured: Captured) -> range:
+def _own_tokens(product: Product, captured: CapturedGemm) -> range:
     """The rows of x and dy that are this layer's: all, or an expert's."""
     if captured.expert is None or product.offs is None:
         return range(product.before.shape[-1 if product.name == "wgrad" else -2])

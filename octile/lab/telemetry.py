@@ -21,7 +21,7 @@ A row is a flat dictionary that JSON can hold, of one operand or of one product:
     {"step", "layer", "product", "quantization_snr_db", "accumulation_snr_db", …}                   product_stats.py
 
 dgrad's w is fprop's, so it has no row of its own. wgrad's x is what fprop kept, so its error is that of being
-quantised again; where wgrad takes the very tensors of fprop and dgrad, as with one scale a tensor, it has no operand
+quantized again; where wgrad takes the very tensors of fprop and dgrad, as with one scale a tensor, it has no operand
 rows. The product rows compare with the values before any cast.
 """
 
@@ -34,7 +34,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from octile.lab.gemm_stats import Errors, Sample, product_errors, spread
+from octile.lab.gemm_stats import Errors, OperandSample, gemm_errors, spread
 from octile.lab.layers import layer_weights
 from octile.lab.operand_stats import OperandStats, Row, measure
 from octile.nn.observer import Backward, Product, watch_products
@@ -42,7 +42,7 @@ from octile.recipe import ProductName
 from octile.scaled import ScaledTensor
 
 Key = tuple[str, ProductName, str]  # layer, product, operand
-Pair = tuple[Errors, Errors | None]  # of quantisation, of accumulation
+Pair = tuple[Errors, Errors | None]  # of quantization, of accumulation
 
 
 @contextmanager
@@ -105,9 +105,9 @@ class Telemetry:
             {"step": step, "layer": layer, "product": product, "operand": operand, **stats.row(next(on_host))}
             for (layer, product, operand), stats in self._operands.items()
         ]
-        for (layer, product), (quantisation, accumulation) in self._errors.items():
+        for (layer, product), (quantization, accumulation) in self._errors.items():
             row: Row = {"step": step, "layer": layer, "product": product}
-            row |= {"outputs": int(quantisation.sums["outputs"]), **quantisation.row("quantization", next(on_host))}
+            row |= {"outputs": int(quantization.sums["outputs"]), **quantization.row("quantization", next(on_host))}
             rows.append(row | (accumulation.row("accumulation", next(on_host)) if accumulation else {}))
         return rows
 
@@ -169,9 +169,9 @@ class _Layer:
         if self.x is not None and not _same(b.mT, self.x):
             operands["wgrad", "x"] = measure(self.x.dequantize(), b.mT)
         rows_a, rows_b = (spread(q.shape[0], device=a.device) for q in (a, b))
-        errors["wgrad"] = product_errors(
-            Sample.of(product.before[rows_a], a, rows_a, self.tokens),
-            Sample.of(self.x_columns.mT, b, rows_b, self.tokens),
+        errors["wgrad"] = gemm_errors(
+            OperandSample.of(product.before[rows_a], a, rows_a, self.tokens),
+            OperandSample.of(self.x_columns.mT, b, rows_b, self.tokens),
         )
         return operands, errors
 
@@ -184,7 +184,9 @@ class _Layer:
             b, b_before = ScaledTensor(b.data[self.group], b.scale[self.group], b.block), b_before[self.group]
         rows_a = spread(len(self.tokens), self.tokens.start, a.device)
         rows_b = spread(b.shape[0], device=a.device)
-        return product_errors(Sample.of(product.before[rows_a], a, rows_a), Sample.of(b_before[rows_b], b, rows_b))
+        return gemm_errors(
+            OperandSample.of(product.before[rows_a], a, rows_a), OperandSample.of(b_before[rows_b], b, rows_b)
+        )
 
 
 def _busiest(fprop: Product) -> tuple[int | None, range]:

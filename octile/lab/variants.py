@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import E2M1, E4M3, E5M2, E5M6, INT8, UE8M0, FloatFormat, IntFormat
-from octile.lab.tensor_core.architectures import ARCHITECTURES, instruction
+from octile.lab.tensor_core.architectures import ARCHITECTURES, find_instruction
 from octile.ops.quantize import SMALLEST_SCALE, in_blocks, round_up_to_power_of_2
 from octile.recipe import Extent, ProductName
 from octile.scaled import ScaledTensor, resolve
@@ -111,7 +111,7 @@ class Choice:
                 raise ValueError(f"promote must be at least 1 or never, not {interval}")
 
     def combinations(self) -> Iterator[Variant]:
-        """All of them, those that do not apply too (`why_not`). A control sums without promotion, so once."""
+        """All combinations, applicable or not (`why_not_applicable`); fp32 and exact have no promotion interval."""
         for fmt in dict.fromkeys(self.formats):
             blocks = [OWN_BLOCK[fmt]] if fmt in OWN_BLOCK else dict.fromkeys(self.blocks)
             scales = OWN_SCALES["nvfp4"] if fmt == "nvfp4" else dict.fromkeys(self.scales)
@@ -120,7 +120,7 @@ class Choice:
                     yield Variant(fmt, block, scale, promote, arch)
 
 
-def why_not(v: Variant) -> str | None:
+def why_not_applicable(v: Variant) -> str | None:
     """Why a combination does not apply, in words; None where it does."""
     if v.scale not in OWN_SCALES.get(v.fmt, SCALES):
         return f"{v.fmt} has scales that are powers of two, so no {v.scale} ones"
@@ -131,24 +131,24 @@ def why_not(v: Variant) -> str | None:
     if v.fmt == "int8":
         return "tensor cores sum INT8 as exact integers: exact says it all"
     if v.fmt == "nvfp4":
-        return "the instruction that multiplies NVFP4 is not among the modelled ones: exact and fp32 apply"
+        return "the instruction that multiplies NVFP4 is not among the modeled ones: exact and fp32 apply"
     try:
-        row = instruction(v.arch, STORED[v.fmt], STORED[v.fmt], scaled=in_the_core(v))
+        row = find_instruction(v.arch, STORED[v.fmt], STORED[v.fmt], scaled=scales_in_tensor_core(v))
     except TypeError as error:
         return f"{error}".replace(str(torch.float16), "e5m6, held as FP16,") if v.fmt == "e5m6" else str(error)
     if v.promote is None:
         return None
-    if row.promotes:
-        return f"{v.arch}'s {row.name} promotes every {row.promotes} products by itself: never applies"
+    if row.promotes_every:
+        return f"{v.arch}'s {row.name} promotes every {row.promotes_every} products by itself: never applies"
     if v.promote % row.terms:
         return f"{v.arch}'s {row.name} sums {row.terms} products a step, and {v.promote} is no multiple of it"
     extent = BLOCKS["1x128" if v.block == "128x128" else v.block][1]
-    if extent is not None and not in_the_core(v) and math.gcd(extent, v.promote) != v.promote:
+    if extent is not None and not scales_in_tensor_core(v) and math.gcd(extent, v.promote) != v.promote:
         return f"{v.block} has a new scale every {extent} products, so every {v.promote} is every {extent}"
     return None
 
 
-def in_the_core(v: Variant) -> bool:
+def scales_in_tensor_core(v: Variant) -> bool:
     """Whether the tensor core itself multiplies by the scales: MX on an architecture that has such an instruction."""
     return v.fmt == "mx" and any(row.scaled for row in ARCHITECTURES.get(v.arch, ()))
 
@@ -202,7 +202,7 @@ def _nvfp4_scales(amax: Tensor) -> Tensor:
     return E4M3.round(amax / E2M1.max / whole).double() * whole.double()
 
 
-def bits_a_value(v: Variant, *operands: ScaledTensor) -> float:
+def bits_per_value(v: Variant, *operands: ScaledTensor) -> float:
     """Bits a value of the operands with its share of the scales: 8 of a UE8M0 or E4M3 scale, 32 of an FP32 one."""
     width = 8 if v.fmt in OWN_SCALES else 32
     scales, numbers = sum(q.scale.numel() for q in operands), sum(q.data.numel() for q in operands)

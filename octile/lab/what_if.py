@@ -1,10 +1,10 @@
 """What if: the products of a real run, from a capture, in every combination of `octile.lab.variants`.
 
     exact         a · bᵀ of the operands as they were captured                   FP64
-    quantised     the same of the operands after their casts                     FP64
+    quantized     the same of the operands after their casts                     FP64
     accumulated   the same as the tensor core sums it, bit for bit               `octile.lab.tensor_core`
 
-    quantisation error = quantised − exact       accumulation error = accumulated − quantised       total = both
+    quantization error = quantized − exact       accumulation error = accumulated − quantized       total = both
 
 Operands are cast whole; the product is made of `sample` rows of a and of b, drawn with a seed, so of sample² outputs
 whose sums are whole. Each operand is cast from what was captured: that a run's recipe may keep x in 8 bits and cast it
@@ -20,10 +20,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octile.lab.capture import Capture, Captured
+from octile.lab.capture import Capture, CapturedGemm
 from octile.lab.layers import matching
-from octile.lab.tensor_core import product, tensor_core_matmul
-from octile.lab.variants import Choice, Variant, bits_a_value, blocks_of, cast, in_the_core, why_not
+from octile.lab.tensor_core import tensor_core_matmul, tensor_core_scaled_matmul
+from octile.lab.variants import (
+    Choice,
+    Variant,
+    bits_per_value,
+    blocks_of,
+    cast,
+    scales_in_tensor_core,
+    why_not_applicable,
+)
 from octile.ops.matmul import nt_float32
 from octile.ops.quantize import decode
 from octile.recipe import ProductName
@@ -141,11 +149,11 @@ class WhatIf:
 
 
 def what_if(
-    products: Iterable[Captured],
+    products: Iterable[CapturedGemm],
     choice: Choice | None = None,
     sample: int = SAMPLE,
     seed: int = 0,
-    progress: Callable[[Iterable[Captured]], Iterable[Captured]] = lambda all_of_them: all_of_them,
+    progress: Callable[[Iterable[CapturedGemm]], Iterable[CapturedGemm]] = lambda all_of_them: all_of_them,
 ) -> WhatIf:
     """Makes the products in every combination of the choice.
 
@@ -165,14 +173,14 @@ def what_if(
     applying: list[Variant] = []
     refused: dict[str, list[Variant]] = {}
     for variant in (choice or Choice()).combinations():
-        reason = why_not(variant)
+        reason = why_not_applicable(variant)
         (applying if reason is None else refused.setdefault(reason, [])).append(variant)
     if not applying:
         raise ValueError(f"no combination applies: {'; '.join(refused)}")
     rows: list[Row] = []
     silent: list[str] = []
     for captured in progress(list(products)):
-        at = SampledProduct.of(captured, sample, seed)
+        at = SampledGemm.of(captured, sample, seed)
         if at.exact.any():
             rows += [at.row(variant) for variant in applying]
         else:
@@ -182,7 +190,7 @@ def what_if(
     return WhatIf(rows, refused, sample, seed, silent)
 
 
-def chosen(capture: Capture, layers: str = "*", products: Sequence[ProductName] | None = None) -> list[Captured]:
+def chosen(capture: Capture, layers: str = "*", products: Sequence[ProductName] | None = None) -> list[CapturedGemm]:
     """Some products of a capture; of experts, each layer's with the most tokens, unless a pattern names one by number.
 
     Raises:
@@ -195,7 +203,7 @@ def chosen(capture: Capture, layers: str = "*", products: Sequence[ProductName] 
         if name not in there:
             raise ValueError(f"the capture has no {name}: it has {', '.join(sorted(there))}")
     found = [p for p in capture.products if p.layer in wanted and p.product in (products or there)]
-    busiest: dict[tuple[str, ProductName], Captured] = {}
+    busiest: dict[tuple[str, ProductName], CapturedGemm] = {}
     for p in found:
         if p.expert is not None:
             place = p.layer.rpartition(".")[0], p.product
@@ -204,7 +212,7 @@ def chosen(capture: Capture, layers: str = "*", products: Sequence[ProductName] 
     return [p for p in found if p.expert is None or p.layer in named or p in busiest.values()]
 
 
-def _tokens(p: Captured) -> int:
+def _tokens(p: CapturedGemm) -> int:
     return p.a.shape[1] if p.product == "wgrad" else p.a.shape[0]
 
 
@@ -214,22 +222,22 @@ class Casts:
 
     a: ScaledTensor
     b: ScaledTensor
-    quantised: Tensor
+    quantized: Tensor
     bits: float
 
 
 @dataclass
-class SampledProduct:
+class SampledGemm:
     """A product, its sampled rows, and what was already made of it."""
 
-    captured: Captured
+    captured: CapturedGemm
     rows_a: Tensor
     rows_b: Tensor
     exact: Tensor
     casts: dict[tuple[object, ...], Casts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, captured: Captured, sample: int, seed: int) -> SampledProduct:
+    def of(cls, captured: CapturedGemm, sample: int, seed: int) -> SampledGemm:
         """Draws the rows: all of an operand that has no more."""
         for operand in (captured.a, captured.b):
             if not operand.isfinite().all():
@@ -250,19 +258,19 @@ class SampledProduct:
             whole_a = cast(self.captured.a, v.fmt, block_a, v.scale)
             whole_b = cast(self.captured.b, v.fmt, block_b, v.scale)
             a, b = sampled(whole_a, self.rows_a), sampled(whole_b, self.rows_b)
-            self.casts[key] = Casts(a, b, values(a) @ values(b).mT, bits_a_value(v, whole_a, whole_b))
+            self.casts[key] = Casts(a, b, values(a) @ values(b).mT, bits_per_value(v, whole_a, whole_b))
         return self.casts[key]
 
     def row(self, v: Variant) -> Row:
         """The product in one combination, which must apply."""
         made = self.casts_for(v)
-        sums = summed(v, made.a, made.b, made.quantised)
+        sums = summed(v, made.a, made.b, made.quantized)
         return Row(
             self.captured.layer,
             self.captured.product,
             v,
-            Error.between(made.quantised, self.exact),
-            Error.between(sums, made.quantised),
+            Error.between(made.quantized, self.exact),
+            Error.between(sums, made.quantized),
             Error.between(sums, self.exact),
             made.bits,
         )
@@ -278,16 +286,16 @@ def values(q: ScaledTensor) -> Tensor:
     return decode(q.data).double() * q.scale.repeat_interleave(q.block[1], dim=1)[:, : q.data.shape[1]].double()
 
 
-def summed(v: Variant, a: ScaledTensor, b: ScaledTensor, quantised: Tensor) -> Tensor:
-    """a · bᵀ as the combination's architecture sums it, float64 [M, N]; quantised is the exact sum."""
+def summed(v: Variant, a: ScaledTensor, b: ScaledTensor, quantized: Tensor) -> Tensor:
+    """a · bᵀ as the combination's architecture sums it, float64 [M, N]; quantized is the exact sum."""
     if v.arch == "exact":
-        return quantised
+        return quantized
     if v.arch == "fp32":
         return nt_float32(values(a).float(), values(b).float()).double()
-    if in_the_core(v):
+    if scales_in_tensor_core(v):
         scales = (q.scale.to(torch.float8_e8m0fnu) for q in (a, b))
         return tensor_core_matmul(a.data, b.data, None, v.arch, v.promote, torch.float32, *scales).double()
-    return product(a.data, a.scale, a.block, b.data, b.scale, b.block, v.arch, v.promote).double()
+    return tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, v.arch, v.promote).double()
 
 
 def _rank(variant: Variant, rows: list[Row]) -> Rank:

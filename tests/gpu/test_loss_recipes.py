@@ -5,7 +5,7 @@ import torch
 
 from experiments.loss.recipes import raw_accumulator
 from octile.kernels.cuda.gemm.request import why_not_on
-from octile.lab import product
+from octile.lab import tensor_core_scaled_matmul
 from octile.ops.quantize import quantize
 
 
@@ -18,4 +18,4 @@ def test_raw_sums_are_the_tensor_cores(shape):
     for rows in (m, n):
         data, scale = quantize(torch.randn(rows, k, device="cuda").abs(), rows, k, "e4m3", False)
         operands += [data, scale, (rows, k)]
-    assert torch.equal(raw_accumulator(*operands), product(*operands, promote_every=None))
+    assert torch.equal(raw_accumulator(*operands), tensor_core_scaled_matmul(*operands, promote_every=None))

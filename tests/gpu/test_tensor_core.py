@@ -8,7 +8,7 @@ import torch
 
 import octile
 from octile.kernels.cuda.gemm.request import why_not_on
-from octile.lab import product, tensor_core, tensor_core_matmul
+from octile.lab import tensor_core, tensor_core_matmul, tensor_core_scaled_matmul
 from octile.lab.probe import kernels, products
 from octile.lab.probe.compare import cases, compare
 from octile.lab.tensor_core.architectures import ARCHITECTURES
@@ -40,9 +40,9 @@ def test_block_scaled_products_are_the_cpus():
     a, b = (octile.quantize(torch.randn(side, 700), (1, 128)) for side in (90, 150))
     for promote_every in (None, 128):
         parts = [(q.data, q.scale, q.block) for q in (a, b)]
-        on_cpu = product(*parts[0], *parts[1], promote_every=promote_every)
+        on_cpu = tensor_core_scaled_matmul(*parts[0], *parts[1], promote_every=promote_every)
         parts = [(q.data.cuda(), q.scale.cuda(), q.block) for q in (a, b)]
-        assert same_bits(product(*parts[0], *parts[1], promote_every=promote_every).cpu(), on_cpu)
+        assert same_bits(tensor_core_scaled_matmul(*parts[0], *parts[1], promote_every=promote_every).cpu(), on_cpu)
 
 
 def test_a_layer_on_any_gpu_sums_as_hopper_does():

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import FP16
-from octile.lab.tensor_core import product, reference
+from octile.lab.tensor_core import reference, tensor_core_scaled_matmul
 from octile.lab.tensor_core.architectures import Instruction
 from octile.lab.tensor_core.operand import FORMATS, decode
 from octile.scaled import ScaledTensor
@@ -22,9 +22,9 @@ def normal(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(40).to(dtype)
 
 
-def specified(a: Tensor, b: Tensor, c: Tensor, row: Instruction, half: bool = False) -> Tensor:
+def specified(a: Tensor, b: Tensor, c: Tensor, row: Instruction, fp16_accumulator: bool = False) -> Tensor:
     """`reference.step` chained along K for every output [M, N]."""
-    formats = (FP16, FP16) if row.pairs else (FORMATS[a.dtype], FORMATS[b.dtype])
+    formats = (FP16, FP16) if row.via_fp16 else (FORMATS[a.dtype], FORMATS[b.dtype])
     a_value, b_value = decode(a, row).value, decode(b, row).value
     out = c.float().clone()
     for m in range(len(a)):
@@ -32,7 +32,7 @@ def specified(a: Tensor, b: Tensor, c: Tensor, row: Instruction, half: bool = Fa
             for k in range(0, a_value.shape[1], row.terms):
                 terms = slice(k, k + row.terms)
                 x = a_value[m, terms].tolist(), b_value[n, terms].tolist(), out[m, n].item()
-                out[m, n] = reference.step(*x, *formats, row, half)
+                out[m, n] = reference.step(*x, *formats, row, fp16_accumulator)
     return out
 
 
@@ -49,5 +49,6 @@ def products_of_a_layer(operands: dict[str, ScaledTensor], promote_every: int | 
     of_wgrad = on_cpu.get("wgrad_dy", dy).mT, on_cpu.get("wgrad_x", x).mT
     pairs = (x, w), (dy, w.mT), of_wgrad
     return tuple(
-        product(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=promote_every) for a, b in pairs
+        tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=promote_every)
+        for a, b in pairs
     )

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import nn
 
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
-from octile.lab.capture import FORMAT_VERSION, METADATA, capturing, load, product_names
+from octile.lab.capture import FORMAT_VERSION, METADATA, capturing, load, parse_gemm_names
 from octile.nn.conversion import apply_recipe
 from octile.nn.functional import grouped_linear
 from octile.nn.moe import Experts
@@ -177,9 +177,9 @@ def test_a_truncated_file_is_noticed(tmp_path):
 
 
 def test_names_of_products():
-    assert product_names("wgrad, fprop") == ("fprop", "wgrad")
+    assert parse_gemm_names("wgrad, fprop") == ("fprop", "wgrad")
     with pytest.raises(ValueError, match="products must be some of fprop, dgrad, wgrad, not 'bprop'"):
-        product_names("fprop,bprop")
+        parse_gemm_names("fprop,bprop")
 
 
 def test_a_capture_under_autocast_has_the_dtype_that_came():

@@ -155,7 +155,7 @@ def activation():
     return x
 
 
-def quantised_slowly(x: torch.Tensor, fmt) -> list[list[tuple[Fraction, Fraction]]]:
+def quantized_slowly(x: torch.Tensor, fmt) -> list[list[tuple[Fraction, Fraction]]]:
     """(value, nearest multiple of the tile's FP32 scale) of every element."""
     table = [Fraction(0), *(Fraction(v) for v in positive_values(fmt))]
     rows = []
@@ -174,7 +174,7 @@ def quantised_slowly(x: torch.Tensor, fmt) -> list[list[tuple[Fraction, Fraction
 
 @pytest.mark.parametrize("fmt", [E4M3, INT8], ids=lambda fmt: fmt.name)
 def test_tile_errors_in_exact_arithmetic(activation, fmt):
-    pairs = [pair for row in quantised_slowly(activation, fmt) for pair in row]
+    pairs = [pair for row in quantized_slowly(activation, fmt) for pair in row]
     nonzero = [(x, q) for x, q in pairs if x]
     found = tile_errors(activation, fmt)
     assert found.flushed == sum(q == 0 for _, q in nonzero) / len(nonzero)

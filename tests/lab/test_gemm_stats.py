@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from octile.formats import INT8
-from octile.lab.gemm_stats import Sample, product_errors, spread
-from octile.lab.tensor_core import product
+from octile.lab.gemm_stats import OperandSample, gemm_errors, spread
+from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.scaled import quantize
 
 K = 300
@@ -47,17 +47,21 @@ def as_rows(errors, prefix):
 def test_both_errors_of_whole_products():
     a, q_a, b, q_b = operands()
     rows_a, rows_b = spread(40), spread(10)
-    quantisation, accumulation = product_errors(Sample.of(a[rows_a], q_a, rows_a), Sample.of(b[rows_b], q_b, rows_b))
+    quantization, accumulation = gemm_errors(
+        OperandSample.of(a[rows_a], q_a, rows_a), OperandSample.of(b[rows_b], q_b, rows_b)
+    )
     true = exact(a[rows_a], b[rows_b])
     decoded = [
         [[Fraction(float(d)) * Fraction(float(s)) for d, s in zip(data, scales, strict=True)] for data, scales in pair]
         for pair in (_codes_and_scales(q_a, rows_a), _codes_and_scales(q_b, rows_b))
     ]
-    quantised = [[sum(x * y for x, y in zip(r, c, strict=True)) for c in decoded[1]] for r in decoded[0]]
-    assert as_rows(quantisation, "q") == pytest.approx(slow_row(quantised, true), rel=1e-9)
-    summed = product(q_a.data, q_a.scale, q_a.block, q_b.data, q_b.scale, q_b.block)[rows_a][:, rows_b]
+    quantized = [[sum(x * y for x, y in zip(r, c, strict=True)) for c in decoded[1]] for r in decoded[0]]
+    assert as_rows(quantization, "q") == pytest.approx(slow_row(quantized, true), rel=1e-9)
+    summed = tensor_core_scaled_matmul(q_a.data, q_a.scale, q_a.block, q_b.data, q_b.scale, q_b.block)[rows_a][
+        :, rows_b
+    ]
     found = [[Fraction(v) for v in row] for row in summed.tolist()]
-    assert as_rows(accumulation, "a") == pytest.approx(slow_row(found, quantised), rel=1e-9)
+    assert as_rows(accumulation, "a") == pytest.approx(slow_row(found, quantized), rel=1e-9)
 
 
 def _codes_and_scales(q, rows):
@@ -71,7 +75,9 @@ def test_a_group_of_columns_is_a_product_of_its_own(columns):
     a, q_a, b, q_b = operands()
     rows_a, rows_b = spread(40), spread(10)
     window = slice(columns.start, columns.stop)
-    found, _ = product_errors(Sample.of(a[rows_a], q_a, rows_a, columns), Sample.of(b[rows_b], q_b, rows_b, columns))
+    found, _ = gemm_errors(
+        OperandSample.of(a[rows_a], q_a, rows_a, columns), OperandSample.of(b[rows_b], q_b, rows_b, columns)
+    )
     true = a[rows_a][:, window].double() @ b[rows_b][:, window].double().mT
     values = q_a.dequantize().double()[rows_a][:, window] @ q_b.dequantize().double()[rows_b][:, window].mT
     assert float(found.sums["signal2"]) == pytest.approx(float(true.square().sum()), rel=1e-12)
@@ -81,7 +87,7 @@ def test_a_group_of_columns_is_a_product_of_its_own(columns):
 def test_integers_have_no_accumulation_error():
     a, q_a, b, q_b = operands("int8")
     rows_a, rows_b = spread(40), spread(10)
-    assert product_errors(Sample.of(a[rows_a], q_a, rows_a), Sample.of(b[rows_b], q_b, rows_b))[1] is None
+    assert gemm_errors(OperandSample.of(a[rows_a], q_a, rows_a), OperandSample.of(b[rows_b], q_b, rows_b))[1] is None
 
 
 @pytest.mark.parametrize(
@@ -97,8 +103,10 @@ def test_samples_are_spread_over_all_rows(n, start, first, last, count):
 def test_micro_batches_add_up():
     a, q_a, b, q_b = operands()
     rows_a, rows_b = torch.arange(16), torch.arange(10)
-    one, other = (product_errors(Sample.of(a[r], q_a, r), Sample.of(b, q_b, rows_b))[0] for r in (rows_a, rows_a + 16))
+    one, other = (
+        gemm_errors(OperandSample.of(a[r], q_a, r), OperandSample.of(b, q_b, rows_b))[0] for r in (rows_a, rows_a + 16)
+    )
     both = torch.arange(32)
     one.add(other)
-    together = product_errors(Sample.of(a[both], q_a, both), Sample.of(b, q_b, rows_b))[0]
+    together = gemm_errors(OperandSample.of(a[both], q_a, both), OperandSample.of(b, q_b, rows_b))[0]
     assert as_rows(one, "q") == pytest.approx(as_rows(together, "q"))

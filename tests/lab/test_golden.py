@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from octile.lab.probe.compare import bits, cases, modelled
+from octile.lab.probe.compare import bits, cases, modeled
 from octile.lab.probe.golden import replay
 from octile.lab.tensor_core import vectorized
 from octile.lab.tensor_core.operand import decode
-from octile.lab.tensor_core.vectorized import Sum
+from octile.lab.tensor_core.vectorized import Summation
 
 FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `benchmarks/hopper.sh probe` left
 
@@ -16,7 +16,7 @@ FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: wha
 def test_the_model_gives_what_the_hardware_gave():
     outputs = 0
     for case, a, b, c, d in replay(FILE):
-        assert torch.equal(bits(modelled(a, b, c, case.row)), bits(d)), case
+        assert torch.equal(bits(modeled(a, b, c, case.row)), bits(d)), case
         outputs += d.numel()
     assert outputs >= 20_000
 
@@ -24,7 +24,12 @@ def test_the_model_gives_what_the_hardware_gave():
 def test_so_does_plain_torch():
     for case, a, b, c, d in replay(FILE):
         x, y = decode(a, case.row), decode(b, case.row)
-        how = Sum(case.row, case.row.promotes or x.value.shape[1], case.row.promotes is not None, half=case.half)
+        how = Summation(
+            case.row,
+            case.row.promotes_every or x.value.shape[1],
+            case.row.promotes_every is not None,
+            fp16_accumulator=case.fp16_accumulator,
+        )
         assert torch.equal(bits(vectorized.sum_products(x, y, c.float(), how).to(d.dtype)), bits(d)), case
 
 

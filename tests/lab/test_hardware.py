@@ -6,14 +6,14 @@ from itertools import product as every_combination
 import pytest
 import torch
 
-from octile.lab.capture import Captured, load
+from octile.lab.capture import CapturedGemm, load
 from octile.lab.hardware import FRACTION_BITS, TENSOR, accumulator, hardware, x_cast_once, x_cast_twice
 from octile.lab.hardware_bytes import Bytes, cast_near_memory, fused_cast, transposed_reads, whole_sums
 from octile.lab.tensor_core import reference
-from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.architectures import find_instruction
 from octile.lab.tensor_core.operand import FORMATS
 from octile.lab.variants import cast
-from octile.lab.what_if import SampledProduct, chosen
+from octile.lab.what_if import SampledGemm, chosen
 from octile.ops.quantize import dequantize
 from octile.scaled import quantize
 from tests.lab.captures import write_capture
@@ -22,14 +22,14 @@ from tests.lab.test_what_if import assert_error, captured, exactly, slow_error, 
 T, K, N = 200, 130, 140  # each a tile of 128 and a part of one
 
 
-def layer(t=T, k=K, n=N) -> list[Captured]:
+def layer(t=T, k=K, n=N) -> list[CapturedGemm]:
     """The three products of a linear layer."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in ((t, k), (n, k), (t, n)))
     return [
-        Captured("layer", "fprop", x, w),
-        Captured("layer", "dgrad", dy, w.mT),
-        Captured("layer", "wgrad", dy.mT, x.mT),
+        CapturedGemm("layer", "fprop", x, w),
+        CapturedGemm("layer", "dgrad", dy, w.mT),
+        CapturedGemm("layer", "wgrad", dy.mT, x.mT),
     ]
 
 
@@ -68,7 +68,7 @@ def test_what_is_saved():
 @pytest.mark.parametrize("bits", [13, 14, 20, 23, 24, 25])
 def test_an_accumulator_of_other_bits_is_the_specification(bits):
     p = captured(k=96)
-    row = instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
+    row = find_instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
     row = row.__class__(**{**vars(row), "fraction_bits": bits, "output_bits": min(bits, 23)})
     a, b = (cast(t, "e4m3", (None, None), "float32") for t in (p.a, p.b))
     fmt = FORMATS[torch.float8_e4m3fn]
@@ -80,21 +80,21 @@ def test_an_accumulator_of_other_bits_is_the_specification(bits):
             total = reference.step(x, y, total, fmt, fmt, row)
         sums[m, n] = total
     scaled = [[Fraction(x) for x in line] for line in (sums * (a.scale * b.scale)).tolist()]
-    found = accumulator([SampledProduct.of(p, 32, 0)], bits)
-    quantised = exactly(a.data.double() * a.scale.double(), b.data.double() * b.scale.double())
-    assert found.accumulation == pytest.approx(slow_error(scaled, quantised)[0], rel=1e-9, abs=1e-18)
+    found = accumulator([SampledGemm.of(p, 32, 0)], bits)
+    quantized = exactly(a.data.double() * a.scale.double(), b.data.double() * b.scale.double())
+    assert found.accumulation == pytest.approx(slow_error(scaled, quantized)[0], rel=1e-9, abs=1e-18)
     assert found.total == pytest.approx(slow_error(scaled, exactly(p.a, p.b))[0], rel=1e-9)
 
 
 def test_thirteen_bits_are_hoppers():
-    at = SampledProduct.of(captured(), 32, 0)
+    at = SampledGemm.of(captured(), 32, 0)
     assert accumulator([at], 13).accumulation == at.row(TENSOR).accumulation.noise
 
 
 @pytest.mark.parametrize("way", ["once", "twice"])
 def test_wgrads_x_cast_once_or_twice(way):
     fprop, dgrad, wgrad = layer(t=140, k=6, n=5)
-    at, x, dy = SampledProduct.of(wgrad, 200, 0), fprop.a, dgrad.a
+    at, x, dy = SampledGemm.of(wgrad, 200, 0), fprop.a, dgrad.a
     kept = quantize(x, (1, 128), scale="power_of_2")
     if way == "twice":
         kept = quantize(kept.dequantize(), (128, 1), scale="power_of_2")
@@ -113,13 +113,13 @@ def test_everything_together(tmp_path):
     by_name = {s.name: s for s in found.suggestions}
     assert by_name["cast near memory"].bytes == cast_near_memory(capture.products)
     assert by_name["cast near memory"].noise is None
-    today = [SampledProduct.of(p, 32, 0) for p in chosen(capture) if p.product == "wgrad"]
+    today = [SampledGemm.of(p, 32, 0) for p in chosen(capture) if p.product == "wgrad"]
     twice = by_name["transposed reads"].noise
     assert twice is not None
     assert twice[0] == pytest.approx(sum(x_cast_twice(at).noise for at in today) / len(today))
 
 
 def test_zeros_are_refused():
-    zero = Captured("layer", "fprop", torch.zeros(3, 4), torch.zeros(3, 4))
+    zero = CapturedGemm("layer", "fprop", torch.zeros(3, 4), torch.zeros(3, 4))
     with pytest.raises(ValueError, match="there is nothing to measure"):
         hardware([zero], [zero])

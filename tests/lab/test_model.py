@@ -61,9 +61,9 @@ def test_a_compiled_layer_is_computed_so_too():
     with torch.no_grad():
         plain = compiled(x)
         with tensor_core("sm_90"):
-            modelled = compiled(x)
-            assert torch.equal(modelled, linear(x))
-    assert not torch.equal(modelled, plain)
+            modeled = compiled(x)
+            assert torch.equal(modeled, linear(x))
+    assert not torch.equal(modeled, plain)
 
 
 def test_layers_in_other_formats_are_not_touched():

@@ -5,19 +5,19 @@ import math
 import pytest
 import torch
 
-from octile.lab.capture import Capture, Captured, load
-from octile.lab.outliers import MASSIVE, SCHEMES, by_token, kinds_of, most_outlying, outliers
+from octile.lab.capture import Capture, CapturedGemm, load
+from octile.lab.outliers import MASSIVE, SCHEMES, gemms_by_token, most_outlying, outliers, token_kinds
 from octile.scaled import quantize
 from tests.lab.captures import write_capture
 
 KINDS = ["first token", "other tokens", ".", "newline", "other tokens", "other tokens"]
 
 
-def layer(outlier=3000.0, seed=0) -> Captured:
+def layer(outlier=3000.0, seed=0) -> CapturedGemm:
     generator = torch.Generator().manual_seed(seed)
     x, w = torch.randn(6, 200, generator=generator), torch.randn(30, 200, generator=generator)
     x[0, 9] = outlier
-    return Captured("layer", "fprop", x, w)
+    return CapturedGemm("layer", "fprop", x, w)
 
 
 def by_kind(p, **options):
@@ -26,12 +26,12 @@ def by_kind(p, **options):
 
 def test_kinds_of_tokens():
     texts = {0: "def", 1: ".", 2: "\n", 3: " \n  ", 4: " .", 5: "a.b", 6: " "}
-    kinds = kinds_of(torch.tensor([[1, 1, 2, 3], [0, 4, 5, 6]]), texts.__getitem__)
+    kinds = token_kinds(torch.tensor([[1, 1, 2, 3], [0, 4, 5, 6]]), texts.__getitem__)
     assert kinds == ["first token", ".", "newline", "newline", "first token", ".", "other tokens", "other tokens"]
 
 
 def test_without_texts_only_the_first_token_is_known():
-    assert kinds_of(torch.tensor([[1, 2]]), None) == ["first token", "other tokens"]
+    assert token_kinds(torch.tensor([[1, 2]]), None) == ["first token", "other tokens"]
 
 
 def test_a_value_is_massive_by_the_median():
@@ -92,8 +92,8 @@ def test_the_most_outlying_input():
 
 def test_rows_are_tokens_outside_of_experts(tmp_path):
     capture = load(write_capture(tmp_path / "c.safetensors"))
-    assert [p.layer for p in by_token(capture)] == ["first", "second"]
-    assert most_outlying(by_token(capture)).layer == "first"
+    assert [p.layer for p in gemms_by_token(capture)] == ["first", "second"]
+    assert most_outlying(gemms_by_token(capture)).layer == "first"
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_rows_are_tokens_outside_of_experts(tmp_path):
 )
 def test_captures_without_tokens_are_refused(capture, message):
     with pytest.raises(ValueError, match=message):
-        by_token(capture)
+        gemms_by_token(capture)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from octile.lab.capture import Captured
-from octile.lab.preflight import by_channel, cast_as, own_loss, preflight
+from octile.lab.capture import CapturedGemm
+from octile.lab.preflight import error_by_channel, model_loss, preflight, quantize_as_recipe
 from octile.lab.preflight_check import measured, watched
-from octile.lab.tensor_core import product, tensor_core
+from octile.lab.tensor_core import tensor_core, tensor_core_scaled_matmul
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
 from octile.recipe import PRODUCTS, Recipe
@@ -85,14 +85,14 @@ def test_with_the_advice_the_bad_layer_is_as_good_as_any(found):
 
 
 def test_the_predicted_error_is_the_kernels():
-    """fprop of the first layer, whose input is the same in any recipe, multiplied on the modelled tensor core."""
+    """fprop of the first layer, whose input is the same in any recipe, multiplied on the modeled tensor core."""
     model, (x, y) = Net(), batch()
     first = {r.product: r for r in preflight(model, [(x, y)], sample=1000).risks if r.layer == "layers.0"}["fprop"]
     h = nn.functional.layer_norm(x, (D,)).detach()
     w = model.layers[0].weight.detach()
     a, b = quantize(h, (1, 128), scale="power_of_2"), quantize(w, (128, 128))
-    sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block)
-    assert first.total == by_channel(sums.double(), h.double() @ w.double().T)
+    sums = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block)
+    assert first.total == error_by_channel(sums.double(), h.double() @ w.double().T)
 
 
 def test_the_real_step_is_summed_as_its_surroundings_say():
@@ -105,7 +105,9 @@ def test_the_real_step_is_summed_as_its_surroundings_say():
 def test_every_channel_counts_alike():
     exact = torch.tensor([[1.0, 1000.0, 0.0], [-1.0, 3000.0, 0.0]], dtype=torch.float64)
     found = exact + torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
-    assert by_channel(found, exact).noise == pytest.approx(0.125)  # a quarter of the first channel's power, none else
+    assert error_by_channel(found, exact).noise == pytest.approx(
+        0.125
+    )  # a quarter of the first channel's power, none else
 
 
 def test_operands_are_cast_as_the_recipe_casts_them():
@@ -120,7 +122,7 @@ def test_operands_are_cast_as_the_recipe_casts_them():
     }
     sides = {"fprop": (x, w), "dgrad": (dy, w.mT), "wgrad": (dy.mT, x.mT)}
     for name, pair in expected.items():
-        for mine, theirs in zip(cast_as(recipe, Captured("l", name, *sides[name])), pair, strict=True):
+        for mine, theirs in zip(quantize_as_recipe(recipe, CapturedGemm("l", name, *sides[name])), pair, strict=True):
             assert torch.equal(mine.data.float(), theirs.data.float())
             assert torch.equal(mine.scale, theirs.scale)
 
@@ -186,7 +188,7 @@ def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, reci
     results = measured(model, given, named)
     training = apply_recipe(copy.deepcopy(model), named)
     with watched(training) as seen:
-        own_loss(training, given).backward()
+        model_loss(training, given).backward()
     assert results.keys() <= seen.keys()
     for place, error in results.items():
         assert seen[place].noise == pytest.approx(error.noise, rel=1e-3), place
@@ -195,14 +197,14 @@ def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, reci
 def test_every_product_of_every_expert_is_watched():
     training = apply_recipe(Mixture(), Recipe.deepseek_v3())
     with watched(training) as seen:
-        own_loss(training, (batch()[0],)).backward()
+        model_loss(training, (batch()[0],)).backward()
     assert set(seen) == {(f"experts.{w}.{g}", p) for w in ("down", "gate_up") for g in (0, 1) for p in PRODUCTS}
 
 
 def test_products_that_are_not_in_8_bits_are_not_watched(found):
     training = apply_recipe(Net(BAD), found.recipe)
     with watched(training) as seen:
-        own_loss(training, batch()).backward()
+        model_loss(training, batch()).backward()
     assert {layer for layer, _ in seen} == {f"layers.{i}" for i in range(4) if i != BAD} | {"out"}
 
 
@@ -225,14 +227,14 @@ class Returns(nn.Module):
     ],
 )
 def test_what_a_batch_may_be(what, given):
-    assert own_loss(Returns(what), given).item() == 6
+    assert model_loss(Returns(what), given).item() == 6
 
 
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(
         TypeError, match=r"must return a loss, a scalar, or something with .loss, not \[3\]: give loss="
     ):
-        own_loss(Returns(lambda a, b: a), torch.ones(3))
+        model_loss(Returns(lambda a, b: a), torch.ones(3))
 
 
 def test_a_loss_may_be_given():

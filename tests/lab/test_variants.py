@@ -18,10 +18,10 @@ from octile.lab.variants import (
     STORED,
     Choice,
     Variant,
-    bits_a_value,
+    bits_per_value,
     blocks_of,
     cast,
-    why_not,
+    why_not_applicable,
 )
 from octile.scaled import quantize
 
@@ -165,7 +165,7 @@ def test_only_a_weight_has_square_blocks():
 )
 def test_bits_a_value(variant, bits):
     a, _ = blocks_of(variant, "fprop")
-    assert bits_a_value(variant, cast(matrix(0, 8, 256), variant.fmt, a, variant.scale)) == bits
+    assert bits_per_value(variant, cast(matrix(0, 8, 256), variant.fmt, a, variant.scale)) == bits
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_bits_a_value(variant, bits):
         (Variant("e4m3", "1x32", "up", None, "exact"), "is mx"),
         (Variant("mx", "1x32", "float32", None, "exact"), "mx has scales that are powers of two"),
         (Variant("int8", "row", "up", 128, "sm_90"), "tensor cores sum INT8 as exact integers"),
-        (Variant("nvfp4", "1x16", "e4m3", None, "sm_100"), "is not among the modelled ones"),
+        (Variant("nvfp4", "1x16", "e4m3", None, "sm_100"), "is not among the modeled ones"),
         (Variant("e4m3", "row", "up", 128, "sm_80"), "sm_80 has no instruction"),
         (Variant("e4m3", "1x32", "float32", 128, "sm_90"), "1x32 has a new scale every 32 products"),
         (Variant("e4m3", "row", "up", 128, "sm_90_mma"), "promotes every 32 products by itself"),
@@ -184,7 +184,7 @@ def test_bits_a_value(variant, bits):
     ids=str,
 )
 def test_what_does_not_apply_is_said(variant, reason):
-    assert reason in (why_not(variant) or "")
+    assert reason in (why_not_applicable(variant) or "")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_does_not_apply_is_said(variant, reason):
     ids=str,
 )
 def test_what_applies_is_not_refused(variant):
-    assert why_not(variant) is None
+    assert why_not_applicable(variant) is None
 
 
 def test_all_combinations_come_once_and_controls_are_not_promoted():

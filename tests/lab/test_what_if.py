@@ -7,12 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from octile.lab.capture import Capture, Captured, load
-from octile.lab.tensor_core import product, reference
-from octile.lab.tensor_core.architectures import instruction
+from octile.lab.capture import Capture, CapturedGemm, load
+from octile.lab.tensor_core import reference, tensor_core_scaled_matmul
+from octile.lab.tensor_core.architectures import find_instruction
 from octile.lab.tensor_core.operand import FORMATS as BY_DTYPE
 from octile.lab.variants import PUBLISHED, Choice, Variant, blocks_of, cast
-from octile.lab.what_if import Error, SampledProduct, chosen, decibels, values, what_if
+from octile.lab.what_if import Error, SampledGemm, chosen, decibels, values, what_if
 from tests.lab.captures import write_capture
 
 
@@ -20,7 +20,7 @@ def captured(m=5, n=4, k=300, name="fprop", seed=0):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
     a[1] *= 50
-    return Captured("layer", name, a, b)
+    return CapturedGemm("layer", name, a, b)
 
 
 def exactly(a, b):
@@ -68,20 +68,20 @@ def test_the_casts_error_is_the_exact_one(variant):
     p = captured()
     block_a, block_b = blocks_of(variant, "fprop")
     a, b = cast(p.a, variant.fmt, block_a, variant.scale), cast(p.b, variant.fmt, block_b, variant.scale)
-    quantised = exactly(a.data.double() * spread(a, 300), b.data.double() * spread(b, 300))
-    assert_error(SampledProduct.of(p, 32, 0).row(variant).quantization, slow_error(quantised, exactly(p.a, p.b)))
+    quantized = exactly(a.data.double() * spread(a, 300), b.data.double() * spread(b, 300))
+    assert_error(SampledGemm.of(p, 32, 0).row(variant).quantization, slow_error(quantized, exactly(p.a, p.b)))
 
 
 def test_the_sums_of_one_scale_a_tensor_are_the_instructions():
     p, variant = captured(k=96), Variant("e4m3", "tensor", "float32", None, "sm_90")
-    row = instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
+    row = find_instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
     a, b = (cast(t, "e4m3", (None, None), "float32") for t in (p.a, p.b))
     scale = (a.scale * b.scale).item()
     sums = [[torch.tensor(chain(x, y, row)).mul(scale).item() for y in b.data] for x in a.data]
-    quantised = exactly(a.data.double() * a.scale.double(), b.data.double() * b.scale.double())
-    found = SampledProduct.of(p, 32, 0).row(variant)
+    quantized = exactly(a.data.double() * a.scale.double(), b.data.double() * b.scale.double())
+    found = SampledGemm.of(p, 32, 0).row(variant)
     as_fractions = [[Fraction(x) for x in line] for line in sums]
-    assert_error(found.accumulation, slow_error(as_fractions, quantised))
+    assert_error(found.accumulation, slow_error(as_fractions, quantized))
     assert_error(found.total, slow_error(as_fractions, exactly(p.a, p.b)))
 
 
@@ -98,8 +98,8 @@ def test_the_published_sums_are_the_kernels():
     p = captured(40, 300)  # a weight of several rows of blocks
     p.b[128:256] *= 1000
     a, b = cast(p.a, "e4m3", (1, 128), "float32"), cast(p.b, "e4m3", (128, 128), "float32")
-    sums = product(a.data, a.scale, a.block, b.data, b.scale, b.block).double()
-    at = SampledProduct.of(p, 16, 1)
+    sums = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block).double()
+    at = SampledGemm.of(p, 16, 1)
     error = Error.between(sums[at.rows_a][:, at.rows_b], at.exact)
     assert at.row(PUBLISHED).total == error
 
@@ -107,17 +107,17 @@ def test_the_published_sums_are_the_kernels():
 def test_mx_on_its_own_instruction_needs_no_scale_outside():
     """With one step of 32 products and 25 bits the sum of the scaled values is exact but for its last bits."""
     p = captured(k=32)
-    assert SampledProduct.of(p, 32, 0).row(Variant("mx", "1x32", "up", None, "sm_100")).accumulation.noise < 2.0**-40
+    assert SampledGemm.of(p, 32, 0).row(Variant("mx", "1x32", "up", None, "sm_100")).accumulation.noise < 2.0**-40
 
 
 def test_exact_sums_have_no_error():
-    row = SampledProduct.of(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="exact"))
+    row = SampledGemm.of(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="exact"))
     assert row.accumulation == Error(0.0, 0.0, 0.0)
     assert row.total == row.quantization
 
 
 def test_fp32_sums_are_off_by_fp32s_rounding():
-    row = SampledProduct.of(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="fp32"))
+    row = SampledGemm.of(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="fp32"))
     assert 0 < row.accumulation.noise < (300 * 2.0**-24) ** 2
 
 
@@ -167,7 +167,7 @@ def test_the_hardest_product_is_named():
 
 def test_the_sample_is_drawn_by_its_seed():
     p = captured(200, 100)
-    first, again, other = (SampledProduct.of(p, 16, seed) for seed in (0, 0, 1))
+    first, again, other = (SampledGemm.of(p, 16, seed) for seed in (0, 0, 1))
     assert torch.equal(first.rows_a, again.rows_a)
     assert not torch.equal(first.rows_a, other.rows_a)
     assert first.exact.shape == (16, 16)
@@ -175,14 +175,14 @@ def test_the_sample_is_drawn_by_its_seed():
 
 
 def test_a_sample_that_is_large_enough_is_everything():
-    assert torch.equal(SampledProduct.of(captured(), 1000, 0).rows_a, torch.arange(5))
+    assert torch.equal(SampledGemm.of(captured(), 1000, 0).rows_a, torch.arange(5))
 
 
 def test_operands_are_cast_whole_before_they_are_sampled():
     """The row that sets the tensor's scale need not be drawn."""
     p = captured(100, 4)
     p.a[99] = 1e6
-    at = SampledProduct.of(p, 4, 3)
+    at = SampledGemm.of(p, 4, 3)
     assert 99 not in at.rows_a
     variant = Variant("int8", "tensor", "float32", None, "exact")
     assert not at.casts_for(variant).a.data.any()

@@ -17,7 +17,7 @@ from octile.lab.accumulate import accumulate as experiment
 from octile.lab.pages.accumulate_figures import draw_accumulate, say_accumulate, short_table, table
 from octile.lab.pages.formats import screen_table
 from octile.lab.pages.page import Section, write_lab_page
-from octile.lab.tensor_core.architectures import EVIDENCE, instruction
+from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.report.page import byte_size
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -47,12 +47,12 @@ def show_accumulate(
     assert isinstance(fmt, FloatFormat)
     assert fmt.dtype is not None
     try:
-        core = instruction(arch, fmt.dtype, fmt.dtype)
+        core = find_instruction(arch, fmt.dtype, fmt.dtype)
     except TypeError as error:
         raise ValueError(f"arch {arch!r} multiplies no {fmt_name.upper()}: {error}") from None
-    if core.promotes and any(intervals):
+    if core.promotes_every and any(intervals):
         raise ValueError(
-            f"promote must be never for {arch}: its {core.name} adds every {core.promotes} in FP32 by itself"
+            f"promote must be never for {arch}: its {core.name} adds every {core.promotes_every} in FP32 by itself"
         )
     experiment([1], data, intervals, arch, fmt, rows=1, columns=1)  # refuses what does not go
     console = Console(stderr=True)

@@ -50,7 +50,7 @@ def _octave_axis(axes: Axes, low: int, high: int, name: str, every: int) -> None
 
 
 def _rows(axes: Axes, names: list[str], size: float = 11) -> None:
-    """One row a format, the first on top, its name in its colour."""
+    """One row a format, the first on top, its name in its color."""
     axes.set_ylim(len(names) - 0.4, -0.7)
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=size)
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):

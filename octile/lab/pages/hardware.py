@@ -15,7 +15,7 @@ from octile.lab.hardware import HBM, MX, Hardware, Suggestion, hardware
 from octile.lab.pages import hardware_figures as draw
 from octile.lab.pages.formats import screen_table
 from octile.lab.pages.page import Section, Table, write_lab_page
-from octile.lab.tensor_core.architectures import EVIDENCE, instruction
+from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import chosen, decibels
 from octile.recipe import ProductName
 from octile.report.page import byte_size
@@ -130,7 +130,7 @@ def _moved(s: Suggestion) -> draw.Moved:
 
 
 def _note() -> str:
-    mx = instruction(MX.arch, torch.float8_e4m3fn, torch.float8_e4m3fn, scaled=True)
+    mx = find_instruction(MX.arch, torch.float8_e4m3fn, torch.float8_e4m3fn, scaled=True)
     return (
         "s is the bytes of a value in FP8 with its share of a scale: 1 and 4 more for each 1×128 tile. Each tensor"
         " counts once for every kernel that reads or writes it. Transposed reads: wgrad of x cast once, against x cast"

@@ -63,7 +63,7 @@ def in_words(kind: str) -> str:
 
 
 def draw_map(figure: Figure, data: Map) -> None:
-    """A dot a large value, in the colour of its token's kind; its area grows with its size."""
+    """A dot a large value, in the color of its token's kind; its area grows with its size."""
     axes = figure.subplots()
     dress(axes, "channel", "token, the first on top")
     token, channel = _largest(data)

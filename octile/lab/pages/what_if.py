@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from octile.lab.capture import Capture, Captured, load
-from octile.lab.outliers import Outliers, by_token, kinds_of, most_outlying, outliers
+from octile.lab.capture import Capture, CapturedGemm, load
+from octile.lab.outliers import Outliers, gemms_by_token, most_outlying, outliers, token_kinds
 from octile.lab.pages import what_if_figures as draw
 from octile.lab.pages.formats import screen_table
 from octile.lab.pages.page import Section, Table, write_lab_page
@@ -71,7 +71,7 @@ def show_what_if(paths: Sequence[Path], asked: Asked) -> None:
     picked = [chosen(capture, asked.layers, asked.products) for capture in captures]
     console = Console(stderr=True)
 
-    def progress(products: Iterable[Captured]) -> Iterable[Captured]:
+    def progress(products: Iterable[CapturedGemm]) -> Iterable[CapturedGemm]:
         return track(list(products), "multiplying", console=console, transient=True, disable=not console.is_terminal)
 
     found = what_if(picked[0], asked.choice, asked.sample, asked.seed, progress)
@@ -182,14 +182,14 @@ def _note(found: WhatIf) -> str:
 
 
 def unchecked(found: WhatIf) -> list[str]:
-    """The tensor cores among the combinations that are modelled as published, and no more."""
+    """The tensor cores among the combinations that are modeled as published, and no more."""
     archs = [arch for arch in ARCHITECTURES if any(row.variant.arch == arch for row in found.rows)]
     only = [arch for arch in archs if all(row.evidence == "published" for row in ARCHITECTURES[arch])]
     return [f"{', '.join(only)}: {EVIDENCE['published']}"] if only else []
 
 
 def steps_of(
-    captures: Sequence[Capture], picked: Sequence[Sequence[Captured]], reference: Variant, asked: Asked
+    captures: Sequence[Capture], picked: Sequence[Sequence[CapturedGemm]], reference: Variant, asked: Asked
 ) -> tuple[ProductName, draw.Heat]:
     """Total SNR of one product in the reference's combination, layers × steps; a layer's experts are one row."""
     choice = Choice(
@@ -214,16 +214,16 @@ def _own_scale(v: Variant) -> tuple[str, ...]:
 
 
 def look_at_outliers(
-    capture: Capture, picked: Sequence[Captured], text_of: Callable[[int], str] | None, asked: Asked
+    capture: Capture, picked: Sequence[CapturedGemm], text_of: Callable[[int], str] | None, asked: Asked
 ) -> tuple[Outliers | None, str | None]:
     """The most outlying input among the products that were picked; or why there is none to look at."""
     try:
-        there = [p for p in by_token(capture) if any(p is each for each in picked)]
+        there = [p for p in gemms_by_token(capture) if any(p is each for each in picked)]
     except ValueError as error:
         return None, f"No picture of outliers: {error}."
     if not there or capture.tokens is None:
         return None, "No picture of outliers: no fprop was asked for whose rows are the tokens."
-    kinds = kinds_of(capture.tokens, text_of)
+    kinds = token_kinds(capture.tokens, text_of)
     return outliers(most_outlying(there), kinds, capture.tokens.shape[1], asked.sample, asked.seed), None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from octile.lab.capture import Captured
+from octile.lab.capture import CapturedGemm
 from octile.lab.outliers import MASSIVE, Outliers
 from octile.lab.pages import outliers_figures as outlier_figures
 from octile.lab.pages import what_if_figures as draw
@@ -22,7 +22,7 @@ def _mean_db(rows: Iterable[Row], part: str) -> float | None:
     return decibels(math.fsum(noise) / len(noise)) if noise else None
 
 
-def main_sections(found: WhatIf, reference: Variant, products: Sequence[Captured]) -> list[Section]:
+def main_sections(found: WhatIf, reference: Variant, products: Sequence[CapturedGemm]) -> list[Section]:
     """Of casts, sums and layers; what lost nothing at all has no picture."""
     casts = casts_of(found)
     sections = [Section("Which cast", [_casts_chart(found, casts)])] if casts else []

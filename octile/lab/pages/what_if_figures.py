@@ -80,7 +80,7 @@ def draw_casts(figure: Figure, casts: Sequence[CastLoss]) -> None:
 
 
 def legend(figure: Figure, colors: Mapping[str, str], desk: bool) -> None:
-    """Names in their colours under a figure, for dots that stand in no line that could end in a name."""
+    """Names in their colors under a figure, for dots that stand in no line that could end in a name."""
     from matplotlib.lines import Line2D
 
     marks = [Line2D([], [], color=COLOR[color], marker="o", linestyle="") for color in colors.values()]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from octile.lab.probe.tiles import KINDS, accumulator, operand
 from octile.lab.tensor_core import sum_products
-from octile.lab.tensor_core.architectures import Instruction, instruction
+from octile.lab.tensor_core.architectures import Instruction, find_instruction
 from octile.lab.tensor_core.operand import decode
-from octile.lab.tensor_core.vectorized import Sum
+from octile.lab.tensor_core.vectorized import Summation
 
 Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # an instruction's name, a, b and c: what the hardware gives
 ARCHITECTURE = {"wgmma": "sm_90", "mma": "sm_90_mma"}
@@ -33,18 +33,18 @@ class Case:
     a: torch.dtype
     b: torch.dtype
     steps: int
-    half: bool = False
+    fp16_accumulator: bool = False
 
     @property
     def row(self) -> Instruction:
-        return instruction(ARCHITECTURE[self.name], self.a, self.b)
+        return find_instruction(ARCHITECTURE[self.name], self.a, self.b)
 
     @property
     def k(self) -> int:
         return 32 * self.steps // self.a.itemsize
 
     def __str__(self) -> str:
-        sums = ", sums in FP16" if self.half else ""
+        sums = ", sums in FP16" if self.fp16_accumulator else ""
         return f"{self.name} {self.a} × {self.b}{sums}, {self.steps} in a chain".replace("torch.", "")
 
 
@@ -69,9 +69,9 @@ class Found:
 def cases() -> Iterable[Case]:
     """Both instructions, all pairs of dtypes, sums in FP32 and where the table has them in FP16, alone and in fours."""
     pairs = [*product(FP8, FP8), *((dtype, dtype) for dtype in OTHERS)]
-    for half, name, (a, b), steps in product((False, True), ARCHITECTURE, pairs, (1, 4)):
-        case = Case(name, a, b, steps, half)
-        if not half or case.row.half_floor is not None:
+    for fp16_accumulator, name, (a, b), steps in product((False, True), ARCHITECTURE, pairs, (1, 4)):
+        case = Case(name, a, b, steps, fp16_accumulator)
+        if not fp16_accumulator or case.row.fp16_floor is not None:
             yield case
 
 
@@ -81,18 +81,18 @@ def hypotheses(case: Case) -> dict[str, Instruction]:
     kept = row.fraction_bits
     others = {
         "as in the table": row,
-        "negative terms cut toward −∞": replace(row, cut="down"),
+        "negative terms cut toward −∞": replace(row, truncation="down"),
         f"F = {kept - 1}": replace(row, fraction_bits=kept - 1),
         f"F = {kept + 1}": replace(row, fraction_bits=kept + 1),
     }
-    if case.half:
+    if case.fp16_accumulator:
         return others
     if row.output_bits < 23:
         others["a result of 23 fraction bits"] = replace(row, output_bits=23)
         others["F = 25, a result of 23 fraction bits"] = replace(row, fraction_bits=25, output_bits=23)
-    if row.pairs:
-        others["K in order"] = replace(row, pairs=False)
-        others["C among the aligned terms"] = replace(row, promotes=None)
+    if row.via_fp16:
+        others["K in order"] = replace(row, via_fp16=False)
+        others["C among the aligned terms"] = replace(row, promotes_every=None)
     return others
 
 
@@ -108,13 +108,13 @@ def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int 
         special = found.outputs // side**2 % 8 == 1
         a = operand(case.a, side, case.k, generator, opposite=False, special=special)
         b = operand(case.b, side, case.k, generator, opposite=True, special=special)
-        c = accumulator(a, b, generator, special, case.half)
+        c = accumulator(a, b, generator, special, case.fp16_accumulator)
         actual = bits(run(case.name, a, b, c))
         failed = False
         for name, row in models.items():
             if found.outputs and not failed and name != "as in the table":
                 continue
-            wrong = actual != bits(modelled(a, b, c, row))
+            wrong = actual != bits(modeled(a, b, c, row))
             found.mismatches[name] = found.mismatches.get(name, 0) + int(wrong.sum())
             found.tried[name] = found.tried.get(name, 0) + side**2
             if name == "as in the table" and bool(wrong.any()):
@@ -124,11 +124,13 @@ def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int 
     return found
 
 
-def modelled(a: Tensor, b: Tensor, c: Tensor, row: Instruction) -> Tensor:
+def modeled(a: Tensor, b: Tensor, c: Tensor, row: Instruction) -> Tensor:
     """c + a · bᵀ in c's dtype as a row of the table says; `tensor_core_matmul` for a row that is not in it."""
     x, y = decode(a, row), decode(b, row)
-    half = c.dtype == torch.float16
-    how = Sum(row, row.promotes or x.value.shape[1], row.promotes is not None, half=half)
+    fp16_accumulator = c.dtype == torch.float16
+    how = Summation(
+        row, row.promotes_every or x.value.shape[1], row.promotes_every is not None, fp16_accumulator=fp16_accumulator
+    )
     return sum_products(x, y, c.float(), how).to(c.dtype)
 
 
@@ -138,7 +140,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def _examples(a: Tensor, b: Tensor, c: Tensor, actual: Tensor, wrong: Tensor, case: Case) -> list[str]:
-    expected = bits(modelled(a, b, c, case.row))
+    expected = bits(modeled(a, b, c, case.row))
     return [
         f"{KINDS[m % len(KINDS)]} × {KINDS[n % len(KINDS)]}: a {_hex(a[m])}, b {_hex(b[n])}, c {_hex(c[m, n])}, "
         f"hardware {_hex(actual[m, n])}, model {_hex(expected[m, n])}"

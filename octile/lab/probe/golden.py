@@ -29,7 +29,7 @@ def record(path: Path, cases: list[Case], run: Run, device: torch.device, about:
     for case in cases:
         a = _operand(case.a, FINITE_ROWS, case.k, generator, opposite=False)
         b = _operand(case.b, FINITE_COLUMNS, case.k, generator, opposite=True)
-        c = accumulator(a, b, generator, special=True, half=case.half)
+        c = accumulator(a, b, generator, special=True, fp16_accumulator=case.fp16_accumulator)
         kept = a[:ROWS], b[:COLUMNS], c[:ROWS, :COLUMNS], run(case.name, a, b, c)[:ROWS, :COLUMNS]
         tensors |= {f"{_key(case)}.{name}": t.cpu().contiguous() for name, t in zip("abcd", kept, strict=True)}
     partial = path.with_suffix(".partial")
@@ -54,4 +54,4 @@ def replay(path: Path) -> Iterator[tuple[Case, Tensor, Tensor, Tensor, Tensor]]:
 
 
 def _key(case: Case) -> str:
-    return f"{case.name} {str(case.a)[6:]} {str(case.b)[6:]} {case.steps}{' half' if case.half else ''}"
+    return f"{case.name} {str(case.a)[6:]} {str(case.b)[6:]} {case.steps}{' half' if case.fp16_accumulator else ''}"

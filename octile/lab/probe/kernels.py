@@ -20,20 +20,20 @@ NAMES = {
 Text = tuple[str, dict[str, int | bool], dict[str, str]]  # what `jit` takes: a name, constants and headers
 
 
-def text(name: str, a: torch.dtype, b: torch.dtype, steps: int, half: bool = False) -> Text:
-    """The kernel of an instruction, "wgmma" or "mma", in chains of so many, with sums in FP32 or (half) FP16."""
-    kernel, d = f"probe_{name}", "f16" if half else "f32"
+def text(name: str, a: torch.dtype, b: torch.dtype, steps: int, fp16_accumulator: bool = False) -> Text:
+    """The kernel of an instruction, "wgmma" or "mma", in a chain of `steps`, with its source and constants."""
+    kernel, d = f"probe_{name}", "f16" if fp16_accumulator else "f32"
     source = {f"{kernel}.cu": (FOLDER / f"{kernel}.cu").read_text()}
-    constants: dict[str, int | bool] = {"steps": steps, "half": half}
+    constants: dict[str, int | bool] = {"steps": steps, "half": fp16_accumulator}
     if name == "mma":
         return kernel, constants, source | {"mma.cuh": mma_header(NAMES[a], NAMES[b], d)}
     header = wgmma.header(COLUMNS, NAMES[a], NAMES[b], d)
     return kernel, constants | {"columns": COLUMNS}, source | {"wgmma.cuh": header}
 
 
-def compile(name: str, a: torch.dtype, b: torch.dtype, steps: int, half: bool = False) -> Cubin:
+def compile(name: str, a: torch.dtype, b: torch.dtype, steps: int, fp16_accumulator: bool = False) -> Cubin:
     """The machine code for sm_90a, without a GPU."""
-    kernel, constants, headers = text(name, a, b, steps, half)
+    kernel, constants, headers = text(name, a, b, steps, fp16_accumulator)
     return specialize.compile(kernel, constants, "sm_90a", headers)
 
 

@@ -4,7 +4,7 @@
 parts of a sum that is cut, groups, and the addition to what is there already.
 
     make        the operands of a case, on the CPU
-    modelled    the product as the model computes it
+    modeled    the product as the model computes it
     compare     how many numbers of the kernel's result are others
 
 `python -m octile.lab.probe.products` on an H100 or H200 prints a line a case. Shapes: a [M, K], b [N, K], out [M, N].
@@ -28,7 +28,7 @@ from octile.kernels.cuda.gemm.config import BLOCK_K, Scales, Schedule
 from octile.kernels.cuda.gemm.launch_plan import GemmRequest, plan
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.memory_layout import new_scale, padded
-from octile.lab.tensor_core import product
+from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.lab.tensor_core.operand import FORMATS
 from octile.ops import accumulator
 from octile.ops.quantize import quantize
@@ -147,12 +147,12 @@ def make(case: Case, seed: int = 0) -> GemmRequest:
     return GemmRequest(case.schedule, out, *a, a_scales, *b, case.b_scales, sizes, case.accumulate, case.promote)
 
 
-def modelled(p: GemmRequest, parts: int) -> Tensor:
+def modeled(p: GemmRequest, parts: int) -> Tensor:
     """What p.out should hold afterwards, of a product on the CPU; its sum over K is cut into so many parts."""
     one = p.a_scales is TENSOR  # multiplied in at the end
     a_scale, b_scale = (torch.ones_like(s) if one else s for s in (p.a_scale, p.b_scale))
     a, b = (p.a, a_scale, _block(p.a, p.a_scales)), (p.b, b_scale, _block(p.b, p.b_scales))
-    as_a_kernel = partial(product, promote_every=BLOCK_K if p.promote else None)
+    as_a_kernel = partial(tensor_core_scaled_matmul, promote_every=BLOCK_K if p.promote else None)
     if p.schedule is Schedule.DENSE:
         k = p.a.shape[1]
         part = math.ceil(math.ceil(k / BLOCK_K) / parts) * BLOCK_K
@@ -187,7 +187,7 @@ def compare(case: Case, run: Run, device: torch.device) -> Found:
         sizes=None if p.sizes is None else _on(device, p.sizes),
     )
     parts = run(made)
-    out, expected = made.out.cpu(), modelled(p, parts)
+    out, expected = made.out.cpu(), modeled(p, parts)
     if p.schedule is Schedule.MASKED:  # other rows may hold anything
         assert p.sizes is not None
         used = torch.arange(case.m) < p.sizes[:, None]

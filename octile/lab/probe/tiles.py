@@ -29,8 +29,8 @@ def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, o
     sign = torch.randint(0, 2, shape, generator=generator, device=device) * 2.0 - 1.0
     exponent = torch.randint(least, greatest + 1, shape, generator=generator, device=device)
     ends = torch.where(_chance(0.5, shape, generator), finite.sign() * fmt.max, sign * 2.0**least)
-    half = finite[:, : k // 2]
-    pairs = torch.stack((half, -half if opposite else half), dim=2).flatten(1)
+    first = finite[:, : k // 2]
+    pairs = torch.stack((first, -first if opposite else first), dim=2).flatten(1)
     by_kind = torch.stack(
         (
             torch.randn(shape, generator=generator, device=device) * min(fmt.max, 2.0**10) / 16,
@@ -48,10 +48,15 @@ def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, o
     return torch.where(_chance(1 / 64, shape, generator), unusual, x)
 
 
-def accumulator(a: Tensor, b: Tensor, generator: torch.Generator, special: bool, half: bool = False) -> Tensor:
-    """float32, or float16 if half: nothing, any code, numbers of the product's size, and what cancels it; [M, N]."""
-    shape, device, fmt = (len(a), len(b)), generator.device, FP16 if half else FP32
-    dtype = torch.float16 if half else torch.float32
+def accumulator(
+    a: Tensor, b: Tensor, generator: torch.Generator, special: bool, fp16_accumulator: bool = False
+) -> Tensor:
+    """Accumulators [M, N]: zeros, random bits, values as large as the result, and values that cancel it.
+
+    float32, or float16 with fp16_accumulator.
+    """
+    shape, device, fmt = (len(a), len(b)), generator.device, FP16 if fp16_accumulator else FP32
+    dtype = torch.float16 if fp16_accumulator else torch.float32
     any_code = _codes(dtype, shape, generator).float()
     product = torch.nan_to_num(a.float() @ b.float().T).clamp(-fmt.max, fmt.max)
     nearby = product * torch.randn(shape, generator=generator, device=device)

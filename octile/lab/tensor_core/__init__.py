@@ -9,7 +9,7 @@ the tensor core, and begins again at zero.
     product               the product of block-scaled matrices as a kernel computes it
     tensor_core           octile's own products are computed so: a whole model trains and evaluates through it
 
-On a CPU this is C++ (`native`) or, without a compiler, plain torch (`vectorised`); on a GPU Triton. All give the same
+On a CPU this is C++ (`native`) or, without a compiler, plain torch (`vectorized`); on a GPU Triton. All give the same
 bits. `architectures` is the table of what is known and says how it is known, `reference` the specification.
 Sources: `octile.lab.tensor_core.architectures`; promotion: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.
 """
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from octile.lab.tensor_core import native, vectorized
-from octile.lab.tensor_core.architectures import NAN, Instruction, instruction
-from octile.lab.tensor_core.operand import Operand, decode
-from octile.lab.tensor_core.vectorized import Sum
+from octile.lab.tensor_core.architectures import NAN, Instruction, find_instruction
+from octile.lab.tensor_core.operand import DecodedOperand, decode
+from octile.lab.tensor_core.vectorized import Summation
 from octile.ops.accumulator import summed_by
 
 SCALE_COLUMNS = 32  # operands along K that share a UE8M0 scale
@@ -62,19 +62,21 @@ def tensor_core_matmul(
         TypeError: the architecture has no such instruction.
     """
     _check(a, b, c, out_dtype, a_scale, b_scale)
-    row = instruction(arch, a.dtype, b.dtype, scaled=a_scale is not None)
-    half = out_dtype == torch.float16
-    if half and row.half_floor is None:
+    row = find_instruction(arch, a.dtype, b.dtype, scaled=a_scale is not None)
+    fp16_accumulator = out_dtype == torch.float16
+    if fp16_accumulator and row.fp16_floor is None:
         raise TypeError(f"{arch}'s {row.name} has no FP16 accumulator for operands of {a.dtype}")
-    if half and promote_every is not None:
+    if fp16_accumulator and promote_every is not None:
         raise ValueError(f"promote_every must be None for an FP16 accumulator, not {promote_every}")
     interval = _interval(row, promote_every, a.shape[1])
     start = torch.zeros(len(a), len(b), device=a.device) if c is None else c.float()
-    how = Sum(row, interval, promote=(row.promotes or promote_every) is not None, half=half)
+    how = Summation(
+        row, interval, promote=(row.promotes_every or promote_every) is not None, fp16_accumulator=fp16_accumulator
+    )
     return sum_products(decode(a, row, a_scale), decode(b, row, b_scale), start, how).to(out_dtype)
 
 
-def product(
+def tensor_core_scaled_matmul(
     a: Tensor,
     a_scale: Tensor,
     a_block: Sequence[int],
@@ -110,9 +112,9 @@ def product(
     Raises:
         ValueError, TypeError: as `tensor_core_matmul`; a block ends within a step along K.
     """
-    row = instruction(arch, a.dtype, b.dtype) if isinstance(arch, str) else arch
+    row = find_instruction(arch, a.dtype, b.dtype) if isinstance(arch, str) else arch
     k = a.shape[1]
-    promote = (row.promotes or promote_every) is not None
+    promote = (row.promotes_every or promote_every) is not None
     extents = [columns for _, columns in (a_block, b_block) if columns < k]
     interval = math.gcd(*extents, *([_interval(row, promote_every, k)] if promote or not extents else []))
     if interval % _group(row):
@@ -125,7 +127,7 @@ def product(
         return start
     every = interval if extents else k
     scales = _of_intervals(a_scale, a_block, len(a), k, every), _of_intervals(b_scale, b_block, len(b), k, every)
-    how = Sum(row, interval, promote, *(scales if extents else (None, None)))
+    how = Summation(row, interval, promote, *(scales if extents else (None, None)))
     sums = sum_products(decode(a, row), decode(b, row), start, how)
     return sums if extents else _written(sums * (scales[0] * scales[1].T))
 
@@ -140,21 +142,21 @@ def tensor_core(arch: str = "sm_90", promote_every: int | None = None) -> Iterat
     Raises:
         ValueError, TypeError: arch is unknown or multiplies no FP8; promote_every does not fit it.
     """
-    _interval(instruction(arch, torch.float8_e4m3fn, torch.float8_e4m3fn), promote_every, 0)
+    _interval(find_instruction(arch, torch.float8_e4m3fn, torch.float8_e4m3fn), promote_every, 0)
 
-    with summed_by(partial(product, arch=arch, promote_every=promote_every)):
+    with summed_by(partial(tensor_core_scaled_matmul, arch=arch, promote_every=promote_every)):
         yield
 
 
-def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
+def sum_products(a: DecodedOperand, b: DecodedOperand, start: Tensor, how: Summation) -> Tensor:
     """start[M, N] + a[M, K] · b[N, K]ᵀ in float32 by the fastest form that this machine has."""
     if not start.is_cuda:
         return native.sum_products(a, b, start, how)
-    if how.half or not start.numel() or not a.value.shape[1]:
+    if how.fp16_accumulator or not start.numel() or not a.value.shape[1]:
         return vectorized.sum_products(a, b, start, how)
     from octile.kernels.triton import tensor_core as kernel  # late: a machine without a GPU has no Triton
 
-    out, row = start.clone(), how.row
+    out, row = start.clone(), how.instruction
     kernel.launch(
         out,
         (a.value, a.exponent),
@@ -166,7 +168,7 @@ def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
         row.fraction_bits,
         row.output_bits,
         row.floor,
-        row.cut == "down",
+        row.truncation == "down",
     )
     return out
 
@@ -179,14 +181,16 @@ def _written(x: Tensor) -> Tensor:
 
 def _group(row: Instruction) -> int:
     """Products that an instruction sums before anything else can happen to the sum."""
-    return row.promotes or row.terms
+    return row.promotes_every or row.terms
 
 
 def _interval(row: Instruction, promote_every: int | None, k: int) -> int:
     if promote_every is None:
-        return row.promotes or max(-(-k // row.terms), 1) * row.terms
-    if row.promotes:
-        raise ValueError(f"promote_every must be None for {row.name}, which adds every {row.promotes} products in FP32")
+        return row.promotes_every or max(-(-k // row.terms), 1) * row.terms
+    if row.promotes_every:
+        raise ValueError(
+            f"promote_every must be None for {row.name}, which adds every {row.promotes_every} products in FP32"
+        )
     if promote_every < 1 or promote_every % row.terms:
         raise ValueError(f"promote_every must be a multiple of the {row.terms} products a step, not {promote_every}")
     return promote_every

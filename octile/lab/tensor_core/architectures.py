@@ -35,7 +35,7 @@ class Instruction:
             fills in the sign, and only hardware can tell.
         output_bits: fraction bits of the FP32 result, 23 or fewer.
         floor: no alignment exponent e_max is below this, even if every term is.
-        half_floor: the same where the instruction has an FP16 accumulator and result; None where it has none.
+        fp16_floor: the same where the instruction has an FP16 accumulator and result; None where it has none.
         scaled: takes one UE8M0 scale for 32 operands along K.
         pairs: operands become FP16 first, and have its exponents; and K is not taken in order: of every four operands
             the first two go into the first step, the others into the second.
@@ -50,13 +50,13 @@ class Instruction:
     formats: tuple[FloatFormat, ...]
     terms: int
     fraction_bits: int
-    cut: Literal["zero", "down"] = "zero"
+    truncation: Literal["zero", "down"] = "zero"
     output_bits: int = FP32.mantissa_bits
     floor: int = -133
-    half_floor: int | None = None
+    fp16_floor: int | None = None
     scaled: bool = False
-    pairs: bool = False
-    promotes: int | None = None
+    via_fp16: bool = False
+    promotes_every: int | None = None
     evidence: str = "published"
 
 
@@ -68,43 +68,45 @@ NAN = 0x7FFFFFFF  # the one NaN that a tensor core writes; 0x7FFF in FP16
 
 # sm_80 and sm_89 execute an instruction in two halves along K, each a step of its own
 _SM_80 = (
-    Instruction("mma.sync.m16n8k16", (FP16,), terms=8, fraction_bits=24, floor=-132, half_floor=-21),
+    Instruction("mma.sync.m16n8k16", (FP16,), terms=8, fraction_bits=24, floor=-132, fp16_floor=-21),
     Instruction("mma.sync.m16n8k16", (BF16,), terms=8, fraction_bits=24, floor=-132),
     Instruction("mma.sync.m16n8k8", (FP32,), terms=4, fraction_bits=24, floor=-132),
 )
 ARCHITECTURES: dict[str, tuple[Instruction, ...]] = {
     "sm_80": _SM_80,
     "sm_89": (
-        Instruction("mma.sync.m16n8k32", FP8, terms=16, fraction_bits=13, output_bits=13, floor=-132, half_floor=-21),
+        Instruction("mma.sync.m16n8k32", FP8, terms=16, fraction_bits=13, output_bits=13, floor=-132, fp16_floor=-21),
         *_SM_80,
     ),
     "sm_90": (
         Instruction(
-            "wgmma.m64nNk32", FP8, terms=32, fraction_bits=13, output_bits=13, half_floor=-133, evidence="H200"
+            "wgmma.m64nNk32", FP8, terms=32, fraction_bits=13, output_bits=13, fp16_floor=-133, evidence="H200"
         ),
-        Instruction("wgmma.m64nNk16", (FP16,), terms=16, fraction_bits=25, half_floor=-133, evidence="H200"),
+        Instruction("wgmma.m64nNk16", (FP16,), terms=16, fraction_bits=25, fp16_floor=-133, evidence="H200"),
         Instruction("wgmma.m64nNk16", (BF16,), terms=16, fraction_bits=25, evidence="H200"),
         Instruction("wgmma.m64nNk8", (FP32,), terms=8, fraction_bits=25, evidence="H200"),
     ),
     # Hopper's mma.sync has no FP8 unit: operands become FP16, two HMMA start from zero, an FADD adds C. What it gives
     # says nothing about wgmma.
     "sm_90_mma": (
-        Instruction("mma.sync.m16n8k32", FP8, terms=16, fraction_bits=25, pairs=True, promotes=32, evidence="H200"),
-        Instruction("mma.sync.m16n8k16", (FP16,), terms=16, fraction_bits=25, half_floor=-22, evidence="H200"),
+        Instruction(
+            "mma.sync.m16n8k32", FP8, terms=16, fraction_bits=25, via_fp16=True, promotes_every=32, evidence="H200"
+        ),
+        Instruction("mma.sync.m16n8k16", (FP16,), terms=16, fraction_bits=25, fp16_floor=-22, evidence="H200"),
         Instruction("mma.sync.m16n8k16", (BF16,), terms=16, fraction_bits=25, evidence="H200"),
         Instruction("mma.sync.m16n8k8", (FP32,), terms=8, fraction_bits=25, evidence="H200"),
     ),
     "sm_100": (
-        Instruction("tcgen05.mma.kind::f8f6f4", FP8, terms=32, fraction_bits=25, half_floor=-133),
+        Instruction("tcgen05.mma.kind::f8f6f4", FP8, terms=32, fraction_bits=25, fp16_floor=-133),
         Instruction("tcgen05.mma.kind::mxf8f6f4", FP8, terms=32, fraction_bits=25, scaled=True),
-        Instruction("tcgen05.mma.kind::f16", (FP16,), terms=16, fraction_bits=25, half_floor=-133),
+        Instruction("tcgen05.mma.kind::f16", (FP16,), terms=16, fraction_bits=25, fp16_floor=-133),
         Instruction("tcgen05.mma.kind::f16", (BF16,), terms=16, fraction_bits=25),
         Instruction("tcgen05.mma.kind::tf32", (FP32,), terms=8, fraction_bits=25),
     ),
 }
 
 
-def instruction(arch: str, a: torch.dtype, b: torch.dtype, scaled: bool = False) -> Instruction:
+def find_instruction(arch: str, a: torch.dtype, b: torch.dtype, scaled: bool = False) -> Instruction:
     """The instruction of an architecture that multiplies operands of these dtypes, UE8M0 scales with them or not.
 
     Raises:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from octile.lab.tensor_core import vectorized
-from octile.lab.tensor_core.operand import NOTHING, Operand
-from octile.lab.tensor_core.vectorized import Sum
+from octile.lab.tensor_core.operand import ZERO_EXPONENT, DecodedOperand
+from octile.lab.tensor_core.vectorized import Summation
 
 log = logging.getLogger("octile")
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -38,17 +38,24 @@ class _Problem(ctypes.Structure):
     )
 
 
-def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
-    """As `octile.lab.tensor_core.vectorized.sum_products`, the same to the last bit; it leaves FP16 and `cut="down"`
-    to it."""
+def sum_products(a: DecodedOperand, b: DecodedOperand, start: Tensor, how: Summation) -> Tensor:
+    """Compute what `vectorized.sum_products` computes, bit for bit; FP16 and `truncation="down"` are left to it."""
     library = load()
-    if library is None or how.half or how.row.cut == "down" or not start.numel() or not a.value.shape[1]:
+    if (
+        library is None
+        or how.fp16_accumulator
+        or how.instruction.truncation == "down"
+        or not start.numel()
+        or not a.value.shape[1]
+    ):
         return vectorized.sum_products(a, b, start, how)
     out = start.contiguous().clone()
     bad = torch.zeros(start.shape[0], dtype=torch.bool)
-    narrow = not how.row.scaled and all(fmt.exponent_bits <= 5 for fmt in how.row.formats)  # sums of two fit a byte
-    nothing = -64 if narrow else NOTHING
-    held = [t.unflatten(1, (-1, how.row.terms)).transpose(0, 1).contiguous() for t in (a.value, a.exponent)]
+    narrow = not how.instruction.scaled and all(
+        fmt.exponent_bits <= 5 for fmt in how.instruction.formats
+    )  # sums of two fit a byte
+    nothing = -64 if narrow else ZERO_EXPONENT
+    held = [t.unflatten(1, (-1, how.instruction.terms)).transpose(0, 1).contiguous() for t in (a.value, a.exponent)]
     held += [t.T.contiguous() for t in (b.value, b.exponent)]
     if narrow:
         held[1::2] = [t.clamp(nothing, 31).to(torch.int8) for t in held[1::2]]
@@ -61,17 +68,17 @@ def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
         *out.shape,
         a.value.shape[1],
         how.interval,
-        how.row.terms,
-        how.row.fraction_bits,
-        how.row.output_bits,
-        how.row.floor,
+        how.instruction.terms,
+        how.instruction.fraction_bits,
+        how.instruction.output_bits,
+        how.instruction.floor,
         nothing,
         how.promote,
     )
     wide = a.value.dtype == torch.float64
     library.octile_sum_products(ctypes.byref(problem), wide, narrow, torch.get_num_threads())
     if bad.any():
-        rows = Operand(a.value[bad], a.exponent[bad])
+        rows = DecodedOperand(a.value[bad], a.exponent[bad])
         out[bad] = vectorized.sum_products(rows, b, start[bad], how.of_rows(bad))
     return out
 
@@ -81,7 +88,7 @@ def load() -> ctypes.CDLL | None:
     """The compiled form; None where there is no compiler or it fails, which the log then says."""
     path = next(filter(None, map(shutil.which, COMPILERS)), None)
     if path is None:
-        log.warning("no C++ compiler (%s) was found: the tensor core is modelled in plain torch", ", ".join(COMPILERS))
+        log.warning("no C++ compiler (%s) was found: the tensor core is modeled in plain torch", ", ".join(COMPILERS))
         return None
     try:
         from octile.kernels import disk_cache  # late: it needs Unix

@@ -13,28 +13,28 @@ FORMATS: dict[torch.dtype, FloatFormat] = {f.dtype: f for f in (E4M3, E5M2, FP16
 
 
 @dataclass(frozen=True)
-class Operand:
+class DecodedOperand:
     """A matrix [R, K] of values with their exponents.
 
     Attributes:
         value: float32, or float64 where the instruction keeps more bits of a sum than FP32 has.
-        exponent: int16, ⌊log2 |value|⌋ or the format's smallest exponent if that is larger; NOTHING for zero.
+        exponent: int16, ⌊log2 |value|⌋ or the format's smallest exponent if that is larger; ZERO_EXPONENT for zero.
     """
 
     value: Tensor
     exponent: Tensor
 
 
-NOTHING = -4096  # below the exponent of any product, also when added to another exponent
+ZERO_EXPONENT = -4096  # below the exponent of any product, also when added to another exponent
 
 
-def decode(x: Tensor, row: Instruction, scale: Tensor | None = None) -> Operand:
-    """[R, K] FP8, FP16, BF16 or FP32 (cut to TF32) → Operand, K padded with zeros to whole steps.
+def decode(x: Tensor, row: Instruction, scale: Tensor | None = None) -> DecodedOperand:
+    """[R, K] FP8, FP16, BF16 or FP32 (cut to TF32) → DecodedOperand, K padded with zeros to whole steps.
 
     Args:
         scale: float8_e8m0fnu [R, ⌈K/32⌉], multiplied into the values.
     """
-    if row.pairs:
+    if row.via_fp16:
         x = x.half()
     fmt = FORMATS[x.dtype]
     value = decode_e4m3(x) if x.dtype == torch.float8_e4m3fn else x.float()
@@ -49,8 +49,8 @@ def decode(x: Tensor, row: Instruction, scale: Tensor | None = None) -> Operand:
         per_column = scale.view(torch.uint8).repeat_interleave(32, dim=1)[:, : x.shape[1]]
         value = value * per_column_value(per_column)
         exponent += per_column.to(torch.int16) - 127
-    exponent.masked_fill_(value == 0, NOTHING)
-    return _in_steps(Operand(value, exponent), 32 if row.pairs else row.terms, row.pairs)
+    exponent.masked_fill_(value == 0, ZERO_EXPONENT)
+    return _in_steps(DecodedOperand(value, exponent), 32 if row.via_fp16 else row.terms, row.via_fp16)
 
 
 def per_column_value(codes: Tensor) -> Tensor:
@@ -59,10 +59,10 @@ def per_column_value(codes: Tensor) -> Tensor:
     return value.masked_fill(codes == 0xFF, torch.nan)
 
 
-def _in_steps(x: Operand, group: int, pairs: bool) -> Operand:
+def _in_steps(x: DecodedOperand, group: int, pairs: bool) -> DecodedOperand:
     missing = -x.value.shape[1] % group
     value = torch.nn.functional.pad(x.value, (0, missing))
-    exponent = torch.nn.functional.pad(x.exponent, (0, missing), value=NOTHING)
+    exponent = torch.nn.functional.pad(x.exponent, (0, missing), value=ZERO_EXPONENT)
     if pairs:  # k = 0 1 4 5 8 9 … of every 32, then 2 3 6 7 …
         value, exponent = (t.unflatten(1, (-1, 8, 2, 2)).transpose(2, 3).flatten(1) for t in (value, exponent))
-    return Operand(value, exponent)
+    return DecodedOperand(value, exponent)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octile.lab.tensor_core.architectures import NAN, Instruction
-from octile.lab.tensor_core.operand import NOTHING, Operand
+from octile.lab.tensor_core.operand import ZERO_EXPONENT, DecodedOperand
 
 TILE_M, TILE_N = 128, 512  # outputs: enough that torch's calls cost little beside what they do
 BAND = 32  # rows whose products are made at once
@@ -28,46 +28,48 @@ SMALLEST = 2.0**-149  # of FP32
 
 
 @dataclass(frozen=True)
-class Sum:
+class Summation:
     """How a long sum is made of steps.
 
     Attributes:
-        row: the instruction.
+        instruction: how one step sums.
         interval: products along K between two visits of the accumulator to the CUDA cores, a multiple of a step.
         promote: at a visit the accumulator, times its scales, is added to an FP32 sum and begins again at zero;
             otherwise it stays the running sum, and is rescaled to the next interval's scales.
         a_scale, b_scale: float32 [M, intervals], [N, intervals], or None for 1.
-        half: accumulator and result are FP16.
+        fp16_accumulator: accumulator and result are FP16.
     """
 
-    row: Instruction
+    instruction: Instruction
     interval: int
     promote: bool
     a_scale: Tensor | None = None
     b_scale: Tensor | None = None
-    half: bool = False
+    fp16_accumulator: bool = False
 
-    def of_rows(self, rows: Tensor) -> "Sum":
+    def of_rows(self, rows: Tensor) -> "Summation":
         """The same for some rows of a."""
         return self if self.a_scale is None else replace(self, a_scale=self.a_scale[rows])
 
 
-def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
-    """start [M, N] + a[M, K] · b[N, K]ᵀ, float32 (float16 values where `how.half`), NaN as the hardware writes it."""
+def sum_products(a: DecodedOperand, b: DecodedOperand, start: Tensor, how: Summation) -> Tensor:
+    """start [M, N] + a[M, K] · b[N, K]ᵀ, float32 (FP16 values for an FP16 accumulator), NaN as hardware writes it."""
     out = torch.empty_like(start)
-    a_KM1 = Operand(*(x.T.contiguous()[..., None] for x in (a.value, a.exponent)))
-    b_K1N = Operand(*(x.T.contiguous()[:, None] for x in (b.value, b.exponent)))
-    room = [x.new_empty(how.row.terms * BAND * TILE_N) for x in (a.value, a.exponent)]  # new memory would cost more
+    a_KM1 = DecodedOperand(*(x.T.contiguous()[..., None] for x in (a.value, a.exponent)))
+    b_K1N = DecodedOperand(*(x.T.contiguous()[:, None] for x in (b.value, b.exponent)))
+    room = [
+        x.new_empty(how.instruction.terms * BAND * TILE_N) for x in (a.value, a.exponent)
+    ]  # new memory would cost more
     for m in range(0, start.shape[0], TILE_M):
         for n in range(0, start.shape[1], TILE_N):
             rows, columns = slice(m, m + TILE_M), slice(n, n + TILE_N)
             tile = _Tile(
-                Operand(a_KM1.value[:, rows], a_KM1.exponent[:, rows]),
-                Operand(b_K1N.value[..., columns], b_K1N.exponent[..., columns]),
+                DecodedOperand(a_KM1.value[:, rows], a_KM1.exponent[:, rows]),
+                DecodedOperand(b_K1N.value[..., columns], b_K1N.exponent[..., columns]),
                 None if how.a_scale is None else how.a_scale[rows],
                 None if how.b_scale is None else how.b_scale[columns],
                 how,
-                Operand(*room),
+                DecodedOperand(*room),
             )
             sums = tile.sum(start[rows, columns], ieee=False)
             if not sums.isfinite().all():
@@ -81,12 +83,12 @@ def sum_products(a: Operand, b: Operand, start: Tensor, how: Sum) -> Tensor:
 class _Tile:
     """Operands [K, M, 1] and [K, 1, N] and scales [M, intervals] and [N, intervals] of a tile of outputs."""
 
-    a: Operand
-    b: Operand
+    a: DecodedOperand
+    b: DecodedOperand
     a_scale: Tensor | None
     b_scale: Tensor | None
-    how: Sum
-    room: Operand
+    how: Summation
+    room: DecodedOperand
 
     def sum(self, start: Tensor, ieee: bool) -> Tensor:
         """Steps on the tensor core, and between intervals the CUDA cores. What is not finite is right only if ieee."""
@@ -96,10 +98,10 @@ class _Tile:
             previous, scale = scale, self._scale(i)
             if not how.promote and previous is not None:
                 accumulator = accumulator * (previous / scale)
-            wide = ieee or how.half or (not how.promote and _is_extreme(accumulator))
+            wide = ieee or how.fp16_accumulator or (not how.promote and _is_extreme(accumulator))
             real = torch.float64 if wide else self.a.value.dtype
-            for at in range(first, min(first + how.interval, k), how.row.terms):
-                accumulator = self._step(slice(at, at + how.row.terms), accumulator, real, ieee)
+            for at in range(first, min(first + how.interval, k), how.instruction.terms):
+                accumulator = self._step(slice(at, at + how.instruction.terms), accumulator, real, ieee)
             if how.promote:
                 total = total + accumulator if scale is None else fma(accumulator, scale, total)
                 accumulator = torch.zeros_like(start)
@@ -113,15 +115,19 @@ class _Tile:
     def _step(self, k: slice, c: Tensor, real: torch.dtype, ieee: bool) -> Tensor:
         """One step of `octile.lab.tensor_core.reference` for every output [M, N]; what is done once an output is done
         in `real`."""
-        row, half, cut = self.how.row, self.how.half, CUTS[self.how.row.cut]
-        a, b = (Operand(x.value[k], x.exponent[k]) for x in (self.a, self.b))
+        row, fp16_accumulator, cut = (
+            self.how.instruction,
+            self.how.fp16_accumulator,
+            CUTS[self.how.instruction.truncation],
+        )
+        a, b = (DecodedOperand(x.value[k], x.exponent[k]) for x in (self.a, self.b))
         bands = [slice(m, m + BAND) for m in range(0, len(c), BAND)]
         e_max = c.new_empty(c.shape, dtype=torch.int16)
         for rows in bands:
             exponents = _pairs(torch.add, a.exponent[:, rows], b.exponent, self.room.exponent)
             torch.amax(exponents, 0, out=e_max[rows])
-        floor = row.half_floor if half else row.floor if real == torch.float64 else max(row.floor, TINY)
-        e = torch.maximum(e_max.int(), _exponent(c, half)).clamp_(min=floor)
+        floor = row.fp16_floor if fp16_accumulator else row.floor if real == torch.float64 else max(row.floor, TINY)
+        e = torch.maximum(e_max.int(), _exponent(c, fp16_accumulator)).clamp_(min=floor)
         unit = _power_of_2(e.sub_(row.fraction_bits), real)
 
         divisor = unit if real == a.value.dtype else unit.clamp(min=2.0**TINY).float()  # where e < TINY all are zero
@@ -131,7 +137,7 @@ class _Tile:
             torch.div(products, divisor[rows], rounding_mode=cut, out=products)
             torch.sum(products, 0, out=sums[rows])
         integers = torch.div(c.to(real), unit, rounding_mode=cut).add_(sums)
-        result = _rounded(integers.mul_(unit), row, half)
+        result = _rounded(integers.mul_(unit), row, fp16_accumulator)
         if not ieee:
             return result
         for rows in bands:
@@ -153,17 +159,17 @@ def _is_extreme(c: Tensor) -> bool:
     return bool(magnitude.amin() < 2.0**TINY or magnitude.amax() > 2.0**-TINY)
 
 
-def _exponent(c: Tensor, half: bool) -> Tensor:
+def _exponent(c: Tensor, fp16_accumulator: bool) -> Tensor:
     """⌊log2 |c|⌋, at least that of the smallest normal number, int32; far below any for zero."""
     bits = c.abs().view(torch.int32)
     is_not_zero = bits.clamp(max=1)
-    field = (bits >> 23).clamp_(min=127 - 14 if half else 1)
-    return field.add_(is_not_zero, alpha=-NOTHING).add_(NOTHING - 127)
+    field = (bits >> 23).clamp_(min=127 - 14 if fp16_accumulator else 1)
+    return field.add_(is_not_zero, alpha=-ZERO_EXPONENT).add_(ZERO_EXPONENT - 127)
 
 
-def _rounded(x: Tensor, row: Instruction, half: bool) -> Tensor:
+def _rounded(x: Tensor, row: Instruction, fp16_accumulator: bool) -> Tensor:
     """A sum, which is overwritten → the accumulator, as float32: cut to `output_bits`, or rounded to FP16."""
-    if half:
+    if fp16_accumulator:
         magnitude = x.abs()
         result = magnitude.float()
         bits = result.view(torch.int32)

@@ -21,7 +21,7 @@ from octile.kernels.cuda.gemm.launch_plan import GemmRequest, make_tma_readable,
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.memory_layout import padded
-from octile.lab.tensor_core import product as model
+from octile.lab.tensor_core import tensor_core_scaled_matmul as model
 from octile.ops.quantize import dequantize, quantize
 
 TILE, BLOCK, COLUMN = (1, 128), (128, 128), (128, 1)

@@ -9,7 +9,7 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
 from octile.kernels.cuda.gemm.launch_plan import GemmRequest, plan
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.memory_layout import new_scale, padded
-from octile.lab.tensor_core import product
+from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.quantize import quantize
 from tests.kernels.cuda import emulator
 
@@ -76,7 +76,9 @@ def exact(a: Operand, b: Operand, promote: bool = True) -> Tensor:
     """a[M, K] · b[N, K]ᵀ in float32, bit for bit."""
     (a_data, a_scale, a_kind), (b_data, b_scale, b_kind) = a, b
     blocks = block_of(a_kind, a_data), block_of(b_kind, b_data)
-    return product(a_data, a_scale, blocks[0], b_data, b_scale, blocks[1], promote_every=128 if promote else None)
+    return tensor_core_scaled_matmul(
+        a_data, a_scale, blocks[0], b_data, b_scale, blocks[1], promote_every=128 if promote else None
+    )
 
 
 def group(x: Operand, g: int) -> Operand:

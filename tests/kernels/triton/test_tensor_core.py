@@ -8,18 +8,18 @@ import torch
 from triton import knobs
 
 from octile.kernels.triton import tensor_core
-from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.architectures import find_instruction
 from octile.lab.tensor_core.operand import decode
-from octile.lab.tensor_core.vectorized import Sum, sum_products
+from octile.lab.tensor_core.vectorized import Summation, sum_products
 from tests.lab.products import normal, random_bits, same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = [("sm_90", E4M3, E5M2), ("sm_89", E5M2, E5M2), ("sm_100", E4M3, E4M3), ("sm_90", torch.bfloat16, torch.bfloat16)]
 
 
-def launched(a, b, start, how: Sum):
+def launched(a, b, start, how: Summation):
     out = start.clone()
-    row = how.row
+    row = how.instruction
     scales = None if how.a_scale is None or how.b_scale is None else (how.a_scale, how.b_scale)
     tensor_core.launch(
         out,
@@ -32,7 +32,7 @@ def launched(a, b, start, how: Sum):
         row.fraction_bits,
         row.output_bits,
         row.floor,
-        row.cut == "down",
+        row.truncation == "down",
     )
     return out
 
@@ -49,27 +49,27 @@ def interpreter():
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 @pytest.mark.parametrize("make", [normal, random_bits])
 def test_a_chain_is_the_plain_form(interpreter, make, arch, a_dtype, b_dtype):
-    row = instruction(arch, a_dtype, b_dtype)
+    row = find_instruction(arch, a_dtype, b_dtype)
     a, b = decode(make(a_dtype, (9, 64), 0), row), decode(make(b_dtype, (65, 64), 1), row)
     start = torch.randn(9, 65)
     start[0, 0], start[1, 1] = 2.0**-149, 2.0**100
-    how = Sum(row, 64, promote=False)
+    how = Summation(row, 64, promote=False)
     assert same_bits(launched(a, b, start, how), sum_products(a, b, start, how))
 
 
 def test_terms_can_be_cut_down(interpreter):
-    row = replace(instruction("sm_90", E4M3, E4M3), cut="down")
+    row = replace(find_instruction("sm_90", E4M3, E4M3), truncation="down")
     a, b = decode(random_bits(E4M3, (3, 64), 0), row), decode(random_bits(E4M3, (5, 64), 1), row)
-    how = Sum(row, 64, promote=False)
+    how = Summation(row, 64, promote=False)
     assert same_bits(launched(a, b, torch.zeros(3, 5), how), sum_products(a, b, torch.zeros(3, 5), how))
 
 
 @pytest.mark.parametrize(("promote", "scaled"), [(True, False), (True, True), (False, True)])
 def test_what_happens_between_chains_is_the_plain_form(interpreter, promote, scaled):
-    row = instruction("sm_90", E4M3, E4M3)
+    row = find_instruction("sm_90", E4M3, E4M3)
     a, b = decode(normal(E4M3, (33, 96), 0), row), decode(random_bits(E4M3, (5, 96), 1), row)
     generator = torch.Generator().manual_seed(2)
     a_scale, b_scale = (torch.rand(side, 2, generator=generator) if scaled else None for side in (33, 5))
     start = torch.randn(33, 5, generator=generator)
-    how = Sum(row, 64, promote, a_scale, b_scale)
+    how = Summation(row, 64, promote, a_scale, b_scale)
     assert same_bits(launched(a, b, start, how), sum_products(a, b, start, how))

@@ -9,7 +9,7 @@ import torch
 
 from octile.lab.probe import golden, kernels, tiles
 from octile.lab.probe.__main__ import main
-from octile.lab.probe.compare import SIDE, Case, bits, cases, compare, modelled
+from octile.lab.probe.compare import SIDE, Case, bits, cases, compare, modeled
 from octile.lab.tensor_core.operand import decode
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import build
@@ -22,7 +22,7 @@ SHORT = [case for case in cases() if case.steps == 1]
 
 def pretended(row_of):
     """A tensor core that does what a model says."""
-    return lambda name, a, b, c: modelled(a, b, c, row_of(Case(name, a.dtype, b.dtype, 1).row))
+    return lambda name, a, b, c: modeled(a, b, c, row_of(Case(name, a.dtype, b.dtype, 1).row))
 
 
 TRUE = pretended(lambda row: row)
@@ -50,13 +50,13 @@ def test_the_wgmma_kernel_gives_what_the_emulators_tensor_core_gives(case):
         headers=headers,
         arithmetic="hopper",
     )
-    assert same_bits(d, modelled(a, b, c, case.row))
+    assert same_bits(d, modeled(a, b, c, case.row))
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.steps == 4], ids=str)
 def test_the_kernels_compile_for_hopper(case):
     pytest.importorskip("cuda.bindings.nvrtc")
-    cubin = kernels.compile(case.name, case.a, case.b, case.steps, case.half)
+    cubin = kernels.compile(case.name, case.a, case.b, case.steps, case.fp16_accumulator)
     assert cubin.spill_bytes == cubin.stack_bytes == 0
 
 
@@ -70,7 +70,7 @@ def test_operands_tell_every_hypothesis_from_the_table(case):
 
 def test_the_right_hypothesis_is_found():
     case = Case("wgmma", E4, E4, 1)
-    found = compare(case, 1, pretended(lambda row: replace(row, cut="down")), CPU, side=96)
+    found = compare(case, 1, pretended(lambda row: replace(row, truncation="down")), CPU, side=96)
     assert found.mismatches["negative terms cut toward −∞"] == 0
     assert found.mismatches["as in the table"] > 0
     assert len(found.examples) == 8
@@ -115,7 +115,7 @@ def test_golden_results_are_read_as_they_were_written(tmp_path):
     assert count == len(SHORT) * 768
     assert {case for case, *_ in read} == set(SHORT)
     for case, a, b, c, d in read:
-        assert torch.equal(bits(modelled(a, b, c, case.row)), bits(d))
+        assert torch.equal(bits(modeled(a, b, c, case.row)), bits(d))
 
 
 def test_most_golden_results_are_finite(tmp_path):

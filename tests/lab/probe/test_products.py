@@ -10,7 +10,7 @@ from octile.kernels.cuda.gemm.candidates import candidates
 from octile.kernels.cuda.gemm.config import Scales, Schedule
 from octile.kernels.cuda.gemm.launch_plan import GemmRequest, is_tma_readable, plan, problem
 from octile.kernels.cuda.gemm.problem import Chip, rounded
-from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modelled
+from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modeled
 from tests.kernels.cuda.emulated import emulate
 from tests.kernels.cuda.emulator import build
 
@@ -87,7 +87,7 @@ def test_a_kernel_that_computes_something_else_is_found(wrong):
     case = Case(5, 7, 1000, data="one sign")
 
     def run(p: GemmRequest) -> int:
-        right = modelled(p._replace(promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
+        right = modeled(p._replace(promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
         p.out.copy_(right)
         if wrong == "a bit":
             p.out.view(torch.int32)[2, 3] += 1
@@ -104,7 +104,7 @@ def test_rows_that_no_group_uses_are_not_compared_when_masked():
     case = Case(6, 7, 128, schedule=Schedule.MASKED, sizes=(2, 0, 6))
 
     def run(p: GemmRequest) -> int:
-        p.out.copy_(modelled(p, 1))
+        p.out.copy_(modeled(p, 1))
         p.out[0, 2:] = p.out[1] = 7.0
         return 1
 

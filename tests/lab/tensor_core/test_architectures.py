@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE, FP8, instruction
+from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE, FP8, find_instruction
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -19,33 +19,33 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
     ],
 )
 def test_rows_say_what_was_published(arch, dtype, expected):
-    row = instruction(arch, dtype, dtype)
+    row = find_instruction(arch, dtype, dtype)
     assert (row.terms, row.fraction_bits, row.output_bits) == expected
 
 
 def test_fp8_formats_mix():
-    assert instruction("sm_90", E4M3, E5M2) is instruction("sm_90", E5M2, E4M3)
+    assert find_instruction("sm_90", E4M3, E5M2) is find_instruction("sm_90", E5M2, E4M3)
 
 
 def test_hoppers_mma_sync_sums_fp8_as_fp16():
-    fp8, fp16 = (instruction("sm_90_mma", t, t) for t in (E4M3, torch.float16))
+    fp8, fp16 = (find_instruction("sm_90_mma", t, t) for t in (E4M3, torch.float16))
     assert (fp8.terms, fp8.fraction_bits, fp8.output_bits) == (fp16.terms, fp16.fraction_bits, fp16.output_bits)
-    assert fp8.promotes == 32
+    assert fp8.promotes_every == 32
 
 
 def test_an_unknown_architecture_is_refused():
     with pytest.raises(ValueError, match="sm_70"):
-        instruction("sm_70", E4M3, E4M3)
+        find_instruction("sm_70", E4M3, E4M3)
 
 
 def test_sm_80_has_no_fp8():
     with pytest.raises(TypeError, match="sm_80 has no instruction"):
-        instruction("sm_80", E4M3, E4M3)
+        find_instruction("sm_80", E4M3, E4M3)
 
 
 def test_formats_of_different_sizes_do_not_mix():
     with pytest.raises(TypeError, match="bfloat16"):
-        instruction("sm_90", torch.float16, torch.bfloat16)
+        find_instruction("sm_90", torch.float16, torch.bfloat16)
 
 
 def test_every_row_says_what_it_rests_on():

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from octile.formats import BF16, E4M3, E5M2, FP16
-from octile.lab.tensor_core.architectures import instruction
+from octile.lab.tensor_core.architectures import find_instruction
 from octile.lab.tensor_core.reference import exponent, step
 
-HOPPER = instruction("sm_90", E4M3.dtype, E4M3.dtype)
-DOWN = replace(HOPPER, cut="down")
-HALVES = instruction("sm_90", FP16.dtype, FP16.dtype)
-BFLOATS = instruction("sm_90", BF16.dtype, BF16.dtype)
+HOPPER = find_instruction("sm_90", E4M3.dtype, E4M3.dtype)
+DOWN = replace(HOPPER, truncation="down")
+HALVES = find_instruction("sm_90", FP16.dtype, FP16.dtype)
+BFLOATS = find_instruction("sm_90", BF16.dtype, BF16.dtype)
 
 
 def hopper(a, b, c=0.0, formats=(E4M3, E4M3), row=HOPPER):
@@ -90,9 +90,9 @@ def test_nothing_is_kept_26_bits_below_the_floor():
 
 def test_an_fp16_result_is_rounded_to_even():
     one = [1.0, 2.0**-11]
-    assert step(one, [1.0, 1.0], 0.0, FP16, FP16, HALVES, half=True) == 1.0
-    assert step([*one, 2.0**-20], [1.0] * 3, 0.0, FP16, FP16, HALVES, half=True) == 1 + 2.0**-10
-    assert step([60000.0], [2.0], 0.0, FP16, FP16, HALVES, half=True) == math.inf
+    assert step(one, [1.0, 1.0], 0.0, FP16, FP16, HALVES, fp16_accumulator=True) == 1.0
+    assert step([*one, 2.0**-20], [1.0] * 3, 0.0, FP16, FP16, HALVES, fp16_accumulator=True) == 1 + 2.0**-10
+    assert step([60000.0], [2.0], 0.0, FP16, FP16, HALVES, fp16_accumulator=True) == math.inf
 
 
 @pytest.mark.parametrize(("x", "expected"), [(1.0, 0), (0.75, -1), (-3.0, 1), (2.0**-9, -6), (0.0, -6)])

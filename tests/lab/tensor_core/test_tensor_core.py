@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import octile
 from octile.formats import E4M3, FP16
-from octile.lab import product, tensor_core_matmul
+from octile.lab import tensor_core_matmul, tensor_core_scaled_matmul
 from octile.lab.tensor_core import native, reference, vectorized
-from octile.lab.tensor_core.architectures import ARCHITECTURES, NAN, instruction
+from octile.lab.tensor_core.architectures import ARCHITECTURES, NAN, find_instruction
 from octile.lab.tensor_core.operand import FORMATS, decode
-from octile.lab.tensor_core.vectorized import Sum, fma
+from octile.lab.tensor_core.vectorized import Summation, fma
 from tests.lab.products import normal, random_bits, same_bits, specified
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,8 +26,8 @@ ROWS = [
     for a in row.formats
     for b in row.formats
 ]
-HALF_ROWS = [p for p in ROWS if instruction(*p.values).half_floor is not None]
-FORMS = [pytest.param(native, id="native"), pytest.param(vectorized, id="vectorised")]
+FP16_ROWS = [p for p in ROWS if find_instruction(*p.values).fp16_floor is not None]
+FORMS = [pytest.param(native, id="native"), pytest.param(vectorized, id="vectorized")]
 
 
 def accumulators(shape, seed):
@@ -41,22 +41,22 @@ def accumulators(shape, seed):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 def test_every_form_is_the_specification(form, arch, a_dtype, b_dtype):
-    row = instruction(arch, a_dtype, b_dtype)
+    row = find_instruction(arch, a_dtype, b_dtype)
     for a, b, c in [
         (normal(a_dtype, (3, 70), 0), normal(b_dtype, (4, 70), 1), torch.randn(3, 4)),
         (random_bits(a_dtype, (3, 64), 2, True), random_bits(b_dtype, (4, 64), 3, True), accumulators((3, 4), 4)),
         (random_bits(a_dtype, (6, 32), 5), random_bits(b_dtype, (4, 32), 6), torch.zeros(6, 4)),
     ]:
         k = decode(a, row).value.shape[1]
-        actual = form.sum_products(decode(a, row), decode(b, row), c, Sum(row, k, promote=False))
+        actual = form.sum_products(decode(a, row), decode(b, row), c, Summation(row, k, promote=False))
         assert same_bits(actual, specified(a, b, c, row))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_terms_cut_down_are_the_specification(form):
-    row = replace(instruction("sm_90", E4, E4), cut="down")
+    row = replace(find_instruction("sm_90", E4, E4), truncation="down")
     a, b = random_bits(E4, (3, 64), 2, True), random_bits(E4, (4, 64), 3, True)
-    actual = form.sum_products(decode(a, row), decode(b, row), torch.zeros(3, 4), Sum(row, 64, promote=False))
+    actual = form.sum_products(decode(a, row), decode(b, row), torch.zeros(3, 4), Summation(row, 64, promote=False))
     assert same_bits(actual, specified(a, b, torch.zeros(3, 4), row))
     assert not same_bits(actual, tensor_core_matmul(a, b))
 
@@ -64,9 +64,9 @@ def test_terms_cut_down_are_the_specification(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), [p for p in ROWS if torch.bfloat16 in p.values])
 def test_a_negative_sum_too_small_for_fp32_is_plus_zero(form, arch, a_dtype, b_dtype):
-    row = instruction(arch, a_dtype, b_dtype)
+    row = find_instruction(arch, a_dtype, b_dtype)
     a, b = torch.tensor([[-(2.0**-100)]]).to(a_dtype), torch.tensor([[2.0**-55]]).to(b_dtype)
-    out = form.sum_products(decode(a, row), decode(b, row), torch.zeros(1, 1), Sum(row, row.terms, promote=False))
+    out = form.sum_products(decode(a, row), decode(b, row), torch.zeros(1, 1), Summation(row, row.terms, promote=False))
     assert out.view(torch.int32).item() == 0
 
 
@@ -82,16 +82,16 @@ def test_any_hopper_sum_is_the_specification(codes, c, dtypes):
         for side, dtype in enumerate(dtypes)
     )
     c = torch.tensor([[c]])
-    expected = specified(a, b, c, instruction("sm_90", *dtypes))
+    expected = specified(a, b, c, find_instruction("sm_90", *dtypes))
     assert same_bits(tensor_core_matmul(a, b, c), expected)
-    row = instruction("sm_90", *dtypes)
-    whole = Sum(row, decode(a, row).value.shape[1], promote=False)
+    row = find_instruction("sm_90", *dtypes)
+    whole = Summation(row, decode(a, row).value.shape[1], promote=False)
     assert same_bits(vectorized.sum_products(decode(a, row), decode(b, row), c, whole), expected)
 
 
-@pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), HALF_ROWS)
+@pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), FP16_ROWS)
 def test_an_fp16_accumulator_is_the_specification(arch, a_dtype, b_dtype):
-    row = instruction(arch, a_dtype, b_dtype)
+    row = find_instruction(arch, a_dtype, b_dtype)
     for a, b in [
         (normal(a_dtype, (3, 64), 0) / 16, normal(b_dtype, (4, 64), 1)) if a_dtype == torch.float16 else
         (normal(a_dtype, (3, 64), 0), normal(b_dtype, (4, 64), 1)),
@@ -100,14 +100,14 @@ def test_an_fp16_accumulator_is_the_specification(arch, a_dtype, b_dtype):
         c = torch.randn(len(a), len(b)).half()
         actual = tensor_core_matmul(a, b, c, arch, out_dtype=torch.float16)
         assert actual.dtype == torch.float16
-        assert same_bits(actual.float(), specified(a, b, c, row, half=True))
+        assert same_bits(actual.float(), specified(a, b, c, row, fp16_accumulator=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("promote", [True, False])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_promotion_and_rescaling_are_fp32_operations_between_chains(form, promote, arch):
-    row = instruction(arch, E4, E4)
+    row = find_instruction(arch, E4, E4)
     a, b, c = normal(E4, (3, 192), 0), normal(E4, (5, 192), 1), torch.randn(3, 5)
     generator = torch.Generator().manual_seed(2)
     a_scale, b_scale = torch.rand(3, 3, generator=generator), torch.rand(5, 3, generator=generator)
@@ -124,55 +124,55 @@ def test_promotion_and_rescaling_are_fp32_operations_between_chains(form, promot
             accumulator = accumulator if last is None else accumulator * (last / scale)
             accumulator = specified(a[:, k], b[:, k], accumulator, row)
             expected, last = accumulator * scale, scale
-    how = Sum(row, 64, promote, a_scale, b_scale)
+    how = Summation(row, 64, promote, a_scale, b_scale)
     assert same_bits(form.sum_products(decode(a, row), decode(b, row), c, how), expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("exponent", [-149, -140, -126, -114, -113, -101, -100, -99, 99, 100, 101, 127])
 def test_accumulators_at_the_ends_of_fp32_are_the_specification(form, exponent):
-    row = instruction("sm_90", E5, E5)
+    row = find_instruction("sm_90", E5, E5)
     a, b = torch.zeros(3, 32), torch.ones(4, 32)
     a[1], a[2] = 2.0**-16, -57344.0  # nothing, the smallest, the largest
     c = torch.tensor([1.0, 1.0 + 2.0**-13, 1.0 + 2.0**-14, -2.0 + 2.0**-12]) * torch.tensor(2.0).double().pow(exponent)
     c = c.float().repeat(3, 1)
     operands = a.to(E5), b.to(E5)
-    actual = form.sum_products(*(decode(x, row) for x in operands), c, Sum(row, 32, promote=False))
+    actual = form.sum_products(*(decode(x, row) for x in operands), c, Summation(row, 32, promote=False))
     assert same_bits(actual, specified(*operands, c, row))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("exponent", [-120, -90, 90, 120])
 def test_rescaling_to_the_ends_of_fp32_is_the_specification(form, exponent):
-    row = instruction("sm_90", E4, E4)
+    row = find_instruction("sm_90", E4, E4)
     a, b = normal(E4, (3, 64), 0), normal(E4, (5, 64), 1)
     a[1, 32:] = 0.0
     a_scale = torch.tensor([[1.0, 2.0**exponent]]).repeat(3, 1)
     actual = form.sum_products(
-        decode(a, row), decode(b, row), torch.zeros(3, 5), Sum(row, 32, False, a_scale, torch.ones(5, 2))
+        decode(a, row), decode(b, row), torch.zeros(3, 5), Summation(row, 32, False, a_scale, torch.ones(5, 2))
     )
     first = specified(a[:, :32], b[:, :32], torch.zeros(3, 5), row) * (1.0 / a_scale[:, 1:])
     assert same_bits(actual, specified(a[:, 32:], b[:, 32:], first, row) * a_scale[:, 1:])
 
 
 def test_rows_that_the_compiled_form_gives_up_are_the_plain_forms():
-    row = instruction("sm_90", E5, E5)
+    row = find_instruction("sm_90", E5, E5)
     a, b, c = normal(E5, (6, 192), 0), normal(E5, (5, 192), 1), torch.randn(6, 5)
     a[1, 7], a[2, 150], c[3, 3], c[4, 4] = torch.nan, torch.inf, 2.0**120, -torch.inf
     generator = torch.Generator().manual_seed(2)
     scales = torch.rand(6, 3, generator=generator), torch.rand(5, 3, generator=generator)
     for promote in (True, False):
-        for how in (Sum(row, 64, promote), Sum(row, 64, promote, *scales)):
+        for how in (Summation(row, 64, promote), Summation(row, 64, promote, *scales)):
             operands = decode(a, row), decode(b, row), c
             assert same_bits(native.sum_products(*operands, how), vectorized.sum_products(*operands, how))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_scale_of_zero_leaves_the_sign_that_a_multiplication_does(form):
-    row = instruction("sm_90", E4, E4)
+    row = find_instruction("sm_90", E4, E4)
     a, b = decode(torch.full((1, 32), -1.0).to(E4), row), decode(torch.ones(1, 32).to(E4), row)
     scales = torch.full((1, 1), 2.0**-100), torch.full((1, 1), 2.0**-100)  # whose product is below FP32's range
-    out = form.sum_products(a, b, torch.zeros(1, 1), Sum(row, 32, False, *scales))
+    out = form.sum_products(a, b, torch.zeros(1, 1), Summation(row, 32, False, *scales))
     assert same_bits(out, torch.tensor([[-0.0]]))
 
 
@@ -193,7 +193,7 @@ def test_fma_rounds_once(numbers):
 
 
 def test_scales_of_power_2_belong_to_the_exponents_on_sm_100():
-    row = instruction("sm_100", E4, E4, scaled=True)
+    row = find_instruction("sm_100", E4, E4, scaled=True)
     a, b = random_bits(E4, (3, 64), 0, True), random_bits(E4, (4, 64), 1, True)
     generator = torch.Generator().manual_seed(2)
     codes = [torch.randint(0, 255, (rows, 2), generator=generator, dtype=torch.uint8) for rows in (3, 4)]
@@ -233,9 +233,9 @@ def test_nan_in_fp16_is_the_code_that_tensor_cores_write():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 def test_a_negative_zero_comes_out_positive(form, arch, a_dtype, b_dtype):
-    row = instruction(arch, a_dtype, b_dtype)
+    row = find_instruction(arch, a_dtype, b_dtype)
     a, b = decode(torch.full((1, 32), -0.0).to(a_dtype), row), decode(torch.ones(1, 32).to(b_dtype), row)
-    out = form.sum_products(a, b, torch.full((1, 1), -0.0), Sum(row, 32, promote=False))
+    out = form.sum_products(a, b, torch.full((1, 1), -0.0), Summation(row, 32, promote=False))
     assert out.view(torch.int32).item() == 0
 
 
@@ -317,20 +317,20 @@ def test_a_compiler_is_found_on_this_machine():
 def test_a_product_with_promotion_is_close_to_the_reference(b_block):
     a = octile.quantize(torch.randn(20, 300), (1, 128))
     b = octile.quantize(torch.randn(30, 300), b_block)
-    y = product(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=128)
+    y = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=128)
     torch.testing.assert_close(y, octile.matmul_nt(a, b, torch.float32), rtol=0, atol=3e-3 * y.std().item())
 
 
 def test_one_scale_an_operand_is_applied_to_the_whole_sum():
     a, b = (octile.quantize(torch.randn(9, 256), (None, None)) for _ in range(2))
-    y = product(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=None)
+    y = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=None)
     assert torch.equal(y, tensor_core_matmul(a.data, b.data) * (a.scale * b.scale))
 
 
 def test_equal_scales_need_no_rescaling():
     data = [normal(E4, (5, 256), seed) for seed in (0, 1)]
     scale = torch.full((5, 2), 0.37)
-    y = product(data[0], scale, (1, 128), data[1], scale, (1, 128), promote_every=None)
+    y = tensor_core_scaled_matmul(data[0], scale, (1, 128), data[1], scale, (1, 128), promote_every=None)
     assert torch.equal(y, tensor_core_matmul(*data) * (scale[0, 0] * scale[0, 0]))
 
 
@@ -340,7 +340,7 @@ def test_shorter_blocks_promote_earlier():
         tensor_core_matmul(a.data[:, k], b.data[:, k]) * (a.scale[:, i, None] * b.scale[:, i])
         for i, k in enumerate((slice(0, 64), slice(64, 128)))
     ]
-    y = product(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=128)
+    y = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=128)
     torch.testing.assert_close(y, parts[0] + parts[1], rtol=1e-6, atol=1e-6)
 
 
@@ -374,7 +374,7 @@ def test_what_does_not_fit_is_refused(change, error, words):
 def test_blocks_within_a_step_are_refused():
     a, b = (octile.quantize(torch.randn(4, 64), (1, 16)) for _ in range(2))
     with pytest.raises(ValueError, match="multiples of 32 along K"):
-        product(a.data, a.scale, a.block, b.data, b.scale, b.block)
+        tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block)
 
 
 def test_every_format_of_the_table_has_a_dtype():
