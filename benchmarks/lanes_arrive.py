@@ -13,15 +13,15 @@ from octile.kernels.cuda.jit import specialize
 CHANGES = {  # of memory.cuh; each must be found once
     """        __syncwarp();
         if constexpr (cluster == 1) {
-            if (ptx::lane() == 0) empty[which].arrive();
+            if (ptx::lane_id() == 0) empty[which].arrive();
         } else {
-            if (ptx::lane() <= rank) empty[which].arrive_at(ptx::lane() == 0 ? rank : 0);
+            if (ptx::lane_id() <= rank) empty[which].arrive_cluster(ptx::lane_id() == 0 ? rank : 0);
         }
 """: """        if constexpr (cluster == 1) {
             empty[which].arrive();
         } else {
-            empty[which].arrive_at(rank);
-            if (rank > 0) empty[which].arrive_at(0);
+            empty[which].arrive_cluster(rank);
+            if (rank > 0) empty[which].arrive_cluster(0);
         }
 """,
     "ring.empty[stage].init(4 * team_warpgroups": "ring.empty[stage].init(32 * 4 * team_warpgroups",

@@ -7,8 +7,8 @@ def test_every_lane_arrives():
     _, kernel = lanes_arrive.find("pipeline.cuh", {})
     shown, changed = lanes_arrive.changed("pipeline.cuh", {})
     assert shown.endswith("pipeline.cuh")
-    assert "ptx::lane() == 0) empty[which].arrive" in kernel
-    assert "ptx::lane() == 0) empty[which].arrive" not in changed
+    assert "ptx::lane_id() == 0) empty[which].arrive" in kernel
+    assert "ptx::lane_id() == 0) empty[which].arrive" not in changed
     assert "init(32 * 4 * team_warpgroups" in changed
 
 

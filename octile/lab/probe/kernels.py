@@ -67,7 +67,7 @@ def mma_header(a: str, b: str, d: str) -> str:
     operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(count))
     return f"""\
 __device__ __forceinline__ void mma({kind} (&d)[{count}], const unsigned (&a)[4], const unsigned (&b)[2]) {{
-    asm volatile("mma.sync.aligned.m16n8k{wgmma.STEP[a]}.row.col.{d}.{a}.{b}.{d} "
+    asm volatile("mma.sync.aligned.m16n8k{wgmma.INSTRUCTION_K[a]}.row.col.{d}.{a}.{b}.{d} "
                  "{{{sums}}}, {{{a_words}}}, {{{b_words}}}, {{{sums}}};"
                  : {operands}
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

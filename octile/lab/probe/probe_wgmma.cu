@@ -23,8 +23,8 @@ __device__ __forceinline__ int64_t place_of(int word, int row_words) {
     return word / (2 * pair) * 4 * pair + word / pair % 2 * 8 * int64_t(row_words) + word % pair;
 }
 
-using ptx::pin;
-__device__ __forceinline__ void pin(uint32_t& sum) { asm volatile("" : "+r"(sum)::"memory"); }
+using ptx::warpgroup_fence_operand;
+__device__ __forceinline__ void warpgroup_fence_operand(uint32_t& sum) { asm volatile("" : "+r"(sum)::"memory"); }
 
 // Rows of global memory into a tile with the 128-byte swizzle.
 __device__ __forceinline__ void copy(uint8_t* tile, const uint8_t* from, int rows) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(probe::threads) probe_wgmma(
     const int64_t n0 = int(blockIdx.x) % (n / columns) * columns;
     probe::copy(a_tile, a + m0 * probe::row, probe::tile_rows);
     probe::copy(b_tile, b + n0 * probe::row, columns);
-    ptx::fence_async_shared();
+    ptx::fence_proxy_async();
     __syncthreads();
 
     const int row_words = n / 2 * probe::pair;
@@ -58,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(probe::threads) probe_wgmma(
 
     ptx::wgmma_fence();
     for (int step = 0; step < config::steps; ++step)
-        ptx::wgmma(sums, ptx::tile_descriptor(a_tile) + 2 * step, ptx::tile_descriptor(b_tile) + 2 * step, true);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    for (int i = 0; i < probe::words; ++i) probe::pin(sums[i]);
+        ptx::wgmma(sums, ptx::wgmma_descriptor(a_tile) + 2 * step, ptx::wgmma_descriptor(b_tile) + 2 * step, true);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    for (int i = 0; i < probe::words; ++i) probe::warpgroup_fence_operand(sums[i]);
     for (int i = 0; i < probe::words; ++i) d[first + probe::place_of(i, row_words)] = sums[i];
 }

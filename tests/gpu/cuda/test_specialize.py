@@ -23,16 +23,16 @@ COPY = """
 #include "ptx.cuh"
 extern "C" __global__ void __launch_bounds__(128) copy(
     const __grid_constant__ TensorMap map, uint8_t* out, int x, int y) {
-    __shared__ ptx::Barrier barrier;
+    __shared__ ptx::Mbarrier barrier;
     uint8_t* box = ptx::dynamic_shared();
     if (threadIdx.x == 0) {
         barrier.init(1);
-        ptx::fence_barrier_init();
+        ptx::fence_mbarrier_init();
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        barrier.arrive_and_expect(config::bytes);
-        ptx::load_3d(box, &map, &barrier, x, y, 0);
+        barrier.arrive_expect_tx(config::bytes);
+        ptx::tma_load(box, &map, &barrier, x, y, 0);
     }
     barrier.wait(0);
     for (int i = threadIdx.x; i < config::bytes; i += 128) out[i] = box[i];
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(128) copy(
 CLUSTER = """
 #include "ptx.cuh"
 extern "C" __global__ void cluster(int* ranks) {
-    if (threadIdx.x == 0) ranks[blockIdx.x] = ptx::cluster_rank();
+    if (threadIdx.x == 0) ranks[blockIdx.x] = ptx::cluster_ctarank();
     ptx::cluster_sync();
 }
 """

@@ -14,11 +14,11 @@
 
 // What the two sides tell each other: the rows are there; their sums are added.
 struct Fetches {
-    ptx::Barrier *there, *added;
+    ptx::Mbarrier *there, *added;
     uint32_t parity = 0;  // of the 64 rows that are next
 
     __device__ __forceinline__ Fetches(uint8_t* shared, int warpgroup) {
-        there = reinterpret_cast<ptx::Barrier*>(shared + memory::fetches) + 2 * warpgroup;
+        there = reinterpret_cast<ptx::Mbarrier*>(shared + memory::fetches) + 2 * warpgroup;
         added = there + 1;
     }
 };
@@ -47,7 +47,7 @@ __device__ __forceinline__ void exchange(
     Fetches fetches(shared, warpgroup);
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
-    const int lane = ptx::lane();
+    const int lane = ptx::lane_id();
     const bool serves = lane < config::staged_boxes;
     uint8_t* piece = staging_of(shared, warpgroup) + lane * store_box_bytes;
     int n = -1, m = 0, group = 0;  // where the piece lies that is in shared memory
@@ -55,9 +55,9 @@ __device__ __forceinline__ void exchange(
         if (n < 0) return;  // none, yet
         fetches.added->wait(fetches.parity);
         fetches.parity ^= 1;
-        if (serves) ptx::store_3d(map, piece, n, m, group);
-        ptx::commit_stores();
-        ptx::wait_stores_read<0>();
+        if (serves) ptx::tma_store(map, piece, n, m, group);
+        ptx::bulk_commit_group();
+        ptx::bulk_wait_group_read<0>();
         __syncwarp();
     };
 
@@ -66,8 +66,8 @@ __device__ __forceinline__ void exchange(
         for (int wave = 0; wave < waves; ++wave) {
             store();
             n = tile.n + lane * store_columns, m = tile.m + first_row + wave * 64, group = tile.group;
-            if (lane == 0) fetches.there->arrive_and_expect(config::staged_boxes * store_box_bytes);
-            if (serves) ptx::load_3d(piece, map, fetches.there, n, m, group);
+            if (lane == 0) fetches.there->arrive_expect_tx(config::staged_boxes * store_box_bytes);
+            if (serves) ptx::tma_load(piece, map, fetches.there, n, m, group);
         }
     }
     store();
@@ -80,7 +80,7 @@ __device__ __forceinline__ void add_fetched(const float (&total)[count], uint8_t
 #pragma unroll
     for (int i = 0; i < config::staged_boxes; ++i)
         stage_piece(total, i * store_columns / 8, staging + i * store_box_bytes, true);
-    ptx::fence_async_shared();
+    ptx::fence_proxy_async();
     __syncwarp();
-    if (ptx::lane() == 0) fetches.added->arrive();
+    if (ptx::lane_id() == 0) fetches.added->arrive();
 }

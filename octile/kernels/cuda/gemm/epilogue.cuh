@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t add_to_bf16(uint32_t before, float x, float 
 __device__ __forceinline__ void store_pair(void* data, int64_t at, float x, float y) {
     if constexpr (config::out_float) {
         float* to = static_cast<float*>(data) + at;
-        if constexpr (config::accumulate) ptx::add_global_2(to, x, y);
+        if constexpr (config::accumulate) ptx::red_add_v2(to, x, y);
         else *reinterpret_cast<float2*>(to) = make_float2(x, y);
     } else {
         uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(data) + at);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_pair(void* data, int64_t at, float x, floa
 __device__ __forceinline__ void store_one(void* data, int64_t at, float x) {
     if constexpr (config::out_float) {
         float* to = static_cast<float*>(data) + at;
-        if constexpr (config::accumulate) ptx::add_global(to, x);
+        if constexpr (config::accumulate) ptx::red_add(to, x);
         else *to = x;
     } else {
         uint16_t* to = static_cast<uint16_t*>(data) + at;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_one(void* data, int64_t at, float x) {
 // Sums of 64 rows, from registers; `m` is the first of these rows.
 __device__ __forceinline__ void store_directly(
     const float (&total)[count], const Out& out, const Tile& tile, int m, int columns) {
-    const int row = m + threadIdx.x % 128 / 32 * 16 + ptx::lane() / 4, column = tile.n + 2 * (ptx::lane() % 4);
+    const int row = m + threadIdx.x % 128 / 32 * 16 + ptx::lane_id() / 4, column = tile.n + 2 * (ptx::lane_id() % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int r = row + i * 8;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void add_pair(uint8_t* to, float x, float y) {
 // others are one exclusive or away.
 __device__ __forceinline__ void stage_piece(const float (&total)[count], int first, uint8_t* piece, bool swizzle) {
     constexpr int row_bytes = config::transposed ? 128 : store_columns * out_bytes;
-    const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane();
+    const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane_id();
     // lanes 0 … 7 name the rows of the first 8×8 matrix, then 8 rows below it, then both 8 columns further on
     const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix = lane / 16;
     if constexpr (config::out_float || config::load_c) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
 #pragma unroll
         for (int j = 0; j < store_columns / 8; j += 2) {
             const float* x = &total[4 * (first + j)];
-            ptx::store_matrix_4_transposed(to + j * 8 * 128, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
+            ptx::stmatrix_x4_trans(to + j * 8 * 128, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
                                            ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
         }
     } else {
@@ -136,10 +136,10 @@ __device__ __forceinline__ void stage_piece(const float (&total)[count], int fir
             const float* x = &total[4 * (first + j)];
             uint8_t* to = piece + (at ^ j * 16);
             if (j + 1 < store_columns / 8)
-                ptx::store_matrix_4(to, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
+                ptx::stmatrix_x4(to, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]),
                                     ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
             else
-                ptx::store_matrix_2(to, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]));
+                ptx::stmatrix_x2(to, ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]));
         }
     }
 }
@@ -157,12 +157,12 @@ __device__ __forceinline__ void store_staged(
     uint8_t* room = staging + (two ? wave % 2 * of_wave * store_box_bytes : 0);
 #pragma unroll
     for (int first = 0; first < of_wave; first += at_once) {
-        ptx::wait_stores_read<two>();
+        ptx::bulk_wait_group_read<two>();
         ptx::named_barrier_sync(4 + warpgroup, 128);
 #pragma unroll
         for (int i = 0; i < at_once && first + i < of_wave; ++i)
             stage_piece(total, (first + i) * store_columns / 8, room + i * store_box_bytes, whole);
-        ptx::fence_async_shared();
+        ptx::fence_proxy_async();
         ptx::named_barrier_sync(4 + warpgroup, 128);
 
 #pragma unroll
@@ -173,12 +173,12 @@ __device__ __forceinline__ void store_staged(
             if (!whole) {
                 constexpr int row_bytes = store_columns * out_bytes;
                 uint8_t* row = static_cast<uint8_t*>(out.data) + ((m + thread) * out.row + n) * out_bytes;
-                ptx::store_bytes(row, piece + thread * row_bytes, min(row_bytes, round_up((columns - n) * out_bytes, 16)));
-            } else if constexpr (config::transposed) ptx::store_3d(out.map, piece, m, n, out_group(tile));
-            else if constexpr (config::accumulate) ptx::add_3d(out.map, piece, n, m, out_group(tile));
-            else ptx::store_3d(out.map, piece, n, m, out_group(tile));
+                ptx::bulk_store(row, piece + thread * row_bytes, min(row_bytes, round_up((columns - n) * out_bytes, 16)));
+            } else if constexpr (config::transposed) ptx::tma_store(out.map, piece, m, n, out_group(tile));
+            else if constexpr (config::accumulate) ptx::tma_reduce_add(out.map, piece, n, m, out_group(tile));
+            else ptx::tma_store(out.map, piece, n, m, out_group(tile));
         }
-        ptx::commit_stores();
+        ptx::bulk_commit_group();
     }
 }
 

@@ -70,15 +70,15 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     const int rank = block_rank();
 
     // ---- Before the first tile ----
-    if (warp == 0 && ptx::lane() == 0) {
-        ptx::prefetch_map(&a_map);
-        ptx::prefetch_map(&b_map);
-        if (a_rows) ptx::prefetch_map(&a_scale_map);
-        if (b_rows) ptx::prefetch_map(&b_scale_map);
-        if (config::store == tma) ptx::prefetch_map(&out_map);
+    if (warp == 0 && ptx::lane_id() == 0) {
+        ptx::prefetch_tensormap(&a_map);
+        ptx::prefetch_tensormap(&b_map);
+        if (a_rows) ptx::prefetch_tensormap(&a_scale_map);
+        if (b_rows) ptx::prefetch_tensormap(&b_scale_map);
+        if (config::store == tma) ptx::prefetch_tensormap(&out_map);
         init_barriers(shared, rank);
         if constexpr (config::load_c) init_fetches(shared);
-        ptx::fence_barrier_init();
+        ptx::fence_mbarrier_init();
     }
     if (config::schedule != dense && warp == 1) list_groups(groups, sizes);
     if constexpr (cluster > 1) ptx::cluster_sync();
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 
     if (warpgroup == config::warpgroups) {
         // ---- Copies ----
-        if constexpr (config::warpgroups > 1) ptx::give_registers<config::producer_registers>();
+        if constexpr (config::warpgroups > 1) ptx::setmaxnreg_dec<config::producer_registers>();
         const int team = warp % 4;
         const Blocks blocks{
             config::a_scales == per_block ? a_scale : b_scale, scale_group, scale_row, scale_column};
@@ -100,19 +100,19 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         __syncwarp();
     } else {
         // ---- Products ----
-        if constexpr (config::warpgroups > 1) ptx::take_registers<config::consumer_registers>();
+        if constexpr (config::warpgroups > 1) ptx::setmaxnreg_inc<config::consumer_registers>();
         const int team = config::ping_pong ? warpgroup : 0, member = config::ping_pong ? 0 : warpgroup;
         const int first_row = member * waves * 64;  // of this warpgroup in a tile
-        const int thread_row = first_row + warp % 4 * 16 + ptx::lane() / 4;
-        const int thread_column = 2 * (ptx::lane() % 4);
+        const int thread_row = first_row + warp % 4 * 16 + ptx::lane_id() / 4;
+        const int thread_column = 2 * (ptx::lane_id() % 4);
         const Out out{&out_map, out_data, out_group_stride, out_row_stride, out_column_stride};
-        const uint64_t a_tiles = kept(ptx::tile_descriptor(shared + memory::a + first_row * 128));
-        const uint64_t b_tiles = kept(ptx::tile_descriptor(shared + memory::b));
+        const uint64_t a_tiles = kept(ptx::wgmma_descriptor(shared + memory::a + first_row * 128));
+        const uint64_t b_tiles = kept(ptx::wgmma_descriptor(shared + memory::b));
         Ring ring(shared, team);
         // There are two of each: what all lanes read from one place the compiler would move to the registers that a warp
         // shares, and wait for it.
         const uint8_t* block_scales = shared + memory::block_scale + 16 * team * memory::places;
-        ring.place = ptx::lane() % 2 * 4 + (config::a_scales == per_block ? 8 * member : 0);
+        ring.place = ptx::lane_id() % 2 * 4 + (config::a_scales == per_block ? 8 * member : 0);
         Scheduler scheduler(sizes, groups, team, teams);
         Tile tile;
         float total[waves][count] = {};
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 const int thread = member * 128 + threadIdx.x % 128;
                 keep_between(shared + memory::a + stage * memory::a_tile, config::tile_m, begin, end, thread);
                 keep_between(shared + memory::b + stage * memory::b_tile, config::tile_n, begin, end, thread);
-                ptx::fence_async_shared();
+                ptx::fence_proxy_async();
                 ptx::named_barrier_sync(2 + team, team_threads);
             };
             // a step's scales
@@ -191,11 +191,11 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     ptx::wgmma(sum, further(a_tiles, a + 2 * i), further(b_tiles, b + 2 * i), add || i > 0);
-                ptx::wgmma_commit();
+                ptx::wgmma_commit_group();
             };
             auto pin = [&](float (&sum)[count]) {
 #pragma unroll
-                for (int i = 0; i < count; ++i) ptx::pin(sum[i]);
+                for (int i = 0; i < count; ++i) ptx::warpgroup_fence_operand(sum[i]);
             };
 
             if (lies_outside(tile, first_row, n)) {  // nothing to multiply
@@ -210,11 +210,11 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                     arrive(step, is_cut(step));
 #pragma unroll
                     for (int wave = 0; wave < waves; ++wave) multiply(total[wave], ring.stage, wave, step > 0);
-                    ptx::wgmma_wait<waves>();  // the step before is done
+                    ptx::wgmma_wait_group<waves>();  // the step before is done
                     if (step > 0) ring.release(ring.before(ring.stage), rank);
                     let_other_begin(2 * step >= steps);
                 }
-                ptx::wgmma_wait<0>();
+                ptx::wgmma_wait_group<0>();
                 if (steps > 0) ring.release(ring.before(ring.stage), rank);
 #pragma unroll
                 for (int wave = 0; wave < waves; ++wave) pin(total[wave]);
@@ -241,12 +241,12 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                                 if (wave == 0 && step == 0) store_pending();
                                 if (wave > 0 && step == steps - 1) store(total[wave - 1], wave - 1, tile);
                             }
-                            ptx::wgmma_wait<0>();
+                            ptx::wgmma_wait_group<0>();
                             pin(sum);
                             if (wave == waves_there - 1) {
                                 if constexpr (!reads_late) ring.release(stage, rank);
                                 ring.advance();
-                                ready = ring.full[ring.stage].ask(ring.parity, step + 1 < steps);
+                                ready = ring.full[ring.stage].try_wait(ring.parity, step + 1 < steps);
                                 cut = is_cut(step + 1);
                             }
                             promote(total[wave], sum, Products(f[wave], of_b, border));
@@ -282,15 +282,15 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 int step = 0;
                 if (steps % 2 == 1) {
                     const Step first = begin(step++, even);
-                    ptx::wgmma_wait<0>();
+                    ptx::wgmma_wait_group<0>();
                     finish(even, first);
                 }
                 for (; step < steps; step += 2) {
                     const Step even_step = begin(step, even);
                     const Step odd_step = begin(step + 1, odd);
-                    ptx::wgmma_wait<1>();
+                    ptx::wgmma_wait_group<1>();
                     finish(even, even_step);
-                    ptx::wgmma_wait<0>();
+                    ptx::wgmma_wait_group<0>();
                     finish(odd, odd_step);
                 }
             }
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                         before.m -= 64;
 #pragma unroll
                         for (int i = 0; i < count; ++i) total[waves - 1][i] = total[0][i], total[0][i] = 0.0f;
-                        ptx::wait_stores_read<0>();  // their room is that of the tile before
+                        ptx::bulk_wait_group_read<0>();  // their room is that of the tile before
                     }
                 }
             } else {
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         }
         store_pending();
         let_other_begin(true);  // where this one has no tile at all
-        if (config::store == tma) ptx::wait_stores_read<0>();
+        if (config::store == tma) ptx::bulk_wait_group_read<0>();
     }
     // a block must not leave while the other may still write to its barriers
     __syncwarp();

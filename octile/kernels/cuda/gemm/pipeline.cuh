@@ -35,8 +35,8 @@ constexpr int places = 64;  // of a team's scales of blocks: two for a step, twi
 constexpr int block_scale = b_scale + stages * b_scales;
 constexpr int barriers = block_scale + (one_is_block ? teams * places * 16 : 0);
 static_assert(config::stages <= places - 32, "what is written must not be what is under way");
-constexpr int fetches = barriers + 2 * stages * int(sizeof(ptx::Barrier));  // two barriers for each warpgroup
-constexpr int last = fetches + (config::load_c ? 2 * config::warpgroups * int(sizeof(ptx::Barrier)) : 0);  // a word for each
+constexpr int fetches = barriers + 2 * stages * int(sizeof(ptx::Mbarrier));  // two barriers for each warpgroup
+constexpr int last = fetches + (config::load_c ? 2 * config::warpgroups * int(sizeof(ptx::Mbarrier)) : 0);  // a word for each
 constexpr int groups = last + 4 * config::warpgroups;
 constexpr int bytes = groups + (config::max_groups > 0 ? int(sizeof(Groups)) : 0);
 static_assert(bytes == config::shared_bytes, "config.py computes the same");
@@ -47,13 +47,13 @@ constexpr int stage_bytes = (config::tile_m + config::tile_n) * 128 + (a_rows ? 
 
 // One team's stages. Both sides walk around it in the same order; the parity of a phase tells the rounds apart.
 struct Ring {
-    ptx::Barrier *full, *empty;
+    ptx::Mbarrier *full, *empty;
     int first, stage;
     uint32_t parity = 0;
     uint32_t place = 0;  // of the step's scales of blocks, in bytes; a thread may add up to 15 of its own
 
     __device__ __forceinline__ Ring(uint8_t* shared, int team) : first(team * config::stages), stage(first) {
-        full = reinterpret_cast<ptx::Barrier*>(shared + memory::barriers);
+        full = reinterpret_cast<ptx::Mbarrier*>(shared + memory::barriers);
         empty = full + memory::stages;
     }
 
@@ -74,9 +74,9 @@ struct Ring {
     __device__ __forceinline__ void release(int which, int rank) {
         __syncwarp();
         if constexpr (cluster == 1) {
-            if (ptx::lane() == 0) empty[which].arrive();
+            if (ptx::lane_id() == 0) empty[which].arrive();
         } else {
-            if (ptx::lane() <= rank) empty[which].arrive_at(ptx::lane() == 0 ? rank : 0);
+            if (ptx::lane_id() <= rank) empty[which].arrive_cluster(ptx::lane_id() == 0 ? rank : 0);
         }
     }
 };

@@ -23,9 +23,9 @@ struct Blocks {
 
 // Starts the copy of a box. What the cluster shares, its first block brings for both.
 template <bool shared>
-__device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Barrier* full, int x, int y, int z) {
-    if constexpr (!shared) ptx::load_3d(to, map, full, x, y, z);
-    else if (block_rank() == 0) ptx::load_3d_multicast(to, map, full, x, y, z, 0b11);
+__device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Mbarrier* full, int x, int y, int z) {
+    if constexpr (!shared) ptx::tma_load(to, map, full, x, y, z);
+    else if (block_rank() == 0) ptx::tma_load_multicast(to, map, full, x, y, z, 0b11);
 }
 
 // Brings a team's tiles: one warp, of which one thread starts the copies. The scales of blocks all its lanes read and
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_tiles(
     Scheduler scheduler(sizes, groups, team, teams);
     Tile tile;
     float4* block_scales = reinterpret_cast<float4*>(shared + memory::block_scale) + team * memory::places;
-    const bool chosen = one_is_block && ptx::elect();
+    const bool chosen = one_is_block && ptx::elect_one();
     int unused = config::stages;  // stages that nothing was copied to yet, where that matters: see `ahead`
 
     while (scheduler.take(tile)) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_tiles(
 
         auto load_step = [&](int step, int stage) {
             const int k_step = first_step(tile) + step, k = k_step * 128;
-            ptx::Barrier* full = ring.full + stage;
+            ptx::Mbarrier* full = ring.full + stage;
             uint8_t* a = shared + memory::a + stage * memory::a_tile;
             uint8_t* b = shared + memory::b + stage * memory::b_tile;
             uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
@@ -61,9 +61,9 @@ __device__ __forceinline__ void load_tiles(
 #pragma unroll (a_rows ? 2 : 4)
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.empty[ring.stage].wait(ring.parity ^ 1);
-                if (ptx::lane() == 0) load_step(step, ring.stage);
+                if (ptx::lane_id() == 0) load_step(step, ring.stage);
                 __syncwarp();
-                if (ptx::lane() == 0) ring.full[ring.stage].arrive_and_expect(memory::stage_bytes);
+                if (ptx::lane_id() == 0) ring.full[ring.stage].arrive_expect_tx(memory::stage_bytes);
             }
         } else {
             // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_tiles(
             const float* second_scale = scale + min(second_block, last_block) * blocks.row;
             scale += min(first_block, last_block) * blocks.row;
             auto read_block_scales = [&](int step) {  // of this lane's step, counted from the given one
-                step += ptx::lane();
+                step += ptx::lane_id();
                 float2 scales{};
                 if (step >= steps) return scales;
                 scales.x = __ldg(scale + (first_step(tile) + step) * blocks.column);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_tiles(
 
             float2 later = read_block_scales(0);
             auto write_block_scales = [&](int step) {  // of the next 32 steps, and asks for those of the 32 after
-                const uint32_t own = (ring.place / 16 + ptx::lane()) % memory::places;
+                const uint32_t own = (ring.place / 16 + ptx::lane_id()) % memory::places;
                 block_scales[own] = make_float4(later.x, later.x, later.y, later.y);
                 later = read_block_scales(step + 32);
                 __syncwarp();
@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_tiles(
             int step = 0;
 #pragma unroll 1
             for (; step < ahead; ++step, ring.advance())
-                if (chosen) ring.full[ring.stage].arrive_and_expect(memory::stage_bytes);
+                if (chosen) ring.full[ring.stage].arrive_expect_tx(memory::stage_bytes);
 #pragma unroll 1
             for (; step < steps; ++step, ring.advance()) {
                 if (step % 32 == 0 && step > 0) write_block_scales(step);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_tiles(
                 __syncwarp();  // a lane that waited on would not see the end of this phase, once the next has ended
                 if (chosen) {
                     load_step(step, ring.stage);
-                    ring.full[ring.stage].arrive_and_expect(memory::stage_bytes);
+                    ring.full[ring.stage].arrive_expect_tx(memory::stage_bytes);
                 }
             }
         }

@@ -46,7 +46,7 @@ constexpr bool rows_grouped = config::schedule == grouped || config::schedule ==
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Of this block in its cluster.
-__device__ __forceinline__ int block_rank() { return cluster > 1 ? ptx::cluster_rank() : 0; }
+__device__ __forceinline__ int block_rank() { return cluster > 1 ? ptx::cluster_ctarank() : 0; }
 
 // Where groups begin, in shared memory.
 struct Groups {
@@ -71,24 +71,24 @@ __device__ __forceinline__ int rows_before(const Groups& groups, int g) {
 // One warp lists the groups.
 __device__ __forceinline__ void list_groups(Groups& groups, const Sizes& sizes) {
     const int limit = rows_grouped ? sizes.m : sizes.k;
-    for (int g = ptx::lane(); g <= sizes.groups; g += 32)
+    for (int g = ptx::lane_id(); g <= sizes.groups; g += 32)
         groups.row[g] = g == 0 ? 0 : max(0, min(sizes.groups_end[g - 1], limit));
     __syncwarp();
     if constexpr (!rows_grouped) return;
 
     int before = 0;
     for (int first = 0; first < count_groups(sizes); first += 32) {
-        const int g = first + ptx::lane();
+        const int g = first + ptx::lane_id();
         const int rows = g < count_groups(sizes) ? rows_of(groups, sizes, g) : 0;
         int units = rows > 0 ? ceil_div(rows + rows_before(groups, g), cluster_tile_m) : 0;
         for (int distance = 1; distance < 32; distance *= 2) {
             const int left = __shfl_up_sync(~0u, units, distance);
-            if (ptx::lane() >= distance) units += left;
+            if (ptx::lane_id() >= distance) units += left;
         }
         if (g < count_groups(sizes)) groups.unit[g + 1] = before + units;
         before += __shfl_sync(~0u, units, 31);
     }
-    if (ptx::lane() == 0) groups.unit[0] = 0;
+    if (ptx::lane_id() == 0) groups.unit[0] = 0;
 }
 
 class Scheduler {

@@ -47,7 +47,7 @@ struct Square {
     __device__ __forceinline__ unsigned row() const {
         return m_tile * side + threadIdx.x / 32 * 16 + row_of_lane<crossed>() * 8;
     }
-    __device__ __forceinline__ unsigned column() const { return k_tile * side + ptx::lane() % 16 * 8; }
+    __device__ __forceinline__ unsigned column() const { return k_tile * side + ptx::lane_id() % 16 * 8; }
     // How many of the thread's rows there are in the matrix; below its edge and beside it none, or fewer than none.
     __device__ __forceinline__ int rows() const { return column() < k ? static_cast<int>(m - row()) : 0; }
 };
@@ -97,7 +97,7 @@ __device__ __forceinline__ unsigned turned_place(unsigned group, unsigned piece)
 
 // The turned codes from shared memory to memory: 16 bytes a lane, eight lanes a row. Rows are stored up to their padding.
 __device__ __forceinline__ void store_turned(uint8_t* data_t, const Square& at, const uint8_t* shared) {
-    const unsigned lane = ptx::lane(), warp = threadIdx.x / 32, unit = lane % 8;
+    const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32, unit = lane % 8;
     const unsigned row_bytes = round_up(at.m, 16), m = at.m_tile * side + 16 * unit;
     unsigned column = at.k_tile * side + warp * 16 + lane / 8;
     uint8_t* to = data_t + (wide(at.batch, at.k) + column) * row_bytes + m;
@@ -255,7 +255,7 @@ __device__ __forceinline__ void store_square(
 template <int form, int format, bool power_of_2, class Values>
 __device__ __forceinline__ void cast_square(const Cast& to, const Square& at, const Values (&x)[8], uint8_t* shared) {
     constexpr bool by_column = form == both || form == turned_only || form == columns;
-    const unsigned lane = ptx::lane(), warp = threadIdx.x / 32;
+    const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32;
     float* maxima = reinterpret_cast<float*>(shared + place::maxima);
     Divisors by;
 

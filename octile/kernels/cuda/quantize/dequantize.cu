@@ -36,8 +36,8 @@ dequantize(const uint8_t* data, const float* scale, uint8_t* out, int64_t scale_
         batch = block / m_blocks;
         block -= batch * m_blocks;
     }
-    const int row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane() / 16;
-    const int column = tile * tile_columns + ptx::lane() % 16 * 8, there = column < k ? m - row : 0;
+    const int row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane_id() / 16;
+    const int column = tile * tile_columns + ptx::lane_id() % 16 * 8, there = column < k ? m - row : 0;
     int64_t index = (batch * m + row) * k + column;
     const uint8_t* from = data + bytes<format>(index);
 

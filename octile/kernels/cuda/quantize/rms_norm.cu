@@ -15,7 +15,7 @@ constexpr int room_floats = 32;  // a multiple of four: the compiler reads vecto
 __device__ __forceinline__ float over_block(float x, float* room) {
 #pragma unroll
     for (int bit = 16; bit >= 1; bit /= 2) x = __fadd_rn(x, __shfl_xor_sync(whole_warp, x, bit));
-    if (ptx::lane() == 0) room[threadIdx.x / 32] = x;
+    if (ptx::lane_id() == 0) room[threadIdx.x / 32] = x;
     __syncthreads();
     x = 0.0f;
 #pragma unroll

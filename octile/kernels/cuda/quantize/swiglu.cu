@@ -28,8 +28,8 @@ swiglu(const uint8_t* gate, const uint8_t* up, const float* weight, uint8_t* dat
     const unsigned k_tiles = (k + tile_columns - 1) / tile_columns, block = quotient(blockIdx.x, k_tiles, tile_inverse);
     Place at;
     at.tile = blockIdx.x - block * k_tiles, at.batch = 0;
-    at.row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane() / 16;
-    at.column = at.tile * tile_columns + ptx::lane() % 16 * 8;
+    at.row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane_id() / 16;
+    at.column = at.tile * tile_columns + ptx::lane_id() % 16 * 8;
     at.m = m, at.k = k;
     const int there = at.there();
     gate += bytes<number>(at.row * gate_row + at.column), up += bytes<number>(at.row * up_row + at.column);

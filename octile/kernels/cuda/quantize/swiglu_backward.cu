@@ -126,9 +126,9 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
     beside.k = 2 * at.k;
 
     float* all_factors = reinterpret_cast<float*>(shared + place::factors);
-    const unsigned own = threadIdx.x / 32 * 16 + ptx::lane() % 16;  // two lanes a row
+    const unsigned own = threadIdx.x / 32 * 16 + ptx::lane_id() % 16;  // two lanes a row
     const int64_t own_row = at.m_tile * side + own;
-    const bool first = ptx::lane() < 16, is_row = own_row < m;
+    const bool first = ptx::lane_id() < 16, is_row = own_row < m;
     if constexpr (codes) {
         const float* of_gate = gate_scale + own_row * gate_scale_row + at.k_tile * gate_scale_tile;
         const float* of_up = up_scale + own_row * up_scale_row + at.k_tile * up_scale_tile;

@@ -19,8 +19,8 @@ enum Lanes { in_halves, crossed };
 
 template <int lanes>
 __device__ __forceinline__ unsigned row_of_lane() {
-    const unsigned half = ptx::lane() / 16;
-    return lanes == crossed ? half ^ ptx::lane() / 8 % 2 : half;
+    const unsigned half = ptx::lane_id() / 16;
+    return lanes == crossed ? half ^ ptx::lane_id() / 8 % 2 : half;
 }
 
 // The largest, or the sum, of each of `count` numbers (1 … 16, a power of two) over the 16 lanes of a row: a lane is left
@@ -31,7 +31,7 @@ __device__ __forceinline__ float over_row(float (&x)[count], Operation operation
     int bit = 8;
 #pragma unroll
     for (int half = count / 2; half >= 1; half /= 2, bit /= 2) {
-        const bool upper = ptx::lane() & bit;
+        const bool upper = ptx::lane_id() & bit;
         const int other_lane = lanes == crossed && bit == 8 ? 24 : bit;
 #pragma unroll
         for (int i = 0; i < half; ++i) {
@@ -46,19 +46,19 @@ __device__ __forceinline__ float over_row(float (&x)[count], Operation operation
 
 template <int count>
 __device__ __forceinline__ unsigned owned() {
-    return ptx::lane() % 16 >> (4 - log2(count));
+    return ptx::lane_id() % 16 >> (4 - log2(count));
 }
 
 // Of the lanes that own a number, one for each row.
 template <int count>
 __device__ __forceinline__ bool first_owner() {
-    return ptx::lane() % (16 / count) == 0;
+    return ptx::lane_id() % (16 / count) == 0;
 }
 
 // The divisor of number `i` from the lane of this row that owns it; the lanes of a row lie in one half of the warp.
 template <int count, bool power_of_2>
 __device__ __forceinline__ Divisor from_owner(const Divisor& owned, int i) {
-    const unsigned lane = i << (4 - log2(count)) | ptx::lane() / 16 * 16;
+    const unsigned lane = i << (4 - log2(count)) | ptx::lane_id() / 16 * 16;
     const float inverse = __shfl_sync(whole_warp, owned.inverse, lane);
     return {inverse, power_of_2 ? 0.0f : __shfl_sync(whole_warp, owned.rest, lane)};
 }

@@ -30,7 +30,7 @@ __device__ __forceinline__ uint8_t* packing_room() {
 // Stores them, all rows of the warp: 24 lanes take 16 bytes each of two rows, which lie one behind the other.
 __device__ __forceinline__ void store_packed(uint8_t* data, const Place& at) {
     constexpr int pieces = packed_row / 16;
-    const int lane = ptx::lane(), first = at.row - lane / 16 + lane / pieces, byte = lane % pieces * 16;
+    const int lane = ptx::lane_id(), first = at.row - lane / 16 + lane / pieces, byte = lane % pieces * 16;
     const int there = lane < 2 * pieces && byte < bytes<e5m6>(at.k - at.tile * tile_columns) ? at.m - first : 0;
     const uint8_t* from = packing_room() + 16 * min(lane, 2 * pieces - 1);
     uint8_t* to = data + bytes<e5m6>((at.batch * at.m + first) * at.k + at.tile * tile_columns) + byte;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_row(
     if constexpr (format == e5m6) {
         uint32_t word[3];
         pack_e5m6<is_short>(quotient, values, word);
-        uint32_t* room = reinterpret_cast<uint32_t*>(packing_room() + 2 * i * packed_row) + 3 * ptx::lane();
+        uint32_t* room = reinterpret_cast<uint32_t*>(packing_room() + 2 * i * packed_row) + 3 * ptx::lane_id();
 #pragma unroll
         for (int w = 0; w < 3; ++w) room[w] = word[w];
     } else {

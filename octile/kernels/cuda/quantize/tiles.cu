@@ -18,8 +18,8 @@ tiles(const uint8_t* x, uint8_t* data, float* scale, const float* given, int64_t
         at.batch = block / m_blocks;
         block -= at.batch * m_blocks;
     }
-    at.row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane() / 16;
-    at.column = at.tile * tile_columns + ptx::lane() % 16 * 8;
+    at.row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane_id() / 16;
+    at.column = at.tile * tile_columns + ptx::lane_id() % 16 * 8;
     at.m = m, at.k = k;
     const int there = at.there();
 

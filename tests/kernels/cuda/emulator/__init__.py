@@ -5,7 +5,7 @@ copy engine, wgmma, named barriers, clusters and register hand-over follow the P
 happen at some random moment between the instruction and the wait for it. What a GPU leaves undefined is an error here,
 or garbage (NaN): a missing wait, a stage given back too early, a wrong byte count, a barrier that nobody completes.
 
-Not seen: that a thread forgot fence_async_shared after ordinary stores when another one called it (after stmatrix it is
+Not seen: that a thread forgot fence_proxy_async after ordinary stores when another one called it (after stmatrix it is
 seen); weaker orders of memory than one access after another; bank conflicts; speed; what the CUDA compiler makes of the
 source. Refused: `__shared__` variables, tiles without swizzle, operands of wgmma that are not K-major.
 

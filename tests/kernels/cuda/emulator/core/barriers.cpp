@@ -25,7 +25,7 @@ MBarrier& barrier_of(Block* block, const uint64_t& state) {
     return *block->barriers[index];
 }
 
-void init(uint64_t& state, uint32_t count) {
+void mbarrier_init(uint64_t& state, uint32_t count) {
     may_switch();
     Block* block = me()->home;
     shared_range(block, &state, 8, "mbarrier");
@@ -38,7 +38,7 @@ void init(uint64_t& state, uint32_t count) {
     block->barriers.push_back(std::make_unique<MBarrier>(MBarrier{offset, count, count, 0, 0, me(), {}}));
 }
 
-void fence_barrier_init() {
+void fence_mbarrier_init() {
     for (const auto& barrier : me()->home->barriers)
         if (barrier->fence_due == me()) barrier->fence_due = nullptr;
 }
@@ -71,7 +71,7 @@ void land(Block* block, MBarrier& barrier, uint32_t bytes) {
     complete(block, barrier);
 }
 
-void arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
+void mbarrier_arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     may_switch();
     Block* own = me()->home;
     if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
@@ -80,7 +80,7 @@ void arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     const uint32_t offset = offset_of(own, &state);
     MBarrier& barrier = barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + offset));
     if (barrier.fence_due && block != own)
-        fail("the %s was initialised without fence_barrier_init", state_of(barrier).c_str());
+        fail("the %s was initialised without fence_mbarrier_init", state_of(barrier).c_str());
     if (!barrier.pending) fail("one arrival too many at the %s of %s", state_of(barrier).c_str(), name(block).c_str());
     if (barrier.bytes + int64_t(bytes) >= 1 << 20)
         fail("the transaction count of the %s left its range", state_of(barrier).c_str());
@@ -89,13 +89,13 @@ void arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     complete(block, barrier);
 }
 
-bool ask(uint64_t& state, uint32_t parity) {
+bool mbarrier_try_wait(uint64_t& state, uint32_t parity) {
     may_switch();
     if (parity > 1) fail("an mbarrier's parity is 0 or 1, not %u", parity);
     return (barrier_of(me()->home, state).phase & 1) != parity;
 }
 
-void wait(uint64_t& state, uint32_t parity) {
+void mbarrier_wait(uint64_t& state, uint32_t parity) {
     may_switch();
     MBarrier& barrier = barrier_of(me()->home, state);
     if (parity > 1) fail("an mbarrier's parity is 0 or 1, not %u", parity);
@@ -142,23 +142,23 @@ void cluster_sync() {
 
 // ---- setmaxnreg --------------------------------------------------------------------------------------------------
 
-void set_registers(int count, bool give) {
+void setmaxnreg(int count, bool decrease) {
     Thread* thread = me();
     Block* block = thread->home;
     const uint32_t registers = count;
     if (count < 24 || count > 256 || count % 8) fail("setmaxnreg takes a multiple of 8 from 24 to 256, not %d", count);
-    if (give ? registers > thread->registers : registers < thread->registers)
-        fail("%s_registers<%d>, but it has %u", give ? "give" : "take", count, thread->registers);
+    if (decrease ? registers > thread->registers : registers < thread->registers)
+        fail("setmaxnreg_%s<%d>, but it has %u", decrease ? "dec" : "inc", count, thread->registers);
     ++thread->register_changes;
-    if (give) {
+    if (decrease) {
         block->register_pool += thread->registers - registers;
         wake(block->register_waiters);
     }
-    while (!give && block->register_pool < registers - thread->registers) {
+    while (!decrease && block->register_pool < registers - thread->registers) {
         block->register_waiters.push_back(thread);
-        park([count] { return text("waits for registers to take, up to %d", count); });
+        park([count] { return text("waits for registers: setmaxnreg_inc<%d>", count); });
     }
-    if (!give) block->register_pool -= registers - thread->registers;
+    if (!decrease) block->register_pool -= registers - thread->registers;
     thread->registers = registers;
 }
 

@@ -151,7 +151,7 @@ static std::shared_ptr<Copy> new_copy(
     return copy;
 }
 
-void load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* place, int dimensions, uint32_t blocks) {
+void tma_load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* place, int dimensions, uint32_t blocks) {
     may_switch();
     const Map map = checked(tensor_map, dimensions);
     const Block* own = me()->home;
@@ -165,7 +165,7 @@ void load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* pla
         copy->kind = Copy::load;
         copy->barrier = &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + barrier_offset));
         if (copy->barrier->fence_due)
-            fail("TMA: the mbarrier at offset %u was initialised without fence_barrier_init", copy->barrier->offset);
+            fail("TMA: the mbarrier at offset %u was initialised without fence_mbarrier_init", copy->barrier->offset);
         memset(block->shared + copy->offset, 0xFF, copy->bytes());
         memset(block->async + copy->offset, 0xFF, copy->bytes());
         machine.copies.push_back(copy);
@@ -176,23 +176,23 @@ void load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* pla
 static void begin_store(const std::shared_ptr<Copy>& copy) {
     for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
         if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])
-            fail("stores offset %u of shared memory, which stmatrix of warp %u wrote without fence_async_shared",
+            fail("stores offset %u of shared memory, which stmatrix of warp %u wrote without fence_proxy_async",
                  copy->at(i), warp - 1);
     me()->open_group.push_back(copy);
     machine.copies.push_back(copy);
     if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
-void store(const TensorMap* tensor_map, const void* from, const int* place, int dimensions, bool add) {
+void tma_store(const TensorMap* tensor_map, const void* from, const int* place, int dimensions, bool add) {
     may_switch();
     const Map map = checked(tensor_map, dimensions);
-    if (add && map.element != 4) fail("add_3d adds float32, not elements of %u bytes", map.element);
+    if (add && map.element != 4) fail("tma_reduce_add adds float32, not elements of %u bytes", map.element);
     auto copy = new_copy(map, place, me()->home, from);
     copy->kind = add ? Copy::add : Copy::store;
     begin_store(copy);
 }
 
-void store_bytes(void* to, const void* from, uint32_t bytes) {
+void bulk_store(void* to, const void* from, uint32_t bytes) {
     may_switch();
     if (reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16) fail("a row to store is not 16-byte aligned, or long");
     Map row{};
@@ -205,9 +205,9 @@ void store_bytes(void* to, const void* from, uint32_t bytes) {
     begin_store(copy);
 }
 
-void commit_stores() { me()->groups.push_back(std::move(me()->open_group)), me()->open_group.clear(); }
+void bulk_commit_group() { me()->groups.push_back(std::move(me()->open_group)), me()->open_group.clear(); }
 
-void wait_stores_read(int groups) {
+void bulk_wait_group_read(int groups) {
     may_switch();
     Thread* thread = me();
     for (size_t i = 0; i + groups < thread->groups.size(); ++i)
@@ -221,8 +221,8 @@ void check_exit(Thread* thread) {
     for (const auto& group : thread->groups)
         for (const auto& copy : group)
             if (copy->state == Copy::issued)
-                fail("ends while its stores may still read shared memory: wait_stores_read is missing");
-    if (!thread->flights.empty()) fail("ends while its wgmma products are under way: wgmma_wait is missing");
+                fail("ends while its stores may still read shared memory: bulk_wait_group_read is missing");
+    if (!thread->flights.empty()) fail("ends while its wgmma products are under way: wgmma_wait_group is missing");
 }
 
 void check_block_exit(Block* block) {

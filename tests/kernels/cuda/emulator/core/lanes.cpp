@@ -25,7 +25,7 @@ static uint64_t answer(const Warp& warp, Meeting kind, uint32_t mask, const Thre
     const uint32_t width = to.width, start = to.lane / width * width, at = to.lane % width, argument = to.argument;
     switch (kind) {
         case Meeting::sync:
-        case Meeting::store_matrix: return 0;
+        case Meeting::stmatrix: return 0;
         case Meeting::shuffle: return brought(start + argument % width);
         case Meeting::shuffle_xor: return (at ^ argument) < width ? brought(start + (at ^ argument)) : to.brought;
         case Meeting::shuffle_up: return at >= argument ? brought(to.lane - argument) : to.brought;
@@ -80,11 +80,11 @@ uint64_t meet(Meeting kind, uint32_t mask, uint64_t value, uint32_t argument, ui
     return thread->answer;
 }
 
-void store_matrix(void* row, const Rows& rows) {
+void stmatrix(void* row, const Rows& rows) {
     Thread* thread = me();
     thread->brought = reinterpret_cast<uint64_t>(row);
     thread->rows = rows;
-    meet_and(Meeting::store_matrix, ~0u, [](Warp& warp) {
+    meet_and(Meeting::stmatrix, ~0u, [](Warp& warp) {
         const Rows& first = warp.lanes[0]->rows;
         Block* block = warp.lanes[0]->home;
         for (int matrix = 0; matrix < first.count; ++matrix)
@@ -109,7 +109,7 @@ void store_matrix(void* row, const Rows& rows) {
 }
 
 // A proxy fence is a matter of each thread: what lanes of a warp wrote together waits for all of them.
-void fence_async_shared() {
+void fence_proxy_async() {
     Thread* thread = me();
     Warp& warp = *thread->warp;
     memcpy(thread->home->async, thread->home->shared, machine.launch.shared_bytes);

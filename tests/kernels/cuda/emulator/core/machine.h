@@ -27,7 +27,7 @@ struct MBarrier {
     uint32_t offset, count, pending;
     int bytes = 0;
     uint64_t phase = 0;
-    const Thread* fence_due;  // who initialised it and has not yet called fence_barrier_init
+    const Thread* fence_due;  // who initialised it and has not yet called fence_mbarrier_init
     struct Waiter {
         Thread* thread;
         uint64_t phase;
@@ -50,7 +50,7 @@ struct Warp {
     std::deque<Meet> meetings;  // under way
     Thread* lanes[32] = {};
     std::vector<uint32_t> unfenced;  // pieces of 16 bytes of shared memory that stmatrix wrote
-    uint32_t fenced = 0;             // lanes that called fence_async_shared since
+    uint32_t fenced = 0;             // lanes that called fence_proxy_async since
 };
 
 // An accumulator that products are under way to: while it is, the registers themselves hold `poison`.

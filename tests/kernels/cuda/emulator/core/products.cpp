@@ -178,14 +178,14 @@ void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_f
     wake(group.waiters);
 }
 
-void wgmma_commit() {
+void wgmma_commit_group() {
     Thread* thread = me();
     auto& commits = thread->warpgroup->commits;
     if (thread->commits == commits.size()) commits.push_back(thread->issued);
-    if (commits[thread->commits++] != thread->issued) fail("wgmma_commit: threads of its warpgroup have other groups");
+    if (commits[thread->commits++] != thread->issued) fail("wgmma_commit_group: threads of its warpgroup have other groups");
 }
 
-void wgmma_wait(int groups) {
+void wgmma_wait_group(int groups) {
     meet(Meeting::sync, ~0u, 0);  // the lanes of a warp wait together
     Thread* thread = me();
     Warpgroup& group = *thread->warpgroup;

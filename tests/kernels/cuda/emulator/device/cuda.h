@@ -156,7 +156,7 @@ enum class Meeting {
     reduce_or,
     reduce_and,
     match,
-    store_matrix
+    stmatrix
 };
 // Lanes of `mask` bring a value each, and each gets its own answer.
 uint64_t meet(Meeting kind, uint32_t mask, uint64_t value, uint32_t argument = 0, uint32_t width = 32);

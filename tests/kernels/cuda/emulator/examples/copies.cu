@@ -6,30 +6,30 @@ enum Kind { load, store, add };
 extern "C" __global__ void copies(const __grid_constant__ TensorMap map, uint8_t* raw, int bytes, int room, int kind,
                                   int fence, int x, int y, int z) {
     uint8_t* shared = ptx::dynamic_shared();
-    auto* barrier = reinterpret_cast<ptx::Barrier*>(shared + room);
+    auto* barrier = reinterpret_cast<ptx::Mbarrier*>(shared + room);
     if (threadIdx.x == 0) {
         barrier->init(1);
-        ptx::fence_barrier_init();
+        ptx::fence_mbarrier_init();
     }
     __syncthreads();
     if (kind == load) {
         if (threadIdx.x == 0) {
-            barrier->arrive_and_expect(bytes);
-            ptx::load_3d(shared, &map, barrier, x, y, z);
+            barrier->arrive_expect_tx(bytes);
+            ptx::tma_load(shared, &map, barrier, x, y, z);
         }
         barrier->wait(0);
         for (int i = threadIdx.x; i < bytes; i += blockDim.x) raw[i] = shared[i];
     } else {
         for (int i = threadIdx.x; i < bytes; i += blockDim.x) shared[i] = raw[i];
-        if (fence) ptx::fence_async_shared();
+        if (fence) ptx::fence_proxy_async();
         __syncthreads();
         if (threadIdx.x == 0) {
             if (kind == store)
-                ptx::store_3d(&map, shared, x, y, z);
+                ptx::tma_store(&map, shared, x, y, z);
             else
-                ptx::add_3d(&map, shared, x, y, z);
-            ptx::commit_stores();
-            ptx::wait_stores_read<0>();
+                ptx::tma_reduce_add(&map, shared, x, y, z);
+            ptx::bulk_commit_group();
+            ptx::bulk_wait_group_read<0>();
         }
     }
 }

@@ -7,7 +7,7 @@
 
 constexpr int stages = 2, a_bytes = 64 * 128, b_bytes = 64 * 128, stage_bytes = a_bytes + b_bytes, staging = 64 * 128;
 constexpr int barriers = staging + stages * stage_bytes;
-static_assert(config::shared_bytes == barriers + 2 * stages * sizeof(ptx::Barrier));
+static_assert(config::shared_bytes == barriers + 2 * stages * sizeof(ptx::Mbarrier));
 
 struct Stage {
     int index = 0;
@@ -22,10 +22,10 @@ extern "C" __global__ void __launch_bounds__(256, 1)
              const __grid_constant__ TensorMap out, const float* bias, int k, int fault) {
     using namespace config;
     uint8_t* shared = ptx::dynamic_shared();
-    auto* full = reinterpret_cast<ptx::Barrier*>(shared + barriers);
-    ptx::Barrier* empty = full + stages;
-    const int thread = threadIdx.x, warp = thread / 32, lane = ptx::lane();
-    const int rank = ptx::cluster_rank(), row = blockIdx.x * 64;
+    auto* full = reinterpret_cast<ptx::Mbarrier*>(shared + barriers);
+    ptx::Mbarrier* empty = full + stages;
+    const int thread = threadIdx.x, warp = thread / 32, lane = ptx::lane_id();
+    const int rank = ptx::cluster_ctarank(), row = blockIdx.x * 64;
 
     if (thread == 0) {
         for (int i = 0; i < stages; ++i) {
@@ -33,12 +33,12 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             empty[i].init(4 * 2);
         }
         if (fault == barrier_made_twice) full[0].init(1);
-        if (fault != no_init_fence) ptx::fence_barrier_init();
+        if (fault != no_init_fence) ptx::fence_mbarrier_init();
     }
     if (fault != no_sync_after_init) ptx::cluster_sync();
 
     if (warp >= 4) {
-        if (fault == half_gives_registers ? warp < 6 : fault != registers_not_given) ptx::give_registers<40>();
+        if (fault == half_gives_registers ? warp < 6 : fault != registers_not_given) ptx::setmaxnreg_dec<40>();
         if (thread == 128) {
             Stage stage;
             for (int i = 0; i < k; i += 128, stage.advance()) {
@@ -46,61 +46,61 @@ extern "C" __global__ void __launch_bounds__(256, 1)
                 if (fault != no_wait_for_room) empty[stage.index].wait(stage.parity ^ 1);
                 if (fault == room_for_another_phase) empty[stage.index].wait(stage.parity);
                 const int more = fault == expects_too_much ? 16 : fault == expects_too_little ? -16 : 0;
-                full[stage.index].arrive_and_expect(stage_bytes + more);
+                full[stage.index].arrive_expect_tx(stage_bytes + more);
                 if (fault == arrives_twice) full[stage.index].arrive();
-                ptx::load_3d(tiles, &a, &full[stage.index], i, row, 0);
+                ptx::tma_load(tiles, &a, &full[stage.index], i, row, 0);
                 const uint16_t to = fault == one_block_gets_b ? 1 << rank : fault == no_such_block ? 7 : 3;
                 uint8_t* half = tiles + a_bytes + rank * b_bytes / 2;
-                ptx::load_3d_multicast(half, &b, &full[stage.index], i, 32 * rank, 0, to);
+                ptx::tma_load_multicast(half, &b, &full[stage.index], i, 32 * rank, 0, to);
             }
         }
     } else {
-        ptx::take_registers<256>();
+        ptx::setmaxnreg_inc<256>();
         float d[32];
         Stage stage;
         for (int i = 0; i < k; i += 128, stage.advance()) {
             const uint8_t* tiles = shared + staging + stage.index * stage_bytes;
             auto release = [&] {
                 if (fault == one_warp_releases_for_all ? warp == 0 && lane < 8 : lane < 2)
-                    empty[stage.index].arrive_at(lane % 2);
+                    empty[stage.index].arrive_cluster(lane % 2);
             };
             if (fault != no_wait_for_tiles)
                 full[stage.index].wait(fault == wrong_parity ? stage.parity ^ 1 : stage.parity);
             if (fault != no_product_fence) ptx::wgmma_fence();
             for (int step = 0; step < 4; ++step) {
                 const int other = fault == descriptors_differ && warp == 1 ? 2 : fault == tile_off_its_swizzle ? 8 : 0;
-                ptx::wgmma(d, ptx::tile_descriptor(tiles) + 2 * step + other,
-                           ptx::tile_descriptor(tiles + a_bytes) + 2 * step, i > 0 || step > 0);
+                ptx::wgmma(d, ptx::wgmma_descriptor(tiles) + 2 * step + other,
+                           ptx::wgmma_descriptor(tiles + a_bytes) + 2 * step, i > 0 || step > 0);
                 if (fault == accumulator_written_under_way && step == 1) d[3] = 0;
             }
-            if (fault != no_commit) ptx::wgmma_commit();
+            if (fault != no_commit) ptx::wgmma_commit_group();
             if (fault == released_too_early) release();
-            if (fault != no_product_wait) ptx::wgmma_wait<0>();
+            if (fault != no_product_wait) ptx::wgmma_wait_group<0>();
             if (fault != released_too_early && fault != never_released) release();
         }
         if (fault == accumulator_read_under_way) {
             ptx::wgmma_fence();
-            ptx::wgmma(d, ptx::tile_descriptor(shared + staging), ptx::tile_descriptor(shared + staging), true);
-            ptx::wgmma_commit();
+            ptx::wgmma(d, ptx::wgmma_descriptor(shared + staging), ptx::wgmma_descriptor(shared + staging), true);
+            ptx::wgmma_commit_group();
         }
 
         for (int j = 0; j < 32; ++j)
             d[j] += __ldg(bias + j / 4 * 8 + lane % 4 * 2 + j % 2 + (fault == reads_past_the_bias));
-        if (fault == accumulator_read_under_way) ptx::wgmma_wait<0>();
+        if (fault == accumulator_read_under_way) ptx::wgmma_wait_group<0>();
         for (int j = 0; j < 8; j += 2) {
             const int r = 16 * warp + lane % 16, chunk = (j + lane / 16) ^ (r % 8);
             const float* x = d + 4 * j;
-            ptx::store_matrix_4(shared + 128 * r + 16 * chunk + (fault == unaligned_matrix), ptx::pack_bf16(x[0], x[1]),
+            ptx::stmatrix_x4(shared + 128 * r + 16 * chunk + (fault == unaligned_matrix), ptx::pack_bf16(x[0], x[1]),
                                 ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7]));
         }
         if (fault != no_fence_before_store && (fault != one_fence_before_store || thread == 0))
-            ptx::fence_async_shared();
+            ptx::fence_proxy_async();
         const int meeting = fault == threads_differ && warp == 2 ? 64 : fault == a_warp_too_many ? 160 : 128;
         if (fault != no_barrier_before_store) ptx::named_barrier_sync(1, meeting);
         if (thread == 0) {
-            ptx::store_3d(&out, shared, 0, row, 0);
-            if (fault != no_store_commit) ptx::commit_stores();
-            if (fault != no_store_wait) ptx::wait_stores_read<0>();
+            ptx::tma_store(&out, shared, 0, row, 0);
+            if (fault != no_store_commit) ptx::bulk_commit_group();
+            if (fault != no_store_wait) ptx::bulk_wait_group_read<0>();
             if (fault == past_shared_memory) shared[config::shared_bytes] = 0;
             if (fault == over_a_barrier) shared[barriers + 3] = 0;
             if (fault == polls_for_ever)
