@@ -129,13 +129,13 @@ class Server:
         """Makes the operands of a product, and the product once; its name and the kernel's."""
         import torch
 
-        from octile.bench.peers import deep_gemm_call
-        from octile.bench.setup import LARGEST_DIFFERENCE, set_up
+        from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
+        from octile.bench.gemm_peers import deep_gemm_call
 
         self.call = None  # with the operands before, which the others' have no room beside
         torch.cuda.empty_cache()
         case, c = self.cases[i], self.chosen[i]
-        name, setup = f"{case.name} {case.what}", set_up(case, "cuda")
+        name, setup = f"{case.name} {case.what}", prepare_case(case, "cuda")
         if self.peer:
             try:
                 self.call = deep_gemm_call(setup)
@@ -143,7 +143,7 @@ class Server:
                 return name, f"none: {error}"
             return name, "DeepGEMM"
         self.call = setup.call
-        setup.check(self.call, setup.plain(), setup.out, LARGEST_DIFFERENCE)
+        setup.check(self.call, setup.high_precision(), setup.out, MAX_DIFFERENCE)
         marks = [f"c{c.cluster_m}{c.cluster_n}"] * (c.cluster_size > 1) + [f"k{c.split_k}"] * (c.split_k > 1)
         marks += (
             ["pp"] * c.ping_pong + ["turned"] * c.transposed + ["fetching"] * c.load_c + ["along n"] * c.raster_along_n

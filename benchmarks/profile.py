@@ -124,7 +124,7 @@ def profile(out: Path) -> None:
 
 def show(kernels: list[dict[str, Any]]) -> str:
     """A line a kernel, with the three reasons for which its warps wait most."""
-    from octile.bench.rows import aligned
+    from octile.bench.rows import align_columns
 
     lines = [["case", "kernel", *COLUMNS, "warps wait for"]]
     for kernel in kernels:
@@ -135,18 +135,18 @@ def show(kernels: list[dict[str, Any]]) -> str:
             cells.append("" if value is None else f"{value:,.1f}".removesuffix(".0"))
         waits = list(kernel["stalls"].items())[:3]
         lines.append([*cells, ", ".join(f"{reason} {value:.2f}" for reason, value in waits)])
-    return aligned(lines, right=set(COLUMNS))
+    return align_columns(lines, right=set(COLUMNS))
 
 
 def run() -> None:
     """Each case warm, then once between the profiler's marks."""
     import torch
 
-    from octile.bench.peers import deep_gemm_call
-    from octile.bench.setup import set_up
+    from octile.bench.gemm_case import prepare_case
+    from octile.bench.gemm_peers import deep_gemm_call
 
     for case in CASES:
-        setup = set_up(case, "cuda")
+        setup = prepare_case(case, "cuda")
         calls = {"octile": setup.call}
         if find_spec("deep_gemm") and (case.accumulate or not case.tiles):  # the form it has on Hopper
             calls["DeepGEMM"] = deep_gemm_call(setup)

@@ -49,13 +49,13 @@ def measurements(name: str, steps: int) -> str:
 
 
 def main(out: Path, steps: int) -> None:
-    from octile.bench.apart import apart
+    from octile.bench.subprocess_call import call_in_subprocess
     from octile.report.machine import machine
 
     found = {}
     for name in RUNS:
         try:
-            text = apart(measurements, name, steps, seconds=RUN_SECONDS)
+            text = call_in_subprocess(measurements, name, steps, seconds=RUN_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue

@@ -154,7 +154,7 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    from octile.bench.rows import aligned
+    from octile.bench.rows import align_columns
 
     rows = [["job", "state", "steps", "tokens/s", "loss", "held out", "±", "max/mean load", "why"]]
     for result in found:
@@ -172,7 +172,7 @@ def table(found: list[dict[str, Any]]) -> str:
             f"{max(loads[-1]):.2f}" if loads[-1] else "",
             result.get("why", "")[:60],
         ])  # fmt: skip
-    return aligned(rows, right={"steps", "tokens/s", "loss", "held out", "±", "max/mean load"})
+    return align_columns(rows, right={"steps", "tokens/s", "loss", "held out", "±", "max/mean load"})
 
 
 def state(out: Path, gathered: Path | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
-from octile.bench.rows import LEGEND, Row, beside, table
+from octile.bench.rows import LEGEND, Row, compare, table
 from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
@@ -43,7 +43,7 @@ def rows() -> Iterator[Row]:
             copy = partial(target.copy_, source)
             times = work_seconds({"cast": partial(cast, *inputs), "copy": copy}, rounds=20)
             speed, peer = (n / times[name] / 1e9 for name, n in (("cast", moved), ("copy", 2 * source.nbytes)))
-            yield beside(f"{m}×{k}", what, speed, "GB/s", "copy", peer)
+            yield compare(f"{m}×{k}", what, speed, "GB/s", "copy", peer)
 
 
 def _halves(moved: int, device: str) -> tuple[Tensor, Tensor]:

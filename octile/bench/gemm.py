@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from octile.bench import goals, shapes
-from octile.bench.apart import apart
+from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
+from octile.bench.gemm_peers import peer_calls
+from octile.bench.gemm_table import gemm_table, legend
 from octile.bench.kernel_time import finish, graph_seconds, host_seconds, work_seconds
-from octile.bench.peers import peers
-from octile.bench.rows import Row, beside
-from octile.bench.setup import LARGEST_DIFFERENCE, set_up
+from octile.bench.rows import Row, compare
 from octile.bench.shapes import Case
+from octile.bench.subprocess_call import call_in_subprocess
 from octile.bench.tune import problem
-from octile.bench.wide import legend, wide
 from octile.kernels.cuda.compile_all import compile_gemm
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.gemm.candidates import choose
@@ -55,7 +55,7 @@ def rows() -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """The table, what its columns mean, and on a GPU how the goals are met."""
-    return "\n\n".join(filter(None, (wide(rows), legend(rows), goals.in_words(rows))))
+    return "\n\n".join(filter(None, (gemm_table(rows), legend(rows), goals.in_words(rows))))
 
 
 def draw(json: Path) -> str:
@@ -91,7 +91,7 @@ def why_not(case: Case, end: float = math.inf) -> str | None:
     if time.monotonic() > end:
         return "no time was left to try it"
     try:
-        apart(rehearse, case, seconds=TRIAL_SECONDS)
+        call_in_subprocess(rehearse, case, seconds=TRIAL_SECONDS)
     except (TimeoutError, RuntimeError) as error:
         return " ".join(str(error).split())[:300]
     return None
@@ -104,26 +104,26 @@ def rehearse(case: Case) -> None:
         TimeoutError: octile's product does not end.
         ArithmeticError: it is wrong.
     """
-    setup = set_up(case, "cuda")
+    setup = prepare_case(case, "cuda")
     setup.call()
     finish()
-    expected = setup.plain()
-    setup.check(setup.call, expected, setup.out, LARGEST_DIFFERENCE)
-    peers(setup, expected)
+    expected = setup.high_precision()
+    setup.check(setup.call, expected, setup.out, MAX_DIFFERENCE)
+    peer_calls(setup, expected)
     finish()
 
 
 def _rows(case: Case, device: str) -> Iterator[Row]:
-    setup = set_up(case, device)
-    expected = setup.plain()
-    far = setup.check(setup.call, expected, setup.out, LARGEST_DIFFERENCE)
-    others = peers(setup, expected)
+    setup = prepare_case(case, device)
+    expected = setup.high_precision()
+    far = setup.check(setup.call, expected, setup.out, MAX_DIFFERENCE)
+    others = peer_calls(setup, expected)
     calls = {"octile": setup.call, **others}
     times = work_seconds(calls, rounds=20)
     name, what, ours = case.name, case.what, times.pop("octile")
     speed = case.flops / ours / 1e12
     for peer, taken in times.items():
-        yield beside(name, what, speed, "TFLOP/s", peer, case.flops / taken / 1e12)
+        yield compare(name, what, speed, "TFLOP/s", peer, case.flops / taken / 1e12)
     if not times:
         yield Row(name, what, speed, "TFLOP/s")
     yield Row(name, what, setup.bytes / ours / 1e9, "GB/s")

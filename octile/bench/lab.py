@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from octile.bench.rows import LEGEND, Row, beside, table
+from octile.bench.rows import LEGEND, Row, compare, table
 from octile.bench.timing import seconds
 from octile.lab.telemetry import telemetry
 from octile.lab.tensor_core import native, vectorized
@@ -55,7 +55,7 @@ def _tensor_core() -> Iterator[Row]:
         speed = {name: 2 * SIZE**3 / taken / 1e9 for name, taken in times.items()}
         for name in forms:
             case = f"{arch} {row.name} {dtype}".replace("torch.", "")
-            yield beside(case, name, speed[name], "GFLOP/s", "torch's FP32 product", speed["FP32"])
+            yield compare(case, name, speed[name], "GFLOP/s", "torch's FP32 product", speed["FP32"])
 
 
 def _telemetry(config: ModelConfig) -> Iterator[Row]:
@@ -78,7 +78,7 @@ def _telemetry(config: ModelConfig) -> Iterator[Row]:
 
     times = seconds({"measured": measured, "other": step}, rounds=12)
     case, cost = f"tiny, {SEQUENCES} × {LENGTH} tokens", times["measured"] / times["other"] - 1
-    yield beside(case, "a step with telemetry", times["measured"] * 1e3, "ms", "without", times["other"] * 1e3)
+    yield compare(case, "a step with telemetry", times["measured"] * 1e3, "ms", "without", times["other"] * 1e3)
     yield Row(case, f"telemetry at every {EVERY}th step adds", 100 * cost / EVERY, "%")
 
 

@@ -34,17 +34,17 @@ class Row:
     against: Against | None = None
 
 
-def beside(case: str, what: str, value: float, unit: str, peer: str, peer_value: float) -> Row:
+def compare(case: str, what: str, value: float, unit: str, peer: str, peer_value: float) -> Row:
     """A row with its peer."""
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value))
 
 
 def table(rows: Sequence[Row]) -> str:
     """Rows as aligned text; the ratio is ours over theirs."""
-    return aligned([COLUMNS, *map(_cells, rows)], RIGHT)
+    return align_columns([COLUMNS, *map(_cells, rows)], RIGHT)
 
 
-def aligned(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
+def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
     """Cells under one another, one line each however wide the screen is, so that it reads the same in a pipe.
 
     Args:

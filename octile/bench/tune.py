@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from octile.bench import shapes
-from octile.bench.apart import apart
+from octile.bench.gemm_case import MAX_DIFFERENCE, PreparedCase, prepare_case
 from octile.bench.kernel_time import finish, work_seconds
-from octile.bench.setup import LARGEST_DIFFERENCE, Setup, set_up
 from octile.bench.shapes import Case
+from octile.bench.subprocess_call import call_in_subprocess
 from octile.kernels.cuda.gemm import num_sms, tuned
 from octile.kernels.cuda.gemm.candidates import candidates, cycles, other_rasterization
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
@@ -131,7 +131,7 @@ def problem(case: Case) -> Problem:
     )
 
 
-def product(s: Setup) -> GemmRequest:
+def product(s: PreparedCase) -> GemmRequest:
     """A case's product as the kernels take it."""
     of_b = Scales.PER_ROW if s.case.tiles else Scales.PER_BLOCK
     schedule, add = SCHEDULES[s.case.kind], s.case.accumulate
@@ -152,8 +152,8 @@ def compiles(config: GemmConfig) -> str | None:
 
 def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str]) -> Found:
     """Runs the candidates on the GPU: each once, compared, then the right ones by turns, and the best of them again."""
-    setup = set_up(case, "cuda")
-    expected, failed, calls = setup.plain(), dict(left_out), {}
+    setup = prepare_case(case, "cuda")
+    expected, failed, calls = setup.high_precision(), dict(left_out), {}
     for i, config in enumerate(configs):
         if i in failed:
             continue
@@ -161,7 +161,7 @@ def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str])
             call = launcher(setup, config)
             call()
             finish()
-            setup.check(call, expected, setup.out, LARGEST_DIFFERENCE)
+            setup.check(call, expected, setup.out, MAX_DIFFERENCE)
             calls[str(i)] = call
         except ArithmeticError as error:
             failed[i] = str(error)
@@ -175,7 +175,7 @@ def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str])
     return Found({int(name): times[name] for name in best}, failed)
 
 
-def launcher(setup: Setup, config: GemmConfig) -> Callable[[], Tensor]:
+def launcher(setup: PreparedCase, config: GemmConfig) -> Callable[[], Tensor]:
     """A call of one kernel."""
     from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan
     from octile.kernels.cuda.gemm.launcher import PreparedGemm
@@ -204,7 +204,7 @@ def _tune(
             failed[i] = reason
     for _ in range(RESTARTS):
         try:
-            found = apart(measure, case, configs, failed, seconds=SHAPE_SECONDS)
+            found = call_in_subprocess(measure, case, configs, failed, seconds=SHAPE_SECONDS)
         except (TimeoutError, RuntimeError) as error:
             return f"{name}: {error}"
         failed = found.failed

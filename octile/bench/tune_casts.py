@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octile.bench.kernel_time import work_seconds
-from octile.bench.rows import aligned
+from octile.bench.rows import align_columns
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.cuda.quantize.catalog import Launched, noted
@@ -83,7 +83,7 @@ def search(kind: str) -> str:
     lines += [[_words(fit[i]), *(f"{1e6 * t:.1f}" for t in times[i]), f"{ratios[i]:.3f}"] for i in order]
     best = order[0]
     said = "the chosen settings are the fastest" if ratios[best] > GAIN else f"better: {_words(fit[best])}"
-    return f"{aligned(lines, set(lines[0][1:]))}\n{said}\n"
+    return f"{align_columns(lines, set(lines[0][1:]))}\n{said}\n"
 
 
 def kernel(kind: str, settings: Settings) -> Launched:

@@ -15,7 +15,7 @@ files.py          whole or absent: written beside, renamed, with checksums
 """
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
-from octile.checkpoint.convert.shares import Share
+from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.hugging_face import load, load_weights, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint

@@ -1,7 +1,7 @@
 """Files that are whole or absent: written beside, forced to disk, then renamed; and checksums that tell damage.
 
 A rename is the one step that a file system does at once, so nothing is ever written under its final name. One file
-is simple (`replacing`). Several files that belong together are first written into a folder inside their destination,
+is simple (`atomic_write`). Several files that belong together are first written into a folder inside their destination,
 and the last of them, octile.json with the checksums, decides: a crash before it leaves the old files, and after it
 `finish_interrupted` carries out the renames that are still missing (`staged`).
 """
@@ -24,7 +24,7 @@ Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": 
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A new binary file that takes path's place when the block ends; if the block fails, path is as it was.
 
     Raises:
@@ -48,7 +48,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes text as UTF-8, beside and renamed."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 

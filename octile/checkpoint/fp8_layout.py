@@ -36,7 +36,7 @@ _STAYS = re.compile(r"embed|norm|head|^gate$|router|_gate$|^eh_proj$|^weights_pr
 _USUAL = re.compile(r"embed|norm|head|^gate$|^eh_proj$")  # what every engine leaves alone without being told
 
 
-def becomes_fp8(name: str, shape: tuple[int, ...]) -> bool:
+def is_stored_in_fp8(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of a BF16 checkpoint is stored in FP8: see RULE."""
     module, _, kind = name.rpartition(".")
     layer = module.rpartition(".")[2]
@@ -99,7 +99,7 @@ def check_scales(specs: Mapping[str, TensorSpec]) -> None:
             raise ValueError(f"{scale} must be {list(needed)} for {list(spec.shape)}, not {list(specs[scale].shape)}")
 
 
-def check_quantization_config(config: Mapping[str, Any]) -> bool:
+def is_fp8_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json announces FP8 weights in this layout.
 
     Raises:

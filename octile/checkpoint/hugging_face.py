@@ -23,13 +23,13 @@ from torch import Tensor
 from octile.checkpoint.files import finish_interrupted, read_json, staged, write_json
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
-    becomes_fp8,
-    check_quantization_config,
     check_scales,
     dequantize_weight,
     fp8_specs,
     is_fp8,
+    is_fp8_config,
     is_scale,
+    is_stored_in_fp8,
     quantize_weight,
     with_quantization,
     without_quantization,
@@ -74,7 +74,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
     tensors = to_hf(model.state_dict(), model.config)
-    specs = {name: stored_as(name, tuple(tensor.shape), weights) for name, tensor in tensors.items()}
+    specs = {name: storage_specs(name, tuple(tensor.shape), weights) for name, tensor in tensors.items()}
     plan = plan_shards({name: sum(spec.nbytes for spec in stored.values()) for name, stored in specs.items()})
     with staged(Path(folder)) as staging:
         for file, names in plan.items():
@@ -150,14 +150,14 @@ def read_model_config(path: str | Path) -> ModelConfig:
     return _config(_open(path))
 
 
-def holds_fp8(path: str | Path) -> bool:
+def has_fp8_weights(path: str | Path) -> bool:
     """Whether a folder that `load` reads has weights in FP8. Raises as `load` does."""
     return any(is_fp8(spec) for spec in _open(path).specs.values())
 
 
-def stored_as(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
+def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
     """The tensors that store one of a model's under its Hugging Face name: itself, and in FP8 its scale."""
-    if weights == "fp8" and becomes_fp8(name, shape):
+    if weights == "fp8" and is_stored_in_fp8(name, shape):
         return fp8_specs(name, shape)
     exact = name.endswith("e_score_correction_bias")
     return {name: TensorSpec.of(torch.float32 if exact else WIDE[weights], shape)}
@@ -202,7 +202,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 def _open(path: str | Path) -> Shards:
     """The weights that a path names, their quantisation checked."""
     shards = Shards(checkpoint_folder(path))
-    check_quantization_config(read_json(shards.folder / CONFIG))
+    is_fp8_config(read_json(shards.folder / CONFIG))
     check_scales(shards.specs)
     return shards
 

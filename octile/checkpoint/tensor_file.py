@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from octile.checkpoint.files import replacing
+from octile.checkpoint.files import atomic_write
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -155,7 +155,7 @@ def writing(
     path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
 ) -> Iterator[TensorFileWriter]:
     """Writes a safetensors file with these tensors; it takes its name when the block ends and all are written."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         out = TensorFileWriter(file, specs, metadata or {})
         yield out
         out.check_complete()

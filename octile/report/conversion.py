@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
-from octile.checkpoint.convert.recode import Target
-from octile.checkpoint.convert.shares import Share
+from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
+from octile.checkpoint.convert.tensor import Target
 from octile.report.console import Console
 from octile.report.page import byte_size
 

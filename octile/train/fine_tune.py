@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.hugging_face import holds_fp8, read_model_config
+from octile.checkpoint.hugging_face import has_fp8_weights, read_model_config
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import Recipe
 from octile.scaled import quantize
@@ -71,7 +71,7 @@ def kept_weights(model: DeepseekV3) -> tuple[int, int]:
 
 def in_words(model: DeepseekV3, folder: Path) -> str:
     """Where a run's weights come from, and whether its first step computes with the numbers of an FP8 checkpoint."""
-    if not holds_fp8(folder):
+    if not has_fp8_weights(folder):
         return f"weights: {folder}, not quantised there"
     kept, cast = kept_weights(model)
     if not cast:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.bench import gemm, goals, shapes
-from octile.bench.setup import set_up
+from octile.bench.gemm_case import prepare_case
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
 from octile.kernels.cuda.gemm.candidates import choose
@@ -20,7 +20,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(shapes, "GPU", CASES)
     monkeypatch.setattr(gemm, "why_not", lambda case, end: None)
-    monkeypatch.setattr(gemm, "set_up", lambda case, device: set_up(case, "cpu"))
+    monkeypatch.setattr(gemm, "prepare_case", lambda case, device: prepare_case(case, "cpu"))
     monkeypatch.setattr(gemm, "work_seconds", lambda calls, rounds: dict.fromkeys(calls, 1e-3))
     monkeypatch.setattr(gemm, "host_seconds", lambda call: 12e-6)
     monkeypatch.setattr(gemm, "graph_seconds", lambda call: 1.1e-3)
@@ -47,9 +47,9 @@ def test_a_case_that_is_wrong_when_it_is_measured_is_left_out_and_told(gpu, monk
     def measure(case, device):
         if case is CASES[0]:
             raise ArithmeticError("wrong")
-        return set_up(case, "cpu")
+        return prepare_case(case, "cpu")
 
-    monkeypatch.setattr(gemm, "set_up", measure)
+    monkeypatch.setattr(gemm, "prepare_case", measure)
     assert {row.case for row in gemm.rows()} == {"48×16×128", "64×16×128"}
     assert "left out: 32×16×128 FP8: wrong" in capsys.readouterr().err
 

@@ -5,11 +5,11 @@ import torch
 
 from octile.bench import goals, shapes
 from octile.bench.casts import _cases
-from octile.bench.rows import Row, beside
+from octile.bench.rows import Row, compare
 
 
 def rows(ratio, cases=shapes.LARGE, peer="DeepGEMM"):
-    return [beside(case.name, case.what, ratio, "TFLOP/s", peer, 1.0) for case in cases]
+    return [compare(case.name, case.what, ratio, "TFLOP/s", peer, 1.0) for case in cases]
 
 
 def verdict(measured):
@@ -64,7 +64,7 @@ def test_the_slowest_call_of_the_host_is_judged():
 
 
 def casts(**ratios):
-    return [beside("m", what, ratio, "GB/s", "copy", 1.0) for what, ratio in ratios.items()]
+    return [compare("m", what, ratio, "GB/s", "copy", 1.0) for what, ratio in ratios.items()]
 
 
 def test_casts_that_turn_have_bounds_of_their_own():
@@ -79,7 +79,7 @@ def test_of_permutation_and_optimizer_a_floor_is_asked_only():
 
 
 def test_the_slowest_cast_of_all_shapes_is_judged():
-    measured = [*casts(**{"RMSNorm, 1×128": 0.7}), beside("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
+    measured = [*casts(**{"RMSNorm, 1×128": 0.7}), compare("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
     assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_in_words(measured)
 
 

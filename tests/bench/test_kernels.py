@@ -43,7 +43,7 @@ def test_a_product_on_a_cpu_has_no_times_of_a_gpu(results):
 
 
 def test_a_wrong_product_is_not_measured(results, monkeypatch):
-    monkeypatch.setattr("octile.bench.setup.matmul_nt_out", lambda out, *_: print(out.fill_(1.0)))
+    monkeypatch.setattr("octile.bench.gemm_case.matmul_nt_out", lambda out, *_: print(out.fill_(1.0)))
     with pytest.raises(ArithmeticError, match="differs from that of plain numbers"):
         next(gemm.rows())
 

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from octile import bench
-from octile.bench.rows import Row, beside, table, write
+from octile.bench.rows import Row, compare, table, write
 
-ROWS = [Row("a", "b", 1.0, "s"), beside("a long case", "c", 23456.0, "tokens/s", "p", 4.0)]
+ROWS = [Row("a", "b", 1.0, "s"), compare("a long case", "c", 23456.0, "tokens/s", "p", 4.0)]
 
 
 def test_a_ratio_is_ours_over_the_peers():
-    assert beside("case", "what", 3.0, "TFLOP/s", "peer", 2.0).against.ratio == 1.5
+    assert compare("case", "what", 3.0, "TFLOP/s", "peer", 2.0).against.ratio == 1.5
 
 
 def test_the_file_has_the_rows_and_what_they_were_measured_on(tmp_path):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octile.bench import setup, shapes, tune
-from octile.bench.setup import set_up
+from octile.bench import gemm_case, shapes, tune
+from octile.bench.gemm_case import prepare_case
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm import launch_plan, tuned
 from octile.kernels.cuda.gemm.candidates import choose, other_rasterization
@@ -30,14 +30,14 @@ def private_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_problem_is_that_of_the_operands(case, monkeypatch):
-    monkeypatch.setattr(setup, "MASKED_ROWS", 160)
-    assert tune.problem(case) == launch_plan.problem(tune.product(set_up(case, "cpu")))
+    monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
+    assert tune.problem(case) == launch_plan.problem(tune.product(prepare_case(case, "cpu")))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_operands_are_read_as_they_lie(case, monkeypatch):
-    monkeypatch.setattr(setup, "MASKED_ROWS", 160)
-    assert launch_plan.is_tma_readable(tune.product(set_up(case, "cpu")))
+    monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
+    assert launch_plan.is_tma_readable(tune.product(prepare_case(case, "cpu")))
 
 
 def test_the_first_candidate_is_the_chosen_kernel():
@@ -136,7 +136,7 @@ class Compiled:
 
 
 def search(configs, apart, monkeypatch, reasons=None):
-    monkeypatch.setattr(tune, "apart", apart)
+    monkeypatch.setattr(tune, "call_in_subprocess", apart)
     compiled = [Compiled((reasons or {}).get(i)) for i in range(len(configs))]
     return tune._tune(shapes.LARGE[0], configs, compiled, H200, end=float("inf"))
 
@@ -169,8 +169,8 @@ def candidates(monkeypatch):
     """candidates(calls): what `measure` finds of them; each is 1 µs slower than the one before."""
 
     def run(*calls):
-        made = set_up(CASES[0], "cpu")
-        monkeypatch.setattr(tune, "set_up", lambda case, device: made)
+        made = prepare_case(CASES[0], "cpu")
+        monkeypatch.setattr(tune, "prepare_case", lambda case, device: made)
         monkeypatch.setattr(tune, "launcher", lambda setup, call: lambda: call(setup))
         monkeypatch.setattr(tune, "finish", lambda: None)
         monkeypatch.setattr(tune, "work_seconds", lambda calls, rounds: {i: 1e-6 * (1 + int(i)) for i in calls})

@@ -22,22 +22,22 @@ class Case:
     def name(self): return f"{self.m}×{self.n}×{self.k}"
 FEW_ROWS = [Case("dense", 1, 2, 3), Case("dense", 4, 5, 6)]
 """,
-    "bench/setup.py": """
-LARGEST_DIFFERENCE = 1
-class Setup:
+    "bench/gemm_case.py": """
+MAX_DIFFERENCE = 1
+class PreparedCase:
     out = None
     def __init__(self, case): self.case = case
     def call(self): pass
-    def plain(self): pass
+    def high_precision(self): pass
     def check(self, call, expected, out, limit): print("libraries print, too"); WRONG and 1 / 0
-def set_up(case, device): return Setup(case)
+def prepare_case(case, device): return PreparedCase(case)
 WRONG = {wrong}
 """,
     "bench/tune.py": """
 def problem(case): return case
 def compiles(config): return None
 """,
-    "bench/peers.py": """
+    "bench/gemm_peers.py": """
 def deep_gemm_call(setup):
     if setup.case.m == 1: raise RuntimeError("too small")
     return setup.call

@@ -3,10 +3,10 @@ import torch
 
 from octile.checkpoint.fp8_layout import (
     QUANTIZATION_CONFIG,
-    becomes_fp8,
-    check_quantization_config,
     check_scales,
     fp8_specs,
+    is_fp8_config,
+    is_stored_in_fp8,
     quantize_weight,
     with_quantization,
 )
@@ -38,17 +38,17 @@ OTHERS = [
 
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_projections_become_fp8(name):
-    assert becomes_fp8(name, (256, 128))
+    assert is_stored_in_fp8(name, (256, 128))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_everything_else_stays(name):
-    assert not becomes_fp8(name, (256, 128))
+    assert not is_stored_in_fp8(name, (256, 128))
 
 
 @pytest.mark.parametrize("shape", [(), (128,), (2, 128, 128)])
 def test_only_matrices_become_fp8(shape):
-    assert not becomes_fp8(PROJECTIONS[0], shape)
+    assert not is_stored_in_fp8(PROJECTIONS[0], shape)
 
 
 def test_partial_blocks_have_scales_of_their_own():
@@ -82,7 +82,7 @@ def test_layers_that_engines_would_take_for_fp8_are_listed():
 )
 def test_another_quantisation_is_refused(announced):
     with pytest.raises(ValueError, match="quantization_config must be 'fp8' with weight_block_size"):
-        check_quantization_config({"quantization_config": announced})
+        is_fp8_config({"quantization_config": announced})
 
 
 @pytest.mark.parametrize(

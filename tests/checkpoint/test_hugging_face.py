@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from octile.checkpoint import hugging_face as hugging_face_module
 from octile.checkpoint import load, save
-from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, becomes_fp8
+from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, is_stored_in_fp8
 from octile.checkpoint.shards import plan_shards
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
@@ -91,7 +91,7 @@ def test_the_gates_bias_is_always_float32(tmp_path, model):
 def test_fp8_folders_have_the_published_layout(tmp_path, model, same):
     save(model, tmp_path, weights="fp8")
     found, own = load_file(tmp_path / "model.safetensors"), to_hf(model.state_dict(), MICRO)
-    projections = {name for name, tensor in own.items() if becomes_fp8(name, tensor.shape)}
+    projections = {name for name, tensor in own.items() if is_stored_in_fp8(name, tensor.shape)}
     assert found.keys() == own.keys() | {f"{name}_scale_inv" for name in projections}
     q = quantize(own[GATE_PROJ], (128, 128))
     assert same(found[GATE_PROJ], q.data)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octile.bench import gemm, tune
+from octile.bench.gemm_case import prepare_case
+from octile.bench.gemm_peers import peer_calls
 from octile.bench.kernel_time import finish, graph_seconds, host_seconds, kernel_seconds
-from octile.bench.peers import peers
-from octile.bench.setup import set_up
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm.problem import Chip
 
@@ -56,8 +56,8 @@ def test_a_case_is_rehearsed(case: Case):
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.what)
 def test_the_vendors_product_is_among_the_peers(hopper, case: Case):
-    setup = set_up(case, "cuda")
-    assert "BF16" in peers(setup, setup.plain())
+    setup = prepare_case(case, "cuda")
+    assert "BF16" in peer_calls(setup, setup.high_precision())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)

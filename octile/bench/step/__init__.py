@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octile.bench.rows import LEGEND, Row, beside, table
+from octile.bench.rows import LEGEND, Row, compare, table
 from octile.bench.step import goals as goals
 from octile.bench.step import profile as profile
 from octile.bench.step.goals import BF16, DENSE, EAGER, OPTIMIZED, OUTSIDE, OUTSIDE_LAYERS, SLICE, STEP
@@ -194,7 +194,7 @@ def _times(case: str, what: str, works: Candidates, tokens: int, graphs: Contain
     if ours is not None:
         for name, took in best.items():
             if not name.startswith(OCTILE):
-                yield beside(case, what, tokens / ours, "tokens/s", name, tokens / took)
+                yield compare(case, what, tokens / ours, "tokens/s", name, tokens / took)
 
 
 def _graphs(case: str, works: Candidates) -> Candidates:
@@ -220,7 +220,7 @@ def _profiled(case: str, works: Candidates) -> Iterator[Row]:
         found = profile.calls(works[OCTILE].step)
         yield from profile.table(f"{case}: calls", found, peak)
         took, called = seconds({OCTILE: works[OCTILE].step}, ROUNDS)[OCTILE], sum(call.seconds for call in found)
-        yield beside(f"{case}: calls", "the whole step", took * 1e3, "ms", "its calls", called * 1e3)
+        yield compare(f"{case}: calls", "the whole step", took * 1e3, "ms", "its calls", called * 1e3)
         for kind, share in profile.shares(found).items():
             yield Row(case, f"calls, {kind}", 100 * share, "% of a step")
     except Exception as error:
@@ -260,7 +260,7 @@ def _activations(case: str, works: Candidates, tokens: int, of_torchao: bool) ->
             if name == base or not peer:
                 yield Row(case, f"{what}, {name}", size / tokens, "bytes a token and layer")
             else:
-                yield beside(case, f"{what}, {name}", size / tokens, "bytes a token and layer", base, peer / tokens)
+                yield compare(case, f"{what}, {name}", size / tokens, "bytes a token and layer", base, peer / tokens)
 
 
 def _kept(work: Work, name: str) -> dict[str, float]:
@@ -294,7 +294,7 @@ def _speed() -> Row:
         times = seconds({name: trainer.step for name, trainer in trainers.items()}, ROUNDS)
     tokens = config.batch_size * config.sequence_length
     speeds = {name: tokens / time for name, time in times.items()}
-    return beside(config.preset, "train deepseek_v3", speeds["deepseek_v3"], "tokens/s", baseline, speeds[baseline])
+    return compare(config.preset, "train deepseek_v3", speeds["deepseek_v3"], "tokens/s", baseline, speeds[baseline])
 
 
 def _kept_bytes() -> list[Row]:
@@ -321,6 +321,6 @@ def _kept_bytes() -> list[Row]:
     ours, weights = kept_for_backward(fp8, autocast(fp8)), sum(p.numel() for p in fp8.parameters())
     case, mib = f"{depth} Linear {width}", 2**20
     return [
-        beside(case, "kept for backward", ours / mib, "MiB", "bf16", inputs / mib),
-        beside(case, "kept, with weights", (ours + weights) / mib, "MiB", "autocast", with_copies / mib),
+        compare(case, "kept for backward", ours / mib, "MiB", "bf16", inputs / mib),
+        compare(case, "kept, with weights", (ours + weights) / mib, "MiB", "autocast", with_copies / mib),
     ]

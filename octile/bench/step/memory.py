@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octile.bench.rows import Row, beside
+from octile.bench.rows import Row, compare
 from octile.bench.step.models import Work
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
@@ -90,4 +90,4 @@ def checkpoint_bytes() -> Row:
                 for name in (n for n in names if f"{n}_scale_inv" in names):
                     weight, scale = tensors.get_tensor(name), tensors.get_tensor(f"{name}_scale_inv")
                     size, count = size + weight.nbytes + scale.nbytes, count + weight.numel()
-    return beside("tiny, saved", "quantised weights", size / count, "bytes a weight", "bf16", 2.0)
+    return compare("tiny, saved", "quantised weights", size / count, "bytes a weight", "bf16", 2.0)

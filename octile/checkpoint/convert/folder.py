@@ -1,6 +1,6 @@
 """Any Hugging Face checkpoint to FP8, or back to BF16 or FP32, shard by shard.
 
-    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `fp8_layout.becomes_fp8` says so
+    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `fp8_layout.is_stored_in_fp8` says so
     to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16, and the scale is no longer needed
     to="float32" the same in FP32, for training: every value as it was
 
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from octile.checkpoint.convert.plan import Plan
-from octile.checkpoint.convert.recode import Target, largest_error, recode
-from octile.checkpoint.convert.shares import Share, share_of
-from octile.checkpoint.files import RECORD, checksum, read_json, read_record, replacing, verify, write_json
+from octile.checkpoint.convert.plan import ConversionPlan
+from octile.checkpoint.convert.share import Share, share_of
+from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
+from octile.checkpoint.files import RECORD, atomic_write, checksum, read_json, read_record, verify, write_json
 from octile.checkpoint.fp8_layout import RULE
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
@@ -94,7 +94,7 @@ def convert_checkpoint(
     """
     src, dst = Path(src), Path(dst)
     _check_arguments(src, dst, to)
-    plan = Plan.make(Shards(src), read_json(src / CONFIG), to)
+    plan = ConversionPlan.make(Shards(src), read_json(src / CONFIG), to)
     record = _take_up(dst, plan)
     resumed = len(record["files"])
     _check_space(dst, plan, record["files"])
@@ -130,7 +130,7 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
         raise FileExistsError(f"dst must be a folder, not the file {dst}")
 
 
-def _take_up(dst: Path, plan: Plan) -> dict[str, Any]:
+def _take_up(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
     """octile.json of the conversion: what it is, and the files that are finished and whole."""
     files = {name: file.path.stat() for name, file in plan.source.files.items()}
     job = {"to": plan.to, "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}}
@@ -157,7 +157,7 @@ def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_space(dst: Path, plan: Plan, finished: Mapping[str, Any]) -> None:
+def _check_space(dst: Path, plan: ConversionPlan, finished: Mapping[str, Any]) -> None:
     needed = sum(s.nbytes for file, specs in plan.files.items() if file not in finished for s in specs.values())
     src = plan.source.folder
     needed += sum((src / path).stat().st_size for path in _other_files(plan) if not (dst / path).exists())
@@ -179,43 +179,45 @@ def _ticker(progress: Progress | None, total: int) -> Callable[[int, str], None]
     return tick
 
 
-def _convert_file(file: TensorFile, path: Path, plan: Plan, tick: Callable[[int, str], None]) -> dict[str, Any]:
+def _convert_file(
+    file: TensorFile, path: Path, plan: ConversionPlan, tick: Callable[[int, str], None]
+) -> dict[str, Any]:
     """Writes one file of the result, then compares it with its source. Returns its entry in octile.json."""
     with writing(path, plan.files[path.name]) as out:
         for name, spec in file.specs.items():
-            recode(name, plan.changes[name], plan.source, out)
+            convert_tensor(name, plan.changes[name], plan.source, out)
             tick(spec.nbytes, path.name)
     result, max_error = TensorFile(path), 0.0
     for name, spec in file.specs.items():
-        max_error = max(max_error, largest_error(name, plan.changes[name], plan.source, result))
+        max_error = max(max_error, max_error_of(name, plan.changes[name], plan.source, result))
         tick(spec.nbytes, path.name)
     return {**checksum(path), "max_error": max_error}
 
 
-def _other_files(plan: Plan) -> list[Path]:
+def _other_files(plan: ConversionPlan) -> list[Path]:
     """What is neither weights nor config.json, hidden files excepted, as paths within the source's folder."""
     own, src = {CONFIG, INDEX, RECORD, *plan.files}, plan.source.folder
     found = [path.relative_to(src) for path in sorted(src.rglob("*")) if path.is_file()]
     return [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
 
 
-def _copy_other_files(dst: Path, plan: Plan) -> tuple[str, ...]:
+def _copy_other_files(dst: Path, plan: ConversionPlan) -> tuple[str, ...]:
     others = _other_files(plan)
     for path in others:
         (dst / path).parent.mkdir(parents=True, exist_ok=True)
-        with open(plan.source.folder / path, "rb") as original, replacing(dst / path) as copy:
+        with open(plan.source.folder / path, "rb") as original, atomic_write(dst / path) as copy:
             shutil.copyfileobj(original, copy)
     return tuple(map(str, others))
 
 
-def _check_result(dst: Path, plan: Plan) -> None:
+def _check_result(dst: Path, plan: ConversionPlan) -> None:
     found = Shards(dst).specs
     if found != plan.specs:
         wrong = sorted(name for name in found.keys() | plan.specs.keys() if found.get(name) != plan.specs.get(name))
         raise RuntimeError(f"{dst} should hold {len(plan.specs)} tensors, but {len(wrong)} differ: {wrong[0]}, …")
 
 
-def _report(plan: Plan, max_error: float, resumed: int, copied: tuple[str, ...]) -> ConversionReport:
+def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[str, ...]) -> ConversionReport:
     return ConversionReport(
         to=plan.to,
         rule=RULE,

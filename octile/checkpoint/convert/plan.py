@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octile.checkpoint.convert.recode import Change, Target, change_of, specs_after
+from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
-    check_quantization_config,
     check_scales,
     is_fp8,
+    is_fp8_config,
     with_quantization,
     without_quantization,
 )
@@ -17,7 +17,7 @@ from octile.checkpoint.tensor_file import TensorSpec
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """The change of every tensor, and the files that result.
 
     Attributes:
@@ -31,19 +31,19 @@ class Plan:
     source: Shards
     config: Mapping[str, Any]
     to: Target
-    changes: Mapping[str, Change]
+    changes: Mapping[str, Action]
     files: Mapping[str, Mapping[str, TensorSpec]]
 
     @classmethod
-    def make(cls, source: Shards, config: Mapping[str, Any], to: Target) -> "Plan":
+    def make(cls, source: Shards, config: Mapping[str, Any], to: Target) -> "ConversionPlan":
         """Raises ValueError where source is already what it shall become, or is quantised in another way."""
-        announced = check_quantization_config(config)
+        announced = is_fp8_config(config)
         fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
         if fp8 == (to == "fp8"):
             holds = "FP8 weights already" if fp8 else "no FP8 weights"
             raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
         check_scales(source.specs)
-        changes = {name: change_of(name, source.specs, to) for name in source.specs}
+        changes = {name: choose_action(name, source.specs, to) for name in source.specs}
         files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}
         for file, content in source.files.items():
             for name, spec in content.specs.items():
@@ -53,12 +53,12 @@ class Plan:
     @property
     def converted(self) -> list[str]:
         """The tensors that change their format."""
-        return [n for n, change in self.changes.items() if change not in (Change.COPY, Change.DROP)]
+        return [n for n, change in self.changes.items() if change not in (Action.COPY, Action.DROP)]
 
     @property
     def kept(self) -> list[str]:
         """The tensors that are copied."""
-        return [n for n, change in self.changes.items() if change is Change.COPY]
+        return [n for n, change in self.changes.items() if change is Action.COPY]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

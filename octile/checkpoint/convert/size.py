@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import torch
 
-from octile.checkpoint.convert.recode import Target, change_of, specs_after
-from octile.checkpoint.convert.shares import Share, share_of
+from octile.checkpoint.convert.share import Share, share_of
+from octile.checkpoint.convert.tensor import Target, choose_action, specs_after
 from octile.checkpoint.files import read_json
 from octile.checkpoint.fp8_layout import is_fp8
-from octile.checkpoint.hugging_face import CONFIG, stored_as
+from octile.checkpoint.hugging_face import CONFIG, storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.config import ModelConfig
@@ -66,12 +66,12 @@ def _from_config(config: ModelConfig, to: Target) -> SizePrediction:
         model = DeepseekV3(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict(), config).items()}
     specs = {name: TensorSpec.of(torch.bfloat16, shape) for name, shape in shapes.items()}
-    stored = {name: stored_as(name, shape, to) for name, shape in shapes.items()}
+    stored = {name: storage_specs(name, shape, to) for name, shape in shapes.items()}
     return _prediction(to, specs, stored, config.to_hf())
 
 
 def _from_headers(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], to: Target) -> SizePrediction:
-    stored = {name: specs_after(name, spec, change_of(name, specs, to)) for name, spec in specs.items()}
+    stored = {name: specs_after(name, spec, choose_action(name, specs, to)) for name, spec in specs.items()}
     return _prediction(to, specs, stored, config)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from octile.bench import step
-from octile.bench.rows import Row, beside
+from octile.bench.rows import Row, compare
 from octile.bench.step import goals
 from octile.bench.step.memory import checkpoint_bytes, kept_for_backward, of_a_parameter
 from octile.bench.step.models import RankDispatcher, Sizes, decoder, rank_slice
@@ -98,7 +98,7 @@ def verdicts(*rows: Row) -> list[str]:
 
 def speeds(*ratios: float) -> list[Row]:
     peers = zip(goals.AO, ratios, strict=False)
-    return [beside(goals.DENSE, goals.STEP, ratio, "tokens/s", peer, 1.0) for peer, ratio in peers]
+    return [compare(goals.DENSE, goals.STEP, ratio, "tokens/s", peer, 1.0) for peer, ratio in peers]
 
 
 def test_the_fastest_peer_decides():
@@ -112,7 +112,7 @@ def test_a_peer_that_was_not_measured_misses_the_bound():
 
 
 def test_of_bytes_less_is_better():
-    kept = beside(goals.DENSE, goals.SAVED, 0.52, "bytes", goals.BF16, 1.0)
+    kept = compare(goals.DENSE, goals.SAVED, 0.52, "bytes", goals.BF16, 1.0)
     assert verdicts(kept) == ["dense, bytes kept beside compiled BF16: 0.520: floor ≤ 0.56 met, aim ≤ 0.5 MISSED"]
 
 

@@ -154,7 +154,7 @@ def test_a_scale_may_lie_in_another_file_than_its_weight(tmp_path, hf_folder):
 
 def test_pieces_give_what_the_whole_gives(src, dst, tmp_path, monkeypatch):
     convert_checkpoint(src, dst, "fp8")
-    monkeypatch.setattr("octile.checkpoint.convert.recode.PIECE", 1000)
+    monkeypatch.setattr("octile.checkpoint.convert.tensor.PIECE", 1000)
     convert_checkpoint(src, tmp_path / "pieces", "fp8")
     assert {path.name: path.read_bytes() for path in dst.glob("*.safetensors")} == {
         path.name: path.read_bytes() for path in (tmp_path / "pieces").glob("*.safetensors")
@@ -167,10 +167,10 @@ def interrupted(src, dst, monkeypatch):
     def stop_in_second(name, *arguments):
         if "experts.1" in name:
             raise KeyboardInterrupt
-        recode(name, *arguments)
+        convert_tensor(name, *arguments)
 
-    recode = convert_module.recode
-    monkeypatch.setattr(convert_module, "recode", stop_in_second)
+    convert_tensor = convert_module.convert_tensor
+    monkeypatch.setattr(convert_module, "convert_tensor", stop_in_second)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(src, dst, "fp8")
     monkeypatch.undo()
@@ -236,7 +236,7 @@ def test_a_result_that_reads_back_wrongly_is_not_accepted(src, dst, monkeypatch)
         q = quantize_weight(name, tensor)
         return ScaledTensor(q.data, q.scale * 1.1, q.block)
 
-    monkeypatch.setattr("octile.checkpoint.convert.recode.quantize_weight", careless)
+    monkeypatch.setattr("octile.checkpoint.convert.tensor.quantize_weight", careless)
     with pytest.raises(RuntimeError, match="reads back further from its source than rounding explains"):
         convert_checkpoint(src, dst, "fp8")
 

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from octile.bench import shapes
-from octile.bench.setup import Setup, group_slices, set_up
+from octile.bench.gemm_case import PreparedCase, group_slices, prepare_case
 from octile.bench.shapes import Case
 from tests.gpu.cuda.test_gemm import _check, _values
 
 
 @pytest.mark.parametrize("case", shapes.GPU, ids=lambda case: f"{case.name} {case.what}")
 def test_every_element_lies_within_the_bound(case: Case):
-    _check_case(set_up(case, "cuda"))
+    _check_case(prepare_case(case, "cuda"))
 
 
-def _check_case(s: Setup) -> None:
+def _check_case(s: PreparedCase) -> None:
     if s.case.accumulate:
         s.out.normal_()
     else:
@@ -29,7 +29,7 @@ def _check_case(s: Setup) -> None:
         _check(s.out[place], of_a, of_b, before[place].double())
 
 
-def _groups(s: Setup, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice, ...]]]:
+def _groups(s: PreparedCase, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice, ...]]]:
     """Of each group a's and b's part, and where the result lies."""
     if s.case.kind == "dense":
         yield a, b, ()

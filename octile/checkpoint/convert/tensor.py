@@ -20,11 +20,11 @@ from torch import Tensor
 from octile.checkpoint.fp8_layout import (
     BLOCK,
     SCALE_SUFFIX,
-    becomes_fp8,
     dequantize_weight,
     fp8_specs,
     is_fp8,
     is_scale,
+    is_stored_in_fp8,
     quantize_weight,
 )
 from octile.checkpoint.shards import Shards
@@ -36,44 +36,44 @@ PIECE = 1 << 20  # elements, unless 128 rows have more; a few FP32 copies of it 
 SLACK = 1 + 1e-6  # the scale and the product with it are rounded to FP32
 
 
-class Change(enum.Enum):
+class Action(enum.Enum):
     """What happens to a tensor."""
 
-    QUANTIZE = "quantised"
+    QUANTIZE = "quantized"
     TO_BF16 = "dequantised to BF16"
     TO_FLOAT32 = "dequantised to FP32"
     COPY = "copied"
     DROP = "dropped"  # only the scale of a dequantised weight
 
 
-DEQUANTIZED = {Change.TO_BF16: torch.bfloat16, Change.TO_FLOAT32: torch.float32}
+DEQUANTIZED = {Action.TO_BF16: torch.bfloat16, Action.TO_FLOAT32: torch.float32}
 
 
-def change_of(name: str, specs: Mapping[str, TensorSpec], to: Target) -> Change:
+def choose_action(name: str, specs: Mapping[str, TensorSpec], to: Target) -> Action:
     """What happens to a tensor of the checkpoint with these specs."""
     spec = specs[name]
     if to == "fp8":
         wide = spec.dtype in ("F32", "BF16", "F16")
-        return Change.QUANTIZE if wide and becomes_fp8(name, spec.shape) else Change.COPY
+        return Action.QUANTIZE if wide and is_stored_in_fp8(name, spec.shape) else Action.COPY
     if is_fp8(spec):
-        return Change.TO_BF16 if to == "bf16" else Change.TO_FLOAT32
-    return Change.DROP if is_scale(name, specs) else Change.COPY
+        return Action.TO_BF16 if to == "bf16" else Action.TO_FLOAT32
+    return Action.DROP if is_scale(name, specs) else Action.COPY
 
 
-def specs_after(name: str, spec: TensorSpec, change: Change) -> dict[str, TensorSpec]:
+def specs_after(name: str, spec: TensorSpec, change: Action) -> dict[str, TensorSpec]:
     """The tensors that the result holds in its place."""
     match change:
-        case Change.QUANTIZE:
+        case Action.QUANTIZE:
             return fp8_specs(name, spec.shape)
-        case Change.TO_BF16 | Change.TO_FLOAT32:
+        case Action.TO_BF16 | Action.TO_FLOAT32:
             return {name: TensorSpec.of(DEQUANTIZED[change], spec.shape)}
-        case Change.COPY:
+        case Action.COPY:
             return {name: spec}
-        case Change.DROP:
+        case Action.DROP:
             return {}
 
 
-def recode(name: str, change: Change, source: Shards, out: TensorFileWriter) -> None:
+def convert_tensor(name: str, change: Action, source: Shards, out: TensorFileWriter) -> None:
     """Writes what becomes of a tensor, in pieces.
 
     Raises:
@@ -81,23 +81,23 @@ def recode(name: str, change: Change, source: Shards, out: TensorFileWriter) -> 
     """
     spec = source.specs[name]
     match change:
-        case Change.QUANTIZE:
+        case Action.QUANTIZE:
             for start, stop in _row_pieces(spec):
                 q = quantize_weight(name, source.rows(name, start, stop))
                 out.write(name, q.data, row=start)
                 out.write(name + SCALE_SUFFIX, q.scale, row=start // BLOCK[0])
-        case Change.TO_BF16 | Change.TO_FLOAT32:
+        case Action.TO_BF16 | Action.TO_FLOAT32:
             for start, stop in _row_pieces(spec):
                 values = _dequantized_rows(source, name, start, stop)
                 if not values.isfinite().all():
                     raise ValueError(f"{name} in {source.folder} holds NaN or Inf")
                 out.write(name, values.to(DEQUANTIZED[change]), row=start)
-        case Change.COPY:
+        case Action.COPY:
             for start, stop in _byte_pieces(spec):
                 out.write_bytes(name, start, source.read_bytes(name, start, stop))
 
 
-def largest_error(name: str, change: Change, source: Shards, result: TensorFile) -> float:
+def max_error_of(name: str, change: Action, source: Shards, result: TensorFile) -> float:
     """Compares what became of a tensor, read from the disk, with its source.
 
     Returns:
@@ -108,21 +108,21 @@ def largest_error(name: str, change: Change, source: Shards, result: TensorFile)
     """
     spec, worst = source.specs[name], 0.0
     match change:
-        case Change.QUANTIZE:
+        case Action.QUANTIZE:
             for start, stop in _row_pieces(spec):
                 exact = source.rows(name, start, stop).float()
                 scale = result.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop))
                 values = dequantize_weight(result.rows(name, start, stop), scale, torch.float32)
                 scale = _spread(scale, values)
                 worst = max(worst, _compare(name, result, exact, values, 2.0**-4, 2.0**-10 * scale, scale))
-        case Change.TO_BF16 | Change.TO_FLOAT32:
-            relative, least = (2.0**-8, 2.0**-134) if change is Change.TO_BF16 else (0.0, 0.0)
+        case Action.TO_BF16 | Action.TO_FLOAT32:
+            relative, least = (2.0**-8, 2.0**-134) if change is Action.TO_BF16 else (0.0, 0.0)
             for start, stop in _row_pieces(spec):
                 exact = _dequantized_rows(source, name, start, stop)
                 values = result.rows(name, start, stop).float()
                 scale = _spread(source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop)).float(), values)
                 worst = max(worst, _compare(name, result, exact, values, relative, torch.tensor(least), scale))
-        case Change.COPY:
+        case Action.COPY:
             for start, stop in _byte_pieces(spec):
                 if not torch.equal(source.read_bytes(name, start, stop), result.read_bytes(name, start, stop)):
                     raise RuntimeError(f"{name} in {result.path} reads back with other bytes than were copied")

@@ -1,4 +1,4 @@
-"""Other libraries' products of a `Setup`'s operands, each in the layout that it wants, which is made beforehand.
+"""Other libraries' products of a `PreparedCase`'s operands, each in the layout that it wants, which is made beforehand.
 
 BF16                    torch's product of the plain numbers (on a CPU FP32)
 cuBLASLt fast · slow    one scale a tensor; sums kept in the tensor cores, or promoted
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.bench.setup import Setup, group_slices
+from octile.bench.gemm_case import PreparedCase, group_slices
 from octile.ops.matmul import matmul_nt_out
 from octile.scaled import quantize
 
@@ -27,7 +27,7 @@ WRONG = 1e-2  # a difference, see `setup.difference`: the library read the opera
 Call = Callable[[], Tensor]
 
 
-def peers(setup: Setup, expected: Tensor) -> dict[str, Call]:
+def peer_calls(setup: PreparedCase, expected: Tensor) -> dict[str, Call]:
     """The peers that compute this case here; each has been run once. Why one does not is told on stderr."""
     found = {}
     for name, prepare in _all(setup).items():
@@ -41,9 +41,9 @@ def peers(setup: Setup, expected: Tensor) -> dict[str, Call]:
     return found
 
 
-def _all(s: Setup) -> dict[str, Callable[[], tuple[Call, Tensor]]]:
+def _all(s: PreparedCase) -> dict[str, Callable[[], tuple[Call, Tensor]]]:
     # torch has no masked product
-    found = {} if s.case.kind == "masked" else {"BF16" if s.x.is_cuda else "torch FP32": lambda: _plain(s)}
+    found = {} if s.case.kind == "masked" else {"BF16" if s.x.is_cuda else "torch FP32": lambda: _high_precision(s)}
     if not s.x.is_cuda:
         return found
     if s.case.kind == "dense":
@@ -58,16 +58,16 @@ def _all(s: Setup) -> dict[str, Callable[[], tuple[Call, Tensor]]]:
     return found
 
 
-def deep_gemm_call(s: Setup) -> Call:
+def deep_gemm_call(s: PreparedCase) -> Call:
     """DeepGEMM's product of a case; needs it to be installed."""
     return _deep_gemm(s)[0]
 
 
-def _plain(s: Setup) -> tuple[Call, Tensor]:
-    return s.plain, torch.empty(0, device=s.x.device)
+def _high_precision(s: PreparedCase) -> tuple[Call, Tensor]:
+    return s.high_precision, torch.empty(0, device=s.x.device)
 
 
-def _per_tensor(s: Setup, fast: bool) -> tuple[Call, Tensor]:
+def _per_tensor(s: PreparedCase, fast: bool) -> tuple[Call, Tensor]:
     x, w, one = s.x.to(torch.float8_e4m3fn), s.w.to(torch.float8_e4m3fn), torch.ones((), device=s.x.device)
 
     def call() -> Tensor:
@@ -76,7 +76,7 @@ def _per_tensor(s: Setup, fast: bool) -> tuple[Call, Tensor]:
     return call, torch.empty(0, device=s.x.device)
 
 
-def _blockwise(s: Setup) -> tuple[Call, Tensor]:
+def _blockwise(s: PreparedCase) -> tuple[Call, Tensor]:
     kind, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
     of_a, of_b = s.a.scale.mT.contiguous().mT, s.b.scale.mT.contiguous().mT
     if not s.case.tiles:  # [K blocks, N blocks], of which the library reads K blocks in fours
@@ -91,7 +91,7 @@ def _blockwise(s: Setup) -> tuple[Call, Tensor]:
     return call, torch.empty(0, device=s.x.device)
 
 
-def _blocks_of_b(s: Setup) -> tuple[Call, Tensor]:
+def _blocks_of_b(s: PreparedCase) -> tuple[Call, Tensor]:
     b, out = quantize(s.w, (128, 128)), torch.empty_like(s.out)
 
     def call() -> Tensor:
@@ -101,7 +101,7 @@ def _blocks_of_b(s: Setup) -> tuple[Call, Tensor]:
     return call, out
 
 
-def _deep_gemm(s: Setup) -> tuple[Call, Tensor]:
+def _deep_gemm(s: PreparedCase) -> tuple[Call, Tensor]:
     """Signatures of DeepGEMM 2.6.1."""
     deep_gemm, out = import_module("deep_gemm"), torch.empty_like(s.out)
     if s.case.kind == "wgrad":
@@ -127,7 +127,7 @@ def _deep_gemm(s: Setup) -> tuple[Call, Tensor]:
     return call, out
 
 
-def _deep_gemm_wgrad(deep_gemm: Any, s: Setup, out: Tensor) -> Call:
+def _deep_gemm_wgrad(deep_gemm: Any, s: PreparedCase, out: Tensor) -> Call:
     """Each group's data transposed by itself, one group after the other."""
     slices = group_slices(s.case)
     a, b = (

@@ -16,11 +16,11 @@ from octile.ops.grouped import grouped_matmul_nt_out, grouped_wgrad_out, masked_
 from octile.ops.matmul import matmul_nt_out
 from octile.scaled import ScaledTensor, quantize
 
-LARGEST_DIFFERENCE = 1e-3  # from the product of the numbers before they were quantised, see `difference`
+MAX_DIFFERENCE = 1e-3  # from the product of the numbers before they were quantised, see `difference`
 
 
 @dataclass(frozen=True, eq=False)
-class Setup:
+class PreparedCase:
     """Operands of a case: random normal numbers.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setup:
         dy, x = _parts(self.a.mT), _parts(self.b.mT)
         return lambda: grouped_wgrad_out(out, *dy, *x, sizes, add) or out
 
-    def plain(self) -> Tensor:
+    def high_precision(self) -> Tensor:
         """The product of x and w, by torch."""
         if self.case.kind == "dense":
             return self.x @ self.w.mT
@@ -104,7 +104,7 @@ class Setup:
         return int(operands + written * self.out.itemsize * (2 if case.accumulate else 1))
 
 
-def set_up(case: Case, device: str, seed: int = 0) -> Setup:
+def prepare_case(case: Case, device: str, seed: int = 0) -> PreparedCase:
     """Makes the operands; plain ones are BF16 on a GPU and FP32 on a CPU, whose fastest exact product that is."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -123,7 +123,7 @@ def set_up(case: Case, device: str, seed: int = 0) -> Setup:
     x, w = randn(*x_shape), randn(*w_shape)
     sizes = case.sizes if case.kind == "masked" else list(accumulate(case.sizes))
     out_dtype = torch.float32 if case.accumulate else torch.bfloat16
-    return Setup(
+    return PreparedCase(
         case,
         x,
         w,

@@ -1,6 +1,6 @@
 import pytest
 
-from octile.checkpoint.convert.shares import share_of
+from octile.checkpoint.convert.share import share_of
 from octile.checkpoint.tensor_file import TensorSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octile.bench.rows import Row, aligned
+from octile.bench.rows import Row, align_columns
 
 EVERYWHERE = """\
 case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (of wgrad, K is the tokens of a group)
@@ -26,7 +26,7 @@ LAST = {
 }
 
 
-def wide(rows: Sequence[Row]) -> str:
+def gemm_table(rows: Sequence[Row]) -> str:
     """The table; a product's peers are columns of ratios."""
     peers = list(dict.fromkeys(row.against.peer for row in rows if row.against))
     lines: dict[tuple[str, str], dict[str, str]] = {}
@@ -39,7 +39,7 @@ def wide(rows: Sequence[Row]) -> str:
     last = [unit for unit in LAST if any(unit in line for line in lines.values())]
     head = ["case", "what", *(FIGURES[u] for u in units), *(f"× {peer}" for peer in peers), *(LAST[u] for u in last)]
     body = [[*key, *(line.get(name, "") for name in (*units, *peers, *last))] for key, line in lines.items()]
-    return aligned([head, *body], right=set(head[2:]))
+    return align_columns([head, *body], right=set(head[2:]))
 
 
 def legend(rows: Sequence[Row]) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import octile.compat.deep_gemm
-from octile.bench import peers, setup
-from octile.bench.setup import LARGEST_DIFFERENCE, set_up
+from octile.bench import gemm_case, gemm_peers
+from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
 from octile.bench.shapes import GPU, Case
 
 CASES = [
@@ -22,21 +22,21 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def few_masked_rows(monkeypatch):
-    monkeypatch.setattr(setup, "MASKED_ROWS", 160)
+    monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.what)
 def made(request):
-    return set_up(request.param, "cpu")
+    return prepare_case(request.param, "cpu")
 
 
 def test_octiles_product_is_right(made):
-    assert made.check(made.call, made.plain(), made.out, LARGEST_DIFFERENCE) > 0
+    assert made.check(made.call, made.high_precision(), made.out, MAX_DIFFERENCE) > 0
 
 
 def test_a_result_that_is_not_written_is_found_out(made):
     with pytest.raises(ArithmeticError, match="differs"):
-        made.check(lambda: None, made.plain(), made.out, LARGEST_DIFFERENCE)
+        made.check(lambda: None, made.high_precision(), made.out, MAX_DIFFERENCE)
 
 
 def test_a_part_that_is_not_written_is_found_out(made):
@@ -46,34 +46,34 @@ def test_a_part_that_is_not_written_is_found_out(made):
         made.out[..., :1, :1] = before[..., :1, :1]
 
     with pytest.raises(ArithmeticError, match="differs"):
-        made.check(call, made.plain(), made.out, 1e-6 if made.case.accumulate else LARGEST_DIFFERENCE)
+        made.check(call, made.high_precision(), made.out, 1e-6 if made.case.accumulate else MAX_DIFFERENCE)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.accumulate or not case.tiles], ids=lambda c: c.what)
 def test_deep_gemm_is_called_as_it_wants_to_be(case, monkeypatch):
-    made = set_up(case, "cpu")
+    made = prepare_case(case, "cpu")
     monkeypatch.setitem(sys.modules, "deep_gemm", octile.compat.deep_gemm)
-    call, out = peers._deep_gemm(made)
-    made.check(call, made.plain(), out, LARGEST_DIFFERENCE)
+    call, out = gemm_peers._deep_gemm(made)
+    made.check(call, made.high_precision(), out, MAX_DIFFERENCE)
 
 
 def test_our_1d2d_beside_1d1d_is_a_product_of_the_same():
-    made = set_up(CASES[1], "cpu")
-    call, out = peers._blocks_of_b(made)
-    made.check(call, made.plain(), out, LARGEST_DIFFERENCE)
+    made = prepare_case(CASES[1], "cpu")
+    call, out = gemm_peers._blocks_of_b(made)
+    made.check(call, made.high_precision(), out, MAX_DIFFERENCE)
 
 
 def test_a_peer_that_computes_something_else_is_left_out(monkeypatch, capsys):
-    made = set_up(CASES[0], "cpu")
-    monkeypatch.setattr(peers, "_plain", lambda s: (lambda: s.x @ s.w.mT + 3, torch.empty(0)))
-    assert peers.peers(made, made.plain()) == {}
+    made = prepare_case(CASES[0], "cpu")
+    monkeypatch.setattr(gemm_peers, "_high_precision", lambda s: (lambda: s.x @ s.w.mT + 3, torch.empty(0)))
+    assert gemm_peers.peer_calls(made, made.high_precision()) == {}
     assert "no torch FP32: ArithmeticError" in capsys.readouterr().err
 
 
 def test_the_difference_of_equal_matrices_is_nothing():
     x = torch.randn(5, 7)
-    assert setup.difference(x, x) == pytest.approx(0, abs=1e-15)
-    assert setup.difference(x, -x) == 2
+    assert gemm_case.difference(x, x) == pytest.approx(0, abs=1e-15)
+    assert gemm_case.difference(x, -x) == 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_difference_of_equal_matrices_is_nothing():
     ids=["stored", "added"],
 )
 def test_bytes_are_counted_once(case, expected):
-    assert set_up(case, "cpu").bytes == int(expected)
+    assert prepare_case(case, "cpu").bytes == int(expected)
 
 
 def test_names_tell_the_cases_apart():

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-def apart(function: Callable[..., Result], *arguments: object, seconds: float) -> Result:
+def call_in_subprocess(function: Callable[..., Result], *arguments: object, seconds: float) -> Result:
     """function(*arguments) in a new process, which is killed when the time is over.
 
     Args:
