@@ -45,8 +45,8 @@ def deep_gemm_call(setup):
     "bench/kernel_time.py": "def kernel_seconds(calls, rounds): return dict.fromkeys(calls, {seconds})",
     "kernels/cuda/gemm/candidates.py": """
 from collections import namedtuple
-Config = namedtuple("Config", "tile_m tile_n warpgroups accumulators stages cluster_m cluster_n cluster split_k"
-                    " ping_pong transposed fetch along_n")
+Config = namedtuple("Config", "tile_m tile_n warpgroups accumulators stages cluster_m cluster_n cluster_size split_k"
+                    " ping_pong transposed load_c raster_along_n")
 def choose(problem, chip): return Config(64, 32, 1, 2, 12, 1, 2, 2, 3, False, True, False, False)
 """,
     "kernels/cuda/gemm/num_sms.py": "def num_sms(): return 132",
