@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/*.md does what the text beside it says, and their links lead somewhere."""
+"""The Python in README.md and docs/ does what the text beside it says, and their links lead somewhere."""
 
 import doctest
 import importlib.util
@@ -19,7 +19,8 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *sorted(DOCS.rglob("*.md"))]
 CUDA = ROOT / "octile" / "kernels" / "cuda"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -33,8 +34,12 @@ def python_of(page: Path) -> list[tuple[int, str]]:
 
 def given(page: Path) -> dict[str, Any]:
     """What the text around a page's Python takes for granted; the rest the page must bring itself."""
-    if page.name == "README.md":
+    if page.name == "train_on_a_laptop.md":
         save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
+    if page.name == "look_inside_a_run.md":
+        Path("runs/inside").mkdir(parents=True)
+        lines = (ROOT / "experiments" / "2026-11-20-inside" / "telemetry.jsonl").read_text(encoding="utf-8")
+        Path("runs/inside/telemetry.jsonl").write_text(lines, encoding="utf-8")
     if page.name == "telemetry.md":
         model = octile.convert(DeepseekV3(ModelConfig.tiny()), octile.Recipe.deepseek_v3())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,7 +47,11 @@ def given(page: Path) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
 def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in one namespace. A block with prompts must print what it shows."""
     monkeypatch.chdir(tmp_path)
@@ -60,7 +69,7 @@ def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypa
             names |= example.globs
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
@@ -68,9 +77,14 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    index = ROOT / "docs" / "README.md"
+    index = DOCS / "README.md"
     named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
-    assert named >= {page for page in PAGES if page.parent == index.parent} - {index}
+    assert named >= {page for page in PAGES if page.is_relative_to(DOCS)} - {index}
+
+
+def test_the_site_shows_every_page() -> None:
+    shown = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS))
 
 
 def test_a_picture_is_a_file_that_brings_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
