@@ -6,9 +6,9 @@ A linear layer multiplies three times:
     dgrad   dx = dy · w          dy [T, N]
     wgrad   dw = dyᵀ · x         both operands lie along the tokens T, which are summed over
 
-Each operand is described by a `Cast` (or None: it stays in the recipe's `compute` type).  `deepseek_v3` is the recipe
-that this library exists for; the others are what it is compared with, each one published and each one different in
-one thing that can be named.
+Each operand is described by an `OperandFormat` (or None: it stays in the recipe's `compute` dtype).  `deepseek_v3` is
+the recipe that this library exists for; the others are what it is compared with, each one published and each one
+different in one thing that can be named.
 
 A recipe also says what a block keeps for its backward pass besides the inputs of its linear layers, which are kept as
 they are cast (`docs/data_flow.md`).
@@ -33,7 +33,7 @@ from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
 
 Extent = int | None  # of a block along one side of a matrix; None is the whole side
 ScaleRule = Literal["float32", "power_of_2"]
-ProductName = Literal["fprop", "dgrad", "wgrad"]
+GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TILE: tuple[Extent, Extent] = (1, 128)  # one token, 128 channels
@@ -43,7 +43,7 @@ TENSOR: tuple[Extent, Extent] = (None, None)
 
 
 @dataclass(frozen=True)
-class Cast:
+class OperandFormat:
     """How one operand becomes 8-bit numbers.
 
     `amax` says where a block's largest magnitude comes from: the block itself (`current`), the largest one of the
@@ -62,7 +62,7 @@ class Cast:
             raise ValueError(f"scale={self.scale!r} has no meaning with amax={self.amax!r}")
 
 
-PRODUCTS: tuple[ProductName, ...] = ("fprop", "dgrad", "wgrad")
+GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
 AMAX_HISTORY = 16  # steps that delayed scaling looks back
 
 
@@ -77,7 +77,7 @@ class OptimizerFormats:
 
 
 @dataclass(frozen=True)
-class Casts:
+class GemmFormats:
     """How the operands of the three products become 8-bit numbers.
 
     Attributes:
@@ -86,24 +86,24 @@ class Casts:
         wgrad_x, wgrad_dy: operands of wgrad. `wgrad_x` is made from the kept `x`, not from the original.
     """
 
-    x: Cast
-    w: Cast
-    dy: Cast
-    wgrad_x: Cast
-    wgrad_dy: Cast
+    x: OperandFormat
+    w: OperandFormat
+    dy: OperandFormat
+    wgrad_x: OperandFormat
+    wgrad_dy: OperandFormat
 
     @cached_property
-    def routed(self) -> tuple[Cast, Cast]:
+    def routed(self) -> tuple[OperandFormat, OperandFormat]:
         """dy and wgrad_dy of experts, whose rows travel in 8 bits and are cast again: scaled as x is."""
         return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
 
     def __post_init__(self) -> None:
         assert self.routed  # made now: the compiler of torch 2.11 cannot make a cast
-        if self.delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
+        if self.is_delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
             raise ValueError("wgrad_x and wgrad_dy must be x and dy where a scale is delayed: a history has no others")
 
     @property
-    def tiled(self) -> bool:
+    def is_tiled(self) -> bool:
         """Whether inputs and gradients are cut in tiles of 128, for wgrad along the tokens and else along channels."""
         blocks = (self.x.block, self.dy.block, self.wgrad_x.block, self.wgrad_dy.block)
         return (
@@ -113,12 +113,12 @@ class Casts:
         )
 
     @property
-    def delayed(self) -> bool:
+    def is_delayed(self) -> bool:
         """Whether scales come from past steps, so that a layer must remember what it saw."""
         return any(cast.amax == "delayed" for cast in (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy))
 
     @classmethod
-    def whole_tensors(cls, forward: Cast, backward: Cast) -> Casts:
+    def per_tensor(cls, forward: OperandFormat, backward: OperandFormat) -> GemmFormats:
         """One scale a tensor serves both layouts, so wgrad takes the same 8-bit tensors as fprop and dgrad."""
         return cls(x=forward, w=forward, dy=backward, wgrad_x=forward, wgrad_dy=backward)
 
@@ -129,12 +129,12 @@ class Recipe:
 
     Attributes:
         name: under which `octile compare --recipes` and a run's configuration know it.
-        casts: of the products' operands; None leaves them in `compute`.
+        formats: of the products' operands; None leaves them in `compute`.
         compute: type of the products that have no casts.
-        uncast: products that are made in `compute` although the recipe has casts.
+        high_precision: products that are made in `compute` although the recipe has casts.
         exceptions: of single layers, what else is uncast: (pattern of names as of files, products).
         loss_scale: "dynamic" multiplies the loss by a power of two that backs off on overflow.
-        smooths_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
+        has_smooth_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
         optimizer: the formats of the optimizer's state.
         attention_output: how attention's output is kept, once, for its own backward pass and for wgrad of the layer
             that follows. None: autograd keeps all of attention as it is.
@@ -145,55 +145,55 @@ class Recipe:
     """
 
     name: str
-    casts: Casts | None = None
+    formats: GemmFormats | None = None
     compute: torch.dtype = torch.bfloat16
     loss_scale: Literal["dynamic"] | None = None
-    smooths_swiglu: bool = False
+    has_smooth_swiglu: bool = False
     optimizer: OptimizerFormats = field(default_factory=OptimizerFormats)
-    uncast: frozenset[ProductName] = frozenset()
-    exceptions: tuple[tuple[str, frozenset[ProductName]], ...] = ()
-    attention_output: Cast | None = None
+    high_precision: frozenset[GemmName] = frozenset()
+    exceptions: tuple[tuple[str, frozenset[GemmName]], ...] = ()
+    attention_output: OperandFormat | None = None
     attention_inputs: Literal["kept", "recomputed"] = "kept"
-    swiglu_inputs: Cast | Literal["recomputed"] | None = None
+    swiglu_inputs: OperandFormat | Literal["recomputed"] | None = None
 
     @property
-    def fuses_attention(self) -> bool:
+    def can_fuse_attention(self) -> bool:
         """Whether attention and the layers around it are one function that keeps `attention_output`."""
         return self._fuses and self.attention_output is not None
 
     @property
-    def fuses_swiglu(self) -> bool:
+    def can_fuse_swiglu(self) -> bool:
         """Whether a feed-forward layer is one function that keeps `swiglu_inputs`."""
-        return self._fuses and self.swiglu_inputs is not None and not self.smooths_swiglu
+        return self._fuses and self.swiglu_inputs is not None and not self.has_smooth_swiglu
 
     @property
     def _fuses(self) -> bool:
-        return self.casts is not None and self.casts.tiled and not self.uncast
+        return self.formats is not None and self.formats.is_tiled and not self.high_precision
 
     @property
-    def delayed_scaling(self) -> bool:
+    def has_delayed_scaling(self) -> bool:
         """Whether a layer must remember what it saw."""
-        return self.casts is not None and self.casts.delayed
+        return self.formats is not None and self.formats.is_delayed
 
-    def without(self, product: ProductName) -> Recipe:
+    def without(self, product: GemmName) -> Recipe:
         """This recipe with one product made in `compute` instead of in 8 bits.
 
         Raises:
             ValueError: there is no such product, or the recipe casts nothing.
         """
-        if product not in PRODUCTS:
-            raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, not {product!r}")
-        if self.casts is None:
+        if product not in GEMMS:
+            raise ValueError(f"product must be one of {', '.join(GEMMS)}, not {product!r}")
+        if self.formats is None:
             raise ValueError(f"recipe {self.name!r} casts nothing, so there is no {product} in 8 bits to leave out")
-        if product in self.uncast:
+        if product in self.high_precision:
             return self
-        return replace(self, name=f"{self.name} without {product}", uncast=self.uncast | {product})
+        return replace(self, name=f"{self.name} without {product}", high_precision=self.high_precision | {product})
 
     def for_layer(self, name: str) -> Recipe:
         """This recipe as it holds for one layer: with its exceptions, and no one else's."""
         recipe = replace(self, exceptions=())
         mine = [products for pattern, products in self.exceptions if fnmatchcase(name, pattern)]
-        for product in PRODUCTS:
+        for product in GEMMS:
             if any(product in products for products in mine):
                 recipe = recipe.without(product)
         return recipe
@@ -240,7 +240,7 @@ class Recipe:
         if not isinstance(keeps, list):
             raise ValueError(f"{where}: keep must be a list, [[keep]], not {keeps!r}")
         exceptions = tuple(_exception(f"{where}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
-        if exceptions and recipe.casts is None:
+        if exceptions and recipe.formats is None:
             raise ValueError(f"{where}: recipe {recipe.name!r} casts nothing, so there is nothing to keep")
         return replace(recipe, exceptions=exceptions, swiglu_inputs=_swiglu_inputs(where, content, recipe))
 
@@ -249,7 +249,7 @@ class Recipe:
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
         for layers, products in self.exceptions:
-            named = ", ".join(f'"{product}"' for product in PRODUCTS if product in products)
+            named = ", ".join(f'"{product}"' for product in GEMMS if product in products)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -278,13 +278,13 @@ class Recipe:
     @classmethod
     def per_tensor(cls) -> Recipe:
         """E4M3 with one scale a tensor, from the tensor itself: one outlier sets the scale of everything."""
-        return cls("per_tensor", Casts.whole_tensors(Cast(block=TENSOR), Cast(block=TENSOR)))
+        return cls("per_tensor", GemmFormats.per_tensor(OperandFormat(block=TENSOR), OperandFormat(block=TENSOR)))
 
     @classmethod
     def delayed(cls) -> Recipe:
         """E4M3 with one scale a tensor, from the largest values of the past steps: a new outlier saturates."""
-        cast = Cast(block=TENSOR, amax="delayed")
-        return cls("delayed", Casts.whole_tensors(cast, cast))
+        cast = OperandFormat(block=TENSOR, amax="delayed")
+        return cls("delayed", GemmFormats.per_tensor(cast, cast))
 
     @classmethod
     def hybrid_e5m2(cls) -> Recipe:
@@ -294,8 +294,8 @@ class Recipe:
     @classmethod
     def global_scale(cls) -> Recipe:
         """E4M3 forward and E5M2 backward without any scale but the loss's, as FP16 training does it."""
-        forward, backward = Cast(block=TENSOR, amax="unscaled"), Cast(E5M2, TENSOR, amax="unscaled")
-        return cls("global_scale", Casts.whole_tensors(forward, backward), loss_scale="dynamic")
+        forward, backward = OperandFormat(block=TENSOR, amax="unscaled"), OperandFormat(E5M2, TENSOR, amax="unscaled")
+        return cls("global_scale", GemmFormats.per_tensor(forward, backward), loss_scale="dynamic")
 
     @classmethod
     def fp16_loss_scaling(cls) -> Recipe:
@@ -305,14 +305,14 @@ class Recipe:
     @classmethod
     def fp8_lm(cls) -> Recipe:
         """FP8-LM: per-tensor E4M3 and E5M2 products, FP8 gradients, FP16 masters, FP8 and FP16 moments."""
-        formats = OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
-        casts = Casts.whole_tensors(Cast(block=TENSOR), Cast(E5M2, TENSOR))
-        return cls("fp8_lm", casts, optimizer=formats)
+        optimizer = OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
+        formats = GemmFormats.per_tensor(OperandFormat(block=TENSOR), OperandFormat(E5M2, TENSOR))
+        return cls("fp8_lm", formats, optimizer=optimizer)
 
     @classmethod
     def smooth_swiglu(cls) -> Recipe:
         """`delayed`, with SwiGLU's output smoothed channel by channel before it is quantised."""
-        return cls("smooth_swiglu", cls.delayed().casts, smooths_swiglu=True)
+        return cls("smooth_swiglu", cls.delayed().formats, has_smooth_swiglu=True)
 
     @classmethod
     def int8_tiles(cls) -> Recipe:
@@ -351,22 +351,22 @@ class Recipe:
         return getattr(cls, name)()
 
 
-def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | IntFormat = E4M3) -> Casts:
-    return Casts(
-        x=Cast(fmt, TILE, "power_of_2"),
-        w=Cast(fmt, BLOCK),
-        dy=Cast(gradient, TILE),
-        wgrad_x=Cast(fmt, COLUMN_TILE, "power_of_2"),
-        wgrad_dy=Cast(gradient, COLUMN_TILE),
+def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | IntFormat = E4M3) -> GemmFormats:
+    return GemmFormats(
+        x=OperandFormat(fmt, TILE, "power_of_2"),
+        w=OperandFormat(fmt, BLOCK),
+        dy=OperandFormat(gradient, TILE),
+        wgrad_x=OperandFormat(fmt, COLUMN_TILE, "power_of_2"),
+        wgrad_dy=OperandFormat(gradient, COLUMN_TILE),
     )
 
 
 def _kept(fmt: FloatFormat | IntFormat = E4M3) -> dict[str, Any]:
     """What a fine-grained recipe keeps besides the inputs of linear layers."""
-    return {"attention_output": Cast(E5M6, TILE, "power_of_2"), "swiglu_inputs": Cast(fmt, TILE)}
+    return {"attention_output": OperandFormat(E5M6, TILE, "power_of_2"), "swiglu_inputs": OperandFormat(fmt, TILE)}
 
 
-def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> Cast | Literal["recomputed"] | None:
+def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> OperandFormat | Literal["recomputed"] | None:
     """What a file says of SwiGLU's inputs."""
     asked = content.get("swiglu_inputs", "kept")
     if asked not in ("kept", "recomputed"):
@@ -376,11 +376,11 @@ def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> Cast 
     return "recomputed" if asked == "recomputed" else recipe.swiglu_inputs
 
 
-def _exception(where: str, keep: Any) -> tuple[str, frozenset[ProductName]]:
+def _exception(where: str, keep: Any) -> tuple[str, frozenset[GemmName]]:
     """One [[keep]] of a file."""
     if not isinstance(keep, dict) or keep.keys() != {"layers", "products"} or not isinstance(keep["layers"], str):
         raise ValueError(f"{where} must say layers, a pattern, and products, a list")
     products = keep["products"]
-    if not isinstance(products, list) or not products or any(product not in PRODUCTS for product in products):
-        raise ValueError(f"{where}: products must be some of {list(PRODUCTS)}, not {products!r}")
+    if not isinstance(products, list) or not products or any(product not in GEMMS for product in products):
+        raise ValueError(f"{where}: products must be some of {list(GEMMS)}, not {products!r}")
     return keep["layers"], frozenset(products)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octile.formats import E4M3, E5M2, INT8
-from octile.recipe import BLOCK, COLUMN_TILE, TENSOR, TILE, Cast, Casts, OptimizerFormats, Recipe
+from octile.recipe import BLOCK, COLUMN_TILE, TENSOR, TILE, GemmFormats, OperandFormat, OptimizerFormats, Recipe
 
 every_name = pytest.mark.parametrize("name", Recipe.names())
 
@@ -74,50 +74,50 @@ def test_recipes_are_frozen():
 
 
 def test_deepseek_v3_tiles_tokens_forward_and_channels_for_the_weight_gradient():
-    casts = Recipe.deepseek_v3().casts
-    assert (casts.x.block, casts.w.block, casts.dy.block) == (TILE, BLOCK, TILE)
-    assert (casts.wgrad_x.block, casts.wgrad_dy.block) == (COLUMN_TILE, COLUMN_TILE)
+    formats = Recipe.deepseek_v3().formats
+    assert (formats.x.block, formats.w.block, formats.dy.block) == (TILE, BLOCK, TILE)
+    assert (formats.wgrad_x.block, formats.wgrad_dy.block) == (COLUMN_TILE, COLUMN_TILE)
 
 
-def _casts(recipe: Recipe) -> list[Cast]:
-    return [getattr(recipe.casts, field.name) for field in fields(Casts)]
+def _operand_formats(recipe: Recipe) -> list[OperandFormat]:
+    return [getattr(recipe.formats, field.name) for field in fields(GemmFormats)]
 
 
 def test_deepseek_v3_is_e4m3_everywhere():
-    assert {cast.fmt for cast in _casts(Recipe.deepseek_v3())} == {E4M3}
+    assert {cast.fmt for cast in _operand_formats(Recipe.deepseek_v3())} == {E4M3}
 
 
 def test_what_is_requantised_has_powers_of_2_for_scales():
-    casts = Recipe.deepseek_v3().casts
-    assert (casts.x.scale, casts.wgrad_x.scale) == ("power_of_2", "power_of_2")
+    formats = Recipe.deepseek_v3().formats
+    assert (formats.x.scale, formats.wgrad_x.scale) == ("power_of_2", "power_of_2")
 
 
 @pytest.mark.parametrize("name", ["hybrid_e5m2", "fp8_lm", "global_scale"])
 def test_gradients_are_e5m2_where_the_forward_pass_is_e4m3(name):
-    casts = Recipe.named(name).casts
-    assert [cast.fmt for cast in (casts.x, casts.w, casts.wgrad_x)] == [E4M3] * 3
-    assert [cast.fmt for cast in (casts.dy, casts.wgrad_dy)] == [E5M2] * 2
+    formats = Recipe.named(name).formats
+    assert [cast.fmt for cast in (formats.x, formats.w, formats.wgrad_x)] == [E4M3] * 3
+    assert [cast.fmt for cast in (formats.dy, formats.wgrad_dy)] == [E5M2] * 2
 
 
 @pytest.mark.parametrize("name", ["per_tensor", "delayed", "global_scale", "fp8_lm", "smooth_swiglu"])
 def test_one_scale_a_tensor(name):
-    assert {cast.block for cast in _casts(Recipe.named(name))} == {TENSOR}
+    assert {cast.block for cast in _operand_formats(Recipe.named(name))} == {TENSOR}
 
 
 def test_int8_tiles_are_those_of_deepseek_v3():
-    assert {cast.fmt for cast in _casts(Recipe.int8_tiles())} == {INT8}
-    for ours, theirs in zip(astuple(Recipe.int8_tiles().casts), astuple(Recipe.deepseek_v3().casts), strict=True):
+    assert {cast.fmt for cast in _operand_formats(Recipe.int8_tiles())} == {INT8}
+    for ours, theirs in zip(astuple(Recipe.int8_tiles().formats), astuple(Recipe.deepseek_v3().formats), strict=True):
         assert ours[1:] == theirs[1:]
 
 
 @pytest.mark.parametrize("name", Recipe.names())
 def test_scales_from_past_steps(name):
-    assert Recipe.named(name).delayed_scaling == (name in ("delayed", "smooth_swiglu"))
+    assert Recipe.named(name).has_delayed_scaling == (name in ("delayed", "smooth_swiglu"))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16_loss_scaling", torch.float16)])
 def test_recipes_without_casts_compute_in_16_bits(name, dtype):
-    assert (Recipe.named(name).casts, Recipe.named(name).compute) == (None, dtype)
+    assert (Recipe.named(name).formats, Recipe.named(name).compute) == (None, dtype)
 
 
 # The rest
@@ -142,18 +142,18 @@ def test_masters_are_float32_and_moments_bfloat16_by_default():
 @pytest.mark.parametrize("amax", ["delayed", "unscaled"])
 def test_only_whole_tensors_have_a_scale_from_elsewhere(amax):
     with pytest.raises(ValueError, match=rf"amax='{amax}' needs one scale for the whole tensor, .* \(1, 128\)"):
-        Cast(amax=amax)
+        OperandFormat(amax=amax)
 
 
 def test_a_scale_from_elsewhere_is_not_rounded():
     with pytest.raises(ValueError, match="scale='power_of_2' has no meaning with amax='delayed'"):
-        Cast(block=TENSOR, scale="power_of_2", amax="delayed")
+        OperandFormat(block=TENSOR, scale="power_of_2", amax="delayed")
 
 
 def test_a_history_serves_both_layouts():
-    delayed, current = Cast(block=TENSOR, amax="delayed"), Cast(block=TENSOR)
+    delayed, current = OperandFormat(block=TENSOR, amax="delayed"), OperandFormat(block=TENSOR)
     with pytest.raises(ValueError, match="wgrad_x and wgrad_dy must be x and dy where a scale is delayed"):
-        Casts(delayed, delayed, delayed, wgrad_x=current, wgrad_dy=delayed)
+        GemmFormats(delayed, delayed, delayed, wgrad_x=current, wgrad_dy=delayed)
 
 
 # Exceptions
@@ -169,8 +169,8 @@ def with_exceptions():
 def test_a_layer_gets_the_exceptions_that_match_it():
     recipe = with_exceptions()
     assert recipe.for_layer("layers.0.up") == Recipe.deepseek_v3()
-    assert recipe.for_layer("layers.1.up").uncast == {"wgrad"}
-    assert recipe.for_layer("layers.1.down").uncast == {"fprop", "dgrad", "wgrad"}
+    assert recipe.for_layer("layers.1.up").high_precision == {"wgrad"}
+    assert recipe.for_layer("layers.1.down").high_precision == {"fprop", "dgrad", "wgrad"}
     assert recipe.for_layer("layers.1.down").exceptions == ()
 
 
@@ -218,20 +218,20 @@ def test_a_file_says_that_swiglus_inputs_are_recomputed(tmp_path):
 def test_only_recipes_in_tiles_take_the_data_flow_of_deepseek_v3(name):
     recipe = Recipe.named(name)
     fused = name in ("deepseek_v3", "hybrid_e5m2", "int8_tiles")
-    assert (recipe.fuses_attention, recipe.fuses_swiglu) == (fused, fused)
+    assert (recipe.can_fuse_attention, recipe.can_fuse_swiglu) == (fused, fused)
 
 
 def test_a_product_in_high_precision_takes_its_block_apart():
     recipe = Recipe.deepseek_v3().without("wgrad")
-    assert not recipe.fuses_attention
-    assert not recipe.fuses_swiglu
+    assert not recipe.can_fuse_attention
+    assert not recipe.can_fuse_swiglu
 
 
 def test_blocks_along_other_sides_are_no_tiles():
-    casts = Recipe.deepseek_v3().casts
-    assert casts.tiled
-    assert not replace(casts, dy=Cast(block=BLOCK)).tiled
-    assert not replace(casts, wgrad_dy=Cast(block=COLUMN_TILE, scale="power_of_2")).tiled
+    formats = Recipe.deepseek_v3().formats
+    assert formats.is_tiled
+    assert not replace(formats, dy=OperandFormat(block=BLOCK)).is_tiled
+    assert not replace(formats, wgrad_dy=OperandFormat(block=COLUMN_TILE, scale="power_of_2")).is_tiled
 
 
 def test_a_file_that_does_not_exist_is_refused():

@@ -28,7 +28,7 @@ from experiments.loss import branch
 from experiments.loss.jobs import Job
 from experiments.loss.recipes import around, nudge, recipe
 from octile.models.counts import count_parameters
-from octile.nn.fused.quantize import cast_weight
+from octile.nn.fused.quantize import quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.report.machine import machine
@@ -175,12 +175,12 @@ def _copies(trainer: Trainer) -> int:
     for layer in trainer.model.modules():
         if not isinstance(layer, Linear | Experts) or layer.recipe is None:
             continue
-        casts = layer.recipe.casts
+        formats = layer.recipe.formats
         for weight in (layer.weight,) if isinstance(layer, Linear) else (layer.gate_up, layer.down):
-            if casts is None:
+            if formats is None:
                 total += weight.numel() * layer.recipe.compute.itemsize
                 continue
-            both = cast_weight(weight.detach(), replace(casts.w, amax="current"), None, keep=False, turned=True)
+            both = quantize_weight(weight.detach(), replace(formats.w, amax="current"), None, keep=False, turned=True)
             parts = (t.untyped_storage() for q in both for t in (q.data, q.scale))
             total += sum({part.data_ptr(): part.nbytes() for part in parts}.values())
     return total

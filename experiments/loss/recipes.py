@@ -24,25 +24,27 @@ from torch import Tensor, nn
 
 from octile.kernels.cuda.gemm import request
 from octile.ops.accumulator import Block, summed_by
-from octile.recipe import BLOCK, TENSOR, TILE, Cast, Casts, OptimizerFormats, Recipe
+from octile.recipe import BLOCK, TENSOR, TILE, GemmFormats, OperandFormat, OptimizerFormats, Recipe
 
 STEP = 16  # numbers: the copy engine reads rows of whole steps, and torch's product on a CPU multiplies them
 
 
 def _variations() -> dict[str, Recipe]:
     v3, per_tensor = Recipe.deepseek_v3(), Recipe.per_tensor()
-    casts = v3.casts
-    assert casts is not None
-    unscaled = Cast(block=TENSOR, amax="unscaled")
-    free, block = replace(casts.x, scale="float32"), Cast(block=BLOCK)
+    formats = v3.formats
+    assert formats is not None
+    unscaled = OperandFormat(block=TENSOR, amax="unscaled")
+    free, block = replace(formats.x, scale="float32"), OperandFormat(block=BLOCK)
     return {
         "nudged": Recipe.bf16(),
-        "control": Recipe("control", Casts.whole_tensors(Cast(block=TENSOR), unscaled)),
+        "control": Recipe("control", GemmFormats.per_tensor(OperandFormat(block=TENSOR), unscaled)),
         "no_promotion": per_tensor,
         "no_e5m6": replace(v3, attention_output=None),
-        "float32_scales": replace(v3, casts=replace(casts, x=free, wgrad_x=replace(casts.wgrad_x, scale="float32"))),
-        "weights_1x128": replace(v3, casts=replace(casts, w=Cast(block=TILE))),
-        "blockwise_gradients": replace(v3, casts=replace(casts, dy=block, wgrad_dy=block)),
+        "float32_scales": replace(
+            v3, formats=replace(formats, x=free, wgrad_x=replace(formats.wgrad_x, scale="float32"))
+        ),
+        "weights_1x128": replace(v3, formats=replace(formats, w=OperandFormat(block=TILE))),
+        "blockwise_gradients": replace(v3, formats=replace(formats, dy=block, wgrad_dy=block)),
         "fp32_moments": replace(v3, optimizer=OptimizerFormats(exp_avg="float32", exp_avg_sq="float32")),
     }
 

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from octile import __version__
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
 from octile.lab.layers import layer_weights
-from octile.nn.observer import Backward, Product, watch_products
-from octile.recipe import PRODUCTS, ProductName
+from octile.nn.observer import Backward, ObservedGemm, observe_gemms
+from octile.recipe import GEMMS, GemmName
 
 FORMAT_VERSION = 1
 METADATA = "octile_capture"
 FIELDS = {"step": int, "recipe": str, "run": str, "octile": str, "sha256": str, "products": list}  # of the note
-OPERANDS: Mapping[ProductName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+OPERANDS: Mapping[GemmName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class CapturedGemm:
     """
 
     layer: str
-    product: ProductName
+    product: GemmName
     a: Tensor
     b: Tensor
     expert: int | None = None
@@ -85,7 +85,7 @@ class Recorder:
         tensors: what was seen, on the CPU, by its name in the file.
     """
 
-    wanted: frozenset[tuple[str, ProductName]]
+    wanted: frozenset[tuple[str, GemmName]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def products(self) -> tuple[CapturedGemm, ...]:
@@ -121,7 +121,7 @@ class Recorder:
 
 
 @contextmanager
-def capturing(model: nn.Module, layers: str = "*", products: Iterable[ProductName] = PRODUCTS) -> Iterator[Recorder]:
+def capturing(model: nn.Module, layers: str = "*", products: Iterable[GemmName] = GEMMS) -> Iterator[Recorder]:
     """Keeps the operands of the first forward and backward pass inside.
 
     Raises:
@@ -135,13 +135,13 @@ def capturing(model: nn.Module, layers: str = "*", products: Iterable[ProductNam
         if tensor is not None and name in needed and name not in recorder.tensors:
             recorder.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
-    def watch(weight: Tensor, fprop: Product) -> Backward | None:
+    def watch(weight: Tensor, fprop: ObservedGemm) -> Backward | None:
         name = found.name_of(weight)
         if name is None or f"{name}.offs" in recorder.tensors or f"{name}.dy" in recorder.tensors:
             return None
         x, offs = fprop.before, fprop.offs
 
-        def backward(product: Product) -> None:  # at the first of the two: a pass without one does not count
+        def backward(product: ObservedGemm) -> None:  # at the first of the two: a pass without one does not count
             dy = product.before if product.name == "dgrad" else product.before.mT
             keep(f"{name}.x", x)
             keep(f"{name}.w", weight)
@@ -151,11 +151,11 @@ def capturing(model: nn.Module, layers: str = "*", products: Iterable[ProductNam
 
         return backward
 
-    with watch_products(watch):
+    with observe_gemms(watch):
         yield recorder
 
 
-def parse_gemm_names(text: str) -> tuple[ProductName, ...]:
+def parse_gemm_names(text: str) -> tuple[GemmName, ...]:
     """ "fprop,wgrad" → ("fprop", "wgrad").
 
     Raises:
@@ -163,9 +163,9 @@ def parse_gemm_names(text: str) -> tuple[ProductName, ...]:
     """
     asked = [name.strip() for name in text.split(",")]
     for name in asked:
-        if name not in PRODUCTS:
-            raise ValueError(f"products must be some of {', '.join(PRODUCTS)}, not {name!r}")
-    return tuple(product for product in PRODUCTS if product in asked)
+        if name not in GEMMS:
+            raise ValueError(f"products must be some of {', '.join(GEMMS)}, not {name!r}")
+    return tuple(product for product in GEMMS if product in asked)
 
 
 def load(path: Path) -> Capture:
@@ -212,12 +212,12 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(about[name], kind):
             raise ValueError(f"{path} is damaged: its {name} is {about[name]!r}")
     for entry in about["products"]:
-        if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in PRODUCTS:
+        if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in GEMMS:
             raise ValueError(f"{path} is damaged: its products hold {entry!r}, which is no layer and product")
     return dict(about)
 
 
-def _products(tensors: Mapping[str, Tensor], layer: str, product: ProductName) -> Iterator[CapturedGemm]:
+def _products(tensors: Mapping[str, Tensor], layer: str, product: GemmName) -> Iterator[CapturedGemm]:
     """A product's operands; of experts, one product for each that has tokens."""
     operands = {operand: tensors[f"{layer}.{operand}"] for operand in OPERANDS[product]}
     offs = tensors.get(f"{layer}.offs")
@@ -230,7 +230,7 @@ def _products(tensors: Mapping[str, Tensor], layer: str, product: ProductName) -
             yield CapturedGemm(f"{layer}.{group}", product, *_sides(product, own), group)
 
 
-def _sides(product: ProductName, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _sides(product: GemmName, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     if product == "fprop":
         return operands["x"], operands["w"]
     if product == "dgrad":

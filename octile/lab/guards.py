@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from octile.lab.operand_stats import Row
-from octile.recipe import PRODUCTS, ProductName
+from octile.recipe import GEMMS, GemmName
 
 Action = Literal["warn", "capture", "bf16"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -59,8 +59,8 @@ class Rule:
                 raise ValueError(f"{name} must be text, not {value!r}")
         if self.then not in ACTIONS:
             raise ValueError(f"then must be one of {', '.join(ACTIONS)}, not {self.then!r}")
-        if self.product not in ("*", *PRODUCTS):
-            raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, or '*' for any, not {self.product!r}")
+        if self.product not in ("*", *GEMMS):
+            raise ValueError(f"product must be one of {', '.join(GEMMS)}, or '*' for any, not {self.product!r}")
         if not isinstance(self.for_steps, int) or isinstance(self.for_steps, bool) or self.for_steps < 1:
             raise ValueError(f"for_steps must be a whole number of at least 1, not {self.for_steps!r}")
         for name, part in zip(("figure", "comparison", "bound"), _condition(self.when), strict=True):
@@ -86,7 +86,7 @@ class Event:
     step: int
     since: int
     layer: str
-    product: ProductName
+    product: GemmName
     operand: str | None
     value: float
 
@@ -107,7 +107,7 @@ class Event:
         }
 
 
-Place = tuple[int, str, ProductName, str | None]  # rule, layer, product, operand
+Place = tuple[int, str, GemmName, str | None]  # rule, layer, product, operand
 
 
 class Guards:

@@ -26,13 +26,13 @@ from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.lab.what_if import SAMPLE, Error, SampledGemm, sampled, values
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import unscaled
-from octile.recipe import Cast, ProductName, Recipe
+from octile.recipe import GemmName, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 MIN_SNR_DB = 20.0  # the error's RMS is a tenth of the outputs'
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Place = tuple[str, ProductName]
+Place = tuple[str, GemmName]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Risk:
     weight: str
     module: str
     batch: int
-    product: ProductName
+    product: GemmName
     quantization: Error
     accumulation: Error
     total: Error
@@ -128,7 +128,7 @@ def preflight(
         raise ValueError("batches must hold at least one whose products are not all zeros")
     risks = sorted(worst.values(), key=lambda r: -r.total.noise)
     least = 10 ** (-least_snr_db / 10)
-    kept: dict[str, set[ProductName]] = {}
+    kept: dict[str, set[GemmName]] = {}
     for risk in risks:
         if risk.total.noise > least:
             kept.setdefault(risk.module, set()).add(risk.product)
@@ -172,14 +172,14 @@ def error_by_channel(found: Tensor, reference: Tensor) -> Error:
 
 
 def _check(recipe: Recipe) -> None:
-    casts = recipe.casts
-    if casts is None:
+    formats = recipe.formats
+    if formats is None:
         raise ValueError(f"recipe {recipe.name!r} makes no product in 8 bits, so nothing is at risk")
-    if casts.delayed:
+    if formats.is_delayed:
         raise ValueError(f"recipe {recipe.name!r} scales by past steps, and a preflight knows none")
     if recipe.loss_scale is not None:
         raise ValueError(f"recipe {recipe.name!r} scales the loss by what only a run finds")
-    if recipe.exceptions or recipe.uncast:
+    if recipe.exceptions or recipe.high_precision:
         raise ValueError(f"recipe {recipe.name!r} has exceptions already: give it without")
 
 
@@ -226,18 +226,18 @@ def _risk(
 
 def quantize_as_recipe(recipe: Recipe, captured: CapturedGemm) -> tuple[ScaledTensor, ScaledTensor]:
     """Both operands as the recipe casts them; wgrad's x is made from what fprop kept."""
-    casts = recipe.casts
-    assert casts is not None
+    formats = recipe.formats
+    assert formats is not None
     if captured.product == "fprop":
-        return _cast(captured.a, casts.x), _cast(captured.b, casts.w)
+        return _cast(captured.a, formats.x), _cast(captured.b, formats.w)
     if captured.product == "dgrad":
-        return _cast(captured.a, casts.dy), _cast(captured.b.mT, casts.w).mT
-    x = _cast(captured.b.mT, casts.x)
-    if casts.wgrad_x != casts.x:
-        x = _cast(x.dequantize(), casts.wgrad_x)
-    return _cast(captured.a.mT, casts.wgrad_dy).mT, x.mT
+        return _cast(captured.a, formats.dy), _cast(captured.b.mT, formats.w).mT
+    x = _cast(captured.b.mT, formats.x)
+    if formats.wgrad_x != formats.x:
+        x = _cast(x.dequantize(), formats.wgrad_x)
+    return _cast(captured.a.mT, formats.wgrad_dy).mT, x.mT
 
 
-def _cast(t: Tensor, cast: Cast) -> ScaledTensor:
+def _cast(t: Tensor, cast: OperandFormat) -> ScaledTensor:
     t = t.contiguous()
     return unscaled(t, cast) if cast.amax == "unscaled" else quantize(t, cast.block, cast.fmt, cast.scale)

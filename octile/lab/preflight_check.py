@@ -22,7 +22,7 @@ from octile.lab.preflight import Loss, Place, error_by_channel, model_loss
 from octile.lab.what_if import SAMPLE, Error, SampledGemm
 from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
-from octile.nn.observer import Backward, Product, watch_products
+from octile.nn.observer import Backward, ObservedGemm, observe_gemms
 from octile.ops.quantize import decode
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor
@@ -79,16 +79,16 @@ def watched(model: nn.Module, sample: int = SAMPLE, seed: int = 0) -> Iterator[d
     products that are not made in 8 bits are left out. They are multiplied in FP64 here, so the error is the casts'.
     """
     layers, found = layer_weights(model), dict[Place, Error]()
-    made: dict[Place, Product] = {}
+    made: dict[Place, ObservedGemm] = {}
 
-    def watch(weight: Tensor, fprop: Product) -> Backward | None:
+    def watch(weight: Tensor, fprop: ObservedGemm) -> Backward | None:
         name = layers.name_of(weight)
         if name is None:
             return None
         _keep(made, name, fprop)
         return partial(_keep, made, name)
 
-    with capturing(model) as recorder, watch_products(watch):
+    with capturing(model) as recorder, observe_gemms(watch):
         yield found
     for captured in recorder.products():
         weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
@@ -98,14 +98,14 @@ def watched(model: nn.Module, sample: int = SAMPLE, seed: int = 0) -> Iterator[d
             found[captured.layer, captured.product] = error_by_channel(_multiplied(product, at), at.exact)
 
 
-def _keep(made: dict[Place, Product], name: str, product: Product) -> None:
+def _keep(made: dict[Place, ObservedGemm], name: str, product: ObservedGemm) -> None:
     if product.a is not None and product.b is not None and (name, product.name) not in made:
         a, b = (ScaledTensor(q.data.clone(), q.scale.clone(), q.block) for q in (product.a, product.b))
         offs = None if product.offs is None else product.offs.cpu()
-        made[name, product.name] = Product(product.name, product.before, a.cpu(), b.cpu(), offs)
+        made[name, product.name] = ObservedGemm(product.name, product.before, a.cpu(), b.cpu(), offs)
 
 
-def _multiplied(product: Product, at: SampledGemm) -> Tensor:
+def _multiplied(product: ObservedGemm, at: SampledGemm) -> Tensor:
     """The sampled outputs [R, S] of a product's 8-bit operands, float64."""
     a, b = product.a, product.b
     assert a is not None
@@ -119,7 +119,7 @@ def _multiplied(product: Product, at: SampledGemm) -> Tensor:
     return _values(a, at.rows_a + own.start, everything) @ _values(b, at.rows_b, everything).mT
 
 
-def _own_tokens(product: Product, captured: CapturedGemm) -> range:
+def _own_tokens(product: ObservedGemm, captured: CapturedGemm) -> range:
     """The rows of x and dy that are this layer's: all, or an expert's."""
     if captured.expert is None or product.offs is None:
         return range(product.before.shape[-1 if product.name == "wgrad" else -2])

@@ -13,7 +13,7 @@ from octile.lab.layers import layer_weights
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.observer import Backward, Product, watch_products
+from octile.nn.observer import Backward, ObservedGemm, observe_gemms
 from octile.recipe import Recipe
 
 SEQUENCES, LENGTH = 4, 256
@@ -67,18 +67,18 @@ def see_operands(model: nn.Module, tokens_BS: Tensor) -> tuple[dict[str, Tensor]
     x: dict[str, Tensor] = {}
     dy: dict[str, Tensor] = {}
 
-    def watch(weight: Tensor, fprop: Product) -> Backward | None:
+    def watch(weight: Tensor, fprop: ObservedGemm) -> Backward | None:
         name = names.name_of(weight)
         if name is None:
             return None
         x[name] = fprop.before.detach()
 
-        def backward(product: Product) -> None:
+        def backward(product: ObservedGemm) -> None:
             if product.name == "dgrad":
                 dy[name] = product.before.detach()
 
         return backward
 
-    with watch_products(watch):
+    with observe_gemms(watch):
         model(tokens_BS, tokens_BS).backward()
     return x, dy

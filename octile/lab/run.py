@@ -22,7 +22,7 @@ from octile.lab.operand_stats import Row
 from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe, log
-from octile.recipe import PRODUCTS, ProductName
+from octile.recipe import GEMMS, GemmName
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic
 from octile.train.loop import Around, Observer, pick_device
@@ -58,7 +58,7 @@ def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Ru
         raise ValueError("guards look at telemetry: add --telemetry-every N")
     if layers != "*" and not every:
         raise ValueError("telemetry_layers says of what telemetry is taken: add --telemetry-every N")
-    if every and recipe_of(config).casts is None:
+    if every and recipe_of(config).formats is None:
         raise ValueError(f"telemetry measures products in 8 bits, and recipe {config.recipe!r} makes none")
     if every:
         measured = tuple(layer_weights(_layers_of(config), layers).weights)
@@ -88,7 +88,7 @@ class _Beside:
         self.trainer, self.run, self.metrics = trainer, run, metrics
         self.every, self.layers, self.guards = every, layers, guards
         due = _guards(run, "capture", trainer.steps_done - 1, trainer.steps_done)
-        self.to_capture: set[tuple[str, ProductName]] = {(guard["layer"], guard["product"]) for guard in due}
+        self.to_capture: set[tuple[str, GemmName]] = {(guard["layer"], guard["product"]) for guard in due}
         switch_again(trainer, run, 0, trainer.steps_done)
         if run.telemetry_file.exists():
             guards.look(read_lines(run.telemetry_file))
@@ -136,7 +136,7 @@ class _Beside:
         self.metrics.write({"step": event.step, "guard": event.record()})
 
 
-def switch(trainer: Trainer, layer: str, product: ProductName) -> str:
+def switch(trainer: Trainer, layer: str, product: GemmName) -> str:
     """Makes a product of a layer in the recipe's `compute` type from now on; says what was done.
 
     Experts' two weights share one recipe, so both are switched.
@@ -166,7 +166,7 @@ def capture_run(
     path: Path,
     step: int | None,
     layers: str = "*",
-    products: tuple[ProductName, ...] = PRODUCTS,
+    products: tuple[GemmName, ...] = GEMMS,
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:

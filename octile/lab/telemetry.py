@@ -37,11 +37,11 @@ from torch import Tensor, nn
 from octile.lab.gemm_stats import Errors, OperandSample, gemm_errors, spread
 from octile.lab.layers import layer_weights
 from octile.lab.operand_stats import OperandStats, Row, measure
-from octile.nn.observer import Backward, Product, watch_products
-from octile.recipe import ProductName
+from octile.nn.observer import Backward, ObservedGemm, observe_gemms
+from octile.recipe import GemmName
 from octile.scaled import ScaledTensor
 
-Key = tuple[str, ProductName, str]  # layer, product, operand
+Key = tuple[str, GemmName, str]  # layer, product, operand
 Pair = tuple[Errors, Errors | None]  # of quantization, of accumulation
 
 
@@ -76,12 +76,12 @@ class Telemetry:
         self.steps_done = 0
         self._attached = ExitStack()
         self._operands: dict[Key, OperandStats] = {}
-        self._errors: dict[tuple[str, ProductName], Pair] = {}
+        self._errors: dict[tuple[str, GemmName], Pair] = {}
 
     def begin(self) -> None:
         """Attaches where the step that begins is to be measured."""
         if (self.steps_done + 1) % self.every == 0:
-            self._attached.enter_context(watch_products(self._watch))
+            self._attached.enter_context(observe_gemms(self._watch))
 
     def close(self) -> None:
         """Detaches."""
@@ -112,7 +112,7 @@ class Telemetry:
         return rows
 
     @torch.no_grad()
-    def _watch(self, weight: Tensor, fprop: Product) -> Backward | None:
+    def _watch(self, weight: Tensor, fprop: ObservedGemm) -> Backward | None:
         name = self.layers.name_of(weight)
         if name is None:
             return None
@@ -122,7 +122,7 @@ class Telemetry:
         layer = _Layer(weight, fprop, group, tokens, weight_is_new=(name, "fprop", "w") not in self._operands)
 
         @torch.no_grad()
-        def backward(product: Product) -> None:
+        def backward(product: ObservedGemm) -> None:
             operands, errors = layer.see(product)
             for (made, operand), stats in operands.items():
                 known = self._operands.setdefault((name, made, operand), stats)
@@ -134,13 +134,13 @@ class Telemetry:
         return backward
 
 
-Measured = tuple[dict[tuple[ProductName, str], OperandStats], dict[ProductName, Pair]]
+Measured = tuple[dict[tuple[GemmName, str], OperandStats], dict[GemmName, Pair]]
 
 
 class _Layer:
     """One layer in one micro-batch: measured at fprop, told of at the first of its backward products."""
 
-    def __init__(self, weight: Tensor, fprop: Product, group: int | None, tokens: range, weight_is_new: bool):
+    def __init__(self, weight: Tensor, fprop: ObservedGemm, group: int | None, tokens: range, weight_is_new: bool):
         self.weight, self.group, self.tokens = weight.detach(), group, tokens
         self.x = fprop.a
         self.dy: ScaledTensor | None = None  # as dgrad took it
@@ -153,7 +153,7 @@ class _Layer:
             self.of_fprop[0]["fprop", "w"] = measure(self.weight, fprop.b)
         self.of_fprop[1]["fprop"] = self._errors_by_token(fprop, self.weight)
 
-    def see(self, product: Product) -> Measured:
+    def see(self, product: ObservedGemm) -> Measured:
         """What there is to tell, now that this backward product is made."""
         (operands, errors), self.of_fprop = self.of_fprop, ({}, {})
         a, b = product.a, product.b
@@ -175,7 +175,7 @@ class _Layer:
         )
         return operands, errors
 
-    def _errors_by_token(self, product: Product, b_before: Tensor) -> Pair:
+    def _errors_by_token(self, product: ObservedGemm, b_before: Tensor) -> Pair:
         """Of fprop and dgrad, whose a has tokens as rows."""
         a, b = product.a, product.b
         if a is None or b is None:
@@ -189,7 +189,7 @@ class _Layer:
         )
 
 
-def _busiest(fprop: Product) -> tuple[int | None, range]:
+def _busiest(fprop: ObservedGemm) -> tuple[int | None, range]:
     """Of experts, the one with the most tokens and its rows; otherwise None and all rows. Reads offs on the host."""
     if fprop.offs is None:
         return None, range(fprop.before.shape[0])

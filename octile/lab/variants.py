@@ -27,7 +27,7 @@ from torch import Tensor
 from octile.formats import E2M1, E4M3, E5M2, E5M6, INT8, UE8M0, FloatFormat, IntFormat
 from octile.lab.tensor_core.architectures import ARCHITECTURES, find_instruction
 from octile.ops.quantize import SMALLEST_SCALE, in_blocks, round_up_to_power_of_2
-from octile.recipe import Extent, ProductName
+from octile.recipe import Extent, GemmName
 from octile.scaled import ScaledTensor, resolve
 
 FORMATS: dict[str, FloatFormat | IntFormat] = {
@@ -153,7 +153,7 @@ def scales_in_tensor_core(v: Variant) -> bool:
     return v.fmt == "mx" and any(row.scaled for row in ARCHITECTURES.get(v.arch, ()))
 
 
-def blocks_of(v: Variant, product: ProductName) -> tuple[tuple[Extent, Extent], tuple[Extent, Extent]]:
+def blocks_of(v: Variant, product: GemmName) -> tuple[tuple[Extent, Extent], tuple[Extent, Extent]]:
     """Of a and b: with 128x128 only the weight has such blocks, which is b of fprop and dgrad; wgrad has none."""
     block = BLOCKS[v.block]
     if v.block != "128x128":

@@ -34,7 +34,7 @@ from octile.lab.variants import (
 )
 from octile.ops.matmul import nt_float32
 from octile.ops.quantize import decode
-from octile.recipe import ProductName
+from octile.recipe import GemmName
 from octile.scaled import ScaledTensor
 
 SAMPLE = 32
@@ -86,7 +86,7 @@ class Row:
     """One product in one combination. bits: a value of both operands takes, scales included."""
 
     layer: str
-    product: ProductName
+    product: GemmName
     variant: Variant
     quantization: Error
     accumulation: Error
@@ -116,7 +116,7 @@ class Rank:
     total: float
     worst: float
     bias: float
-    hardest: tuple[str, ProductName]
+    hardest: tuple[str, GemmName]
     bits: float
 
 
@@ -190,7 +190,7 @@ def what_if(
     return WhatIf(rows, refused, sample, seed, silent)
 
 
-def chosen(capture: Capture, layers: str = "*", products: Sequence[ProductName] | None = None) -> list[CapturedGemm]:
+def chosen(capture: Capture, layers: str = "*", products: Sequence[GemmName] | None = None) -> list[CapturedGemm]:
     """Some products of a capture; of experts, each layer's with the most tokens, unless a pattern names one by number.
 
     Raises:
@@ -203,7 +203,7 @@ def chosen(capture: Capture, layers: str = "*", products: Sequence[ProductName] 
         if name not in there:
             raise ValueError(f"the capture has no {name}: it has {', '.join(sorted(there))}")
     found = [p for p in capture.products if p.layer in wanted and p.product in (products or there)]
-    busiest: dict[tuple[str, ProductName], CapturedGemm] = {}
+    busiest: dict[tuple[str, GemmName], CapturedGemm] = {}
     for p in found:
         if p.expert is not None:
             place = p.layer.rpartition(".")[0], p.product

@@ -107,7 +107,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     exceptions = f" (exceptions: {len(recipe.exceptions)})" if recipe.exceptions else ""
     summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
-    if recipe.smooths_swiglu and not any(isinstance(module, MLP | Experts) for module in model.modules()):
+    if recipe.has_smooth_swiglu and not any(isinstance(module, MLP | Experts) for module in model.modules()):
         summary += "; nothing is smoothed, no octile.nn.MLP or Experts was found"
     object.__setattr__(model, "conversion_summary", summary)
     return model

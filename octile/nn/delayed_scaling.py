@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.ops.quantize import quantize_with_scale
-from octile.recipe import AMAX_HISTORY, Cast
+from octile.recipe import AMAX_HISTORY, OperandFormat
 from octile.scaled import ScaledTensor
 
 OPERANDS = ("x", "w", "dy")
@@ -31,7 +31,7 @@ class AmaxHistory(nn.Module):
         self.register_buffer("amax_OH", amax_OH, persistent=False)
 
     @torch.no_grad()
-    def quantize(self, t: Tensor, operand: str, cast: Cast) -> ScaledTensor:
+    def quantize(self, t: Tensor, operand: str, cast: OperandFormat) -> ScaledTensor:
         """t [..., M, K] with the scale of the past steps; its own amax is noted, and serves where there is no past.
 
         A NaN or an Inf in t makes all of it NaN and is not remembered.
@@ -58,7 +58,7 @@ def end_step(model: nn.Module) -> None:
             module.end_step()
 
 
-def unscaled(t: Tensor, cast: Cast) -> ScaledTensor:
+def unscaled(t: Tensor, cast: OperandFormat) -> ScaledTensor:
     """t [..., M, K] with scale 1.
 
     What is too large for E5M2, which has Inf, makes all of t NaN, so that a loss scale can back off. E4M3 has none and
@@ -73,7 +73,7 @@ def _amax(t: Tensor) -> Tensor:
     return t.detach().abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32)
 
 
-def _with_scale(t: Tensor, scale: Tensor, cast: Cast) -> ScaledTensor:
+def _with_scale(t: Tensor, scale: Tensor, cast: OperandFormat) -> ScaledTensor:
     """t quantised with one given scale; what is larger saturates."""
     *batch, m, k = t.shape
     data = quantize_with_scale(t, scale.reshape(1), cast.fmt.name)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octile.nn.fused.quantize import cast_again
+from octile.nn.fused.quantize import requantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.transpose import TILE
-from octile.recipe import Cast
+from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
 
 
-class Plan(NamedTuple):
+class RoutingPlan(NamedTuple):
     """Where the tokens' rows go, all int32, on the tokens' device.
 
     Attributes:
@@ -39,62 +39,64 @@ class Plan(NamedTuple):
 class LocalDispatcher:
     """Dispatch and combine within one device. Expert parallelism provides another with the same methods.
 
-    `spread` and `collect` have gradients, for rows in high precision; the others work for functions that have their
+    `dispatch` and `combine` have gradients, for rows in high precision; the others work for functions that have their
     own backward pass.
     """
 
-    def plan(self, experts_TK: Tensor, load_E: Tensor) -> Plan:
+    def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """From the experts that each token goes to, and how many tokens go to each."""
         order_R = experts_TK.flatten().argsort(stable=True)
         places_R = torch.arange(len(order_R), dtype=torch.int32, device=order_R.device)
         place_R = torch.empty_like(places_R).scatter_(0, order_R, places_R)
-        return Plan(place_R.view(experts_TK.shape), order_R.to(torch.int32), load_E.cumsum(0).to(torch.int32))
+        return RoutingPlan(place_R.view(experts_TK.shape), order_R.to(torch.int32), load_E.cumsum(0).to(torch.int32))
 
-    def dispatch(self, x_TD: ScaledTensor, plan: Plan) -> ScaledTensor:
+    def dispatch_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Every token's row in 1×128 tiles once for each of its experts: [R, D]."""
         data, scale = permute(x_TD.data, x_TD.scale, plan.place_TK)
         return ScaledTensor(data, scale, TILE)
 
-    def dispatch_again(self, x_TD: ScaledTensor, plan: Plan, how: Cast, operand: str) -> ScaledTensor:
+    def dispatch_requantized(
+        self, x_TD: ScaledTensor, plan: RoutingPlan, how: OperandFormat, operand: str
+    ) -> ScaledTensor:
         """The same rows as wgrad takes this operand, cast along the tokens: [R, D]."""
-        return cast_again(x_TD, how, operand, plan.token_R)
+        return requantize(x_TD, how, operand, plan.token_R)
 
-    def combine(self, y_RD: Tensor, plan: Plan, add: Tensor | None = None) -> Tensor:
+    def combine_unweighted(self, y_RD: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
         """The sum of each token's rows, added to add [T, D]: [T, D]."""
         return unpermute(y_RD, plan.place_TK, add)
 
-    def spread(self, x_TD: Tensor, plan: Plan) -> Tensor:
+    def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """Every token's row once for each of its experts, sorted by expert: [R, D]."""
-        return _Spread.apply(x_TD, plan)
+        return _Dispatch.apply(x_TD, plan)
 
-    def collect(self, y_RD: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
+    def combine(self, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
         """The weighted sum of each token's rows: [T, D]."""
         weights_R = weights_TK.flatten().index_select(0, plan.order_R)
         y_RD = (y_RD * weights_R[:, None]).to(y_RD.dtype)
-        return _Collect.apply(y_RD, plan)
+        return _Combine.apply(y_RD, plan)
 
 
-class _Spread(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Copies each token's row to its K places; backward sums them up."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         ctx.save_for_backward(*plan)
         return x_TD.index_select(0, plan.token_R)
 
     @staticmethod
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None]:
-        return _Collect.apply(dy_RD, Plan(*ctx.saved_tensors)), None
+        return _Combine.apply(dy_RD, RoutingPlan(*ctx.saved_tensors)), None
 
 
-class _Collect(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Sums the K rows of each token; backward spreads them."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
         ctx.save_for_backward(*plan)
         return unpermute(y_RD, plan.place_TK)
 
     @staticmethod
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None]:
-        return _Spread.apply(dx_TD, Plan(*ctx.saved_tensors)), None
+        return _Dispatch.apply(dx_TD, RoutingPlan(*ctx.saved_tensors)), None

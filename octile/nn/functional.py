@@ -22,14 +22,14 @@ from torch import Tensor
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused import high_precision
 from octile.nn.fused.gemms import into_main_grad, nt, wgrad
-from octile.nn.fused.quantize import cast, cast_again, cast_gradient, cast_weight
-from octile.nn.fused.quantize import watch_casts as watch_casts
+from octile.nn.fused.quantize import observe_quantization as observe_quantization
+from octile.nn.fused.quantize import quantize_gradient, quantize_operand, quantize_weight, requantize
 from octile.nn.fused.shared_quantization import Shared, once, shared_by_layers
-from octile.nn.observer import Product, begin, show, watched
+from octile.nn.observer import ObservedGemm, is_observed, report, report_fprop
 from octile.nn.weight_cache import may_be_kept
 from octile.ops.grouped import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
-from octile.recipe import PRODUCTS, Casts, Recipe
+from octile.recipe import GEMMS, GemmFormats, Recipe
 from octile.scaled import ScaledTensor
 
 
@@ -107,10 +107,10 @@ def _product(
     out_dtype: torch.dtype,
     shared: Shared | None = None,
 ) -> Tensor:
-    if recipe is None or recipe.casts is None or len(recipe.uncast) == len(PRODUCTS):
+    if recipe is None or recipe.formats is None or len(recipe.high_precision) == len(GEMMS):
         compute = out_dtype if recipe is None else recipe.compute
         return high_precision.PlainProduct.apply(x_TK, weight, offs, compute, out_dtype, shared)
-    keep_w = may_be_kept(weight, recipe.casts.w)  # asked out here: inside, gradients are always off
+    keep_w = may_be_kept(weight, recipe.formats.w)  # asked out here: inside, gradients are always off
     turned = torch.is_grad_enabled() and x_TK.requires_grad
     return _Product.apply(x_TK, weight, offs, recipe, history, out_dtype, shared, keep_w, turned)
 
@@ -129,63 +129,69 @@ class _Product(torch.autograd.Function):
         keep_w: bool,
         turned: bool,
     ) -> Tensor:
-        casts, uncast, compute = recipe.casts, recipe.uncast, recipe.compute
-        assert casts is not None
-        x = once(None if casts.delayed else shared, casts.x, lambda: cast(x_TK, casts.x, "x", history))
-        weights = cast_weight(weight, casts.w, history, keep_w, turned)
+        formats, in_high_precision, compute = recipe.formats, recipe.high_precision, recipe.compute
+        assert formats is not None
+        x = once(
+            None if formats.is_delayed else shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history)
+        )
+        weights = quantize_weight(weight, formats.w, history, keep_w, turned)
         w, of_dgrad = weights.w, weights.w_t.mT
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.weights = weights if keep_w else None  # they live on in the cache: nothing more to keep
-        saved_x = (x.data, x.scale) if w_has_gradient and "wgrad" not in uncast else (None, None)
+        saved_x = (x.data, x.scale) if w_has_gradient and "wgrad" not in in_high_precision else (None, None)
         saved_w = (of_dgrad.data, of_dgrad.scale) if x_has_gradient and ctx.weights is None else (None, None)
-        plain_x = x_TK.to(compute) if w_has_gradient and "wgrad" in uncast else None
-        plain_w = weight.to(compute) if x_has_gradient and "dgrad" in uncast else None
+        plain_x = x_TK.to(compute) if w_has_gradient and "wgrad" in in_high_precision else None
+        plain_w = weight.to(compute) if x_has_gradient and "dgrad" in in_high_precision else None
         ctx.save_for_backward(*saved_x, *saved_w, plain_x, plain_w, offs)
         ctx.blocks = x.block, of_dgrad.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
-        a, b = (x, w) if "fprop" not in uncast else (None, None)
-        looked_at = watched() and (x_has_gradient or w_has_gradient)
-        ctx.seen = begin(weight, Product("fprop", x_TK, a, b, offs)) if looked_at else []
-        if "fprop" in uncast:
+        a, b = (x, w) if "fprop" not in in_high_precision else (None, None)
+        looked_at = is_observed() and (x_has_gradient or w_has_gradient)
+        ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if looked_at else []
+        if "fprop" in in_high_precision:
             return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
         return nt(x, w, offs, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, w_data, w_scale, plain_x, plain_w, offs = ctx.saved_tensors
-        casts, compute = ctx.recipe.casts, ctx.recipe.compute
+        formats, compute = ctx.recipe.formats, ctx.recipe.compute
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         dx = dw = None
         in_8_bits = x_has_gradient and plain_w is None, w_has_gradient and plain_x is None
-        dgrad_dy, wgrad_dy = _cast_gradient(dy_TN, casts, ctx.history, *in_8_bits)
+        dgrad_dy, wgrad_dy = _quantize_gradient(dy_TN, formats, ctx.history, *in_8_bits)
         if dgrad_dy is not None:
             w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
-            show(ctx.seen, Product("dgrad", dy_TN, dgrad_dy, w_t, offs))
+            report(ctx.seen, ObservedGemm("dgrad", dy_TN, dgrad_dy, w_t, offs))
             dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
         elif x_has_gradient:
-            show(ctx.seen, Product("dgrad", dy_TN, offs=offs))
+            report(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
             dx = high_precision.nt(dy_TN.to(compute), plain_w.mT, offs).to(ctx.x_dtype)
         if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
-            if casts.wgrad_x != casts.x:
-                x = cast_again(x, casts.wgrad_x)
-            show(ctx.seen, Product("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
+            if formats.wgrad_x != formats.x:
+                x = requantize(x, formats.wgrad_x)
+            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
-            show(ctx.seen, Product("wgrad", dy_TN.mT, offs=offs))
+            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
             dw = into_main_grad(high_precision.tn(dy_TN.to(compute), plain_x, offs), ctx.w_dtype, ctx.main_grad)
         return dx, dw, None, None, None, None, None, None, None
 
 
-def _cast_gradient(
-    dy: Tensor, casts: Casts, history: AmaxHistory | None, dgrad: bool, wgrad: bool
+def _quantize_gradient(
+    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None, dgrad: bool, wgrad: bool
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """dy as dgrad and as wgrad take it, as far as they are made in 8 bits."""
     if dgrad and wgrad:
-        return cast_gradient(dy, casts, history)
-    rows = cast(dy, casts.dy, "dy", history) if dgrad else None
-    columns = cast(dy, casts.wgrad_dy, "dy" if casts.wgrad_dy == casts.dy else "wgrad_dy", history) if wgrad else None
+        return quantize_gradient(dy, formats, history)
+    rows = quantize_operand(dy, formats.dy, "dy", history) if dgrad else None
+    columns = (
+        quantize_operand(dy, formats.wgrad_dy, "dy" if formats.wgrad_dy == formats.dy else "wgrad_dy", history)
+        if wgrad
+        else None
+    )
     return rows, columns
 
 
@@ -213,5 +219,5 @@ def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistor
         raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
     if main_grad is not None and main_grad.device != weight.device:
         raise ValueError(f"weight lies on {weight.device} but weight.main_grad on {main_grad.device}")
-    if recipe is not None and recipe.delayed_scaling and history is None:
+    if recipe is not None and recipe.has_delayed_scaling and history is None:
         raise ValueError(f"recipe {recipe.name!r} scales by past steps and needs a history")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from octile.nn.fused.block_input import Input, Source
+from octile.nn.fused.block_input import BlockInput, Source
 from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 
@@ -72,9 +72,9 @@ class Gate(nn.Module):
         steered = topk_method == "noaux_tc"
         self.register_buffer("e_score_correction_bias", torch.zeros(n_experts) if steered else None)
 
-    def forward(self, x: Tensor | Input) -> Routing:
+    def forward(self, x: Tensor | BlockInput) -> Routing:
         """x [T, D], or what other layers read as well and which is kept as they keep it."""
-        read = (x.x, x.kept, x.source) if isinstance(x, Input) else (x, (x.detach(),), None)
+        read = (x.x, x.kept, x.source) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
         logit_TE = _Logits.apply(self.weight, *read)
         affinity_TE = logit_TE.sigmoid() if self.scoring_func == "sigmoid" else logit_TE.softmax(-1)
         score_TE = affinity_TE.detach()

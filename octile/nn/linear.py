@@ -63,4 +63,4 @@ class Linear(nn.Linear):
 
 def history_for(recipe: Recipe | None, weight: Tensor) -> AmaxHistory | None:
     """Room for what a delayed recipe sees, on the weight's device; None for the others."""
-    return AmaxHistory(weight.device) if recipe is not None and recipe.delayed_scaling else None
+    return AmaxHistory(weight.device) if recipe is not None and recipe.has_delayed_scaling else None

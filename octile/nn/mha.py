@@ -14,7 +14,7 @@ from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import read
 from octile.nn.fused.layers import common_recipe, fusable_norm
 from octile.nn.fused.mha import rotary_attention
-from octile.nn.fused.shared_quantization import together
+from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, rotate
 from octile.recipe import Recipe
@@ -46,8 +46,8 @@ class MHA(nn.Module):
             residual: adds x to the result.
         """
         recipe = self._fused_recipe()
-        if recipe is not None and recipe.casts is not None and fusable_norm(norm):
-            x = read(x_BSD.flatten(0, 1), recipe.casts.x, norm)
+        if recipe is not None and recipe.formats is not None and fusable_norm(norm):
+            x = read(x_BSD.flatten(0, 1), recipe.formats.x, norm)
             weights = [layer.weight for layer in (self.q_proj, self.k_proj, self.v_proj, self.o_proj)]
             shape = (len(x_BSD), self.num_heads, self.head_dim**-0.5)
             y_TD = rotary_attention(x, cos_sin, weights, *shape, recipe, result_dtype(x_BSD))
@@ -56,7 +56,7 @@ class MHA(nn.Module):
         return x_BSD + y_BSD if residual else y_BSD
 
     def _in_steps(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
-        qkv = together(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        qkv = shared_quantization(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in qkv)
         q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos_sin), rotate(k, cos_sin), v))
         o_BHSX = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -64,4 +64,4 @@ class MHA(nn.Module):
 
     def _fused_recipe(self) -> Recipe | None:
         recipe = common_recipe(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        return recipe if recipe is not None and recipe.fuses_attention else None
+        return recipe if recipe is not None and recipe.can_fuse_attention else None

@@ -24,7 +24,7 @@ from octile.nn.fused.block_input import read
 from octile.nn.fused.layers import common_recipe, fusable_norm
 from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.projections import projections
-from octile.nn.fused.shared_quantization import together
+from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, rotate
 from octile.recipe import Recipe
@@ -159,12 +159,12 @@ class MLA(nn.Module):
         of_q = [self.q_a_proj, self.q_b_proj] if compressed else [self.q_proj]
         norms = [self.kv_a_layernorm, *([self.q_a_layernorm] if compressed else [])]
         recipe = common_recipe(*of_q, self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj)
-        fuses = recipe is not None and recipe.fuses_attention and all(fusable_norm(norm) for norm in norms)
+        fuses = recipe is not None and recipe.can_fuse_attention and all(fusable_norm(norm) for norm in norms)
         return recipe if fuses else None
 
     def _fused(self, x_BSD: Tensor, cos_sin: CosSin, norm: RMSNorm | None, residual: bool, recipe: Recipe) -> Tensor:
-        assert recipe.casts is not None
-        how, dtype = recipe.casts.x, result_dtype(x_BSD)
+        assert recipe.formats is not None
+        how, dtype = recipe.formats.x, result_dtype(x_BSD)
         x = read(x_BSD.flatten(0, 1), how, norm)
         if hasattr(self, "q_a_proj"):
             down = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
@@ -185,7 +185,9 @@ class MLA(nn.Module):
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The queries [B, S, H, N + R], and the latents with the rotary key beside them [B, S, W]."""
         compressed = hasattr(self, "q_a_proj")
-        q, latent_BSW = together(x_BSD, self.q_a_proj if compressed else self.q_proj, self.kv_a_proj_with_mqa)
+        q, latent_BSW = shared_quantization(
+            x_BSD, self.q_a_proj if compressed else self.q_proj, self.kv_a_proj_with_mqa
+        )
         if compressed:
             q = self.q_b_proj(self.q_a_layernorm(q))
         return q.unflatten(-1, (self.num_heads, -1)), latent_BSW

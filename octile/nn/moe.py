@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn.dispatcher import LocalDispatcher, Plan
+from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.functional import grouped_linear, result_dtype
 from octile.nn.fused import feed_forward
-from octile.nn.fused.block_input import Input, read
+from octile.nn.fused.block_input import BlockInput, read
 from octile.nn.fused.layers import fusable_norm, unobserved
 from octile.nn.gate import Gate, Routing
 from octile.nn.linear import history_for
@@ -50,13 +50,13 @@ class Experts(nn.Module):
         gate_RI, up_RI = grouped_linear(x_RD, self.gate_up, offs_E, self.recipe, self.gate_up_history).chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         down_EDI: Tensor = self.down
-        if self.recipe is not None and self.recipe.smooths_swiglu:
+        if self.recipe is not None and self.recipe.has_smooth_swiglu:
             h_RI, down_EDI = _smooth(h_RI, down_EDI, offs_E)
         return grouped_linear(h_RI, down_EDI, offs_E, self.recipe, self.down_history)
 
     def fused_recipe(self) -> Recipe | None:
         """The recipe, where these layers and the way to them and back are one function under it."""
-        fuses = self.recipe is not None and self.recipe.fuses_swiglu and feed_forward.takes(self.down.shape[-1])
+        fuses = self.recipe is not None and self.recipe.can_fuse_swiglu and feed_forward.takes(self.down.shape[-1])
         return self.recipe if fuses and type(self) is Experts and unobserved(self) else None
 
 
@@ -138,20 +138,20 @@ class MoE(nn.Module):
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != width:
             raise ValueError(f"x must be [batch, sequence, {width}], not {tuple(x_BSD.shape)}")
         recipe = self.experts.fused_recipe()
-        if recipe is not None and recipe.casts is not None and fusable_norm(norm):
+        if recipe is not None and recipe.formats is not None and fusable_norm(norm):
             return self._fused(x_BSD, norm, residual, recipe)
         x_TD = (x_BSD if norm is None else norm(x_BSD)).flatten(0, 1)
         routing, plan = self._route(x_TD, len(x_BSD))
-        y_RD = self.experts(self.dispatcher.spread(x_TD, plan), plan.offs_E)
-        y_TD = self.dispatcher.collect(y_RD, routing.weights_TK, plan)
+        y_RD = self.experts(self.dispatcher.dispatch(x_TD, plan), plan.offs_E)
+        y_TD = self.dispatcher.combine(y_RD, routing.weights_TK, plan)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         y_BSD = y_TD.view_as(x_BSD)
         return x_BSD + y_BSD if residual else y_BSD
 
     def _fused(self, x_BSD: Tensor, norm: RMSNorm | None, residual: bool, recipe: Recipe) -> Tensor:
-        assert recipe.casts is not None
-        x = read(x_BSD.flatten(0, 1), recipe.casts.x, norm, values=True)  # the gate reads the values
+        assert recipe.formats is not None
+        x = read(x_BSD.flatten(0, 1), recipe.formats.x, norm, values=True)  # the gate reads the values
         routing, plan = self._route(x, len(x_BSD))
         shared = None
         if self.shared_experts is not None:
@@ -162,10 +162,10 @@ class MoE(nn.Module):
         y_TD = feed_forward.experts(x, *weights, routing.weights_TK, shared, routed, recipe, result_dtype(x.x))
         return (x.residual + y_TD if residual else y_TD).view_as(x_BSD)
 
-    def _route(self, x: Tensor | Input, batch: int) -> tuple[Routing, Plan]:
+    def _route(self, x: Tensor | BlockInput, batch: int) -> tuple[Routing, RoutingPlan]:
         """Which token goes where; notes the load and its loss."""
         own_gate = type(self.gate) is Gate and unobserved(self.gate)
-        routing = self.gate(x if own_gate or not isinstance(x, Input) else x.x)
+        routing = self.gate(x if own_gate or not isinstance(x, BlockInput) else x.x)
         load_BE = self._load(routing.experts_TK, batch)
         if self.training:
             self.last_load_E = load_BE.sum(0)

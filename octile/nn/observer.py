@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octile.recipe import ProductName
+from octile.recipe import GemmName
 from octile.scaled import ScaledTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class ObservedGemm:
     """One product a · bᵀ as it is made.
 
     Attributes:
@@ -31,20 +31,20 @@ class Product:
         offs: of experts, int32 [G]: the end of each group of tokens.
     """
 
-    name: ProductName
+    name: GemmName
     before: Tensor
     a: ScaledTensor | None = None
     b: ScaledTensor | None = None
     offs: Tensor | None = None
 
 
-Backward = Callable[[Product], None]
-Watcher = Callable[[Tensor, Product], Backward | None]
-_watchers: list[Watcher] = []
+Backward = Callable[[ObservedGemm], None]
+Observer = Callable[[Tensor, ObservedGemm], Backward | None]
+_watchers: list[Observer] = []
 
 
 @contextmanager
-def watch_products(watcher: Watcher) -> Iterator[None]:
+def observe_gemms(watcher: Observer) -> Iterator[None]:
     """Calls watcher(weight, fprop) for every product made inside of operands that may have a gradient.
 
     weight is the layer's, [N, K] or of experts [G, N, K], before its cast. What the watcher returns, if anything, is
@@ -57,17 +57,17 @@ def watch_products(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def begin(weight: Tensor, fprop: Product) -> list[Backward]:
+def report_fprop(weight: Tensor, fprop: ObservedGemm) -> list[Backward]:
     """Shows fprop to those who watch; returns who wants to see its dgrad and wgrad."""
     return [backward for watcher in _watchers if (backward := watcher(weight, fprop)) is not None]
 
 
-def show(seen: list[Backward], product: Product) -> None:
+def report(seen: list[Backward], product: ObservedGemm) -> None:
     """Shows a dgrad or a wgrad."""
     for see in seen:
         see(product)
 
 
-def watched() -> bool:
+def is_observed() -> bool:
     """Whether anyone looks on. Inside `torch.compile` nobody does."""
     return bool(_watchers) and not torch.compiler.is_compiling()

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octile.recipe import Cast
+from octile.recipe import OperandFormat
 
 T = TypeVar("T")
 
@@ -55,7 +55,9 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
                 _kept.pop(weight, None)
 
 
-def quantized_weight(weight: Tensor, cast: Cast, quantize: Callable[[Tensor, Cast], T], turned: bool = False) -> T:
+def quantized_weight(
+    weight: Tensor, cast: OperandFormat, quantize: Callable[[Tensor, OperandFormat], T], turned: bool = False
+) -> T:
     """quantize(weight, cast), kept; or what was kept, if it was made from the same memory and no write was counted.
 
     Args:
@@ -70,7 +72,7 @@ def quantized_weight(weight: Tensor, cast: Cast, quantize: Callable[[Tensor, Cas
     return kept[1]
 
 
-def may_be_kept(weight: Tensor, cast: Cast) -> bool:
+def may_be_kept(weight: Tensor, cast: OperandFormat) -> bool:
     """Whether a quantised copy may outlive this forward pass; see the head of this file."""
     if torch.compiler.is_compiling() or cast.amax == "delayed":
         return False

@@ -60,9 +60,9 @@ def kept_weights(model: DeepseekV3) -> tuple[int, int]:
     kept = cast = 0
     for module in model.modules():
         recipe = getattr(module, "recipe", None)
-        if not isinstance(recipe, Recipe) or recipe.casts is None or recipe.casts.w.amax != "current":
+        if not isinstance(recipe, Recipe) or recipe.formats is None or recipe.formats.w.amax != "current":
             continue
-        w = recipe.casts.w
+        w = recipe.formats.w
         for weight in (p for p in module.parameters(recurse=False) if p.dim() > 1):
             cast += 1
             kept += bool(quantize(weight, w.block, w.fmt, w.scale).dequantize(weight.dtype).equal(weight))

@@ -22,7 +22,7 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.extras import require
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
-from octile.recipe import BLOCK, Cast
+from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import in_words, machine
 from octile.report.run.page import write_run_report
 from octile.train import fine_tune
@@ -250,8 +250,8 @@ def _checkpoint(trainer: Trainer, run: RunFolder) -> None:
 
 def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen) -> None:
     """Leaves the model, the sample and the report."""
-    casts = trainer.recipe.casts
-    as_trained: Literal["fp8", "bf16"] = "fp8" if casts and casts.w == Cast(E4M3, BLOCK) else "bf16"
+    formats = trainer.recipe.formats
+    as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == OperandFormat(E4M3, BLOCK) else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     save(trainer.model, run.model, as_trained, tokenizer)
     if trainer.ema:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from octile.nn.functional import watch_casts
+from octile.nn.functional import observe_quantization
 from octile.ops.quantize import decode, in_blocks
 from octile.scaled import ScaledTensor
 
@@ -40,7 +40,7 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
             if counter
         }
 
-    with watch_casts(count):
+    with observe_quantization(count):
         yield histograms
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from octile.checkpoint import convert_checkpoint, load, save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.functional import watch_casts
+from octile.nn.functional import observe_quantization
 from octile.nn.linear import Linear
 from octile.recipe import Recipe
 from octile.train.data import prepare
@@ -124,7 +124,7 @@ def test_masters_of_fp8_weights_are_quantised_to_the_same_numbers(example, qwen,
     model = apply_recipe(example("fine_tune_from_fp8").load_in_float32(tmp_path / "qwen-fp8", tmp_path / "start"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     cast = {}
-    with watch_casts(lambda operand, q: cast.setdefault(operand, []).append(q)):
+    with observe_quantization(lambda operand, q: cast.setdefault(operand, []).append(q)):
         model(torch.arange(24)[None]).logits.sum().backward()
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
     assert len(layers) == len(cast["w"]) == 7

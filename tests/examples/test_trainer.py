@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Trainer, TrainerCallback, TrainingArguments
 
 from octile.nn.conversion import apply_recipe
-from octile.nn.functional import watch_casts
+from octile.nn.functional import observe_quantization
 from octile.nn.linear import Linear
 
 TEXT = Path(argparse.__file__).read_bytes()
@@ -100,7 +100,7 @@ def second_step(model, out, **changes):
     settings = {"max_steps": 2, "learning_rate": 0.0, "max_grad_norm": 0.0, "use_cpu": True, "report_to": "none"}
     args = TrainingArguments(output_dir=str(out), **settings, **changes)
     trainer = Trainer(model=model, args=args, train_dataset=EXAMPLES, callbacks=[Look()])
-    with watch_casts(lambda operand, q: casts.setdefault(operand, []).append(q)):
+    with observe_quantization(lambda operand, q: casts.setdefault(operand, []).append(q)):
         trainer.train()
     return gradients, casts
 

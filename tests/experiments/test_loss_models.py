@@ -57,8 +57,8 @@ def test_the_other_recipes_are_the_librarys(name):
 
 
 def test_the_control_makes_zeros_of_small_gradients():
-    casts = recipe("control").casts
-    assert casts.dy.amax == casts.wgrad_dy.amax == "unscaled"
+    formats = recipe("control").formats
+    assert formats.dy.amax == formats.wgrad_dy.amax == "unscaled"
     assert torch.tensor(0.9 * 2**-10).to(torch.float8_e4m3fn) == 0
 
 

@@ -15,7 +15,7 @@ from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
 from octile.nn.weight_cache import may_be_kept
-from octile.recipe import BLOCK, Cast, Recipe
+from octile.recipe import BLOCK, OperandFormat, Recipe
 
 WORST = 0.03  # of a tensor's norm
 T, K, N = 140, 256, 192
@@ -71,7 +71,7 @@ def test_main_grad_is_added_to_in_place():
 
 
 def test_a_weight_is_not_cached_while_a_graph_is_captured():
-    weight, cast = nn.Parameter(torch.randn(N, K, device="cuda")), Cast(block=BLOCK)
+    weight, cast = nn.Parameter(torch.randn(N, K, device="cuda")), OperandFormat(block=BLOCK)
     torch.optim.SGD([weight], lr=0.0).step()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         captured = may_be_kept(weight, cast)

@@ -12,7 +12,7 @@ from octile.lab import tensor_core, tensor_core_matmul, tensor_core_scaled_matmu
 from octile.lab.probe import kernels, products
 from octile.lab.probe.compare import cases, compare
 from octile.lab.tensor_core.architectures import ARCHITECTURES
-from octile.nn.functional import watch_casts
+from octile.nn.functional import observe_quantization
 from octile.scaled import ScaledTensor
 from tests.lab.products import normal, products_of_a_layer, random_bits, same_bits
 
@@ -62,7 +62,7 @@ def test_gradients_are_the_cpus_products_of_their_operands(recipe, promote_every
     layer(x).backward(dy)  # the kernels' own products: the model must not be given one of them again
     x.grad = layer.weight.grad = None
     operands: dict[str, ScaledTensor] = {}
-    with watch_casts(operands.__setitem__), tensor_core("sm_90", promote_every):
+    with observe_quantization(operands.__setitem__), tensor_core("sm_90", promote_every):
         y = layer(x)
         y.backward(dy)  # runs in a thread of autograd's
     assert x.grad is not None

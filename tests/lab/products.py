@@ -43,7 +43,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def products_of_a_layer(operands: dict[str, ScaledTensor], promote_every: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """fprop, dgrad and wgrad by the model on the CPU, from what `watch_casts` saw of a linear layer."""
+    """fprop, dgrad and wgrad by the model on the CPU, from what `observe_quantization` saw of a linear layer."""
     on_cpu = {name: q.cpu() for name, q in operands.items()}
     x, w, dy = on_cpu["x"], on_cpu["w"], on_cpu["dy"]
     of_wgrad = on_cpu.get("wgrad_dy", dy).mT, on_cpu.get("wgrad_x", x).mT

@@ -12,7 +12,7 @@ from octile.lab.capture import FORMAT_VERSION, METADATA, capturing, load, parse_
 from octile.nn.conversion import apply_recipe
 from octile.nn.functional import grouped_linear
 from octile.nn.moe import Experts
-from octile.recipe import PRODUCTS, Recipe
+from octile.recipe import GEMMS, Recipe
 
 D = 40
 OFFS = torch.tensor([6, 6, 20], dtype=torch.int32)
@@ -186,7 +186,7 @@ def test_a_capture_under_autocast_has_the_dtype_that_came():
     w = nn.Parameter(torch.randn(2, 8, D))
     model = nn.Module()
     model.recipe, model.weight = Recipe.deepseek_v3(), w
-    with capturing(model, products=PRODUCTS) as recorder:
+    with capturing(model, products=GEMMS) as recorder:
         x = batch().bfloat16()
         grouped_linear(x, w, torch.tensor([5, 20], dtype=torch.int32), model.recipe).sum().backward()
     assert recorder.tensors["weight.x"].dtype == torch.bfloat16

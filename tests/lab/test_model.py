@@ -5,7 +5,7 @@ import torch
 
 import octile
 from octile.lab import tensor_core, tensor_core_matmul
-from octile.nn.functional import watch_casts
+from octile.nn.functional import observe_quantization
 from octile.scaled import ScaledTensor
 from tests.lab.products import products_of_a_layer
 
@@ -41,7 +41,7 @@ def test_every_product_of_a_layer_is_computed_so(product):
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2"])
 def test_the_output_and_gradients_are_the_products_of_their_operands(recipe, promote_every):
     operands: dict[str, ScaledTensor] = {}
-    with watch_casts(operands.__setitem__), tensor_core("sm_90", promote_every):
+    with observe_quantization(operands.__setitem__), tensor_core("sm_90", promote_every):
         found = gradients(octile.Recipe.named(recipe))
     for actual, expected in zip(found, products_of_a_layer(operands, promote_every), strict=True):
         assert torch.equal(actual, expected)

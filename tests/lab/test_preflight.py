@@ -12,7 +12,7 @@ from octile.lab.preflight_check import measured, watched
 from octile.lab.tensor_core import tensor_core, tensor_core_scaled_matmul
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
-from octile.recipe import PRODUCTS, Recipe
+from octile.recipe import GEMMS, Recipe
 from octile.scaled import quantize
 
 D, TOKENS, BAD = 128, 96, 2
@@ -172,7 +172,7 @@ def test_of_experts_the_one_that_loses_most_speaks_for_all():
     }
     assert all(r.layer in (f"{r.weight}.0", f"{r.weight}.1") for r in found.risks)
     assert found.recipe.exceptions == (("experts", frozenset({"fprop", "dgrad", "wgrad"})),)
-    assert apply_recipe(Mixture(), found.recipe).experts.recipe.uncast == {"fprop", "dgrad", "wgrad"}
+    assert apply_recipe(Mixture(), found.recipe).experts.recipe.high_precision == {"fprop", "dgrad", "wgrad"}
 
 
 def test_weight_gradients_of_experts_are_measured():
@@ -198,7 +198,7 @@ def test_every_product_of_every_expert_is_watched():
     training = apply_recipe(Mixture(), Recipe.deepseek_v3())
     with watched(training) as seen:
         model_loss(training, (batch()[0],)).backward()
-    assert set(seen) == {(f"experts.{w}.{g}", p) for w in ("down", "gate_up") for g in (0, 1) for p in PRODUCTS}
+    assert set(seen) == {(f"experts.{w}.{g}", p) for w in ("down", "gate_up") for g in (0, 1) for p in GEMMS}
 
 
 def test_products_that_are_not_in_8_bits_are_not_watched(found):

@@ -15,7 +15,7 @@ from octile.lab.variants import Choice
 from octile.lab.what_if import chosen, decibels, what_if
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.recipe import PRODUCTS, Recipe
+from octile.recipe import GEMMS, Recipe
 from octile.train.tokenizer import Tokenizer
 from tests.lab.captures import write_capture
 from tests.lab.test_capture import change_metadata
@@ -210,7 +210,7 @@ def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder):
     assert "recipe:   lab/recipe.toml" in out
     recipe = Recipe.read(folder / "lab" / "recipe.toml")
     assert recipe.exceptions
-    assert recipe.for_layer(recipe.exceptions[0][0]).uncast == recipe.exceptions[0][1]
+    assert recipe.for_layer(recipe.exceptions[0][0]).high_precision == recipe.exceptions[0][1]
     page = (folder / "lab" / "preflight.html").read_text()
     assert "Was it right?" in page
     assert all(address.startswith("#") for address in read_page(folder / "lab" / "preflight.html").loads)
@@ -250,7 +250,7 @@ def test_preflight_of_no_model_is_refused(capsys, folder):
 def test_products_that_lose_nothing_have_pages_too(capsys, folder):
     one = torch.ones(8, 8)
     tensors = {"up.x": one, "up.w": one, "up.dy": one}
-    recorder = Recorder(frozenset(("up", product) for product in PRODUCTS), tensors)
+    recorder = Recorder(frozenset(("up", product) for product in GEMMS), tensors)
     recorder.save(folder / "ones.safetensors", 1, "float32", "toy", torch.zeros(1, 8, dtype=torch.int64))
     for command in ("what-if", "hardware"):
         code, out, _ = call(capsys, "lab", command, "ones.safetensors")

@@ -319,7 +319,7 @@ def test_a_logger_that_was_told_to_be_quiet_is_quiet(capsys, caplog):
 def test_layers_get_the_recipes_exceptions():
     recipe = replace(Recipe.deepseek_v3(), exceptions=(("layers.0.*", frozenset({"wgrad"})),))
     model = convert(Block(), recipe)
-    assert model.layers[0][0].recipe.uncast == {"wgrad"}
+    assert model.layers[0][0].recipe.high_precision == {"wgrad"}
     assert model.layers[1]["up"].recipe == Recipe.deepseek_v3()
     assert "to deepseek_v3 (exceptions: 1), skipped" in model.conversion_summary
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
 from octile.nn.delayed_scaling import AmaxHistory
-from octile.nn.functional import grouped_linear, linear, watch_casts
-from octile.nn.observer import watch_products
-from octile.recipe import TILE, Cast, Recipe
+from octile.nn.functional import grouped_linear, linear, observe_quantization
+from octile.nn.observer import observe_gemms
+from octile.recipe import TILE, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 T, K, N = 140, 200, 150  # no multiples of 128
 COUNTS = [60, 0, 50, 20]  # rows of the experts; ten are left over
-WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).casts is not None]
-WITHOUT_CASTS = [name for name in Recipe.names() if Recipe.named(name).casts is None]
+WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
+WITHOUT_CASTS = [name for name in Recipe.names() if Recipe.named(name).formats is None]
 
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
 every_cast = pytest.mark.parametrize("name", WITH_CASTS)
@@ -114,7 +114,7 @@ SLOW = {
 
 
 def history_of(recipe: Recipe) -> AmaxHistory | None:
-    return AmaxHistory() if recipe.delayed_scaling else None
+    return AmaxHistory() if recipe.has_delayed_scaling else None
 
 
 def assert_product(found: Tensor, a: Tensor, b: Tensor) -> None:
@@ -238,7 +238,7 @@ def test_no_rows_at_all_are_no_error(name, w_GNK):
 def casts_of(name: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, ScaledTensor]:
     seen: dict[str, ScaledTensor] = {}
     recipe = Recipe.named(name)
-    with watch_casts(seen.__setitem__):
+    with observe_quantization(seen.__setitem__):
         linear(x, w, None, recipe, history_of(recipe)).backward(dy)
     return seen
 
@@ -291,7 +291,7 @@ def test_recipes_without_casts_cast_nothing(name, x, w, dy):
 
 def test_a_watcher_sees_nothing_once_its_context_is_left(x, w):
     seen: dict[str, ScaledTensor] = {}
-    with watch_casts(seen.__setitem__):
+    with observe_quantization(seen.__setitem__):
         pass
     linear(x, w, None, Recipe.deepseek_v3())
     assert seen == {}
@@ -476,15 +476,15 @@ def test_a_second_derivative_is_an_error_and_no_wrong_number(x, w):
 
 
 def test_weights_in_tiles_are_cut_along_what_each_product_sums_over(x, w, dy):
-    casts = Recipe.deepseek_v3().casts
-    recipe = replace(Recipe.deepseek_v3(), casts=replace(casts, w=Cast(block=TILE)))
+    formats = Recipe.deepseek_v3().formats
+    recipe = replace(Recipe.deepseek_v3(), formats=replace(formats, w=OperandFormat(block=TILE)))
     operands = {}
 
     def watcher(weight, fprop):
         operands["fprop"] = fprop.b
         return lambda product: operands.update({product.name: product.b})
 
-    with watch_products(watcher):
+    with observe_gemms(watcher):
         linear(x, w, recipe=recipe).backward(dy)
     for name, expected in (("fprop", w), ("dgrad", w.mT)):
         tiles = quantize(expected.detach(), TILE, E4M3, "float32")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.nn.functional import grouped_linear, linear
-from octile.recipe import PRODUCTS, Recipe
+from octile.recipe import GEMMS, Recipe
 
 T, K, N = 40, 72, 24
 COUNTS = [16, 0, 20]  # four rows are left over
@@ -29,12 +29,12 @@ def results(recipe: Recipe, experts: bool, main_grad: bool = False) -> dict[str,
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", GEMMS)
 @pytest.mark.parametrize("name", WITH_CASTS)
 def test_only_that_product_changes_and_equals_bf16s(name, product, experts):
     recipe = Recipe.named(name)
     found = results(recipe.without(product), experts)
-    for other in PRODUCTS:
+    for other in GEMMS:
         expected = results(Recipe.bf16() if other == product else recipe, experts)[other]
         assert torch.equal(found[other], expected), other
     assert not torch.equal(found[product], results(recipe, experts)[product])
@@ -42,10 +42,10 @@ def test_only_that_product_changes_and_equals_bf16s(name, product, experts):
 
 def test_without_all_three_it_is_bf16():
     recipe = Recipe.deepseek_v3()
-    for product in PRODUCTS:
+    for product in GEMMS:
         recipe = recipe.without(product)
     found, expected = results(recipe, False), results(Recipe.bf16(), False)
-    assert all(torch.equal(found[product], expected[product]) for product in PRODUCTS)
+    assert all(torch.equal(found[product], expected[product]) for product in GEMMS)
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -26,7 +26,7 @@ from octile.nn.mlp import MLP
 from octile.recipe import Recipe
 
 T, K, N = 140, 200, 150  # tokens, inputs and outputs: no multiples of 128
-WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).casts is not None]
+WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
 
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
 every_cast = pytest.mark.parametrize("name", WITH_CASTS)
@@ -153,7 +153,7 @@ class WeightCasts(TorchDispatchMode):
 
 
 @pytest.fixture
-def casts() -> Iterator[WeightCasts]:
+def quantizations() -> Iterator[WeightCasts]:
     with WeightCasts() as mode:
         yield mode
 
@@ -164,34 +164,34 @@ def stepped(layer: Linear) -> Linear:
     return layer
 
 
-def test_before_the_first_step_each_forward_pass_quantises(x, casts):
+def test_before_the_first_step_each_forward_pass_quantises(x, quantizations):
     layer = layer_of("deepseek_v3")
     for _ in range(3):
         layer(x).sum().backward()  # the backward pass uses what its forward pass made
-    assert casts.count == 3
+    assert quantizations.count == 3
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_CASTS if not Recipe.named(n).delayed_scaling])
-def test_micro_batches_and_both_passes_share_one_quantised_weight(name, x, casts):
+@pytest.mark.parametrize("name", [n for n in WITH_CASTS if not Recipe.named(n).has_delayed_scaling])
+def test_micro_batches_and_both_passes_share_one_quantised_weight(name, x, quantizations):
     layer = stepped(layer_of(name))
     for _ in range(3):
         layer(x).sum().backward()
-    assert casts.count == 1
+    assert quantizations.count == 1
 
 
-def test_an_optimizer_step_makes_the_layer_quantise_again(x, casts):
+def test_an_optimizer_step_makes_the_layer_quantise_again(x, quantizations):
     layer = layer_of("deepseek_v3")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):
         layer(x).sum().backward()
         optimizer.step()
     layer(x)
-    assert casts.count == 3
+    assert quantizations.count == 3
 
 
-def test_recomputing_does_not_quantise_again(x, casts):
+def test_recomputing_does_not_quantise_again(x, quantizations):
     checkpoint(stepped(layer_of("deepseek_v3")), x, use_reentrant=False).sum().backward()
-    assert casts.count == 1
+    assert quantizations.count == 1
 
 
 # Gradients of parameters

@@ -6,8 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 from octile.nn import observer
 from octile.nn.functional import grouped_linear, linear
-from octile.nn.observer import Product, watch_products
-from octile.recipe import PRODUCTS, Recipe
+from octile.nn.observer import ObservedGemm, observe_gemms
+from octile.recipe import GEMMS, Recipe
 from octile.scaled import matmul_nt, quantize
 
 T, K, N = 40, 72, 24
@@ -34,7 +34,7 @@ class Seen(dict):
 
 def see(x, w, recipe=None, dy=None):
     seen = Seen()
-    with watch_products(seen):
+    with observe_gemms(seen):
         y = linear(x, w, None, recipe or Recipe.deepseek_v3())
     y.backward(torch.ones_like(y) if dy is None else dy)
     return seen, y
@@ -60,16 +60,16 @@ def test_operands_are_shown_as_they_were_before_their_casts(x, w):
 def test_experts_are_shown_with_their_offsets(x):
     w = torch.randn(len(OFFS), N, K, requires_grad=True)
     seen = Seen()
-    with watch_products(seen):
+    with observe_gemms(seen):
         y = grouped_linear(x, w, OFFS, Recipe.deepseek_v3())
     y.sum().backward()
-    assert list(seen) == list(PRODUCTS)
+    assert list(seen) == list(GEMMS)
     assert all(product.offs is not None and product.offs.equal(OFFS) for product in seen.values())
 
 
 def test_products_in_another_dtype_are_shown_without_casts(x, w):
     seen, _ = see(x, w, Recipe.bf16())
-    assert list(seen) == list(PRODUCTS)
+    assert list(seen) == list(GEMMS)
     assert all(product.a is None and product.b is None for product in seen.values())
 
 
@@ -83,14 +83,14 @@ def test_products_that_are_not_made_are_not_shown(x, w, frozen, made, name):
 
 def test_operands_without_gradients_are_not_shown(x, w):
     seen = Seen()
-    with watch_products(seen):
+    with observe_gemms(seen):
         linear(x.detach(), w.detach(), None, Recipe.deepseek_v3())
     assert not seen
 
 
 def test_who_returns_nothing_sees_no_backward_products(x, w):
-    shown: list[Product] = []
-    with watch_products(lambda weight, product: shown.append(product)):
+    shown: list[ObservedGemm] = []
+    with observe_gemms(lambda weight, product: shown.append(product)):
         linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
     assert [product.name for product in shown] == ["fprop"]
 
@@ -98,7 +98,7 @@ def test_who_returns_nothing_sees_no_backward_products(x, w):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_repeated_forward_pass_has_one_backward_pass(x, w, reentrant):
     backward: list[str] = []
-    with watch_products(lambda weight, fprop: lambda product: backward.append(product.name)):
+    with observe_gemms(lambda weight, fprop: lambda product: backward.append(product.name)):
         recipe = Recipe.deepseek_v3()
         checkpoint(lambda t: linear(t, w, None, recipe), x, use_reentrant=reentrant).sum().backward()
     assert backward == ["dgrad", "wgrad"]
@@ -106,8 +106,8 @@ def test_a_repeated_forward_pass_has_one_backward_pass(x, w, reentrant):
 
 def test_nobody_looks_on_once_the_context_is_left(x, w):
     seen = Seen()
-    with watch_products(seen):
-        assert observer.watched()
-    assert not observer.watched()
+    with observe_gemms(seen):
+        assert observer.is_observed()
+    assert not observer.is_observed()
     linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
     assert not seen

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from octile.nn import Linear, frozen_weights
 from octile.nn.weight_cache import may_be_kept, quantized_weight
 from octile.optim import AdamW
-from octile.recipe import BLOCK, TENSOR, Cast
+from octile.recipe import BLOCK, TENSOR, OperandFormat
 from octile.scaled import ScaledTensor, quantize
 
-CAST = Cast(block=BLOCK)
+CAST = OperandFormat(block=BLOCK)
 
 
 class Counter:
@@ -23,7 +23,7 @@ class Counter:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, t: Tensor, cast: Cast) -> ScaledTensor:
+    def __call__(self, t: Tensor, cast: OperandFormat) -> ScaledTensor:
         self.calls += 1
         return quantize(t, cast.block, cast.fmt, cast.scale)
 
@@ -100,7 +100,7 @@ def test_loading_a_state_dict_changes_the_weight(counter):
 
 def test_another_cast_is_made_anew(weight, counter):
     quantized_weight(weight, CAST, counter)
-    assert quantized_weight(weight, Cast(block=TENSOR), counter).scale.numel() == 1
+    assert quantized_weight(weight, OperandFormat(block=TENSOR), counter).scale.numel() == 1
 
 
 def test_a_copy_has_its_own(weight, counter):
@@ -181,7 +181,7 @@ def test_weights_whose_writes_are_not_counted_may_not_be_kept():
 
 def test_a_delayed_scale_is_not_the_weights_own(weight):
     step(weight)
-    assert not may_be_kept(weight, Cast(block=TENSOR, amax="delayed"))
+    assert not may_be_kept(weight, OperandFormat(block=TENSOR, amax="delayed"))
 
 
 def test_a_write_through_data_is_seen_by_the_next_forward_pass():

@@ -16,7 +16,7 @@ from octile.cli import main
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
-from octile.nn.functional import watch_casts
+from octile.nn.functional import observe_quantization
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
 from octile.train.fine_tune import OPTIM, SHAPE, fine_tuning, in_words, kept_weights
@@ -114,7 +114,7 @@ def test_the_first_step_multiplies_the_very_fp8_numbers_of_the_folder(saved, sto
     folder = saved("fp8")
     config = micro(model=WIDE, init_from=folder, micro_batches=micro_batches)
     trainer, casts = Trainer(config, store, CPU), []
-    with watch_casts(lambda operand, q: casts.append(q) if operand == "w" else None):
+    with observe_quantization(lambda operand, q: casts.append(q) if operand == "w" else None):
         trainer.step()
     assert {m for q in casts for m in matrices(q)} == stored(folder)
     assert kept_weights(Trainer(config, store, CPU).model)[0] == len(casts) // micro_batches

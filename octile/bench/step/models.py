@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import Block
 from octile.nn import MHA, MLP, Experts, MoE, RMSNorm
-from octile.nn.dispatcher import LocalDispatcher, Plan
+from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.rope import CosSin, Rope
 
 
@@ -71,7 +71,7 @@ class RankDispatcher(LocalDispatcher):
     def __init__(self, local_experts: int):
         self.local_experts = local_experts
 
-    def plan(self, experts_TK: Tensor, load_E: Tensor) -> Plan:
+    def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         return super().plan(experts_TK % self.local_experts, load_E.view(-1, self.local_experts).sum(0))
 
 

@@ -17,7 +17,7 @@ from octile.lab.pages.formats import screen_table
 from octile.lab.pages.page import Section, Table, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import chosen, decibels
-from octile.recipe import ProductName
+from octile.recipe import GemmName
 from octile.report.page import byte_size
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import make_chart
@@ -26,7 +26,7 @@ from octile.report.svg import make_chart
 def show_hardware(
     path: Path,
     layers: str,
-    products: tuple[ProductName, ...] | None,
+    products: tuple[GemmName, ...] | None,
     sample: int,
     seed: int,
     out: Path,

@@ -22,7 +22,7 @@ from octile.lab.pages.what_if_charts import main_sections, outlier_sections, ste
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import CONTROLS, PUBLISHED, Choice, Variant
 from octile.lab.what_if import Rank, WhatIf, chosen, decibels, what_if
-from octile.recipe import ProductName
+from octile.recipe import GemmName
 from octile.report.page import counted
 
 COLUMNS = (
@@ -45,7 +45,7 @@ class Asked:
     """What the command line asks for; see `octile.lab.commands.WhatIf`."""
 
     layers: str
-    products: tuple[ProductName, ...] | None
+    products: tuple[GemmName, ...] | None
     choice: Choice
     sample: int
     seed: int
@@ -190,12 +190,12 @@ def unchecked(found: WhatIf) -> list[str]:
 
 def steps_of(
     captures: Sequence[Capture], picked: Sequence[Sequence[CapturedGemm]], reference: Variant, asked: Asked
-) -> tuple[ProductName, draw.Heat]:
+) -> tuple[GemmName, draw.Heat]:
     """Total SNR of one product in the reference's combination, layers × steps; a layer's experts are one row."""
     choice = Choice(
         (reference.fmt,), _own_block(reference), _own_scale(reference), (reference.promote,), (reference.arch,)
     )
-    product: ProductName = next(p for p in ("fprop", "wgrad", "dgrad") if any(each.product == p for each in picked[0]))
+    product: GemmName = next(p for p in ("fprop", "wgrad", "dgrad") if any(each.product == p for each in picked[0]))
     columns: dict[str, dict[str, float | None]] = {}
     for capture, products in sorted(zip(captures, picked, strict=True), key=lambda pair: pair[0].step):
         rows = what_if([p for p in products if p.product == product], choice, asked.sample, asked.seed).rows
@@ -232,7 +232,7 @@ def as_json(
     listed: Sequence[Rank],
     reference: Variant,
     seen: Outliers | None,
-    steps: tuple[ProductName, draw.Heat] | None,
+    steps: tuple[GemmName, draw.Heat] | None,
 ) -> dict[str, Any]:
     """The best combinations, and the products of these and of the reference."""
     shown = {rank.variant for rank in listed} | {reference}

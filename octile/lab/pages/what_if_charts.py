@@ -12,7 +12,7 @@ from octile.lab.pages import what_if_figures as draw
 from octile.lab.pages.page import Section
 from octile.lab.variants import CONTROLS, Variant
 from octile.lab.what_if import Row, WhatIf, decibels
-from octile.recipe import PRODUCTS, ProductName
+from octile.recipe import GEMMS, GemmName
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
 
@@ -86,7 +86,7 @@ def sums_of(found: WhatIf, reference: Variant) -> list[draw.SumLoss]:
         if (variant.fmt, variant.block, variant.scale) != cast or variant.arch == "exact":
             continue
         rows = found.of(variant)
-        snr = {p: _mean_db([row for row in rows if row.product == p], "accumulation") for p in PRODUCTS}
+        snr = {p: _mean_db([row for row in rows if row.product == p], "accumulation") for p in GEMMS}
         promoted = "" if variant.arch in CONTROLS else f", every {variant.promote}" if variant.promote else ", never"
         losses.append(
             draw.SumLoss(variant.arch + promoted, {p: db for p, db in snr.items() if any(r.product == p for r in rows)})
@@ -97,7 +97,7 @@ def sums_of(found: WhatIf, reference: Variant) -> list[draw.SumLoss]:
 def by_layer(rows: Sequence[Row]) -> draw.Heat:
     """Total SNR, layers × products."""
     layers = list(dict.fromkeys(row.layer for row in rows))
-    products = [p for p in PRODUCTS if any(row.product == p for row in rows)]
+    products = [p for p in GEMMS if any(row.product == p for row in rows)]
     db = {(row.layer, row.product): row.total.snr_db for row in rows}
     return draw.Heat(layers, products, [[db.get((layer, p)) for p in products] for layer in layers])
 
@@ -108,7 +108,7 @@ def _heat_chart(title: str, sentence: str, heat: draw.Heat) -> Chart:
     return make_chart(title, sentence, lambda f: draw.draw_heat(f, heat, what), (WIDE, size), (PHONE, size))
 
 
-def steps_section(steps: tuple[ProductName, draw.Heat] | None, reference: Variant) -> list[Section]:
+def steps_section(steps: tuple[GemmName, draw.Heat] | None, reference: Variant) -> list[Section]:
     """Layers by step, where there are several."""
     if steps is None or not steps[1].known:
         return []

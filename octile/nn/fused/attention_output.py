@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.gemms import nt
-from octile.nn.fused.layers import Layers, Settings, save, saved, settings
-from octile.nn.fused.quantize import Weight, cast, cast_again, cast_gradient
+from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.quantize import Weight, quantize_gradient, quantize_operand, requantize
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
@@ -35,7 +35,7 @@ def attention_linear(
     Args:
         q, k: [B, S, H, X]; v: [B, S, H, V]; all of one dtype.
         weight: [N, H·V], `main_grad` as in `functional.linear`.
-        recipe: one with `fuses_attention`.
+        recipe: one with `can_fuse_attention`.
     """
     s = settings(recipe, dtype, (weight,), q, k, v)
     return _AttentionLinear.apply(q, k, v, softmax_scale, s, weight)
@@ -44,7 +44,7 @@ def attention_linear(
 class _AttentionLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, s: Settings, weight: Tensor) -> Tensor:
-        layers = Layers((weight,), ctx.needs_input_grad[5:], s)
+        layers = FusedLayers((weight,), ctx.needs_input_grad[5:], s)
         (w,) = layers.cast((weight,))
         o_BSHV, lse_BHS = attention(q, k, v, softmax_scale)
         y_TN, kept_o = output(o_BSHV, layers, 0, weight, w)
@@ -62,25 +62,25 @@ class _AttentionLinear(torch.autograd.Function):
         return *attention_backward(do_BSHV, q, k, v, o_BSHV, kept["lse"], ctx.softmax_scale), None, None, dw
 
 
-def output(o_BSHV: Tensor, layers: Layers, i: int, weight: Tensor, w: Weight) -> tuple[Tensor, ScaledTensor]:
+def output(o_BSHV: Tensor, layers: FusedLayers, i: int, weight: Tensor, w: Weight) -> tuple[Tensor, ScaledTensor]:
     """y = o · wᵀ [T, N], and o as it is kept; weight is the i-th of layers, w its cast."""
     s = layers.settings
-    casts, how = s.recipe.casts, s.recipe.attention_output
-    assert casts is not None
+    formats, how = s.recipe.formats, s.recipe.attention_output
+    assert formats is not None
     assert how is not None
     o_TX = o_BSHV.flatten(2).flatten(0, 1)
-    o = cast(o_TX, casts.x, "x")
+    o = quantize_operand(o_TX, formats.x, "x")
     layers.show_fprop(i, weight, lambda: o_TX, o, w)
     return nt(o, w.w, None, s.dtype), quantize(o_TX, how.block, how.fmt, how.scale)
 
 
 def output_backward(
-    dy_TN: Tensor, shape: torch.Size, kept_o: ScaledTensor, layers: Layers, i: int, w: Weight
+    dy_TN: Tensor, shape: torch.Size, kept_o: ScaledTensor, layers: FusedLayers, i: int, w: Weight
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of o, [B, S, H, V], and of the weight."""
-    casts = layers.settings.recipe.casts
-    assert casts is not None
-    dy, dy_t = cast_gradient(dy_TN, casts)
+    formats = layers.settings.recipe.formats
+    assert formats is not None
+    dy, dy_t = quantize_gradient(dy_TN, formats)
     layers.show_dgrad(i, lambda: dy_TN, dy, w)
     do_TX = nt(dy, w.w_t, None, layers.settings.dtype)
-    return do_TX.view(shape), layers.wgrad(i, lambda: dy_TN, dy_t, cast_again(kept_o, casts.wgrad_x))
+    return do_TX.view(shape), layers.wgrad(i, lambda: dy_TN, dy_t, requantize(kept_o, formats.wgrad_x))

@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octile.nn.fused.quantize import cast, seen
+from octile.nn.fused.quantize import quantize_operand, seen
 from octile.nn.norm import RMSNorm
-from octile.nn.observer import watched
+from octile.nn.observer import is_observed
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.transpose import TILE
-from octile.recipe import Cast
+from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor, quantize
 
 
@@ -31,7 +31,7 @@ class Source:
     """How a kept input becomes the cast again; see the head of this file."""
 
     how: Literal["itself", "values", "norm"]
-    cast: Cast
+    cast: OperandFormat
     eps: float = 0.0
 
     def again(self, kept: tuple[Tensor, ...]) -> ScaledTensor:
@@ -50,7 +50,7 @@ class Source:
         return rms_norm_quantize(x_TK, weight_K, self.eps, self.cast.fmt.name, self.cast.scale == "power_of_2", values)
 
 
-class Input(NamedTuple):
+class BlockInput(NamedTuple):
     """An input of several layers.
 
     Attributes:
@@ -69,26 +69,26 @@ class Input(NamedTuple):
     residual: Tensor
 
 
-def read(x: Tensor, how: Cast, norm: RMSNorm | None = None, values: bool = False) -> Input:
+def read(x: Tensor, how: OperandFormat, norm: RMSNorm | None = None, values: bool = False) -> BlockInput:
     """x [T, K], or its norm, as an input of layers that take it as `how` casts it, in 1×128 tiles.
 
     Args:
         values: a layer reads x as it is, not cast, and keeps it.
     """
     if norm is not None:
-        y, data, scale, residual = _NormAndCast.apply(x, norm.weight, norm.eps, how, values or watched())
+        y, data, scale, residual = _NormAndCast.apply(x, norm.weight, norm.eps, how, values or is_observed())
         q = seen("x", ScaledTensor(data, scale, TILE))
-        return Input(y, q, (x.detach(), norm.weight.detach()), Source("norm", how, norm.eps), residual)
-    q = cast(x, how, "x")
+        return BlockInput(y, q, (x.detach(), norm.weight.detach()), Source("norm", how, norm.eps), residual)
+    q = quantize_operand(x, how, "x")
     if values:
-        return Input(x, q, (x.detach(),), Source("values", how), x)
-    return Input(x, q, (q.data, q.scale), Source("itself", how), x)
+        return BlockInput(x, q, (x.detach(),), Source("values", how), x)
+    return BlockInput(x, q, (q.data, q.scale), Source("itself", how), x)
 
 
 class _NormAndCast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, how: Cast, values: bool
+        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, how: OperandFormat, values: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, how.fmt.name, how.scale == "power_of_2", values)
         if not values:

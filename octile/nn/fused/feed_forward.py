@@ -29,14 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.nn.dispatcher import LocalDispatcher, Plan
-from octile.nn.fused.block_input import Input
+from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
+from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.gemms import nt, nt_sum
-from octile.nn.fused.layers import Layers, Settings, save, saved, settings
-from octile.nn.fused.quantize import Weight, cast, cast_again, cast_gradient, from_turned, seen
+from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.quantize import Weight, from_turned, quantize_gradient, quantize_operand, requantize, seen
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
 from octile.ops.transpose import TILE
-from octile.recipe import Cast, Casts, Recipe
+from octile.recipe import GemmFormats, OperandFormat, Recipe
 from octile.scaled import ScaledTensor
 
 WHOLE_TILES = 128  # d(gate) and d(up) lie side by side: their widths must be multiples of it
@@ -47,7 +47,7 @@ def takes(intermediate_size: int) -> bool:
     return intermediate_size % WHOLE_TILES == 0
 
 
-def feed_forward(x: Input, gate: Tensor, up: Tensor, down: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def feed_forward(x: BlockInput, gate: Tensor, up: Tensor, down: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """A dense layer: weights gate and up [I, D], down [D, I] → [T, D] in dtype."""
     s = settings(recipe, dtype, (gate, up, down), x.x)
     return _FeedForward.apply(x.x, None, None, x, None, s, gate, up, down)
@@ -57,11 +57,11 @@ class Routed(NamedTuple):
     """The way of tokens to their experts and back."""
 
     dispatcher: LocalDispatcher
-    plan: Plan
+    plan: RoutingPlan
 
 
 def experts(
-    x: Input,
+    x: BlockInput,
     gate_up: Tensor,
     down: Tensor,
     weights_TK: Tensor,
@@ -89,13 +89,13 @@ class _FeedForward(torch.autograd.Function):
         x_TD: Tensor,
         weights_TK: Tensor | None,
         add: Tensor | None,
-        x: Input,
+        x: BlockInput,
         routed: Routed | None,
         s: Settings,
         *weights: Tensor,
     ) -> Tensor:
         way = _Way(routed)
-        layers = Layers(weights, ctx.needs_input_grad[6:], s)
+        layers = FusedLayers(weights, ctx.needs_input_grad[6:], s)
         *into, down = all_cast = layers.cast(weights)
         rows = way.there(x.q)
         gate, up = _gate_and_up(rows, into, way.offs, s.dtype)
@@ -114,16 +114,16 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, kept = saved(ctx)
         s, weight_R = layers.settings, kept["weight_R"]
-        way = _Way(None if kept["plan"] is None else Routed(ctx.dispatcher, Plan(*kept["plan"])))
+        way = _Way(None if kept["plan"] is None else Routed(ctx.dispatcher, RoutingPlan(*kept["plan"])))
         *into, down = weights
-        casts = s.recipe.casts
-        assert casts is not None
+        formats = s.recipe.formats
+        assert formats is not None
 
-        dy, dy_t = way.gradient_there(dy_TD, casts)
+        dy, dy_t = way.gradient_there(dy_TD, formats)
         dh = nt(dy, down.w_t, way.offs, s.dtype)
         x = ctx.source.again(kept["x"])
         halves = kept["halves"] or _Halves(*_gate_and_up(way.there(x), into, way.offs, s.dtype))
-        d, d_t, h_t, dweight_R = _swiglu_backward(dh, halves, weight_R, casts)
+        d, d_t, h_t, dweight_R = _swiglu_backward(dh, halves, weight_R, formats)
         ds, ds_t = (_parts(t, len(into)) for t in (d, d_t))
 
         def dy_R() -> Tensor:
@@ -134,7 +134,7 @@ class _FeedForward(torch.autograd.Function):
 
         layers.show_dgrad(-1, dy_R, dy, down, way.offs)
         dws = [layers.wgrad(-1, dy_R, dy_t, h_t, way.offs)]
-        x_t = way.again_there(x, casts.wgrad_x)
+        x_t = way.again_there(x, formats.wgrad_x)
         for i in reversed(range(len(into))):
             before = partial(d_part, i)
             layers.show_dgrad(i, before, ds[i], into[i], way.offs)
@@ -155,12 +155,12 @@ class _Way:
         self.offs = None if routed is None else routed.plan.offs_E
 
     def there(self, x: ScaledTensor) -> ScaledTensor:
-        return x if self.routed is None else self.routed.dispatcher.dispatch(x, self.routed.plan)
+        return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
 
-    def again_there(self, x: ScaledTensor, how: Cast, operand: str = "wgrad_x") -> ScaledTensor:
+    def again_there(self, x: ScaledTensor, how: OperandFormat, operand: str = "wgrad_x") -> ScaledTensor:
         if self.routed is None:
-            return cast_again(x, how, operand)
-        return self.routed.dispatcher.dispatch_again(x, self.routed.plan, how, operand)
+            return requantize(x, how, operand)
+        return self.routed.dispatcher.dispatch_requantized(x, self.routed.plan, how, operand)
 
     def values_there(self, x: Tensor) -> Tensor:
         return x if self.routed is None else x.index_select(0, self.routed.plan.token_R)
@@ -172,14 +172,14 @@ class _Way:
         return weights_TK.flatten().index_select(0, self.routed.plan.order_R)
 
     def back(self, y: Tensor, add: Tensor | None = None) -> Tensor:
-        return y if self.routed is None else self.routed.dispatcher.combine(y, self.routed.plan, add)
+        return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)
 
-    def gradient_there(self, dy: Tensor, casts: Casts) -> tuple[ScaledTensor, ScaledTensor]:
+    def gradient_there(self, dy: Tensor, formats: GemmFormats) -> tuple[ScaledTensor, ScaledTensor]:
         """dy as dgrad and as wgrad take it. To the experts it goes in tiles that can be cast again."""
         if self.routed is None:
-            return cast_gradient(dy, casts)
-        of_dgrad, of_wgrad = casts.routed
-        q = cast(dy, of_dgrad, "dy")
+            return quantize_gradient(dy, formats)
+        of_dgrad, of_wgrad = formats.routed
+        q = quantize_operand(dy, of_dgrad, "dy")
         return self.there(q), self.again_there(q, of_wgrad, "wgrad_dy")
 
 
@@ -209,10 +209,10 @@ def _gate_and_up(
 
 def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, recipe: Recipe) -> tuple[ScaledTensor, _Halves | None]:
     """h as the down-projection takes it, and gate and up as they are kept."""
-    assert recipe.casts is not None
-    how, keep = recipe.casts.x, recipe.swiglu_inputs
+    assert recipe.formats is not None
+    how, keep = recipe.formats.x, recipe.swiglu_inputs
     of_h = (how.fmt.name, how.scale == "power_of_2")
-    if not isinstance(keep, Cast):
+    if not isinstance(keep, OperandFormat):
         data, scale = swiglu_quantize(gate, up, *of_h, weight_R)
         return seen("x", ScaledTensor(data, scale, TILE)), None
     data, scale, kept, kept_scale = swiglu_quantize_and_keep(
@@ -222,10 +222,10 @@ def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, recipe: Recipe) -
 
 
 def _swiglu_backward(
-    dh: Tensor, halves: _Halves, weight_R: Tensor | None, casts: Casts
+    dh: Tensor, halves: _Halves, weight_R: Tensor | None, formats: GemmFormats
 ) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor, Tensor]:
     """Of gate and up, side by side, the gradients as dgrad and as wgrad take them; h as wgrad does; d(weight)."""
-    of_d, of_h = ((how.fmt.name, how.scale == "power_of_2") for how in (casts.dy, casts.wgrad_x))
+    of_d, of_h = ((how.fmt.name, how.scale == "power_of_2") for how in (formats.dy, formats.wgrad_x))
     data, scale, data_t, scale_t, h_t, h_scale_t, dweight_R = swiglu_backward_quantize(
         dh, *halves, weight_R, *of_d, *of_h
     )

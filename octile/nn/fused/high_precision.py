@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.shared_quantization import Shared, once
-from octile.nn.observer import Product, begin, show, watched
+from octile.nn.observer import ObservedGemm, is_observed, report, report_fprop
 from octile.ops.high_precision import plain_grouped_nt, plain_grouped_tn
 from octile.ops.matmul import without_autocast
 
@@ -38,8 +38,8 @@ class PlainProduct(torch.autograd.Function):
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
         ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
-        looked_at = watched() and (x_has_gradient or w_has_gradient)
-        ctx.seen = begin(weight, Product("fprop", x_TK, offs=offs)) if looked_at else []
+        looked_at = is_observed() and (x_has_gradient or w_has_gradient)
+        ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if looked_at else []
         y = nt(x, w, offs)
         return y if y.dtype == out_dtype else y.to(out_dtype)  # see products.nt
 
@@ -49,10 +49,10 @@ class PlainProduct(torch.autograd.Function):
         dy = dy_TN.to(ctx.compute)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            show(ctx.seen, Product("dgrad", dy_TN, offs=offs))
+            report(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
             dx = nt(dy, w.mT, offs).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            show(ctx.seen, Product("wgrad", dy_TN.mT, offs=offs))
+            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
             dw = tn(dy, x, offs).to(ctx.w_dtype if ctx.main_grad is None else torch.float32)
         if dw is not None and ctx.main_grad is not None:
             ctx.main_grad.add_(dw)

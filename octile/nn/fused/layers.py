@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.fused.gemms import wgrad
-from octile.nn.fused.quantize import Weight, cast_weight
+from octile.nn.fused.quantize import Weight, quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.norm import RMSNorm
-from octile.nn.observer import Backward, Product, begin, show, watched
+from octile.nn.observer import Backward, ObservedGemm, is_observed, report, report_fprop
 from octile.nn.weight_cache import may_be_kept
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor
@@ -64,13 +64,13 @@ class Settings(NamedTuple):
 
 def settings(recipe: Recipe, dtype: torch.dtype, weights: Sequence[Tensor], *inputs: Tensor) -> Settings:
     """To be called outside of the function: inside, gradients are always off."""
-    assert recipe.casts is not None
-    how = recipe.casts.w
+    assert recipe.formats is not None
+    how = recipe.formats.w
     turned = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     return Settings(recipe, dtype, tuple(may_be_kept(w, how) for w in weights), turned)
 
 
-class Layers:
+class FusedLayers:
     """What a fused function knows of its weights, from the forward pass to the backward pass.
 
     Args:
@@ -88,9 +88,9 @@ class Layers:
     def cast(self, weights: Sequence[Tensor]) -> list[Weight]:
         """The weights in 8 bits; those that live on in the cache are not kept a second time."""
         s = self.settings
-        assert s.recipe.casts is not None
-        how = s.recipe.casts.w
-        found = [cast_weight(w, how, None, keep, s.turned) for w, keep in zip(weights, s.keep, strict=True)]
+        assert s.recipe.formats is not None
+        how = s.recipe.formats.w
+        found = [quantize_weight(w, how, None, keep, s.turned) for w, keep in zip(weights, s.keep, strict=True)]
         self.cached = [w if keep else None for w, keep in zip(found, s.keep, strict=True)]
         return found
 
@@ -98,12 +98,12 @@ class Layers:
         self, i: int, weight: Tensor, before: Values, x: ScaledTensor, w: Weight, offs: Tensor | None = None
     ) -> None:
         """Shows the product of layer i, weight before its cast; the function may give what x was before its own."""
-        if watched():
-            self.seen[i] = begin(weight, Product("fprop", before(), x, w.w, offs))
+        if is_observed():
+            self.seen[i] = report_fprop(weight, ObservedGemm("fprop", before(), x, w.w, offs))
 
     def show_dgrad(self, i: int, before: Values, dy: ScaledTensor, w: Weight, offs: Tensor | None = None) -> None:
         if self.seen[i]:
-            show(self.seen[i], Product("dgrad", before(), dy, w.w_t, offs))
+            report(self.seen[i], ObservedGemm("dgrad", before(), dy, w.w_t, offs))
 
     def wgrad(
         self, i: int, before: Values, dy: ScaledTensor, x: ScaledTensor, offs: Tensor | None = None
@@ -112,11 +112,11 @@ class Layers:
         if not self.need_gradient[i]:
             return None
         if self.seen[i]:
-            show(self.seen[i], Product("wgrad", before().mT, dy.mT, x.mT, offs))
+            report(self.seen[i], ObservedGemm("wgrad", before().mT, dy.mT, x.mT, offs))
         return wgrad(dy, x, offs, self.dtypes[i], self.main_grads[i])
 
 
-def save(ctx: Any, layers: Layers, weights: Sequence[Weight], **tree: Any) -> None:
+def save(ctx: Any, layers: FusedLayers, weights: Sequence[Weight], **tree: Any) -> None:
     """Saves tensors, tensors in tiles and None by name, and the weights that nobody else keeps."""
     tree["weights"] = [w if kept is None else None for w, kept in zip(weights, layers.cached, strict=True)]
     leaves: list[Tensor | None] = []
@@ -125,7 +125,7 @@ def save(ctx: Any, layers: Layers, weights: Sequence[Weight], **tree: Any) -> No
     ctx.save_for_backward(*leaves)
 
 
-def saved(ctx: Any) -> tuple[Layers, list[Weight], dict[str, Any]]:
+def saved(ctx: Any) -> tuple[FusedLayers, list[Weight], dict[str, Any]]:
     """What `save` was given."""
     leaves = iter(ctx.saved_tensors)
     tree = {name: _together(form, leaves) for name, form in ctx.tree.items()}

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.attention_output import output, output_backward
-from octile.nn.fused.block_input import Input
+from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.gemms import nt, nt_sum
-from octile.nn.fused.layers import Layers, Settings, save, saved, settings
-from octile.nn.fused.quantize import Weight, cast_again, cast_gradient
+from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.quantize import Weight, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import rotate_
@@ -36,7 +36,7 @@ from octile.scaled import ScaledTensor
 
 
 def rotary_attention(
-    x: Input,
+    x: BlockInput,
     cos_sin: CosSin,
     weights: Sequence[Tensor],
     batch: int,
@@ -60,13 +60,13 @@ class _RotaryAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TD: Tensor,
-        x: Input,
+        x: BlockInput,
         cos_sin: CosSin,
         shape: tuple[int, int, float],
         s: Settings,
         *weights: Tensor,
     ) -> Tensor:
-        layers = Layers(weights, ctx.needs_input_grad[5:], s)
+        layers = FusedLayers(weights, ctx.needs_input_grad[5:], s)
         *into, w_o = all_cast = layers.cast(weights)
         qkv = _queries_keys_values(x.q, into, cos_sin, shape, s.dtype)
         o_BSHX, lse_BHS = attention(*qkv, shape[2])
@@ -83,8 +83,8 @@ class _RotaryAttention(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, (*into, w_o), kept = saved(ctx)
         s, cos_sin = layers.settings, kept["cos_sin"]
-        casts = s.recipe.casts
-        assert casts is not None
+        formats = s.recipe.formats
+        assert formats is not None
 
         x = ctx.source.again(kept["x"])
         q, k, v = kept["qkv"] or _queries_keys_values(x, into, cos_sin, ctx.shape, s.dtype)
@@ -96,8 +96,8 @@ class _RotaryAttention(torch.autograd.Function):
             rotate_(d, cos_SX, minus_sin_SX)
 
         ds_TX = [d.flatten(2).flatten(0, 1) for d in gradients]
-        both = [cast_gradient(d, casts) for d in ds_TX]
-        x_t = cast_again(x, casts.wgrad_x)
+        both = [quantize_gradient(d, formats) for d in ds_TX]
+        x_t = requantize(x, formats.wgrad_x)
         dws = []
         for i, (rows, columns) in enumerate(both):
             before = partial(ds_TX.__getitem__, i)

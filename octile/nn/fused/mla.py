@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.attention_output import output, output_backward
-from octile.nn.fused.block_input import Input
+from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.gemms import nt
-from octile.nn.fused.layers import Layers, Settings, save, saved, settings
-from octile.nn.fused.quantize import Weight, cast_again, cast_gradient
+from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.quantize import Weight, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
@@ -50,8 +50,8 @@ class Heads:
 
 
 def latent_attention(
-    x_q: Input,
-    x_kv: Input,
+    x_q: BlockInput,
+    x_kv: BlockInput,
     k_rope_TR: Tensor,
     cos_sin: CosSin,
     w_q: Tensor,
@@ -81,14 +81,14 @@ class _LatentAttention(torch.autograd.Function):
         x_q_TK: Tensor,
         x_kv_TK: Tensor,
         k_rope_TR: Tensor,
-        x_q: Input,
-        x_kv: Input,
+        x_q: BlockInput,
+        x_kv: BlockInput,
         cos_sin: CosSin,
         heads: Heads,
         s: Settings,
         *weights: Tensor,
     ) -> Tensor:
-        layers = Layers(weights, ctx.needs_input_grad[8:], s)
+        layers = FusedLayers(weights, ctx.needs_input_grad[8:], s)
         w_q, w_kv, w_o = all_cast = layers.cast(weights)
         q, k, v = _queries_keys_values(x_q.q, x_kv.q, k_rope_TR, cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV, lse_BHS = attention(q, k, v, heads.softmax_scale)
@@ -107,8 +107,8 @@ class _LatentAttention(torch.autograd.Function):
         layers, (w_q, w_kv, w_o), kept = saved(ctx)
         heads, (source_q, source_kv) = ctx.heads, ctx.sources
         s, cos_sin = layers.settings, kept["cos_sin"]
-        casts = s.recipe.casts
-        assert casts is not None
+        formats = s.recipe.formats
+        assert formats is not None
 
         shape = torch.Size((heads.batch, len(dy_TD) // max(heads.batch, 1), heads.count, heads.v_dim))
         do_BSHV, dw_o = output_backward(dy_TD, shape, kept["o"], layers, 2, w_o)
@@ -119,16 +119,16 @@ class _LatentAttention(torch.autograd.Function):
         dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, kept["lse"], heads.softmax_scale)
         dq_TX, dkv_TX, dk_rope_TR = _of_projections(dq, dk, dv, cos_sin)
 
-        dq, dq_t = cast_gradient(dq_TX, casts)
-        dkv, dkv_t = cast_gradient(dkv_TX, casts)
+        dq, dq_t = quantize_gradient(dq_TX, formats)
+        dkv, dkv_t = quantize_gradient(dkv_TX, formats)
         layers.show_dgrad(0, lambda: dq_TX, dq, w_q)
         layers.show_dgrad(1, lambda: dkv_TX, dkv, w_kv)
         dx_q, dx_kv = (
             nt(d, w.w_t, None, dtype) if needed else None
             for d, w, dtype, needed in zip((dq, dkv), (w_q, w_kv), ctx.x_dtypes, ctx.needs_input_grad, strict=False)
         )
-        dw_q = layers.wgrad(0, lambda: dq_TX, dq_t, cast_again(x_q, casts.wgrad_x))
-        dw_kv = layers.wgrad(1, lambda: dkv_TX, dkv_t, cast_again(x_kv, casts.wgrad_x))
+        dw_q = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
+        dw_kv = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
         return dx_q, dx_kv, dk_rope_TR, None, None, None, None, None, dw_q, dw_kv, dw_o
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.fused.block_input import Input, Source
+from octile.nn.fused.block_input import BlockInput, Source
 from octile.nn.fused.gemms import nt, nt_sum
-from octile.nn.fused.layers import Layers, Settings, save, saved, settings
-from octile.nn.fused.quantize import cast_again, cast_gradient
+from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.quantize import quantize_gradient, requantize
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor
 
 
-def projections(x: Input, weights: list[Tensor], recipe: Recipe, dtype: torch.dtype) -> list[Tensor]:
+def projections(x: BlockInput, weights: list[Tensor], recipe: Recipe, dtype: torch.dtype) -> list[Tensor]:
     """x · wᵀ of each weight [N, K], in dtype: [T, N] each."""
     s = settings(recipe, dtype, weights, x.x)
     return list(_Projections.apply(x.x, x.q, x.kept, x.source, s, *weights))
@@ -32,7 +32,7 @@ class _Projections(torch.autograd.Function):
     def forward(
         ctx: Any, x_TK: Tensor, q: ScaledTensor, kept: tuple[Tensor, ...], source: Source, s: Settings, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        layers = Layers(weights, ctx.needs_input_grad[5:], s)
+        layers = FusedLayers(weights, ctx.needs_input_grad[5:], s)
         cast = layers.cast(weights)
         outputs = []
         for i, (weight, w) in enumerate(zip(weights, cast, strict=True)):
@@ -45,14 +45,14 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, kept = saved(ctx)
-        casts = layers.settings.recipe.casts
-        assert casts is not None
-        both = [cast_gradient(dy, casts) for dy in dys]
+        formats = layers.settings.recipe.formats
+        assert formats is not None
+        both = [quantize_gradient(dy, formats) for dy in dys]
         dx = None
         if ctx.needs_input_grad[0]:
             for i, (rows, _) in enumerate(both):
                 layers.show_dgrad(i, partial(dys.__getitem__, i), rows, weights[i])
             dx = nt_sum([(rows, w.w_t) for (rows, _), w in zip(both, weights, strict=True)], None, ctx.x_dtype)
-        x = cast_again(ctx.source.again(kept["x"]), casts.wgrad_x)
+        x = requantize(ctx.source.again(kept["x"]), formats.wgrad_x)
         dws = [layers.wgrad(i, partial(dys.__getitem__, i), columns, x) for i, (_, columns) in enumerate(both)]
         return dx, None, None, None, None, *dws

@@ -25,15 +25,15 @@ from octile.ops.transpose import (
     quantize_rows_and_columns,
     requantize_transposed,
 )
-from octile.recipe import Cast, Casts
+from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor, quantize
 
-Watcher = Callable[[str, ScaledTensor], None]
-_watchers: list[Watcher] = []
+Observer = Callable[[str, ScaledTensor], None]
+_watchers: list[Observer] = []
 
 
 @contextmanager
-def watch_casts(watcher: Watcher) -> Iterator[None]:
+def observe_quantization(watcher: Observer) -> Iterator[None]:
     """Calls watcher(operand, quantised) for all that is cast inside: "x", "w", "dy", "wgrad_x", "wgrad_dy"."""
     _watchers.append(watcher)
     try:
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
     w_t: ScaledTensor
 
 
-def cast(t: Tensor, how: Cast, operand: str, history: AmaxHistory | None = None) -> ScaledTensor:
+def quantize_operand(t: Tensor, how: OperandFormat, operand: str, history: AmaxHistory | None = None) -> ScaledTensor:
     """t as the recipe casts this operand."""
     if how.amax == "delayed":
         assert history is not None  # checked before the forward pass
@@ -64,7 +64,9 @@ def cast(t: Tensor, how: Cast, operand: str, history: AmaxHistory | None = None)
     return seen(operand, _quantize(t.detach(), how))
 
 
-def cast_weight(weight: Tensor, how: Cast, history: AmaxHistory | None, keep: bool, turned: bool) -> Weight:
+def quantize_weight(
+    weight: Tensor, how: OperandFormat, history: AmaxHistory | None, keep: bool, turned: bool
+) -> Weight:
     """A layer's weight.
 
     Args:
@@ -72,7 +74,7 @@ def cast_weight(weight: Tensor, how: Cast, history: AmaxHistory | None, keep: bo
         turned: dgrad will read w_t, so on a GPU it lies in memory as its products read it.
     """
     if how.amax == "delayed":
-        w = cast(weight, how, "w", history)
+        w = quantize_operand(weight, how, "w", history)
         return Weight(w, w.mT)
     turned = turned and weight.is_cuda and how.block == BLOCK
     make = _both_ways if turned else _one_way
@@ -81,34 +83,38 @@ def cast_weight(weight: Tensor, how: Cast, history: AmaxHistory | None, keep: bo
     return found
 
 
-def _one_way(weight: Tensor, how: Cast) -> Weight:
+def _one_way(weight: Tensor, how: OperandFormat) -> Weight:
     w = _quantize(weight, how)
     # tiles lie along what is summed over: along the inputs for fprop, along the outputs for dgrad
     return Weight(w, _quantize(weight.mT, how) if how.block == TILE else w.mT)
 
 
-def _both_ways(weight: Tensor, how: Cast) -> Weight:
+def _both_ways(weight: Tensor, how: OperandFormat) -> Weight:
     data, scale, data_t = quantize_and_transpose(weight, how.fmt.name, how.scale == "power_of_2")
     return Weight(ScaledTensor(data, scale, BLOCK), ScaledTensor(data_t, scale.mT, BLOCK))
 
 
-def _quantize(t: Tensor, how: Cast) -> ScaledTensor:
+def _quantize(t: Tensor, how: OperandFormat) -> ScaledTensor:
     return unscaled(t, how) if how.amax == "unscaled" else quantize(t, how.block, how.fmt, how.scale)
 
 
-def cast_gradient(dy: Tensor, casts: Casts, history: AmaxHistory | None = None) -> tuple[ScaledTensor, ScaledTensor]:
+def quantize_gradient(
+    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None = None
+) -> tuple[ScaledTensor, ScaledTensor]:
     """dy [T, K] as dgrad and as wgrad take it; the same tensor where they are cast alike."""
-    rows, columns = casts.dy, casts.wgrad_dy
+    rows, columns = formats.dy, formats.wgrad_dy
     if rows == columns:
-        both = cast(dy, rows, "dy", history)
+        both = quantize_operand(dy, rows, "dy", history)
         return both, both
-    if not casts.tiled:
-        return cast(dy, rows, "dy"), cast(dy, columns, "wgrad_dy")
+    if not formats.is_tiled:
+        return quantize_operand(dy, rows, "dy"), quantize_operand(dy, columns, "wgrad_dy")
     data, scale, *turned = quantize_rows_and_columns(dy.detach(), rows.fmt.name, rows.scale == "power_of_2")
     return seen("dy", ScaledTensor(data, scale, TILE)), seen("wgrad_dy", from_turned(*turned))
 
 
-def cast_again(q: ScaledTensor, how: Cast, operand: str = "wgrad_x", rows: Tensor | None = None) -> ScaledTensor:
+def requantize(
+    q: ScaledTensor, how: OperandFormat, operand: str = "wgrad_x", rows: Tensor | None = None
+) -> ScaledTensor:
     """An operand as wgrad takes it, made from a cast and not from the original: of an input that was kept as one.
 
     Args:
@@ -118,7 +124,7 @@ def cast_again(q: ScaledTensor, how: Cast, operand: str = "wgrad_x", rows: Tenso
         turned = requantize_transposed(q.data, q.scale, how.scale == "power_of_2", how.fmt.name, rows)
         return seen(operand, from_turned(*turned))
     values = q.dequantize()
-    return cast(values if rows is None else values.index_select(0, rows), how, operand)
+    return quantize_operand(values if rows is None else values.index_select(0, rows), how, operand)
 
 
 def from_turned(data_t: Tensor, scale_t: Tensor) -> ScaledTensor:

@@ -18,7 +18,7 @@ Shared = dict[Hashable, Any]  # what was made of an input, by how it was made
 _input: ContextVar[tuple[Tensor, Shared] | None] = ContextVar("_input", default=None)
 
 
-def together(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+def shared_quantization(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """layer(x) of each layer, with x cast once for all that cast it alike."""
     if torch.compiler.is_compiling():  # the compiler sees that the casts are the same
         return [layer(x) for layer in layers]
@@ -30,7 +30,7 @@ def together(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
 
 def shared_by_layers(x: Tensor) -> Shared | None:
-    """Where layers called `together` on x keep what they made of it, for `once`; None for any other x."""
+    """Where layers called `shared_quantization` on x keep what they made of it, for `once`; None for any other x."""
     if torch.compiler.is_compiling():
         return None
     current = _input.get()

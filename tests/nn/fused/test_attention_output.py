@@ -13,7 +13,7 @@ from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.projections import projections
 from octile.nn.linear import Linear
 from octile.nn.norm import RMSNorm
-from octile.nn.observer import watch_products
+from octile.nn.observer import observe_gemms
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
@@ -33,7 +33,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def test_operands_are_cast_as_the_recipe_says():
     q, k, v, w = inputs()
-    with watch_products(seen := Seen()):
+    with observe_gemms(seen := Seen()):
         y = attention_linear(q, k, v, w, SCALE, RECIPE, torch.float32)
     y.backward(dy := torch.randn(B, S, N, generator=torch.Generator().manual_seed(1)))
     fprop, dgrad, wgrad = seen.of(w)
@@ -42,10 +42,10 @@ def test_operands_are_cast_as_the_recipe_says():
     kept_o = quantize(o_TX, (1, 128), E5M6, "power_of_2").dequantize()
 
     assert torch.equal(y.flatten(0, 1), matmul_nt(fprop.a, fprop.b, torch.float32))
-    assert_cast(fprop.a, o_TX, (1, 128), RECIPE.casts.x.fmt, "power_of_2")
-    assert_cast(dgrad.a, dy_TN, (1, 128), RECIPE.casts.dy.fmt)
-    assert_cast(wgrad.a.mT, dy_TN, (128, 1), RECIPE.casts.dy.fmt)
-    assert_cast(wgrad.b.mT, kept_o, (128, 1), RECIPE.casts.x.fmt, "power_of_2")
+    assert_cast(fprop.a, o_TX, (1, 128), RECIPE.formats.x.fmt, "power_of_2")
+    assert_cast(dgrad.a, dy_TN, (1, 128), RECIPE.formats.dy.fmt)
+    assert_cast(wgrad.a.mT, dy_TN, (128, 1), RECIPE.formats.dy.fmt)
+    assert_cast(wgrad.b.mT, kept_o, (128, 1), RECIPE.formats.x.fmt, "power_of_2")
     assert torch.equal(w.grad, matmul_nt(wgrad.a, wgrad.b, torch.float32))
     do = matmul_nt(dgrad.a, dgrad.b, torch.float32).view(v.shape)
     expected = attention_backward(do, q.detach(), k.detach(), v.detach(), kept_o.view(v.shape), lse, SCALE)
@@ -90,7 +90,7 @@ def test_a_block_without_compression_is_built_of_the_same_functions(recomputed: 
     norm, x = RMSNorm(d), torch.randn(B * S, d, requires_grad=True)
     w_q, w_o = (Linear(*sides, bias=False).weight for sides in ((d, heads * width), (heads * width, d)))
     w_kv = Linear(d, 2 * heads * width, bias=False).weight
-    inside = read(x, RECIPE.casts.x, norm)
+    inside = read(x, RECIPE.formats.x, norm)
     if recomputed:
         shape = Heads(B, heads, width, 0, width, SCALE)
         no_rope = Rope(0).cos_sin(torch.arange(S))

@@ -20,13 +20,13 @@ from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import linear
 from octile.nn.fused.block_input import read
 from octile.nn.fused.feed_forward import Routed, experts
-from octile.nn.fused.quantize import watch_casts
+from octile.nn.fused.quantize import observe_quantization
 from octile.nn.gate import Gate
 from octile.nn.mlp import MLP
 from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
-from octile.nn.observer import Product, watch_products
-from octile.recipe import PRODUCTS, Recipe
+from octile.nn.observer import ObservedGemm, observe_gemms
+from octile.recipe import GEMMS, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
 T, D, I, E, K = 70, 200, 256, 6, 3
@@ -84,18 +84,18 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 class Seen(dict):
     """Products by weight and name."""
 
-    def __call__(self, weight: Tensor, fprop: Product) -> Callable[[Product], None]:
+    def __call__(self, weight: Tensor, fprop: ObservedGemm) -> Callable[[ObservedGemm], None]:
         self[id(weight), "fprop"] = fprop
         return lambda product: self.__setitem__((id(weight), product.name), product)
 
-    def of(self, weight: Tensor) -> list[Product]:
-        return [self[id(weight), name] for name in PRODUCTS]
+    def of(self, weight: Tensor) -> list[ObservedGemm]:
+        return [self[id(weight), name] for name in GEMMS]
 
 
 def watched(module: nn.Module, x: Tensor) -> tuple[Seen, Tensor]:
     """The products of one pass, and its result."""
     module.zero_grad()
-    with watch_products(seen := Seen()):
+    with observe_gemms(seen := Seen()):
         y = module(x)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
     return seen, y.detach()
@@ -128,7 +128,7 @@ def test_operands_of_a_dense_layer_are_cast_as_the_recipe_says(recipe):
     m, x = mlp(recipe), x_of()
     seen, _ = watched(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
-    c = recipe.casts
+    c = recipe.formats
     dy = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
     x_TD = x.detach().flatten(0, 1)
     assert_cast(gate[0].a, x_TD, (1, 128), c.x.fmt, "power_of_2")
@@ -171,16 +171,16 @@ def test_results_of_experts_are_the_products_of_the_operands_that_they_show(reci
     weights_TK = torch.rand(T, K, generator=generator).requires_grad_()
     add, dy = torch.randn(T, D, generator=generator).requires_grad_(), torch.randn(T, D, generator=generator)
     plan = way.plan(experts_TK, experts_TK.flatten().bincount(minlength=E))
-    with watch_products(seen := Seen()):
+    with observe_gemms(seen := Seen()):
         arguments = (weights_TK, add, Routed(way, plan), recipe, torch.float32)
-        y = experts(read(x, recipe.casts.x), m.gate_up, m.down, *arguments)
+        y = experts(read(x, recipe.formats.x), m.gate_up, m.down, *arguments)
     y.backward(dy)
 
     up, down = seen.of(m.gate_up), seen.of(m.down)
     y_RD = grouped_matmul_nt(down[0].a, down[0].b, plan.offs_E, torch.float32)
-    assert torch.equal(y, way.combine(y_RD, plan, add.detach()))
+    assert torch.equal(y, way.combine_unweighted(y_RD, plan, add.detach()))
     dx_RD = grouped_matmul_nt(up[1].a, up[1].b, plan.offs_E, torch.float32)
-    assert torch.equal(x.grad, way.combine(dx_RD, plan))
+    assert torch.equal(x.grad, way.combine_unweighted(dx_RD, plan))
     assert torch.equal(m.down.grad, grouped_wgrad(down[2].a.mT, down[2].b.mT, plan.offs_E))
     assert torch.equal(m.gate_up.grad, grouped_wgrad(up[2].a.mT, up[2].b.mT, plan.offs_E))
     assert torch.equal(add.grad, dy)
@@ -198,7 +198,7 @@ def test_operands_of_experts_are_cast_as_the_recipe_says(recipe):
     m, x = moe(recipe, shared=0), x_of()
     seen, _ = watched(m, x)
     up, down = seen.of(m.experts.gate_up), seen.of(m.experts.down)
-    c = recipe.casts
+    c = recipe.formats
     routing = m.gate(x.detach().flatten(0, 1))
     plan = m.dispatcher.plan(routing.experts_TK, m.last_load_E)
     token = plan.token_R.long()
@@ -375,7 +375,7 @@ def test_autocast_gives_its_dtype_and_gradients_in_the_inputs(recipe):
 def test_every_cast_is_shown_once():
     counts: dict[str, int] = {}
     m, x = moe(shared=128), x_of()
-    with watch_casts(lambda operand, q: counts.update({operand: counts.get(operand, 0) + 1})):
+    with observe_quantization(lambda operand, q: counts.update({operand: counts.get(operand, 0) + 1})):
         m(x).sum().backward()
     # x for all, h of either; a gradient of either's result and of its gate and up; x again and h for either's wgrad
     assert counts == {"x": 3, "w": 5, "dy": 4, "wgrad_dy": 4, "wgrad_x": 4}

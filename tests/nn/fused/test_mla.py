@@ -16,7 +16,7 @@ from octile.formats import E5M6
 from octile.nn.conversion import apply_recipe
 from octile.nn.mla import MLA
 from octile.nn.norm import RMSNorm
-from octile.nn.observer import watch_products
+from octile.nn.observer import observe_gemms
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
@@ -86,7 +86,7 @@ def test_gradients_approximate_the_exact_ones(q_lora_rank):
 @both_forms
 def test_operands_are_cast_as_the_recipe_says(q_lora_rank):
     m, x = mla(q_lora_rank), x_of()
-    with watch_products(seen := Seen()):
+    with observe_gemms(seen := Seen()):
         y = m(x, COS_SIN)
     y.backward(dy := torch.randn(B, S, D, generator=torch.Generator().manual_seed(2)))
     w_q = m.q_b_proj.weight if q_lora_rank else m.q_proj.weight
@@ -94,16 +94,16 @@ def test_operands_are_cast_as_the_recipe_says(q_lora_rank):
 
     dy_TD = dy.flatten(0, 1)
     assert torch.equal(y.flatten(0, 1), matmul_nt(of_o[0].a, of_o[0].b, torch.float32))
-    assert_cast(of_o[0].a, of_o[0].before, (1, 128), RECIPE.casts.x.fmt, "power_of_2")
-    assert_cast(of_o[1].a, dy_TD, (1, 128), RECIPE.casts.dy.fmt)
-    assert_cast(of_o[2].a.mT, dy_TD, (128, 1), RECIPE.casts.dy.fmt)
+    assert_cast(of_o[0].a, of_o[0].before, (1, 128), RECIPE.formats.x.fmt, "power_of_2")
+    assert_cast(of_o[1].a, dy_TD, (1, 128), RECIPE.formats.dy.fmt)
+    assert_cast(of_o[2].a.mT, dy_TD, (128, 1), RECIPE.formats.dy.fmt)
     kept_o = quantize(of_o[0].before, (1, 128), E5M6, "power_of_2").dequantize()
-    assert_cast(of_o[2].b.mT, kept_o, (128, 1), RECIPE.casts.x.fmt, "power_of_2")
+    assert_cast(of_o[2].b.mT, kept_o, (128, 1), RECIPE.formats.x.fmt, "power_of_2")
     assert torch.equal(m.o_proj.weight.grad, matmul_nt(of_o[2].a, of_o[2].b, torch.float32))
     for operands, weight in ((of_q, w_q), (of_kv, m.kv_b_proj.weight)):
-        assert_cast(operands[2].b.mT, operands[0].a.dequantize(), (128, 1), RECIPE.casts.x.fmt, "power_of_2")
-        assert_cast(operands[1].a, operands[1].before, (1, 128), RECIPE.casts.dy.fmt)
-        assert_cast(operands[2].a.mT, operands[1].before, (128, 1), RECIPE.casts.dy.fmt)
+        assert_cast(operands[2].b.mT, operands[0].a.dequantize(), (128, 1), RECIPE.formats.x.fmt, "power_of_2")
+        assert_cast(operands[1].a, operands[1].before, (1, 128), RECIPE.formats.dy.fmt)
+        assert_cast(operands[2].a.mT, operands[1].before, (128, 1), RECIPE.formats.dy.fmt)
         assert torch.equal(weight.grad, matmul_nt(operands[2].a, operands[2].b, torch.float32))
 
 
@@ -116,7 +116,7 @@ def test_attentions_backward_pass_reads_the_output_as_it_was_kept(monkeypatch):
 
     monkeypatch.setattr("octile.nn.fused.mla.attention_backward", spy)
     m, x = mla(), x_of()
-    with watch_products(seen := Seen()):
+    with observe_gemms(seen := Seen()):
         y = m(x, COS_SIN)
     y.sum().backward()
     ((q, k, v, o),) = read

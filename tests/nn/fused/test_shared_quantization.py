@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from octile.nn.conversion import convert
-from octile.nn.functional import watch_casts
-from octile.nn.fused.shared_quantization import together
+from octile.nn.functional import observe_quantization
+from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.linear import Linear
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
@@ -43,7 +43,7 @@ def kept_bytes(call, shape: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("name", Recipe.names())
 def test_layers_called_together_compute_what_they_do_alone(name):
     results = []
-    for call in (lambda x, *layers: [layer(x) for layer in layers], together):
+    for call in (lambda x, *layers: [layer(x) for layer in layers], shared_quantization):
         x, (a, b) = x_of(3, 5), layers(name)
         y_a, y_b = call(x, a, b)
         (y_a.sum() + y_b.square().sum()).backward()
@@ -54,7 +54,7 @@ def test_layers_called_together_compute_what_they_do_alone(name):
 @pytest.mark.parametrize(("name", "bytes_a_value"), [("deepseek_v3", 1 + 4 / 128), ("bf16", 2)])
 def test_the_input_of_layers_called_together_is_kept_once(name, bytes_a_value):
     x, (a, b) = x_of(40), layers(name)
-    alone, both = kept_bytes(lambda: a(x), (40,)), kept_bytes(lambda: together(x, a, b), (40,))
+    alone, both = kept_bytes(lambda: a(x), (40,)), kept_bytes(lambda: shared_quantization(x, a, b), (40,))
     assert alone == both == x.numel() * bytes_a_value
 
 
@@ -66,39 +66,39 @@ def test_layers_called_one_by_one_keep_their_input_each():
 
 def test_layers_of_different_recipes_cast_for_themselves():
     x, (a, b) = x_of(40), [*layers("deepseek_v3", 1), *layers("per_tensor", 1)]
-    y_a, y_b = together(x, a, b)
+    y_a, y_b = shared_quantization(x, a, b)
     assert torch.equal(y_a, a(x))
     assert torch.equal(y_b, b(x))
 
 
 def test_delayed_scales_are_noted_by_each_layer():
     a, b = layers("delayed")
-    together(x_of(40), a, b)
+    shared_quantization(x_of(40), a, b)
     assert a.history.amax_OH[0, 0] == b.history.amax_OH[0, 0] > 0
 
 
 def test_an_input_that_a_hook_replaces_is_not_shared():
     x, (a, b) = x_of(40), layers("deepseek_v3")
     b.register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0],))
-    _, y_b = together(x, a, b)
+    _, y_b = shared_quantization(x, a, b)
     assert torch.equal(y_b, b(x))
 
 
-def casts_of_inputs(model: nn.Module, *inputs: object) -> int:
+def quantizations_of_inputs(model: nn.Module, *inputs: object) -> int:
     seen = []
-    with watch_casts(lambda operand, q: seen.append(operand)):
+    with observe_quantization(lambda operand, q: seen.append(operand)):
         model(*inputs)
     return seen.count("x")
 
 
 def test_gate_and_up_projections_share_their_input():
-    assert casts_of_inputs(convert(MLP(K, 32)), x_of(4)) == 2  # and the down-projection has its own
+    assert quantizations_of_inputs(convert(MLP(K, 32)), x_of(4)) == 2  # and the down-projection has its own
 
 
-@pytest.mark.parametrize(("q_lora_rank", "casts"), [(16, 4), (None, 3)])
-def test_the_down_projections_of_attention_share_their_input(q_lora_rank, casts):
+@pytest.mark.parametrize(("q_lora_rank", "quantizations"), [(16, 4), (None, 3)])
+def test_the_down_projections_of_attention_share_their_input(q_lora_rank, quantizations):
     mla = MLA(K, 2, q_lora_rank=q_lora_rank, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
-    assert casts_of_inputs(convert(mla), x_of(2, 6), Rope(4).cos_sin(torch.arange(6))) == casts
+    assert quantizations_of_inputs(convert(mla), x_of(2, 6), Rope(4).cos_sin(torch.arange(6))) == quantizations
 
 
 def test_compiled_without_a_graph_break_they_compute_the_same():
