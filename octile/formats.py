@@ -58,7 +58,7 @@ class FloatFormat:
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
-    def code_dtype(self) -> torch.dtype:
+    def encoded_dtype(self) -> torch.dtype:
         """The integers that hold codes: uint8 up to 8 bits, int32 for 12 and 16, int64 for 32."""
         return torch.uint8 if self.bits <= 8 else torch.int32 if self.bits <= 16 else torch.int64
 
@@ -104,7 +104,7 @@ class FloatFormat:
             saturate: what is too large, Inf too, becomes ±max; otherwise Inf, or NaN in a format without Inf.
 
         Returns:
-            codes of x's shape in `code_dtype`. A NaN stays NaN, with its sign and the format's one quiet code. E2M1,
+            codes of x's shape in `encoded_dtype`. A NaN stays NaN, with its sign and the format's one quiet code. E2M1,
             which can't express it, always saturates, and makes +max of a NaN as NVIDIA's GPUs do (PTX ISA, `cvt`).
 
         Raises:
@@ -127,7 +127,7 @@ class FloatFormat:
         too_large = self._max_code + (self.has_nan and not saturate)  # the code after the largest: Inf, or else NaN
         code = code.clamp(max=too_large)
         invalid = x.isnan() if self.signed else ~(x > 0)
-        code = code.masked_fill(invalid, self._nan_code if self.has_nan else self._max_code).to(self.code_dtype)
+        code = code.masked_fill(invalid, self._nan_code if self.has_nan else self._max_code).to(self.encoded_dtype)
         negative = x.signbit() if self.has_nan else x.signbit() & ~invalid
         return torch.where(negative, code | 1 << self.bits - 1, code) if self.signed else code
 
@@ -250,6 +250,11 @@ FP16 = FloatFormat("fp16", 5, 10, 15, torch.float16)
 BF16 = FloatFormat("bf16", 8, 7, 127, torch.bfloat16)
 FP32 = FloatFormat("fp32", 8, 23, 127, torch.float32)
 INT8 = IntFormat("int8", 8, torch.int8)
+
+# Blocks R×C, the elements of a matrix [M, K] that share one scale; Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
+TILE: tuple[int, int] = (1, 128)  # one token, 128 channels
+COLUMN_TILE: tuple[int, int] = (128, 1)  # 128 tokens, one channel
+BLOCK: tuple[int, int] = (128, 128)  # of a weight
 
 _ALL: tuple[FloatFormat | IntFormat, ...] = (E4M3, E5M2, E5M6, E2M1, UE8M0, FP16, BF16, FP32, INT8)
 by_name: dict[str, FloatFormat | IntFormat] = {f.name: f for f in _ALL}

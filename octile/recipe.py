@@ -29,16 +29,13 @@ from typing import Any, Literal
 
 import torch
 
-from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
+from octile.formats import BLOCK, COLUMN_TILE, E4M3, E5M2, E5M6, INT8, TILE, FloatFormat, IntFormat
 
 Extent = int | None  # of a block along one side of a matrix; None is the whole side
 ScaleRule = Literal["float32", "power_of_2"]
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
-TILE: tuple[Extent, Extent] = (1, 128)  # one token, 128 channels
-COLUMN_TILE: tuple[Extent, Extent] = (128, 1)  # 128 tokens, one channel
-BLOCK: tuple[Extent, Extent] = (128, 128)
 TENSOR: tuple[Extent, Extent] = (None, None)
 
 

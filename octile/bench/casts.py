@@ -19,7 +19,7 @@ from octile.ops.adamw import adamw
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 GPU_SHAPES, CPU_SHAPES = ((4096, 7168), (8192, 7168), (16384, 7168)), ((2048, 1024),)
@@ -83,7 +83,7 @@ def _cases(x: Tensor) -> list[Case]:
         ("SwiGLU, 1×128", lambda g, u: swiglu_quantize(g, u, "e4m3", False), (gate, up)),
         (
             "SwiGLU, 1×128, inputs kept",
-            lambda g, u: swiglu_quantize_and_keep(g, u, "e4m3", False, "e4m3", False),
+            lambda g, u: swiglu_quantize_and_save(g, u, "e4m3", False, "e4m3", False),
             (gate, up),
         ),
         (

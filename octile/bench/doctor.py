@@ -37,14 +37,14 @@ OPERATORS = (
     "requantize_transposed",
     "quantize_and_transpose",
     "swiglu_quantize",
-    "swiglu_quantize_and_keep",
+    "swiglu_quantize_and_save",
     "swiglu_backward_quantize",
     "rms_norm_quantize",
     "rms_norm_backward",
     "permute",
     "unpermute",
-    "plain_grouped_nt",
-    "plain_grouped_tn",
+    "high_precision_grouped_nt",
+    "high_precision_grouped_tn",
     "attention",
     "attention_backward",
     "rotate_",
@@ -105,7 +105,7 @@ def compile_kernels(architecture: str | None) -> dict[str, Any]:
     """
     if find_spec("triton") is None:
         raise ImportError('compiling the kernels needs Triton: pip install "octile[cuda]"')
-    from octile.kernels.triton.compiled import compile_all
+    from octile.kernels.triton.compile_all import compile_all
 
     if architecture is None and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()

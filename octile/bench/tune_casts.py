@@ -29,7 +29,7 @@ DEVICE, SHAPES = "cuda", ((4096, 7168), (16384, 7168))
 MOST_THREADS = 2048  # of a multiprocessor
 CHOICES = {  # of each setting that a kind has
     "tiles": {"rows": (2, 4, 8), "warps": (4, 8), "blocks": (2, 3, 4, 5, 6, 8)},
-    "blocks": {"band": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3, 4)},
+    "blocks": {"raster_height": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3, 4)},
     "rms_norm": {"rows": (1, 2, 4, 8, 16), "blocks": (1, 2, 3, 4)},
 }
 GAIN = 0.99  # of the chosen settings' time: less than that is noise
@@ -51,7 +51,7 @@ def run() -> None:
 def candidates(kind: str) -> list[Settings]:
     """The settings of a kind to be tried, the chosen ones first."""
     chosen = launcher.SETTINGS[kind]
-    choices = CHOICES["blocks" if "band" in chosen else "tiles" if "warps" in chosen else "rms_norm"]
+    choices = CHOICES["blocks" if "raster_height" in chosen else "tiles" if "warps" in chosen else "rms_norm"]
     found = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
     fitting = [s for s in found if 32 * s.get("warps", 8) * s["blocks"] <= MOST_THREADS]
     return [chosen, *(s for s in fitting if s != chosen)]
@@ -103,7 +103,7 @@ def spills(found: Launched) -> int:
 
 def prepared(kind: str, x: Tensor) -> Cast:
     """A cast of this kind, with its inputs made of x [M, K], bfloat16."""
-    if kind in ("dequantize", "turned_only"):
+    if kind in ("dequantize", "transposed_only"):
         data, scale = launcher.quantize(x, 1, 128, E4M3, False)
         if kind == "dequantize":
             return lambda: (launcher.dequantize(data, scale, 1, 128, torch.bfloat16),)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.quantize import launcher
 
@@ -131,9 +132,6 @@ def wgrad(
     return grouped.launch_wgrad(*arguments, accumulate)
 
 
-TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
-
-
 def quantize(
     x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor]:
@@ -208,20 +206,20 @@ def swiglu_quantize(
     return swiglu.launch(gate, up, dtype, power_of_2, weight)
 
 
-def swiglu_quantize_and_keep(
+def swiglu_quantize_and_save(
     gate: Tensor,
     up: Tensor,
     dtype: torch.dtype,
     power_of_2: bool,
-    kept_dtype: torch.dtype,
-    kept_power_of_2: bool,
+    saved_dtype: torch.dtype,
+    saved_power_of_2: bool,
     weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not launcher.why_unsupported(gate, up):
-        return launcher.swiglu(gate, up, dtype, power_of_2, weight, kept_dtype, kept_power_of_2)
+        return launcher.swiglu(gate, up, dtype, power_of_2, weight, saved_dtype, saved_power_of_2)
     from octile.kernels.triton import swiglu
 
-    return swiglu.launch_and_keep(gate, up, dtype, power_of_2, kept_dtype, kept_power_of_2, weight)
+    return swiglu.launch_and_save(gate, up, dtype, power_of_2, saved_dtype, saved_power_of_2, weight)
 
 
 def swiglu_backward_quantize(

@@ -39,6 +39,6 @@ def new_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(*batch, k, padded(m), dtype=dtype)[..., :m]
 
 
-def new_turned(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def new_quantized_transposed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """An empty `new_transposed` and its scale in 1×128 along M, [..., K, ⌈M/128⌉]."""
     return new_transposed(x, dtype), new_scale(x, 128, 1).mT

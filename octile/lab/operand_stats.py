@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import FloatFormat, IntFormat
-from octile.ops.quantize import decode, in_blocks
+from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
 from octile.train.watch import of_zeros
 
@@ -80,7 +80,10 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
     channels = before.abs().flatten(0, -2).amax(0).float()
     x, code, scale = _sampled(before, q)
     n, rows, cols = x.numel(), min(_rows_of_a_tile(q), before.shape[-2]), q.block[1]
-    x, code = in_blocks(x, rows, cols), in_blocks(code, rows, cols)  # [..., tiles, rows, tiles, columns]
+    x, code = (
+        split_into_blocks(x, rows, cols),
+        split_into_blocks(code, rows, cols),
+    )  # [..., tiles, rows, tiles, columns]
     scale = scale[..., :, None, :, None]
     size = x.abs()
     tile_amax = size.amax(dim=(-3, -1))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octile.formats import E2M1, E4M3, E5M2, E5M6, INT8, UE8M0, FloatFormat, IntFormat
 from octile.lab.tensor_core.architectures import ARCHITECTURES, find_instruction
-from octile.ops.quantize import SMALLEST_SCALE, in_blocks, round_up_to_power_of_2
+from octile.ops.quantize import SMALLEST_SCALE, round_up_to_power_of_2, split_into_blocks
 from octile.recipe import Extent, GemmName
 from octile.scaled import ScaledTensor, resolve
 
@@ -172,7 +172,7 @@ def cast(x: Tensor, fmt: str, block: tuple[Extent, Extent], scale: str) -> Scale
         data [M, K] in STORED[fmt]; scale float32 (nvfp4: float64, the exact products of its two) a block.
     """
     rows, cols = resolve(block, x.shape)
-    blocks = in_blocks(x.float(), rows, cols)
+    blocks = split_into_blocks(x.float(), rows, cols)
     amax = blocks.abs().amax(dim=(1, 3))
     scales = _nvfp4_scales(amax) if fmt == "nvfp4" else _scales(amax, FORMATS[fmt], scale)
     divisor = torch.where(scales == 0, 1.0, scales).float()[:, None, :, None]  # a block that is left with 0 is 0

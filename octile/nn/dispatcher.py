@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.nn.fused.quantize import requantize
 from octile.ops.permute import permute, unpermute
-from octile.ops.transpose import TILE
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octile.ops.rope import turned
+from octile.ops.rope import rotated
 
 CosSin = tuple[Tensor, Tensor]  # each [S, R/2] float32
 
@@ -71,4 +71,4 @@ class Rope:
 
 def rotate(x_SHR: Tensor, cos_sin: CosSin) -> Tensor:
     """Turns the pairs of x [..., S, H, R] in FP32; returns x's shape and dtype."""
-    return turned(x_SHR, *cos_sin).to(x_SHR.dtype)
+    return rotated(x_SHR, *cos_sin).to(x_SHR.dtype)

@@ -15,7 +15,7 @@ from octile.ops.operator import operator
 
 
 @operator()
-def plain_grouped_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def high_precision_grouped_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """Rows of group g times b[g]ᵀ: a[T, K], b[G, N, K] → [T, N]. Rows past the last group are zero.
 
     Args:
@@ -28,20 +28,23 @@ def plain_grouped_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         return y.masked_fill_(past[:, None], 0)
 
 
-@plain_grouped_nt.register_fake
+@high_precision_grouped_nt.register_fake
 def _(a, b, offs):
     return a.new_empty(a.shape[0], b.shape[1])
 
 
 @operator()
-def plain_grouped_tn(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """aᵀ · b, summed over the rows of each group: a[T, N], b[T, K] → [G, N, K]. Arguments as in `plain_grouped_nt`."""
+def high_precision_grouped_tn(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """aᵀ · b, summed over the rows of each group: a[T, N], b[T, K] → [G, N, K].
+
+    Args: as in `high_precision_grouped_nt`.
+    """
     with without_autocast(a.device):
         dw = F.grouped_mm(_aligned(a).contiguous().mT, _aligned(b).contiguous(), offs=offs)
         return dw[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
-@plain_grouped_tn.register_fake
+@high_precision_grouped_tn.register_fake
 def _(a, b, offs):
     return a.new_empty(offs.shape[0], a.shape[1], b.shape[1])
 

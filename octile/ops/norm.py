@@ -14,11 +14,12 @@ Source: Zhang and Sennrich (arXiv 1910.07467).  Shapes: x [M, K], weight [K], rs
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, quantize
-from octile.ops.transpose import FORMATS, TILE
+from octile.ops.transpose import FORMATS
 
 LONGEST_ROW = 32768  # what one program of a GPU holds
 
@@ -47,12 +48,12 @@ def rms_norm_quantize(
     """
     _check(x, weight, fmt)
     rstd = (x.float().square().mean(-1) + eps).rsqrt()
-    y = normalised(x, rstd, weight)
+    y = normalized(x, rstd, weight)
     wanted = y.to(x.dtype).contiguous() if values else x.new_empty(0, x.shape[1])
     return *quantize(y, *TILE, fmt, power_of_2), rstd, wanted
 
 
-def normalised(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+def normalized(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     """y [M, K], float32, from the rstd [M] of the rows."""
     return x.float() * rstd[:, None] * weight.float()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octile.ops.matmul import OUT_DTYPES, matmul_nt
 from octile.ops.operator import operator
-from octile.ops.scale_layouts import PER_INT, tile_128x4, unpack_codes, unpack_ue8m0
+from octile.ops.scale_layouts import PER_INT, tile_128x4, unpack_exponents, unpack_ue8m0
 
 MX_BLOCK = 32
 SIDE = 16  # cuBLASLt wants N and K in multiples of 16 bytes; blocks of 32 want 32 of K
@@ -68,7 +68,7 @@ def mx_product(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype) -> Tensor:
 def mx_operand(data: Tensor, scale: Tensor, cols: int) -> tuple[Tensor, Tensor]:
     """An operand as `scaled_mm` reads it: rows and columns filled up with zeros, one scale every 32 in 128×4 tiles."""
     mn, k = data.shape
-    codes = unpack_codes(scale, -(-k // cols)).repeat_interleave(cols // MX_BLOCK, dim=1)
+    codes = unpack_exponents(scale, -(-k // cols)).repeat_interleave(cols // MX_BLOCK, dim=1)
     padded = F.pad(data.view(torch.uint8), (0, -k % MX_BLOCK, 0, -mn % SIDE)).view(data.dtype)
     rows, blocks = padded.shape[0], padded.shape[1] // MX_BLOCK
     codes = F.pad(codes[:, :blocks], (0, 0, 0, rows - mn))

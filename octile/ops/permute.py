@@ -15,10 +15,11 @@ Shapes: T tokens, D model, K chosen experts, R = T·K rows.
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale
-from octile.ops.transpose import FORMATS, TILE
+from octile.ops.transpose import FORMATS
 
 
 @operator()

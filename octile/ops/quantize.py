@@ -50,7 +50,7 @@ def quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: 
 
 
 def _quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    blocks = in_blocks(x.float(), block_rows, block_cols)
+    blocks = split_into_blocks(x.float(), block_rows, block_cols)
     amax = blocks.abs().amax(dim=(-3, -1))
     scale = (amax / formats.by_name[fmt].max).clamp_(min=SMALLEST_SCALE)  # clamp keeps NaN
     if power_of_2:
@@ -87,7 +87,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
         TypeError, ValueError: x, scale or fmt is none of these.
     """
     _check_with_scale(x, scale, fmt)
-    return _cast(in_blocks(x.float() / scale, 1, 1), x.shape, fmt)
+    return _cast(split_into_blocks(x.float() / scale, 1, 1), x.shape, fmt)
 
 
 @quantize_with_scale.register_fake
@@ -121,7 +121,7 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
 
 
 def _dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> Tensor:
-    values = in_blocks(decode(data), block_rows, block_cols)
+    values = split_into_blocks(decode(data), block_rows, block_cols)
     values *= scale[..., :, None, :, None]
     m, k = data.shape[-2], columns(data)
     return _out_of_blocks(values, m, k).to(out_dtype)
@@ -213,7 +213,7 @@ def _check_scale_shape(
         raise ValueError(f"{name}'s scale must be {fitting} for {shape} in blocks of {rows}×{cols}, not {tuple(scale)}")
 
 
-def in_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
+def split_into_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
     """[..., M, K] as [..., ⌈M/R⌉, R, ⌈K/C⌉, C], padded with zeros; a view where it can be."""
     *batch, m, k = x.shape
     if m % rows or k % cols:

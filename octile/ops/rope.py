@@ -18,7 +18,7 @@ from octile.ops.operator import operator
 from octile.ops.quantize import INPUT_DTYPES
 
 
-def turned(x_SHR: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+def rotated(x_SHR: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
     """The pairs of x [..., S, H, R] turned by their angles [S, R/2], float32 [..., S, H, R]."""
     cos_S1R, sin_S1R = cos_SR[:, None], sin_SR[:, None]
     a, b = x_SHR.float().unflatten(-1, (x_SHR.shape[-1] // 2, 2)).unbind(-1)
@@ -39,7 +39,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     _check("x", x, cos, sin)
     rope = x[..., x.shape[-1] - 2 * cos.shape[1] :]
-    rope.copy_(turned(rope, cos, sin))
+    rope.copy_(rotated(rope, cos, sin))
 
 
 @rotate_.register_fake
@@ -69,7 +69,7 @@ def latent_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, nope_dim: 
         TypeError, ValueError: as `rotate_`; k_rope or nope_dim does not fit.
     """
     _check_keys(kv, k_rope, cos, sin, nope_dim)
-    shared = turned(k_rope[:, :, None], cos, sin).to(kv.dtype).expand(-1, -1, kv.shape[2], -1)
+    shared = rotated(k_rope[:, :, None], cos, sin).to(kv.dtype).expand(-1, -1, kv.shape[2], -1)
     return torch.cat((kv[..., :nope_dim], shared), dim=-1)
 
 
@@ -102,7 +102,7 @@ def latent_keys_backward(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tu
     """
     _check_gradients(dk, dv, cos, sin)
     n = dk.shape[-1] - 2 * cos.shape[1]
-    of_shared = turned(dk[..., n:].sum(2, keepdim=True, dtype=torch.float32), cos, -sin)[:, :, 0]
+    of_shared = rotated(dk[..., n:].sum(2, keepdim=True, dtype=torch.float32), cos, -sin)[:, :, 0]
     return torch.cat((dk[..., :n], dv), dim=-1), of_shared.to(dk.dtype)
 
 

@@ -87,12 +87,12 @@ def unpack_ue8m0(packed: Tensor, k: int) -> Tensor:
     """int32 [..., MN, ⌈k/4⌉] in any strides → scales [..., MN, k], float32. The inverse of `pack_ue8m0`.
 
     Raises:
-        TypeError, ValueError: as `unpack_codes`.
+        TypeError, ValueError: as `unpack_exponents`.
     """
-    return from_ue8m0(unpack_codes(packed, k))
+    return from_ue8m0(unpack_exponents(packed, k))
 
 
-def unpack_codes(packed: Tensor, k: int) -> Tensor:
+def unpack_exponents(packed: Tensor, k: int) -> Tensor:
     """int32 [..., MN, ⌈k/4⌉] in any strides → codes [..., MN, k], uint8.
 
     Raises:
@@ -126,7 +126,7 @@ def pack_grouped_ue8m0(scale: Tensor, counts: Tensor, rows: int) -> Tensor:
     Args:
         scale: float32 [≥ Σ counts, MN].
         counts: int32 [G], the scales along k that each group has; on the device.
-        rows: of the result: Σ ⌈counts/4⌉, or more where the host does not know; `most_packed_rows` is always enough.
+        rows: of the result: Σ ⌈counts/4⌉, or more where the host does not know; `max_packed_rows` is always enough.
 
     Raises:
         TypeError, ValueError: as `to_ue8m0`.
@@ -160,7 +160,7 @@ def unpack_grouped_ue8m0(packed: Tensor, counts: Tensor, rows: int) -> Tensor:
     return from_ue8m0(codes.gather(-1, byte).squeeze(-1))
 
 
-def most_packed_rows(rows: int, groups: int) -> int:
+def max_packed_rows(rows: int, groups: int) -> int:
     """At least Σ ⌈counts/4⌉ for any counts of so many groups that sum to rows."""
     return (rows + (PER_INT - 1) * groups) // PER_INT
 

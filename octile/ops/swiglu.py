@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.formats import COLUMN_TILE, TILE
 from octile.kernels import backends
-from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, dequantize, quantize
-from octile.ops.transpose import COLUMN_TILE, FORMATS, TILE, quantize_rows_and_columns
+from octile.ops.transpose import FORMATS, quantize_rows_and_columns
 
 
 @operator()
@@ -71,42 +72,42 @@ def _(gate, up, fmt, power_of_2, weight=None):
 
 
 @operator()
-def swiglu_quantize_and_keep(
+def swiglu_quantize_and_save(
     gate: Tensor,
     up: Tensor,
     fmt: str,
     power_of_2: bool,
-    kept_fmt: str,
-    kept_power_of_2: bool,
+    saved_fmt: str,
+    saved_power_of_2: bool,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`swiglu_quantize`, and its inputs in 1×128 tiles, from one read of them.
 
-    Args, Raises: as `swiglu_quantize`; kept_fmt and kept_power_of_2 are the inputs' own.
+    Args, Raises: as `swiglu_quantize`; saved_fmt and saved_power_of_2 are the inputs' own.
 
     Returns:
         data [M, H] and scale [M, ⌈H/128⌉] of h; kept [2, M, H] and kept_scale [2, M, ⌈H/128⌉], as
         `quantize` of gate and up one above the other.
     """
-    _check(gate, up, fmt, kept_fmt)
+    _check(gate, up, fmt, saved_fmt)
     _check_weight(weight, gate)
     h = quantize(_h(gate, up, weight), *TILE, fmt, power_of_2)
-    return *h, *quantize(torch.stack((gate, up)), *TILE, kept_fmt, kept_power_of_2)
+    return *h, *quantize(torch.stack((gate, up)), *TILE, saved_fmt, saved_power_of_2)
 
 
-@swiglu_quantize_and_keep.register_fake
-def _(gate, up, fmt, power_of_2, kept_fmt, kept_power_of_2, weight=None):
-    data, kept = (gate.new_empty(gate.shape, dtype=DATA_DTYPES[f]) for f in (fmt, kept_fmt))
+@swiglu_quantize_and_save.register_fake
+def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
+    data, kept = (gate.new_empty(gate.shape, dtype=DATA_DTYPES[f]) for f in (fmt, saved_fmt))
     both = kept.new_empty(2, *kept.shape)
     return data, new_scale(data, *TILE), both, new_scale(both, *TILE)
 
 
-@swiglu_quantize_and_keep.register_kernel("cuda")
-def _(gate, up, fmt, power_of_2, kept_fmt, kept_power_of_2, weight=None):
-    _check(gate, up, fmt, kept_fmt)
+@swiglu_quantize_and_save.register_kernel("cuda")
+def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
+    _check(gate, up, fmt, saved_fmt)
     _check_weight(weight, gate)
-    casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[kept_fmt], kept_power_of_2)
-    return backends.swiglu_quantize_and_keep(gate, up, *casts, weight)
+    casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[saved_fmt], saved_power_of_2)
+    return backends.swiglu_quantize_and_save(gate, up, *casts, weight)
 
 
 def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
@@ -163,9 +164,9 @@ def swiglu_backward_quantize(
 @swiglu_backward_quantize.register_fake
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
     both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), DATA_DTYPES[fmt]
-    data, turned = both.new_empty(both.shape, dtype=dtype), new_turned(both, dtype)
+    data, turned = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype)
     of_weight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
-    return data, new_scale(both, *TILE), *turned, *new_turned(gate, DATA_DTYPES[h_fmt]), of_weight
+    return data, new_scale(both, *TILE), *turned, *new_quantized_transposed(gate, DATA_DTYPES[h_fmt]), of_weight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")

@@ -16,13 +16,13 @@ Shapes: [..., M, K] → [..., K, M]. A turned matrix has rows of M bytes, padded
 import torch
 from torch import Tensor
 
+from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels import backends
-from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.ops.operator import operator
 from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, columns, dequantize, quantize
 
 FORMATS = ("e4m3", "e5m2", "int8")
-TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 
 
 @operator()
@@ -51,7 +51,7 @@ def quantize_rows_and_columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Te
 @quantize_rows_and_columns.register_fake
 def _(x, fmt, power_of_2):
     dtype = DATA_DTYPES[fmt]
-    return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_turned(x, dtype)
+    return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_quantized_transposed(x, dtype)
 
 
 @quantize_rows_and_columns.register_kernel("cuda")
@@ -95,7 +95,7 @@ def requantize_transposed(
 def _(data, scale, power_of_2, fmt=None, rows=None):
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
-    return new_turned(like, DATA_DTYPES[fmt or _format(data)])
+    return new_quantized_transposed(like, DATA_DTYPES[fmt or _format(data)])
 
 
 @requantize_transposed.register_kernel("cuda")

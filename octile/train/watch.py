@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.functional import observe_quantization
-from octile.ops.quantize import decode, in_blocks
+from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
 
 Histogram = dict[str, list[int]]
@@ -51,7 +51,7 @@ def of_zeros(q: ScaledTensor) -> Tensor:
     """
     packed = q.data.dtype == torch.uint8  # E5M6
     magnitude = decode(q.data).abs() if packed else q.data.view(torch.uint8) & 0x7F
-    return (in_blocks(magnitude, *q.block).amax((-3, -1)) == 0) & ~q.scale.isnan()
+    return (split_into_blocks(magnitude, *q.block).amax((-3, -1)) == 0) & ~q.scale.isnan()
 
 
 def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:

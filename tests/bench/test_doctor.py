@@ -164,7 +164,7 @@ def test_without_nvcc_only_nvrtc_is_timed(catalogue, monkeypatch):
 @pytest.mark.parametrize("said", ["message", "help"])
 def test_the_architectures_are_the_same_wherever_they_are_named(said, capsys):
     from octile import cli
-    from octile.kernels.triton.compiled import ARCHITECTURES
+    from octile.kernels.triton.compile_all import ARCHITECTURES
 
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--compile", "sm_12"] if said == "message" else ["doctor", "--help"])

@@ -15,12 +15,12 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt,
     masked_grouped_matmul_nt_out,
 )
-from octile.ops.high_precision import plain_grouped_nt, plain_grouped_tn
+from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
@@ -55,11 +55,11 @@ CASES = {
         ),
     ),
     "plain groups": lambda: (
-        plain_grouped_nt,
+        high_precision_grouped_nt,
         (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(3, 70, 60, device="cuda").bfloat16(), _offs()),
     ),
     "plain groups, summed over rows": lambda: (
-        plain_grouped_tn,
+        high_precision_grouped_tn,
         (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(99, 70, device="cuda").bfloat16(), _offs()),
     ),
     "quantize": lambda: (quantize, (torch.randn(2, 5, 130, device="cuda"), *TILE, "int8", True)),
@@ -73,7 +73,7 @@ CASES = {
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
     "swiglu": lambda: (swiglu_quantize, (*torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "swiglu, kept": lambda: (
-        swiglu_quantize_and_keep,
+        swiglu_quantize_and_save,
         (*torch.randn(2, 5, 130, device="cuda"), "int8", False, "e4m3", True, torch.rand(5, device="cuda")),
     ),
     "swiglu backward": lambda: (

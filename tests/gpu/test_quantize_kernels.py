@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.ops.norm import normalised, rms_norm_backward, rms_norm_quantize
+from octile.ops.norm import normalized, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
 
@@ -143,7 +143,7 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
         _cpu(swiglu_quantize(gate.cuda(), up.cuda(), fmt, power_of_2)), swiglu_quantize(gate, up, fmt, power_of_2)
     )
     weight = torch.rand(m)
-    *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, power_of_2, weight)
+    *_, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2, weight)
     for inputs in ((gate, up, None, None, None), (*kept, *kept_scale, None), (*kept, *kept_scale, weight)):
         casts = (fmt, power_of_2, fmt, not power_of_2)
         found = _cpu(swiglu_backward_quantize(dh.cuda(), *(None if t is None else t.cuda() for t in inputs), *casts))
@@ -166,8 +166,8 @@ def test_swiglu_keeps_ragged_inputs():
 def _assert_inputs_are_kept(shape: tuple[int, int], fmt: str, power_of_2: bool) -> None:
     gate, up = (4 * torch.randn(2, *shape)).bfloat16()
     weight = torch.rand(shape[0])
-    found = _cpu(swiglu_quantize_and_keep(gate.cuda(), up.cuda(), "e4m3", True, fmt, power_of_2, weight.cuda()))
-    expected = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, power_of_2, weight)
+    found = _cpu(swiglu_quantize_and_save(gate.cuda(), up.cuda(), "e4m3", True, fmt, power_of_2, weight.cuda()))
+    expected = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2, weight)
     assert_close_codes(found[:2], expected[:2])
     assert_same(found[2:], expected[2:])
 
@@ -197,19 +197,19 @@ def test_rows_go_to_their_places_and_back(shape: tuple[int, int, int]):
 @formats_and_scales
 @pytest.mark.parametrize("shape", [(1300, 2304), (999, 304), (1, 128)], ids=str)
 def test_rms_norm_is_bit_for_bit_after_its_rstd(shape: tuple[int, int], fmt: str, power_of_2: bool):
-    _assert_normalised(shape, fmt, power_of_2)
+    _assert_normalized(shape, fmt, power_of_2)
 
 
 @pytest.mark.parametrize("shape", [(4096, 7168), (999, 300), (5, 32768)], ids=str)
 def test_rms_norm_of_large_ragged_and_wide_matrices(shape: tuple[int, int]):
-    _assert_normalised(shape, "e4m3", False)
+    _assert_normalized(shape, "e4m3", False)
 
 
-def _assert_normalised(shape: tuple[int, int], fmt: str, power_of_2: bool) -> None:
+def _assert_normalized(shape: tuple[int, int], fmt: str, power_of_2: bool) -> None:
     x, weight = finite(*shape).bfloat16(), torch.rand(shape[1]) + 0.5
     *found, rstd, y = _cpu(rms_norm_quantize(x.cuda(), weight.cuda(), 1e-6, fmt, power_of_2, True))
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, fmt, power_of_2)[2], rtol=2.0**-20, atol=0)
-    values = normalised(x, rstd, weight)
+    values = normalized(x, rstd, weight)
     assert_same([*found, y], [*quantize(values, 1, 128, fmt, power_of_2), values.bfloat16()])
 
 

@@ -20,7 +20,7 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt,
     masked_grouped_matmul_nt_out,
 )
-from octile.ops.high_precision import plain_grouped_nt, plain_grouped_tn
+from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
@@ -38,7 +38,7 @@ from octile.ops.scale_layouts import (
     unpack_ue8m0,
     untile_128x4,
 )
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 FLAT, HEADS, ONE = torch.ones(128), torch.ones(1, 1, 1, 4), torch.ones(1, 1)
@@ -71,8 +71,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     matmul_nt_out: (torch.ones(2, 2), *A, *A, False),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
     permute: (CODES, SCALE, PLACES),
-    plain_grouped_nt: (X, X[None], ENDS),
-    plain_grouped_tn: (X, X, ENDS),
+    high_precision_grouped_nt: (X, X[None], ENDS),
+    high_precision_grouped_tn: (X, X, ENDS),
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
     quantize_rows_and_columns: (X, "int8", False),
@@ -83,7 +83,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rotate_: (HEADS.clone(), ONE, ONE),
     swiglu_backward_quantize: (X, CODES, CODES, SCALE, SCALE, torch.ones(2), "int8", False, "int8", False),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
-    swiglu_quantize_and_keep: (X, X, "int8", False, "int8", False, torch.ones(2)),
+    swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
     unpermute: (X, PLACES, X),
     octile.quantize: (X,),
     octile.dequantize: (Q,),

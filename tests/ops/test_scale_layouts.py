@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from octile.formats import UE8M0
 from octile.ops.scale_layouts import (
     from_ue8m0,
+    max_packed_rows,
     mn_major,
-    most_packed_rows,
     pack_grouped_ue8m0,
     pack_ue8m0,
     tile_128x4,
     tma_aligned,
     to_ue8m0,
-    unpack_codes,
+    unpack_exponents,
     unpack_grouped_ue8m0,
     unpack_ue8m0,
     untile_128x4,
@@ -82,7 +82,7 @@ def test_packed_scales_may_lie_in_any_strides():
 
 def test_a_number_of_scales_that_is_not_packed_there_is_refused():
     with pytest.raises(ValueError, match="packed must have 3 columns for 9 scales, not 2"):
-        unpack_codes(pack_ue8m0(powers_of_2(3, 8)), 9)
+        unpack_exponents(pack_ue8m0(powers_of_2(3, 8)), 9)
 
 
 # MN-major
@@ -119,7 +119,7 @@ def test_grouped_scales_come_back(counts, mn):
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), mn=st.integers(1, 9))
 def test_every_group_is_packed_as_if_it_were_alone(counts, mn):
     scale, sizes = powers_of_2(sum(counts), mn), torch.tensor(counts, dtype=torch.int32)
-    packed = pack_grouped_ue8m0(scale, sizes, most_packed_rows(sum(counts), len(counts)))
+    packed = pack_grouped_ue8m0(scale, sizes, max_packed_rows(sum(counts), len(counts)))
     alone = torch.cat([pack_ue8m0(group.mT).mT for group in scale.split(counts) if len(group)])
     assert torch.equal(packed[: len(alone)], alone)
     assert not packed[len(alone) :].any(), "rows to spare hold code 0"
@@ -127,7 +127,7 @@ def test_every_group_is_packed_as_if_it_were_alone(counts, mn):
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6))
 def test_the_most_packed_rows_are_enough(counts):
-    assert most_packed_rows(sum(counts), len(counts)) >= sum(-(-count // 4) for count in counts)
+    assert max_packed_rows(sum(counts), len(counts)) >= sum(-(-count // 4) for count in counts)
 
 
 # 128×4 tiles

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.ops.quantize import dequantize, quantize
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
@@ -39,7 +39,7 @@ def test_forward_rounds_only_to_the_codes(h: int, dtype: torch.dtype):
 def test_inputs_are_kept_in_tiles_of_their_own(h: int):
     _, gate, up = inputs(h=h)
     weight = torch.rand(M)
-    *of_h, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, "int8", False, weight)
+    *of_h, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "int8", False, weight)
     assert_equal(tuple(of_h), swiglu_quantize(gate, up, "e4m3", True, weight))
     assert_equal((kept, kept_scale), quantize(torch.stack([gate, up]), 1, 128, "int8", False))
     for half, x in enumerate((gate, up)):
@@ -93,7 +93,7 @@ def swiglu_gradients(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
 
 def test_kept_inputs_stand_for_their_values():
     dh, gate, up = inputs()
-    *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, "e4m3", False)
+    *_, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "e4m3", False)
     values = dequantize(kept, kept_scale, 1, 128, torch.float32)
     found = swiglu_backward_quantize(dh, *kept, *kept_scale, torch.ones(M), *CASTS)
     assert_equal(found, swiglu_backward_quantize(dh, *values, None, None, torch.ones(M), *CASTS))
@@ -110,7 +110,7 @@ def test_each_half_is_the_cast_of_one_gradient():
 def test_no_rows_give_no_rows():
     dh, gate, up = inputs(0)
     assert swiglu_quantize(gate, up, "e4m3", False)[0].shape == (0, H)
-    assert swiglu_quantize_and_keep(gate, up, "e4m3", False, "e4m3", False)[2].shape == (2, 0, H)
+    assert swiglu_quantize_and_save(gate, up, "e4m3", False, "e4m3", False)[2].shape == (2, 0, H)
     found = swiglu_backward_quantize(dh, gate, up, None, None, torch.ones(0), *CASTS)
     shapes = [(0, 2 * H), (0, 2 * H // 128), (2 * H, 0), (2 * H, 0), (H, 0), (H, 0), (0,)]
     assert [t.shape for t in found] == shapes
@@ -119,7 +119,7 @@ def test_no_rows_give_no_rows():
 CALLS: dict[str, Any] = {
     "forward": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False)),
     "forward, weighted": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False, torch.rand(M))),
-    "forward, kept": lambda: (swiglu_quantize_and_keep, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
+    "forward, kept": lambda: (swiglu_quantize_and_save, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
     "backward": lambda: (swiglu_backward_quantize, (*inputs(), None, None, None, "int8", False, "e4m3", True)),
     "backward of kept": lambda: (
         swiglu_backward_quantize,

@@ -14,8 +14,8 @@ from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import (
     PER_INT,
     SMALLEST,
+    max_packed_rows,
     mn_major,
-    most_packed_rows,
     pack_grouped_ue8m0,
     pack_ue8m0,
     tma_aligned,
@@ -94,7 +94,7 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     if ks_cpu:
         rows = sum(-(-k // (gran_k * PER_INT)) for k in ks_cpu)
     else:
-        rows = most_packed_rows(sf.shape[0], len(grouped_layout))
+        rows = max_packed_rows(sf.shape[0], len(grouped_layout))
     return pack_grouped_ue8m0(sf.masked_fill(sf == 0, SMALLEST), blocks, rows)
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.tuning import ADAMW, EXACT
+from octile.kernels.triton.launch_config import ADAMW, EXACT
 
 
 def launch(

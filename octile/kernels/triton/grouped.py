@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.machine import machine
-from octile.kernels.triton.product import choose_tile, operands, store_tile, sum_of_products, tile_of_program
+from octile.kernels.triton.device import machine
+from octile.kernels.triton.k_loop import choose_tile, operands, store_tile, sum_of_products, tile_of_program
 
 
 def launch(

@@ -7,12 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
-from octile.kernels.triton import tuning
-from octile.kernels.triton.codes import as_codes, cast_constants
-from octile.kernels.triton.machine import machine
+from octile.kernels.triton import launch_config
+from octile.kernels.triton.device import machine
+from octile.kernels.triton.fp8_bits import as_codes, cast_constants
+from octile.kernels.triton.launch_config import EXACT
 from octile.kernels.triton.quantize_kernels import load
 from octile.kernels.triton.scaling import divide, magnitude, scale_of, to_codes
-from octile.kernels.triton.tuning import EXACT
 
 
 def launch(
@@ -24,7 +24,7 @@ def launch(
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     y = x.new_empty(m if values else 0, k)
     if m:
-        shape = _rows_of_program(k, tuning.NORM)
+        shape = _rows_of_program(k, launch_config.NORM)
         with torch.cuda.device_of(x):
             rms_norm[(triton.cdiv(m, shape["ROWS"]),)](
                 x, weight, eps, m, k, *x.stride(), weight.stride(0), as_codes(data), scale, rstd, y,
@@ -39,7 +39,7 @@ def launch_backward(
     """dy, x, add [M, K], any strides, rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
     m, k = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shape = _rows_of_program(k, tuning.NORM_BACKWARD)
+    shape = _rows_of_program(k, launch_config.NORM_BACKWARD)
     # as many programs as run at once: each adds up the weight's gradient over its rows, in order
     programs = min(triton.cdiv(m, shape["ROWS"]), 2 * machine(x.device).multiprocessors)
     parts = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
@@ -53,7 +53,7 @@ def launch_backward(
     return dx, parts.sum(0)
 
 
-def _rows_of_program(k: int, sizes: tuning.Rows) -> dict[str, int]:
+def _rows_of_program(k: int, sizes: launch_config.Rows) -> dict[str, int]:
     """How many rows a program takes at a time, of how many tiles each, with how many warps."""
     tiles = triton.next_power_of_2(triton.cdiv(max(k, 1), 128))
     rows = max(sizes.numbers // (128 * tiles), 1)

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
-from octile.kernels.triton import tuning
-from octile.kernels.triton.tuning import EXACT, PERMUTE_SCALES, UNPERMUTE
+from octile.kernels.triton import launch_config
+from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE
 
 
 def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,8 +19,8 @@ def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     moved_scale = new_scale(moved, 1, 128)
     if moved.numel():
         token = torch.empty(rows, dtype=torch.int32, device=data.device)
-        cols = min(max(triton.next_power_of_2(d), 128), tuning.PERMUTE_BYTES)
-        warps = max(cols // tuning.PERMUTE_BYTES_A_WARP, 1)
+        cols = min(max(triton.next_power_of_2(d), 128), launch_config.PERMUTE_BYTES)
+        warps = max(cols // launch_config.PERMUTE_BYTES_A_WARP, 1)
         of_scales = triton.cdiv(rows, PERMUTE_SCALES["ROWS"]) * triton.cdiv(scale.shape[1], PERMUTE_SCALES["TILES"])
         with torch.cuda.device_of(data):
             find_tokens[(triton.cdiv(rows, 1024),)](place, *place.stride(), token, rows, K=k, ROWS=1024)

@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
-from octile.kernels.triton import tuning
-from octile.kernels.triton.codes import FORMAT_OF, as_codes, cast_constants, constants
+from octile.kernels.triton import launch_config
+from octile.kernels.triton.fp8_bits import FORMAT_OF, as_codes, cast_constants, constants
+from octile.kernels.triton.launch_config import ELEMENTWISE, EXACT
 from octile.kernels.triton.layout import in_vectors
 from octile.kernels.triton.quantize_kernels import block_amax, cast_block, cast_with_scale, dequantize, quantize_blocks
-from octile.kernels.triton.tuning import ELEMENTWISE, EXACT
 
 PART = 8192  # elements that one program takes of a block too large for one
 
@@ -43,7 +43,7 @@ def launch(x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, powe
     scale_strides = scale.view(-1, *blocks).stride()
     options = {"POWER_OF_2": power_of_2} | cast_constants(dtype) | EXACT
     with torch.cuda.device_of(x):
-        most = tuning.LARGEST_TILE if in_vectors(x) else tuning.LARGEST_RAGGED_TILE
+        most = launch_config.LARGEST_TILE if in_vectors(x) else launch_config.LARGEST_RAGGED_TILE
         if tile := _tile_of_whole_blocks(m, k, block_rows, block_cols, most):
             if dtype == torch.uint8 and k % 8 == 0:
                 codes = codes.view(torch.int32)  # eight codes in three words
@@ -105,13 +105,13 @@ def _tile_of_whole_blocks(m: int, k: int, block_rows: int, block_cols: int, most
     if r & (r - 1) or c & (c - 1):
         return None
     cols = max(c, 64 if r >= 64 else 128)  # 128 bytes a row at least, so that loads and stores fill their sectors
-    rows = max(r, tuning.CAST_NUMBERS // cols)
+    rows = max(r, launch_config.CAST_NUMBERS // cols)
     if rows * cols > most:
         return None
-    return {"R": r, "C": c, "ROWS": rows, "COLS": cols, "num_warps": rows * cols // tuning.NUMBERS_A_WARP}
+    return {"R": r, "C": c, "ROWS": rows, "COLS": cols, "num_warps": rows * cols // launch_config.NUMBERS_A_WARP}
 
 
 def _part(block_rows: int, block_cols: int) -> dict[str, int]:
     cols = min(triton.next_power_of_2(block_cols), 1024)
     rows = min(triton.next_power_of_2(block_rows), PART // cols)
-    return {"ROWS": rows, "COLS": cols, "num_warps": max(rows * cols // tuning.NUMBERS_A_WARP, 4)}
+    return {"ROWS": rows, "COLS": cols, "num_warps": max(rows * cols // launch_config.NUMBERS_A_WARP, 4)}

@@ -7,8 +7,8 @@ Shapes: x [B, M, K] with all leading dimensions in B, blocks R×C; a program tak
 import triton
 import triton.language as tl
 
-from octile.kernels.triton.codes import encode, to_float
-from octile.kernels.triton.packed12 import load_packed, store_packed
+from octile.kernels.triton.e5m6_rows import load_packed, store_packed
+from octile.kernels.triton.fp8_bits import encode, to_float
 from octile.kernels.triton.scaling import divide, magnitude, scale_of, to_codes
 
 

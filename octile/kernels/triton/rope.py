@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.tuning import EXACT, ROPE
+from octile.kernels.triton.launch_config import EXACT, ROPE
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -8,8 +8,8 @@ NaN wins every maximum, where floating-point comparisons would lose it.
 import triton
 import triton.language as tl
 
-from octile.kernels.triton.codes import encode, to_float
-from octile.kernels.triton.packed12 import load_packed
+from octile.kernels.triton.e5m6_rows import load_packed
+from octile.kernels.triton.fp8_bits import encode, to_float
 
 
 @triton.jit

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.memory_layout import new_scale, new_turned
-from octile.kernels.triton.codes import as_codes, cast_constants
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale
+from octile.kernels.triton.blocks import store_tiles, store_turned_tiles
+from octile.kernels.triton.fp8_bits import as_codes, cast_constants
+from octile.kernels.triton.launch_config import EXACT, SQUARES, SWIGLU
 from octile.kernels.triton.quantize_kernels import load, place
 from octile.kernels.triton.scaling import load_tiles
-from octile.kernels.triton.squares import store_tiles, store_turned_tiles
-from octile.kernels.triton.tuning import EXACT, SQUARES, SWIGLU
 
 
 def launch(
@@ -21,17 +21,17 @@ def launch(
     return _launch(gate, up, dtype, power_of_2, None, False, weight)[:2]
 
 
-def launch_and_keep(
+def launch_and_save(
     gate: Tensor,
     up: Tensor,
     dtype: torch.dtype,
     power_of_2: bool,
-    kept_dtype: torch.dtype,
-    kept_power_of_2: bool,
+    saved_dtype: torch.dtype,
+    saved_power_of_2: bool,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gate, up [M, H], any strides, weight [M] → data [M, H], scale in 1×128; kept [2, M, H], kept_scale in 1×128."""
-    return _launch(gate, up, dtype, power_of_2, kept_dtype, kept_power_of_2, weight)
+    return _launch(gate, up, dtype, power_of_2, saved_dtype, saved_power_of_2, weight)
 
 
 def _launch(
@@ -39,25 +39,25 @@ def _launch(
     up: Tensor,
     dtype: torch.dtype,
     power_of_2: bool,
-    kept_dtype: torch.dtype | None,
-    kept_power_of_2: bool,
+    saved_dtype: torch.dtype | None,
+    saved_power_of_2: bool,
     weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (m, h), rows = gate.shape, SWIGLU["ROWS"]
     data, scale = torch.empty(gate.shape, dtype=dtype, device=gate.device), new_scale(gate, 1, 128)
     kept, kept_scale = data, scale  # not written
-    if kept_dtype is not None:
-        kept = torch.empty(2, m, h, dtype=kept_dtype, device=gate.device)
+    if saved_dtype is not None:
+        kept = torch.empty(2, m, h, dtype=saved_dtype, device=gate.device)
         kept_scale = new_scale(kept, 1, 128)
     if gate.numel():
         grid = (triton.cdiv(m, rows) * triton.cdiv(h, 128),)
-        constants = cast_constants(dtype) | _named("KEPT", cast_constants(kept_dtype or dtype)) | SWIGLU | EXACT
+        constants = cast_constants(dtype) | _named("KEPT", cast_constants(saved_dtype or dtype)) | SWIGLU | EXACT
         with torch.cuda.device_of(gate):
             swiglu[grid](
                 gate, up, scale if weight is None else weight, m, h, *gate.stride(), *up.stride(),
                 0 if weight is None else weight.stride(0), as_codes(data), scale, as_codes(kept), kept_scale,
-                KEEP=kept_dtype is not None, WEIGHTED=weight is not None, POWER_OF_2=power_of_2,
-                KEPT_POWER_OF_2=kept_power_of_2, **constants,
+                KEEP=saved_dtype is not None, WEIGHTED=weight is not None, POWER_OF_2=power_of_2,
+                KEPT_POWER_OF_2=saved_power_of_2, **constants,
             )  # fmt: skip
     return data, scale, kept, kept_scale
 
@@ -77,8 +77,8 @@ def launch_backward(
     """dh, gate, up [M, H], H a multiple of 128, any strides → what `octile.ops.swiglu` returns."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
-    scale, (data_t, scale_t) = new_scale(data, 1, 128), new_turned(data, dtype)
-    h_t, h_scale_t = new_turned(gate, h_dtype)
+    scale, (data_t, scale_t) = new_scale(data, 1, 128), new_quantized_transposed(data, dtype)
+    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype)
     parts = torch.empty(0 if weight is None else m, h // 128, dtype=torch.float32, device=gate.device)
     if gate.numel():
         kept = gate_scale is not None

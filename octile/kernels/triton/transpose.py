@@ -8,19 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.kernels.triton import quantize
-from octile.kernels.triton.codes import as_codes, cast_constants
-from octile.kernels.triton.layout import in_vectors
-from octile.kernels.triton.quantize_kernels import load, place
-from octile.kernels.triton.scaling import divide, load_tiles, magnitude, scale_of, to_codes
-from octile.kernels.triton.squares import (
+from octile.kernels.triton.blocks import (
     store_codes,
     store_tiles,
     store_turned_codes,
     store_turned_tiles,
 )
-from octile.kernels.triton.tuning import EXACT, SQUARES
+from octile.kernels.triton.fp8_bits import as_codes, cast_constants
+from octile.kernels.triton.launch_config import EXACT, SQUARES
+from octile.kernels.triton.layout import in_vectors
+from octile.kernels.triton.quantize_kernels import load, place
+from octile.kernels.triton.scaling import divide, load_tiles, magnitude, scale_of, to_codes
 
 
 def launch_rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,7 +29,7 @@ def launch_rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> 
         codes, column_scale = quantize.launch(x, 128, 1, dtype, power_of_2)
         return *quantize.launch(x, 1, 128, dtype, power_of_2), new_transposed(x, dtype).copy_(codes.mT), column_scale.mT
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 1, 128)
-    data_t, scale_t = new_turned(x, dtype)
+    data_t, scale_t = new_quantized_transposed(x, dtype)
     _launch(quantize_both, x, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
     return data, scale, data_t, scale_t
 
@@ -45,7 +45,7 @@ def launch_requantize(
     k = data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
     r = m if rows is None else len(rows)
     like = torch.empty(*batch, r, k, dtype=dtype, device=data.device)  # never touched
-    data_t, scale_t = new_turned(like, dtype)
+    data_t, scale_t = new_quantized_transposed(like, dtype)
     if like.numel() == 0:
         return data_t, scale_t
     codes = as_codes(data).reshape(-1, *data.shape[-2:])

@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.nn.fused.quantize import quantize_operand, seen
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import is_observed
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
-from octile.ops.transpose import TILE
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor, quantize
 

@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.gemms import nt, nt_sum
 from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
 from octile.nn.fused.quantize import Weight, from_turned, quantize_gradient, quantize_operand, requantize, seen
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
-from octile.ops.transpose import TILE
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.recipe import GemmFormats, OperandFormat, Recipe
 from octile.scaled import ScaledTensor
 
@@ -215,7 +215,7 @@ def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, recipe: Recipe) -
     if not isinstance(keep, OperandFormat):
         data, scale = swiglu_quantize(gate, up, *of_h, weight_R)
         return seen("x", ScaledTensor(data, scale, TILE)), None
-    data, scale, kept, kept_scale = swiglu_quantize_and_keep(
+    data, scale, kept, kept_scale = swiglu_quantize_and_save(
         gate, up, *of_h, keep.fmt.name, keep.scale == "power_of_2", weight_R
     )
     return seen("x", ScaledTensor(data, scale, TILE)), _Halves(*kept, *kept_scale)

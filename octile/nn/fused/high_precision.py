@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octile.nn.fused.shared_quantization import Shared, once
 from octile.nn.observer import ObservedGemm, is_observed, report, report_fprop
-from octile.ops.high_precision import plain_grouped_nt, plain_grouped_tn
+from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import without_autocast
 
 
@@ -63,7 +63,7 @@ class PlainProduct(torch.autograd.Function):
 def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """a[T, K] · bᵀ, b[N, K] or [G, N, K], also where autocast is on; rows past the last group are zero."""
     if offs is not None:
-        return plain_grouped_nt(a, b, offs)
+        return high_precision_grouped_nt(a, b, offs)
     with without_autocast(a.device):
         return a @ b.mT
 
@@ -71,6 +71,6 @@ def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
 def tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
     if offs is not None:
-        return plain_grouped_tn(a, b, offs)
+        return high_precision_grouped_tn(a, b, offs)
     with without_autocast(a.device):
         return a.mT @ b

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
-from octile.kernels.triton.machine import Machine, assume
+from octile.kernels.triton.device import Machine, assume
 
 GPUS = {
     "sm_80": Machine(multiprocessors=1, shared_bytes=163 * 1024, fp8=False),

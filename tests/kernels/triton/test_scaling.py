@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.formats import E4M3, E5M2, INT8
-from octile.kernels.triton.codes import cast_constants
+from octile.kernels.triton.fp8_bits import cast_constants
 from octile.kernels.triton.scaling import divide, scale_of
 
 SIGNIFICANT = 8  # bits of a number halfway between two codes of INT8 or E5M6; E4M3's and E5M2's have fewer

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octile.kernels.triton import swiglu
 from octile.ops.quantize import DATA_DTYPES, quantize
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite
 
@@ -44,7 +44,7 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
 def test_forward_that_keeps_its_inputs(shape: tuple[int, ...], power_of_2: bool):
     _, gate, up = _inputs(shape)
     weight = torch.rand(2 * shape[0])[::2]
-    *of_h, kept, kept_scale = swiglu.launch_and_keep(gate, up, E4M3, False, torch.int8, power_of_2, weight)
+    *of_h, kept, kept_scale = swiglu.launch_and_save(gate, up, E4M3, False, torch.int8, power_of_2, weight)
     assert_same(of_h, swiglu.launch(gate, up, E4M3, False, weight))
     assert_same(of_h, quantize(gate * _sigmoid(gate) * up * weight[:, None], 1, 128, "e4m3", False))
     assert_same([kept, kept_scale], quantize(torch.stack([gate, up]), 1, 128, "int8", power_of_2))
@@ -102,7 +102,7 @@ def test_other_dtypes(fmt: str, dtype: torch.dtype):
 @pytest.mark.parametrize("shape", [(130, 256), (5, 128), (0, 128)], ids=str)
 def test_backward_from_kept_inputs(fmt: str, shape: tuple[int, int]):
     dh, gate, up = _inputs(shape)
-    *_, kept, kept_scale = swiglu_quantize_and_keep(gate, up, "e4m3", True, fmt, False)
+    *_, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, False)
     _assert_close(*_backward(dh, *kept, torch.rand(shape[0]), scales=tuple(kept_scale)))
 
 

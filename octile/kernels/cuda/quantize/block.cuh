@@ -18,13 +18,13 @@ constexpr int side = 128, square_threads = 256, warps = square_threads / 32;
 
 // What is divided by, and how the result is stored.
 //   both         rows by their scales, and columns by theirs, turned
-//   turned_only  columns, turned
+//   transposed_only  columns, turned
 //   columns      columns, not turned
 //   block        one scale, not turned
 //   weight       one scale, both ways
-enum Form { both, turned_only, columns, block, weight };
+enum Form { both, transposed_only, columns, block, weight };
 
-__device__ constexpr bool turns(int form) { return form == both || form == turned_only || form == weight; }
+__device__ constexpr bool turns(int form) { return form == both || form == transposed_only || form == weight; }
 
 namespace place {  // in shared memory
 constexpr int turned_bytes = 0;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void find_divisors(const Cast& to, const Square& at, 
         const float* maxima = reinterpret_cast<const float*>(shared + place::maxima) + own;
         amax = maxima[0];
 #pragma unroll
-        for (int w = 1; w < warps; ++w) amax = larger(amax, maxima[w * side]);
+        for (int w = 1; w < warps; ++w) amax = max_abs(amax, maxima[w * side]);
         const unsigned column = at.k_tile * side + own;
         scale_to = to.scale_t + (wide(at.batch, tiles(at.m)) + at.m_tile) * round_up(at.k, 4) + column;
         there = column < at.k;
@@ -170,7 +170,7 @@ __device__ __forceinline__ Floats largest_of(const Scaled<number> (&x)[8]) {
     for (int j = 0; j < 8; ++j) {
         most.value[j] = x[0].at(j);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) most.value[j] = larger(most.value[j], x[i].at(j));
+        for (int i = 1; i < 8; ++i) most.value[j] = max_abs(most.value[j], x[i].at(j));
     }
     return most;
 }
@@ -241,8 +241,8 @@ __device__ __forceinline__ void store_square(
     if constexpr (form == weight) {
         store_both_ways<format, division>(to, at, x, by.of_all, turned);
     } else {
-        if constexpr (form != turned_only) store_rows<form, format, division>(to, at, x, by);
-        if constexpr (form == both || form == turned_only) {
+        if constexpr (form != transposed_only) store_rows<form, format, division>(to, at, x, by);
+        if constexpr (form == both || form == transposed_only) {
             Values value[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) value[i] = found_anew(x[i]);
@@ -254,7 +254,7 @@ __device__ __forceinline__ void store_square(
 // Casts what the block holds; what is turned waits for `store_turned`. Every thread calls it, as often as is wanted.
 template <int form, int format, bool power_of_2, class Values>
 __device__ __forceinline__ void cast_square(const Cast& to, const Square& at, const Values (&x)[8], uint8_t* shared) {
-    constexpr bool by_column = form == both || form == turned_only || form == columns;
+    constexpr bool by_column = form == both || form == transposed_only || form == columns;
     const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32;
     float* maxima = reinterpret_cast<float*>(shared + place::maxima);
     Divisors by;
@@ -265,7 +265,7 @@ __device__ __forceinline__ void cast_square(const Cast& to, const Square& at, co
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float mine = most.at(j);
-            amax[j] = larger(mine, __shfl_xor_sync(whole_warp, mine, 16));
+            amax[j] = max_abs(mine, __shfl_xor_sync(whole_warp, mine, 16));
         }
         if (lane < 16) {
             float4* row = reinterpret_cast<float4*>(maxima + warp * side + 8 * lane);
@@ -277,13 +277,13 @@ __device__ __forceinline__ void cast_square(const Cast& to, const Square& at, co
         float amax[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) amax[i] = x[i].amax();
-        const float own = over_row<crossed>(amax, larger);
+        const float own = over_row<crossed>(amax, max_abs);
         if (first_owner<8>())
             reinterpret_cast<float*>(shared + place::row_maxima)[at.row() % side + owned<8>()] = own;
     } else if constexpr (!by_column) {
         float amax = largest_of(x).amax();
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) amax = larger(amax, __shfl_xor_sync(whole_warp, amax, bit));
+        for (int bit = 16; bit >= 1; bit /= 2) amax = max_abs(amax, __shfl_xor_sync(whole_warp, amax, bit));
         if (lane == 0) maxima[warp] = amax;
     }
     __syncthreads();
@@ -295,7 +295,7 @@ __device__ __forceinline__ void cast_square(const Cast& to, const Square& at, co
     } else {
         float amax = maxima[0];
 #pragma unroll
-        for (int w = 1; w < warps; ++w) amax = larger(amax, maxima[w]);
+        for (int w = 1; w < warps; ++w) amax = max_abs(amax, maxima[w]);
         const float scale = scale_of<format, power_of_2>(amax);
         const int64_t row = wide(at.batch, tiles(at.m)) + at.m_tile;
         ptx::store_float(to.scale + row * tiles(at.k) + at.k_tile, scale, threadIdx.x == 0);

@@ -9,11 +9,11 @@ extern "C" __global__ void __launch_bounds__(square_threads, config::blocks)
 blocks(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data, float* scale, uint8_t* data_t,
         float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k,
         int band_inverse) {
-    constexpr int number = config::number;
+    constexpr int number = config::dtype;
     constexpr bool codes = number >= e4m3;
     const Cast to{data, data_t, scale, scale_t};
     uint8_t* shared = ptx::dynamic_shared();
-    const Square at = square_of<config::band>(blockIdx.x, m, k, band_inverse);
+    const Square at = square_of<config::raster_height>(blockIdx.x, m, k, band_inverse);
     const uint8_t* first = x + bytes<number>(at.batch * x_batch + at.column());
     [[maybe_unused]] const float* scales = x_scale + at.batch * scale_batch + at.k_tile * scale_tile;
 

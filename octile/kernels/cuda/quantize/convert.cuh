@@ -79,20 +79,20 @@ __device__ __forceinline__ float high_f16(uint32_t pair) {
 
 // ---- The larger magnitude; NaN wins -----------------------------------------------------------------------------
 
-__device__ __forceinline__ float larger(float a, float b) {
+__device__ __forceinline__ float max_abs(float a, float b) {
     float x;
     asm("{\n.reg .f32 p, q;\nabs.f32 p, %1;\nabs.f32 q, %2;\nmax.NaN.f32 %0, p, q;\n}" : "=f"(x) : "f"(a), "f"(b));
     return x;
 }
 
 // Of each of two 16-bit numbers; the result's sign is anything.
-__device__ __forceinline__ uint32_t larger_bf16(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     uint32_t pair;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
     return pair;
 }
 
-__device__ __forceinline__ uint32_t larger_f16(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t max_abs_f16x2(uint32_t a, uint32_t b) {
     uint32_t pair;
     asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
     return pair;
@@ -123,7 +123,7 @@ __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
-__device__ __forceinline__ float reciprocal_root(float x) {
+__device__ __forceinline__ float rsqrt(float x) {
     float y;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;

@@ -9,14 +9,14 @@ constexpr int rows = config::rows, warp_rows = 2 * rows, block_rows = config::wa
 static_assert(128 % block_rows == 0, "a block lies in one row of blocks of 128 rows");
 
 __device__ __forceinline__ void store_eight(uint8_t* to, const float (&x)[8], bool there) {
-    if constexpr (config::number == float32) {
+    if constexpr (config::dtype == float32) {
         ptx::store_16(to, ptx::bits_of(x[0], x[1], x[2], x[3]), there);
         ptx::store_16(to + 16, ptx::bits_of(x[4], x[5], x[6], x[7]), there);
     } else {
         uint32_t pair[4];
 #pragma unroll
         for (int p = 0; p < 4; ++p)
-            pair[p] = config::number == bfloat16 ? ptx::pack_bf16(x[2 * p], x[2 * p + 1])
+            pair[p] = config::dtype == bfloat16 ? ptx::pack_bf16(x[2 * p], x[2 * p + 1])
                                                  : ptx::pack_f16(x[2 * p], x[2 * p + 1]);
         ptx::store_16(to, make_uint4(pair[0], pair[1], pair[2], pair[3]), there);
     }
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_eight(uint8_t* to, const float (&x)[8], bo
 extern "C" __global__ void __launch_bounds__(32 * config::warps, config::blocks)
 dequantize(const uint8_t* data, const float* scale, uint8_t* out, int64_t scale_batch, int64_t scale_row,
            int64_t scale_column, int m, int k) {
-    constexpr int format = config::format, number = config::number;
+    constexpr int format = config::format, number = config::dtype;
     const unsigned k_tiles = (k + tile_columns - 1) / tile_columns, m_blocks = (m + block_rows - 1) / block_rows;
     unsigned block = blockIdx.x / k_tiles;
     const int tile = blockIdx.x - block * k_tiles;

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.memory_layout import new_scale, new_transposed, new_turned
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 
-NUMBERS = {  # enum Number of scale.cuh
+DTYPES = {  # enum Dtype of scale.cuh
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
@@ -54,13 +54,13 @@ SETTINGS: dict[str, dict[str, int]] = {
     "scale given": {"rows": 8, "warps": 8, "blocks": 3},
     "swiglu": {"rows": 2, "warps": 4, "blocks": 8},
     "swiglu, inputs kept": {"rows": 4, "warps": 4, "blocks": 6},
-    "both": {"band": 1, "blocks": 3},
-    "turned_only": {"band": 1, "blocks": 4},
-    "columns": {"band": 8, "blocks": 3},
-    "block": {"band": 8, "blocks": 3},
-    "weight": {"band": 8, "blocks": 3},
-    "swiglu_backward": {"band": 2, "blocks": 2},
-    "swiglu_backward, wide": {"band": 1, "blocks": 1},
+    "both": {"raster_height": 1, "blocks": 3},
+    "transposed_only": {"raster_height": 1, "blocks": 4},
+    "columns": {"raster_height": 8, "blocks": 3},
+    "block": {"raster_height": 8, "blocks": 3},
+    "weight": {"raster_height": 8, "blocks": 3},
+    "swiglu_backward": {"raster_height": 2, "blocks": 2},
+    "swiglu_backward, wide": {"raster_height": 1, "blocks": 1},
     "rms_norm": {"rows": 1, "blocks": 3},
     "rms_norm, wide": {"rows": 4, "blocks": 2},
     "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
@@ -73,7 +73,7 @@ class Form(IntEnum):
     """enum Form of square.cuh."""
 
     BOTH = 0
-    TURNED_ONLY = 1
+    TRANSPOSED_ONLY = 1
     COLUMNS = 2
     BLOCK = 3
     WEIGHT = 4
@@ -158,7 +158,7 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
     out = data.new_empty(*data.shape[:-1], k, dtype=out_dtype)
     settings = SETTINGS["dequantize"]
     constants = {
-        "number": NUMBERS[out_dtype], "format": NUMBERS[data.dtype], **settings,
+        "dtype": DTYPES[out_dtype], "format": DTYPES[data.dtype], **settings,
         "scale_rows": 0 if block_rows >= m and block_rows > 1 else block_rows,
         "scale_columns": 0 if block_cols >= k else block_cols,
     }  # fmt: skip
@@ -171,7 +171,7 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
 def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [..., M, K] → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
-    data_t, scale_t = new_turned(x, dtype)
+    data_t, scale_t = new_quantized_transposed(x, dtype)
     _squares(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
     return data, scale, data_t, scale_t
 
@@ -185,10 +185,10 @@ def requantize(
     """
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else len(rows), columns(data), dtype=torch.uint8)
-    data_t, scale_t = new_turned(like, dtype)
+    data_t, scale_t = new_quantized_transposed(like, dtype)
     if like.numel():
         outs = {"data_t": data_t, "scale_t": scale_t}
-        _squares(Form.TURNED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
+        _squares(Form.TRANSPOSED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
     return data_t, scale_t
 
 
@@ -205,22 +205,22 @@ def swiglu(
     dtype: torch.dtype,
     power_of_2: bool,
     weight: Tensor | None,
-    kept_dtype: torch.dtype | None = None,
-    kept_power_of_2: bool = False,
+    saved_dtype: torch.dtype | None = None,
+    saved_power_of_2: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gate, up [M, H], weight [M] → data [M, H], scale in 1×128; kept [2, M, H], kept_scale, or those again."""
     data, scale = gate.new_empty(gate.shape, dtype=dtype), new_scale(gate, 1, SIDE)
     kept, kept_scale = data, scale
-    if kept_dtype is not None:
-        kept = gate.new_empty(2, *gate.shape, dtype=kept_dtype)
+    if saved_dtype is not None:
+        kept = gate.new_empty(2, *gate.shape, dtype=saved_dtype)
         kept_scale = new_scale(kept, 1, SIDE)
     m, h = gate.shape
-    lean = kept_dtype is None or gate.dtype == torch.float32  # of more rows the others take too many registers
+    lean = saved_dtype is None or gate.dtype == torch.float32  # of more rows the others take too many registers
     settings = SETTINGS["swiglu" if lean else "swiglu, inputs kept"]
     constants = {
-        "number": NUMBERS[gate.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2,
-        "weighted": weight is not None, "keep": kept_dtype is not None, "kept_format": NUMBERS[kept.dtype],
-        "kept_power_of_2": kept_power_of_2, **settings,
+        "dtype": DTYPES[gate.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
+        "weighted": weight is not None, "save_inputs": saved_dtype is not None, "saved_format": DTYPES[kept.dtype],
+        "saved_power_of_2": saved_power_of_2, **settings,
     }  # fmt: skip
     arguments = (
         *map(_address, (gate, up, weight, data, scale, kept, kept_scale)), gate.stride(0), up.stride(0),
@@ -246,13 +246,13 @@ def swiglu_backward(
     """dh, gate, up [M, H], H a multiple of 128 → what `octile.ops.swiglu` returns."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
-    scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_turned(data, dtype)
-    h_t, h_scale_t = new_turned(gate, h_dtype)
+    scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_quantized_transposed(data, dtype)
+    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype)
     parts = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
     wide = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8  # takes more registers
     constants = {
-        "number": NUMBERS[gate.dtype], "dh_number": NUMBERS[dh.dtype], "format": NUMBERS[dtype],
-        "power_of_2": power_of_2, "h_format": NUMBERS[h_dtype], "h_power_of_2": h_power_of_2,
+        "dtype": DTYPES[gate.dtype], "dh_dtype": DTYPES[dh.dtype], "format": DTYPES[dtype],
+        "power_of_2": power_of_2, "h_format": DTYPES[h_dtype], "h_power_of_2": h_power_of_2,
         "weighted": weight is not None, **SETTINGS["swiglu_backward, wide" if wide else "swiglu_backward"],
     }  # fmt: skip
     steps_of_scales = [step for s in (gate_scale, up_scale) for step in ((0, 0) if s is None else s.stride())]
@@ -260,7 +260,7 @@ def swiglu_backward(
     arguments = (
         *map(_address, (dh, gate, up, gate_scale, up_scale, weight, *results)),
         dh.stride(0), gate.stride(0), up.stride(0), *steps_of_scales, 0 if weight is None else weight.stride(0), m, h,
-        _inverse(constants["band"] * (h // SIDE)),
+        _inverse(constants["raster_height"] * (h // SIDE)),
     )  # fmt: skip
     squares, room = _up(m, SIDE) * (h // SIDE), SQUARE_BYTES + BESIDE_BYTES
     _launch("swiglu_backward", constants, gate, squares, SQUARE_THREADS, room, *arguments)
@@ -277,8 +277,8 @@ def rms_norm(
     wide = values or max(x.element_size(), weight.element_size()) > 2  # takes more registers
     warps, settings = _up(k, 32 * 8 * NORM_UNITS), SETTINGS["rms_norm, wide" if wide else "rms_norm"]
     constants = {
-        "number": NUMBERS[x.dtype], "weight_number": NUMBERS[weight.dtype], "format": NUMBERS[dtype],
-        "power_of_2": power_of_2, "values": values, "units": NORM_UNITS, "warps": warps,
+        "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype], "format": DTYPES[dtype],
+        "power_of_2": power_of_2, "store_y": values, "units": NORM_UNITS, "warps": warps,
         "rows": settings["rows"], "blocks": min(settings["blocks"], max(1, 28 // warps)),
     }  # fmt: skip
     arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
@@ -298,7 +298,7 @@ def _tiles(
 ) -> None:
     m, k = x.shape[-2:]
     constants = {
-        "number": NUMBERS[x.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2, "given": given is not None,
+        "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2, "scale_given": given is not None,
         **settings,
     }  # fmt: skip
     arguments = (*map(_address, (x, data, scale, given)), *(_steps(x) or ()), m, k, _inverse(_up(k, SIDE)))
@@ -322,7 +322,7 @@ def _squares(
 ) -> None:
     m, k = x.shape[-2] if rows is None else len(rows), columns(x)
     constants = {
-        "form": form, "number": NUMBERS[x.dtype], "format": NUMBERS[dtype], "power_of_2": power_of_2,
+        "form": form, "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
         "gather": rows is not None, **SETTINGS[form.name.lower()],
     }  # fmt: skip
     lean = x.dtype == torch.bfloat16 and dtype != torch.int8
@@ -332,7 +332,7 @@ def _squares(
     old_steps = (0, 0) if old_scale is None else (_step_of_batch(old_scale), old_scale.stride(-1))
     arguments = (
         *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *steps, *old_steps, m, k,
-        _inverse(constants["band"] * _up(k, SIDE)),
+        _inverse(constants["raster_height"] * _up(k, SIDE)),
     )  # fmt: skip
     blocks = _batches(x) * _up(m, SIDE) * _up(k, SIDE)
     _launch("blocks", constants, x, blocks, SQUARE_THREADS, SQUARE_BYTES, *arguments)

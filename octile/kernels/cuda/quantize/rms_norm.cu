@@ -24,8 +24,8 @@ __device__ __forceinline__ float over_block(float x, float* room) {
 }
 
 __device__ __forceinline__ void store_values(uint8_t* y, int64_t index, const Floats& x, bool there) {
-    y += bytes<config::number>(index);
-    if constexpr (config::number == float32) {
+    y += bytes<config::dtype>(index);
+    if constexpr (config::dtype == float32) {
         const float(&v)[8] = x.value;
         ptx::store_16(y, ptx::bits_of(v[0], v[1], v[2], v[3]), there);
         ptx::store_16(y + 16, ptx::bits_of(v[4], v[5], v[6], v[7]), there);
@@ -33,17 +33,17 @@ __device__ __forceinline__ void store_values(uint8_t* y, int64_t index, const Fl
         uint32_t pair[4];
 #pragma unroll
         for (int p = 0; p < 4; ++p)
-            pair[p] = config::number == bfloat16 ? ptx::pack_bf16(x.value[2 * p], x.value[2 * p + 1])
+            pair[p] = config::dtype == bfloat16 ? ptx::pack_bf16(x.value[2 * p], x.value[2 * p + 1])
                                                  : ptx::pack_f16(x.value[2 * p], x.value[2 * p + 1]);
         ptx::store_16(y, make_uint4(pair[0], pair[1], pair[2], pair[3]), there);
     }
 }
 
-// x: [m, k] numbers, rows x_row apart; weight [k]. y, in x's numbers, where config::values. per_number: 1 / k.
+// x: [m, k] numbers, rows x_row apart; weight [k]. y, in x's numbers, where config::store_y. per_number: 1 / k.
 extern "C" __global__ void __launch_bounds__(norm_threads, config::blocks)
 rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, float* rstds, uint8_t* y, float eps,
          float per_number, int64_t x_row, int m, int k) {
-    constexpr int number = config::number, format = config::format;
+    constexpr int number = config::dtype, format = config::format;
     constexpr bool power_of_2 = config::power_of_2;
     float *rooms = reinterpret_cast<float*>(ptx::dynamic_shared()), *room = rooms;
     const int column = threadIdx.x * 8, step = norm_threads * 8;  // of unit u: column + u · step
@@ -58,7 +58,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
     };
     auto load_weight = [&](int u) {
         const int at = column + u * step;
-        return load_eight<config::weight_number>(ptx::forget(weight) + bytes<config::weight_number>(at), at < k);
+        return load_eight<config::weight_dtype>(ptx::forget(weight) + bytes<config::weight_dtype>(at), at < k);
     };
     Eight<number> row[units], next[units];
 #pragma unroll
@@ -78,10 +78,10 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
             for (int j = 0; j < 8; ++j) squares = __fmaf_rn(row[u].at(j), row[u].at(j), squares);
         const float mean = __fmul_rn(over_block(squares, room), per_number);
         room = room == rooms ? rooms + room_floats : rooms;
-        const float rstd = ptx::reciprocal_root(__fadd_rn(mean, eps));
+        const float rstd = ptx::rsqrt(__fadd_rn(mean, eps));
         ptx::store_float(rstds + i, rstd, threadIdx.x == 0);
 
-        auto normalised = [&](const Eight<number>& x, const Eight<config::weight_number>& w) {
+        auto normalized = [&](const Eight<number>& x, const Eight<config::weight_dtype>& w) {
             Floats product;
 #pragma unroll
             for (int j = 0; j < 8; ++j) product.value[j] = __fmul_rn(__fmul_rn(x.at(j), rstd), w.at(j));
@@ -91,10 +91,10 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
         float amax[units];
 #pragma unroll
         for (int u = 0; u < units; ++u) {
-            value[u] = normalised(row[u], load_weight(u));
+            value[u] = normalized(row[u], load_weight(u));
             amax[u] = value[u].amax();
         }
-        const float own_scale = scale_of<format, power_of_2>(over_row<in_halves>(amax, larger));
+        const float own_scale = scale_of<format, power_of_2>(over_row<in_halves>(amax, max_abs));
         const int mine = threadIdx.x / 16 * tile_columns + owned<units>() * step;  // the first column of the tile
         float* to = scale + static_cast<int64_t>(mine / tile_columns) * ((m + 3) / 4 * 4) + i;
         ptx::store_float(to, own_scale, first_owner<units>() && mine < k);
@@ -105,7 +105,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
 #pragma unroll 1
             for (int u = 0; u < units; ++u) {  // found once more: rare, and in few registers
                 const bool there = column + u * step < k;
-                const Floats again = normalised(load_row(i, u, true), load_weight(u));
+                const Floats again = normalized(load_row(i, u, true), load_weight(u));
                 const Divisor divisor = from_owner<units, power_of_2>(own, u);
                 float quotient[8];
 #pragma unroll
@@ -122,7 +122,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
                 ptx::store_8(data + index + u * step, pack_8<format>(quotient), column + u * step < k);
             }
         }
-        if constexpr (config::values)
+        if constexpr (config::store_y)
 #pragma unroll
             for (int u = 0; u < units; ++u) store_values(y, index + u * step, value[u], column + u * step < k);
     }

@@ -19,7 +19,7 @@
 #pragma once
 #include "convert.cuh"
 
-enum Number { float32, bfloat16, float16, e4m3, e5m2, int8, e5m6 };
+enum Dtype { float32, bfloat16, float16, e4m3, e5m2, int8, e5m6 };
 
 template <int format>
 __device__ constexpr float largest() {

@@ -6,7 +6,7 @@
 #include "silu.cuh"
 #include "tile_quantize.cuh"
 
-constexpr int number = config::number, threads = 32 * config::warps;
+constexpr int number = config::dtype, threads = 32 * config::warps;
 
 template <class Values>
 __device__ __forceinline__ Floats result_of(const Values& gate, const Values& up, float weight) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ Floats result_of(const Values& gate, const Values& up
 }
 
 // gate, up: [m, k] numbers. weight: of the rows, where config::weighted. kept, kept_scale: gate and up in tiles, one matrix
-// above the other, where config::keep.
+// above the other, where config::save_inputs.
 extern "C" __global__ void __launch_bounds__(threads, config::blocks)
 swiglu(const uint8_t* gate, const uint8_t* up, const float* weight, uint8_t* data, float* scale, uint8_t* kept,
        float* kept_scale, int64_t gate_row, int64_t up_row, int64_t weight_step, int m, int k, int tile_inverse) {
@@ -44,12 +44,12 @@ swiglu(const uint8_t* gate, const uint8_t* up, const float* weight, uint8_t* dat
     for (int i = 0; i < rows; ++i) own[i] = one(gate, gate_row, i);
 #pragma unroll
     for (int i = 0; i < rows; ++i) other[i] = one(up, up_row, i);
-    if constexpr (config::keep) {
+    if constexpr (config::save_inputs) {
         Place above = at;
-        cast<config::kept_format, config::kept_power_of_2>(
+        cast<config::saved_format, config::saved_power_of_2>(
             kept, kept_scale, above, own, [&](int i) { return decoded(one(gate, gate_row, i)); });
         above.batch = 1;
-        cast<config::kept_format, config::kept_power_of_2>(
+        cast<config::saved_format, config::saved_power_of_2>(
             kept, kept_scale, above, other, [&](int i) { return decoded(one(up, up_row, i)); });
     }
     Floats h[rows];

@@ -14,7 +14,7 @@
 #include "block.cuh"
 #include "silu.cuh"
 
-constexpr bool codes = config::number >= e4m3;  // of gate and up, with a scale for 1×128
+constexpr bool codes = config::dtype >= e4m3;  // of gate and up, with a scale for 1×128
 
 namespace place {  // in shared memory, behind what a square takes
 constexpr int silu = bytes;                                 // float4 [7][2][square_threads]
@@ -63,8 +63,8 @@ struct Factors {  // of a row
 
 // What the thread has loaded of a row.
 struct Row {
-    Eight<config::dh_number> dh;
-    Eight<config::number> gate, up;
+    Eight<config::dh_dtype> dh;
+    Eight<config::dtype> gate, up;
 
     __device__ __forceinline__ float gate_at(int j, const Factors& by) const {
         return codes ? __fmul_rn(gate.at(j), by.gate_scale) : gate.at(j);
@@ -121,7 +121,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
                 int64_t up_scale_tile, int64_t weight_step, int m, int h, int band_inverse) {
     const Cast gradients{data, data_t, scale, scale_t}, result{nullptr, h_t, nullptr, h_scale_t};
     uint8_t* shared = ptx::dynamic_shared();
-    const Square at = square_of<config::band>(blockIdx.x, m, h, band_inverse);
+    const Square at = square_of<config::raster_height>(blockIdx.x, m, h, band_inverse);
     Square beside = at;  // in the gradients
     beside.k = 2 * at.k;
 
@@ -132,18 +132,18 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
     if constexpr (codes) {
         const float* of_gate = gate_scale + own_row * gate_scale_row + at.k_tile * gate_scale_tile;
         const float* of_up = up_scale + own_row * up_scale_row + at.k_tile * up_scale_tile;
-        ptx::copy_4(all_factors + (first ? 0 : side) + own, first ? of_gate : of_up, is_row);
+        ptx::cp_async_4(all_factors + (first ? 0 : side) + own, first ? of_gate : of_up, is_row);
     }
     if (config::weighted && first)
-        ptx::copy_4(all_factors + 2 * side + own, weight + own_row * weight_step, is_row);
+        ptx::cp_async_4(all_factors + 2 * side + own, weight + own_row * weight_step, is_row);
 
-    Rows<config::dh_number> dh_rows(dh, dh_row, at);
-    Rows<config::number> gate_rows(gate, gate_row, at), up_rows(up, up_row, at);
+    Rows<config::dh_dtype> dh_rows(dh, dh_row, at);
+    Rows<config::dtype> gate_rows(gate, gate_row, at), up_rows(up, up_row, at);
     Row row[8];
     each_row(at, [&](int i, bool there) {
         row[i] = {dh_rows.load(i, there), gate_rows.load(i, there), up_rows.load(i, there)};
     });
-    ptx::wait_for_copies();
+    ptx::cp_async_wait_all();
     __syncwarp();
     const float* factors = all_factors + at.row() % side;
     auto factors_of = [&](int i) { return Factors{factors[i], factors[side + i], factors[2 * side + i]}; };
@@ -182,6 +182,6 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
         const unsigned m_of_sum = at.row() + owned<8>();
         ptx::store_float(parts + wide(m_of_sum, tiles(at.k)) + at.k_tile, sum, first_owner<8>() && m_of_sum < at.m);
     }
-    cast_square<turned_only, config::h_format, config::h_power_of_2>(result, at, value, shared);
+    cast_square<transposed_only, config::h_format, config::h_power_of_2>(result, at, value, shared);
     store_turned(h_t, at, shared);
 }

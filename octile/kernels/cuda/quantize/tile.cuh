@@ -63,7 +63,7 @@ __device__ __forceinline__ Divisor from_owner(const Divisor& owned, int i) {
     return {inverse, power_of_2 ? 0.0f : __shfl_sync(whole_warp, owned.rest, lane)};
 }
 
-__device__ __forceinline__ float larger(float a, float b) { return ptx::larger(a, b); }
+__device__ __forceinline__ float max_abs(float a, float b) { return ptx::max_abs(a, b); }
 
 // ---- Rounding to codes -----------------------------------------------------------------------------------------
 

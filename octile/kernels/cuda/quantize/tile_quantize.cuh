@@ -95,7 +95,7 @@ __device__ __forceinline__ void cast(
     float amax[rows];
 #pragma unroll
     for (int i = 0; i < rows; ++i) amax[i] = x[i].amax();
-    const float scale = scale_of<format, power_of_2>(over_row<in_halves>(amax, larger));
+    const float scale = scale_of<format, power_of_2>(over_row<in_halves>(amax, max_abs));
     const int row = at.row + 2 * owned<rows>(), tiles = (at.k + tile_columns - 1) / tile_columns;
     float* to = scales + (at.batch * tiles + at.tile) * ((at.m + 3) / 4 * 4) + row;
     ptx::store_float(to, scale, first_owner<rows>() && row < at.m);

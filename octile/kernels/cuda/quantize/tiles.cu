@@ -9,7 +9,7 @@
 extern "C" __global__ void __launch_bounds__(32 * config::warps, config::blocks)
 tiles(const uint8_t* x, uint8_t* data, float* scale, const float* given, int64_t x_batch, int64_t x_row, int m, int k,
       int tile_inverse) {
-    constexpr int number = config::number;
+    constexpr int number = config::dtype;
     const unsigned k_tiles = (k + tile_columns - 1) / tile_columns, m_blocks = (m + block_rows - 1) / block_rows;
     unsigned block = quotient(blockIdx.x, k_tiles, tile_inverse);  // blocks beside each other along K run together
     Place at;
@@ -30,7 +30,7 @@ tiles(const uint8_t* x, uint8_t* data, float* scale, const float* given, int64_t
     const uint8_t* from = x;
 #pragma unroll
     for (int i = 0; i < rows; ++i, from += bytes<number>(2 * x_row)) own[i] = load_eight<number>(from, 2 * i < there);
-    if constexpr (config::given)
+    if constexpr (config::scale_given)
         cast_by<config::format>(ptx::load_float(given, true), data, at, own, again);
     else
         cast<config::format, config::power_of_2>(data, scale, at, own, again);

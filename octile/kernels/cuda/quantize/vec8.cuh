@@ -18,12 +18,12 @@ struct Floats {
         return __byte_perm(__float_as_uint(value[2 * p]), __float_as_uint(value[2 * p + 1]), 0x7632) & both_signs;
     }
     __device__ __forceinline__ float amax() const {
-        const float a = ptx::larger(ptx::larger(value[0], value[1]), ptx::larger(value[2], value[3]));
-        return ptx::larger(a, ptx::larger(ptx::larger(value[4], value[5]), ptx::larger(value[6], value[7])));
+        const float a = ptx::max_abs(ptx::max_abs(value[0], value[1]), ptx::max_abs(value[2], value[3]));
+        return ptx::max_abs(a, ptx::max_abs(ptx::max_abs(value[4], value[5]), ptx::max_abs(value[6], value[7])));
     }
     __device__ __forceinline__ void raise(const Floats& other) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) value[j] = ptx::larger(value[j], other.value[j]);
+        for (int j = 0; j < 8; ++j) value[j] = ptx::max_abs(value[j], other.value[j]);
     }
 };
 
@@ -36,12 +36,12 @@ struct Bfloats {
     }
     __device__ __forceinline__ uint32_t signs(int p) const { return pair[p] & both_signs; }
     __device__ __forceinline__ float amax() const {
-        const uint32_t a = ptx::larger_bf16(ptx::larger_bf16(pair[0], pair[1]), ptx::larger_bf16(pair[2], pair[3]));
-        return ptx::larger(__uint_as_float(a & 0xFFFF0000), __uint_as_float(a << 16));
+        const uint32_t a = ptx::max_abs_bf16x2(ptx::max_abs_bf16x2(pair[0], pair[1]), ptx::max_abs_bf16x2(pair[2], pair[3]));
+        return ptx::max_abs(__uint_as_float(a & 0xFFFF0000), __uint_as_float(a << 16));
     }
     __device__ __forceinline__ void raise(const Bfloats& other) {
 #pragma unroll
-        for (int p = 0; p < 4; ++p) pair[p] = ptx::larger_bf16(pair[p], other.pair[p]);
+        for (int p = 0; p < 4; ++p) pair[p] = ptx::max_abs_bf16x2(pair[p], other.pair[p]);
     }
 };
 
@@ -54,12 +54,12 @@ struct Halves {
     }
     __device__ __forceinline__ uint32_t signs(int p) const { return pair[p] & both_signs; }
     __device__ __forceinline__ float amax() const {
-        const uint32_t a = ptx::larger_f16(ptx::larger_f16(pair[0], pair[1]), ptx::larger_f16(pair[2], pair[3]));
-        return ptx::larger(ptx::high_f16(a), ptx::low_f16(a));
+        const uint32_t a = ptx::max_abs_f16x2(ptx::max_abs_f16x2(pair[0], pair[1]), ptx::max_abs_f16x2(pair[2], pair[3]));
+        return ptx::max_abs(ptx::high_f16(a), ptx::low_f16(a));
     }
     __device__ __forceinline__ void raise(const Halves& other) {
 #pragma unroll
-        for (int p = 0; p < 4; ++p) pair[p] = ptx::larger_f16(pair[p], other.pair[p]);
+        for (int p = 0; p < 4; ++p) pair[p] = ptx::max_abs_f16x2(pair[p], other.pair[p]);
     }
 };
 

@@ -62,14 +62,14 @@ __device__ __forceinline__ void store_float(float* to, float x, bool there) {
 }
 
 // To shared memory, without a register and without waiting; zero where there is nothing.
-__device__ __forceinline__ void copy_4(void* shared, const void* from, bool there) {
+__device__ __forceinline__ void cp_async_4(void* shared, const void* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(from),
                  "r"(there ? 4 : 0)
                  : "memory");
 }
 
 // Until what the thread copies has arrived.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The same address, of which the compiler knows nothing: what is loaded from it again is not kept in registers instead.
 template <class T>

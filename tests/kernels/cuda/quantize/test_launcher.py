@@ -6,9 +6,9 @@ from torch import Tensor
 
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.memory_layout import new_scale
-from octile.ops.norm import normalised, rms_norm_quantize
+from octile.ops.norm import normalized, rms_norm_quantize
 from octile.ops.quantize import DATA_DTYPES, decode, dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_keep
+from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import build
@@ -52,7 +52,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_address", address)
     monkeypatch.setattr(launcher, "_launch", launch)
     for kind, settings in launcher.SETTINGS.items():  # two squares make a band, so that its edge is met
-        monkeypatch.setitem(launcher.SETTINGS, kind, settings | ({"band": 2} if "band" in settings else {}))
+        monkeypatch.setitem(
+            launcher.SETTINGS, kind, settings | ({"raster_height": 2} if "raster_height" in settings else {})
+        )
 
 
 def _bad(*shape: int) -> Tensor:
@@ -209,7 +211,7 @@ def test_swiglu(dtype: torch.dtype, power_of_2: bool):
     assert_close_codes(found, swiglu_quantize(gate, up, "e4m3", power_of_2))
     weight = torch.rand(2 * SHAPE[0])[::2] + 0.5
     found = launcher.swiglu(gate, up, E4M3, power_of_2, weight, E5M2, power_of_2)
-    expected = swiglu_quantize_and_keep(gate, up, "e4m3", power_of_2, "e5m2", power_of_2, weight)
+    expected = swiglu_quantize_and_save(gate, up, "e4m3", power_of_2, "e5m2", power_of_2, weight)
     assert_close_codes(found[:2], expected[:2])
     assert_same(found[2:], expected[2:])
 
@@ -263,8 +265,8 @@ def test_rms_norm_is_bit_for_bit_after_its_rstd(shape, dtype, weight_dtype, valu
     x, weight = finite(*shape).clamp(-6e4, 6e4).to(dtype), (torch.rand(shape[1]) + 0.5).to(weight_dtype)
     *found, rstd, y = launcher.rms_norm(x, weight, 1e-6, E4M3, power_of_2, values)
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2], rtol=2.0**-20, atol=0)
-    assert_same(found, quantize(normalised(x, rstd, weight), 1, 128, "e4m3", power_of_2))
-    assert_same([y], [normalised(x, rstd, weight).to(dtype) if values else x[:0]])
+    assert_same(found, quantize(normalized(x, rstd, weight), 1, 128, "e4m3", power_of_2))
+    assert_same([y], [normalized(x, rstd, weight).to(dtype) if values else x[:0]])
 
 
 def test_rms_norm_of_zeros_and_of_nan():

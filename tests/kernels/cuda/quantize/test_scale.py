@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import E4M3, E5M2, E5M6, INT8
-from octile.kernels.cuda.quantize.launcher import NUMBERS
+from octile.kernels.cuda.quantize.launcher import DTYPES
 from tests.kernels.cuda import emulator
 from tests.kernels.cuda.emulator import build
 from tests.kernels.cuda.emulator.examples import SOURCES
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator n
 
 SIGNIFICANT = 8  # bits of a number halfway between two codes of INT8 or E5M6; E4M3's and E5M2's have fewer
 BESIDE = 13  # units in the last place: only scales so close to a number with so few bits could decide differently
-DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, INT8: torch.int8, E5M6: torch.uint8}
+DTYPE_OF = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, INT8: torch.int8, E5M6: torch.uint8}
 
 
 def _run(x: Tensor, scale: Tensor, fmt=E4M3) -> tuple[Tensor, Tensor]:
     """x / scale, and the scales of blocks whose largest magnitudes are x."""
     quotient, scales = torch.empty_like(x), torch.empty_like(x)
     arguments = [x, scale, quotient, scales, x.numel()]
-    grid, constants = -(-x.numel() // 1024), {"format": NUMBERS[DTYPES[fmt]]}
+    grid, constants = -(-x.numel() // 1024), {"format": DTYPES[DTYPE_OF[fmt]]}
     emulator.run(
         "scales", constants, grid=grid, threads=1024, shared_bytes=0, arguments=arguments, headers=SOURCES
     )  # fmt: skip
@@ -64,7 +64,7 @@ def test_zeros_keep_their_sign_and_inf_and_nan_are_seen(scale: float):
     assert torch.equal(found.signbit()[number], expected.signbit()[number])
 
 
-@pytest.mark.parametrize("fmt", list(DTYPES), ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", list(DTYPE_OF), ids=lambda f: f.name)
 def test_scales_are_the_correctly_rounded_quotients_by_the_largest_number(fmt):
     for exponent in (-149, -126, -110, -60, 0, 127):
         amax = (1 + torch.arange(0, 1 << 23, 37)[: 1 << 15] * 2.0**-23) * 2.0**exponent

@@ -79,13 +79,13 @@ inline uint32_t e5m2_to_f16(uint32_t four, bool upper) {
 inline float low_f16(uint32_t pair) { return emulator::from_f16(pair); }
 inline float high_f16(uint32_t pair) { return emulator::from_f16(pair >> 16); }
 
-inline float larger(float a, float b) { return a != a || b != b ? NAN : fmaxf(fabsf(a), fabsf(b)); }
-inline uint32_t larger_bf16(uint32_t a, uint32_t b) { return emulator::larger_pair(a, b, 0x7F80); }
-inline uint32_t larger_f16(uint32_t a, uint32_t b) { return emulator::larger_pair(a, b, 0x7C00); }
+inline float max_abs(float a, float b) { return a != a || b != b ? NAN : fmaxf(fabsf(a), fabsf(b)); }
+inline uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) { return emulator::larger_pair(a, b, 0x7F80); }
+inline uint32_t max_abs_f16x2(uint32_t a, uint32_t b) { return emulator::larger_pair(a, b, 0x7C00); }
 inline float select(bool first, float a, float b) { return first ? a : b; }
 
 inline float exp2(float x) { return emulator::flushed(exp2f(x)); }
 inline float reciprocal(float x) { return emulator::flushed(1.0f / emulator::flushed(x)); }
-inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }
+inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 
 }  // namespace ptx

@@ -31,10 +31,10 @@ inline void store_8(void* to, const uint2& v, bool there) {
 inline void store_float(float* to, float x, bool there) {
     if (there) const_cast<float&>(emulator::aligned<float>(to)) = x;
 }
-inline void copy_4(void* shared, const void* from, bool there) {
+inline void cp_async_4(void* shared, const void* from, bool there) {
     const_cast<uint32_t&>(emulator::aligned<uint32_t>(shared)) = there ? emulator::aligned<uint32_t>(from) : 0;
 }
-inline void wait_for_copies() {}
+inline void cp_async_wait_all() {}
 template <class T>
 const T* forget(const T* address) {
     return address;

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import padded
-from octile.kernels.triton.codes import FORMAT_OF, constants, to_half
+from octile.kernels.triton.device import Machine, tile
+from octile.kernels.triton.fp8_bits import FORMAT_OF, constants, to_half
 from octile.kernels.triton.layout import k_major
-from octile.kernels.triton.machine import Machine, tile
 
 LONGEST_STEP = 128  # between two promotions
 SHORTEST_STEP = 32  # K of one FP8 instruction

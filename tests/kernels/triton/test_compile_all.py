@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from octile.kernels.triton.compiled import ARCHITECTURES, Compiled, compile_all
+from octile.kernels.triton.compile_all import ARCHITECTURES, Compiled, compile_all
 
 CHECKED = ("sm_80", "sm_89", "sm_90")
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.formats import E4M3, E5M2, E5M6, INT8, FloatFormat, IntFormat
-from octile.kernels.triton.machine import machine
+from octile.kernels.triton.device import machine
 
 FORMAT_OF: dict[torch.dtype, FloatFormat | IntFormat] = {
     torch.float8_e4m3fn: E4M3,

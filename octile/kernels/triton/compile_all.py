@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
-from octile.kernels.triton.machine import Machine, assume
+from octile.kernels.triton.device import Machine, assume
 
 ARCHITECTURES = {
     "sm_80": Machine(multiprocessors=108, shared_bytes=163 * 1024, fp8=False),  # A100
@@ -33,7 +34,6 @@ ARCHITECTURES = {
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
-TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "weight, both ways": lambda: transpose.launch_block(_empty(n, k, dtype=fp32), E4M3, False),
         "SwiGLU": lambda: swiglu.launch(gate, up, E4M3, False),
-        "SwiGLU, inputs kept": lambda: swiglu.launch_and_keep(gate, up, E4M3, True, E4M3, False, of_rows),
+        "SwiGLU, inputs kept": lambda: swiglu.launch_and_save(gate, up, E4M3, True, E4M3, False, of_rows),
         "SwiGLU backward": lambda: swiglu.launch_backward(
             _empty(t, n), gate, up, None, None, None, E4M3, False, E4M3, True
         ),
