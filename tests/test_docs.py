@@ -38,7 +38,7 @@ def given(page: Path) -> dict[str, Any]:
         save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
     if page.name == "look_inside_a_run.md":
         Path("runs/inside").mkdir(parents=True)
-        lines = (ROOT / "experiments" / "2026-11-20-inside" / "telemetry.jsonl").read_text(encoding="utf-8")
+        lines = (ROOT / "experiments" / "inside" / "telemetry.jsonl").read_text(encoding="utf-8")
         Path("runs/inside/telemetry.jsonl").write_text(lines, encoding="utf-8")
     if page.name == "telemetry.md":
         model = octile.convert(DeepseekV3(ModelConfig.tiny()), octile.Recipe.deepseek_v3())

@@ -85,7 +85,7 @@ NARROW = ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048)
 M128 = [Case("dense", 128, n, k) for n, k in NARROW]
 FEWER = [Case("dense", m, n, k) for m in (1, 4, 16, 64) for n, k in NARROW]
 FEW_ROWS = [*M128, *FEWER]
-MIDDLE = [  # rows as a server has them, for `benchmarks/beside.py`
+MIDDLE = [  # rows as a server has them, for `tools/compare_trees.py`
     Case("dense", m, n, k)
     for n, k in ((2112, 7168), (3072, 8192), (1536, 7168), (4096, 14336), (5120, 5120), (4096, 7168))
     for m in (128, 192, 256)

@@ -1,11 +1,11 @@
-"""How far a preflight's prediction is from what a run did: the figures of experiments/2026-11-20-preflight."""
+"""How far a preflight's prediction is from what a run did: the figures of experiments/preflight."""
 
 import runpy
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "2026-11-20-preflight"
+FOLDER = Path(__file__).parents[2] / "experiments" / "preflight"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from octile.lab.tensor_core import vectorized
 from octile.lab.tensor_core.operand import decode
 from octile.lab.tensor_core.vectorized import Summation
 
-FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `benchmarks/hopper.sh probe` left
+FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `tools/hopper.sh probe` left
 
 
 def test_the_model_gives_what_the_hardware_gave():

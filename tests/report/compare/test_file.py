@@ -14,7 +14,7 @@ from octile.report.compare.tables import outcome_rows
 from octile.report.compare.token_differences import Group, TokenDifferences
 from tests.report.compare.test_compare import compared, curve, diverged
 
-EXPERIMENT = Path(__file__).parents[3] / "experiments" / "2026-11-20-tiny" / "compare.json"
+EXPERIMENT = Path(__file__).parents[3] / "experiments" / "tiny" / "compare.json"
 
 
 def whole():

@@ -13,7 +13,8 @@ the slowest of the following, times what a kind of kernel was found to take more
 so large tiles load least, several small ones fill the last round of multiprocessors better, and few rows are a matter
 of reading the weights from all multiprocessors at once. The constants rank kernels, and are no forecast: a product of
 few rows is estimated a fifth too long. They were found by choosing best among 1,637 timings of 93 products on H200s
-(benchmarks/results/h200_sweep.json; those of more than 256 rows with bands of tiles along M, since bands along N came
+(benchmarks/history/cost-model/sweep.json; those of more than 256 rows with bands of tiles along M, since bands along N
+came
 after them). By these the choice of everything but the bands costs 0.7% against the best known, at worst 8%. Which way
 bands lie is not estimated: it is a rule, found by measuring some products both ways (`_bands`; benchmarks/LOG.md, 21
 November). `octile bench tune` measures `candidates`, and the likeliest of each tile also with `other_rasterization`;

@@ -17,7 +17,7 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
 
 H200 = Chip(132)
-SWEEP = Path(__file__).parents[4] / "benchmarks" / "results" / "h200_sweep.json"
+SWEEP = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model" / "sweep.json"
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.first`: a few products, each in a process of its own: does the kernel run at all?"""
+"""Run a few GEMMs, each in its own process, to see whether the kernels work at all: `python -m tools.smoke_gemm`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""`python benchmarks/beside.py OUT.json TREE TREE … [--products few,middle]`: products of several octiles, by turns.
+"""Compare the GEMM speed of several source trees on one GPU, interleaved.
 
-A TREE is a folder with `octile/` in it, such as a git worktree. Each has a process of its own on the one GPU, with its
-own kernels and its own choice of them; one more has DeepGEMM, where that can be imported. They measure in turns, a few
-rounds at a time, so that heat and clocks are alike for all. What order and chance do is seen by naming a tree twice.
+    python tools/compare_trees.py OUT.json TREE TREE … [--products few,middle] [--peer]
 
-Run by the file's path, so that every process finds the octile of its own tree, and no other.
+A TREE is a folder with `octile/` in it, such as a git worktree. Each tree runs in its own process on the one GPU, with
+its
+own kernels and its own choice of them; `--peer` adds a process with DeepGEMM. The processes measure in turn, a few
+rounds at a time, so that heat and clocks are alike for all. Name a tree twice to see what order and chance do.
+
+A tree whose modules have other names is measured by its own copy of this script (`tools/compare_trees.py`, before that
+`tools/compare_trees.py`), which answers the same requests.
 """
 
 from __future__ import annotations
@@ -23,27 +27,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-TURNS, ROUNDS = 5, 4  # of each process for a product; of its median in a turn the median counts
+TURNS, ROUNDS = 5, 4  # turns of each process a GEMM, rounds a turn; the median over turns of the median counts
+SCRIPTS = ("tools/compare_trees.py", "tools/compare_trees.py")  # where a tree has its copy of this script
 LISTS = {"few": "FEW_ROWS", "middle": "MIDDLE", "large": "LARGE", "tiles": "BOTH_TILES", "accumulated": "ACCUMULATED",
          "wgrad": "WGRAD", "grouped": "GROUPED", "masked": "MASKED"}  # fmt: skip
 
 
 class Worker:
-    """The process of a tree: it answers each line that it is given with one."""
+    """The process of one tree. It answers each request, a line of JSON, with one line."""
 
     def __init__(self, name: str, tree: Path, peer: bool = False) -> None:
         self.name = name
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", *(["--peer"] if peer else [])]
+        own = next((path for name in SCRIPTS if (path := tree / name).is_file()), Path(__file__).resolve())
+        command = [sys.executable, str(own), "--serve", *(["--peer"] if peer else [])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tree
         )
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """What the process finds.
+        """Return the process's answer.
 
         Raises:
-            RuntimeError: it ended, or says why it could not.
+            RuntimeError: the process ended, or reports why it failed.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -59,14 +65,14 @@ class Worker:
 
 
 def measure(workers: list[Worker], cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each product: its name, each worker's kernel, and its seconds."""
+    """Yield each GEMM's name, each worker's kernel, and its seconds."""
     with ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(lambda worker: worker.ask("prepare", cases), workers))
         for i in range(len(cases)):
             kernels = list(pool.map(lambda worker, i=i: worker.ask("take", i), workers))
             times: dict[str, list[float]] = {worker.name: [] for worker in workers}
             for turn in range(TURNS):
-                begin = turn % len(workers)  # another one is the first each time
+                begin = turn % len(workers)  # a different worker is first in each turn
                 for worker in (*workers[begin:], *workers[:begin]):
                     times[worker.name].append(worker.ask("time"))
             yield {
@@ -77,25 +83,25 @@ def measure(workers: list[Worker], cases: list[dict[str, Any]]) -> Iterator[dict
 
 
 def line(row: dict[str, Any]) -> str:
-    """A product's kernel and µs, and how fast the others are beside the first."""
+    """Format a GEMM's kernel and µs, and the other workers' speed relative to the first."""
     first, *others = row["seconds"].items()
-    beside = "  ".join(f"{name} {1e6 * s:8.2f} ({first[1] / s:.3f})" for name, s in others)
-    return f"{row['product']:34} {row['kernels'][first[0]]:30} {1e6 * first[1]:8.2f}  {beside}"
+    relative = "  ".join(f"{name} {1e6 * s:8.2f} ({first[1] / s:.3f})" for name, s in others)
+    return f"{row['product']:34} {row['kernels'][first[0]]:30} {1e6 * first[1]:8.2f}  {relative}"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The geometric mean of each one's speed beside the first, over the products that it makes."""
+    """Format each worker's speed relative to the first: the geometric mean over the GEMMs that it supports."""
     first, *others = rows[0]["seconds"]
-    said = []
+    parts = []
     for name in others:
         ratios = [row["seconds"][first] / row["seconds"][name] for row in rows]
-        made = [ratio for ratio in ratios if not math.isnan(ratio)]
-        said.append(f"{name} {statistics.geometric_mean(made):.4f} of {len(made)}" if made else f"{name} none")
-    return f"speed beside {first}: " + ", ".join(said)
+        known = [ratio for ratio in ratios if not math.isnan(ratio)]
+        parts.append(f"{name} {statistics.geometric_mean(known):.4f} of {len(known)}" if known else f"{name} none")
+    return f"speed vs. {first}: " + ", ".join(parts)
 
 
 class Server:
-    """In a tree's process: what it is asked."""
+    """The requests that a tree's process answers."""
 
     def __init__(self, peer: bool) -> None:
         self.peer = peer
@@ -103,13 +109,13 @@ class Server:
         self.call: Callable[[], object] | None = None
 
     def products(self, names: list[str]) -> list[dict[str, Any]]:
-        """Those of these lists, as this tree has them."""
+        """Return the GEMMs of these lists, as this tree defines them."""
         from octile.bench import shapes
 
         return [asdict(case) for name in names for case in getattr(shapes, LISTS[name])]
 
     def prepare(self, cases: list[dict[str, Any]]) -> None:
-        """Compiles the kernels of these products."""
+        """Choose and compile the kernels of these GEMMs."""
         from octile.bench.shapes import Case
         from octile.bench.tune import compiles, problem
         from octile.kernels.cuda.gemm.candidates import choose
@@ -126,39 +132,38 @@ class Server:
                 raise RuntimeError(failed[0])
 
     def take(self, i: int) -> tuple[str, str]:
-        """Makes the operands of a product, and the product once; its name and the kernel's."""
+        """Allocate the operands of a GEMM and check its result once. Return its name and its kernel's."""
         import torch
 
         from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
         from octile.bench.gemm_peers import deep_gemm_call
 
-        self.call = None  # with the operands before, which the others' have no room beside
+        self.call = None  # frees the previous operands: all workers' operands together do not fit the GPU
         torch.cuda.empty_cache()
         case, c = self.cases[i], self.chosen[i]
         name, setup = f"{case.name} {case.what}", prepare_case(case, "cuda")
         if self.peer:
             try:
                 self.call = deep_gemm_call(setup)
-            except (RuntimeError, KeyError, AssertionError) as error:  # it has no such product
+            except (RuntimeError, KeyError, AssertionError) as error:  # DeepGEMM does not support this GEMM
                 return name, f"none: {error}"
             return name, "DeepGEMM"
         self.call = setup.call
         setup.check(self.call, setup.high_precision(), setup.out, MAX_DIFFERENCE)
         marks = [f"c{c.cluster_m}{c.cluster_n}"] * (c.cluster_size > 1) + [f"k{c.split_k}"] * (c.split_k > 1)
-        marks += (
-            ["pp"] * c.ping_pong + ["turned"] * c.transposed + ["fetching"] * c.load_c + ["along n"] * c.raster_along_n
-        )
+        marks += ["ping-pong"] * c.ping_pong + ["transposed"] * c.transposed
+        marks += ["load C"] * c.load_c + ["raster along N"] * c.raster_along_n
         return name, " ".join([f"{c.tile_m}×{c.tile_n} w{c.warpgroups} a{c.accumulators} s{c.stages}", *marks])
 
     def time(self) -> float:
-        """Seconds of the product; NaN where there is none."""
+        """Measure the GEMM in seconds; NaN where it is not supported."""
         from octile.bench.kernel_time import kernel_seconds
 
         return math.nan if self.call is None else kernel_seconds({"it": self.call}, rounds=ROUNDS)["it"]
 
 
 def serve(peer: bool) -> None:
-    """Answers lines until there are no more; what libraries print goes to stderr."""
+    """Answer requests until stdin ends. Output of libraries goes to stderr."""
     answers, sys.stdout = sys.stdout, sys.stderr
     server = Server(peer)
     for asked in sys.stdin:
@@ -176,7 +181,7 @@ def main() -> None:
     parser.add_argument("trees", type=Path, nargs="*")
     parser.add_argument("--products", default="few,large", help=f"lists: {','.join(LISTS)}")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--peer", action="store_true", help="DeepGEMM, too")
+    parser.add_argument("--peer", action="store_true", help="also measure DeepGEMM")
     asked = parser.parse_args()
     if asked.serve:
         serve(asked.peer)
@@ -190,7 +195,7 @@ def main() -> None:
         if not (tree / "octile").is_dir():
             parser.error(f"there is no octile in {tree}")
     workers = [Worker(f"{i}:{tree.name}", tree.resolve()) for i, tree in enumerate(asked.trees)]
-    cases = workers[-1].ask("products", names)  # of the last tree, since a new one has lists that an old one lacks
+    cases = workers[-1].ask("products", names)  # from the last tree: a new tree may have lists that an old one lacks
     if asked.peer:
         workers.append(Worker("DeepGEMM", asked.trees[0].resolve(), peer=True))
     rows = []

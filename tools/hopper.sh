@@ -56,10 +56,10 @@ for stage, names in needed.items():
     print(f"{stage}: {'missing ' + ', '.join(missing) if missing else 'all there'}")
 PY
     for tool in nvcc ncu compute-sanitizer; do command -v $tool || echo "no $tool"; done
-    within 200 "$PYTHON" -m benchmarks.first
+    within 200 "$PYTHON" -m tools.smoke_gemm
     ;;
 tests)
-    within 520 "$PYTHON" -m benchmarks.tests "$OUT" "${@:2}"
+    within 520 "$PYTHON" -m tools.run_gpu_tests "$OUT" "${@:2}"
     ;;
 gemm)
     build_deep_gemm
@@ -82,18 +82,18 @@ tune)
 profile)
     build_deep_gemm
     restore_tuned
-    within 420 "$PYTHON" -m benchmarks.profile "$OUT/profile.json"
+    within 420 "$PYTHON" -m tools.profile_gemm "$OUT/profile.json"
     ;;
 sanitize)
-    OUT=$OUT within 520 benchmarks/sanitize.sh
+    OUT=$OUT within 520 tools/sanitize.sh
     ;;
 train)
     restore_tuned
-    within 520 "$PYTHON" -m benchmarks.train "$OUT" "${@:2}"
+    within 520 "$PYTHON" -m tools.bench_train "$OUT" "${@:2}"
     ;;
 deterministic)
     restore_tuned
-    within 520 "$PYTHON" -m benchmarks.deterministic "$OUT"
+    within 520 "$PYTHON" -m tools.check_deterministic "$OUT"
     ;;
 probe)
     within 520 "$PYTHON" -m octile.lab.probe --outputs "${OUTPUTS:-1e8}" --golden "$OUT/tensor_core.safetensors" \

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.train OUT [STEPS]`: the `small` preset in BF16 and with DeepSeek-V3's recipe, side by side.
+"""`python -m tools.bench_train OUT [STEPS]`: the `small` preset in BF16 and with DeepSeek-V3's recipe, side by side.
 
 The recipe runs twice: with the portable kernels in Triton, and with Hopper's own. Each run has a process of its own.
 Leaves OUT/train_RUN.jsonl (the runs' measurements) and OUT/train.json, and prints a table. Imports no command line.

@@ -1,6 +1,6 @@
 """Draws preflight.svg from preflight.json, and prints the README's table: what was predicted against what was found.
 
-    python experiments/2026-11-20-preflight/draw.py experiments/2026-11-20-preflight
+    python experiments/preflight/draw.py experiments/preflight
 
 The folder is where the one lies and the other will.
 """

@@ -1,6 +1,6 @@
 """Why wgrad of the down projections loses more than was predicted: SwiGLU's output is made again from 8-bit inputs.
 
-    python experiments/2026-11-20-preflight/kept.py runs/lab-preflight     # where run.py worked
+    python experiments/preflight/kept.py runs/lab-preflight     # where run.py worked
 
 The first step in 8 bits, with SwiGLU's inputs kept in 8 bits, made again, and layers that are no one function.
 """

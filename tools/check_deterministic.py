@@ -1,4 +1,4 @@
-"""`python -m benchmarks.deterministic OUT`: what the same bits cost, and the moving average, with the `small` preset.
+"""`python -m tools.check_deterministic OUT`: what the same bits cost, and the moving average, with the `small` preset.
 
 Each recipe runs twice as usual and twice within `octile.train.deterministic`: are the weights the same to the bit, and
 how fast was it? Then the first recipe runs without and with `optim.ema_decay`, in turns. Leaves OUT/deterministic.txt

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "beside.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "compare_trees.py"
 OCTILE = {  # as much of it as the script asks for; it takes SECONDS for every product
     "bench/shapes.py": """
 from dataclasses import dataclass
@@ -78,10 +78,10 @@ def test_trees_are_measured_beside_the_first(tree, tmp_path):
     done = run(str(tmp_path / "out.json"), tree("old", 4e-6), tree("new", 2e-6), "--products", "few", "--peer")
     assert done.returncode == 0, done.stderr
     one, two, last = done.stdout.splitlines()
-    kernel = ["64×32", "w1", "a2", "s12", "c12", "k3", "turned"]
+    kernel = ["64×32", "w1", "a2", "s12", "c12", "k3", "transposed"]
     assert one.split() == ["1×2×3", "FP8", *kernel, "4.00", "1:new", "2.00", "(2.000)", "DeepGEMM", "nan", "(nan)"]
     assert two.split()[-6:] == ["1:new", "2.00", "(2.000)", "DeepGEMM", "4.00", "(1.000)"]
-    assert last == "speed beside 0:old: 1:new 2.0000 of 2, DeepGEMM 1.0000 of 1"
+    assert last == "speed vs. 0:old: 1:new 2.0000 of 2, DeepGEMM 1.0000 of 1"
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["product"] for row in rows] == ["1×2×3 FP8", "4×5×6 FP8"]
     assert rows[0]["kernels"]["DeepGEMM"] == "none: too small"

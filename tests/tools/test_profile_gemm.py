@@ -18,7 +18,7 @@ RAW = f"""==PROF== Connected to process 17
 
 @pytest.fixture
 def profile(script):
-    return script("profile")
+    return script("profile_gemm")
 
 
 def test_a_kernel_is_its_metrics_and_stalls(profile):

@@ -1,6 +1,6 @@
 """Was the preflight right? What it predicts of a model, and what a run in 8 bits from there then does, step by step.
 
-    python experiments/2026-11-20-preflight/run.py
+    python experiments/preflight/run.py
 
 The tiny model is trained in BF16. Then, for each recipe: the preflight looks at it, on the last batches that it saw;
 and the training continues from the same checkpoint in 8 bits. At some of these steps the products that the step itself

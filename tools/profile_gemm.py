@@ -1,10 +1,11 @@
-"""`python -m benchmarks.profile OUT.json`: what holds the product kernels back, counted by Nsight Compute (ncu).
+"""Profile the GEMM kernels with Nsight Compute (ncu).
 
-    python -m benchmarks.profile OUT.json          profiles CASES and prints a table
-    python -m benchmarks.profile --run             the program that is profiled: each case once, after a warm-up
+    python -m tools.profile_gemm OUT.json          profiles CASES and prints a table
+    python -m tools.profile_gemm --run             the program that is profiled: each case once, after a warm-up
 
-Of every kernel: time, registers, shared memory, how busy the tensor cores are, the L2 cache and memory, and why warps
-wait. Clocks are left alone (`--clock-control none`), as in the benchmark beside it.
+It reports time, registers, shared memory, activity of the tensor cores, the L2 cache and memory, and stall reasons of
+every
+kernel. Clocks are not locked (`--clock-control none`), as in `octile bench gemm`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CASES = [
     Case("masked", 192, 6144, 7168, 32),
     Case("wgrad", 4096, 7168, 8192, 4, tiles=True, accumulate=True),
 ]
-KERNELS = r"regex:^product$|fp8.*gemm"  # octile's, and DeepGEMM's
+KERNELS = r"regex:^gemm$|fp8.*gemm"  # octile's and DeepGEMM's
 WANTED = (  # where this ncu knows them for this chip; sections bring the rest
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
@@ -108,7 +109,7 @@ def profile(out: Path) -> None:
         command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", KERNELS, *sections]
         command += [*metrics, "--csv", "--page", "raw", "--log-file", str(table)]
         ran = subprocess.run(
-            [*command, sys.executable, "-m", "benchmarks.profile", "--run"],
+            [*command, sys.executable, "-m", "tools.profile_gemm", "--run"],
             stdout=subprocess.PIPE, stderr=sys.stderr, text=True, check=False,
         )  # fmt: skip
         kernels = parse(table.read_text() if table.exists() else ran.stdout)

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ are no part of the package; they are loaded from their files."""
+"""The scripts of tools/ are no part of the package; they are loaded from their files."""
 
 import importlib.util
 import sys
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture
 def script(monkeypatch):
-    """script(name): the module benchmarks/NAME.py."""
+    """script(name): the module tools/NAME.py."""
 
     def load(name):
-        specification = importlib.util.spec_from_file_location(f"octile_benchmarks_{name}", FOLDER / f"{name}.py")
+        specification = importlib.util.spec_from_file_location(f"octile_tools_{name}", FOLDER / f"{name}.py")
         module = importlib.util.module_from_spec(specification)
         monkeypatch.setitem(sys.modules, module.__name__, module)  # its dataclasses look for it there
         specification.loader.exec_module(module)

@@ -9,7 +9,7 @@ from tests.train.conftest import micro
 
 @pytest.fixture
 def deterministic(script, monkeypatch):
-    module = script("deterministic")
+    module = script("check_deterministic")
     monkeypatch.setattr(module, "STEPS", 2)
     monkeypatch.setattr(module, "EMA_STEPS", 2)
     monkeypatch.setattr(module, "ROUNDS", 1)

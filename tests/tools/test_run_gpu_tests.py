@@ -25,7 +25,7 @@ def runner(script, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    runner = script("tests")
+    runner = script("run_gpu_tests")
     monkeypatch.setattr(runner, "ALONE", ("alone",))
     monkeypatch.setattr(runner, "SECONDS", 25)
     monkeypatch.setattr(runner, "AT_ONCE", 2)

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.tests OUT [PATH …]`: the GPU's tests, so that a kernel that hangs costs no more than its own.
+"""`python -m tools.run_gpu_tests OUT [PATH …]`: the GPU's tests, so that a kernel that hangs costs no more than its
+own.
 
 Each test of tests/gpu/cuda and tests/gpu/compat, and each file elsewhere, runs in a process of its own, several at a
 time, and is killed after its time; a test with many parameters is one.
