@@ -1,8 +1,10 @@
-"""`python -m tools.check_deterministic OUT`: what the same bits cost, and the moving average, with the `small` preset.
+"""Measure what deterministic mode and the moving average of the weights cost.
 
-Each recipe runs twice as usual and twice within `octile.train.deterministic`: are the weights the same to the bit, and
-how fast was it? Then the first recipe runs without and with `optim.ema_decay`, in turns. Leaves OUT/deterministic.txt
-and prints it. Imports no command line.
+    python -m tools.check_deterministic OUT
+
+With the `small` preset, each recipe runs twice as usual and twice in deterministic mode; the weights of the two runs
+are compared bit for bit. Then the first recipe runs without and with `optim.ema_decay`, interleaved. Writes and prints
+OUT/deterministic.txt. Needs no tyro.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from octile.train.trainer import Trainer
 
 RECIPES = ("deepseek_v3", "bf16")
 STEPS, EMA_STEPS = 24, 60
-ROUNDS = 3  # without and with the average
+ROUNDS = 3  # of runs without and with the moving average
 EMA_DECAY = 0.999
 SCHEDULE = 300  # steps of the run whose first ones these are
 WARM_UP = 4  # steps in which kernels are compiled
 
 
 class Ran(NamedTuple):
-    """What is kept of a run: a digest of its weights, the loss of its last step, tokens a second as a median."""
+    """The result of a run: a digest of its weights, the loss of its last step, the median of tokens a second."""
 
     weights: str
     loss: float
@@ -41,12 +43,12 @@ class Ran(NamedTuple):
 
 
 def run(config: TrainConfig, store: TokenStore, steps: int, same_bits: bool = False) -> Ran:
-    """The first steps of a run, which begins anew."""
+    """Train the first steps of a new run."""
     trainer = Trainer(config, store, pick_device(config.device))
     with deterministic(same_bits):
         lines = [trainer.step() for _ in range(steps)]
     if trainer.ema:
-        trainer.ema.synchronize()  # what it still adds must not slow down the next run
+        trainer.ema.synchronize()  # its pending update must not slow down the next run
     speeds = [line["tokens_per_s"] for line in lines[WARM_UP:] or lines]
     return Ran(digest(trainer), lines[-1]["loss"], round(statistics.median(speeds)))
 
@@ -59,7 +61,7 @@ def digest(trainer: Trainer) -> str:
 
 
 def compared(recipe: str, same_bits: bool, a: Ran, b: Ran) -> str:
-    """The line of two runs."""
+    """Format the comparison of two runs."""
     mode = "deterministic" if same_bits else "usual"
     return f"{recipe} {mode} {'same bits' if a.weights == b.weights else 'DIFFER'} {tuple(a)} {tuple(b)}"
 

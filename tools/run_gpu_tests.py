@@ -1,10 +1,9 @@
-"""`python -m tools.run_gpu_tests OUT [PATH …]`: the GPU's tests, so that a kernel that hangs costs no more than its
-own.
+"""Run the GPU tests in many processes, each with a time limit: `python -m tools.run_gpu_tests OUT [PATH …]`.
 
-Each test of tests/gpu/cuda and tests/gpu/compat, and each file elsewhere, runs in a process of its own, several at a
-time, and is killed after its time; a test with many parameters is one.
+A kernel that hangs then fails only its own test. Each test of tests/gpu/cuda and tests/gpu/compat, and each file
+elsewhere, gets its own process; a test with many parameters gets one for all of them. Several processes run at a time.
 
-Leaves OUT/tests.xml (JUnit) and OUT/tests.txt (what was printed), and prints a line for each.
+Writes OUT/tests.xml (JUnit) and OUT/tests.txt (the tests' output), and prints a line for each process.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-ALONE = ("tests/gpu/cuda", "tests/gpu/compat")  # where tests run by themselves: these kernels are the newest
-MANY = 12  # parameters of a test, that do not get a process each
+ALONE = ("tests/gpu/cuda", "tests/gpu/compat")  # folders in which each test gets its own process
+MAX_PROCESSES_PER_TEST = 12  # a test with more parameters gets one process for all of them
 DEFAULT = ("tests/gpu", "tests/optim")
-AT_ONCE = 8
-SECONDS = 240  # for one
-ALL_SECONDS = 500
+MAX_PROCESSES = 8  # at a time
+TIMEOUT = 240  # seconds a process
+TOTAL_TIMEOUT = 500  # seconds
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -ra")
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A process: what it ran, how it ended (a number, or "killed"), how long it took, what it printed, its XML."""
+class Result:
+    """The result of one process: its tests, exit code (or "killed"), seconds, output and JUnit suites."""
 
     unit: str
     code: int | str
@@ -55,7 +54,7 @@ class Ran:
 
 
 def units(paths: Sequence[str]) -> list[str]:
-    """What runs by itself: names of tests, functions and files as pytest takes them; what compiles longest first."""
+    """List the pytest node IDs that get a process each; those that compile longest come first."""
     done = subprocess.run([*PYTEST, "--collect-only", "-q", *paths], capture_output=True, text=True, check=False)
     names = [line for line in done.stdout.splitlines() if "::" in line and not line.startswith(" ")]
     if not names:
@@ -65,7 +64,7 @@ def units(paths: Sequence[str]) -> list[str]:
         name.partition("::")[0]
         if not name.startswith(ALONE)
         else _function(name)
-        if parameters[_function(name)] > MANY
+        if parameters[_function(name)] > MAX_PROCESSES_PER_TEST
         else name
         for name in names
     )
@@ -76,8 +75,8 @@ def _function(name: str) -> str:
     return name.partition("[")[0]
 
 
-def run(unit: str, deadline: float) -> Ran:
-    """Runs one, in what is left of the time."""
+def run(unit: str, deadline: float) -> Result:
+    """Run one node ID in a process, at most until the deadline (time.monotonic seconds)."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         xml, log = Path(folder, "tests.xml"), Path(folder, "tests.txt")
@@ -86,20 +85,20 @@ def run(unit: str, deadline: float) -> Ran:
             process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
             code: int | str
             try:
-                code = process.wait(max(1.0, min(SECONDS, deadline - start)))
+                code = process.wait(max(1.0, min(TIMEOUT, deadline - start)))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)  # with the processes that it started
                 process.wait()
                 code = "killed"
         suites = list(ElementTree.parse(xml).getroot()) if xml.exists() else []
-        return Ran(unit, code, time.monotonic() - start, log.read_text(errors="replace"), suites)
+        return Result(unit, code, time.monotonic() - start, log.read_text(errors="replace"), suites)
 
 
 def main(out: Path, paths: Sequence[str]) -> int:
-    """Runs them all; 1 where one has not passed."""
-    deadline = time.monotonic() + ALL_SECONDS
+    """Run all tests below the paths. Return 1 if any did not pass."""
+    deadline = time.monotonic() + TOTAL_TIMEOUT
     root, ran = ElementTree.Element("testsuites"), []
-    with ThreadPoolExecutor(AT_ONCE) as pool, (out / "tests.txt").open("w") as log:
+    with ThreadPoolExecutor(MAX_PROCESSES) as pool, (out / "tests.txt").open("w") as log:
         for done in pool.map(lambda unit: run(unit, deadline), units(paths or DEFAULT)):
             ran.append(done)
             root.extend(done.suites)

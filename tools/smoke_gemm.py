@@ -1,4 +1,4 @@
-"""Run a few GEMMs, each in its own process, to see whether the kernels work at all: `python -m tools.smoke_gemm`."""
+"""Run a few GEMMs, each in its own process, to see whether the kernels work: `python -m tools.smoke_gemm`."""
 
 from __future__ import annotations
 

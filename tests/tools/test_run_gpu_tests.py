@@ -27,8 +27,8 @@ def runner(script, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     runner = script("run_gpu_tests")
     monkeypatch.setattr(runner, "ALONE", ("alone",))
-    monkeypatch.setattr(runner, "SECONDS", 25)
-    monkeypatch.setattr(runner, "AT_ONCE", 2)
+    monkeypatch.setattr(runner, "TIMEOUT", 25)
+    monkeypatch.setattr(runner, "MAX_PROCESSES", 2)
     return runner
 
 
