@@ -1,24 +1,24 @@
-"""One safetensors file: eight bytes with the header's length, a JSON header, then the tensors without gaps.
+"""One safetensors file, read and written tensor by tensor or in ranges of rows.
 
     ┌ u64 n ┬ {"name": {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, …}  n bytes ┬ data ┐
 
-The header says how long the file must be, so a truncated file is told before anything is read. Offsets are known
-before the data, so a tensor can be read and written in pieces: rows of it, while the rest never is in memory. That is
-why the format is read and written here by hand; the `safetensors` package, which our tests read back with, wants whole
-files. Nothing in a file is executed.  Source: the format's description at https://github.com/huggingface/safetensors.
+The `safetensors` package reads: it checks the header when a file is opened, and its `pread` backend brings only the
+rows that are asked for into memory. It has no writer for parts of a tensor, so `TensorFileWriter` is ours: the header
+is written first, then each tensor as a whole or in ranges of rows. Nothing in a file is executed.
+Source: the description of the format at https://github.com/huggingface/safetensors.
 """
 
 import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octile.checkpoint.files import atomic_write
@@ -43,12 +43,12 @@ TORCH_DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-MAX_HEADER = 100_000_000  # bytes; the limit of other readers
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a header says of a tensor. `dtype` is the file's own word, which torch need not know."""
+    """The dtype, shape and size of a stored tensor. `dtype` is the file's name for it, which torch may lack ("F4")."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +56,11 @@ class TensorSpec:
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> "TensorSpec":
-        """Raises TypeError for a dtype that safetensors does not have."""
+        """The spec of a tensor with a torch dtype.
+
+        Raises:
+            TypeError: safetensors has no such dtype.
+        """
         if dtype not in DTYPE_NAMES:
             raise TypeError(f"dtype must be one that safetensors stores, not {dtype}")
         return cls(DTYPE_NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize)
@@ -67,38 +71,66 @@ class TensorSpec:
 
 
 class TensorFile:
-    """A safetensors file, checked when opened, read tensor by tensor or row by row.
+    """A safetensors file, checked when opened, read by tensors or by ranges of rows.
 
     Attributes:
         path: the file.
         specs: name → TensorSpec, in the order of the data.
-        metadata: what else its writer noted, text by name.
+        metadata: the header's `__metadata__`, text by name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged: truncated, or its header makes no sense.
+        ValueError: the file is damaged: its length or its header is wrong.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.specs, self._begins, self.metadata = _read_header(path)
+        try:
+            self._file = safe_open(path, "pt", backend="pread")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {_damage(path, error)}") from None
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        header, data_begin = _read_header(path)
+        header.pop("__metadata__", None)
+        self.specs: dict[str, TensorSpec] = {}
+        self._begins: dict[str, int] = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            self.specs[name] = TensorSpec(entry["dtype"], tuple(entry["shape"]), end - begin)
+            self._begins[name] = data_begin + begin
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
-        spec = self.specs[name]
-        return self.read_bytes(name, 0, spec.nbytes).view(self._torch_dtype(name)).view(spec.shape)
+        """Read a whole tensor, to the CPU.
+
+        Raises:
+            ValueError: torch has no such dtype, or the file was damaged since it was opened.
+        """
+        self._check_dtype(name)
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path} is damaged: {name} cannot be read: {error}") from None
+        return tensor
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start … stop − 1 of a tensor of at least one dimension."""
+        """Read rows start … stop − 1 of a tensor of at least one dimension; fewer if it ends before.
+
+        Raises:
+            ValueError: as for `read`.
+        """
+        self._check_dtype(name)
         spec = self.specs[name]
-        count, *inner = spec.shape
-        row = spec.nbytes // max(count, 1)
-        stop = min(stop, count)
-        data = self.read_bytes(name, start * row, stop * row)
-        return data.view(self._torch_dtype(name)).view(stop - start, *inner)
+        stop = min(stop, spec.shape[0])
+        if spec.nbytes == 0 or stop <= start:  # the library refuses empty ranges
+            return torch.empty(max(stop - start, 0), *spec.shape[1:], dtype=TORCH_DTYPES[spec.dtype])
+        try:
+            rows: Tensor = self._file.get_slice(name)[start:stop]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path} is damaged: {name} cannot be read: {error}") from None
+        return rows
 
     def read_bytes(self, name: str, start: int, stop: int) -> Tensor:
-        """Bytes start … stop − 1 of a tensor's data, uint8."""
+        """Read bytes start … stop − 1 of a tensor of any dtype, uint8."""
         data = torch.empty(stop - start, dtype=torch.uint8)
         with open(self.path, "rb") as file:
             file.seek(self._begins[name] + start)
@@ -107,15 +139,14 @@ class TensorFile:
             raise ValueError(f"{self.path} is damaged: {found} bytes of {name} found, {stop - start} expected")
         return data
 
-    def _torch_dtype(self, name: str) -> torch.dtype:
+    def _check_dtype(self, name: str) -> None:
         dtype = self.specs[name].dtype
         if dtype not in TORCH_DTYPES:
             raise ValueError(f"{name} in {self.path} is of type {dtype}, which torch does not have")
-        return TORCH_DTYPES[dtype]
 
 
 class TensorFileWriter:
-    """The tensors of a file that is being written: each can be written in pieces, in any order. See `writing`."""
+    """Writes the tensors of a new file, whole or in ranges of rows, in any order. Made by `writing`."""
 
     def __init__(self, file: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]):
         self._file = file
@@ -124,10 +155,11 @@ class TensorFileWriter:
         self._begins = _write_header(file, specs, metadata)
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
-        """Writes a tensor, or rows of it from `row` on.
+        """Write a tensor, or rows of it that begin at `row`.
 
         Raises:
-            TypeError: the tensor's dtype is not the announced one.
+            TypeError: the tensor's dtype is not the one in its spec.
+            ValueError: it has more bytes than its spec.
         """
         spec = self._specs[name]
         if DTYPE_NAMES.get(tensor.dtype) != spec.dtype:
@@ -136,7 +168,11 @@ class TensorFileWriter:
         self.write_bytes(name, start, tensor.detach().cpu().contiguous().flatten().view(torch.uint8))
 
     def write_bytes(self, name: str, start: int, data: Tensor) -> None:
-        """Writes uint8 data from byte `start` of a tensor on."""
+        """Write uint8 data at byte `start` of a tensor.
+
+        Raises:
+            ValueError: it reaches beyond the tensor's bytes.
+        """
         if start + data.numel() > self._specs[name].nbytes:
             raise ValueError(f"{name} must have {self._specs[name].nbytes} bytes, not {start + data.numel()}")
         self._file.seek(self._begins[name] + start)
@@ -144,7 +180,11 @@ class TensorFileWriter:
         self._missing[name] -= data.numel()
 
     def check_complete(self) -> None:
-        """Raises RuntimeError if a tensor was not written in full."""
+        """Check that every tensor was written in full.
+
+        Raises:
+            RuntimeError: bytes of a tensor are missing.
+        """
         for name, missing in self._missing.items():
             if missing:
                 raise RuntimeError(f"{name} was announced, but {missing} of its bytes were not written")
@@ -154,7 +194,17 @@ class TensorFileWriter:
 def writing(
     path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
 ) -> Iterator[TensorFileWriter]:
-    """Writes a safetensors file with these tensors; it takes its name when the block ends and all are written."""
+    """Context manager that writes a safetensors file. The file appears under its name when the block ends.
+
+    Args:
+        path: the file; one that exists is replaced.
+        specs: name → dtype, shape and size of every tensor to be written.
+        metadata: text by name for the header's `__metadata__`.
+
+    Raises:
+        RuntimeError: bytes of a tensor were not written. The file does not appear then.
+        OSError: the disk is full.
+    """
     with atomic_write(path) as file:
         out = TensorFileWriter(file, specs, metadata or {})
         yield out
@@ -162,8 +212,11 @@ def writing(
 
 
 def _write_header(file: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> dict[str, int]:
-    """Returns where each tensor begins. Wide types come first, so that every tensor is aligned to its type."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # "pt" is what transformers asks for
+    """Write the header; return the byte at which each tensor begins.
+
+    Wide dtypes come first, so that every tensor is aligned to its element size.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires "pt"
     offset, offsets = 0, {}
     for name in sorted(specs, key=lambda n: -_itemsize(specs[n])):
         spec, offsets[name] = specs[name], offset
@@ -179,49 +232,21 @@ def _itemsize(spec: TensorSpec) -> int:
     return TORCH_DTYPES[spec.dtype].itemsize if spec.dtype in TORCH_DTYPES else 1
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str]]:
-    """Every tensor's spec and where in the file it begins, and the metadata; the file is as long as it says."""
-    size = path.stat().st_size
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header of a file and the byte at which its data begins."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 + max(length, 2):
-            raise ValueError(f"{path} is damaged: {size} bytes found, {8 + max(length, 2)} expected for its header")
-        if length > MAX_HEADER:
-            raise ValueError(f"{path} is damaged: its header claims {length} bytes, {MAX_HEADER} are the limit")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-        metadata = {str(name): str(text) for name, text in header.pop("__metadata__", {}).items()}
-        begins, specs = _parse(header)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is damaged: its header is not that of a safetensors file") from None
-    end = _check_offsets(path, begins, specs)
-    if size != 8 + length + end:
-        raise ValueError(f"{path} is damaged: {size} bytes found, {8 + length + end} expected")
-    return specs, {name: 8 + length + begin for name, begin in begins.items()}, metadata
+        return json.loads(file.read(min(length, MAX_HEADER))), 8 + length
 
 
-def _parse(header: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, TensorSpec]]:
-    """Where each tensor begins, and its spec, in the order of the data."""
-    begins, specs = {}, {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = (index(offset) for offset in entry["data_offsets"])
-        shape = tuple(index(extent) for extent in entry["shape"])
-        if not isinstance(entry["dtype"], str) or min(shape, default=0) < 0:
-            raise ValueError
-        begins[name], specs[name] = begin, TensorSpec(entry["dtype"], shape, end - begin)
-    return begins, specs
-
-
-def _check_offsets(path: Path, begins: Mapping[str, int], specs: Mapping[str, TensorSpec]) -> int:
-    """Tensors must follow one another and be as large as their shapes say. Returns where the last one ends."""
-    position = 0
-    for name, spec in specs.items():
-        needed = spec.numel * TORCH_DTYPES[spec.dtype].itemsize if spec.dtype in TORCH_DTYPES else spec.nbytes
-        if begins[name] != position or not 0 <= needed == spec.nbytes:
-            raise ValueError(
-                f"{path} is damaged: {name} {spec.dtype} {list(spec.shape)} needs bytes {position} to "
-                f"{position + needed}, its header says {begins[name]} to {begins[name] + spec.nbytes}"
-            )
-        position += needed
-    return position
+def _damage(path: Path, error: SafetensorError) -> str:
+    """What is wrong with a file that safetensors refuses: its length, if the header tells it, or the header."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        expected = 8 + max(int.from_bytes(file.read(8), "little"), 2)  # at least {}
+    if size >= expected:
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            header, data_begin = _read_header(path)
+            header.pop("__metadata__", None)
+            expected = data_begin + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    return f"{size} bytes found, {expected} expected" if size != expected else str(error)
