@@ -1,9 +1,9 @@
-"""Files that are whole or absent: written beside, forced to disk, then renamed; and checksums that tell damage.
+"""Atomic writing of files, and checksums that reveal damage.
 
-A rename is the one step that a file system does at once, so nothing is ever written under its final name. One file
-is simple (`atomic_write`). Several files that belong together are first written into a folder inside their destination,
-and the last of them, octile.json with the checksums, decides: a crash before it leaves the old files, and after it
-`finish_interrupted` carries out the renames that are still missing (`staged`).
+A rename is atomic, so nothing is written under its final name: `atomic_write` writes a temporary file in the same
+folder, forces it to disk and renames it. `staged` does so for several files that belong together: they are written
+into a folder inside their destination, and octile.json with their checksums comes last. A crash before that leaves
+the old files; after it `finish_interrupted` carries out the renames that are still missing.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A new binary file that takes path's place when the block ends; if the block fails, path is as it was.
+    """Context manager that yields a new binary file, which replaces `path` when the block ends without an error.
 
     Raises:
-        OSError: the disk is full or the folder not writable; names path.
+        OSError: the disk is full or the folder is not writable. The exception names `path`.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -41,24 +41,24 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a failed write does not know its file
+            error.filename = str(path)  # a failed write does not name its file
         raise
     sync_folder(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text as UTF-8, beside and renamed."""
+    """Write text as UTF-8, atomically."""
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes value as indented JSON, beside and renamed."""
+    """Write a value as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Read a JSON object.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder survive a power failure."""
+    """Force the renames in a folder to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,18 +83,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """The size in bytes and the SHA-256 of a file."""
+    """Return the size in bytes and the SHA-256 of a file, as octile.json has them."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def write_record(folder: Path, names: Iterable[str], facts: Mapping[str, Any] | None = None) -> None:
-    """Writes octile.json: the checksums of the named files of the folder, and other facts to keep."""
+    """Write octile.json: the checksums of the named files of the folder, and further entries from `facts`."""
     write_json(folder / RECORD, {**(facts or {}), "files": {name: checksum(folder / name) for name in names}})
 
 
 def read_record(folder: Path) -> Checksums:
-    """The checksums that octile.json keeps; none where there is no octile.json.
+    """Read the checksums in octile.json; an empty dictionary where there is no octile.json.
 
     Raises:
         ValueError: octile.json is damaged.
@@ -112,7 +112,7 @@ def _is_checksum(entry: Any) -> bool:
 
 
 def verify(path: Path, expected: Mapping[str, Any]) -> None:
-    """Compares a file with its checksum.
+    """Compare a file with its checksum.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -128,9 +128,10 @@ def verify(path: Path, expected: Mapping[str, Any]) -> None:
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """An empty folder whose files replace those of `folder` when the block ends; if it fails, `folder` is as it was.
+    """Context manager that yields an empty folder, whose files replace those of `folder` when the block ends.
 
-    Weight files of the checkpoint that stood there before are removed; files of other names stay untouched.
+    If the block fails, `folder` is unchanged. Weight files of an earlier checkpoint in `folder` are removed; files of
+    other names stay untouched.
     """
     finish_interrupted(folder)
     staging = folder / STAGING
@@ -150,7 +151,8 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Completes a replacement that was stopped between its decision and its last rename; otherwise does nothing."""
+    """Complete the renames of a `staged` replacement that was interrupted after octile.json was written, if any."""
+
     staging = folder / STAGING
     if not (staging / RECORD).exists():
         return

@@ -1,12 +1,12 @@
-"""How published FP8 checkpoints store a model: which weights are FP8, under which names, in which blocks.
+"""The layout of published FP8 checkpoints: which weights are FP8, under which names, in which blocks.
 
-    X.weight             F8_E4M3 [N, K]                        value = X.weight · X.weight_scale_inv, a scale
-    X.weight_scale_inv   F32 [⌈N/128⌉, ⌈K/128⌉]                for each block of 128×128
+    X.weight             F8_E4M3 [N, K]                        value = X.weight · X.weight_scale_inv
+    X.weight_scale_inv   F32 [⌈N/128⌉, ⌈K/128⌉]                one scale for each block of 128×128
 
-Which ones is decided by name: the 2-D weights of projections (`q_proj`, `kv_a_proj_with_mqa`, `gate_proj`, …) and of
-experts. Those make up nearly all parameters and products of a model; embedding, head, norms and gates are small and
-sensitive and stay, and so does `eh_proj` of multi-token prediction.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1
-and the weights published with it.
+The name decides: 2-D weights of projections (`q_proj`, `kv_a_proj_with_mqa`, `gate_proj`, …) and of experts are FP8.
+They hold nearly all parameters and FLOPs of a model. Embedding, head, norms and gates are small and sensitive and keep
+their dtype, and so does `eh_proj` of multi-token prediction.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1 and the
+weights published with it.
 """
 
 import re
@@ -32,20 +32,20 @@ QUANTIZATION_CONFIG = {
     "weight_block_size": list(BLOCK),
 }
 
-_STAYS = re.compile(r"embed|norm|head|^gate$|router|_gate$|^eh_proj$|^weights_proj$")
-_USUAL = re.compile(r"embed|norm|head|^gate$|^eh_proj$")  # what every engine leaves alone without being told
+_NOT_FP8 = re.compile(r"embed|norm|head|^gate$|router|_gate$|^eh_proj$|^weights_proj$")
+_NEVER_FP8 = re.compile(r"embed|norm|head|^gate$|^eh_proj$")  # never quantized by any engine
 
 
 def is_stored_in_fp8(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of a BF16 checkpoint is stored in FP8: see RULE."""
+    """Whether a tensor with this name and shape is stored in FP8: see RULE."""
     module, _, kind = name.rpartition(".")
     layer = module.rpartition(".")[2]
     projection = "_proj" in layer or "experts" in module.split(".")
-    return kind == "weight" and len(shape) == 2 and projection and not _STAYS.search(layer)
+    return kind == "weight" and len(shape) == 2 and projection and not _NOT_FP8.search(layer)
 
 
 def fp8_specs(name: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
-    """The two tensors that store a weight in FP8."""
+    """Return the specs of the two tensors that store a weight in FP8: its values and its scales."""
     blocks = tuple(-(-extent // side) for extent, side in zip(shape, BLOCK, strict=True))
     return {
         name: TensorSpec.of(torch.float8_e4m3fn, shape),
@@ -54,7 +54,11 @@ def fp8_specs(name: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
 
 
 def quantize_weight(name: str, weight_NK: Tensor) -> ScaledTensor:
-    """A weight, or rows of it that begin at a multiple of 128, in E4M3 with one FP32 scale a block.
+    """Quantize a weight to E4M3 with one FP32 scale per 128×128 block.
+
+    Args:
+        name: of the weight, for the error message.
+        weight_NK: the weight, or rows of it that begin at a multiple of 128.
 
     Raises:
         ValueError: it holds NaN or Inf, which would make a whole block NaN.
@@ -66,11 +70,12 @@ def quantize_weight(name: str, weight_NK: Tensor) -> ScaledTensor:
 
 
 def dequantize_weight(data_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a weight, or of rows of it that begin at a multiple of 128. Scales of any type (UE8M0) will do."""
+    """Dequantize an FP8 weight, or rows of it that begin at a multiple of 128. Scales may have any dtype (UE8M0)."""
     return dequantize(ScaledTensor(data_NK, scale.float(), BLOCK), dtype)
 
 
 def is_fp8(spec: TensorSpec) -> bool:
+    """Whether a stored tensor is E4M3."""
     return spec.dtype == "F8_E4M3"
 
 
@@ -81,10 +86,10 @@ def is_scale(name: str, specs: Mapping[str, TensorSpec]) -> bool:
 
 
 def check_scales(specs: Mapping[str, TensorSpec]) -> None:
-    """Every FP8 tensor must have a scale of the right shape.
+    """Check that every FP8 tensor has a scale of the right shape.
 
     Raises:
-        ValueError: one has none, or of another shape.
+        ValueError: a scale is missing or has another shape.
     """
     for name, spec in specs.items():
         if not is_fp8(spec):
@@ -100,10 +105,10 @@ def check_scales(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def is_fp8_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json announces FP8 weights in this layout.
+    """Whether a config.json announces FP8 weights in 128×128 blocks.
 
     Raises:
-        ValueError: it announces another quantisation.
+        ValueError: it announces another quantization.
     """
     announced = config.get("quantization_config")
     if announced is None:
@@ -116,21 +121,24 @@ def is_fp8_config(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def with_quantization(config: Mapping[str, Any], kept: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """config.json for FP8 weights.
+def with_quantization(config: Mapping[str, Any], high_precision: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """Return a config.json that announces FP8 weights.
 
-    Layers that stay are listed as `modules_to_not_convert` if some of them are not those that every engine leaves
-    alone by itself; DeepSeek's have no such list.
+    Linear layers that are not FP8 are listed as `modules_to_not_convert`, unless all of them are layers that no engine
+    quantizes anyway. DeepSeek's published configurations have no such list.
 
     Args:
-        kept: the tensors that are not FP8.
+        config: the config.json to be extended.
+        high_precision: name → spec of the tensors that are not FP8.
     """
-    layers = [n.removesuffix(".weight") for n, s in kept.items() if n.endswith(".weight") and len(s.shape) == 2]
-    unusual = any(not _USUAL.search(layer.rpartition(".")[2]) for layer in layers)
+    layers = [
+        n.removesuffix(".weight") for n, s in high_precision.items() if n.endswith(".weight") and len(s.shape) == 2
+    ]
+    unusual = any(not _NEVER_FP8.search(layer.rpartition(".")[2]) for layer in layers)
     listed = {"modules_to_not_convert": sorted(layers)} if unusual else {}
     return {**config, "quantization_config": {**QUANTIZATION_CONFIG, **listed}}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json for weights that are not quantised."""
+    """Return a config.json that announces no quantization."""
     return {key: value for key, value in config.items() if key != "quantization_config"}

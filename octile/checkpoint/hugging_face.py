@@ -1,19 +1,19 @@
-"""A model as a Hugging Face folder, as transformers, vLLM and SGLang read it, and back.
+"""Saving and loading a model as a Hugging Face folder, which transformers, vLLM and SGLang read.
 
     config.json                  the model's shape, and `quantization_config` where weights are FP8
     model.safetensors            the weights, or several files and model.safetensors.index.json
     octile.json                  checksums of the weight files
-    tokenizer.json, …            what the caller adds
+    tokenizer.json, …            files that the caller adds
 
-In FP8 the projections take one byte a parameter (`fp8_layout.py`) and everything else is BF16; the gates' correction
-bias, which moves in steps of 0.001, is always FP32. transformers writes no multi-token prediction layer, and a model
-loaded from such a folder has none.
+With weights="fp8" the projections take one byte per parameter (`fp8_layout.py`) and everything else is BF16. The gates'
+correction bias, which changes by 0.001 per step, is always FP32. transformers writes no multi-token prediction layer,
+and a model loaded from such a folder has none.
 """
 
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,30 +44,30 @@ from octile.recipe import Recipe
 
 CONFIG = "config.json"
 Weights = Literal["fp8", "bf16", "float32"]
-WIDE = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32}  # of what is not FP8
+HIGH_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32}  # dtype if not FP8
 
 
 def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files: Iterable[str | Path] = ()) -> None:
-    """Writes a model that other engines load.
+    """Write a model as a Hugging Face folder.
 
-    What stood in the folder before is replaced at once and as a whole; files of other names stay.
+    A checkpoint that the folder holds already is replaced atomically; files of other names stay.
 
     Args:
         model: on any device, its layers converted to FP8 or not.
-        folder: made if it is not there.
-        weights: "fp8", "bf16" or "float32". FP8 and BF16 round; "float32" keeps FP32 parameters as they are.
-        files: tokenizer and the like, copied under their names.
+        folder: created if it does not exist.
+        weights: "fp8", "bf16" or "float32". FP8 and BF16 round; "float32" stores FP32 parameters exactly.
+        files: further files, such as the tokenizer's, copied under their names.
 
     Raises:
-        TypeError: model is another class: only this model's names are known in Hugging Face's layout.
-        ValueError: weights is none of these, or a weight holds NaN or Inf and cannot be quantised.
+        TypeError: model is of another class, whose names in Hugging Face's layout are unknown.
+        ValueError: weights is none of the three, or a weight holds NaN or Inf and cannot be quantized.
         FileNotFoundError: one of files is missing.
-        OSError: the disk is full. What stood in the folder before is untouched.
+        OSError: the disk is full. An earlier checkpoint in the folder is unchanged.
     """
     if not isinstance(model, DeepseekV3):
         raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
-    if weights not in WIDE:
-        raise ValueError(f"weights must be {', '.join(map(repr, WIDE))}, not {weights!r}")
+    if weights not in HIGH_PRECISION:
+        raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
     others = [Path(file) for file in files]
     for other in others:
         if not other.is_file():
@@ -89,78 +89,89 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> DeepseekV3:
-    """Reads a model from a Hugging Face folder or from the folder of a training run, which holds one as `model/`.
+    """Read a model from a Hugging Face folder, or from the folder of a training run, which holds one as `model/`.
 
-    From FP8 weights it computes in FP8 too: its layers are converted to `Recipe.deepseek_v3()`.
+    If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()` and compute in FP8.
 
     Args:
-        path: a folder written by octile, transformers, or published; weights in FP8, BF16, FP16 or FP32.
-        dtype: of the parameters; FP8 weights are dequantised to it.
-        device: where the parameters shall lie.
+        path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
+        dtype: of the parameters; FP8 weights are dequantized to it.
+        device: of the parameters.
 
     Returns:
         The model in evaluation mode.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it is missing.
-        ValueError: a file is damaged; config.json is not of a DeepSeek model; a tensor is missing, of another shape
-            than config.json says, or unknown.
+        ValueError: a file is damaged; config.json is not of a DeepSeek model; a tensor is missing, unknown, or of
+            another shape than config.json says.
     """
-    shards = _open(path)
-    config = _config(shards)
+    folder = _open(path)
     with torch.device("meta"):
-        model = DeepseekV3(config).to(dtype)
-    _check_shapes(model, shards, f"by its {CONFIG}")
+        model = DeepseekV3(folder.model_config()).to(dtype)
+    _check_shapes(model, folder.shards, f"by its {CONFIG}")
 
     model = model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
-    _fill(model, shards)
-    if any(is_fp8(spec) for spec in shards.specs.values()):
+    _fill(model, folder.shards)
+    if folder.has_fp8_weights:
         apply_recipe(model, Recipe.deepseek_v3())
     return model.eval()
 
 
 def load_weights(model: DeepseekV3, path: str | Path) -> None:
-    """Overwrites a model's parameters and buffers with those that a folder holds, one tensor at a time.
+    """Overwrite a model's parameters and buffers with those of a folder, one tensor at a time.
 
-    FP8 weights are dequantised to the parameters' dtype. To FP32 that is exact up to FP32's own rounding, and blocks of
-    128×128 that are quantised again become the same FP8 numbers and scales where the scales are amax / 448 in FP32,
-    as octile and DeepSeek write them (a power of two is another scale and makes other numbers).
+    FP8 weights are dequantized to the parameters' dtype. In FP32 that is exact up to FP32's rounding. 128×128 blocks
+    that are quantized again then get the same encoded values and scales if the scales are amax / 448 in FP32, which
+    octile and DeepSeek write. Power-of-two scales differ, and so do the encoded values.
 
     Args:
-        model: on any device, converted or not; its recipe stays as it is.
+        model: on any device, converted or not; its recipe does not change.
         path: as in `load`.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load`; a tensor has another shape than the model's. Nothing was changed
-            then, unless a file fails its checksum on the way.
+        FileNotFoundError, ValueError: as in `load`, or a tensor has another shape than the model's. The model is
+            unchanged then, unless a file fails its checksum while it is read.
     """
-    shards = _open(path)
+    shards = _open(path).shards
     _check_shapes(model, shards, "in the model")
     _fill(model, shards)
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """The shape of the model in a folder that `load` reads; without multi-token prediction where its weights are not.
+    """Read the configuration of the model in a folder that `load` reads.
+
+    It has no multi-token prediction layer if the folder has no weights for one.
 
     Raises:
         FileNotFoundError, ValueError: as in `load`.
     """
-    return _config(_open(path))
+    return _open(path).model_config()
 
 
 def has_fp8_weights(path: str | Path) -> bool:
-    """Whether a folder that `load` reads has weights in FP8. Raises as `load` does."""
-    return any(is_fp8(spec) for spec in _open(path).specs.values())
+    """Whether a folder that `load` reads has FP8 weights.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load`.
+    """
+    return _open(path).has_fp8_weights
 
 
 def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
-    """The tensors that store one of a model's under its Hugging Face name: itself, and in FP8 its scale."""
+    """Return the specs of the tensors that store a tensor of a model: its own, and in FP8 that of its scale.
+
+    Args:
+        name: its Hugging Face name.
+        shape: its shape.
+        weights: as in `save`.
+    """
     if weights == "fp8" and is_stored_in_fp8(name, shape):
         return fp8_specs(name, shape)
     exact = name.endswith("e_score_correction_bias")
-    return {name: TensorSpec.of(torch.float32 if exact else WIDE[weights], shape)}
+    return {name: TensorSpec.of(torch.float32 if exact else HIGH_PRECISION[weights], shape)}
 
 
 def _write(out: TensorFileWriter, name: str, tensor: Tensor, stored: Mapping[str, TensorSpec]) -> None:
@@ -175,16 +186,16 @@ def _write(out: TensorFileWriter, name: str, tensor: Tensor, stored: Mapping[str
 def _config_json(
     config: ModelConfig, weights: Weights, specs: Mapping[str, Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
-    said = without_quantization(config.to_hf())
-    said.pop("dtype", None)  # transformers' newer name for the next line, as it may have been read
-    said["torch_dtype"] = str(WIDE[weights]).removeprefix("torch.")
+    result = without_quantization(config.to_hf())
+    result.pop("dtype", None)  # transformers' newer name of torch_dtype; the configuration may have been read with it
+    result["torch_dtype"] = str(HIGH_PRECISION[weights]).removeprefix("torch.")
     if weights != "fp8":
-        return said
-    return with_quantization(said, {name: s[name] for name, s in specs.items() if name + SCALE_SUFFIX not in s})
+        return result
+    return with_quantization(result, {name: s[name] for name, s in specs.items() if name + SCALE_SUFFIX not in s})
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The Hugging Face folder that a path names: its own or, of a training run, that of its model.
+    """Return the Hugging Face folder that a path names: itself or, if it is a training run, its `model/`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -192,42 +203,60 @@ def checkpoint_folder(path: str | Path) -> Path:
     path = Path(path)
     for folder in (path / "model", path):
         finish_interrupted(folder)
-        if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # that one is a run's own
+        if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # else it configures a run
             return folder
     if (path / "metrics.jsonl").exists():
         raise FileNotFoundError(f"the run at {path} has no model yet: octile train --resume --out {path} finishes it")
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 
 
-def _open(path: str | Path) -> Shards:
-    """The weights that a path names, their quantisation checked."""
+@dataclass(frozen=True)
+class _OpenFolder:
+    """A Hugging Face folder whose headers and config.json have been read, once.
+
+    Attributes:
+        shards: the weights.
+        config: config.json.
+    """
+
+    shards: Shards
+    config: dict[str, Any]
+
+    @property
+    def has_fp8_weights(self) -> bool:
+        return any(is_fp8(spec) for spec in self.shards.specs.values())
+
+    def model_config(self) -> ModelConfig:
+        """Return the model's configuration, without a multi-token prediction layer that has no weights."""
+        config = ModelConfig.from_hf(self.config)
+        layer = f"model.layers.{config.num_hidden_layers}."
+        if config.num_nextn_predict_layers == 0 or any(name.startswith(layer) for name in self.shards.specs):
+            return config
+        warnings.warn(
+            f"{self.shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=3
+        )
+        return replace(config, num_nextn_predict_layers=0)
+
+
+def _open(path: str | Path) -> _OpenFolder:
+    """Open the folder that a path names and check its quantization."""
     shards = Shards(checkpoint_folder(path))
-    is_fp8_config(read_json(shards.folder / CONFIG))
+    config = read_json(shards.folder / CONFIG)
+    is_fp8_config(config)  # raises where it announces another quantization
     check_scales(shards.specs)
-    return shards
-
-
-def _config(shards: Shards) -> ModelConfig:
-    return _without_absent_mtp(ModelConfig.from_hf(read_json(shards.folder / CONFIG)), shards)
-
-
-def _without_absent_mtp(config: ModelConfig, shards: Shards) -> ModelConfig:
-    layer = f"model.layers.{config.num_hidden_layers}."
-    if config.num_nextn_predict_layers == 0 or any(name.startswith(layer) for name in shards.specs):
-        return config
-    warnings.warn(f"{shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=4)
-    return replace(config, num_nextn_predict_layers=0)
+    return _OpenFolder(shards, config)
 
 
 def _own_tensors(model: DeepseekV3) -> dict[str, Tensor]:
-    """Views of the model's tensors under their Hugging Face names; each once, though a checkpoint repeats some."""
+    """Return views of the model's tensors under their Hugging Face names, without those that a checkpoint repeats."""
     own: dict[int, str] = {}
     tensors = to_hf(model.state_dict(), model.config)
     return {name: tensor for name, tensor in tensors.items() if own.setdefault(id(tensor), name) == name}
 
 
 def _check_shapes(model: DeepseekV3, shards: Shards, where: str) -> None:
-    """Refuses a folder whose tensors are not exactly the model's; `where` says whose shapes those are."""
+    """Check that a folder has exactly the model's tensors; `where` says in the message whose shapes are needed."""
+
     found = shards.specs
     for name, tensor in _own_tensors(model).items():
         if name not in found:

@@ -1,10 +1,10 @@
-"""A folder of safetensors files read as one: a small model in `model.safetensors`, a large one in shards.
+"""The safetensors files of a folder, read as one: `model.safetensors`, or several shards with an index.
 
-    model-00001-of-00003.safetensors …      each a part of the tensors
+    model-00001-of-00003.safetensors …      each holds some of the tensors
     model.safetensors.index.json            {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
     octile.json                             {"files": {file: {"bytes": …, "sha256": …}}}, where octile wrote them
 
-The files' headers are the truth about which tensors there are; the index is checked against them.
+The files' headers decide which tensors there are; the index is checked against them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +17,14 @@ from octile.checkpoint.tensor_file import TensorFile, TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_SHARD = 5_000_000_000  # bytes, as other writers cut them
+MAX_SHARD = 5_000_000_000  # bytes, the limit of transformers
 
 
 class Shards:
-    """The tensors of a Hugging Face folder, read when asked for.
+    """The tensors of a Hugging Face folder, read on demand.
 
-    All headers are checked at once. A file's checksum, if octile.json has one, is checked when it is first read.
+    All headers are checked when the folder is opened. A file's checksum, if octile.json has one, is checked before the
+    file's first tensor is read.
 
     Attributes:
         folder: where the files lie.
@@ -39,7 +40,8 @@ class Shards:
         finish_interrupted(folder)
         self.folder = folder
         self._unverified = read_record(folder)
-        self.files = {name: TensorFile(folder / name) for name in _weight_files(folder)}
+        weight_map = _read_index(folder)
+        self.files = {name: TensorFile(folder / name) for name in _weight_files(folder, weight_map)}
         self._file_of: dict[str, str] = {}
         self.specs: dict[str, TensorSpec] = {}
         for name, file in self.files.items():
@@ -47,23 +49,25 @@ class Shards:
                 if tensor in self.specs:
                     raise ValueError(f"{tensor} is in two files of {folder}: {self._file_of[tensor]} and {name}")
                 self._file_of[tensor], self.specs[tensor] = name, spec
-        _check_index(folder, self._file_of)
+        for tensor, name in (weight_map or {}).items():
+            if self._file_of.get(tensor) != name:
+                raise ValueError(f"{folder / name} is damaged or of another checkpoint: {INDEX} expects {tensor} in it")
 
     def read(self, tensor: str) -> Tensor:
-        """A whole tensor, on the CPU."""
+        """Read a whole tensor, to the CPU."""
         return self._file(tensor).read(tensor)
 
     def rows(self, tensor: str, start: int, stop: int) -> Tensor:
-        """Rows start … stop − 1 of a tensor, fewer if it ends before."""
+        """Read rows start … stop − 1 of a tensor, fewer if it ends before."""
         return self._file(tensor).rows(tensor, start, stop)
 
     def read_bytes(self, tensor: str, start: int, stop: int) -> Tensor:
-        """Bytes of a tensor of any type, uint8."""
+        """Read bytes start … stop − 1 of a tensor of any dtype, uint8."""
         return self._file(tensor).read_bytes(tensor, start, stop)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, which is what an index calls total_size."""
+        """The bytes of all tensors, `total_size` in an index."""
         return sum(spec.nbytes for spec in self.specs.values())
 
     def _file(self, tensor: str) -> TensorFile:
@@ -75,10 +79,14 @@ class Shards:
 
 
 def plan_shards(sizes: Mapping[str, int], max_bytes: int = MAX_SHARD) -> dict[str, list[str]]:
-    """Distributes tensors of these sizes, in order, over files of at most max_bytes, or of one tensor if it is larger.
+    """Distribute tensors over files, in order.
+
+    Args:
+        sizes: name → bytes of each tensor.
+        max_bytes: of a file, unless it holds a single tensor that is larger.
 
     Returns:
-        file name → tensors: `model.safetensors`, or `model-00001-of-0000n.safetensors` and so on.
+        file name → tensors: `model.safetensors` alone, or `model-00001-of-0000n.safetensors` and so on.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -94,38 +102,34 @@ def plan_shards(sizes: Mapping[str, int], max_bytes: int = MAX_SHARD) -> dict[st
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_size: int) -> None:
-    """Writes the index of a checkpoint in shards; `model.safetensors` alone has none."""
+    """Write the index of a checkpoint in shards. A checkpoint of one file has no index, and nothing is written."""
     if set(files) != {SINGLE}:
         weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
-def _weight_files(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint folder at {folder}")
-    if (folder / INDEX).exists():
-        names = sorted(set(_weight_map(folder).values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{folder / INDEX} is damaged: {name!r} is not a file beside it")
-            if not (folder / name).exists():
-                raise FileNotFoundError(f"{folder / name} is missing, but {INDEX} names it")
-        return names
-    if (folder / SINGLE).exists():
+def _weight_files(folder: Path, weight_map: Mapping[str, str] | None) -> list[str]:
+    """Return the names of the weight files: those of the index, if there is one."""
+    if weight_map is None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no checkpoint folder at {folder}")
+        if not (folder / SINGLE).exists():
+            raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
         return [SINGLE]
-    raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{folder / INDEX} is damaged: {name!r} is not a file in its folder")
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder / name} is missing, but {INDEX} names it")
+    return names
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Read which file holds each tensor; None where there is no index."""
+    if not (folder / INDEX).exists():
+        return None
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{folder / INDEX} is damaged: it must map each tensor to its file under 'weight_map'")
     return weight_map
-
-
-def _check_index(folder: Path, file_of: Mapping[str, str]) -> None:
-    if not (folder / INDEX).exists():
-        return
-    for tensor, file in _weight_map(folder).items():
-        if file_of.get(tensor) != file:
-            raise ValueError(f"{folder / file} is damaged or of another checkpoint: {INDEX} expects {tensor} in it")

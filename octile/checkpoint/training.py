@@ -1,11 +1,12 @@
-"""Checkpoints of a training run: a folder a step, complete or not there, checked before use.
+"""Checkpoints of a training run: one folder per step, written atomically, verified before use.
 
     checkpoints/step_00000100/tensors.safetensors       weights, moments, generator states, …
                               state.json                numbers and text
                               octile.json               checksums of both
 
-A checkpoint is written as step_00000100.partial and renamed once it is on the disk. One of the same step moves aside to
-step_00000100.replaced first, and is read from there if a crash came between the two renames. Nothing is pickled.
+A checkpoint is written as step_00000100.partial and renamed when it is on the disk. An existing checkpoint of the same
+step is renamed to step_00000100.replaced first; it is read from there if a crash came between the two renames. Nothing
+is pickled.
 """
 
 import os
@@ -29,24 +30,24 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 def save_checkpoint(
     folder: str | Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int = 2
 ) -> Path:
-    """Writes the checkpoint of a step; only it and the `keep` - 1 before it stay.
+    """Write the checkpoint of a step, and delete all others but the `keep` - 1 before it.
 
-    Checkpoints of later steps are removed: a run that resumed before them has left that future.
+    Checkpoints of later steps are deleted, too: the run was resumed before them and no longer leads there.
 
     Args:
-        folder: the run's `checkpoints/`; made if it is not there.
+        folder: the run's `checkpoints/`; created if it does not exist.
         step: number of finished steps, at least 0.
         tensors: name → tensor of any shape, dtype (BF16, FP8, integers, …) and device.
-        state: what JSON can hold; floats come back bit for bit.
-        keep: checkpoints to keep, at least 1, this one included.
+        state: a value that JSON can represent; floats are restored bit for bit.
+        keep: number of checkpoints to keep, at least 1, including this one.
 
     Returns:
         The checkpoint's folder, `step_00000100`.
 
     Raises:
         ValueError: step is negative or keep below 1.
-        TypeError: state holds what JSON can't, or a tensor's dtype is unknown to safetensors.
-        OSError: the disk is full or not writable. Earlier checkpoints are untouched, and this one is not there.
+        TypeError: JSON cannot represent state, or safetensors has no such dtype as a tensor's.
+        OSError: the disk is full or not writable. Earlier checkpoints are unchanged, and this one does not exist.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must be at least 0 and keep at least 1, not {step} and {keep}")
@@ -71,12 +72,19 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: str | Path, up_to: int | None = None) -> Path | None:
-    """The newest checkpoint (of a step up to `up_to`) whose checksums are right, or None where there is none at all.
+    """Find the newest checkpoint whose checksums are right.
 
-    A damaged one is named in a warning and the one before it is tried.
+    A damaged checkpoint causes a warning that names it, and the one before it is tried.
+
+    Args:
+        folder: the run's `checkpoints/`.
+        up_to: the last step to be considered; None: all.
+
+    Returns:
+        The checkpoint's folder, or None where there are no checkpoints.
 
     Raises:
-        ValueError: there are checkpoints, and all are damaged.
+        ValueError: there are checkpoints, but all are damaged.
     """
     steps = {step: path for step, path in _steps(Path(folder)).items() if up_to is None or step <= up_to}
     for path in reversed(steps.values()):
@@ -92,11 +100,11 @@ def latest_checkpoint(folder: str | Path, up_to: int | None = None) -> Path | No
 
 
 def load_checkpoint(path: str | Path, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads the tensors (on the CPU) and the state that `save_checkpoint` was given.
+    """Read the tensors (to the CPU) and the state that `save_checkpoint` was given.
 
     Args:
         path: the checkpoint's folder.
-        check: compare the checksums first; `latest_checkpoint` has done so for the one that it found.
+        check: whether to compare the checksums first; `latest_checkpoint` has done so for the one that it returned.
 
     Raises:
         FileNotFoundError: path is not a checkpoint.
@@ -120,7 +128,7 @@ def _verify(path: Path) -> None:
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
-    """Renames partial to target. A checkpoint of the same step moves aside first and is deleted last."""
+    """Rename partial to target. An existing target is renamed first and deleted last."""
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -131,16 +139,16 @@ def _replace_folder(partial: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Leaves the newest `keep` checkpoints up to a step, and nothing that an interrupted writer left."""
-    kept = [path for number, path in _steps(folder).items() if number <= step][-keep:]
+    """Delete all checkpoints but the newest `keep` up to a step, and what interrupted writers left."""
+    newest = [path for number, path in _steps(folder).items() if number <= step][-keep:]
     for path in folder.glob("step_*"):
         name = path.name.removesuffix(PARTIAL).removesuffix(REPLACED)
-        if STEP_FOLDER.fullmatch(name) and path not in kept:
+        if STEP_FOLDER.fullmatch(name) and path not in newest:
             shutil.rmtree(path)
 
 
 def _steps(folder: Path) -> dict[int, Path]:
-    """Step → folder, oldest first. One that moved aside counts where nothing took its place."""
+    """Return step → folder, oldest first. A .replaced folder counts if there is no other of its step."""
     found: dict[int, Path] = {}
     for suffix in (REPLACED, ""):
         for path in folder.glob(f"step_*{suffix}"):

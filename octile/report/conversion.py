@@ -52,7 +52,7 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("weights", "tensors", "became"):
         table.add_column(column, overflow="fold")
-    for names, what in ((report.converted, report.to), (report.kept, "kept as they were")):
+    for names, what in ((report.converted, report.to), (report.unchanged, "kept as they were")):
         for name, count in names.items():
             table.add_row(name, str(count), what)
     console.print(table)

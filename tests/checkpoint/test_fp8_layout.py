@@ -66,13 +66,13 @@ def test_a_weight_that_is_no_number_is_named(value):
 
 
 def test_deepseeks_configuration_is_the_published_one():
-    kept = dict.fromkeys(OTHERS[:5], TensorSpec("BF16", (4, 4), 32))
-    assert with_quantization({"a": 1}, kept) == {"a": 1, "quantization_config": QUANTIZATION_CONFIG}
+    high_precision = dict.fromkeys(OTHERS[:5], TensorSpec("BF16", (4, 4), 32))
+    assert with_quantization({"a": 1}, high_precision) == {"a": 1, "quantization_config": QUANTIZATION_CONFIG}
 
 
 def test_layers_that_engines_would_take_for_fp8_are_listed():
-    kept = {name: TensorSpec("BF16", (4, 4), 32) for name in ("lm_head.weight", "h.0.attn.c_attn.weight")}
-    listed = with_quantization({}, kept)["quantization_config"]["modules_to_not_convert"]
+    high_precision = {name: TensorSpec("BF16", (4, 4), 32) for name in ("lm_head.weight", "h.0.attn.c_attn.weight")}
+    listed = with_quantization({}, high_precision)["quantization_config"]["modules_to_not_convert"]
     assert listed == ["h.0.attn.c_attn", "lm_head"]
 
 
@@ -80,7 +80,7 @@ def test_layers_that_engines_would_take_for_fp8_are_listed():
     "announced",
     [{"quant_method": "awq"}, {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [64, 64]}],
 )
-def test_another_quantisation_is_refused(announced):
+def test_another_quantization_is_refused(announced):
     with pytest.raises(ValueError, match="quantization_config must be 'fp8' with weight_block_size"):
         is_fp8_config({"quantization_config": announced})
 

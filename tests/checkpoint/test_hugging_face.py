@@ -20,7 +20,7 @@ from octile.scaled import quantize
 MICRO = ModelConfig(
     vocab_size=64,
     hidden_size=96,
-    intermediate_size=256,  # transformers dequantises two blocks of 128, but takes 160 for two of 80
+    intermediate_size=256,  # transformers dequantizes two blocks of 128, but takes 160 for two of 80
     moe_intermediate_size=48,
     num_hidden_layers=2,
     first_k_dense_replace=1,
@@ -108,7 +108,7 @@ def test_fp8_folders_load_as_a_model_that_computes_in_fp8(tmp_path, model):
     assert type(found.lm_head) is torch.nn.Linear
 
 
-def test_fp8_folders_load_the_dequantised_weights(tmp_path, model):
+def test_fp8_folders_load_the_dequantized_weights(tmp_path, model):
     save(model, tmp_path, weights="fp8")
     found, own = to_hf(load(tmp_path).state_dict(), MICRO), to_hf(model.state_dict(), MICRO)
     expected = quantize(own[GATE_PROJ], (128, 128)).dequantize()
@@ -122,7 +122,7 @@ def test_fp8_survives_a_second_save_bit_for_bit(tmp_path, model):
     assert once == twice
 
 
-def test_a_quantised_parameter_takes_at_most_1_05_bytes(tmp_path):
+def test_a_quantized_parameter_takes_at_most_1_05_bytes(tmp_path):
     save(DeepseekV3(ModelConfig.tiny()), tmp_path, weights="fp8")
     tensors = load_file(tmp_path / "model.safetensors")
     fp8 = [name for name in tensors if name + "_scale_inv" in tensors]
@@ -218,7 +218,7 @@ def test_we_compute_the_same_from_what_transformers_writes(tmp_path, tokens):
     assert (found - expected).abs().amax() <= 1e-5 * expected.abs().amax()
 
 
-def test_a_prediction_layer_that_is_not_there_is_told(folder):
+def test_a_prediction_layer_that_is_not_there_is_reported(folder):
     def drop_mtp(tensors):
         for name in [name for name in tensors if name.startswith("model.layers.2.")]:
             del tensors[name]
@@ -257,6 +257,15 @@ def test_a_flipped_bit_is_found(folder, flip_byte):
     flip_byte(folder / "model.safetensors", -1)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged: its SHA-256"):
         load(folder)
+
+
+@pytest.mark.parametrize("weights", ["float32", "fp8"])
+def test_the_configuration_is_read_once(tmp_path, model, monkeypatch, weights):
+    save(model, tmp_path, weights=weights)
+    read, opened = hugging_face_module.read_json, []
+    monkeypatch.setattr(hugging_face_module, "read_json", lambda path: opened.append(path.name) or read(path))
+    load(tmp_path)
+    assert opened == ["config.json"]
 
 
 def test_no_checkpoint_is_named(tmp_path):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octile.checkpoint import shards as shards_module
 from octile.checkpoint.files import write_record
 from octile.checkpoint.shards import INDEX, SINGLE, Shards, plan_shards, write_index
 
@@ -50,6 +51,13 @@ def test_a_truncated_shard_is_named_before_anything_is_read(folder):
         Shards(folder)
 
 
+def test_the_index_is_read_once(folder, monkeypatch):
+    read, opened = shards_module.read_json, []
+    monkeypatch.setattr(shards_module, "read_json", lambda path: opened.append(path.name) or read(path))
+    Shards(folder)
+    assert opened == [INDEX]
+
+
 def test_an_index_of_other_tensors_is_refused(folder):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["d"] = "model-00001-of-00002.safetensors"
@@ -60,7 +68,7 @@ def test_an_index_of_other_tensors_is_refused(folder):
 
 def test_an_index_that_leads_out_of_the_folder_is_refused(folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-    with pytest.raises(ValueError, match=r"'\.\./a\.safetensors' is not a file beside it"):
+    with pytest.raises(ValueError, match=r"'\.\./a\.safetensors' is not a file in its folder"):
         Shards(folder)
 
 

@@ -60,7 +60,7 @@ def test_rows_are_a_slice(tmp_path):
     assert TensorFile(tmp_path / "a.safetensors").rows("x", 4, 99).equal(x[4:])
 
 
-def test_pieces_may_be_written_in_any_order(tmp_path):
+def test_parts_may_be_written_in_any_order(tmp_path):
     x, y = torch.arange(30).view(10, 3), torch.ones(4)
     with writing(tmp_path / "a", {"x": TensorSpec.of(x.dtype, x.shape), "y": TensorSpec.of(y.dtype, y.shape)}) as out:
         out.write("x", x[6:], row=6)
@@ -74,7 +74,7 @@ def write_four_integers(path, data):
         out.write("x", data)
 
 
-def test_a_file_with_a_missing_piece_does_not_appear(tmp_path):
+def test_a_file_with_a_missing_part_does_not_appear(tmp_path):
     with pytest.raises(RuntimeError, match="x was announced, but 24 of its bytes"):
         write_four_integers(tmp_path / "a", torch.arange(1))
     assert not list(tmp_path.iterdir())

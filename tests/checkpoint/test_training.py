@@ -23,7 +23,7 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path, same):
     tensors = {
         "model.w": torch.randn(4, 5),
         "exp_avg": torch.randn(4, 5).bfloat16(),
-        "codes": torch.randn(7).to(torch.float8_e4m3fn),
+        "fp8": torch.randn(7).to(torch.float8_e4m3fn),
         "step": torch.tensor(12),
         "generator": torch.get_rng_state(),
         "nan": torch.tensor([math.nan, math.inf, -0.0]),

@@ -1,4 +1,11 @@
-"""Convert any Hugging Face checkpoint to FP8, or back to BF16 or FP32."""
+"""Conversion of any Hugging Face checkpoint to FP8, or back to BF16 or FP32.
+
+folder.py    `convert_checkpoint`: a folder, file by file, with checksums and resumption
+plan.py      `ConversionPlan`: what happens to each tensor, decided from the headers
+tensor.py    the conversion of one tensor, and the comparison of the result with its source
+share.py     `Share`: how much of a model's parameters and FLOPs some weights are
+size.py      `predict_size`: how large a checkpoint will be
+"""
 
 from octile.checkpoint.convert.folder import ConversionReport, convert_checkpoint
 

@@ -1,18 +1,17 @@
-"""Any Hugging Face checkpoint to FP8, or back to BF16 or FP32, shard by shard.
+"""The conversion of a Hugging Face folder to FP8, or back to BF16 or FP32, file by file.
 
     to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `fp8_layout.is_stored_in_fp8` says so
-    to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16, and the scale is no longer needed
-    to="float32" the same in FP32, for training: every value as it was
+    to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped
+    to="float32" X.weight E4M3 · X.weight_scale_inv → X.weight FP32, exactly, for training; the scale is dropped
 
-Every other tensor is copied byte by byte, whatever its name and type. A file of the result holds what the file of the
-same name held, and a tensor passes through memory in pieces, so a checkpoint of any size takes some 100 MB. Each
-finished file is read back, compared with its source and entered with its checksum in octile.json, where an interrupted
-conversion takes up again. config.json comes last: until then no engine takes the folder for a checkpoint.
+Every other tensor is copied byte by byte, whatever its name and dtype. A file of the result holds the tensors of the
+source's file of the same name. Tensors are converted in chunks of rows, so a checkpoint of any size takes some 100 MB
+of memory. Each finished file is read back, compared with its source and entered with its checksum in octile.json, from
+which an interrupted conversion resumes. config.json is written last: before that no engine recognizes the folder.
 
-There and back again: BF16 keeps 8 significant bits and E4M3 4, so FP8 → BF16 → FP8 returns the same codes wherever a
-block's largest code is ±448, as quantising with scale = amax / 448 leaves it; each scale returns within 2⁻⁸ of itself.
-Blocks of values below 1e-36 are the exception: BF16 has fewer bits there.
-By way of FP32 scales return as they were, too.
+Round trips: FP8 → BF16 → FP8 restores the encoded values of every block whose largest encoded value is ±448, as with
+scale = amax / 448, since BF16 has 8 significant bits and E4M3 4. Scales are restored within 2⁻⁸. Blocks of values
+below 1e-36 are the exception, where BF16 has fewer bits. FP8 → FP32 → FP8 restores the scales, too.
 """
 
 import errno
@@ -44,21 +43,21 @@ class ConversionReport:
 
     Attributes:
         to: "fp8", "bf16" or "float32".
-        rule: which weights are FP8 and which are not, in words.
-        converted, kept: tensor names with `*` for their numbers → how many there are; converted ones changed format.
-        share: of the converted weights in the model's parameters and in the products of a token.
-        bytes_before, bytes_after: all tensors, scales included.
-        converted_bytes: of the converted weights after the conversion, scales included.
-        max_error: the largest error of a value, as a part of the largest magnitude that its 128×128 block can hold:
-            at most 16/448 = 3.6% to FP8, 2⁻⁸ = 0.4% to BF16, 0 to FP32.
-        files, resumed_files: weight files of the result, and how many of them an earlier attempt had finished.
-        copied_files: other files of the folder: tokenizer, generation configuration, code, …
+        rule: which weights are FP8 and which are not, as a sentence.
+        converted, unchanged: tensor names, with `*` for numbers in them → how many there are.
+        share: the share of the converted weights in the model's parameters and FLOPs.
+        bytes_before, bytes_after: bytes of all tensors, including scales.
+        converted_bytes: bytes of the converted weights in the result, including scales.
+        max_error: the largest error of a value, relative to the largest magnitude that a value of its 128×128 block can
+            have: at most 16/448 = 3.6% for FP8, 2⁻⁸ = 0.4% for BF16, 0 for FP32.
+        files, resumed_files: number of weight files of the result, and of those that an earlier attempt had finished.
+        copied_files: the other files of the folder: tokenizer, generation configuration, code, …
     """
 
     to: Target
     rule: str
     converted: Mapping[str, int]
-    kept: Mapping[str, int]
+    unchanged: Mapping[str, int]
     share: Share
     bytes_before: int
     bytes_after: int
@@ -72,30 +71,30 @@ class ConversionReport:
 def convert_checkpoint(
     src: str | Path, dst: str | Path, to: Target, progress: Progress | None = None
 ) -> ConversionReport:
-    """Converts the Hugging Face folder src into the new folder dst.
+    """Convert the Hugging Face folder src into the new folder dst.
 
-    Started again after an interruption, with the same src and dst, it keeps the files that are finished and whose
-    checksums are right.
+    Called again with the same src and dst after an interruption, it resumes: finished files whose checksums are right
+    are not converted again.
 
     Args:
-        src: config.json, weights as safetensors (one file, or shards with an index), and anything else.
+        src: a folder with config.json, weights as safetensors (one file, or shards with an index), and other files.
         dst: absent, empty, or left by an interrupted conversion of src.
-        to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in blocks of 128×128).
-        progress: called after each tensor with what is done, what there is to do, and the file's name. Both count
-            bytes of src, once for converting and once for comparing.
+        to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in 128×128 blocks).
+        progress: called after each tensor with the bytes done, the bytes in total, and the file's name. Both count
+            bytes of src, once for conversion and once for comparison.
 
     Raises:
         FileNotFoundError: src, its config.json or a weight file is missing.
-        FileExistsError: dst holds something else.
-        ValueError: a file of src is damaged; src is already what it shall become, or quantised in another way; a
+        FileExistsError: dst holds other files.
+        ValueError: a file of src is damaged; src has the target format already, or is quantized in another way; a
             weight holds NaN or Inf; dst is src or inside it, or holds the start of another conversion.
-        OSError: the disk is full: what is finished stays and is taken up again.
-        RuntimeError: what was written reads back wrongly.
+        OSError: the disk is full. Finished files stay, and the conversion can be resumed.
+        RuntimeError: the result, read back, differs from its source by more than rounding.
     """
     src, dst = Path(src), Path(dst)
     _check_arguments(src, dst, to)
     plan = ConversionPlan.make(Shards(src), read_json(src / CONFIG), to)
-    record = _take_up(dst, plan)
+    record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
     _check_space(dst, plan, record["files"])
 
@@ -130,8 +129,8 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
         raise FileExistsError(f"dst must be a folder, not the file {dst}")
 
 
-def _take_up(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
-    """octile.json of the conversion: what it is, and the files that are finished and whole."""
+def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
+    """Write and return octile.json of an unfinished conversion: its source and target, and the files that are done."""
     files = {name: file.path.stat() for name, file in plan.source.files.items()}
     job = {"to": plan.to, "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}}
     finished: dict[str, Any] = {}
@@ -153,7 +152,7 @@ def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
     try:
         verify(path, entry)
     except (ValueError, FileNotFoundError):
-        return False  # it is converted again
+        return False  # then it is converted again
     return True
 
 
@@ -182,20 +181,20 @@ def _ticker(progress: Progress | None, total: int) -> Callable[[int, str], None]
 def _convert_file(
     file: TensorFile, path: Path, plan: ConversionPlan, tick: Callable[[int, str], None]
 ) -> dict[str, Any]:
-    """Writes one file of the result, then compares it with its source. Returns its entry in octile.json."""
+    """Write one file of the result and compare it with its source. Return its entry in octile.json."""
     with writing(path, plan.files[path.name]) as out:
         for name, spec in file.specs.items():
-            convert_tensor(name, plan.changes[name], plan.source, out)
+            convert_tensor(name, plan.actions[name], plan.source, out)
             tick(spec.nbytes, path.name)
     result, max_error = TensorFile(path), 0.0
     for name, spec in file.specs.items():
-        max_error = max(max_error, max_error_of(name, plan.changes[name], plan.source, result))
+        max_error = max(max_error, max_error_of(name, plan.actions[name], plan.source, result))
         tick(spec.nbytes, path.name)
     return {**checksum(path), "max_error": max_error}
 
 
 def _other_files(plan: ConversionPlan) -> list[Path]:
-    """What is neither weights nor config.json, hidden files excepted, as paths within the source's folder."""
+    """List the files of the source to be copied, relative to its folder: no weights, config.json or hidden files."""
     own, src = {CONFIG, INDEX, RECORD, *plan.files}, plan.source.folder
     found = [path.relative_to(src) for path in sorted(src.rglob("*")) if path.is_file()]
     return [path for path in found if str(path) not in own and not any(part.startswith(".") for part in path.parts)]
@@ -222,7 +221,7 @@ def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[
         to=plan.to,
         rule=RULE,
         converted=_patterns(plan.converted),
-        kept=_patterns(plan.kept),
+        unchanged=_patterns(plan.unchanged),
         share=share_of(plan.converted, plan.source.specs, plan.config),
         bytes_before=plan.source.nbytes,
         bytes_after=sum(spec.nbytes for spec in plan.specs.values()),

@@ -1,4 +1,4 @@
-"""What is to become of every tensor of a checkpoint, known from the headers before anything is written."""
+"""The plan of a conversion: what happens to every tensor, decided from the headers before anything is written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,47 +18,51 @@ from octile.checkpoint.tensor_file import TensorSpec
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The change of every tensor, and the files that result.
+    """What happens to each tensor of a checkpoint, and the files that result.
 
     Attributes:
-        source: the checkpoint to convert.
+        source: the checkpoint to be converted.
         config: its config.json.
         to: "fp8", "bf16" or "float32".
-        changes: what happens to each tensor of the source.
+        actions: tensor of the source → what happens to it.
         files: file → the tensors that it will hold.
     """
 
     source: Shards
     config: Mapping[str, Any]
     to: Target
-    changes: Mapping[str, Action]
+    actions: Mapping[str, Action]
     files: Mapping[str, Mapping[str, TensorSpec]]
 
     @classmethod
     def make(cls, source: Shards, config: Mapping[str, Any], to: Target) -> "ConversionPlan":
-        """Raises ValueError where source is already what it shall become, or is quantised in another way."""
+        """Decide on every tensor of a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has the target format already, or is quantized in another way.
+        """
         announced = is_fp8_config(config)
         fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
         if fp8 == (to == "fp8"):
             holds = "FP8 weights already" if fp8 else "no FP8 weights"
             raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
         check_scales(source.specs)
-        changes = {name: choose_action(name, source.specs, to) for name in source.specs}
+        actions = {name: choose_action(name, source.specs, to) for name in source.specs}
         files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}
         for file, content in source.files.items():
             for name, spec in content.specs.items():
-                files[file] |= specs_after(name, spec, changes[name])
-        return cls(source, config, to, changes, files)
+                files[file] |= specs_after(name, spec, actions[name])
+        return cls(source, config, to, actions, files)
 
     @property
     def converted(self) -> list[str]:
-        """The tensors that change their format."""
-        return [n for n, change in self.changes.items() if change not in (Action.COPY, Action.DROP)]
+        """The names of the tensors that change their format."""
+        return [n for n, action in self.actions.items() if action not in (Action.COPY, Action.DROP)]
 
     @property
-    def kept(self) -> list[str]:
-        """The tensors that are copied."""
-        return [n for n, change in self.changes.items() if change is Action.COPY]
+    def unchanged(self) -> list[str]:
+        """The names of the tensors that are copied."""
+        return [n for n, action in self.actions.items() if action is Action.COPY]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -68,13 +72,13 @@ class ConversionPlan:
     @property
     def converted_bytes(self) -> int:
         """Bytes of the converted tensors in the result, scales included."""
-        before, changes = self.source.specs, self.changes
-        return sum(s.nbytes for n in self.converted for s in specs_after(n, before[n], changes[n]).values())
+        before, actions = self.source.specs, self.actions
+        return sum(s.nbytes for n in self.converted for s in specs_after(n, before[n], actions[n]).values())
 
     @property
     def result_config(self) -> dict[str, Any]:
         """config.json of the result."""
         if self.to != "fp8":
-            wide = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
-            return without_quantization(self.config) | {name: "float32" for name in wide if name in self.config}
-        return with_quantization(self.config, {name: self.source.specs[name] for name in self.kept})
+            dtypes = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
+            return without_quantization(self.config) | {name: "float32" for name in dtypes if name in self.config}
+        return with_quantization(self.config, {name: self.source.specs[name] for name in self.unchanged})

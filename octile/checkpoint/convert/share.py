@@ -1,4 +1,4 @@
-"""How much of a model a set of weights is: of its parameters, and of its work on a token."""
+"""The share that some weights have in a model's parameters and in the FLOPs of a token."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # as D
 
 @dataclass(frozen=True)
 class Share:
-    """Some weights of a model against all of them.
+    """How much of a model some of its weights are.
 
     Attributes:
-        parameters: of the whole model, without scales.
-        part: parameters among them.
-        flops: the part's share in the matrix products of one token, 0 … 1: the weights that multiply it, of routed
-            experts only as many as are active. Embedding look-ups are no products; attention's products of
-            activations with one another are left out. None where config does not tell how many experts are active.
+        parameters: number of parameters of the whole model, without scales.
+        part: number of parameters of the chosen weights.
+        flops: their share in the GEMM FLOPs of one token, 0 … 1. Of routed experts only the active ones count.
+            Embedding look-ups and attention's GEMMs between activations do not count. None where the configuration
+            does not say how many experts are active.
     """
 
     parameters: int
@@ -33,7 +33,7 @@ class Share:
 
 
 def share_of(names: Collection[str], specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Share:
-    """The share of the named tensors in a model.
+    """Compute the share of the named tensors in a model.
 
     Args:
         names: tensors among specs.
@@ -46,7 +46,7 @@ def share_of(names: Collection[str], specs: Mapping[str, TensorSpec], config: Ma
 
 
 def _flops_share(names: set[str], weights: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> float | None:
-    config = {**config.get("text_config", {}), **config}  # models of several modalities nest the language model's
+    config = {**config.get("text_config", {}), **config}  # multimodal models nest it
     active = _active_experts(config)
     tied = bool(config.get("tie_word_embeddings")) and not any("head" in name for name in weights)
     total = chosen = 0.0
@@ -57,17 +57,17 @@ def _flops_share(names: set[str], weights: Mapping[str, TensorSpec], config: Map
         is_lookup = "embed" in module and not tied
         if is_lookup or not is_matrix:
             continue
-        use = active if routed else 1.0
-        if use is None:
+        fraction = active if routed else 1.0
+        if fraction is None:
             return None
-        work = spec.numel * use
-        total += work
-        chosen += work if name in names else 0.0
+        flops = spec.numel * fraction
+        total += flops
+        chosen += flops if name in names else 0.0
     return chosen / max(total, 1.0)
 
 
 def _active_experts(config: Mapping[str, Any]) -> float | None:
-    """The share of the routed experts that a token visits, or None if config does not say."""
+    """Return the fraction of the routed experts that a token uses, or None if the configuration does not say."""
     experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
     chosen = config.get("num_experts_per_tok")
     return chosen / experts if experts and chosen else None

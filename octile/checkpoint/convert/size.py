@@ -1,4 +1,4 @@
-"""How large a checkpoint will be, known before there are weights."""
+"""Prediction of a checkpoint's size from its configuration or from the headers of its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from octile.models.names import to_hf
 
 @dataclass(frozen=True)
 class SizePrediction:
-    """The size of a checkpoint.
+    """The predicted size of a checkpoint.
 
     Attributes:
         to: "fp8", "bf16" or "float32".
-        nbytes: of all tensors, scales included (an index calls it total_size); the files' headers add some 0.01%.
-        share: of the weights that are FP8. Its parameters count what a checkpoint repeats.
-        repeats: it does: it has a multi-token prediction layer, which brings the embedding and the head once more.
+        nbytes: bytes of all tensors including scales, `total_size` in an index; the files' headers add some 0.01%.
+        share: the share of the FP8 weights. Tensors that a checkpoint repeats count twice.
+        repeats: whether the checkpoint repeats the embedding and the head, for a multi-token prediction layer.
     """
 
     to: Target
@@ -37,16 +37,18 @@ class SizePrediction:
 
 
 def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePrediction:
-    """Predicts what `save` or `convert_checkpoint` writes. From a configuration 671B parameters take a second.
+    """Predict the size of what `save` or `convert_checkpoint` writes.
+
+    For a configuration of 671B parameters it takes a second.
 
     Args:
-        config: a config.json of a DeepSeek model, or a folder with one; a folder with weights, of any model, whose
-            files' headers are used instead; or a `ModelConfig`.
-        to: "fp8", with BF16 for what is not quantised, "bf16" or "float32".
+        config: a `ModelConfig`; a config.json of a DeepSeek model, or a folder with one; or a folder with weights of
+            any model, whose headers are used then.
+        to: "fp8" (BF16 for the weights that are not FP8), "bf16" or "float32".
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: to is none of these; the configuration is not of a DeepSeek model; a weight file is damaged.
+        ValueError: to is none of the three; the configuration is not of a DeepSeek model; a weight file is damaged.
     """
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")

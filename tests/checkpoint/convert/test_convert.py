@@ -40,7 +40,7 @@ def weights(folder):
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def test_projections_are_quantised_as_the_library_does_it(src, dst, same):
+def test_projections_are_quantized_as_the_library_does_it(src, dst, same):
     convert_checkpoint(src, dst, "fp8")
     found, q = weights(dst), quantize(weights(src)[Q_PROJ], (128, 128))
     assert same(found[Q_PROJ], q.data)
@@ -50,10 +50,10 @@ def test_projections_are_quantised_as_the_library_does_it(src, dst, same):
 def test_every_other_tensor_is_copied_bit_for_bit(src, dst, same):
     report = convert_checkpoint(src, dst, "fp8")
     before, after = weights(src), weights(dst)
-    kept = [name for name in before if name + "_scale_inv" not in after]
-    assert all(same(before[name], after[name]) for name in kept)
-    assert "who.knows" in kept
-    assert len(kept) == sum(report.kept.values())
+    unchanged = [name for name in before if name + "_scale_inv" not in after]
+    assert all(same(before[name], after[name]) for name in unchanged)
+    assert "who.knows" in unchanged
+    assert len(unchanged) == sum(report.unchanged.values())
 
 
 def test_the_result_is_read_by_index_and_announced(src, dst):
@@ -72,7 +72,7 @@ def test_other_files_are_copied_and_hidden_ones_are_not(src, dst):
     assert not (dst / ".cache").exists()
 
 
-def test_the_report_counts_parameters_products_and_bytes(src, dst):
+def test_the_report_counts_parameters_flops_and_bytes(src, dst):
     report = convert_checkpoint(src, dst, "fp8")
     before = weights(src)
     fp8 = [name for name in before if name + "_scale_inv" in weights(dst)]
@@ -84,15 +84,15 @@ def test_the_report_counts_parameters_products_and_bytes(src, dst):
     assert report.bytes_before == sum(t.nbytes for t in before.values())
     assert report.bytes_after == sum(t.nbytes for t in weights(dst).values())
     assert report.converted["model.layers.*.mlp.experts.*.gate_proj.weight"] == 4
-    assert report.max_error == pytest.approx(16 / 448, rel=1e-5)  # half a spacing of the largest codes
+    assert report.max_error == pytest.approx(16 / 448, rel=1e-5)  # half a spacing of the largest encoded values
 
 
-def test_a_quantised_parameter_takes_at_most_1_05_bytes(src, dst):
+def test_a_quantized_parameter_takes_at_most_1_05_bytes(src, dst):
     report = convert_checkpoint(src, dst, "fp8")
     assert report.converted_bytes <= 1.05 * report.share.part
 
 
-def test_fp8_to_bf16_and_back_returns_the_same_codes(src, dst, tmp_path, same):
+def test_fp8_to_bf16_and_back_returns_the_same_encoded_values(src, dst, tmp_path, same):
     convert_checkpoint(src, dst, "fp8")
     report = convert_checkpoint(dst, tmp_path / "bf16", "bf16")
     convert_checkpoint(tmp_path / "bf16", tmp_path / "again", "fp8")
@@ -103,7 +103,7 @@ def test_fp8_to_bf16_and_back_returns_the_same_codes(src, dst, tmp_path, same):
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(-100, 100))
-def test_codes_survive_bf16_and_scales_stay_within_its_rounding(seed, log2_size):
+def test_encoded_values_survive_bf16_and_scales_stay_within_its_rounding(seed, log2_size):
     generator = torch.Generator().manual_seed(seed)
     spread = torch.randn(130, 140, generator=generator) * 4
     x = torch.randn(130, 140, generator=generator) * 2.0 ** (log2_size + spread)
@@ -129,7 +129,7 @@ def test_fp8_to_float32_and_back_returns_the_same_numbers_and_the_same_scales(sr
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
-def test_float32_masters_are_quantised_to_what_they_were_made_of(seed, log2_size):
+def test_float32_masters_are_quantized_to_what_they_were_made_of(seed, log2_size):
     random = torch.Generator().manual_seed(seed)
     q = quantize(torch.randn(200, 150, generator=random) * 2.0**log2_size, (128, 128))
     again = quantize(dequantize_weight(q.data, q.scale, torch.float32), (128, 128))
@@ -137,7 +137,7 @@ def test_float32_masters_are_quantised_to_what_they_were_made_of(seed, log2_size
     assert again.scale.equal(q.scale)
 
 
-def test_bf16_folders_announce_no_quantisation_and_have_no_scales(src, dst, tmp_path):
+def test_bf16_folders_announce_no_quantization_and_have_no_scales(src, dst, tmp_path):
     convert_checkpoint(src, dst, "fp8")
     convert_checkpoint(dst, tmp_path / "bf16", "bf16")
     assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
@@ -152,12 +152,12 @@ def test_a_scale_may_lie_in_another_file_than_its_weight(tmp_path, hf_folder):
     assert weights(tmp_path / "dst")["a_proj.weight"].equal(q.dequantize(torch.bfloat16))
 
 
-def test_pieces_give_what_the_whole_gives(src, dst, tmp_path, monkeypatch):
+def test_chunks_give_what_the_whole_gives(src, dst, tmp_path, monkeypatch):
     convert_checkpoint(src, dst, "fp8")
-    monkeypatch.setattr("octile.checkpoint.convert.tensor.PIECE", 1000)
-    convert_checkpoint(src, tmp_path / "pieces", "fp8")
+    monkeypatch.setattr("octile.checkpoint.convert.tensor.CHUNK", 1000)
+    convert_checkpoint(src, tmp_path / "chunks", "fp8")
     assert {path.name: path.read_bytes() for path in dst.glob("*.safetensors")} == {
-        path.name: path.read_bytes() for path in (tmp_path / "pieces").glob("*.safetensors")
+        path.name: path.read_bytes() for path in (tmp_path / "chunks").glob("*.safetensors")
     }
 
 
@@ -216,7 +216,7 @@ def test_a_full_disk_keeps_what_is_finished(src, dst, full_disk, monkeypatch):
     assert convert_checkpoint(src, dst, "fp8").resumed_files == 1
 
 
-def test_too_little_space_is_told_before_the_work(src, dst, monkeypatch):
+def test_too_little_space_is_reported_before_the_work(src, dst, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
     with pytest.raises(OSError, match=r"No space left on device: \d+ MB are needed, \d+ MB are free"):
         convert_checkpoint(src, dst, "fp8")
@@ -231,13 +231,13 @@ def test_space_is_needed_for_the_other_files_too(src, dst, monkeypatch):
         convert_checkpoint(src, dst, "fp8")
 
 
-def test_a_result_that_reads_back_wrongly_is_not_accepted(src, dst, monkeypatch):
+def test_a_result_that_is_wrong_is_not_accepted(src, dst, monkeypatch):
     def careless(name, tensor):
         q = quantize_weight(name, tensor)
         return ScaledTensor(q.data, q.scale * 1.1, q.block)
 
     monkeypatch.setattr("octile.checkpoint.convert.tensor.quantize_weight", careless)
-    with pytest.raises(RuntimeError, match="reads back further from its source than rounding explains"):
+    with pytest.raises(RuntimeError, match="differs from its source by more than rounding"):
         convert_checkpoint(src, dst, "fp8")
 
 
@@ -319,13 +319,13 @@ def test_a_truncated_source_is_named_before_anything_is_written(src, dst):
     assert not dst.exists()
 
 
-def test_a_weight_that_is_no_number_is_not_quantised(tmp_path, dst, hf_folder):
+def test_a_weight_that_is_no_number_is_not_quantized(tmp_path, dst, hf_folder):
     hf_folder(tmp_path / "src", {}, [{"a_proj.weight": torch.full((4, 4), torch.nan)}])
     with pytest.raises(ValueError, match=r"a_proj\.weight holds NaN or Inf"):
         convert_checkpoint(tmp_path / "src", dst, "fp8")
 
 
-def test_a_weight_that_is_no_number_is_not_dequantised(tmp_path, dst, hf_folder):
+def test_a_weight_that_is_no_number_is_not_dequantized(tmp_path, dst, hf_folder):
     q = quantize(torch.full((4, 4), torch.nan), (128, 128))
     hf_folder(tmp_path / "src", {}, [{"a_proj.weight": q.data, "a_proj.weight_scale_inv": q.scale}])
     with pytest.raises(ValueError, match=r"a_proj\.weight in .*src holds NaN or Inf"):

@@ -19,11 +19,11 @@ def test_parameters_count_everything():
     assert (share.parameters, share.part, share.of_parameters) == (888, 80, 80 / 888)
 
 
-def test_look_ups_and_norms_are_no_products():
+def test_look_ups_and_norms_are_no_gemms():
     assert share_of(["model.q_proj.weight"], DENSE, {}).flops == 1.0
 
 
-def test_a_tied_embedding_is_the_heads_product():
+def test_a_tied_embedding_is_the_heads_gemm():
     assert share_of(["model.q_proj.weight"], DENSE, {"tie_word_embeddings": True}).flops == 80 / 880
 
 
@@ -38,11 +38,11 @@ def test_the_language_models_configuration_may_be_nested():
     assert share_of(experts, MOE, {"text_config": {"num_experts": 4, "num_experts_per_tok": 2}}).flops == 40 / 60
 
 
-def test_unknown_activity_is_said_and_not_guessed():
+def test_unknown_activity_is_reported_and_not_guessed():
     assert share_of([], MOE, {}).flops is None
 
 
-def test_experts_in_one_tensor_are_products():
+def test_experts_in_one_tensor_are_gemms():
     stacked = specs(mlp__gate__weight=(4, 5), mlp__experts__gate_up_proj=(4, 10, 2))
     assert share_of(["mlp.gate.weight"], stacked, {"num_experts": 4, "num_experts_per_tok": 1}).flops == 20 / 40
 
