@@ -24,7 +24,7 @@ from octile.lab import tensor_core_matmul
 from octile.lab.pages.page import power
 from octile.lab.pages.what_if_figures import PRODUCT_COLOR
 from octile.lab.tensor_core.reference import exponent
-from octile.report.style import COLOR, PALETTE, WIDE, drawing, dress, label_ends
+from octile.report.style import COLOR, PALETTE, WIDE, drawing, label_ends, style_axes
 from octile.report.svg import to_svg
 
 IMAGES = Path(__file__).parent / "images"
@@ -146,7 +146,7 @@ def lost_share(every: int | None, rows: int = 64, k: int = 16384) -> tuple[np.nd
 
 def draw_lost_share(figure: Figure) -> None:
     axes = figure.subplots()
-    dress(axes, "products summed so far", "share of a step's 32 products that is cut off, one sign")
+    style_axes(axes, "products summed so far", "share of a step's 32 products that is cut off, one sign")
     axes.set_xlim(0, 16384)
     axes.set_ylim(0, 0.55)
     ticks = range(0, 16385, 2048)
@@ -167,7 +167,7 @@ def draw_telemetry(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> None:
     products = [row for row in products if row["step"] == last]
     layers = sorted({row["layer"] for row in products}, key=_natural)
     axes = figure.subplots()
-    dress(axes, "signal-to-noise ratio, dB (20 dB more: a tenth of the error)", f"step {last}")
+    style_axes(axes, "signal-to-noise ratio, dB (20 dB more: a tenth of the error)", f"step {last}")
     axes.grid(axis="x")
     axes.grid(axis="y", visible=False)
     axes.set_ylim(len(layers) - 0.4, -1.6)
@@ -189,7 +189,7 @@ def _natural(name: str) -> list[Any]:
 
 def draw_promotion(figure: Figure, runs: Iterable[Mapping[str, Any]]) -> None:
     axes = figure.subplots()
-    dress(axes, "step", "held-out loss (nats a token; lower is better)")
+    style_axes(axes, "step", "held-out loss (nats a token; lower is better)")
     labels = []
     for run in runs:
         other = run["sums"] == "FP32" and any(label[1].startswith("FP32") for label in labels)

@@ -75,13 +75,13 @@ def train(arguments: list[str]) -> None:
     asked = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.guards import read_rules
     from octile.lab.run import observer
+    from octile.train.console import RunConsole
     from octile.train.loop import train as run
-    from octile.train.screen import Screen
 
     config = TrainConfig(**{name: getattr(asked, name) for name in names})
     rules = read_rules(asked.guards) if asked.guards else ()
     watched = observer(config, asked.telemetry_every, asked.telemetry_layers, rules)
-    run(config, asked.resume, Screen(), watched)
+    run(config, asked.resume, RunConsole(), watched)
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ def compare(arguments: list[str]) -> None:
     if asked.steps is not None:
         config = replace(config, steps=asked.steps)
     from octile.train.compare import compare as run
-    from octile.train.screen import Screen
-    from octile.train.seeds import parse_seeds
+    from octile.train.compare import parse_seeds
+    from octile.train.console import RunConsole
 
     seeds = parse_seeds(asked.seeds, asked.seed)
-    run(config, tuple(asked.recipes.split(",")), asked.out, Screen(), seeds, asked.gradient_steps)
+    run(config, tuple(asked.recipes.split(",")), asked.out, RunConsole(), seeds, asked.gradient_steps)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def measurements(name: str, steps: int) -> str:
     """Train one run and return its metrics, a line of JSON a step."""
     from octile.kernels.cuda.gemm import request
     from octile.train.config import preset
+    from octile.train.console import RunConsole
     from octile.train.loop import train
-    from octile.train.screen import Screen
 
     if name == "portable":
         request.why_not_on = lambda device: "portable kernels are measured"  # type: ignore[assignment]
@@ -45,7 +45,7 @@ def measurements(name: str, steps: int) -> str:
         config = replace(
             preset("small"), recipe=RUNS[name], steps=steps, checkpoint_every=0, out=Path(folder, name), device="cuda"
         )
-        return (train(config, False, Screen()) / "metrics.jsonl").read_text()
+        return (train(config, False, RunConsole()) / "metrics.jsonl").read_text()
 
 
 def main(out: Path, steps: int) -> None:

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from octile.report.machine import in_words, machine
+from octile.report.machine import describe_machine, machine
 from octile.train.config import TrainConfig, preset
+from octile.train.console import RunConsole
 from octile.train.deterministic import deterministic
 from octile.train.loop import pick_device, prepare_tokens
-from octile.train.screen import Screen
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
@@ -69,7 +69,7 @@ def compared(recipe: str, same_bits: bool, a: Ran, b: Ran) -> str:
 def measurements(config: TrainConfig, store: TokenStore) -> Iterator[str]:
     found = machine(pick_device(config.device))
     yield (
-        f"The {config.preset} preset on {in_words(found)}, {found['date']}, commit {found['commit']}. "
+        f"The {config.preset} preset on {describe_machine(found)}, {found['date']}, commit {found['commit']}. "
         f"Trainer.step, batch {config.batch_size} × {config.sequence_length} tokens."
     )
     yield (
@@ -88,7 +88,7 @@ def measurements(config: TrainConfig, store: TokenStore) -> Iterator[str]:
 
 def main(out: Path, config: TrainConfig) -> None:
     with tempfile.TemporaryDirectory() as folder, (out / "deterministic.txt").open("w", encoding="utf-8") as file:
-        for line in measurements(config, prepare_tokens(config, Path(folder), Screen())):
+        for line in measurements(config, prepare_tokens(config, Path(folder), RunConsole())):
             print(line, flush=True)
             print(line, file=file, flush=True)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.style import COLOR, WIDE, dress, label_ends, line, save_drawing, step_axis
+from octile.report.style import COLOR, WIDE, label_ends, line, save_drawing, step_axis, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ def save_lines(
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        dress(axes, "step", what)
+        style_axes(axes, "step", what)
         step_axis(axes, max(steps[-1] for group in groups for _, steps, _ in group))
         axes.set_yscale("log")
         axes.set_ylim(low, high)
@@ -82,7 +82,7 @@ def save_loads(path: Path, runs: Mapping[str, tuple[Sequence[float], Loads]]) ->
             shown = np.log2(np.maximum(load_TLE, 2**-DOUBLINGS)).reshape(len(steps), -1).T
             image = axes.imshow(shown, scale, aspect="auto", interpolation="none", vmin=-DOUBLINGS, vmax=DOUBLINGS,
                                 extent=(0, steps[-1], n_layers * n_experts, 0))  # fmt: skip
-            dress(axes, None, name)
+            style_axes(axes, None, name)
             axes.grid(visible=False)
             axes.set_yticks([(layer + 0.5) * n_experts for layer in range(n_layers)])
             axes.set_yticklabels([f"layer {layer + 1}" for layer in range(n_layers)])

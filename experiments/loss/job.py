@@ -32,7 +32,7 @@ from octile.nn.fused.quantize import quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.report.machine import machine
-from octile.train.batches import validation
+from octile.train.batches import validation_windows
 from octile.train.draft_acceptance import draft_acceptance
 from octile.train.loop import pick_device
 from octile.train.token_losses import token_losses
@@ -88,7 +88,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     nudge(job.recipe, trainer.model)
     first, end = trainer.steps_done, round(config.steps * job.until)
     length = config.sequence_length - 1
-    looks = validation(store.val, length, LOOK_WINDOWS)
+    looks = validation_windows(store.val, length, LOOK_WINDOWS)
     every_look = max(1, config.steps // LOOKS)
     lines: list[dict[str, Any]] = []
     written = time.monotonic()
@@ -117,7 +117,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
                 result.write(out)
                 written = time.monotonic()
         if result.state == "running":
-            _last_look(result, trainer, validation(store.val, length, LAST_WINDOWS))
+            _last_look(result, trainer, validation_windows(store.val, length, LAST_WINDOWS))
             result.state = "done" if trainer.steps_done == end else "stopped"
             if job.until < 1 and result.state == "done":
                 branch.save(trainer, out.with_suffix(".pt"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octile.lab.pages.real_tensors_figures import shortened
 from octile.lab.pages.what_if_figures import PRODUCT_COLOR, legend
-from octile.report.style import COLOR, WIDE, dress, save_drawing
+from octile.report.style import COLOR, WIDE, save_drawing, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
     from matplotlib.ticker import MultipleLocator
 
     for axes, run in zip(figure.subplots(2, 2).flat, runs, strict=True):
-        dress(axes, "predicted (dB)", f"{run['recipe']}: found (dB)")
+        style_axes(axes, "predicted (dB)", f"{run['recipe']}: found (dB)")
         points = run["products_db"]
         every = [v for p in points.values() for v in (p["predicted"], *p["found"]) if v is not None]
         low, high = min([*every, least_db]) - 1, max(every) + 1

@@ -26,8 +26,8 @@ from octile.lab.what_if import Error
 from octile.recipe import Recipe
 from octile.report.machine import machine
 from octile.train.config import TrainConfig, tiny
+from octile.train.console import RunConsole
 from octile.train.loop import pick_device, prepare_tokens
-from octile.train.screen import Screen
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
@@ -128,9 +128,9 @@ def main() -> None:
     parser.add_argument("--least-snr", type=float, default=20.0, help="dB below which an exception is advised")
     parser.add_argument("--out", type=Path, default=Path("runs/lab-preflight"), help="folder (default: %(default)s)")
     asked = parser.parse_args()
-    screen = Screen()
+    console = RunConsole()
     config = replace(tiny(), recipe="bf16", steps=asked.before + MEASURED[-1])
-    store = prepare_tokens(config, asked.out / "data", screen)
+    store = prepare_tokens(config, asked.out / "data", console)
     trainer = Trainer(config, store, pick_device("cpu"))
     checkpoint = latest_checkpoint(asked.out / "checkpoints", asked.before)  # of an earlier try
     if checkpoint:
@@ -138,7 +138,7 @@ def main() -> None:
     while trainer.steps_done < asked.before:
         trainer.step()
     checkpoint = save_checkpoint(asked.out / "checkpoints", trainer.steps_done, *trainer.state())
-    screen.say(f"BF16, {asked.before} steps: held-out loss {trainer.validate()['val_loss']:.4f}")
+    console.print(f"BF16, {asked.before} steps: held-out loss {trainer.validate()['val_loss']:.4f}")
     result: dict[str, Any] = {"machine": machine(), "before": asked.before, "least_snr_db": asked.least_snr, "runs": []}
 
     def keep(name: str, recipe: Recipe, found: Preflight | None) -> None:
@@ -147,10 +147,10 @@ def main() -> None:
         exceptions = {module: sorted(products) for module, products in recipe.exceptions}
         result["runs"].append({"recipe": name, "exceptions": exceptions, **run})
         write_text(asked.out / "preflight.json", json.dumps(rounded(result), allow_nan=False) + "\n")
-        screen.say(f"{name}, {len(exceptions)} exceptions: held-out loss {run['val_loss']:.4f}")
+        console.print(f"{name}, {len(exceptions)} exceptions: held-out loss {run['val_loss']:.4f}")
         for at in run["measured"]:
             said = at["first_prediction"]
-            screen.say(
+            console.print(
                 f"  step {at['step']}: {said['rms_db']:.2f} dB apart (anew {at['prediction_anew']['rms_db']:.2f}),"
                 f" rank correlation {said['rank_correlation']:.2f}, {said['of_the_worst_ten']} of the worst {WORST}"
             )

@@ -19,7 +19,7 @@ def run(what: str, json: Path | None = None) -> None:
         FileNotFoundError: there is no folder for the file; nothing was measured then.
     """
     from octile.bench.rows import Row, write
-    from octile.report.machine import in_words, machine
+    from octile.report.machine import describe_machine, machine
 
     if json and not json.parent.is_dir():
         raise FileNotFoundError(f"json must lie in a folder that exists: {json.parent} does not")
@@ -29,7 +29,7 @@ def run(what: str, json: Path | None = None) -> None:
             rows.append(row)
     finally:
         if rows:
-            print(f"{TITLES[what]} on {in_words(measured_on)}\n\n{bench.show(rows)}")
+            print(f"{TITLES[what]} on {describe_machine(measured_on)}\n\n{bench.show(rows)}")
             if json:
                 write(json, rows, measured_on)
                 print(f"\nwritten to {json}")

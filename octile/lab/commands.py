@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import tyro
 
-from octile.train.config import LARGEST_SEED
+from octile.train.config import MAX_SEED
 
 Parse = Callable[..., Any]  # (form, arguments, command) → the form, filled; `octile.cli` gives it
 
@@ -290,7 +290,7 @@ def _check(asked: Any) -> None:
         IsADirectoryError, NotADirectoryError, PermissionError: a file cannot be written where it is to lie.
     """
     seed = getattr(asked, "seed", 0)
-    if not 0 <= seed <= LARGEST_SEED:
+    if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, not {seed}")
     for name in ("write",) if getattr(asked, "json", False) else ("out", "write"):
         path = getattr(asked, name, None)

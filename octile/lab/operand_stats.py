@@ -23,7 +23,7 @@ from torch import Tensor
 from octile.formats import FloatFormat, IntFormat
 from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
-from octile.train.watch import of_zeros
+from octile.train.diagnostics import zero_blocks
 
 SAMPLE = 1 << 14  # values that are measured in full at most, or one row of tiles
 OUTLIER = 10.0  # a channel is an outlier where its largest value is so many times that of the median channel
@@ -90,7 +90,7 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
     tile_amin = torch.where(x != 0, size, torch.inf).amin(dim=(-3, -1))
     with_values = tile_amax > 0
     octaves = torch.where(with_values, (tile_amax / tile_amin).log2(), 0.0)
-    empty = of_zeros(q)
+    empty = zero_blocks(q)
     unit = tile_amax.amax().clamp(min=2.0**-100)  # so that fourth powers and squared errors stay within FP32
     u, e, unit = (x / unit).flatten(), ((code * scale - x) / unit).flatten(), unit.double()
     u2 = u * u

@@ -19,8 +19,8 @@ from pathlib import Path
 from octile.checkpoint.files import write_text
 from octile.lab.tensor_core import tensor_core
 from octile.train.config import TrainConfig, tiny
+from octile.train.console import RunConsole
 from octile.train.loop import pick_device, prepare_tokens
-from octile.train.screen import Screen
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
@@ -80,8 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tensor_core(chosen.arch, promote_every=128):  # refuses what does not go, before any work
         pass
     config = replace(tiny(), recipe=chosen.recipe, steps=chosen.steps, seed=chosen.seed)
-    screen = Screen()
-    store = prepare_tokens(config, chosen.out / "data", screen)
+    console = RunConsole()
+    store = prepare_tokens(config, chosen.out / "data", console)
     found: list[Trained] = []
     todo = [(name, chosen.seed) for name in sums_of(chosen.arch)]
     for name, seed in [*todo, ("FP32", chosen.seed + 1)]:
@@ -89,10 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
         found.append(trained)
         against = trained.val_loss[-1] / found[0].val_loss[-1] - 1
         loss = f"held-out loss {trained.val_loss[-1]:.4f} ({against:+.2%})"
-        screen.say(f"{name}, seed {seed}: {loss} in {trained.seconds:.0f} s")
+        console.print(f"{name}, seed {seed}: {loss} in {trained.seconds:.0f} s")
         result = {"recipe": chosen.recipe, "arch": chosen.arch, "runs": [asdict(t) for t in found]}
         write_text(chosen.out / "promotion.json", json.dumps(result, indent=1) + "\n")
-    screen.say(f"measurements: {chosen.out / 'promotion.json'}")
+    console.print(f"measurements: {chosen.out / 'promotion.json'}")
 
 
 if __name__ == "__main__":

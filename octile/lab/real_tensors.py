@@ -45,13 +45,13 @@ def real_tensors(run: Path | None) -> RealTensors:
         tokens_BS = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTH))
         return _look(model, tokens_BS, "an untrained model of the preset tiny, on random tokens")
     from octile.checkpoint.hugging_face import load
-    from octile.train.batches import validation
+    from octile.train.batches import validation_windows
     from octile.train.run_folder import RunFolder
     from octile.train.token_store import TokenStore
 
     folder = RunFolder.open(run)
     length = folder.read_config().sequence_length - 1
-    tokens_BS = validation(TokenStore.open(folder.data).val, length, SEQUENCES)
+    tokens_BS = validation_windows(TokenStore.open(folder.data).val, length, SEQUENCES)
     return _look(load(run), tokens_BS, f"the run {run.name}, on text that it was not trained on")
 
 

@@ -25,14 +25,13 @@ from octile.nn.conversion import apply_recipe, log
 from octile.recipe import GEMMS, GemmName
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic
-from octile.train.loop import Around, Observer, pick_device
+from octile.train.loop import RunHook, StepContext, pick_device
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
-from octile.train.run_recipe import recipe_of
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 
-def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> Observer:
+def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> RunHook:
     """What `octile train` enters around every step: measures, writes down, and does what the rules say.
 
     Rows go to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_FIGURE"), what a rule does to the
@@ -58,14 +57,14 @@ def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Ru
         raise ValueError("guards look at telemetry: add --telemetry-every N")
     if layers != "*" and not every:
         raise ValueError("telemetry_layers says of what telemetry is taken: add --telemetry-every N")
-    if every and recipe_of(config).formats is None:
+    if every and config.load_recipe().formats is None:
         raise ValueError(f"telemetry measures products in 8 bits, and recipe {config.recipe!r} makes none")
     if every:
         measured = tuple(layer_weights(_layers_of(config), layers).weights)
         for rule in rules:
             matching(measured, rule.layers)  # a rule for layers that nobody measures would never fire
 
-    def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> Around:
+    def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
         return _Beside(trainer, run, metrics, every, layers, Guards(rules)).around
 
     return attach
@@ -75,7 +74,7 @@ def _layers_of(config: TrainConfig) -> DeepseekV3:
     """A run's model without its weights."""
     with torch.device("meta"):
         model = DeepseekV3(config.model)
-    apply_recipe(model, recipe_of(config))
+    apply_recipe(model, config.load_recipe())
     return model
 
 

@@ -9,7 +9,7 @@ from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.convert.tensor import Target
 from octile.report.console import Console
-from octile.report.page import byte_size
+from octile.report.page import format_bytes
 
 
 def convert_on_screen(src: Path, dst: Path | None, to: Target) -> None:
@@ -39,7 +39,7 @@ def convert_on_screen(src: Path, dst: Path | None, to: Target) -> None:
 
 
 def _show_prediction(console: Console, size: SizePrediction) -> None:
-    stored = f"{_amount(size.share.parameters)} parameters stored, {byte_size(size.nbytes)} as {size.to}"
+    stored = f"{_amount(size.share.parameters)} parameters stored, {format_bytes(size.nbytes)} as {size.to}"
     why = " (a multi-token prediction layer repeats the embedding and the head)" if size.repeats else ""
     console.print(stored + why)
     console.print(_share(size.share))
@@ -56,7 +56,7 @@ def _show_report(console: Console, report: ConversionReport) -> None:
         for name, count in names.items():
             table.add_row(name, str(count), what)
     console.print(table)
-    before, after = byte_size(report.bytes_before), byte_size(report.bytes_after)
+    before, after = format_bytes(report.bytes_before), format_bytes(report.bytes_after)
     was = "" if report.to == "fp8" else "was "
     console.print(f"{before} → {after}; {was}{_share(report.share)}", highlight=False)
     console.print(f"checked: every value lies within {report.max_error:.2%} of its block's range", highlight=False)

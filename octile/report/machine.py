@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from octile import __version__
-from octile.report.page import counted
+from octile.report.page import format_count
 
 SOURCE = Path(__file__).parents[2]  # the repository, where octile is not installed but runs from its source tree
 
@@ -36,9 +36,9 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def describe_machine(found: Mapping[str, Any]) -> str:
     """What `machine` found, in one short phrase."""
-    return f"{found['gpu'] or found['cpu']}, {counted(found['threads'], 'thread')}, torch {found['torch']}"
+    return f"{found['gpu'] or found['cpu']}, {format_count(found['threads'], 'thread')}, torch {found['torch']}"
 
 
 def version_of(package: str) -> str | None:

@@ -26,12 +26,12 @@ def render(template: str, **content: Any) -> str:
     return environment.get_template(template).render(palette=PALETTE, **content)
 
 
-def printable(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Text with its control characters, which HTML can't hold, shown as replacement characters."""
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and ord(c) != 127) else "\ufffd" for c in text)
 
 
-def amount(value: float) -> str:
+def format_quantity(value: float) -> str:
     """A count in three figures: 8_131_072 → "8.13M", 671e9 → "671B", 512 → "512"."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= factor:
@@ -40,12 +40,12 @@ def amount(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """How many there are: "1 product", "1,024 products"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def byte_size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Bytes in decimal units: 1_240_000 → "1.24 MB"."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= factor:
@@ -53,7 +53,7 @@ def byte_size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time in its two largest units: 192.4 → "3 min 12 s"."""
     whole = round(seconds)
     if whole < 60:
@@ -65,6 +65,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def percent(fraction: float, digits: int = 2) -> str:
+def format_percent(fraction: float, digits: int = 2) -> str:
     """A signed fraction in percent: 0.00113 → "+0.11%"; the minus sign is a real one."""
     return f"{fraction:+.{digits}%}".replace("-", "−")

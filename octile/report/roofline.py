@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octile.report.style import COLOR, WIDE, dress, save_drawing
+from octile.report.style import COLOR, WIDE, save_drawing, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,8 +100,8 @@ def draw(figure: Figure, found: Sequence[Point], limits: tuple[float, float], ti
     whole.set_ylim(min([left * bandwidth, *speeds]) / 1.5, 1.6 * flops)
     bound.set_ylim(0, 1.1 * flops)
     bound.set_xticks([500, 1000, 2000, 4000])
-    dress(whole, None, f"TFLOP/s · {title}")
-    dress(bound, "operations a byte", "bound by the tensor cores")
+    style_axes(whole, None, f"TFLOP/s · {title}")
+    style_axes(bound, "operations a byte", "bound by the tensor cores")
     for which in (whole.xaxis, whole.yaxis, bound.xaxis, bound.yaxis):
         which.set_major_formatter(lambda value, _: f"{value:,.0f}")
         which.set_minor_formatter(lambda value, _: "")

@@ -88,7 +88,7 @@ def palette_name(recipe: str) -> str:
     return _look(recipe)[0]
 
 
-def recipe_look(name: str) -> dict[str, Any]:
+def recipe_style(name: str) -> dict[str, Any]:
     """Colour and line style of a recipe, as matplotlib's keywords."""
     color, linestyle = _look(name)
     return {"color": COLOR[color], "linestyle": linestyle}
@@ -127,7 +127,7 @@ def save_drawing(path: Path, width: float, height: float, draw: Callable[["Figur
     return path
 
 
-def dress(axes: "Axes", x: str | None, y: str) -> None:
+def style_axes(axes: "Axes", x: str | None, y: str) -> None:
     """Names and units on both axes, the y name above its axis where it reads without turning the head."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="y")

@@ -53,7 +53,7 @@ class Batches:
         return _windows(self.tokens, window_B, self.sequence_length)
 
 
-def validation(tokens: Tokens, sequence_length: int, n: int) -> Tensor:
+def validation_windows(tokens: Tokens, sequence_length: int, n: int) -> Tensor:
     """`n` windows of held-out tokens, or all if there are fewer: always the same, spread evenly. int64 [n, S + 1]."""
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")

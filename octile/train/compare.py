@@ -1,7 +1,8 @@
-"""`octile compare`: BF16 with two seeds or more, and every recipe from BF16's weights on BF16's batches, seed by seed.
+"""The runs of `octile compare`: BF16 with two seeds or more, and every recipe with the same seeds.
 
-A gap means nothing without the noise: two BF16 runs that differ in their seed alone end some way apart, and that is the
-band in which a recipe's gap says nothing. What is measured, and what follows from it: `octile.report.compare.result`.
+A recipe starts from the initial weights of the BF16 run of its seed and sees the same batches. Two BF16 runs that
+differ only in their seed end at different losses; a recipe's gap to BF16 that is smaller than this noise band says
+nothing. `octile.report.compare.result` defines what is measured and what follows from it.
 """
 
 from __future__ import annotations
@@ -20,64 +21,94 @@ from octile.report.compare.speed_notes import speed_notes
 from octile.report.compare.summary import verdict_sentence
 from octile.report.compare.tables import format_compare_table, format_details_table
 from octile.report.compare.token_differences import TokenDifferences, token_differences
-from octile.report.machine import in_words, machine
+from octile.report.machine import describe_machine, machine
 from octile.report.run.metrics import Floats
-from octile.train.batches import validation
-from octile.train.compared_run import ComparedRun, compared_run
+from octile.train.batches import validation_windows
+from octile.train.compared_run import ComparedRun, train_compared_run
 from octile.train.config import TrainConfig
-from octile.train.gradient_check import chosen_steps
+from octile.train.console import RunConsole
+from octile.train.gradient_check import parse_steps
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.memory import check_memory
-from octile.train.run_folder import check_unused, new_folder
-from octile.train.run_lock import DATA, taken
-from octile.train.run_recipe import recipe_of, with_recipe_text
-from octile.train.screen import Screen
-from octile.train.seeds import baseline_seeds
-from octile.train.token_losses import readable
+from octile.train.run_folder import DATA, check_unused, lock_folder, new_folder
+from octile.train.token_losses import visible_token
 from octile.train.token_store import TokenStore
 
-FREQUENCY_TOKENS = 10_000_000  # of the training text, in which tokens are counted
+FREQUENCY_TOKENS = 10_000_000  # tokens of the training text in which the frequencies of tokens are counted
+
+
+def parse_seeds(text: str, first: int = 0) -> tuple[int, ...]:
+    """The seeds that a text names: "3" means three seeds, "0,7,9" means these.
+
+    Args:
+        text: the number of seeds, counted from `first`; or the seeds, separated by commas.
+        first: the first seed of a count.
+
+    Raises:
+        ValueError: text is neither, a seed occurs twice, or both seeds and `first` are given.
+    """
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"seeds must be how many (3) or which (0,1,2), not {text!r}")
+    numbers = tuple(int(part) for part in parts)
+    if len(numbers) > 1 or text.endswith(","):
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"seeds must differ, but {text!r} names one twice")
+        if first:
+            raise ValueError(f"seeds {text!r} names them already: leave out seed {first}")
+        return numbers
+    if numbers[0] < 1:
+        raise ValueError("seeds must be at least one, not 0; leave it out to train with the seed 0 alone")
+    return tuple(range(first, first + numbers[0]))
+
+
+def baseline_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """The seeds of the BF16 runs: the recipes' seeds, and if there is only one, the next one too."""
+    return seeds if len(seeds) > 1 else (seeds[0], seeds[0] + 1)
 
 
 def compare(
     config: TrainConfig,
     recipes: tuple[str, ...],
     out: Path | None,
-    screen: Screen,
+    console: RunConsole,
     seeds: tuple[int, ...] = (),
     gradient_steps: str = "start,middle,end",
 ) -> CompareResult:
-    """Trains BF16 and the recipes; after each model out/report.html and out/compare.json show what there is.
+    """Train BF16 and the recipes, and update out/report.html and out/compare.json after each run.
 
     Args:
-        config: of every run, but for recipe and seed.
-        recipes: names; "bf16" is always there and need not be named.
+        config: of every run, except for recipe and seed.
+        recipes: names of recipes or .toml files; "bf16" is always trained and need not be named.
         out: the folder for the results; chosen under runs/ if not given.
-        screen: where progress is shown.
-        seeds: every recipe is trained with each; config.seed alone if empty. BF16 has these, and never fewer than two.
-        gradient_steps: of each recipe's first run, at which gradients are held against BF16's; see `chosen_steps`.
+        console: where progress is printed.
+        seeds: every recipe is trained with each of them; with config.seed alone if empty. BF16 is trained with the same
+            seeds, but with two at least.
+        gradient_steps: the steps of each recipe's first run at which its gradients are compared with BF16's, in the
+            form that `parse_steps` reads.
 
     Raises:
-        FileExistsError: out holds a comparison or a run already, or another process makes one there.
-        ValueError: a recipe is unknown, a seed or a step is impossible, or the data do not serve.
+        ImportError: a package of the extras `train` or `report` is missing.
+        FileExistsError: out holds a comparison or a run already, or another process works there.
+        ValueError: a recipe is unknown, a seed or a step is impossible, or the data cannot be used.
     """
     require("tokenizers", "filelock", extra="train")
     require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name not in ("", "bf16"))
-    texts = {name: with_recipe_text(replace(config, recipe=name)) for name in recipes}
+    texts = {name: replace(config, recipe=name).with_recipe_text() for name in recipes}
     configs = {short: replace(texts[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
-        recipe_of(each)  # an unknown one is refused before any work
-    chosen = chosen_steps(gradient_steps, config.steps)
+        each.load_recipe()  # refuses an unknown recipe before any work
+    steps = parse_steps(gradient_steps, config.steps)
     check_memory(config, pick_device(config.device))
     out = out or new_folder(Path("runs"), f"compare-{config.preset}")
     check_unused(out)
-    with taken(out):
-        return _compare(config, configs, out, screen, seeds or (config.seed,), chosen)
+    with lock_folder(out):
+        return _compare(config, configs, out, console, seeds or (config.seed,), steps)
 
 
 def _short_names(recipes: tuple[str, ...]) -> dict[str, str]:
-    """Recipes' files by the end of their paths that tells them apart; names stay as they are."""
+    """Map each recipe to its short name: a file's shortest unique end of its path; other names stay as they are."""
     files = [name for name in recipes if name.endswith(".toml")]
 
     def end(name: str, parts: int) -> str:
@@ -95,26 +126,26 @@ def _compare(
     config: TrainConfig,
     recipes: dict[str, TrainConfig],
     out: Path,
-    screen: Screen,
+    console: RunConsole,
     seeds: tuple[int, ...],
-    chosen: tuple[int, ...],
+    gradient_steps: tuple[int, ...],
 ) -> CompareResult:
     baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
-    store = prepare_tokens(config, out / DATA, screen)
+    store = prepare_tokens(config, out / DATA, console)
     measured_on = machine(pick_device(config.device))
 
     def write(result: CompareResult) -> Path:
         write_result(out / COMPARE_FILE, result, measured_on)
         return write_compare_report(out, result)
 
-    bf16 = {c.seed: compared_run(c, store, screen) for c in baselines}
+    bf16 = {c.seed: train_compared_run(c, store, console) for c in baselines}
     first, other, *more = (run.curve for run in bf16.values())
     result = CompareResult(
         config.preset,
         first,
         other,
         (),
-        machine=in_words(measured_on),
+        machine=describe_machine(measured_on),
         config=asdict(config),
         bf16_more_seeds=tuple(more),
         recipe_files={name: c.recipe_text for name, c in recipes.items() if c.recipe_text is not None},
@@ -123,27 +154,27 @@ def _compare(
     for name, with_recipe in recipes.items():
         runs: dict[int, ComparedRun] = {}
         for seed in seeds:
-            asked = chosen if seed == seeds[0] else ()
-            runs[seed] = run = compared_run(replace(with_recipe, seed=seed), store, screen, asked)
+            at_steps = gradient_steps if seed == seeds[0] else ()
+            runs[seed] = run = train_compared_run(replace(with_recipe, seed=seed), store, console, at_steps)
             result = replace(
                 result, recipes=(*result.recipes, run.curve), gradients=(*result.gradients, *run.gradients)
             )
             report = write(result)
         result = replace(result, tokens=(*result.tokens, *_token_differences(name, runs, bf16, store, config)))
         report = write(result)
-    screen.console.print(format_compare_table(result))
+    console.console.print(format_compare_table(result))
     if recipes:
-        screen.console.print(format_details_table(result))
+        console.console.print(format_details_table(result))
     for line in (verdict_sentence(result), *speed_notes(result)):
-        screen.say(line)
-    screen.say(f"report: {report}")
+        console.print(line)
+    console.print(f"report: {report}")
     return result
 
 
 def _token_differences(
     name: str, runs: dict[int, ComparedRun], bf16: dict[int, ComparedRun], store: TokenStore, config: TrainConfig
 ) -> tuple[TokenDifferences, ...]:
-    """One; none where a run broke, whose last losses are not those of a trained model."""
+    """The differences of one recipe; empty if a run diverged, whose last losses are not those of a trained model."""
     first, other, *_ = bf16.values()
     needed = [first, other, *runs.values(), *(bf16[seed] for seed in runs)]
     if any(run.token_losses_NS is None for run in needed):
@@ -156,11 +187,11 @@ def _token_differences(
     counted = store.train[:FREQUENCY_TOKENS]
     found = token_differences(
         name,
-        validation(store.val, config.sequence_length - 1, config.val_sequences)[:, 1:].numpy(),
+        validation_windows(store.val, config.sequence_length - 1, config.val_sequences)[:, 1:].numpy(),
         [(losses(run), losses(bf16[seed])) for seed, run in runs.items()],
         (losses(other), losses(first)),
         np.bincount(counted, minlength=config.model.vocab_size) * 1e6 / len(counted),
-        partial(readable, store.tokenizer),
+        partial(visible_token, store.tokenizer),
         lambda token: store.tokenizer.decode([token]),
     )
     return (found,)

@@ -1,34 +1,40 @@
-"""Everything that decides a training run, as plain data; imports no torch, so the command line answers at once."""
+"""The configuration of a training run as plain data, and its presets.
+
+This module imports no torch, so that the command line answers at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig, RopeScaling
 
-LARGEST_SEED = 2**63 - 1  # what a checkpoint can hold
+if TYPE_CHECKING:
+    from octile.recipe import Recipe
+
+MAX_SEED = 2**63 - 1  # what a checkpoint can hold
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, its schedule and the balance of the experts.
+    """AdamW, its schedule, and the balance of the experts.
 
     Attributes:
         lr: the peak of the learning rate.
-        warmup: share of the steps in which the rate rises to its peak.
-        decay: share of the steps, at the end, in which it falls along a cosine.
-        final_lr: the rate at the end, as a share of the peak.
-        weight_decay: AdamW's decoupled decay.
-        betas: of AdamW's two moments.
-        clip: the gradient's largest norm.
-        balance_speed: γ, how far a gate's bias moves a step.
-        ema_decay: of the moving average of the weights that is kept on the CPU; 0 keeps none.
+        warmup: share of the steps in which the learning rate rises to its peak.
+        decay: share of the steps, at the end, in which the learning rate falls along a cosine.
+        final_lr: the learning rate at the end, as a share of the peak.
+        weight_decay: AdamW's decoupled weight decay.
+        betas: the decay rates of AdamW's two moments.
+        clip: the largest gradient norm; longer gradients are clipped to it.
+        balance_speed: γ, by how much the bias of an expert changes in a step.
+        ema_decay: the decay of the moving average of the weights on the CPU; 0 computes no average.
     """
 
     lr: float = 2.2e-4
@@ -60,31 +66,31 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run.
+    """The configuration of a training run.
 
     Attributes:
         preset: where the defaults come from: tiny (two CPU cores), small (one GPU), v2_lite_16b, v2_236b, v3_671b.
         recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_e5m2, global_scale,
             fp16_loss_scaling, fp8_lm, smooth_swiglu or int8_tiles; or a .toml file with exceptions for single layers.
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), or stdlib: the source of Python's library.
-        init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with, instead
-            of drawn ones; the model's shape is then that folder's.
+        init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
+            of random weights; the model's shape is then that folder's.
         steps: optimizer steps.
-        seed: of the initial weights and the order of the data.
+        seed: seed of the initial weights and of the order of the data.
         out: the run's folder; chosen under runs/ if not given.
-        checkpoint_every: steps between checkpoints; 0 writes only the last.
-        validate_every: steps between measurements on held-out text.
-        batch_size: sequences a step.
-        micro_batches: pieces a step's batch is cut into, to save memory.
-        sequence_length: tokens a sequence.
-        skip_limit: steps in a row that change no weight, because a gradient is NaN or Inf, before the run stops.
-        val_sequences: held-out sequences that are measured.
-        device: auto takes a GPU where there is one.
-        deterministic: two runs give the same bits on a GPU too, and take longer; on a CPU they always do.
+        checkpoint_every: steps between checkpoints; 0 writes only the last one.
+        validate_every: steps between measurements of the held-out loss.
+        batch_size: sequences per step.
+        micro_batches: micro-batches per step, to save memory.
+        sequence_length: tokens per sequence.
+        skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
+        val_sequences: held-out sequences of a validation.
+        device: auto uses a GPU if there is one.
+        deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do.
         prompt: what the sample at the end continues.
-        model: its shape.
+        model: the shape of the model.
         optim: the optimizer.
-        recipe_text: what a .toml file said when the run began; the run is trained by that, whatever became of the file.
+        recipe_text: the content of the recipe's .toml file when the run began; used even if the file changes later.
     """
 
     preset: str = "tiny"
@@ -115,13 +121,14 @@ class TrainConfig:
         for name in ("seed", "checkpoint_every", "skip_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        if self.seed > LARGEST_SEED:
+        if self.seed > MAX_SEED:
             raise ValueError(f"seed must be below 2**63, not {self.seed}")
         if not self.data.strip():
             raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
-        if self.sequence_length < self.shortest_sequence:
+        if self.sequence_length < self.min_sequence_length:
             raise ValueError(
-                f"sequence_length must be at least {self.shortest_sequence} for this model, not {self.sequence_length}"
+                f"sequence_length must be at least {self.min_sequence_length} for this model, "
+                f"not {self.sequence_length}"
             )
         if self.batch_size % self.micro_batches:
             raise ValueError(f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}")
@@ -132,19 +139,47 @@ class TrainConfig:
             )
 
     @property
-    def shortest_sequence(self) -> int:
-        """Tokens that a loss needs: one, the next one, and with multi-token prediction the one after that."""
+    def min_sequence_length(self) -> int:
+        """The tokens that a loss needs: one, the next one, and with multi-token prediction the one after that."""
         return 3 if self.model.num_nextn_predict_layers else 2
 
+    def load_recipe(self) -> Recipe:
+        """The recipe that this configuration names or holds as text.
+
+        Raises:
+            ValueError: there is no recipe of that name, or the text is not a recipe.
+            FileNotFoundError: the recipe's file does not exist.
+        """
+        from octile.recipe import Recipe
+
+        if self.recipe_text is not None:
+            return Recipe.parse(self.recipe_text, self.recipe)
+        return Recipe.named(self.recipe)
+
+    def with_recipe_text(self) -> TrainConfig:
+        """This configuration with the content of its recipe's .toml file, so that the run no longer needs the file.
+
+        Returns the same configuration if it holds a text already or names no file.
+
+        Raises:
+            ValueError: the file is not a recipe.
+            FileNotFoundError: the file does not exist.
+        """
+        if self.recipe_text is not None or not self.recipe.endswith(".toml"):
+            return self
+        self.load_recipe()  # checks the file
+        return replace(self, recipe_text=Path(self.recipe).read_text(encoding="utf-8"))
+
     def to_json(self) -> str:
+        """This configuration as JSON text, as in a run's config.json."""
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Reads what `to_json` wrote.
+        """Read the text that `to_json` wrote.
 
         Raises:
-            ValueError: it is not such a text.
+            ValueError: the text is not the configuration of a run.
         """
         try:
             values: dict[str, Any] = json.loads(text)
@@ -164,12 +199,15 @@ class TrainConfig:
 
 
 def tiny() -> TrainConfig:
-    """Three to four minutes on two CPU cores. Few steps balance the experts, so each is ten times the published one."""
+    """A run of three to four minutes on two CPU cores.
+
+    Its balance_speed is ten times the published one, because its few steps must suffice to balance the experts.
+    """
     return TrainConfig()
 
 
 def small() -> TrainConfig:
-    """About 100M parameters on one GPU."""
+    """A run with about 100M parameters on one GPU."""
     return TrainConfig(
         preset="small",
         steps=2000,
@@ -183,7 +221,7 @@ def small() -> TrainConfig:
 
 
 def published(preset: str) -> TrainConfig:
-    """A published model with DeepSeek-V3's hyper-parameters, and a batch that one host may hold."""
+    """A run of a published model with DeepSeek-V3's hyper-parameters and a batch that fits one host."""
     return TrainConfig(
         preset=preset,
         steps=1000,
@@ -196,10 +234,10 @@ def published(preset: str) -> TrainConfig:
 
 
 def preset(name: str) -> TrainConfig:
-    """The run of that name.
+    """The configuration that a preset stands for.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no preset of that name.
     """
     if name not in MODELS:
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(MODELS)}")
@@ -208,12 +246,12 @@ def preset(name: str) -> TrainConfig:
     return published(name)
 
 
-RESUMABLE = {  # may differ when resumed
+RESUMABLE = {  # the settings that may differ when a run is resumed
     *("steps", "checkpoint_every", "validate_every", "out", "device", "prompt", "micro_batches", "skip_limit"),
 }
 
 
-def changed(saved: TrainConfig, asked: TrainConfig) -> list[str]:
-    """The settings in which a resumed run would differ from what was saved, and may not."""
+def changed_settings(saved: TrainConfig, requested: TrainConfig) -> list[str]:
+    """The settings that differ between a saved and a requested configuration, but may not when a run is resumed."""
     fields = (f.name for f in dataclasses.fields(TrainConfig))
-    return [name for name in fields if name not in RESUMABLE and getattr(saved, name) != getattr(asked, name)]
+    return [name for name in fields if name not in RESUMABLE and getattr(saved, name) != getattr(requested, name)]

@@ -1,6 +1,6 @@
 """From text to tokens on disk, in three passes over a corpus that is never held in memory.
 
-1. Survey: each document's digest and size; decides what is held out, and whether a finished store can be reused.
+1. CorpusIndex: each document's digest and size; decides what is held out, and whether a finished store can be reused.
 2. A sample of the training documents trains the tokenizer.
 3. Every document is encoded, into the part it belongs to.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from octile.checkpoint.files import checksum
 from octile.train.corpus import Corpus, Document, open_corpus
-from octile.train.survey import Survey
+from octile.train.corpus_index import CorpusIndex
 from octile.train.token_store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.tokenizer import Tokenizer, check_vocab_size
 
@@ -68,11 +68,11 @@ def prepare(
 
     corpus = open_corpus(source)
     progress("reading", 0.0)
-    survey = Survey.of(corpus)
-    if not _is_built(folder, corpus.source, settings, survey.fingerprint):
+    index = CorpusIndex.of(corpus)
+    if not _is_built(folder, corpus.source, settings, index.fingerprint):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as building:
-            _build(Path(building), corpus, survey, settings, given, progress)
+            _build(Path(building), corpus, index, settings, given, progress)
             _publish(Path(building), folder)
     return TokenStore.open(folder)
 
@@ -91,41 +91,46 @@ def _is_built(folder: Path, source: str, settings: dict[str, Any], fingerprint: 
 
 
 def _build(
-    folder: Path, corpus: Corpus, survey: Survey, settings: dict[str, Any], given: Tokenizer | None, progress: Progress
+    folder: Path,
+    corpus: Corpus,
+    index: CorpusIndex,
+    settings: dict[str, Any],
+    given: Tokenizer | None,
+    progress: Progress,
 ) -> None:
-    held_out = survey.hold_out(settings["sequence_length"], settings["held_out_windows"])
+    held_out = index.hold_out(settings["sequence_length"], settings["held_out_windows"])
     if given is None:
         progress("training the tokenizer", 0.0)
-        sample = survey.sample(held_out, SAMPLE_BYTES)
+        sample = index.sample(held_out, SAMPLE_BYTES)
         texts = (document.text for document in corpus.documents(Counter()) if document.digest in sample)
         tokenizer = Tokenizer.train(texts, settings["vocab_size"])
     else:
         tokenizer = given
     tokenizer.save(folder)
-    tokens = _encode(folder, corpus, survey, held_out, tokenizer, progress)
+    tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
 
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
         raise ValueError(
-            f"source {corpus.source!r} has too little text: {len(survey.sizes)} documents, {survey.total_bytes} bytes, "
+            f"source {corpus.source!r} has too little text: {len(index.sizes)} documents, {index.total_bytes} bytes, "
             f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}"
         )
-    digests = {"train": survey.sizes.keys() - held_out, "val": held_out}
+    digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     Manifest(
         source=corpus.source,
         settings=settings,
-        fingerprint=survey.fingerprint,
+        fingerprint=index.fingerprint,
         vocab_size=tokenizer.vocab_size,
         documents={part: len(digests[part]) for part in digests},
-        bytes={part: sum(survey.sizes[digest] for digest in digests[part]) for part in digests},
+        bytes={part: sum(index.sizes[digest] for digest in digests[part]) for part in digests},
         tokens=tokens,
-        skipped=dict(survey.skipped),
+        skipped=dict(index.skipped),
         sha256={name: checksum(folder / name)["sha256"] for name in FILES},
     ).write(folder)
 
 
 def _encode(
-    folder: Path, corpus: Corpus, survey: Survey, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
+    folder: Path, corpus: Corpus, index: CorpusIndex, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, int]:
     """Writes train.npy and val.npy; returns the tokens of each."""
     read = hashlib.sha256()
@@ -135,14 +140,14 @@ def _encode(
         TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val,
     ):
         for batch in _batches_of_text(corpus.documents(Counter())):
-            progress("encoding", done / survey.total_bytes)
+            progress("encoding", done / index.total_bytes)
             ids = tokenizer.encode_batch([document.text for document in batch])
             for document, tokens in zip(batch, ids, strict=True):
                 part = val if document.digest in held_out else train
                 part.append([tokenizer.begin, *tokens, tokenizer.end])
                 read.update(document.digest)
-                done += survey.sizes.get(document.digest, 0)
-    if read.hexdigest() != survey.fingerprint:
+                done += index.sizes.get(document.digest, 0)
+    if read.hexdigest() != index.fingerprint:
         raise RuntimeError(f"source {corpus.source!r} changed while it was read; start again when it rests")
     return {"train": train.length, "val": val.length}
 

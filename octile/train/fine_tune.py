@@ -55,7 +55,7 @@ def check_shape(config: TrainConfig, folder: Path) -> None:
 
 
 @torch.no_grad()
-def kept_weights(model: DeepseekV3) -> tuple[int, int]:
+def count_unchanged_weights(model: DeepseekV3) -> tuple[int, int]:
     """How many weights come back from their recipe's cast with the values that they have, and how many are cast."""
     kept = cast = 0
     for module in model.modules():
@@ -69,11 +69,11 @@ def kept_weights(model: DeepseekV3) -> tuple[int, int]:
     return kept, cast
 
 
-def in_words(model: DeepseekV3, folder: Path) -> str:
+def describe_initial_weights(model: DeepseekV3, folder: Path) -> str:
     """Where a run's weights come from, and whether its first step computes with the numbers of an FP8 checkpoint."""
     if not has_fp8_weights(folder):
         return f"weights: {folder}, not quantised there"
-    kept, cast = kept_weights(model)
+    kept, cast = count_unchanged_weights(model)
     if not cast:
         return f"weights: {folder}, FP8 there, dequantised here"
     return f"weights: {folder}, FP8 there; {kept} of {cast} quantised weights are to the bit the same in the first step"

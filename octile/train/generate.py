@@ -13,7 +13,7 @@ from torch import Tensor
 from octile.checkpoint.hugging_face import load
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn import frozen_weights
-from octile.train.config import LARGEST_SEED
+from octile.train.config import MAX_SEED
 from octile.train.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class Sampling:
             raise ValueError(f"temperature must be at least 0, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.seed <= LARGEST_SEED:
+        if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to below 2**63, not {self.seed}")
 
 

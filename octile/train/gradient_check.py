@@ -25,7 +25,7 @@ from octile.train.trainer import Trainer
 PLACES = ("start", "middle", "end")
 
 
-def chosen_steps(text: str, steps: int) -> tuple[int, ...]:
+def parse_steps(text: str, steps: int) -> tuple[int, ...]:
     """The steps that a text names: numbers from 1 to steps, or start, middle, end; "none" names none.
 
     Raises:

@@ -1,7 +1,7 @@
-"""`octile train`: from text to a run folder with a model, a report and a sample.
+"""The training loop of `octile train`: from text to a run folder with a model, a report and a sample.
 
-The loop itself is short; what surrounds it makes sure that nothing is lost: a signal ends it after the step under way,
-with a checkpoint, and so does an error of the disk leave the last checkpoint as it was.
+Most of this module makes sure that nothing is lost. A signal ends the loop after the current step and its checkpoint.
+An error of the disk leaves the last checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -23,122 +23,126 @@ from octile.extras import require
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.recipe import BLOCK, OperandFormat
-from octile.report.machine import in_words, machine
+from octile.report.machine import describe_machine, machine
 from octile.report.run.page import write_run_report
+from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import fine_tune
 from octile.train.batches import count_windows
-from octile.train.config import TrainConfig, changed
+from octile.train.config import TrainConfig, changed_settings
+from octile.train.console import RunConsole
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.generate import Sampling, generate_text
-from octile.train.memory import check_memory
-from octile.train.out_of_memory import explained
-from octile.train.run_folder import MetricsWriter, RunFolder, Stopped
-from octile.train.run_lock import taken
-from octile.train.run_recipe import recipe_of, with_recipe_text
-from octile.train.screen import Screen
-from octile.train.spike_report import spikes_so_far, write_spike
-from octile.train.token_store import TokenStore
+from octile.train.memory import check_memory, explain_out_of_memory
+from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, Stopped, lock_folder, read_lines
+from octile.train.token_losses import token_losses
+from octile.train.token_store import MANIFEST, TokenStore
 from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
+MAX_SPIKE_TEXT = 80  # characters of the hardest sequence in a spike's record
 
-Around = Callable[[int], AbstractContextManager[object]]  # entered for each step, which is given by its number
-Observer = Callable[[Trainer, RunFolder, MetricsWriter], Around]
+StepContext = Callable[[int], AbstractContextManager[object]]  # entered around each step, given the step's number
+RunHook = Callable[[Trainer, RunFolder, MetricsWriter], StepContext]
 
 
-def unobserved(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> Around:
-    """Looks at nothing."""
+def no_hook(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
+    """The hook that does nothing."""
     return lambda step: nullcontext()
 
 
-def train(config: TrainConfig, resume: bool, screen: Screen, observer: Observer = unobserved) -> Path:
-    """Trains a model and leaves a run folder.
+def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook = no_hook) -> Path:
+    """Train a model and write its run folder.
 
     Args:
-        config: of the run; `config.out` is where a resumed run lies.
-        resume: continue from the newest checkpoint that is whole.
-        screen: where progress is shown.
-        observer: called once the run is set up, before its configuration is written, so that what it refuses leaves no
-            run; what it returns is entered around every step (`octile.lab` does this).
+        config: of the run; `config.out` is the folder of a run to resume.
+        resume: continue from the newest intact checkpoint.
+        console: where progress is printed.
+        hook: called when the run is set up, before its configuration is written, so that a hook that raises leaves no
+            run behind. The context that it returns is entered around every step; `octile.lab` measures telemetry so.
 
     Returns:
         The run folder.
 
     Raises:
-        FileExistsError: a new run would overwrite another, or another process trains it; FileNotFoundError: there is
-            none to resume, or no data.
-        ValueError: the data, the configuration or a checkpoint is not what it should be.
+        ImportError: a package of the extras `train` or `report` is missing.
+        FileExistsError: a new run would overwrite another run, or another process trains it.
+        FileNotFoundError: there is no run to resume, or no data.
+        ValueError: the data, the configuration or a checkpoint is invalid.
         FloatingPointError: the loss became NaN or Inf, or gradients did for more than `skip_limit` steps.
-        MemoryError: the device has too little memory; says what to change.
-        Stopped: by Ctrl-C or SIGTERM.
+        MemoryError: the device has too little memory; the message says what to change.
+        Stopped: Ctrl-C or SIGTERM ended the run early.
     """
     require("tokenizers", "filelock", "tensorboard", extra="train")
-    require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
+    require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
     device = pick_device(config.device)
-    run, config = _resumed(config, screen) if resume else (None, with_recipe_text(config))
-    recipe_of(config)  # an unknown one is refused before anything is written
+    run, config = _resumed(config, console) if resume else (None, config.with_recipe_text())
+    config.load_recipe()  # refuses an unknown recipe before anything is written
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
     check_memory(config, device)
     run = run or RunFolder.create(config)
-    with taken(run.path):
-        screen.say(f"run folder: {run.path}")
-        return _train(config, run, device, resume, screen, observer)
+    with lock_folder(run.path):
+        console.print(f"run folder: {run.path}")
+        return _train(config, run, device, resume, console, hook)
 
 
 def _train(
-    config: TrainConfig, run: RunFolder, device: torch.device, resume: bool, screen: Screen, observer: Observer
+    config: TrainConfig, run: RunFolder, device: torch.device, resume: bool, console: RunConsole, hook: RunHook
 ) -> Path:
-    store = _tokens(config, run, resume, screen)
+    store = _tokens(config, run, resume, console)
     _check_prompt(config, store)
     checkpoint = latest_checkpoint(run.checkpoints) if resume else None
-    with explained(config, device):
-        # a checkpoint holds the weights: the folder that the run began with may be gone
+    with explain_out_of_memory(config, device):
+        # a checkpoint holds the weights, and the folder that the run began with may be gone
         trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device)
     if resume:
-        _continue(trainer, run, checkpoint, screen)
-    screen.model(trainer)
+        _continue(trainer, run, checkpoint, console)
+    console.print_model(trainer)
     if config.init_from is not None and checkpoint is None:
-        screen.say(fine_tune.in_words(trainer.model, config.init_from))
+        console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
     spikes = spikes_so_far(run)
 
     with (
         _signals() as stop,
-        _reported(run, screen),
+        _report_on_failure(run, console),
         deterministic(config.deterministic),
-        explained(config, device, trainer),
+        explain_out_of_memory(config, device, trainer),
         closing(MetricsWriter(run, trainer.steps_done)) as metrics,
-        screen.progress(config.steps, trainer.steps_done) as shown,
+        console.steps(config.steps, trainer.steps_done) as progress,
     ):
-        around = observer(trainer, run, metrics)
+        step_context = hook(trainer, run, metrics)
         run.write_config(config)
         while trainer.steps_done < config.steps and not stop:
-            with around(trainer.steps_done + 1):
+            with step_context(trainer.steps_done + 1):
                 line = trainer.step()
             metrics.write(line)
-            shown.step(line)
-            if spike := spikes.look(line["step"], line["main_loss"]):
+            progress.step(line)
+            if spike := spikes.update(line["step"], line["main_loss"]):
                 begins = spike.over_at is None
-                screen.say(write_spike(spike, trainer, store, metrics, line) if begins else str(spike))
+                console.print(write_spike(spike, trainer, store, metrics, line) if begins else str(spike))
             last = trainer.steps_done == config.steps
             if last or trainer.steps_done % config.validate_every == 0:
-                shown.validation(_look(trainer, metrics))
+                progress.validation(_validate(trainer, metrics))
             if last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
                 _checkpoint(trainer, run)
-    again = f"octile train --resume --out {run.path}"
+    resume_command = f"octile train --resume --out {run.path}"
     if trainer.steps_done < config.steps:
         _checkpoint(trainer, run)
-        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {again}")
+        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {resume_command}")
     try:
-        _finish(trainer, run, store, screen)
+        _finish(trainer, run, store, console)
     except KeyboardInterrupt:
-        raise Stopped(f"stopped when all steps were done; to write the model and the report: {again}") from None
+        raise Stopped(f"stopped after the last step; to write the model and the report: {resume_command}") from None
     return run.path
 
 
 def build(config: TrainConfig, store: TokenStore, device: torch.device) -> Trainer:
-    """A trainer whose vocabulary is as large as the configuration's, whatever the tokenizer used of it."""
+    """Build the trainer of a run.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model's vocabulary.
+    """
     if store.manifest.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the data has {store.manifest.vocab_size} tokens, the model's vocab_size is {config.model.vocab_size}"
@@ -146,9 +150,9 @@ def build(config: TrainConfig, store: TokenStore, device: torch.device) -> Train
     return Trainer(config, store, device)
 
 
-def prepare_tokens(config: TrainConfig, folder: Path, screen: Screen) -> TokenStore:
-    """The tokens of the configuration's data, built in folder or found there."""
-    with screen.stages() as progress:
+def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
+    """Tokenize the configuration's data into a folder, or reuse the tokens there."""
+    with console.stages() as progress:
         store = prepare(
             config.data,
             config.model.vocab_size,
@@ -158,9 +162,9 @@ def prepare_tokens(config: TrainConfig, folder: Path, screen: Screen) -> TokenSt
             tokenizer=None if config.init_from is None else checkpoint_folder(config.init_from),
             progress=progress,
         )
-    screen.data(store)
+    console.print_data(store)
     if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:
-        screen.say(
+        console.print(
             f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
         )
     return store
@@ -185,54 +189,54 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _resumed(config: TrainConfig, screen: Screen) -> tuple[RunFolder, TrainConfig]:
-    """The run that goes on, and with which configuration: what is asked, and the recipe that it began with."""
+def _resumed(config: TrainConfig, console: RunConsole) -> tuple[RunFolder, TrainConfig]:
+    """The run to resume, and its configuration: as requested, with the recipe that the run began with."""
     if config.out is None:
         raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
     run = RunFolder.open(config.out)
     saved = run.read_config()
     if config.recipe_text is None and config.recipe == saved.recipe:
         config = replace(config, recipe_text=saved.recipe_text)
-    different = changed(saved, config)
+    different = changed_settings(saved, config)
     if different:
         raise ValueError(
             f"a resumed run keeps its configuration, but {', '.join(different)} would differ from {run.path}"
         )
     if saved.steps != config.steps:
-        screen.say(f"steps were {saved.steps} and are now {config.steps}: the learning rate follows the new number")
+        console.print(f"steps were {saved.steps} and are now {config.steps}: the learning rate follows the new number")
     if saved.micro_batches != config.micro_batches:
-        screen.say(
-            f"micro_batches were {saved.micro_batches} and are now {config.micro_batches}: the same sums in another "
-            "order, so the run is not the one to the bit that it would have been"
+        console.print(
+            f"micro_batches were {saved.micro_batches} and are now {config.micro_batches}: gradients are summed in "
+            "another order, so the run is not bit-identical to an uninterrupted one"
         )
     file = Path(config.recipe)
     if saved.recipe_text is None:
-        config = with_recipe_text(config)  # a run of an earlier version kept a file's name only
+        config = config.with_recipe_text()  # a run of an earlier version saved only the file's name
     elif file.is_file() and file.read_text(encoding="utf-8", errors="replace") != saved.recipe_text:
-        screen.say(f"{file} has changed since the run began: the run keeps the recipe that it began with")
+        console.print(f"{file} has changed since the run began: the run keeps the recipe that it began with")
     return run, config
 
 
-def _tokens(config: TrainConfig, run: RunFolder, resume: bool, screen: Screen) -> TokenStore:
-    """A resumed run reads the tokens that it began with, whatever became of their source."""
-    if resume and (run.data / "manifest.json").exists():
+def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConsole) -> TokenStore:
+    """The tokens of a run. A resumed run reads the tokens that it began with, even if their source has changed."""
+    if resume and (run.data / MANIFEST).exists():
         return TokenStore.open(run.data)
-    return prepare_tokens(config, run.data, screen)
+    return prepare_tokens(config, run.data, console)
 
 
-def _continue(trainer: Trainer, run: RunFolder, checkpoint: Path | None, screen: Screen) -> None:
+def _continue(trainer: Trainer, run: RunFolder, checkpoint: Path | None, console: RunConsole) -> None:
     if checkpoint is None:
-        screen.say("no checkpoint was written yet: starting from the beginning")
+        console.print("no checkpoint was written yet: starting from the beginning")
     else:
         trainer.load(*load_checkpoint(checkpoint, check=False))  # it was checked when it was chosen
         if trainer.steps_done > trainer.config.steps:
             raise ValueError(f"steps is {trainer.config.steps}, but the run has done {trainer.steps_done} already")
-        screen.say(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
-    run.forget_after(trainer.steps_done)
+        console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
+    run.truncate_after(trainer.steps_done)
 
 
-def _look(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
-    """Measures what is measured now and then; returns the validation's line."""
+def _validate(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
+    """Write the held-out loss, the load of the experts and the scales of the tiles; return the line of the first."""
     step = trainer.steps_done
     line = {"step": step, **trainer.validate()}
     metrics.write({"step": step, "expert_load": trainer.expert_load()})
@@ -243,13 +247,55 @@ def _look(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
     return line
 
 
+def spikes_so_far(run: RunFolder) -> SpikeDetector:
+    """A spike detector that has seen the losses of a run to resume."""
+    detector = SpikeDetector()
+    for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
+        if line.get("main_loss") is not None:
+            detector.update(line["step"], line["main_loss"])
+    return detector
+
+
+def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: MetricsWriter, line: Metrics) -> str:
+    """Record the first step of a loss spike, and describe it with the sequence that has the largest loss.
+
+    The record in metrics.jsonl is {"step", "spike": {"loss", "usual", "scatter", "grad_norm", "sequence_losses",
+    "worst_text"}}. The losses of the sequences are measured with the weights after the step. Measuring them changes
+    nothing that a later step depends on.
+
+    Args:
+        spike: the spike, which has just begun.
+        trainer: the run, after the spike's first step.
+        store: the run's tokens.
+        metrics: where the record goes.
+        line: the metrics of the step.
+    """
+    tokens_BS = trainer.batches.batch(spike.step - 1)
+    losses_B = token_losses(trainer, tokens_BS).mean(1)
+    worst = int(losses_B.argmax())
+    text = " ".join(store.tokenizer.decode(tokens_BS[worst].tolist()).split())[:MAX_SPIKE_TEXT]
+    record = {
+        "loss": spike.loss,
+        "usual": spike.usual,
+        "scatter": spike.scatter,
+        "grad_norm": line["grad_norm"],
+        "sequence_losses": losses_B.tolist(),
+        "worst_text": text,
+    }
+    metrics.write({"step": spike.step, "spike": record})
+    return (
+        f"{spike}; the gradient norm was {line['grad_norm']:.3g}; sequence {worst + 1} of {len(losses_B)} has the "
+        f"largest loss now, {losses_B[worst]:.3f} (the median is {losses_B.median():.3f}): {text!r}"
+    )
+
+
 def _checkpoint(trainer: Trainer, run: RunFolder) -> None:
     tensors, state = trainer.state()
     save_checkpoint(run.checkpoints, trainer.steps_done, tensors, state)
 
 
-def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen) -> None:
-    """Leaves the model, the sample and the report."""
+def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
+    """Write the model, the sample and the report."""
     formats = trainer.recipe.formats
     as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == OperandFormat(E4M3, BLOCK) else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
@@ -261,24 +307,24 @@ def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, screen: Screen)
     sample = sample_text(trainer, store)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
-    screen.finish(run, sample, report)
+    console.print_results(run, sample, report)
 
 
 @contextmanager
-def _reported(run: RunFolder, screen: Screen) -> Iterator[None]:
-    """Leaves the report of what there is when numbers or memory end a run."""
+def _report_on_failure(run: RunFolder, console: RunConsole) -> Iterator[None]:
+    """Write the report of the steps so far if a non-finite loss or lack of memory ends the run."""
     try:
         yield
     except (FloatingPointError, MemoryError):
-        screen.say(f"report: {write_run_report(run.path)}")
+        console.print(f"report: {write_run_report(run.path)}")
         raise
 
 
 def sample_text(trainer: Trainer, store: TokenStore) -> str:
-    """The prompt and a continuation, drawn: the likeliest text of a young model runs in circles."""
+    """The prompt and a sampled continuation. Greedy decoding of a model after few steps would repeat itself."""
     prompt = trainer.config.prompt
-    room = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
-    sampling = Sampling(max(0, min(SAMPLE_TOKENS, room)), temperature=0.8, top_p=0.95)
+    available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
+    sampling = Sampling(max(0, min(SAMPLE_TOKENS, available)), temperature=0.8, top_p=0.95)
     return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, sampling))
 
 
@@ -291,7 +337,7 @@ def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
         "parameters": counts.total,
         "active_parameters": counts.active,
         "bytes_per_token": store.manifest.bytes["val"] / store.manifest.tokens["val"],
-        "machine": in_words(measured_on),
+        "machine": describe_machine(measured_on),
         "measured_on": measured_on,
         "prompt": trainer.config.prompt,
     }
@@ -300,7 +346,7 @@ def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM instead of dying of them; a second one kills as usual."""
+    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one ends the process."""
     caught: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

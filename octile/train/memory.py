@@ -1,41 +1,217 @@
-"""A model that cannot fit is refused before its data are prepared."""
+"""Memory of a training run: whether a model can fit, and what to reduce when memory runs out.
+
+    fixed      weights, gradients, optimizer state, and what is cached between steps     the same for any batch
+    sequence   what one sequence takes in its forward and backward pass                  × sequences of a micro-batch
+
+Before a run begins, `check_memory` refuses a model whose weights, gradients and moments exceed the device's memory.
+
+When memory runs out, `explain_out_of_memory` measures `sequence`: it frees the tensors of the failed step and passes
+one sequence through the model, a shorter one if necessary. On a GPU it reads the allocator's peak. On a CPU it counts
+the tensors that autograd saves for backward, which is less than the peak.
+"""
 
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from octile.models.counts import count_parameters
+from octile.recipe import Recipe
 from octile.train.config import TrainConfig
+from octile.train.trainer import Trainer
 
-BYTES = 12  # a parameter: FP32 weight and gradient, two BF16 moments
-FP8_LM_BYTES = 6  # FP16 weight, FP8 gradient, FP8 and FP16 moments
+BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
+FP8_LM_BYTES_PER_PARAMETER = 6  # FP16 weight, FP8 gradient, FP8 and FP16 moments
+
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+MIN_MEASURED_TOKENS = 16  # the shortest sequence that is measured
+USABLE_SHARE = 0.9  # of the memory; fragmentation takes the rest
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The memory that a run needs, in bytes.
+
+    Attributes:
+        fixed: what every step needs, whatever its batch.
+        sequence: what one sequence of the run's length takes in addition.
+        available: what this process can allocate on the device.
+    """
+
+    fixed: int
+    sequence: int
+    available: int
 
 
 def check_memory(config: TrainConfig, device: torch.device) -> None:
-    """Refuses a run whose weights, gradients and moments alone are more than the device's memory.
+    """Refuse a run whose weights, gradients and moments alone exceed the device's memory.
 
     Raises:
-        ValueError: they are.
+        ValueError: they do.
     """
-    needed, there = least_needed(config), memory(device)
-    if needed > there:
+    needed, total = min_memory(config), device_memory(device)
+    if needed > total:
         raise ValueError(
             f"preset {config.preset!r} needs at least {needed / 1e9:,.0f} GB for weights, gradients and optimizer, but "
-            f"the {device.type} has {there / 1e9:,.0f} GB: choose a smaller model"
+            f"the {device.type} has {total / 1e9:,.0f} GB: choose a smaller model"
         )
 
 
-def least_needed(config: TrainConfig) -> int:
+def min_memory(config: TrainConfig) -> int:
     """Bytes of weights, gradients and moments."""
     counts = count_parameters(config.model)
     parameters = counts.total + sum(counts.mtp.values())
-    return parameters * (FP8_LM_BYTES if config.recipe == "fp8_lm" else BYTES)
+    return parameters * (FP8_LM_BYTES_PER_PARAMETER if config.recipe == "fp8_lm" else BYTES_PER_PARAMETER)
 
 
-def memory(device: torch.device) -> int:
-    """Bytes of memory that the device has, free or not."""
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that the device has, free or in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Trainer | None = None) -> Iterator[None]:
+    """Turn an out-of-memory error inside the context into a MemoryError that says what to change.
+
+    Args:
+        config: of the run.
+        device: where it runs.
+        trainer: the run; None while the trainer is being built inside the context.
+
+    Raises:
+        MemoryError: memory ran out. It names the option to change, its value now and the one that should fit.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the failed step
+        if trainer is None:
+            raise MemoryError(
+                f"out of memory while the model was built on the {device.type}: it needs {_gb(min_memory(config))} for "
+                f"weights, gradients and optimizer, and {_gb(_available(device))} are available: choose a smaller model"
+            ) from error
+        for moe in trainer.moes.values():
+            moe.pop_balance_loss()  # a failed forward pass leaves a loss behind, whose graph holds tensors too
+        step, need = trainer.steps_done + 1, _measure(trainer)
+        raise MemoryError(f"out of memory at step {step} on the {device.type}: {advice(config, need)}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception reports that a device has no more memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY)
+
+
+def advice(config: TrainConfig, need: MemoryNeed | None) -> str:
+    """What to change in a run that ran out of memory.
+
+    Args:
+        config: of the run.
+        need: what the run needs; None if even the shortest measured sequence did not fit.
+    """
+    if need is None:
+        return _too_large_model(config)
+    at_once = config.batch_size // config.micro_batches
+    explanation = (
+        f"a sequence of {config.sequence_length} tokens takes {_gb(need.sequence)} in addition to {_gb(need.fixed)} "
+        f"for weights, gradients and optimizer, of {_gb(need.available)}"
+    )
+    free = USABLE_SHARE * need.available - need.fixed
+    fitting = [n for n in range(1, at_once) if config.batch_size % n == 0 and n * need.sequence <= free]
+    if fitting:
+        micro_batches = config.batch_size // fitting[-1]
+        return (
+            f"{explanation}: use --micro-batches {micro_batches} (now {config.micro_batches}), {fitting[-1]} at a time "
+            f"instead of {at_once}; to continue: octile train --resume --out {config.out} "
+            f"--micro-batches {micro_batches}"
+        )
+    length = min(int(config.sequence_length * free / need.sequence), config.sequence_length // 2)
+    if length < config.min_sequence_length:
+        return _too_large_model(config)
+    finest = f" and --micro-batches {config.batch_size}" if at_once > 1 else ""
+    return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest} in a new run"
+
+
+def _too_large_model(config: TrainConfig) -> str:
+    choices = "a smaller model, a GPU with more memory, or --recipe fp8_lm, which needs half the bytes per parameter"
+    if config.load_recipe().optimizer == Recipe.fp8_lm().optimizer:  # a recipe file may have it too
+        choices = "a smaller model or a GPU with more memory"
+    return (
+        "weights, gradients and optimizer leave too little memory for a sequence of "
+        f"{MIN_MEASURED_TOKENS} tokens: choose {choices}"
+    )
+
+
+def _measure(trainer: Trainer) -> MemoryNeed | None:
+    """What the run needs; None if even a sequence of MIN_MEASURED_TOKENS is too much."""
+    length = trainer.config.sequence_length
+    tokens_BS = trainer.batches.batch(trainer.steps_done)[:1]
+    while length >= MIN_MEASURED_TOKENS:
+        try:
+            fixed, sequence = _measure_sequence(trainer, tokens_BS[:, :length])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            length //= 2
+        else:
+            whole = sequence * trainer.config.sequence_length // length
+            return MemoryNeed(fixed + _missing_moments(trainer), whole, _available(trainer.device))
+    return None
+
+
+def _measure_sequence(trainer: Trainer, tokens_BS: Tensor) -> tuple[int, int]:
+    """Bytes that stay allocated after a forward and backward pass, and bytes that the pass takes in addition."""
+    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.model.train()
+    if trainer.device.type == "cuda":
+        torch.cuda.empty_cache()
+        trainer.backward(tokens_BS)  # allocates the gradients, which stay
+        fixed = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        trainer.backward(tokens_BS)
+        return fixed, torch.cuda.max_memory_allocated() - fixed
+    saved: dict[int, int] = {}  # bytes of each storage, by its address
+
+    def count(t: Tensor) -> Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        trainer.backward(tokens_BS)
+    state = (t for moments in trainer.optimizer.state.values() for t in moments.values() if isinstance(t, Tensor))
+    fixed = sum(2 * p.nbytes for p in trainer.model.parameters()) + sum(t.nbytes for t in state)
+    return fixed, sum(size for address, size in saved.items() if address not in weights)
+
+
+def _missing_moments(trainer: Trainer) -> int:
+    """Bytes of optimizer state that the first step is going to allocate; 0 after it."""
+    if trainer.optimizer.state:
+        return 0
+    bytes_each = trainer.optimizer.bytes_per_parameter()
+    per_parameter = bytes_each["exp_avg"] + bytes_each["exp_avg_sq"]
+    return int(per_parameter * sum(p.numel() for p in trainer.model.parameters()))
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that this process can have."""
+    if device.type != "cuda":
+        return device_memory(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free + torch.cuda.memory_reserved(device), int(torch.cuda.get_per_process_memory_fraction() * total))
+
+
+def _gb(n: float) -> str:
+    return f"{n / 1e9:,.2f} GB"

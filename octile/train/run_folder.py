@@ -1,16 +1,21 @@
-"""A run's folder: where its files lie, and how they are written so that a crash loses nothing.
+"""The folder of a run or a comparison: its files, its lock, and how metrics are written so that a crash loses nothing.
 
-config.json    the whole configuration          model/         the model in Hugging Face's layout
-data/          tokens and tokenizer             checkpoints/   what `--resume` continues from
-metrics.jsonl  what was measured                tensorboard/   the same as TensorBoard events
-telemetry.jsonl  what octile.lab measured       captures/      operands that it kept
-summary.json   facts for the report             report.html, sample.txt
+    config.json      the whole configuration          model/         the model in Hugging Face's layout
+    data/            tokens and tokenizer             checkpoints/   what `--resume` continues from
+    metrics.jsonl    the measurements                 tensorboard/   the same as TensorBoard events
+    telemetry.jsonl  measurements of octile.lab       captures/      operands that octile.lab saved
+    summary.json     facts for the report             report.html, sample.txt
+
+One process at a time writes into a folder: `lock_folder` holds a file lock, which the operating system releases when
+the process dies.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +23,19 @@ from octile.checkpoint.files import write_text
 from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
 from octile.train.config import TrainConfig
-from octile.train.run_lock import DATA, is_left
+
+LOCK = ".lock"
+DATA = "data"
 
 Metrics = dict[str, Any]
 
 
 class Stopped(Exception):
-    """A signal ended a run early; its checkpoint is written."""
+    """A signal ended a run early, after its checkpoint was written."""
 
 
 class RunFolder:
-    """The folder of one run."""
+    """The paths in the folder of one run."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -45,7 +52,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """The folder of a new run; one without a name is made here, so that runs started at once do not share it.
+        """The folder of a new run.
+
+        If the configuration names no folder, one under runs/ is made at once, so that two runs that start at the same
+        time do not share it.
 
         Raises:
             FileExistsError: config.out holds a run or a comparison already, or is a file.
@@ -58,10 +68,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of a run that was started before.
+        """The folder of an existing run.
 
         Raises:
-            FileNotFoundError: there is no run in it.
+            FileNotFoundError: the folder holds no run.
         """
         run = cls(path)
         if not run.config_file.is_file():
@@ -69,25 +79,31 @@ class RunFolder:
         return run
 
     def write_config(self, config: TrainConfig) -> None:
+        """Write config.json, which marks the folder as a run."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.config_file, config.to_json())
 
     def read_config(self) -> TrainConfig:
+        """Read config.json.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         try:
             return TrainConfig.from_json(self.config_file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{self.config_file} is damaged: {error}") from None
 
-    def forget_after(self, step: int) -> None:
-        """Cuts what was measured back to a step: the rest is about to be measured again."""
+    def truncate_after(self, step: int) -> None:
+        """Delete the measurements of later steps, which a resumed run is going to measure again."""
         for file in (self.metrics_file, self.telemetry_file):
             if file.exists():
-                kept = [json.dumps(line) + "\n" for line in read_lines(file) if line["step"] <= step]
-                write_text(file, "".join(kept))
+                lines = [json.dumps(line) + "\n" for line in read_lines(file) if line["step"] <= step]
+                write_text(file, "".join(lines))
 
 
 def check_unused(path: Path) -> None:
-    """Refuses a folder with results: runs and comparisons have files of the same names.
+    """Refuse a folder that holds results: runs and comparisons have files of the same names.
 
     Raises:
         FileExistsError: it holds a run or a comparison, or is a file.
@@ -99,8 +115,103 @@ def check_unused(path: Path) -> None:
             raise FileExistsError(f"out {str(path)!r} holds a {what} already: choose another --out")
 
 
+def new_folder(parent: Path, name: str) -> Path:
+    """Make the first of parent/name, parent/name-2, … that does not exist or holds prepared data only.
+
+    Returns its path.
+    """
+    path, number = parent / name, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if path.is_dir() and _has_data_only(path):
+                return path
+            number += 1
+            path = parent / f"{name}-{number}"
+
+
+def _has_data_only(folder: Path) -> bool:
+    """Whether a folder holds prepared data and nothing else, and no process works in it."""
+    names = {path.name for path in folder.iterdir()}
+    if DATA not in names or not names <= {LOCK, DATA}:  # an empty folder belongs to another process that just begins
+        return False
+    require("filelock", extra="train")
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            return True
+    except Timeout:
+        return False
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder inside the context, or until the process dies. Makes the folder if necessary.
+
+    Removes the folder at the end if it holds nothing but the lock and empty folders.
+
+    Raises:
+        FileExistsError: another process holds the lock.
+        NotADirectoryError, PermissionError, FileNotFoundError: the folder cannot be made.
+    """
+    require("filelock", extra="train")
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (NotADirectoryError, PermissionError, FileNotFoundError) as error:
+        raise type(error)(f"out {str(folder)!r} cannot be made: {error.strerror}") from None
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FileExistsError(f"out {str(folder)!r} is in use by another octile process") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        content = [path for path in folder.iterdir() if path.name != LOCK]
+        if all(path.is_dir() and not any(path.iterdir()) for path in content):
+            for path in content:
+                path.rmdir()
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+class MetricsWriter:
+    """Appends measurements to metrics.jsonl and to TensorBoard; a line is in the file when `write` returns."""
+
+    def __init__(self, run: RunFolder, steps_done: int):
+        require("tensorboard", extra="train")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._file = run.metrics_file.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=steps_done + 1)
+
+    def write(self, metrics: Metrics) -> None:
+        """Append a line, which must have a `step`; NaN and infinity become null. Its numbers go to TensorBoard too."""
+        line = {name: None if _is_not_finite(value) else value for name, value in metrics.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            if name != "step" and isinstance(value, int | float):
+                self.draw(name, value, metrics["step"])
+
+    def draw(self, name: str, value: float, step: int) -> None:
+        """Add a number to TensorBoard only."""
+        self._tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close both files."""
+        self._file.close()
+        self._tensorboard.close()
+
+
 def read_lines(file: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl or telemetry.jsonl; one that a crash cut short is left out."""
+    """The lines of metrics.jsonl or telemetry.jsonl, without a line that a crash cut short."""
     lines = []
     for text in file.read_text(encoding="utf-8").splitlines():
         try:
@@ -112,46 +223,5 @@ def read_lines(file: Path) -> list[Metrics]:
     return lines
 
 
-class MetricsWriter:
-    """Appends measurements to metrics.jsonl and to TensorBoard; a line is in the file when `write` returns."""
-
-    def __init__(self, run: RunFolder, steps_done: int):
-        require("tensorboard", extra="train")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._file = run.metrics_file.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run.tensorboard), purge_step=steps_done + 1)
-
-    def write(self, metrics: Metrics) -> None:
-        numbers = {name: None if _is_nan(value) else value for name, value in metrics.items()}  # JSON has no NaN
-        self._file.write(json.dumps(numbers, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, int | float):
-                self.draw(name, value, metrics["step"])
-
-    def draw(self, name: str, value: float, step: int) -> None:
-        """Gives TensorBoard a number that has no line here."""
-        self._board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._file.close()
-        self._board.close()
-
-
-def _is_nan(value: object) -> bool:
+def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def new_folder(parent: Path, name: str) -> Path:
-    """The first of parent/name, parent/name-2, parent/name-3, … that is made here, or was left with data alone."""
-    path, number = parent / name, 1
-    while True:
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            if path.is_dir() and is_left(path):
-                return path
-            number += 1
-            path = parent / f"{name}-{number}"

@@ -40,7 +40,7 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
     return torch.cat(pieces)
 
 
-def readable(tokenizer: Tokenizer, token: int) -> str:
+def visible_token(tokenizer: Tokenizer, token: int) -> str:
     """A token's text with its white space made visible, runs of it counted; its bytes where they are no whole text."""
     text = tokenizer.decode([token])
     if "\ufffd" in text:

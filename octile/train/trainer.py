@@ -23,12 +23,11 @@ from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, cli
 from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
 from octile.recipe import Recipe
-from octile.train.batches import Batches, validation
+from octile.train.batches import Batches, validation_windows
 from octile.train.config import TrainConfig
+from octile.train.diagnostics import first_non_finite, tile_scales
 from octile.train.run_folder import Metrics
-from octile.train.run_recipe import recipe_of
 from octile.train.token_store import TokenStore
-from octile.train.watch import first_non_finite, tile_scales
 
 
 class Trainer:
@@ -46,7 +45,7 @@ class Trainer:
         tokenizer = store.tokenizer
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
         self.config, self.device = replace(config, model=model), device
-        self.recipe = recipe or recipe_of(config)
+        self.recipe = recipe or config.load_recipe()
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:
@@ -64,7 +63,7 @@ class Trainer:
         self.ema = EMA(self.model, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.data, self.data_folder = store.digest, store.folder
         self.batches = Batches(store.train, config.batch_size, config.sequence_length - 1, config.seed)
-        self.held_out = validation(store.val, config.sequence_length - 1, config.val_sequences)
+        self.held_out = validation_windows(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
         self.last_load = {name: moe.last_load_E for name, moe in self.moes.items()}
         self.steps_done = 0

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from octile.train.console import RunConsole
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
-from octile.train.screen import Screen
 from tests.train.conftest import micro
 
 LIMIT = 2**30  # bytes
@@ -29,8 +29,8 @@ def little_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def quiet() -> Screen:
-    return Screen(Console(file=io.StringIO(), width=400))
+def quiet() -> RunConsole:
+    return RunConsole(Console(file=io.StringIO(), width=400))
 
 
 @pytest.mark.usefixtures("little_memory")

@@ -13,8 +13,8 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
 from octile.lab.guards import Rule
 from octile.lab.run import capture_run, observer
+from octile.train.console import RunConsole
 from octile.train.loop import train
-from octile.train.screen import Screen
 from tests.train.conftest import micro, text  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -23,7 +23,7 @@ SWITCHING = (Rule(ALWAYS, "bf16", "wgrad", LAYER), Rule(ALWAYS, "capture", "dgra
 
 
 def quiet():
-    return Screen(Console(file=io.StringIO(), width=120))
+    return RunConsole(Console(file=io.StringIO(), width=120))
 
 
 def lines(path):

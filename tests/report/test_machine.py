@@ -6,7 +6,7 @@ import torch
 
 from octile import __version__
 from octile.report import machine as module
-from octile.report.machine import in_words, machine, version_of
+from octile.report.machine import describe_machine, machine, version_of
 
 
 def git(folder, *arguments):
@@ -28,8 +28,8 @@ def test_work_on_the_cpu_of_a_machine_with_a_gpu_names_no_gpu(monkeypatch):
 
 def test_the_gpu_goes_before_the_cpu_in_words():
     found = {"gpu": "a GPU", "cpu": "a CPU", "threads": 2, "torch": "2.13"}
-    assert in_words(found) == "a GPU, 2 threads, torch 2.13"
-    assert in_words(found | {"gpu": None, "threads": 1}) == "a CPU, 1 thread, torch 2.13"
+    assert describe_machine(found) == "a GPU, 2 threads, torch 2.13"
+    assert describe_machine(found | {"gpu": None, "threads": 1}) == "a CPU, 1 thread, torch 2.13"
 
 
 def test_the_commit_is_that_of_the_source_tree_and_marks_changes(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from octile.report.page import amount, byte_size, duration, percent
+from octile.report.page import format_bytes, format_duration, format_percent, format_quantity
 from octile.report.style import PALETTE, drawing, label_ends, thin
 from octile.report.svg import to_svg
 
@@ -25,23 +25,23 @@ from octile.report.svg import to_svg
     ],
 )
 def test_amounts(value, text):
-    assert amount(value) == text
+    assert format_quantity(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1_240_000, "1.24 MB"), (700e9, "700 GB")])
 def test_byte_sizes(value, text):
-    assert byte_size(value) == text
+    assert format_bytes(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(1.44, "1.4 s"), (192.4, "3 min 12 s"), (3599.7, "1 h 0 min"), (90_000, "1 d 1 h")]
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_a_percentage_has_a_sign():
-    assert (percent(0.00113), percent(-0.0025)) == ("+0.11%", "−0.25%")
+    assert (format_percent(0.00113), format_percent(-0.0025)) == ("+0.11%", "−0.25%")
 
 
 def test_every_light_colour_is_unique():

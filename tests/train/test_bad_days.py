@@ -19,14 +19,13 @@ from octile.nn.gate import Gate
 from octile.nn.linear import Linear
 from octile.recipe import Recipe
 from octile.report.run import spikes
-from octile.report.run.spikes import Spike, Spikes
-from octile.train import out_of_memory
-from octile.train.compared_run import compared_run
-from octile.train.loop import train
-from octile.train.out_of_memory import Need, advice, explained
+from octile.report.run.spikes import Spike, SpikeDetector
+from octile.train import memory
+from octile.train.compared_run import train_compared_run
+from octile.train.console import RunConsole
+from octile.train.loop import spikes_so_far, train, write_spike
+from octile.train.memory import MemoryNeed, advice, explain_out_of_memory
 from octile.train.run_folder import RunFolder
-from octile.train.screen import Screen
-from octile.train.spike_report import spikes_so_far, write_spike
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
 
@@ -38,8 +37,8 @@ def short_samples(monkeypatch):
     monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
 
 
-def quiet() -> Screen:
-    return Screen(Console(file=io.StringIO(), width=400))
+def quiet() -> RunConsole:
+    return RunConsole(Console(file=io.StringIO(), width=400))
 
 
 def breaks(trainer: Trainer, steps: set[int], factor: float = float("inf")) -> None:
@@ -141,9 +140,7 @@ def test_skipped_steps_are_told_on_the_screen_and_in_the_report(text, tmp_path, 
     screen, out = quiet(), tmp_path / "run"
     train(micro(data=str(text), out=out), False, screen)
     said = screen.console.file.getvalue()
-    assert (
-        "step 3 changed no weight: a gradient is not finite; the nearest to the loss is lm_head.weight; 2 steps" in said
-    )
+    assert "step 3 was skipped: a gradient is not finite; the nearest to the loss is lm_head.weight; 2 steps" in said
     assert "2 steps changed no weight" in (out / "report.html").read_text()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines if "loss" in line] == [0, 1, 2, 2, 2, 2]
@@ -172,7 +169,7 @@ def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeyp
         breaks(self, {2})
 
     monkeypatch.setattr(Trainer, "__init__", make)
-    assert compared_run(micro(), store, quiet()).curve.diverged_at == 2
+    assert train_compared_run(micro(), store, quiet()).curve.diverged_at == 2
 
 
 # A loss that jumps
@@ -186,12 +183,12 @@ def test_a_spike_is_told_with_the_text_of_its_hardest_sequence(text, tmp_path, m
         return {**line, "main_loss": 50.0} if self.steps_done == 6 else line
 
     monkeypatch.setattr(Trainer, "step", jump)
-    monkeypatch.setattr(spikes, "ENOUGH", 4)
+    monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
     screen, out = quiet(), tmp_path / "run"
     train(micro(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)
     said = screen.console.file.getvalue()
     assert "the loss jumped at step 6 to 50.000, where" in said
-    assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(their median is \d\.\d+\): '", said)
+    assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(the median is \d\.\d+\): '", said)
     assert "and was back after 1 step" in said
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if "spike" in line]
@@ -213,8 +210,8 @@ def test_a_resumed_run_knows_its_losses(tmp_path):
     run = RunFolder(tmp_path)
     lines = [{"step": n, "main_loss": 3.0 + 0.01 * (n % 3)} for n in range(1, 41)]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert spikes_so_far(run).look(41, 9.0).step == 41
-    assert Spikes().look(41, 9.0) is None
+    assert spikes_so_far(run).update(41, 9.0).step == 41
+    assert SpikeDetector().update(41, 9.0) is None
 
 
 # Memory that runs out
@@ -232,7 +229,7 @@ def test_a_run_out_of_memory_says_what_to_change_and_how_to_go_on(text, tmp_path
         return backward(self, piece_BS)
 
     monkeypatch.setattr(Trainer, "backward", fail)
-    monkeypatch.setattr(out_of_memory, "memory", lambda device: 10**9)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 10**9)
     out = tmp_path / "run"
     config = micro(data=str(text), out=out)
     with pytest.raises(
@@ -254,18 +251,18 @@ def test_a_run_out_of_memory_says_what_to_change_and_how_to_go_on(text, tmp_path
 def test_the_real_allocator_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
-    assert out_of_memory.ran_out(caught.value)
+    assert memory.is_out_of_memory(caught.value)
 
 
 def test_another_error_is_left_alone():
-    with pytest.raises(RuntimeError, match="something else"), explained(micro(), CPU):
+    with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory(micro(), CPU):
         raise RuntimeError("something else")
 
 
 def test_a_model_that_does_not_fit_while_it_is_made_is_told_so():
     with (
-        pytest.raises(MemoryError, match=r"while the model was made on the cpu: it needs 0\.\d+ GB"),
-        explained(micro(), CPU),
+        pytest.raises(MemoryError, match=r"while the model was built on the cpu: it needs 0\.\d+ GB"),
+        explain_out_of_memory(micro(), CPU),
     ):
         raise RuntimeError(ALLOCATOR)
 
@@ -279,10 +276,10 @@ def test_a_model_that_does_not_fit_while_it_is_made_is_told_so():
         (8, 10_000, "use --sequence-length 16 (now 32) in a new run"),
         (1, 72, "use --sequence-length 12 (now 32) and --micro-batches 8 in a new run"),
         (1, 60, "use --sequence-length 3 (now 32) and --micro-batches 8 in a new run"),  # the shortest that is taken
-        (1, 59, "leave no room for a sequence"),  # 2 tokens would fit
-        (1, 58, "leave no room for a sequence"),  # 1
-        (1, 56, "leave no room for a sequence"),  # 0
-        (1, 55, "leave no room for a sequence"),  # not even the weights fit
+        (1, 59, "leave too little memory for a sequence"),  # 2 tokens would fit
+        (1, 58, "leave too little memory for a sequence"),  # 1
+        (1, 56, "leave too little memory for a sequence"),  # 0
+        (1, 55, "leave too little memory for a sequence"),  # not even the weights fit
     ],
 )
 def test_the_advice_is_the_largest_piece_that_fits(micro_batches, there, said):
@@ -290,13 +287,13 @@ def test_the_advice_is_the_largest_piece_that_fits(micro_batches, there, said):
     assert said in advice(config, gigabytes(there))
 
 
-def gigabytes(there: int) -> Need:
-    return Need(fixed=50 * 10**9, sequence=38 * 10**9, there=there * 10**9)
+def gigabytes(there: int) -> MemoryNeed:
+    return MemoryNeed(fixed=50 * 10**9, sequence=38 * 10**9, available=there * 10**9)
 
 
 @pytest.mark.parametrize(
     ("there", "said"),
-    [(59, "use --sequence-length 2 (now 32)"), (58, "leave no room for a sequence")],
+    [(59, "use --sequence-length 2 (now 32)"), (58, "leave too little memory for a sequence")],
 )
 def test_without_multi_token_prediction_two_tokens_are_advised_and_no_fewer(there, said):
     config = micro(model=replace(MICRO, num_nextn_predict_layers=0))
@@ -304,7 +301,7 @@ def test_without_multi_token_prediction_two_tokens_are_advised_and_no_fewer(ther
 
 
 def test_where_there_is_no_room_fp8_lm_is_advised():
-    assert "or --recipe fp8_lm, which keeps half" in advice(micro(recipe="deepseek_v3"), None)
+    assert "or --recipe fp8_lm, which needs half" in advice(micro(recipe="deepseek_v3"), None)
 
 
 @pytest.mark.parametrize(
@@ -323,20 +320,20 @@ def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer
     monkeypatch.setattr(Trainer, "backward", fail)
     trainer = new_trainer()
     with (
-        pytest.raises(MemoryError, match="leave no room for a sequence of 16 tokens: choose a smaller model"),
-        explained(trainer.config, CPU, trainer),
+        pytest.raises(MemoryError, match="leave too little memory for a sequence of 16 tokens: choose a smaller model"),
+        explain_out_of_memory(trainer.config, CPU, trainer),
     ):
         trainer.step()
 
 
 def test_what_a_sequence_keeps_is_measured(new_trainer):
     trainer = new_trainer()
-    need = out_of_memory._measure(trainer)
+    need = memory._measure(trainer)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     assert need.fixed == 12 * parameters  # weight and gradient in FP32, two moments in BF16
     assert 32 * MICRO.vocab_size * 4 < need.sequence < 10**8  # the logits are among it
     trainer.step()
-    assert out_of_memory._measure(trainer).fixed == pytest.approx(need.fixed, rel=0.01)  # now counted, with the steps
+    assert memory._measure(trainer).fixed == pytest.approx(need.fixed, rel=0.01)  # now counted, with the steps
 
 
 # What goes on as usual

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.batches import Batches, permute, validation
+from octile.train.batches import Batches, permute, validation_windows
 
 S = 4
 TOKENS = np.arange(100 * S + 1, dtype=np.uint16)  # 100 windows, each known by its first token
@@ -88,11 +88,11 @@ def test_tokens_are_read_from_a_memory_map(tmp_path):
 
 
 def test_validation_windows_are_spread_over_the_held_out_text():
-    assert (validation(TOKENS, S, 4)[:, 0] // S).tolist() == [0, 25, 50, 75]
+    assert (validation_windows(TOKENS, S, 4)[:, 0] // S).tolist() == [0, 25, 50, 75]
 
 
 def test_validation_gives_all_windows_where_fewer_are_there():
-    assert validation(TOKENS, S, 1000).shape == (100, S + 1)
+    assert validation_windows(TOKENS, S, 1000).shape == (100, S + 1)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_negative_step_is_refused():
 
 def test_no_validation_windows_are_refused():
     with pytest.raises(ValueError, match="n must be at least 1, not 0"):
-        validation(TOKENS, S, 0)
+        validation_windows(TOKENS, S, 0)

@@ -8,14 +8,14 @@ from rich.console import Console
 
 from octile.report import read_result
 from octile.train.compare import compare
-from octile.train.screen import Screen
+from octile.train.console import RunConsole
 from tests.train.conftest import micro
 
 
 @pytest.fixture(scope="module")
 def compared(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare")
-    screen = Screen(Console(file=io.StringIO(), width=120))
+    screen = RunConsole(Console(file=io.StringIO(), width=120))
     return compare(micro(data=str(text), steps=4, validate_every=2), ("deepseek_v3", "bf16"), out, screen), out, screen
 
 
@@ -55,37 +55,37 @@ def test_the_screen_says_the_gap_and_the_band(compared):
 
 def test_an_unknown_recipe_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
-        compare(micro(), ("fp9",), tmp_path / "out", Screen())
+        compare(micro(), ("fp9",), tmp_path / "out", RunConsole())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_comparison_is_not_overwritten(compared):
     _, out, _ = compared
     with pytest.raises(FileExistsError, match="holds a comparison already"):
-        compare(micro(), ("deepseek_v3",), out, Screen())
+        compare(micro(), ("deepseek_v3",), out, RunConsole())
 
 
 def test_a_run_is_not_overwritten_by_a_comparison(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileExistsError, match="holds a run already: choose another --out"):
-        compare(micro(), ("deepseek_v3",), tmp_path, Screen())
+        compare(micro(), ("deepseek_v3",), tmp_path, RunConsole())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_what_is_finished_is_there_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
     import octile.train.compare
 
-    run = octile.train.compare.compared_run
+    run = octile.train.compare.train_compared_run
 
     def interrupted(config, *others):
         if config.recipe == "per_tensor":
             raise KeyboardInterrupt
         return run(config, *others)
 
-    monkeypatch.setattr(octile.train.compare, "compared_run", interrupted)
+    monkeypatch.setattr(octile.train.compare, "train_compared_run", interrupted)
     config = micro(data=str(text), steps=2, validate_every=1)
     with pytest.raises(KeyboardInterrupt):
-        compare(config, ("deepseek_v3", "per_tensor"), tmp_path, Screen(Console(file=io.StringIO())))
+        compare(config, ("deepseek_v3", "per_tensor"), tmp_path, RunConsole(Console(file=io.StringIO())))
     assert len(json.loads((tmp_path / "compare.json").read_text())["recipes"]) == 1
 
 
@@ -106,7 +106,7 @@ def test_the_losses_of_windows_are_the_held_out_loss(compared):
 
 def test_every_recipe_has_every_seed_and_its_own_bf16(text, tmp_path):
     config = micro(data=str(text), steps=2, validate_every=1)
-    screen = Screen(Console(file=io.StringIO()))
+    screen = RunConsole(Console(file=io.StringIO()))
     result = compare(config, ("deepseek_v3",), tmp_path, screen, seeds=(5, 0), gradient_steps="none")
     assert [curve.seed for curve in result.baselines] == [5, 0]
     assert [curve.seed for curve in result.recipes] == [5, 0]
@@ -120,7 +120,7 @@ def test_recipe_files_are_named_without_their_folders_and_kept(text, tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text('recipe = "deepseek_v3"\n')
     config = micro(data=str(text), steps=1, validate_every=1)
-    screen = Screen(Console(file=io.StringIO()))
+    screen = RunConsole(Console(file=io.StringIO()))
     result = compare(config, tuple(map(str, files)), tmp_path / "out", screen, gradient_steps="none")
     assert result.names == ("mine.toml", "a/same.toml", "b/same.toml")
     assert read_result(tmp_path / "out" / "compare.json").recipe_files["mine.toml"] == files[0].read_text()
@@ -128,5 +128,5 @@ def test_recipe_files_are_named_without_their_folders_and_kept(text, tmp_path):
 
 def test_an_impossible_step_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="gradient_steps must be from 1 to 6"):
-        compare(micro(), ("deepseek_v3",), tmp_path / "out", Screen(), gradient_steps="7")
+        compare(micro(), ("deepseek_v3",), tmp_path / "out", RunConsole(), gradient_steps="7")
     assert not (tmp_path / "out").exists()

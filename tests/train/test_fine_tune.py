@@ -19,10 +19,10 @@ from octile.models.names import to_hf
 from octile.nn.functional import observe_quantization
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
-from octile.train.fine_tune import OPTIM, SHAPE, fine_tuning, in_words, kept_weights
+from octile.train.console import RunConsole
+from octile.train.fine_tune import OPTIM, SHAPE, count_unchanged_weights, describe_initial_weights, fine_tuning
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
-from octile.train.screen import Screen
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
 
@@ -35,8 +35,8 @@ def short_samples(monkeypatch):
     monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
 
 
-def quiet() -> Screen:
-    return Screen(Console(file=io.StringIO(), width=400))
+def quiet() -> RunConsole:
+    return RunConsole(Console(file=io.StringIO(), width=400))
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_the_first_step_multiplies_the_very_fp8_numbers_of_the_folder(saved, sto
     with observe_quantization(lambda operand, q: casts.append(q) if operand == "w" else None):
         trainer.step()
     assert {m for q in casts for m in matrices(q)} == stored(folder)
-    assert kept_weights(Trainer(config, store, CPU).model)[0] == len(casts) // micro_batches
+    assert count_unchanged_weights(Trainer(config, store, CPU).model)[0] == len(casts) // micro_batches
 
 
 def test_masters_are_the_dequantised_weights_in_float32(saved, store):
@@ -133,7 +133,7 @@ def test_bf16_weights_are_begun_with_too(saved, store):
     trainer = Trainer(micro(model=WIDE, init_from=folder), store, CPU)
     found = to_hf(trainer.model.state_dict(), trainer.model.config)
     assert all(t.equal(found[name].to(t.dtype)) for name, t in load_file(folder / "model.safetensors").items())
-    assert in_words(trainer.model, folder) == f"weights: {folder}, not quantised there"
+    assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantised there"
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "delayed", "fp8_lm"])
@@ -145,10 +145,12 @@ def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
 
 def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
     def said(folder, model, recipe="deepseek_v3"):
-        return in_words(Trainer(micro(model=model, init_from=folder, recipe=recipe), store, CPU).model, folder)
+        return describe_initial_weights(
+            Trainer(micro(model=model, init_from=folder, recipe=recipe), store, CPU).model, folder
+        )
 
     folder = saved("fp8")
-    total = kept_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
+    total = count_unchanged_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
     assert f"{total} of {total} quantised weights are to the bit the same" in said(folder, WIDE)
     assert said(folder, WIDE, "bf16").endswith("FP8 there, dequantised here")
 
@@ -158,7 +160,7 @@ def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
         tensors[name], tensors[f"{name}_scale_inv"] = q.data, q.scale
     save_file(tensors, folder / "model.safetensors")
     (folder / "octile.json").unlink()
-    kept = kept_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
+    kept = count_unchanged_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
     assert kept < total // 2  # where the largest number of each block is 448 by chance
     assert f"; {kept} of {total} quantised" in said(folder, WIDE)
 

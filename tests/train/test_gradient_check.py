@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from octile.train.gradient_check import check_gradients, chosen_steps
+from octile.train.gradient_check import check_gradients, parse_steps
 
 
 def test_bf16_beside_itself_is_the_same(new_trainer):
@@ -76,10 +76,10 @@ def test_gradients_that_overflow_have_no_angle(new_trainer):
     ],
 )
 def test_steps_are_chosen_by_name_or_number(text, steps, chosen):
-    assert chosen_steps(text, steps) == chosen
+    assert parse_steps(text, steps) == chosen
 
 
 @pytest.mark.parametrize("text", ["0", "10", "first", "", "1,,2", "-1"])
 def test_steps_that_there_are_not_are_refused(text):
     with pytest.raises(ValueError, match="gradient_steps must be from 1 to 9, or start, middle, end, or none"):
-        chosen_steps(text, 9)
+        parse_steps(text, 9)

@@ -19,15 +19,15 @@ import octile.train.loop
 from octile.checkpoint.hugging_face import load
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.train.config import TrainConfig
+from octile.train.console import RunConsole
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
-from octile.train.screen import Screen
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
 
 
-def quiet() -> Screen:
-    return Screen(Console(file=io.StringIO(), width=120))
+def quiet() -> RunConsole:
+    return RunConsole(Console(file=io.StringIO(), width=120))
 
 
 def metrics(run: Path, key: str) -> dict[int, float]:
@@ -77,10 +77,10 @@ def test_the_model_can_be_loaded_and_predicts_as_well_as_the_run_did(finished, s
     out, _ = finished
     model = load(out)
     trained = metrics(out, "val_loss")[6]
-    from octile.train.batches import validation
+    from octile.train.batches import validation_windows
     from octile.train.token_store import TokenStore
 
-    held_out = validation(TokenStore.open(out / "data").val, 31, 4)
+    held_out = validation_windows(TokenStore.open(out / "data").val, 31, 4)
     with torch.no_grad():
         assert float(model(held_out, held_out)) == pytest.approx(trained, rel=2e-3)
 
@@ -90,7 +90,7 @@ def test_the_screen_shows_loss_speed_time_left_and_the_sample(finished):
     assert "tokens/s" in shown
     assert "s left" in shown
     assert "held-out loss" in shown
-    assert "a sample of what the model learned" in shown
+    assert "a sample of generated text" in shown
 
 
 def test_a_resumed_run_keeps_its_configuration(finished):

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_model_larger_than_the_machine_is_refused_with_both_sizes(monkeypatch):
-    monkeypatch.setattr(memory, "memory", lambda device: 64 * 10**9)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 64 * 10**9)
     message = re.escape(
         "preset 'v3_671b' needs at least 8,192 GB for weights, gradients and optimizer, but the cpu has 64 GB"
     )
@@ -27,7 +27,7 @@ def test_a_model_that_may_fit_is_let_through():
 
 
 def test_fp8_optimizer_states_need_less(monkeypatch):
-    monkeypatch.setattr(memory, "memory", lambda device: 100 * 10**9)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 100 * 10**9)
     config = preset("v2_lite_16b")
     check_memory(replace(config, recipe="fp8_lm"), CPU)
     with pytest.raises(ValueError, match="needs at least"):
@@ -35,4 +35,4 @@ def test_fp8_optimizer_states_need_less(monkeypatch):
 
 
 def test_the_machine_has_memory():
-    assert memory.memory(CPU) > 10**9
+    assert memory.device_memory(CPU) > 10**9

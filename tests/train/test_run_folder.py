@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
-from octile.train.run_lock import taken
+from octile.train.run_folder import MetricsWriter, RunFolder, lock_folder, read_lines
 from tests.train.conftest import micro
 
 
@@ -52,7 +51,7 @@ def test_a_run_without_a_name_takes_a_folder_that_was_left_with_its_data(tmp_pat
     (first / "data").mkdir()
     (first / "data" / "train.npy").touch()
     assert RunFolder.create(micro()).path == first
-    with taken(first):
+    with lock_folder(first):
         assert RunFolder.create(micro()).path.name == "tiny-deepseek_v3-2"
 
 
@@ -71,7 +70,7 @@ def test_the_configuration_is_read_back(tmp_path):
 def test_what_was_measured_after_the_checkpoint_is_forgotten_with_a_line_cut_short(tmp_path):
     run = started(tmp_path)
     run.metrics_file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
-    run.forget_after(1)
+    run.truncate_after(1)
     assert run.metrics_file.read_text() == '{"step": 1, "loss": 3.0}\n'
 
 
@@ -119,7 +118,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
 def test_telemetry_after_the_checkpoint_is_forgotten_too(tmp_path):
     run = RunFolder(tmp_path)
     run.telemetry_file.write_text('{"step": 1, "layer": "a"}\n{"step": 2, "layer": "a"}\n{"step": 2, "lay')
-    run.forget_after(1)
+    run.truncate_after(1)
     assert read_lines(run.telemetry_file) == [{"step": 1, "layer": "a"}]
 
 

@@ -15,10 +15,9 @@ from octile.lab.run import capture_run
 from octile.recipe import Recipe
 from octile.train.compare import compare
 from octile.train.config import TrainConfig
+from octile.train.console import RunConsole
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
-from octile.train.run_recipe import recipe_of, with_recipe_text
-from octile.train.screen import Screen
 from tests.train.conftest import micro
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -27,7 +26,7 @@ RECIPE = replace(Recipe.deepseek_v3(), exceptions=((LAYER, frozenset({"wgrad"}))
 
 
 def screen():
-    return Screen(Console(file=io.StringIO(), width=200))
+    return RunConsole(Console(file=io.StringIO(), width=200))
 
 
 def final(run):
@@ -62,7 +61,7 @@ def test_the_configuration_holds_what_the_file_said(begun, file):
     assert (saved.recipe, saved.recipe_text) == (str(file), TEXT)
     assert TrainConfig.from_json(saved.to_json()) == saved
     file.unlink()
-    assert recipe_of(saved) == RECIPE
+    assert saved.load_recipe() == RECIPE
 
 
 def test_a_run_goes_on_to_the_bit_when_its_file_is_gone(file, config, tmp_path):
@@ -109,7 +108,7 @@ def as_an_earlier_version_left_it(run):
 
 def test_a_run_of_an_earlier_version_is_read_and_from_then_on_stands_alone(begun, file):
     as_an_earlier_version_left_it(begun)
-    assert recipe_of(RunFolder.open(begun).read_config()) == RECIPE
+    assert RunFolder.open(begun).read_config().load_recipe() == RECIPE
     train(longer(begun), True, screen())
     assert RunFolder.open(begun).read_config().recipe_text == TEXT
 
@@ -124,8 +123,8 @@ def test_a_run_of_an_earlier_version_needs_its_file(begun, file):
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16"])
 def test_a_recipe_with_a_name_has_no_text(recipe):
     config = micro(recipe=recipe)
-    assert with_recipe_text(config) == config
-    assert recipe_of(config) == Recipe.named(recipe)
+    assert config.with_recipe_text() == config
+    assert config.load_recipe() == Recipe.named(recipe)
 
 
 def test_a_file_that_is_no_recipe_is_refused_before_anything_is_written(config, file):
@@ -138,8 +137,8 @@ def test_a_file_that_is_no_recipe_is_refused_before_anything_is_written(config, 
 def test_a_comparison_reads_a_file_once(text, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    class Deleting(Screen):
-        def say(self, line):
+    class Deleting(RunConsole):
+        def print(self, line):
             file.unlink(missing_ok=True)
 
     shown = Deleting(Console(file=io.StringIO(), width=200))

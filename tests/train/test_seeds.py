@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.train.seeds import baseline_seeds, parse_seeds
+from octile.train.compare import baseline_seeds, parse_seeds
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.train.token_losses import readable, token_losses
+from octile.train.token_losses import token_losses, visible_token
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
@@ -32,13 +32,13 @@ def test_white_space_is_made_visible(text, shown):
         def decode(self, tokens):
             return text
 
-    assert readable(OneToken(), 0) == shown
+    assert visible_token(OneToken(), 0) == shown
 
 
 def test_a_part_of_a_character_is_shown_as_its_bytes(store):
     first, second = store.tokenizer.encode("é")
-    assert (readable(store.tokenizer, first), readable(store.tokenizer, second)) == ("bytes C3", "bytes A9")
+    assert (visible_token(store.tokenizer, first), visible_token(store.tokenizer, second)) == ("bytes C3", "bytes A9")
 
 
 def test_the_ends_of_texts_have_their_names(store):
-    assert readable(store.tokenizer, store.tokenizer.end) == "<|end|>"
+    assert visible_token(store.tokenizer, store.tokenizer.end) == "<|end|>"

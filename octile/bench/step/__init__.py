@@ -30,8 +30,8 @@ from octile.nn.conversion import apply_recipe
 from octile.optim import AdamW, param_groups
 from octile.recipe import Recipe
 from octile.train.config import preset
+from octile.train.console import RunConsole
 from octile.train.loop import pick_device, prepare_tokens
-from octile.train.screen import Screen
 from octile.train.trainer import Trainer
 
 ROUNDS = 9
@@ -288,7 +288,7 @@ def _speed() -> Row:
     device = pick_device("auto")
     config, baseline = preset("tiny"), "float32"
     with tempfile.TemporaryDirectory() as folder:
-        store = prepare_tokens(config, Path(folder), Screen())
+        store = prepare_tokens(config, Path(folder), RunConsole())
         names = (baseline, "deepseek_v3")
         trainers = {name: Trainer(replace(config, recipe=name), store, device) for name in names}
         times = seconds({name: trainer.step for name, trainer in trainers.items()}, ROUNDS)

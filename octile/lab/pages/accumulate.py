@@ -18,10 +18,10 @@ from octile.lab.pages.accumulate_figures import draw_accumulate, say_accumulate,
 from octile.lab.pages.formats import screen_table
 from octile.lab.pages.page import Section, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
-from octile.report.page import byte_size
+from octile.report.page import format_bytes
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
-from octile.train.memory import memory
+from octile.train.memory import device_memory
 
 SIDE = 256  # rows of each operand
 BYTES = 24  # a value of the operands takes at most, measured as the process's peak on every architecture
@@ -84,12 +84,12 @@ def show_accumulate(
 
 
 def _check_memory(k: int) -> None:
-    there = memory(torch.device("cpu"))
+    there = device_memory(torch.device("cpu"))
     needed, fits = 2 * SIDE * BYTES * k, there // (2 * SIDE * BYTES)
     if needed > there:
         raise ValueError(
-            f"k is {k:,}, whose operands of {SIDE} rows need about {byte_size(needed)}, but the machine has"
-            f" {byte_size(there)} of memory: it holds k up to {fits:,}"
+            f"k is {k:,}, whose operands of {SIDE} rows need about {format_bytes(needed)}, but the machine has"
+            f" {format_bytes(there)} of memory: it holds k up to {fits:,}"
         )
 
 

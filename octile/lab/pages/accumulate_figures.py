@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octile.lab.pages.page import Table
-from octile.report.style import COLOR, dress, label_ends
+from octile.report.style import COLOR, label_ends, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def draw_accumulate(figure: Figure, rows: Sequence[Row]) -> None:
     low = min((row.worst for row in rows if row.worst), default=1e-8) / 2  # an error of zero is drawn on the axis
     top = max(4 * max(row.worst for row in rows), 10 * low)
     for axes, kind in zip(panels, kinds, strict=True):
-        dress(axes, "K, products summed", f"worst error over RMS: {DATA.get(kind, kind)}")
+        style_axes(axes, "K, products summed", f"worst error over RMS: {DATA.get(kind, kind)}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_ylim(low, top)

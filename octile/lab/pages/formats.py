@@ -30,7 +30,7 @@ from octile.lab.pages import formats_figures as draw
 from octile.lab.pages import real_tensors_figures as real
 from octile.lab.pages.page import Section, Table, power, write_lab_page
 from octile.lab.real_tensors import RealTensors
-from octile.report.page import amount
+from octile.report.page import format_quantity
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
 
@@ -87,8 +87,8 @@ def _as_text(f: Facts) -> tuple[str, ...]:
         power(f.smallest_normal),
         power(f.smallest),
         power(f.epsilon),
-        amount(f.finite_values),
-        amount(f.between_1_and_2),
+        format_quantity(f.finite_values),
+        format_quantity(f.between_1_and_2),
         f"{f.octaves:.1f}",
         f"{f.of_fp32:.1%}",
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from octile.lab.pages.page import power
 from octile.report.run.metrics import Floats
-from octile.report.style import COLOR, dress, label_ends
+from octile.report.style import COLOR, label_ends, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def _rows(axes: Axes, names: list[str], size: float = 11) -> None:
 
 def draw_ranges(figure: Figure, rows: list[Facts]) -> None:
     axes = figure.subplots()
-    dress(axes, None, "smallest to largest positive value (pale: subnormal)")
+    style_axes(axes, None, "smallest to largest positive value (pale: subnormal)")
     _octave_axis(axes, -150, 130, "magnitude", 50 if figure.get_figwidth() * 72 < 600 else 25)
     axes.grid(axis="x")
     for at, row in enumerate(rows):
@@ -81,7 +81,7 @@ def say_ranges(rows: list[Facts]) -> str:
 def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
     """Each format stretched so that its largest value is 1, as a scale does it."""
     axes = figure.subplots()
-    dress(axes, "share of the tile's largest value", "every positive value, largest value = 1")
+    style_axes(axes, "share of the tile's largest value", "every positive value, largest value = 1")
     axes.set_xlim(-0.005, 1.005)
     for at, (name, points) in enumerate(values.items()):
         axes.vlines(points / points[-1], at - 0.3, at + 0.3, color=color(name), linewidth=0.8)
@@ -98,7 +98,7 @@ def say_number_line(values: Mapping[str, Floats]) -> str:
 
 def draw_log_line(figure: Figure, values: Mapping[str, Floats], rows: list[Facts]) -> None:
     axes = figure.subplots()
-    dress(axes, None, "every positive value (pale: subnormal)")
+    style_axes(axes, None, "every positive value (pale: subnormal)")
     _octave_axis(axes, -20, 17, "value", 10 if figure.get_figwidth() * 72 < 600 else 5)
     normal = {row["name"]: row["smallest_normal"] for row in rows}
     for at, (name, points) in enumerate(values.items()):
@@ -121,7 +121,7 @@ def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None
     """gaps: format → its positive values, and how far it is from each to the next."""
     axes = figure.subplots()
     narrow = figure.get_figwidth() * 72 < 600
-    dress(axes, None, "from a value to the next one")
+    style_axes(axes, None, "from a value to the next one")
     _octave_axis(axes, -20, 17, "value", 10 if narrow else 5)
     for name, (values, gap) in gaps.items():
         axes.step(np.log2(values), np.log2(gap), where="post", color=color(name))
@@ -152,7 +152,7 @@ def say_gaps(rows: list[Facts]) -> str:
 
 def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str, Floats]) -> None:
     axes = figure.subplots()
-    dress(axes, None, "largest relative error of rounding (log scale)")
+    style_axes(axes, None, "largest relative error of rounding (log scale)")
     _octave_axis(axes, octaves[0], octaves[-1] + 1, "magnitude", 10 if figure.get_figwidth() * 72 < 600 else 5)
     for name, error in errors.items():
         axes.step([*octaves, octaves[-1] + 1], [*error, error[-1]], where="post", color=color(name))
@@ -181,7 +181,7 @@ def say_relative_error(errors: Mapping[str, Floats]) -> str:
 def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
     """shares: text → (format, bits a value)."""
     axes = figure.subplots()
-    dress(axes, None, "bits a value, and the share of FP32")
+    style_axes(axes, None, "bits a value, and the share of FP32")
     axes.set_ylim(len(shares) - 0.4, -0.6)
     axes.set_yticks(range(len(shares)), list(shares))
     axes.grid(axis="y", visible=False)
@@ -206,7 +206,7 @@ def draw_staircase(figure: Figure, x: Floats, rounded: Mapping[str, Floats]) -> 
     panels = figure.subplots(*((1, len(rounded)) if many else (len(rounded), 1)), sharex=True, sharey=True)
     for axes, (name, y) in zip(panels, rounded.items(), strict=True):
         n = len(np.unique(y[(y > 1) & (y < 2)]))
-        dress(axes, None, f"{label(name)}: {n:,} between 1 and 2")
+        style_axes(axes, None, f"{label(name)}: {n:,} between 1 and 2")
         axes.plot(x, x, color=COLOR["muted"], linewidth=0.8, linestyle=":")
         axes.plot(x, y, color=color(name), linewidth=1.2)
         axes.set_xticks([1, 1.5, 2])
@@ -225,7 +225,7 @@ def say_staircase(rounded: Mapping[str, Floats]) -> str:
 def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
     axes = figure.subplots()
     times = len(next(iter(weights.values()))) - 1
-    dress(axes, "updates", "the weight")
+    style_axes(axes, "updates", "the weight")
     labels: dict[float, list[str]] = {}
     for name, path in weights.items():
         dashed = name == "bf16"  # it lies on another line

@@ -18,7 +18,7 @@ from octile.lab.pages.page import Section, Table, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import chosen, decibels
 from octile.recipe import GemmName
-from octile.report.page import byte_size
+from octile.report.page import format_bytes
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import make_chart
 
@@ -113,7 +113,7 @@ def short_table(found: Hardware) -> Table:
 
 def _figures(s: Suggestion) -> tuple[str, ...]:
     snr = ("–", "–") if s.noise is None else tuple(_db(noise) for noise in s.noise)
-    return byte_size(s.bytes.today), byte_size(s.bytes.then), f"{s.bytes.saved:.0%}", *snr
+    return format_bytes(s.bytes.today), format_bytes(s.bytes.then), f"{s.bytes.saved:.0%}", *snr
 
 
 def _db(noise: float) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octile.lab.pages.what_if_figures import LARGE
-from octile.report.page import byte_size
-from octile.report.style import COLOR, dress, label_ends
+from octile.report.page import format_bytes
+from octile.report.style import COLOR, label_ends, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ class Curve:
 
 def draw_bits(figure: Figure, curve: Curve) -> None:
     axes = figure.subplots()
-    dress(axes, "fraction bits that the tensor core keeps", "SNR of the sums alone (dB); higher is better")
+    style_axes(axes, "fraction bits that the tensor core keeps", "SNR of the sums alone (dB); higher is better")
     known = [(bits, snr) for bits, snr in zip(curve.bits, curve.snr_db, strict=True) if snr is not None]
     bits, snr = zip(*known, strict=True)
     axes.plot(bits, snr, color=COLOR["blue"], marker="o", markersize=5)
@@ -90,17 +90,17 @@ def draw_moved(figure: Figure, rows: Sequence[Moved]) -> None:
     """Two bars a suggestion."""
     axes = figure.subplots()
     desk = figure.get_figwidth() * 72 > LARGE
-    dress(axes, "bytes today (grey) and then (blue)", "in one step")
+    style_axes(axes, "bytes today (grey) and then (blue)", "in one step")
     for at, row in enumerate(rows):
         axes.barh(at - 0.17, row.today, height=0.3, color=COLOR["muted"], alpha=0.55)
         axes.barh(at + 0.17, row.then, height=0.3, color=COLOR["blue"])
         saved = f"−{1 - row.then / row.today:.0%}" if row.today else ""
-        text = f"{byte_size(row.then)}, {saved}" if desk else saved
+        text = f"{format_bytes(row.then)}, {saved}" if desk else saved
         axes.annotate(text, (row.then, at + 0.17), (5, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.15 * max(row.today for row in rows))
-    axes.xaxis.set_major_formatter(lambda value, _: byte_size(value) if value else "0")
+    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
     axes.locator_params(axis="x", nbins=6 if desk else 3)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
@@ -113,15 +113,15 @@ def say_moved(rows: Sequence[Moved], memory: str) -> str:
         return "These products cast nothing, so there is nothing to save."
     return (
         f"Counted from the shapes of the captured products. Most is saved by “{best.name}”:"
-        f" {byte_size(best.today)} of memory traffic become {byte_size(best.then)}. The last two bars are sums that"
-        " leave the tensor core for ordinary registers, no memory traffic."
+        f" {format_bytes(best.today)} of memory traffic become {format_bytes(best.then)}. The last two bars are sums"
+        " that leave the tensor core for ordinary registers, no memory traffic."
     )
 
 
 def draw_errors(figure: Figure, rows: Sequence[Moved]) -> None:
     """From today's SNR to then's, of suggestions that have both."""
     axes = figure.subplots()
-    dress(axes, "SNR (dB) today (grey) and then (blue)", "right is better")
+    style_axes(axes, "SNR (dB) today (grey) and then (blue)", "right is better")
     for at, row in enumerate(rows):
         assert row.snr_db is not None
         today, then = row.snr_db

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octile.lab.pages.what_if_figures import LARGE, legend
 from octile.report.run.metrics import Floats
-from octile.report.style import COLOR, dress
+from octile.report.style import COLOR, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def in_words(kind: str) -> str:
 def draw_map(figure: Figure, data: Map) -> None:
     """A dot a large value, in the color of its token's kind; its area grows with its size."""
     axes = figure.subplots()
-    dress(axes, "channel", "token, the first on top")
+    style_axes(axes, "channel", "token, the first on top")
     token, channel = _largest(data)
     size = data.size[token, channel]
     area = 2 + 40 * np.log2(size / size.min()) / max(np.log2(size.max() / size.min()), 1)
@@ -108,8 +108,8 @@ def draw_without(figure: Figure, rows: Sequence[Without]) -> None:
     desk = figure.get_figwidth() * 72 > LARGE
     left, right = figure.subplots(*((1, 2) if desk else (2, 1)), sharey=desk, squeeze=True)
     names = [f"{in_words(row.kind)} ({row.massive:,})" for row in rows]
-    dress(left, "share of the error that remains", "error of all other tokens")
-    dress(right, "‖Δy‖ / ‖y‖", "how far the layer's output moves")
+    style_axes(left, "share of the error that remains", "error of all other tokens")
+    style_axes(right, "‖Δy‖ / ‖y‖", "how far the layer's output moves")
     schemes = list(rows[0].others)
     for at, row in enumerate(rows):
         for scheme, color in zip(schemes, SCHEME_COLOR, strict=True):

@@ -20,7 +20,7 @@ from octile.lab.preflight import Place, Preflight, preflight
 from octile.lab.preflight_check import measured
 from octile.lab.what_if import Error
 from octile.recipe import Recipe
-from octile.report.page import counted
+from octile.report.page import format_count
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import make_chart
 
@@ -138,8 +138,8 @@ def _write_page(folder: Path, asked: Asked, rows: list[draw.Predicted], sentence
     lead = (
         f"The products of {folder.name} in {'1 batch' if asked.batches == 1 else f'{asked.batches:,} batches'} of"
         f" {asked.batch_size} × {asked.sequence_length} tokens, made in high precision, cast as recipe {asked.recipe}"
-        f" would and multiplied on the model of Hopper's tensor core, {counted(asked.sample, 'row')} of each operand"
-        f" drawn with seed {asked.seed}."
+        f" would and multiplied on the model of Hopper's tensor core, {format_count(asked.sample, 'row')} of each"
+        f" operand drawn with seed {asked.seed}."
     )
     note = f"The recipe with the advised exceptions is {asked.write}: octile train --recipe {asked.write}."
     return write_lab_page(

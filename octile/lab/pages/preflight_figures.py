@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from octile.lab.pages.real_tensors_figures import shortened
 from octile.lab.pages.what_if_figures import LARGE, PRODUCT_COLOR, Heat, legend
-from octile.report.page import counted
-from octile.report.style import COLOR, dress
+from octile.report.page import format_count
+from octile.report.style import COLOR, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def say_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
     below, kept = (sum(chosen) for chosen in ([row.snr_db < least_db for row in rows], [row.excepted for row in rows]))
     shared = " (an expert's two weights share one recipe)" if kept > below else ""
     found = (
-        f"{below} of {counted(len(rows), 'product')} fall{'s' if below == 1 else ''} below {least_db:g} dB;"
+        f"{below} of {format_count(len(rows), 'product')} fall{'s' if below == 1 else ''} below {least_db:g} dB;"
         f" {kept} {'is' if kept == 1 else 'are'} advised to stay in BF16{shared}."
         if below
         else f"None falls below {least_db:g} dB, so nothing need stay in BF16."
@@ -64,7 +64,7 @@ def say_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
 def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> None:
     """Measured against predicted, a dot a product."""
     axes = figure.subplots()
-    dress(axes, "predicted (dB)", "measured in a real step in 8 bits (dB)")
+    style_axes(axes, "predicted (dB)", "measured in a real step in 8 bits (dB)")
     known = [row for row in rows if row.measured_db is not None]
     ends = [v for row in known for v in (row.snr_db, row.measured_db) if v is not None]
     low, high = min([*ends, least_db]) - 1, max(ends) + 1
@@ -86,7 +86,7 @@ def say_check(rows: Sequence[Predicted]) -> str:
     pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
     off = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
     return (
-        f"The same batches through real steps in 8 bits: what {counted(len(pairs), 'measured product')} lost, against"
-        f" what was predicted. On the dotted line the two agree; they are {off:.1f} dB apart (RMS). In a real step"
-        " every layer gets operands that carry the errors of the layers before it."
+        f"The same batches through real steps in 8 bits: what {format_count(len(pairs), 'measured product')} lost,"
+        f" against what was predicted. On the dotted line the two agree; they are {off:.1f} dB apart (RMS). In a real"
+        " step every layer gets operands that carry the errors of the layers before it."
     )

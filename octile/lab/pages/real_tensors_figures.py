@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from octile.lab.pages.formats_figures import color, label
 from octile.lab.pages.page import power
 from octile.report.run.metrics import Floats
-from octile.report.style import COLOR, dress, label_ends
+from octile.report.style import COLOR, label_ends, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ class Gradients:
 
 def draw_underflow(figure: Figure, data: Gradients) -> None:
     axes = figure.subplots()
-    dress(axes, "magnitude of a gradient", "share of the gradients an octave (%)")
+    style_axes(axes, "magnitude of a gradient", "share of the gradients an octave (%)")
     share = 100 * data.count / data.count.sum()
     moved = np.log2(data.scale)
     axes.bar(data.log2 + 0.5, share, width=0.9, color=COLOR["vermilion"], alpha=0.75)
@@ -105,14 +105,14 @@ def draw_int8(figure: Figure, data: Int8AgainstE4M3) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     octaves = np.arange(len(data.share))
     shown = max(8, int(np.flatnonzero(data.share > 1e-4).max(initial=0)) + 2)
-    dress(above, None, "mean relative error of the values (%)")
+    style_axes(above, None, "mean relative error of the values (%)")
     labels = []
     for name, error in data.errors.items():
         known = np.isfinite(error) & (octaves < shown)
         above.plot(octaves[known], 100 * error[known], color=color(name), marker="o", markersize=3.5)
         labels.append((100 * error[known][-1], label(name), color(name)))
     above.set_ylim(0, 105)
-    dress(below, "octaves below the largest value of the tile", "share of the values (%)")
+    style_axes(below, "octaves below the largest value of the tile", "share of the values (%)")
     below.bar(octaves[:shown], 100 * data.share[:shown], width=0.85, color=COLOR["muted"], alpha=0.6)
     below.set_xlim(-0.6, shown - 0.4)
     below.set_xticks(range(0, shown, 2), ["largest" if at == 0 else f"÷{power(2.0**at)}" for at in range(0, shown, 2)])
@@ -162,7 +162,7 @@ def octaves(count: int) -> str:
 def draw_flushed(figure: Figure, data: Int8AgainstE4M3) -> None:
     axes = figure.subplots()
     names = shortened(list(data.flushed))
-    dress(axes, None, "% of the input made zero")
+    style_axes(axes, None, "% of the input made zero")
     at = np.arange(len(names))
     for name, values in (
         ("e4m3", [pair[0] for pair in data.flushed.values()]),

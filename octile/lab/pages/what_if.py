@@ -23,7 +23,7 @@ from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import CONTROLS, PUBLISHED, Choice, Variant
 from octile.lab.what_if import Rank, WhatIf, chosen, decibels, what_if
 from octile.recipe import GemmName
-from octile.report.page import counted
+from octile.report.page import format_count
 
 COLUMNS = (
     "format",
@@ -158,7 +158,7 @@ def _db(noise: float) -> str:
 
 def refusals(found: WhatIf) -> list[str]:
     """A line for each reason why combinations do not apply."""
-    left_out = [(counted(len(variants), "combination"), reason) for reason, variants in found.refused.items()]
+    left_out = [(format_count(len(variants), "combination"), reason) for reason, variants in found.refused.items()]
     return [f"left out, {how_many}: {reason}" for how_many, reason in left_out] + (
         [f"left out, products that are all zeros: {', '.join(found.silent)}"] if found.silent else []
     )
@@ -167,7 +167,7 @@ def refusals(found: WhatIf) -> list[str]:
 def _sample_words(found: WhatIf) -> str:
     n = len({(row.layer, row.product) for row in found.rows})
     return (
-        f"Measured on {counted(n, 'product')}, {counted(found.sample, 'row')} of each operand drawn with seed"
+        f"Measured on {format_count(n, 'product')}, {format_count(found.sample, 'row')} of each operand drawn with seed"
         f" {found.seed}, whole sums; of experts the busiest of each layer."
     )
 

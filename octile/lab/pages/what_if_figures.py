@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octile.lab.pages.real_tensors_figures import shortened
-from octile.report.page import counted
-from octile.report.style import COLOR, dress
+from octile.report.page import format_count
+from octile.report.style import COLOR, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def draw_casts(figure: Figure, casts: Sequence[CastLoss]) -> None:
     axes = figure.subplots()
     desk = figure.get_figwidth() * 72 > LARGE
     rows = list(dict.fromkeys((cast.fmt, cast.block) for cast in casts))
-    dress(axes, "SNR of the products (dB)", "right is better")
+    style_axes(axes, "SNR of the products (dB)", "right is better")
     for cast in casts:
         row = rows.index((cast.fmt, cast.block))
         axes.plot(cast.snr_db, row, "o", color=COLOR[SCALE_COLOR[cast.scale]], markersize=6.5, alpha=0.85)
@@ -97,8 +97,8 @@ def say_casts(casts: Sequence[CastLoss], products: int) -> str:
     best = max(eight or casts, key=lambda cast: cast.snr_db)
     worst = min(eight or casts, key=lambda cast: cast.snr_db)
     said = (
-        f"Each dot is one way to cast, averaged over {counted(products, 'product')} of the run, sums exact. The best of"
-        f" those in 8 bits is {_cast_name(best)} at {best.snr_db:.1f} dB, the worst {_cast_name(worst)} at"
+        f"Each dot is one way to cast, averaged over {format_count(products, 'product')} of the run, sums exact. The"
+        f" best of those in 8 bits is {_cast_name(best)} at {best.snr_db:.1f} dB, the worst {_cast_name(worst)} at"
         f" {worst.snr_db:.1f}."
     )
     drop = _drop(casts, "up", "down")
@@ -139,7 +139,7 @@ class SumLoss:
 
 def draw_sums(figure: Figure, sums: Sequence[SumLoss], quantization_db: float) -> None:
     axes = figure.subplots()
-    dress(axes, "accumulation SNR (dB), the cast apart", "right is better")
+    style_axes(axes, "accumulation SNR (dB), the cast apart", "right is better")
     for row, loss in enumerate(sums):
         for product, snr in loss.snr_db.items():
             if snr is not None:
@@ -190,7 +190,7 @@ class Heat:
 def draw_heat(figure: Figure, heat: Heat, what: str) -> None:
     """Cells shaded from the best (pale) to the worst (full), each with its figure."""
     axes = figure.subplots()
-    dress(axes, None, what)
+    style_axes(axes, None, what)
     axes.grid(visible=False)
     _shade(axes, heat)
     axes.set_yticks(range(len(heat.rows)), shortened(heat.rows), fontsize=10)

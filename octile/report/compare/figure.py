@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.page import percent
+from octile.report.page import format_percent
 from octile.report.run.metrics import Floats, last_known, smooth
-from octile.report.style import COLOR, dress, label_ends, line, recipe_look, step_axis
+from octile.report.style import COLOR, label_ends, line, recipe_style, step_axis, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def _say_leaving(result: "CompareResult") -> str:
 
 
 def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") -> None:
-    dress(axes, None, "training loss (nats a token; lower is better)")
+    style_axes(axes, None, "training loss (nats a token; lower is better)")
     trends = [(curve, smooth(np.array(curve.train_loss))) for curve in curves]
     trends = [(curve, trend) for curve, trend in trends if np.isfinite(trend).any()]
     whole = [trend for curve, trend in trends if curve.diverged_at is None]  # a diverging loss leaves through the top
@@ -56,16 +56,16 @@ def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") ->
         axes.set_ylim(low - 0.06 * (high - low) - 0.02, high + 0.06 * (high - low) + 0.02)
     labels = []
     for curve, trend in reversed(trends):  # BF16 last, on top
-        line(axes, np.array(curve.steps, dtype=np.float64), trend, **recipe_look(curve.recipe))
+        line(axes, np.array(curve.steps, dtype=np.float64), trend, **recipe_style(curve.recipe))
         if curve.diverged_at is None:
-            labels.append((last_known(trend), curve.recipe, recipe_look(curve.recipe)["color"]))
+            labels.append((last_known(trend), curve.recipe, recipe_style(curve.recipe)["color"]))
         else:
             _mark_end(axes, curve, curve.steps, trend, f"{curve.recipe} diverged")
     label_ends(figure, axes, labels)
 
 
 def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
-    dress(axes, "step", "held-out loss against BF16 (%)")
+    style_axes(axes, "step", "held-out loss against BF16 (%)")
     steps, band = result.band()
     whole = [name for name in result.names if all(curve.diverged_at is None for curve in result.runs(name))]
     near = [name for name in whole if not abs(result.outcome(name).gap) > MOST_BARS * result.bar]
@@ -77,9 +77,9 @@ def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
     labels = [(0.0, "bf16", COLOR["ink"])]
     for bar in (-result.bar, result.bar):
         axes.axhline(100 * bar, color=COLOR["muted"], linewidth=1, linestyle=":")
-        labels.append((100 * bar, f"bar {percent(bar)}", COLOR["muted"]))
+        labels.append((100 * bar, f"bar {format_percent(bar)}", COLOR["muted"]))
     for name in result.names:
-        look, runs = recipe_look(name), result.runs(name)
+        look, runs = recipe_style(name), result.runs(name)
         at, gaps = result.mean_gaps(name)
         for curve in runs if len(runs) > 1 else ():
             each, its_gaps = result.gaps(curve)
@@ -91,7 +91,7 @@ def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
         if name not in whole:
             _mark_end(axes, runs[0], at, 100 * gaps)
         elif np.isfinite(gaps).any():
-            labels.append((100 * last_known(gaps), f"{name} {percent(last_known(gaps))}", look["color"]))
+            labels.append((100 * last_known(gaps), f"{name} {format_percent(last_known(gaps))}", look["color"]))
     label_ends(figure, axes, labels)
 
 
@@ -100,7 +100,7 @@ def _mark_end(axes: "Axes", curve: "Curve", steps: Sequence[float] | Floats, val
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
         return
-    color = recipe_look(curve.recipe)["color"]
+    color = recipe_style(curve.recipe)["color"]
     (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
     x, y = steps[known[-1]], float(np.clip(values[known[-1]], low, high))
     axes.plot(x, y, marker="x", markersize=7, markeredgewidth=1.6, color=color, clip_on=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.report.compare.gradients import GradientCheck, WeightGradient
-from octile.report.style import dress, recipe_look
+from octile.report.style import recipe_style, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,8 +52,8 @@ def worst_weights(checks: Sequence[GradientCheck], most: int = 8) -> list[Weight
 def _draw(
     figure: Figure, checks: Sequence[GradientCheck], y: str, value: Callable[[WeightGradient], float], zero: bool
 ) -> None:
-    axes, color = figure.subplots(), recipe_look(checks[0].recipe)["color"]
-    dress(axes, "layer", y)
+    axes, color = figure.subplots(), recipe_style(checks[0].recipe)["color"]
+    style_axes(axes, "layer", y)
     names = [layer.name for layer in checks[0].by_layer()]
     for number, check in enumerate(checks, 1):
         values: Floats = np.array([value(layer) for layer in check.by_layer()])

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from octile.report.compare.summary import FEW_SEEDS
-from octile.report.page import percent
-from octile.report.style import COLOR, dress, recipe_look
+from octile.report.page import format_percent
+from octile.report.style import COLOR, recipe_style, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ def height(result: CompareResult) -> int:
 
 def draw_outcomes(figure: Figure, result: CompareResult) -> None:
     axes = figure.subplots()
-    dress(axes, None, "held-out loss against BF16 at the end (%)")
+    style_axes(axes, None, "held-out loss against BF16 at the end (%)")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
     if result.nudge:
@@ -36,12 +36,12 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
     reach = [result.bar, *map(abs, noise)]
     for at, name in enumerate(result.names, 1):
         outcome = result.outcome(name)
-        color = recipe_look(name)["color"]
+        color = recipe_style(name)["color"]
         for interval, width, alpha in ((outcome.over_text, 1.4, 1.0), (outcome.over_seeds, 9, 0.22)):
             if interval:
                 ends = [100 * interval.low, 100 * interval.high]
                 axes.plot(ends, [at, at], color=color, linewidth=width, alpha=alpha, solid_capstyle="butt")
-        _row(axes, at, outcome.gaps, name, color, percent(outcome.gap) if math.isfinite(outcome.gap) else "")
+        _row(axes, at, outcome.gaps, name, color, format_percent(outcome.gap) if math.isfinite(outcome.gap) else "")
         if math.isfinite(outcome.gap):
             axes.plot([100 * outcome.gap] * 2, [at - 0.16, at + 0.16], color=color, linewidth=2.2)
         if abs(outcome.gap) <= MOST_BARS * result.bar:  # what ends beyond says so in words, and hides no other

@@ -17,7 +17,7 @@ from octile.report.compare.speed_notes import speed_notes
 from octile.report.compare.summary import seeds_note, verdict_sentence
 from octile.report.compare.tables import detail_rows, outcome_rows
 from octile.report.compare.token_differences import TokenDifferences
-from octile.report.page import printable, render
+from octile.report.page import render, replace_control_characters
 from octile.report.run.metrics import flatten
 from octile.report.style import HALF, PHONE, WIDE, palette_name, save_drawing
 from octile.report.svg import Chart, make_chart
@@ -116,7 +116,7 @@ def _tokens(found: TokenDifferences) -> dict[str, Any]:
         ),
         "worst": [
             (
-                printable(g.name),
+                replace_control_characters(g.name),
                 f"{g.count:,}",
                 f"{_signed(g.mean, 3)} ± {g.error:.3f}",
                 f"{_signed(g.control_mean, 3)} ± {g.control_error:.3f}",
@@ -136,7 +136,7 @@ def _signed(value: float, digits: int) -> str:
 
 def _shown(text: str) -> str:
     """Text as it stands, but one sees where a line ends."""
-    return printable(text).replace("\n", "↵\n")
+    return replace_control_characters(text).replace("\n", "↵\n")
 
 
 def _side(change: float) -> str:

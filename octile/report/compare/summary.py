@@ -6,7 +6,7 @@ import math
 
 from octile.report.compare.intervals import Interval
 from octile.report.compare.result import CompareResult, Outcome
-from octile.report.page import percent
+from octile.report.page import format_percent
 
 FEW_SEEDS = 2  # whose interval can hardly prove anything
 
@@ -50,7 +50,7 @@ def _at_the_bar(outcome: Outcome) -> str:
 
 def span(interval: Interval | None) -> str:
     """−0.10 … +0.25%, or a dash."""
-    return f"{percent(interval.low).removesuffix('%')} … {percent(interval.high)}" if interval else "–"
+    return f"{format_percent(interval.low).removesuffix('%')} … {format_percent(interval.high)}" if interval else "–"
 
 
 def seeds_note(result: CompareResult) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from octile.report.compare.result import CompareResult, Curve
 from octile.report.compare.summary import span
-from octile.report.page import byte_size, percent
+from octile.report.page import format_bytes, format_percent
 from octile.report.style import palette_name
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], 
         "gap": _percent(gap),
         "smoothed": _percent(smoothed),
         "speed": f"{speed:,.0f}" if math.isfinite(speed) else "–",
-        "memory": byte_size(memory) if memory is not None else "–",
+        "memory": format_bytes(memory) if memory is not None else "–",
         "outcome": outcome,
         "mood": mood,
     }
 
 
 def _percent(fractions: list[float]) -> str:
-    return percent(fractions[0]) if fractions and math.isfinite(fractions[0]) else "–"
+    return format_percent(fractions[0]) if fractions and math.isfinite(fractions[0]) else "–"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.report.compare.token_differences import FEWEST, Group, TokenDifferences
-from octile.report.style import COLOR, dress, label_ends, recipe_look
+from octile.report.style import COLOR, label_ends, recipe_style, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,9 +29,9 @@ def height(found: TokenDifferences) -> int:
 
 def draw_tokens(figure: Figure, found: TokenDifferences) -> None:
     axes, groups = figure.subplots(), rows(found)
-    color = recipe_look(found.recipe)["color"]
+    color = recipe_style(found.recipe)["color"]
     at = np.arange(len(groups))
-    dress(axes, None, "loss minus BF16's (nats a token), ± 2 standard errors")
+    style_axes(axes, None, "loss minus BF16's (nats a token), ± 2 standard errors")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
     axes.axvline(0, color=COLOR["ink"], linewidth=1.2, zorder=0)
@@ -99,13 +99,13 @@ def _known(groups: tuple[Group, ...]) -> list[Group]:
 
 def _draw(figure: Figure, x: str, found: list[tuple[str, tuple[Group, ...]]]) -> None:
     axes = figure.subplots()
-    dress(axes, x, "loss minus BF16's (nats a token)")
+    style_axes(axes, x, "loss minus BF16's (nats a token)")
     axes.axhline(0, color=COLOR["ink"], linewidth=1.2)
     groups = _known(found[0][1])  # the same tokens for every recipe
     control = [(g.control_mean, g.control_error) for g in groups]
     labels = [(_line(axes, control, COLOR["muted"]), "bf16, other seed", COLOR["muted"])]
     for recipe, all_groups in found:
-        color = recipe_look(recipe)["color"]
+        color = recipe_style(recipe)["color"]
         labels.append((_line(axes, [(g.mean, g.error) for g in _known(all_groups)], color), recipe, color))
     few = max(1, len(groups) // 4)
     axes.set_xticks(range(0, len(groups), few), [g.name for g in groups[::few]])

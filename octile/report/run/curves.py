@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octile.report.page import amount
+from octile.report.page import format_quantity
 from octile.report.run.metrics import Floats, Run, as_float, last_known, smooth
-from octile.report.style import COLOR, dress, label_ends, line, noisy_line, step_axis
+from octile.report.style import COLOR, label_ends, line, noisy_line, step_axis, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ def main_loss(run: Run) -> tuple[Floats, Floats]:
 
 def draw_loss(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    dress(axes, "step", "loss (nats a token; lower is better)")
+    style_axes(axes, "step", "loss (nats a token; lower is better)")
     labels, extent = [], []
     for (steps, values), color, text in (
         (main_loss(run), "blue", "training"),
@@ -69,8 +69,8 @@ def say_loss(run: Run) -> str:
         )
         if max(first, last) < HOPELESS:
             sentence += (
-                f": it now wavers as if between {amount(math.exp(last))} equally likely next tokens, at first between"
-                f" {amount(math.exp(first))}"
+                f": it now wavers as if between {format_quantity(math.exp(last))} equally likely next tokens, at first"
+                f" between {format_quantity(math.exp(first))}"
             )
         return f"{sentence}.{ahead}"
     trend = _finite(smooth(main_loss(run)[1]))
@@ -81,7 +81,7 @@ def say_loss(run: Run) -> str:
 
 def draw_rate(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    dress(axes, "step", "learning rate (× 10⁻³)")
+    style_axes(axes, "step", "learning rate (× 10⁻³)")
     steps, values = run.series("lr")
     line(axes, steps, values * 1e3, color=COLOR["blue"])
     step_axis(axes, run.last_step)
@@ -101,7 +101,7 @@ def say_rate(run: Run) -> str:
 
 def draw_gradient(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    dress(axes, "step", "norm before clipping (log scale)")
+    style_axes(axes, "step", "norm before clipping (log scale)")
     steps, values = run.series("grad_norm")
     values = np.where(values > 0, values, np.nan)
     noisy_line(axes, steps, values, COLOR["blue"])
@@ -129,7 +129,7 @@ def say_gradient(run: Run) -> str:
 
 def draw_speed(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    dress(axes, "step", "tokens a second")
+    style_axes(axes, "step", "tokens a second")
     steps, values = run.series("tokens_per_s")
     noisy_line(axes, steps, values, COLOR["blue"])
     step_axis(axes, run.last_step)

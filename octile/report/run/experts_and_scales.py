@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.page import amount
+from octile.report.page import format_quantity
 from octile.report.run.metrics import Floats, Record, Run, last_known, smooth
-from octile.report.style import COLOR, dress, label_ends, line, step_axis
+from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def draw_load(figure: "Figure", run: Run) -> None:
     for row, load in enumerate(loads.values()):
         shares[row, : len(load)] = load
     axes, key = figure.subplots(2, 1, height_ratios=[12, 1])
-    dress(axes, "expert", "tokens an expert got, against the mean of its layer")
+    style_axes(axes, "expert", "tokens an expert got, against the mean of its layer")
     span = _span(shares)
     axes.grid(False)
     axes.imshow(_tint(shares, span), aspect="auto", interpolation="none", origin="upper")
@@ -91,7 +91,7 @@ def say_load(run: Run) -> str:
 
 def draw_balance(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    dress(axes, "step", "busiest expert's load (× the mean of its layer)")
+    style_axes(axes, "step", "busiest expert's load (× the mean of its layer)")
     steps, ratios = _balance(run)
     final = {layer: last_known(smooth(ratio)) for layer, ratio in ratios.items()}
     ordered = sorted(final, key=lambda layer: final[layer])
@@ -160,7 +160,7 @@ def draw_scales(figure: "Figure", run: Run) -> None:
     for axes, operand in zip(panels, operands, strict=True):
         text, color = OPERANDS.get(operand, (operand, "blue"))
         bins, share = _share(last[operand])
-        dress(axes, "scale of a tile" if beside or operand == operands[-1] else None, f"{text} (% of tiles)")
+        style_axes(axes, "scale of a tile" if beside or operand == operands[-1] else None, f"{text} (% of tiles)")
         axes.bar(bins, share, width=0.86, color=COLOR[color], alpha=0.75)
         if first is not last and operand in first:
             axes.step(*_share(first[operand]), where="mid", color=COLOR["ink"], linewidth=1)
@@ -180,7 +180,7 @@ def say_scales(run: Run) -> str:
     return (
         "Numbers are stored in blocks, each with a scale. 99 of 100 scales of the"
         f" {OPERANDS.get(widest, (widest, ''))[0]} lie between {_power_of_2(low)} and {_power_of_2(high)},"
-        f" a factor of {amount(2.0 ** (high - low))}{lost}.{outline}"
+        f" a factor of {format_quantity(2.0 ** (high - low))}{lost}.{outline}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.checkpoint.files import write_text
-from octile.report.page import amount, duration, printable, render
+from octile.report.page import format_duration, format_quantity, render, replace_control_characters
 from octile.report.run import curves as curves
 from octile.report.run import experts_and_scales as inside
 from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
@@ -115,8 +115,8 @@ def _recipe(run: Run) -> str:
 
 def _lead(run: Run) -> str:
     parameters, active = run.fact("parameters"), run.fact("active_parameters")
-    size = f" of {amount(parameters)} parameters" if parameters else ""
-    size += f", {amount(active)} of them at work on each token," if active else ""
+    size = f" of {format_quantity(parameters)} parameters" if parameters else ""
+    size += f", {format_quantity(active)} of them at work on each token," if active else ""
     planned, done = as_float(find(run.config, "steps")), run.last_step
     steps = f"{done:,} of {planned:,.0f} steps" if done < planned else f"{done:,} step{'s' * (done != 1)}"
     machine = f" on {run.fact('machine')}" if run.fact("machine") else ""
@@ -142,14 +142,14 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         facts.append(("Held-out loss", "–", "not measured yet"))
     if run.fact("parameters"):
         active = run.fact("active_parameters")
-        note = f"{amount(active)} active a token" if active else ""
-        facts.append(("Parameters", amount(run.fact("parameters")), note))
+        note = f"{format_quantity(active)} active a token" if active else ""
+        facts.append(("Parameters", format_quantity(run.fact("parameters")), note))
     tokens, speed = last_known(run.series("tokens")[1]), run.series("tokens_per_s")[1]
     if math.isfinite(tokens):
         steps = len(run.training)
-        facts.append(("Tokens seen", amount(tokens), f"in {steps:,} recorded step{'s' * (steps != 1)}"))
+        facts.append(("Tokens seen", format_quantity(tokens), f"in {steps:,} recorded step{'s' * (steps != 1)}"))
     if run.seconds:
-        facts.append(("Time", duration(run.seconds), ""))
+        facts.append(("Time", format_duration(run.seconds), ""))
     if np.isfinite(speed).any():
         facts.append(("Speed", f"{np.nanmedian(speed):,.0f}", "tokens a second (median)"))
     return facts
@@ -188,4 +188,4 @@ def _sample(run: Run) -> tuple[str, str] | None:
     prompt = str(run.fact("prompt") or "")
     if not run.sample.startswith(prompt):
         prompt = ""
-    return printable(prompt), printable(run.sample[len(prompt) :])
+    return replace_control_characters(prompt), replace_control_characters(run.sample[len(prompt) :])

@@ -1,10 +1,10 @@
-"""Loss spikes: steps whose loss stands far above what the steps before it had.
+"""Detection of loss spikes: steps whose loss is far above the losses of the preceding steps.
 
-    usual      the median of the last WINDOW losses; steps inside a spike do not count among them
-    scatter    1.4826 · the median distance from it, which is the standard deviation where noise is normal
-    spike      loss > usual + max(DEVIATIONS · scatter, LEAST), until a loss is below that again
+    usual      the median of the last WINDOW losses, without those inside a spike
+    scatter    1.4826 · the median absolute deviation, which equals the standard deviation if the noise is normal
+    spike      begins with a loss > usual + max(DEVIATIONS · scatter, MIN_JUMP) and ends with the first loss below that
 
-Medians, since the mean and the standard deviation of a series with a spike in it are the spike's.
+A spike would dominate the mean and the standard deviation of a series; it hardly changes the medians.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-WINDOW = 64  # losses that make what is usual
-ENOUGH = 32  # of them, before any is judged
+WINDOW = 64  # losses of which the median is taken
+MIN_LOSSES = 32  # losses that are needed before a spike can be detected
 DEVIATIONS = 8.0
-LEAST = 0.1  # nats: a loss that hardly moves any more has next to no scatter
+MIN_JUMP = 0.1  # nats, for a loss that hardly changes any more and so has almost no scatter
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike; the losses are in nats a token.
+    """A loss spike. Losses are in nats per token.
 
     Attributes:
-        step: its first.
-        loss: of that step.
-        usual, scatter: of the losses before it.
-        over_at: the first step whose loss was back; None while there is none.
+        step: the first step of the spike.
+        loss: the loss of that step.
+        usual, scatter: the median of the losses before it, and their scatter.
+        over_at: the first step whose loss was back to normal; None while the spike lasts.
     """
 
     step: int
@@ -46,41 +46,41 @@ class Spike:
         return f"{text}, and was back after {steps:,} step{'s' * (steps != 1)}"
 
 
-class Spikes:
-    """Finds spikes in a series of losses that is shown to it one by one."""
+class SpikeDetector:
+    """Detects spikes in a series of losses that arrive one by one."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._now: Spike | None = None
+        self._current: Spike | None = None
 
-    def look(self, step: int, loss: float) -> Spike | None:
-        """The spike that begins with this step, or the one that is over with it; losses that are no number are none."""
+    def update(self, step: int, loss: float) -> Spike | None:
+        """Add a loss; return the spike that begins with this step or ends with it. NaN and infinity are ignored."""
         if not math.isfinite(loss):
             return None
-        if self._now is not None:
-            if loss > _bound(self._now.usual, self._now.scatter):
+        if self._current is not None:
+            if loss > _bound(self._current.usual, self._current.scatter):
                 return None
-            over, self._now = replace(self._now, over_at=step), None
+            over, self._current = replace(self._current, over_at=step), None
             self._losses.append(loss)
             return over
-        if len(self._losses) >= ENOUGH:
+        if len(self._losses) >= MIN_LOSSES:
             usual = statistics.median(self._losses)
             scatter = 1.4826 * statistics.median(abs(x - usual) for x in self._losses)
             if loss > _bound(usual, scatter):
-                self._now = Spike(step, loss, usual, scatter)
-                return self._now
+                self._current = Spike(step, loss, usual, scatter)
+                return self._current
         self._losses.append(loss)
         return None
 
 
 def find_spikes(losses: Iterable[tuple[int, float]]) -> list[Spike]:
-    """The spikes of a series of (step, loss), in order."""
-    spikes, found = Spikes(), {}
+    """The spikes of a series of (step, loss), in order of their steps."""
+    detector, found = SpikeDetector(), {}
     for step, loss in losses:
-        if spike := spikes.look(step, loss):
+        if spike := detector.update(step, loss):
             found[spike.step] = spike
     return list(found.values())
 
 
 def _bound(usual: float, scatter: float) -> float:
-    return usual + max(DEVIATIONS * scatter, LEAST)
+    return usual + max(DEVIATIONS * scatter, MIN_JUMP)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from octile.report.run.page import write_run_report
-from octile.report.run.spikes import ENOUGH, Spike, find_spikes
+from octile.report.run.spikes import MIN_LOSSES, Spike, find_spikes
 from tests.report.conftest import training, write_run
 
 
@@ -52,8 +52,8 @@ def test_a_loss_that_hardly_moves_may_still_move_a_little():
 
 
 def test_before_there_are_enough_losses_none_is_judged():
-    assert find_spikes(numbered([*[2.0] * (ENOUGH - 1), 9.0])) == []
-    assert len(find_spikes(numbered([*[2.0] * ENOUGH, 9.0]))) == 1
+    assert find_spikes(numbered([*[2.0] * (MIN_LOSSES - 1), 9.0])) == []
+    assert len(find_spikes(numbered([*[2.0] * MIN_LOSSES, 9.0]))) == 1
 
 
 def test_losses_that_are_no_number_are_passed_over():

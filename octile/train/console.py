@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""What `octile train` and `octile compare` print: the model, the data, progress, and where the results are."""
 
 from __future__ import annotations
 
@@ -17,55 +17,64 @@ if TYPE_CHECKING:
     from octile.train.token_store import TokenStore
     from octile.train.trainer import Trainer
 
-PLAIN_LINES = 20  # lines of progress in a log file
+LOG_LINES = 20  # lines of progress in a log file
 
 
-class Screen:
-    """Progress on a terminal: a moving bar; in a file: a line now and then."""
+class RunConsole:
+    """Prints a run to a terminal, with a progress bar, or to a file, with a line now and then."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print a text as it is, without rich's markup."""
         from rich.text import Text
 
         self.console.print(Text(text))
 
-    def model(self, trainer: Trainer) -> None:
-        """What is going to be trained."""
+    def print_model(self, trainer: Trainer) -> None:
+        """Print the size of the model and how many layers were converted to its recipe."""
         counts = count_parameters(trainer.config.model)
         mtp = sum(counts.mtp.values()) / 1e6
-        self.say(
-            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active a token, and {mtp:.1f}M "
+        self.print(
+            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token, and {mtp:.1f}M "
             f"for multi-token prediction, on {trainer.device.type}"
         )
-        self.say(str(trainer.model.conversion_summary))
+        self.print(str(trainer.model.conversion_summary))
 
-    def data(self, store: TokenStore) -> None:
-        """What it is going to be trained on."""
+    def print_data(self, store: TokenStore) -> None:
+        """Print the amount of training and held-out text, and what was left out."""
         m = store.manifest
-        self.say(
+        self.print(
             f"data: {m.source}, {m.tokens['train']:,} tokens of {m.documents['train']:,} documents to train on, "
-            f"{m.tokens['val']:,} held out, {m.bytes['train'] / m.tokens['train']:.2f} bytes a token"
+            f"{m.tokens['val']:,} held out, {m.bytes['train'] / m.tokens['train']:.2f} bytes per token"
         )
         if sum(m.skipped.values()):
-            self.say(
+            self.print(
                 "left out: " + ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in m.skipped.items() if n)
             )
 
+    def print_results(self, run: RunFolder, sample: str, report: Path) -> None:
+        """Print a sample of generated text and where the results are."""
+        from rich.panel import Panel
+        from rich.text import Text
+
+        self.console.print(Panel(Text(sample), title="a sample of generated text", title_align="left"))
+        self.print(f"model:  {run.model}\nreport: {report}\nmore:   octile generate {run.path} --prompt 'class '")
+
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:
-        """Progress of named stages, each from 0 to 1."""
+        """A progress bar of named stages; the function takes a stage's name and its progress from 0 to 1."""
         with self._bar("{task.description}") as bar:
             task = bar.add_task("preparing the data", total=1.0)
             yield lambda stage, share: bar.update(task, description=stage, completed=share)
             bar.update(task, visible=False)
 
     @contextmanager
-    def progress(self, steps: int, done: int) -> Iterator[ShownProgress]:
-        """The bar of a training run."""
+    def steps(self, steps: int, done: int) -> Iterator[StepProgress]:
+        """The progress bar of a training run of `steps` steps, `done` of which lie behind it."""
         with self._bar("step {task.completed}/{task.total}", "{task.description}") as bar:
-            yield ShownProgress(self, bar, steps, done)
+            yield StepProgress(self, bar, steps, done)
 
     def _bar(self, *texts: str) -> Progress:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -76,39 +85,33 @@ class Screen:
             *columns,
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
-            TextColumn("gone,"),
+            TextColumn("elapsed,"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self.console,
             disable=not self.console.is_terminal,
         )
 
-    def finish(self, run: RunFolder, sample: str, report: Path) -> None:
-        """What came of it, and where it lies."""
-        from rich.panel import Panel
-        from rich.text import Text
 
-        self.console.print(Panel(Text(sample), title="a sample of what the model learned", title_align="left"))
-        self.say(f"model:  {run.model}\nreport: {report}\nmore:   octile generate {run.path} --prompt 'class '")
+class StepProgress:
+    """The progress bar of a run, or its lines where the output is not a terminal."""
 
-
-class ShownProgress:
-    """A run's progress bar, or its lines where there is no terminal."""
-
-    def __init__(self, screen: Screen, bar: Progress, steps: int, done: int):
-        self.screen, self.bar, self.steps = screen, bar, steps
+    def __init__(self, console: RunConsole, bar: Progress, steps: int, done: int):
+        self.console, self.bar, self.steps = console, bar, steps
         self.task = bar.add_task("", total=steps, completed=done)
-        self.every = max(1, steps // PLAIN_LINES)
+        self.every = max(1, steps // LOG_LINES)
 
     def step(self, line: Metrics) -> None:
+        """Show the metrics of a step."""
         if "skipped_for" in line:
             total = f"{line['skipped']:,} step{'s' * (line['skipped'] != 1)} skipped so far"
-            self.screen.say(f"step {line['step']} changed no weight: {line['skipped_for']}; {total}")
+            self.console.print(f"step {line['step']} was skipped: {line['skipped_for']}; {total}")
         text = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
         self.bar.update(self.task, completed=line["step"], description=text)
-        if not self.screen.console.is_terminal and line["step"] % self.every == 0:
+        if not self.console.console.is_terminal and line["step"] % self.every == 0:
             left = (self.steps - line["step"]) * line["seconds"] / line["step"]
-            self.screen.say(f"step {line['step']}/{self.steps}: {text}, {left:.0f} s left")
+            self.console.print(f"step {line['step']}/{self.steps}: {text}, {left:.0f} s left")
 
     def validation(self, line: Metrics) -> None:
-        self.screen.say(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats a token")
+        """Show a held-out loss."""
+        self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token")

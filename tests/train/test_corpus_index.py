@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.survey import BYTES_PER_TOKEN, Survey
+from octile.train.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 
 
-def survey(documents: int, size: int = 4000) -> Survey:
-    return Survey({hashlib.sha256(b"%d" % n).digest()[:16]: size for n in range(documents)}, {})
+def survey(documents: int, size: int = 4000) -> CorpusIndex:
+    return CorpusIndex({hashlib.sha256(b"%d" % n).digest()[:16]: size for n in range(documents)}, {})
 
 
 def test_about_a_fiftieth_is_held_out():
@@ -54,5 +54,5 @@ def test_sample_stops_when_it_is_large_enough():
 
 def test_fingerprint_depends_on_the_order():
     forwards = survey(3)
-    backwards = Survey(dict(reversed(forwards.sizes.items())), {})
+    backwards = CorpusIndex(dict(reversed(forwards.sizes.items())), {})
     assert forwards.fingerprint != backwards.fingerprint

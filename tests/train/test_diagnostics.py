@@ -8,7 +8,7 @@ from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
 from octile.nn.fused.quantize import _watchers
 from octile.scaled import quantize
-from octile.train.watch import first_non_finite, of_zeros, tile_scales
+from octile.train.diagnostics import first_non_finite, tile_scales, zero_blocks
 
 
 def test_every_scale_is_counted_once():
@@ -59,4 +59,6 @@ def test_a_block_of_zeros_is_known_in_every_format():
     x = torch.zeros(3, 256)
     x[0, 130], x[1, 0], x[2, 255] = -1e-3, -0.0, float("nan")
     for fmt in (E4M3, E5M2, E5M6, INT8):
-        assert of_zeros(quantize(x, (1, 128), fmt)).tolist() == [[True, False], [True, True], [True, False]], fmt.name
+        assert zero_blocks(quantize(x, (1, 128), fmt)).tolist() == [[True, False], [True, True], [True, False]], (
+            fmt.name
+        )

@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 8  # more than a token of usual text has, so that these window
 
 
 @dataclass(frozen=True)
-class Survey:
+class CorpusIndex:
     """sizes: UTF-8 bytes of each document by its digest, in reading order. skipped: what was left out, by reason."""
 
     sizes: Mapping[bytes, int]

@@ -29,7 +29,7 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
     def count(operand: str, q: ScaledTensor) -> None:
         if operand in counts:
             values, times = (
-                q.scale[q.scale.isfinite() & ~of_zeros(q)].log2().round().to(torch.int64).unique(return_counts=True)
+                q.scale[q.scale.isfinite() & ~zero_blocks(q)].log2().round().to(torch.int64).unique(return_counts=True)
             )
             counts[operand].update(dict(zip(values.tolist(), times.tolist(), strict=True)))
 
@@ -44,7 +44,7 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
         yield histograms
 
 
-def of_zeros(q: ScaledTensor) -> Tensor:
+def zero_blocks(q: ScaledTensor) -> Tensor:
     """Which blocks hold nothing but zeros, so that their scale says nothing: [..., ⌈M/R⌉, ⌈K/C⌉] bool.
 
     An INT8 block of a NaN is none, though its numbers are 0: its scale is NaN.
