@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.kernels.cuda.gemm import request
+from octile.kernels import backends
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops.accumulator import Block, summed_by
 from octile.recipe import BLOCK, TENSOR, TILE, GemmFormats, OperandFormat, OptimizerFormats, Recipe
 
@@ -88,7 +90,8 @@ def raw_accumulator(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_sca
     if a.is_cuda:
         a, b = (_padded(t, 0, -k % STEP) for t in (a, b))
         out = torch.empty(m, n, device=a.device)
-        request.matmul(out, a, one, a.shape, b, other, b.shape, accumulate=False, promote_every=None)
+        operands = Operand(a, one, (m, a.shape[1])), Operand(b, other, (n, b.shape[1]))
+        backends.run("gemm", GemmRequest(Schedule.DENSE, *operands, out.dtype, out, promote=False))
         return out
     a, b = (_padded(t, -len(t) % STEP, -k % STEP) for t in (a, b))
     return torch._scaled_mm(a, b.mT, one, other, out_dtype=torch.float32)[:m, :n]

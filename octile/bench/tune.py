@@ -28,8 +28,10 @@ from octile.bench.subprocess_call import call_in_subprocess
 from octile.kernels.cuda.gemm import num_sms, tuned
 from octile.kernels.cuda.gemm.candidates import candidates, cycles, other_rasterization
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest
+from octile.kernels.cuda.gemm.launch_cache import PreparedGemm, launch_key
+from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan_launch
 from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import specialize
 
 ORDER = [
@@ -131,13 +133,18 @@ def problem(case: Case) -> Problem:
     )
 
 
-def product(s: PreparedCase) -> GemmRequest:
-    """A case's product as the kernels take it."""
-    of_b = Scales.PER_ROW if s.case.tiles else Scales.PER_BLOCK
-    schedule, add = SCHEDULES[s.case.kind], s.case.accumulate
-    operands = (s.out, s.a.data, s.a.scale, Scales.PER_ROW, s.b.data, s.b.scale, of_b, s.sizes)
+def request(s: PreparedCase) -> GemmRequest:
+    """Return the request that a case's operators make."""
+    a, b = (Operand(x.data, x.scale, x.block) for x in (s.a, s.b))
     return GemmRequest(
-        schedule, *operands, add, True, expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0
+        SCHEDULES[s.case.kind],
+        a.mT if s.case.kind == "wgrad" else a,
+        b.mT if s.case.kind == "wgrad" else b,
+        s.out.dtype,
+        s.out,
+        s.sizes,
+        s.case.accumulate,
+        expected_rows=s.case.expected_rows if s.case.kind == "masked" else 0,
     )
 
 
@@ -177,15 +184,14 @@ def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str])
 
 def launcher(setup: PreparedCase, config: GemmConfig) -> Callable[[], Tensor]:
     """A call of one kernel."""
-    from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan
-    from octile.kernels.cuda.gemm.launcher import PreparedGemm
 
-    p, device = make_tma_readable(product(setup)), setup.out.device
+    gemm, device = make_tma_readable(request(setup)), setup.out.device
     kernel = specialize.load("gemm", config.constants(), device, config.headers())
-    prepared = PreparedGemm(plan(p, Chip(num_sms.num_sms(device)), config), kernel)
+    prepared = PreparedGemm(plan_launch(gemm, Chip(num_sms.num_sms(device)), config), kernel)
+    pointers = (*launch_key(gemm)[1], setup.out.data_ptr())
 
     def call() -> Tensor:
-        prepared(p.pointers(), device)
+        prepared.launch_at(pointers, device)()
         return setup.out
 
     return call

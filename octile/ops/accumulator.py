@@ -33,7 +33,7 @@ def summed_by(product: Product) -> Iterator[None]:
         _products.remove(product)
 
 
-def product_for(a: Tensor, b: Tensor) -> Product | None:
+def accumulator_for(a: Tensor, b: Tensor) -> Product | None:
     """What sums the product of these operands instead of the reference or the kernel; None: nothing does."""
     return _products[-1] if _products and a.dtype in FP8 and b.dtype in FP8 else None
 

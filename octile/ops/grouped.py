@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from octile.kernels import backends
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.launch_cache import launch_cached
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops import accumulator
-from octile.ops.accumulator import product_for
+from octile.ops.accumulator import accumulator_for
 from octile.ops.matmul import OUT_DTYPES, Block, check_operand, check_pair, in_float32, nt_float32
 from octile.ops.operator import operator
 from octile.ops.scale_layouts import refuse_unless
@@ -47,7 +50,7 @@ def grouped_matmul_nt(
 
 def _grouped(a, a_scale, a_block, b, b_scale, b_block, offs) -> Tensor:
     groups = _rows(offs, a.shape[0])
-    if product := product_for(a, b):
+    if product := accumulator_for(a, b):
         return accumulator.grouped(product, a, a_scale, a_block, b, b_scale, b_block, groups)
     a_TK = in_float32(a, a_scale, a_block)
     b_GNK = in_float32(b, b_scale, b_block)
@@ -64,9 +67,15 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
 
 @grouped_matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
-    if product_for(a, b):
+    if accumulator_for(a, b):
         return grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
-    return backends.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    request = GemmRequest(Schedule.GROUPED, *operands, out_dtype, sizes=offs)
+    y = launch_cached(request)
+    if y is None:
+        _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+        y = backends.run("gemm", request)
+    return y
 
 
 @operator(writes=("out",))
@@ -93,9 +102,13 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
 
 @grouped_matmul_nt_out.register_kernel("cuda")
 def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
-    if product_for(a, b):
+    if accumulator_for(a, b):
         return grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, offs)
-    backends.grouped(_check_grouped, a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
+    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    request = GemmRequest(Schedule.GROUPED, *operands, out.dtype, out, offs, zero_rest=False)
+    if launch_cached(request) is None:
+        _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
+        backends.run("gemm", request)
 
 
 @operator()
@@ -125,7 +138,7 @@ def masked_grouped_matmul_nt(
 
 
 def _masked(a, a_scale, a_block, b, b_scale, b_block) -> Tensor:
-    if product := product_for(a, b):
+    if product := accumulator_for(a, b):
         return accumulator.masked(product, a, a_scale, a_block, b, b_scale, b_block)
     return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
 
@@ -147,10 +160,15 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows
 
 @masked_grouped_matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
-    if product_for(a, b):
+    if accumulator_for(a, b):
         return masked_grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-    arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-    return backends.masked(_check_masked, *arguments, None, expected_rows)
+    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    request = GemmRequest(Schedule.MASKED, *operands, out_dtype, sizes=counts, expected_rows=expected_rows)
+    y = launch_cached(request)
+    if y is None:
+        _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+        y = backends.run("gemm", request)
+    return y
 
 
 @operator(writes=("out",))
@@ -182,10 +200,13 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
 
 @masked_grouped_matmul_nt_out.register_kernel("cuda")
 def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
-    if product_for(a, b):
+    if accumulator_for(a, b):
         return masked_grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, counts)
-    arguments = (a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
-    backends.masked(_check_masked, *arguments, expected_rows)
+    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    request = GemmRequest(Schedule.MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
+    if launch_cached(request) is None:
+        _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
+        backends.run("gemm", request)
 
 
 @operator()
@@ -211,7 +232,7 @@ def grouped_wgrad(
 
 def _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs) -> Tensor:
     groups = _rows(offs, dy.shape[0])
-    if product := product_for(dy, x):
+    if product := accumulator_for(dy, x):
         return accumulator.wgrad(product, dy, dy_scale, dy_block, x, x_scale, x_block, groups)
     dy_TN = in_float32(dy, dy_scale, dy_block)
     x_TK = in_float32(x, x_scale, x_block)
@@ -228,9 +249,15 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
 
 @grouped_wgrad.register_kernel("cuda")
 def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
-    if product_for(dy, x):
+    if accumulator_for(dy, x):
         return grouped_wgrad.reference(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
-    return backends.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
+    request = GemmRequest(Schedule.ALONG_K, *operands, out_dtype, sizes=offs)
+    dw = launch_cached(request)
+    if dw is None:
+        _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+        dw = backends.run("gemm", request)
+    return dw
 
 
 @operator(writes=("out",))
@@ -258,9 +285,13 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 
 @grouped_wgrad_out.register_kernel("cuda")
 def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
-    if product_for(dy, x):
+    if accumulator_for(dy, x):
         return grouped_wgrad_out.reference(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate)
-    backends.wgrad(_check_wgrad, dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out, accumulate)
+    operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
+    request = GemmRequest(Schedule.ALONG_K, *operands, out.dtype, out, offs, accumulate)
+    if launch_cached(request) is None:
+        _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out)
+        backends.run("gemm", request)
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:

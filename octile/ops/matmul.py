@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from octile.kernels import backends
-from octile.ops.accumulator import product_for
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.launch_cache import launch_cached
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
+from octile.ops.accumulator import accumulator_for
 from octile.ops.operator import operator
 from octile.ops.quantize import check_scale, dequantize
 
@@ -40,7 +43,7 @@ def matmul_nt(
         TypeError: a dtype is none of these.
         ValueError: shapes, blocks or devices do not fit together.
     """
-    _check_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
     return _reference(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
 
 
@@ -51,9 +54,14 @@ def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
 
 @matmul_nt.register_kernel("cuda")
 def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
-    if product_for(a, b):
+    if accumulator_for(a, b):
         return matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
-    return backends.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    request = GemmRequest(Schedule.DENSE, Operand(a, a_scale, a_block), Operand(b, b_scale, b_block), out_dtype)
+    y = launch_cached(request)
+    if y is None:
+        _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+        y = backends.run("gemm", request)
+    return y
 
 
 @operator(writes=("out",))
@@ -68,7 +76,7 @@ def matmul_nt_out(
     accumulate: bool,
 ) -> None:
     """`matmul_nt` into out [M, N] (bfloat16 or float32), or added to what out holds, summed in FP32."""
-    _check_product(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
+    _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
     product = _reference(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(out.float() + product if accumulate else product)
 
@@ -80,14 +88,18 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
 
 @matmul_nt_out.register_kernel("cuda")
 def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
-    if product_for(a, b):
+    if accumulator_for(a, b):
         return matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, accumulate)
-    backends.matmul(_check_product, a, a_scale, a_block, b, b_scale, b_block, out.dtype, out, accumulate)
+    a_operand, b_operand = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    request = GemmRequest(Schedule.DENSE, a_operand, b_operand, out.dtype, out, accumulate=accumulate)
+    if launch_cached(request) is None:
+        _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
+        backends.run("gemm", request)
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
-    if product := product_for(a, b):
-        return product(a, a_scale, a_block, b, b_scale, b_block)
+    if accumulate := accumulator_for(a, b):
+        return accumulate(a, a_scale, a_block, b, b_scale, b_block)
     return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
 
 
@@ -111,7 +123,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _check_product(
+def _check_matmul(
     a: Tensor,
     a_scale: Tensor,
     a_block: Block,

@@ -68,7 +68,7 @@ def _(x, weight, eps, fmt, power_of_2, values=False):
 @rms_norm_quantize.register_kernel("cuda")
 def _(x, weight, eps, fmt, power_of_2, values=False):
     _check(x, weight, fmt)
-    return backends.rms_norm_quantize(x, weight, eps, DATA_DTYPES[fmt], power_of_2, values)
+    return backends.run("rms_norm_quantize", x, weight, eps, DATA_DTYPES[fmt], power_of_2, values)
 
 
 @operator()

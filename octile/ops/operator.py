@@ -35,6 +35,7 @@ class Operator:
     def __init__(self, reference: Function, writes: tuple[str, ...]) -> None:
         functools.update_wrapper(self, reference)
         self.name, self.reference, self.writes = reference.__name__, reference, writes
+        self.kernels: dict[str, Function] = {}  # by device
         LIBRARIES[self.name] = library = torch.library.Library("octile", "FRAGMENT")  # drops a reloaded module's
         schema = torch.library.infer_schema(reference, mutates_args=writes, op_name=self.name)
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -70,6 +71,7 @@ class Operator:
         """Decorates what replaces the reference on a device, "cuda" say."""
 
         def register(function: Function) -> Function:
+            self.kernels[device] = function
             LIBRARIES[self.name].impl(self.name, self._entry(function), device.upper())
             return function
 

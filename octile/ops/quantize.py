@@ -68,7 +68,7 @@ def _(x, block_rows, block_cols, fmt, power_of_2):
 @quantize.register_kernel("cuda")
 def _(x, block_rows, block_cols, fmt, power_of_2):
     _check(x, block_rows, block_cols, fmt)
-    return backends.quantize(x, block_rows, block_cols, DATA_DTYPES[fmt], power_of_2)
+    return backends.run("quantize", x, block_rows, block_cols, DATA_DTYPES[fmt], power_of_2)
 
 
 @operator()
@@ -98,7 +98,7 @@ def _(x, scale, fmt):
 @quantize_with_scale.register_kernel("cuda")
 def _(x, scale, fmt):
     _check_with_scale(x, scale, fmt)
-    return backends.quantize_with_scale(x, scale, DATA_DTYPES[fmt])
+    return backends.run("quantize_with_scale", x, scale, DATA_DTYPES[fmt])
 
 
 @operator()
@@ -135,7 +135,7 @@ def _(data, scale, block_rows, block_cols, out_dtype):
 @dequantize.register_kernel("cuda")
 def _(data, scale, block_rows, block_cols, out_dtype):
     _check_dequantize(data, scale, block_rows, block_cols, out_dtype)
-    return backends.dequantize(data, scale, block_rows, block_cols, out_dtype)
+    return backends.run("dequantize", data, scale, block_rows, block_cols, out_dtype)
 
 
 def decode(data: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _(gate, up, fmt, power_of_2, weight=None):
 def _(gate, up, fmt, power_of_2, weight=None):
     _check(gate, up, fmt)
     _check_weight(weight, gate)
-    return backends.swiglu_quantize(gate, up, DATA_DTYPES[fmt], power_of_2, weight)
+    return backends.run("swiglu_quantize", gate, up, DATA_DTYPES[fmt], power_of_2, weight)
 
 
 @operator()
@@ -107,7 +107,7 @@ def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
     _check(gate, up, fmt, saved_fmt)
     _check_weight(weight, gate)
     casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[saved_fmt], saved_power_of_2)
-    return backends.swiglu_quantize_and_save(gate, up, *casts, weight)
+    return backends.run("swiglu_quantize_and_save", gate, up, *casts, weight)
 
 
 def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
@@ -173,7 +173,7 @@ def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_powe
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt)
     casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[h_fmt], h_power_of_2)
-    return backends.swiglu_backward_quantize(dh, gate, up, gate_scale, up_scale, weight, *casts)
+    return backends.run("swiglu_backward_quantize", dh, gate, up, gate_scale, up_scale, weight, *casts)
 
 
 def _check_backward(

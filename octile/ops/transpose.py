@@ -57,7 +57,7 @@ def _(x, fmt, power_of_2):
 @quantize_rows_and_columns.register_kernel("cuda")
 def _(x, fmt, power_of_2):
     _check(x, fmt)
-    return backends.quantize_rows_and_columns(x, DATA_DTYPES[fmt], power_of_2)
+    return backends.run("quantize_rows_and_columns", x, DATA_DTYPES[fmt], power_of_2)
 
 
 @operator()
@@ -101,7 +101,7 @@ def _(data, scale, power_of_2, fmt=None, rows=None):
 @requantize_transposed.register_kernel("cuda")
 def _(data, scale, power_of_2, fmt=None, rows=None):
     _check_tiles(data, scale, fmt, rows)
-    return backends.requantize_transposed(data, scale, DATA_DTYPES[fmt or _format(data)], power_of_2, rows)
+    return backends.run("requantize_transposed", data, scale, DATA_DTYPES[fmt or _format(data)], power_of_2, rows)
 
 
 @operator()
@@ -128,7 +128,7 @@ def _(x, fmt, power_of_2):
 @quantize_and_transpose.register_kernel("cuda")
 def _(x, fmt, power_of_2):
     _check(x, fmt)
-    return backends.quantize_and_transpose(x, DATA_DTYPES[fmt], power_of_2)
+    return backends.run("quantize_and_transpose", x, DATA_DTYPES[fmt], power_of_2)
 
 
 def _check(x: Tensor, fmt: str) -> None:

@@ -31,13 +31,13 @@ def private_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_problem_is_that_of_the_operands(case, monkeypatch):
     monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
-    assert tune.problem(case) == launch_plan.problem(tune.product(prepare_case(case, "cpu")))
+    assert tune.problem(case) == launch_plan.problem(tune.request(prepare_case(case, "cpu")))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_the_operands_are_read_as_they_lie(case, monkeypatch):
     monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
-    assert launch_plan.is_tma_readable(tune.product(prepare_case(case, "cpu")))
+    assert launch_plan.is_tma_readable(tune.request(prepare_case(case, "cpu")))
 
 
 def test_the_first_candidate_is_the_chosen_kernel():

@@ -5,21 +5,20 @@ import torch
 
 from octile.kernels import backends
 from octile.kernels.cuda.gemm import request
-from octile.kernels.cuda.quantize import launcher
+from octile.kernels.memory_layout import new_scale
 
 E4M3 = torch.float8_e4m3fn
-CALLS = {  # of backends, with arguments that Hopper's own kernels take
-    "quantize": lambda x: backends.quantize(x, 1, 128, E4M3, False),
-    "quantize_with_scale": lambda x: backends.quantize_with_scale(x, torch.ones(1), E4M3),
-    "dequantize": lambda x: backends.dequantize(x.to(E4M3), torch.ones(len(x), 1), 1, 128, torch.float32),
-    "rows_and_columns": lambda x: backends.quantize_rows_and_columns(x, E4M3, False),
-    "requantize": lambda x: backends.requantize_transposed(
-        x.to(E4M3), torch.ones(4, 8)[:, : len(x)].mT, E4M3, True, None
-    ),
-    "quantize_and_transpose": lambda x: backends.quantize_and_transpose(x, E4M3, False),
-    "swiglu": lambda x: backends.swiglu_quantize(x, x, E4M3, False, None),
-    "swiglu_backward": lambda x: backends.swiglu_backward_quantize(x, x, x, None, None, None, E4M3, False, E4M3, True),
-    "rms_norm": lambda x: backends.rms_norm_quantize(x, torch.ones(x.shape[1]), 1e-6, E4M3, False, False),
+CALLS = {  # of the operators that quantize, with arguments that Hopper's own kernels support
+    "quantize": lambda x: (x, 1, 128, E4M3, False),
+    "quantize_with_scale": lambda x: (x, torch.ones(1), E4M3),
+    "dequantize": lambda x: (x.to(E4M3), torch.ones(len(x), 1), 1, 128, torch.float32),
+    "quantize_rows_and_columns": lambda x: (x, E4M3, False),
+    "requantize_transposed": lambda x: (x.to(E4M3), new_scale(x, 1, 128).fill_(1.0), E4M3, False, None),
+    "quantize_and_transpose": lambda x: (x, E4M3, False),
+    "swiglu_quantize": lambda x: (x, x, E4M3, False, None),
+    "swiglu_quantize_and_save": lambda x: (x, x, E4M3, False, E4M3, False, None),
+    "swiglu_backward_quantize": lambda x: (x, x, x, None, None, None, E4M3, False, E4M3, True),
+    "rms_norm_quantize": lambda x: (x, torch.ones(x.shape[1]), 1e-6, E4M3, False, False),
 }
 
 
@@ -29,7 +28,7 @@ class Chosen(Exception):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Each of Hopper's casts says its name instead of being launched."""
+    """Each of Hopper's kernels raises its operator's name instead of being launched."""
 
     def named(name):
         def raising(*_):
@@ -38,15 +37,15 @@ def chosen(monkeypatch):
         return raising
 
     for name in CALLS:
-        monkeypatch.setattr(launcher, name, named(name))
+        monkeypatch.setitem(backends.TABLE, name, backends.TABLE[name]._replace(hopper=named(name)))
 
 
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("name", CALLS)
 def test_hopper_has_its_own(name, monkeypatch):
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
-    with pytest.raises(Chosen, match=name):
-        CALLS[name](torch.zeros(5, 128))
+    with pytest.raises(Chosen, match=f"^{name}$"):
+        backends.run(name, *CALLS[name](torch.zeros(5, 128)))
 
 
 @pytest.mark.usefixtures("chosen")
@@ -57,7 +56,7 @@ def test_other_blocks_are_tritons(block, monkeypatch):
 
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
     monkeypatch.setattr(quantize, "launch", lambda *_: "Triton")
-    assert backends.quantize(torch.zeros(5, 128), *block, E4M3, False) == "Triton"
+    assert backends.run("quantize", torch.zeros(5, 128), *block, E4M3, False) == "Triton"
 
 
 @pytest.mark.usefixtures("chosen")
@@ -66,6 +65,6 @@ def test_elsewhere_and_where_it_lies_otherwise_it_is_tritons(monkeypatch):
     from octile.kernels.triton import quantize
 
     monkeypatch.setattr(quantize, "launch", lambda *_: "Triton")
-    assert CALLS["quantize"](torch.zeros(5, 128)) == "Triton"
+    assert backends.run("quantize", *CALLS["quantize"](torch.zeros(5, 128))) == "Triton"
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
-    assert CALLS["quantize"](torch.zeros(5, 130)) == "Triton"
+    assert backends.run("quantize", *CALLS["quantize"](torch.zeros(5, 130))) == "Triton"

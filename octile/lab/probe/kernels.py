@@ -44,8 +44,6 @@ def run(name: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         a, b: contiguous, on one Hopper GPU; K of 32, 64, 96 or 128 bytes; M and N multiples of 64.
         c: float32 or float16, contiguous: the accumulators before.
     """
-    from octile.kernels.cuda.jit.driver import current_stream
-
     steps = a.shape[1] * a.element_size() // 32
     kernel, constants, headers = text(name, a.dtype, b.dtype, steps, c.dtype == torch.float16)
     loaded = specialize.load(kernel, constants, a.device, headers)
@@ -54,8 +52,7 @@ def run(name: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     d = torch.empty_like(c)
     grid = len(a) // rows * (len(b) // columns)
     pointers = [t.data_ptr() for t in (a, b, c, d)]
-    stream = current_stream(a.device.index or 0)
-    loaded.ready(grid, 1, threads, shared, [*pointers, len(b)], stream)()
+    loaded.ready(grid, 1, threads, shared, [*pointers, len(b)])()
     return d
 
 

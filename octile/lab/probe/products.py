@@ -24,9 +24,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import BLOCK_K, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest, plan
+from octile.kernels.cuda.gemm.launch_plan import plan_launch
 from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand, why_not_on
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.lab.tensor_core.operand import FORMATS
@@ -139,28 +141,29 @@ def make(case: Case, seed: int = 0) -> GemmRequest:
     groups = () if case.schedule in (Schedule.DENSE, Schedule.ALONG_K) else (len(case.sizes),)
     a_shape = (*(groups if case.schedule is Schedule.MASKED else ()), case.m, case.k)
     a_scales = TENSOR if case.b_scales is TENSOR else ROW
-    a = _operand(a_shape, a_scales, case.a, case.data, generator, special=True)
-    b = _operand((*groups, case.n, case.k), case.b_scales, case.b, case.data, generator, special=False)
+    a = Operand(*_operand(a_shape, a_scales, case.a, case.data, generator, special=True))
+    b = Operand(*_operand((*groups, case.n, case.k), case.b_scales, case.b, case.data, generator, special=False))
     along = (len(case.sizes),) if case.schedule is Schedule.ALONG_K else ()
     out = torch.randn((*a_shape[:-2], *along, case.m, case.n), generator=generator)
     sizes = torch.tensor(case.sizes, dtype=torch.int32) if case.sizes else None
-    return GemmRequest(case.schedule, out, *a, a_scales, *b, case.b_scales, sizes, case.accumulate, case.promote)
+    operands = (a.mT, b.mT) if case.schedule is Schedule.ALONG_K else (a, b)
+    return GemmRequest(case.schedule, *operands, out.dtype, out, sizes, case.accumulate, case.promote)
 
 
 def modeled(p: GemmRequest, parts: int) -> Tensor:
     """What p.out should hold afterwards, of a product on the CPU; its sum over K is cut into so many parts."""
-    one = p.a_scales is TENSOR  # multiplied in at the end
-    a_scale, b_scale = (torch.ones_like(s) if one else s for s in (p.a_scale, p.b_scale))
-    a, b = (p.a, a_scale, _block(p.a, p.a_scales)), (p.b, b_scale, _block(p.b, p.b_scales))
+    assert p.out is not None
+    one = p.scale_kinds()[0] is TENSOR  # multiplied in at the end
+    a, b = (x._replace(scale=torch.ones_like(x.scale)) if one else x for x in p.nt_operands())
     as_a_kernel = partial(tensor_core_scaled_matmul, promote_every=BLOCK_K if p.promote else None)
     if p.schedule is Schedule.DENSE:
-        k = p.a.shape[1]
+        k = p.a.data.shape[1]
         part = math.ceil(math.ceil(k / BLOCK_K) / parts) * BLOCK_K
         result = torch.zeros_like(p.out)
         for i, first in enumerate(range(0, k, part)):
             summed = as_a_kernel(*_between(*a, first, first + part), *_between(*b, first, first + part))
             result = result + summed if i else summed
-        result = result * (p.a_scale * p.b_scale) if one else result
+        result = result * (p.a.scale * p.b.scale) if one else result
     elif p.schedule is Schedule.MASKED:
         result = accumulator.masked(as_a_kernel, *a, *b)
     else:
@@ -170,24 +173,18 @@ def modeled(p: GemmRequest, parts: int) -> Tensor:
         if p.schedule is Schedule.GROUPED:
             result = accumulator.grouped(as_a_kernel, *a, *b, rows)
         else:
-            turned = [(data.mT, scale.mT, block[::-1]) for data, scale, block in (a, b)]
-            result = accumulator.wgrad(as_a_kernel, *turned[0], *turned[1], rows)
+            result = accumulator.wgrad(as_a_kernel, *a.mT, *b.mT, rows)
     return p.out + result if p.accumulate else result
 
 
 def compare(case: Case, run: Run, device: torch.device) -> Found:
     """Makes a case's product on a device, poisoned before, and counts the numbers that are not the model's."""
     p = make(case)
-    made = p._replace(
-        out=_on(device, p.out if p.accumulate else torch.full_like(p.out, math.nan)),
-        a=_on(device, p.a),
-        a_scale=_on(device, p.a_scale),
-        b=_on(device, p.b),
-        b_scale=_on(device, p.b_scale),
-        sizes=None if p.sizes is None else _on(device, p.sizes),
-    )
-    parts = run(made)
-    out, expected = made.out.cpu(), modeled(p, parts)
+    assert p.out is not None
+    out = _on(device, p.out if p.accumulate else torch.full_like(p.out, math.nan))
+    a, b = (Operand(_on(device, x.data), _on(device, x.scale), x.block) for x in (p.a, p.b))
+    parts = run(p._replace(a=a, b=b, out=out, sizes=None if p.sizes is None else _on(device, p.sizes)))
+    out, expected = out.cpu(), modeled(p, parts)
     if p.schedule is Schedule.MASKED:  # other rows may hold anything
         assert p.sizes is not None
         used = torch.arange(case.m) < p.sizes[:, None]
@@ -198,13 +195,8 @@ def compare(case: Case, run: Run, device: torch.device) -> Found:
 
 def on_gpu(p: GemmRequest) -> int:
     """As `Run`, with the kernel that octile takes for the product."""
-    from octile.kernels.cuda.gemm import (
-        launcher,  # late: needs a GPU's driver
-        num_sms,
-    )
-
-    launcher.launch(p)
-    return plan(p, Chip(num_sms.num_sms(p.a.device))).config.split_k
+    launch_cache.launch(p)
+    return plan_launch(p, Chip(num_sms.num_sms(p.a.data.device))).config.split_k
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -212,9 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m octile.lab.probe.products", description=main.__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     chosen = parser.parse_args(arguments)
-    from octile.kernels.cuda.gemm import request
 
-    if reason := request.why_not_on(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    if reason := why_not_on(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         print(f"the product kernels do not run here: {reason}", file=sys.stderr)
         return 2
     start, report = time.perf_counter(), {}
@@ -235,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _operand(
     shape: tuple[int, ...], scales: Scales, dtype: torch.dtype, data: Data, generator: torch.Generator, special: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Codes [..., R, K] in rows of whole 16 bytes, and scales as octile's casts store them."""
     x = torch.randn(shape, generator=generator)
     block = _block(x, scales)
@@ -251,7 +242,7 @@ def _operand(
         x *= torch.exp2(torch.randn(*shape[:-1], 1, generator=generator))
         codes, scale = quantize(x, *block, FORMATS[dtype].name, False)
     room = torch.zeros((*shape[:-1], padded(shape[-1])), dtype=torch.uint8).view(dtype)
-    return room[..., : shape[-1]].copy_(codes), new_scale(x, *block).copy_(scale)
+    return room[..., : shape[-1]].copy_(codes), new_scale(x, *block).copy_(scale), block
 
 
 def _ugly(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, special: bool) -> Tensor:

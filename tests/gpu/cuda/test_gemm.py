@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.gemm import launcher, request, tuned
+from octile.kernels.cuda.gemm import launch_cache, tuned
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest, make_tma_readable, plan
+from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan_launch
 from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand, why_not_on
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.memory_layout import padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul as model
@@ -29,7 +30,7 @@ CUT = 4 * 34 * 2.0**-13
 WORST, RMS = 2e-3, 1e-3  # of data of one sign, relative
 GUARD = 8  # numbers around a result
 NAN = 0x7F  # in E4M3 and in E5M2
-Operand = tuple[Tensor, Tensor, tuple[int, int]]
+Quantized = tuple[Tensor, Tensor, tuple[int, int]]
 OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
 KERNELS = {  # those that `choose` takes seldom are tested here all the same
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1),
@@ -94,32 +95,31 @@ SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    x = torch.empty(128, 128, dtype=torch.float8_e4m3fn, device="cuda")
-    if reason := request.why_unsupported(x, TILE, x, BLOCK):
+    if reason := why_not_on(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(f"the product kernel does not run here: {reason}")
 
 
 def _operand(
     shape: tuple[int, ...], block: tuple[int, int], seed: int, fmt: str = "e4m3", signed: bool = True
-) -> Operand:
+) -> Quantized:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(shape, generator=generator, device="cuda")
     x = (x if signed else x.abs()) * torch.exp2(torch.randn(*shape[:-1], 1, generator=generator, device="cuda"))
     return *quantize(x, *block, fmt, False), block
 
 
-def _values(operand: Operand) -> Tensor:
+def _values(operand: Quantized) -> Tensor:
     data, scale, block = operand
     ones = dequantize(torch.ones_like(data, dtype=torch.float32).to(data.dtype), scale, *block, torch.float32)
     return data.float().double() * ones.double()
 
 
-def _mT(operand: Operand) -> Operand:
+def _mT(operand: Quantized) -> Quantized:
     data, scale, (rows, columns) = operand
     return data.mT, scale.mT, (columns, rows)
 
 
-def _surrounded(operand: Operand) -> Operand:
+def _surrounded(operand: Quantized) -> Quantized:
     """A copy that the copy engine can read, with NaN around: what is read beside it, the sums show."""
     data, scale, block = operand
     codes = torch.full((data.shape[0] + 2, padded(data.shape[1]) + 32), NAN, dtype=torch.uint8, device="cuda")
@@ -131,22 +131,37 @@ def _surrounded(operand: Operand) -> Operand:
 def _make(
     schedule: Schedule,
     out: Tensor,
-    a: Operand,
-    b: Operand,
+    a: Quantized,
+    b: Quantized,
     sizes: Tensor | None = None,
     accumulate: bool = False,
     config: GemmConfig | None = None,
 ) -> GemmConfig:
     """a · bᵀ into out of any strides, by the given kernel or by the one that `choose` takes; returns which."""
-    of = {TILE: Scales.PER_ROW, BLOCK: Scales.PER_BLOCK}
-    operands = (out, *a[:2], of[a[2]], *b[:2], of[b[2]], sizes)
-    p = make_tma_readable(
-        GemmRequest(schedule, *operands, accumulate, True, zero_rest=config.zero_rest if config else False)
+    operands = [Operand(*x).mT if schedule is Schedule.ALONG_K else Operand(*x) for x in (a, b)]
+    zero_rest = config.zero_rest if config else False
+    request = make_tma_readable(
+        GemmRequest(schedule, *operands, out.dtype, out, sizes, accumulate, zero_rest=zero_rest)
     )
-    made = plan(p, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
+    made = plan_launch(request, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
     kernel = specialize.load("gemm", made.config.constants(), out.device, made.config.headers())
-    launcher.PreparedGemm(made, kernel)(p.pointers(), out.device)
+    pointers = launch_cache.launch_key(request)[1]
+    launch_cache.PreparedGemm(made, kernel).launch_at((*pointers, out.data_ptr()), out.device)()
     return made.config
+
+
+def _launch(
+    schedule: Schedule,
+    a: Quantized,
+    b: Quantized,
+    out: Tensor | None = None,
+    sizes: Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The result of a request, by the kernel that octile chooses."""
+    dtype = out_dtype if out is None else out.dtype
+    return launch_cache.launch(GemmRequest(schedule, Operand(*a), Operand(*b), dtype, out, sizes, accumulate))
 
 
 class _Guarded:
@@ -195,7 +210,7 @@ def test_ragged_products(start: int):
             a, b = _surrounded(a), _surrounded(b)
         guarded, accumulates = _Guarded((m, n), out_dtype, odd=seed % 5 == 0), seed % 7 < 2
         before = guarded.out.normal_().double() if accumulates else torch.zeros((), device="cuda")
-        request.matmul(guarded.out, *a, *b, accumulate=accumulates)
+        _launch(Schedule.DENSE, a, b, guarded.out, accumulate=accumulates)
         _check(guarded.out, _values(a), _values(b), before)
         guarded.check()
 
@@ -234,7 +249,7 @@ def test_ragged_groups(seed: int):
     for g, rows in enumerate(groups_of):
         _check(guarded.out[rows], of_a[rows], of_b[g])
     assert guarded.out[int(ends[-1]) :].isnan().all(), "rows past the groups stay as they are"
-    assert not request.grouped(*a, *b, offs, out_dtype)[int(ends[-1]) :].any(), "or are zero"
+    assert not _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=out_dtype)[int(ends[-1]) :].any(), "or are zero"
     guarded.check()
 
     columns, accumulates = (77, 76, 80)[seed % 3], seed % 4 > 0
@@ -302,7 +317,7 @@ def test_ragged_masked_rows(seed: int):
 def test_masked_rows_into_a_new_result():
     a, b = _operand((3, 300, 1408), TILE, 0), _operand((3, 520, 1408), BLOCK, 1)
     counts = torch.tensor([129, 0, 300], dtype=torch.int32, device="cuda")
-    out = request.masked(*a, *b, counts, torch.bfloat16)
+    out = _launch(Schedule.MASKED, a, b, sizes=counts, out_dtype=torch.bfloat16)
     for g, count in enumerate(counts.tolist()):
         _check(out[g, :count], _values(a)[g, :count], _values(b)[g])
 
@@ -345,7 +360,7 @@ def test_data_of_one_sign(block: tuple[int, int], accumulates: bool):
     for m in (1, 100, 1000):
         a, b = _operand((m, 4096), TILE, 0, signed=False), _operand((1000, 4096), block, 1, signed=False)
         out = torch.zeros(m, 1000, device="cuda") if accumulates else torch.empty(m, 1000, device="cuda")
-        request.matmul(out, *a, *b, accumulate=accumulates)
+        _launch(Schedule.DENSE, a, b, out, accumulate=accumulates)
         _check_one_sign(out, _values(a) @ _values(b).mT)
 
 
@@ -356,11 +371,17 @@ def test_groups_of_one_sign():
     of_a, of_b = _values(a), _values(b)
     for accumulates in (False, True):
         out = torch.zeros(4, 700, 900, device="cuda")
-        request.wgrad(*_mT(a), *_mT(b), offs, torch.float32, out, accumulates)
+        _launch(Schedule.ALONG_K, _mT(a), _mT(b), out, offs, accumulate=accumulates)
         for g, tokens in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
             _check_one_sign(out[g], of_a[:, tokens] @ of_b[:, tokens].mT)
     x, w = _operand((700, 4096), TILE, 2, signed=False), _operand((2, 900, 4096), BLOCK, 3, signed=False)
-    out = request.grouped(*x, *w, torch.tensor([130, 700], dtype=torch.int32, device="cuda"), torch.float32)
+    out = _launch(
+        Schedule.GROUPED,
+        x,
+        w,
+        sizes=torch.tensor([130, 700], dtype=torch.int32, device="cuda"),
+        out_dtype=torch.float32,
+    )
     for g, rows in enumerate((slice(130), slice(130, 700))):
         _check_one_sign(out[rows], _values(x)[rows] @ _values(w)[g].mT)
 
@@ -372,7 +393,8 @@ def test_without_promotion_much_is_lost():
     errors = []
     for promote_every in (128, None):
         out = torch.empty(256, 256, device="cuda")
-        request.matmul(out, *a, *b, accumulate=False, promote_every=promote_every)
+        promote = promote_every is not None
+        launch_cache.launch(GemmRequest(Schedule.DENSE, Operand(*a), Operand(*b), out.dtype, out, promote=promote))
         assert torch.equal(out, model(*a, *b, promote_every=promote_every)) or promote_every == 128
         errors.append(float(((out.double() - exact) / exact).abs().max()))
     assert errors[0] < WORST
@@ -441,36 +463,36 @@ def test_a_split_product_gives_the_same_bits_200_times_under_load():
 def test_a_split_product_in_a_graph():
     a, b = _operand((16, 7168), TILE, 0), _operand((2112, 7168), BLOCK, 1)
     out = torch.empty(16, 2112, dtype=torch.bfloat16, device="cuda")
-    request.matmul(out, *a, *b, accumulate=False)
+    _launch(Schedule.DENSE, a, b, out, accumulate=False)
     expected = out.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        request.matmul(out, *a, *b, accumulate=False)
-        request.matmul(out, *a, *b, accumulate=False)
+        _launch(Schedule.DENSE, a, b, out, accumulate=False)
+        _launch(Schedule.DENSE, a, b, out, accumulate=False)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()
-        request.matmul(torch.empty_like(out), *a, *b, accumulate=False)
+        _launch(Schedule.DENSE, a, b, torch.empty_like(out), accumulate=False)
         assert torch.equal(out, expected)
 
 
 def test_a_captured_graph_follows_the_sizes():
     a, b = _operand((900, 512), TILE, 0), _operand((4, 300, 512), BLOCK, 1)
     offs = torch.tensor([100, 200, 300, 900], dtype=torch.int32, device="cuda")
-    request.grouped(*a, *b, offs, torch.bfloat16)
+    _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = request.grouped(*a, *b, offs, torch.bfloat16)
+        out = _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=torch.bfloat16)
     for ends in ([0, 0, 0, 0], [900, 900, 900, 900], [1, 130, 131, 700]):
         offs.copy_(torch.tensor(ends, dtype=torch.int32))
         graph.replay()
-        assert torch.equal(out, request.grouped(*a, *b, offs, torch.bfloat16))
+        assert torch.equal(out, _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=torch.bfloat16))
 
 
 def test_operands_that_lie_otherwise_are_copied():
     a, b = _operand((300, 1000), TILE, 0), _operand((200, 1000), BLOCK, 1)
     expected, out = (torch.empty(300, 200, device="cuda") for _ in range(2))
-    request.matmul(expected, *a, *b, accumulate=False)
+    _launch(Schedule.DENSE, a, b, expected, accumulate=False)
     columns_first = a[0].view(torch.uint8).mT.contiguous().mT.view(a[0].dtype)
-    request.matmul(out, columns_first, a[1].contiguous(), TILE, *b, accumulate=False)
+    _launch(Schedule.DENSE, (columns_first, a[1].contiguous(), TILE), b, out)
     assert torch.equal(out, expected)

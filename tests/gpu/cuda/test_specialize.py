@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.jit import specialize
-from octile.kernels.cuda.jit.driver import Kernel, current_stream
+from octile.kernels.cuda.jit.driver import Kernel
 from octile.kernels.cuda.jit.tensor_map import describe, encode
 
 ADD = """
@@ -66,7 +66,7 @@ def load(name: str, text: str, **constants: int) -> Kernel:
 def add(x: Tensor, y: Tensor, factor: float) -> None:
     kernel = specialize.load("add", {"gap": GAP}, x.device, {"add.cu": ADD})
     arguments = (x.data_ptr(), y.data_ptr(), x.numel(), factor)
-    kernel.ready(8, 1, 128, 4 * (128 + GAP), arguments, current_stream(x.device.index))()
+    kernel.ready(8, 1, 128, 4 * (128 + GAP), arguments)()
 
 
 def vectors(device: str = "cuda:0") -> tuple[Tensor, Tensor]:
@@ -133,12 +133,12 @@ def test_a_launch_that_the_driver_refuses_is_an_exception():
     x, y = vectors()
     kernel = load("add", ADD, gap=GAP)
     with pytest.raises(RuntimeError, match="launching add: CUDA_ERROR_"):
-        kernel.ready(8, 1, 2048, 0, (x.data_ptr(), y.data_ptr(), N, 1.0), current_stream(0))()
+        kernel.ready(8, 1, 2048, 0, (x.data_ptr(), y.data_ptr(), N, 1.0))()
 
 
 def test_blocks_of_a_cluster_know_their_rank(hopper):
     ranks = torch.full((8,), -1, dtype=torch.int32, device="cuda")
-    load("cluster", CLUSTER).ready(8, 4, 32, 0, (ranks.data_ptr(),), current_stream(0))()
+    load("cluster", CLUSTER).ready(8, 4, 32, 0, (ranks.data_ptr(),))()
     assert ranks.tolist() == [0, 1, 2, 3] * 2
 
 
@@ -148,7 +148,7 @@ def test_the_copy_engine_brings_a_box_with_zeros_around_the_tensor(hopper, row, 
     x = whole[:50, :250]
     box = torch.full((16, 32), 99, dtype=torch.uint8, device="cuda")
     arguments = (encode(describe(x[None], (1, 16, 32))), box.data_ptr(), column, row)
-    load("copy", COPY, bytes=16 * 32).ready(1, 1, 128, 2048, arguments, current_stream(0))()
+    load("copy", COPY, bytes=16 * 32).ready(1, 1, 128, 2048, arguments)()
     padded = torch.nn.functional.pad(x, (16, 64, 4, 64))
     assert torch.equal(box, padded[row + 4 : row + 20, column + 16 : column + 48])
 
@@ -157,6 +157,6 @@ def test_a_swizzled_box_has_its_pieces_exchanged(hopper):
     x = torch.randint(1, 256, (8, 128), dtype=torch.uint8, device="cuda")
     box = torch.empty_like(x)
     arguments = (encode(describe(x[None], (1, 8, 128), swizzle=128)), box.data_ptr(), 0, 0)
-    load("copy", COPY, bytes=8 * 128).ready(1, 1, 128, 4096, arguments, current_stream(0))()
+    load("copy", COPY, bytes=8 * 128).ready(1, 1, 128, 4096, arguments)()
     row, piece = torch.arange(8, device="cuda")[:, None], torch.arange(8, device="cuda")
     assert torch.equal(box.view(8, 8, 16), x.view(8, 8, 16)[row, piece ^ row])

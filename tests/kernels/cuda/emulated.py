@@ -5,9 +5,12 @@ import math
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.gemm import request as gemm_request
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest, plan
+from octile.kernels.cuda.gemm.launch_cache import launch_key
+from octile.kernels.cuda.gemm.launch_plan import plan_launch
 from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.quantize import quantize
@@ -51,9 +54,12 @@ def emulate(
     multiprocessors: int = 4,
 ) -> Tensor:
     """Makes a product on a GPU of few multiprocessors, into out."""
-    p = GemmRequest(config.schedule, out, *a, *b, sizes, config.accumulate, config.promote, config.zero_rest)
-    made = plan(p, Chip(max(multiprocessors, config.cluster_size)), config)
-    parts, arrivals = torch.full((made.parts,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
+    operands = [_operand(x, config.schedule) for x in (a, b)]
+    options = (config.accumulate, config.promote, config.zero_rest)
+    request = GemmRequest(config.schedule, *operands, out.dtype, out, sizes, *options)
+    made = plan_launch(request, Chip(max(multiprocessors, config.cluster_size)), config)
+    pointers = (*launch_key(request)[1], out.data_ptr())
+    parts, arrivals = torch.full((made.partials,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = parts.data_ptr(), arrivals.data_ptr()
     emulator.run(
         "gemm",
@@ -62,7 +68,7 @@ def emulate(
         cluster=config.cluster_size,
         threads=config.threads,
         shared_bytes=config.shared_bytes,
-        arguments=made.arguments(p.pointers(), *addresses, lambda tensor, pointer: tensor._replace(pointer=pointer)),
+        arguments=made.arguments(pointers, *addresses, lambda tensor, pointer: tensor._replace(pointer=pointer)),
         headers=config.headers(),
         memory=[*a[:2], *b[:2], out, parts, arrivals, *([] if sizes is None else [sizes])],
         seed=seed,
@@ -70,6 +76,12 @@ def emulate(
     )
     assert not arrivals.any(), "counts of parts must be zero again for the next launch"
     return out
+
+
+def _operand(x: Operand, schedule: Schedule) -> gemm_request.Operand:
+    data, scale, kind = x
+    operand = gemm_request.Operand(data, scale, block_of(kind, data))
+    return operand.mT if schedule is Schedule.ALONG_K else operand
 
 
 def exact(a: Operand, b: Operand, promote: bool = True) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 
 from octile.kernels.cuda.gemm.candidates import candidates
 from octile.kernels.cuda.gemm.config import Scales, Schedule
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest, is_tma_readable, plan, problem
+from octile.kernels.cuda.gemm.launch_plan import is_tma_readable, plan_launch, problem
 from octile.kernels.cuda.gemm.problem import Chip, rounded
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modeled
 from tests.kernels.cuda.emulated import emulate
 from tests.kernels.cuda.emulator import build
@@ -21,9 +22,13 @@ H200 = Chip(132)
 MULTIPROCESSORS = 32  # so many that some sums over K are cut into parts
 
 
+def _on_cpu(x: Operand) -> Operand:
+    return x._replace(data=_on(CPU, x.data))
+
+
 def emulated(p: GemmRequest) -> int:
-    config = plan(p, Chip(MULTIPROCESSORS)).config
-    operands = (p.a, p.a_scale, p.a_scales), (p.b, p.b_scale, p.b_scales)
+    config = plan_launch(p, Chip(MULTIPROCESSORS)).config
+    operands = [(x.data, x.scale, kind) for x, kind in zip(p.nt_operands(), p.scale_kinds(), strict=True)]
     emulate(config, p.out, *operands, p.sizes, multiprocessors=MULTIPROCESSORS)
     return config.split_k
 
@@ -39,7 +44,7 @@ def test_the_kernel_gives_what_the_model_gives(case):
 def test_the_emulator_makes_products_of_every_kind():
     assert {case.schedule for case in SMALL} == set(Schedule)
     assert {case.b_scales for case in SMALL} == set(Scales)
-    assert {plan(make(case), Chip(MULTIPROCESSORS)).config.split_k > 1 for case in SMALL} == {True, False}
+    assert {plan_launch(make(case), Chip(MULTIPROCESSORS)).config.split_k > 1 for case in SMALL} == {True, False}
 
 
 def test_cases_are_what_they_are_for():
@@ -55,7 +60,7 @@ def test_cases_are_what_they_are_for():
 @pytest.mark.parametrize("schedule", [Schedule.DENSE, Schedule.GROUPED])
 def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
     products = [make(case) for case in CASES if case.schedule is schedule and case.n > 2000]
-    configs = {p.b.shape[-2]: candidates(rounded(problem(p)), H200)[0] for p in products}
+    configs = {p.b.data.shape[-2]: candidates(rounded(problem(p)), H200)[0] for p in products}
     assert any(
         config.raster_along_n and n > config.raster_width * config.cluster_tile_n for n, config in configs.items()
     )
@@ -65,20 +70,20 @@ def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
 def test_operands_lie_as_the_copy_engine_reads_them(case):
     p = make(case)
     assert is_tma_readable(p)
-    assert is_tma_readable(p._replace(a=_on(CPU, p.a), b=_on(CPU, p.b)))
+    assert is_tma_readable(p._replace(a=_on_cpu(p.a), b=_on_cpu(p.b)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.data == "ugly"], ids=str)
 def test_ugly_operands_are_ugly(case):
     p = make(case)
-    a, b = p.a.float(), p.b.float()
+    a, b = (x.data.float() for x in p.nt_operands())
     assert a.isnan().any()
     assert b.isfinite().all()
     assert bool(a.isinf().any()) == (case.a == torch.float8_e5m2 and case.m > 5)
     for x in (a, b):
         zeros = x[x == 0]
         assert {math.copysign(1, z) for z in zeros.tolist()} == {1, -1}
-    subnormal = (b[..., 3, :] != 0) & (b[..., 3, :].abs() < torch.finfo(p.b.dtype).smallest_normal)
+    subnormal = (b[..., 3, :] != 0) & (b[..., 3, :].abs() < torch.finfo(p.b.data.dtype).smallest_normal)
     assert subnormal.any()
 
 

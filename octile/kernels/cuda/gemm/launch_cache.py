@@ -1,77 +1,137 @@
-"""A product that looks like an earlier one is launched at once: not checked, given to a kernel or planned once more.
+"""Launch cache for GEMMs, keyed by shapes, strides, alignment, dtypes and blocks.
 
-All of that depends on how the tensors look: dtypes, shapes, strides, devices and alignment, blocks, the dtype of the
-result, and the multiprocessors that may be used. It never depends on numbers or on where tensors lie.
+A request whose key was launched before is not checked or planned again: the checks, the choice of a backend and the
+launch plan depend on the key alone, never on values or addresses. Its launch is found by a second look-up, by address,
+so a repeated GEMM costs two dictionary look-ups and one call of the driver.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import num_sms
+from octile.kernels.cuda.gemm.launch_plan import LaunchPlan, make_tma_readable, plan_launch
+from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.gemm.request import GemmRequest
+from octile.kernels.cuda.jit import specialize, tensor_map
 
-Block = Sequence[int]
-Pointers = tuple[int, ...]  # addresses of a, b, their scales and sizes; in a launch also that of out, at the end
-Look = tuple[Hashable, Pointers]  # equal for all products that are launched alike; where the tensors of this one lie
-Launch = Callable[[Pointers, torch.device], None]
-MAX_ENTRIES = 4096  # some 2 kB each
+if TYPE_CHECKING:
+    from octile.kernels.cuda.jit.driver import Kernel, Launch
 
-_known: BoundedCache[tuple[Launch, torch.Size]] = BoundedCache(
-    MAX_ENTRIES
-)  # by look: what launches it, and the result's shape
+Pointers = tuple[int, ...]  # addresses of a, b, their scales and sizes; for a launch also that of out, at the end
+MAX_KEYS = 8192  # some 6 kB each
+MAX_LAUNCHES = 8192  # some 2 kB each; training steps allocate the same addresses again
 
-
-def look(
-    kind: Hashable,
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Block,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Block,
-    sizes: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-) -> Look:
-    """Of any arguments, also such as are refused.
-
-    Args:
-        kind: of product.
-        sizes: of groups.
-        out: None where it is to be made.
-    """
-    pointers = (
-        a.data_ptr(),
-        b.data_ptr(),
-        a_scale.data_ptr(),
-        b_scale.data_ptr(),
-        0 if sizes is None else sizes.data_ptr(),
-    )
-    key = (
-        kind, out_dtype, tuple(a_block), tuple(b_block), num_sms.bound(),
-        a.shape, a.stride(), a.dtype, pointers[0] & 15, a.get_device(),
-        b.shape, b.stride(), b.dtype, pointers[1] & 15, b.get_device(),
-        a_scale.shape, a_scale.stride(), a_scale.dtype, pointers[2] & 15, a_scale.get_device(),
-        b_scale.shape, b_scale.stride(), b_scale.dtype, pointers[3] & 15, b_scale.get_device(),
-        sizes is not None and (sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()),
-        out is not None and (out.shape, out.stride(), out.dtype, out.data_ptr() & 15, out.get_device()),
-    )  # fmt: skip
-    return key, pointers
+_prepared: "BoundedCache[tuple[PreparedGemm, torch.Size]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
+_launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)
+_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
-def launched(look: Look, a: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor | None:
-    """The result of a product that is launched like an earlier one; None: there was none, and nothing is done."""
-    key, pointers = look
-    if (known := _known.get(key)) is None:
+def launch_cached(request: GemmRequest) -> Tensor | None:
+    """Launch a request whose key was launched before and return its result; None: there was none, nothing happens."""
+    key, pointers = launch_key(request)
+    found = _prepared.get(key)
+    if found is None:
         return None
-    launch, shape = known
-    out = a.new_empty(shape, dtype=out_dtype) if out is None else out
-    launch((*pointers, out.data_ptr()), a.device)
+    prepared, shape = found
+    out = request.out
+    if out is None:
+        out = request.a.data.new_empty(shape, dtype=request.out_dtype)
+    prepared.launch_at((*pointers, out.data_ptr()), out.device)()
     return out
 
 
-def remember(look: Look, launch: Launch, out: Tensor) -> None:
-    """From now on products that look like this one are launched so."""
-    _known[look[0]] = launch, out.shape
+def launch(request: GemmRequest) -> Tensor:
+    """Launch a request that is checked and supported on the current stream of its GPU, and return its result."""
+    out = request.new_out() if request.out is None else request.out
+    if out.numel() == 0:
+        return out
+    if request.a.data.numel() == 0 or request.b.data.numel() == 0:  # K is empty
+        return out if request.accumulate else out.masked_fill_(_written_rows(request, out), 0.0)
+    sizes = None if request.sizes is None else request.sizes.contiguous()
+    readable = make_tma_readable(request._replace(out=out, sizes=sizes))
+    key, pointers = launch_key(readable)
+    found = _prepared.get(key)
+    if found is None:
+        found = _prepared[key] = _prepare(readable), out.shape
+    found[0].launch_at((*pointers, out.data_ptr()), out.device)()
+    request_key, request_pointers = launch_key(request)
+    if request_pointers == pointers:  # requests of this key need no copies
+        _prepared[request_key] = found
+    return out
+
+
+def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:
+    """Return what decides on a launch, and the addresses of its operands. Also invalid requests have a key."""
+    schedule, (a, a_scale, a_block), (b, b_scale, b_block), out_dtype, out, sizes, *options = request
+    a_pointer, a_scale_pointer, b_pointer, b_scale_pointer = (
+        a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr(),
+    )  # fmt: skip
+    key = (
+        schedule, *options, out_dtype, *a_block, "b", *b_block, num_sms.limit(),
+        a.shape, a.stride(), a.dtype, a_pointer & 15, a.get_device(),
+        b.shape, b.stride(), b.dtype, b_pointer & 15, b.get_device(),
+        a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale_pointer & 15, a_scale.get_device(),
+        b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale_pointer & 15, b_scale.get_device(),
+        sizes is not None and (sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()),
+        out is not None and (out.shape, out.stride(), out.dtype, out.data_ptr() & 15, out.get_device()),
+    )  # fmt: skip
+    return key, (a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, 0 if sizes is None else sizes.data_ptr())
+
+
+class PreparedGemm:
+    """A launch plan and its kernel on one GPU."""
+
+    def __init__(self, plan: LaunchPlan, kernel: "Kernel") -> None:
+        self.plan, self.kernel, config = plan, kernel, plan.config
+        self.shape = (plan.grid, config.cluster_size, config.threads, config.shared_bytes)
+
+    def launch_at(self, pointers: Pointers, device: torch.device) -> "Launch":
+        """Return the launch on the current stream for tensors at these addresses; calling it starts the kernel."""
+        stream = self.kernel.current_stream()
+        workspace = _workspace(self.plan, device, stream) if self.plan.partials else (0, 0)
+        key = (self, pointers, workspace, stream)
+        launch = _launches.get(key)
+        if launch is None:
+            with self.kernel.in_context():
+                arguments = self.plan.arguments(pointers, *workspace, tensor_map.encode)
+            launch = _launches[key] = self.kernel.ready(*self.shape, arguments, stream)
+        return launch
+
+
+def _prepare(request: GemmRequest) -> PreparedGemm:
+    device = request.a.data.device
+    plan = plan_launch(request, Chip(num_sms.num_sms(request.a.data.get_device())))
+    return PreparedGemm(plan, specialize.load("gemm", plan.config.constants(), device, plan.config.headers()))
+
+
+def _written_rows(request: GemmRequest, out: Tensor) -> Tensor:
+    """Return which rows of out a request writes: bool, one for all rows or [T, 1]."""
+    sizes = request.sizes
+    if request.zero_rest or sizes is None:
+        return torch.ones((), dtype=torch.bool, device=out.device)
+    rows = sizes[-1] if len(sizes) else 0
+    return torch.arange(out.shape[0], device=out.device)[:, None] < rows
+
+
+def _workspace(plan: LaunchPlan, device: torch.device, stream: int) -> tuple[int, int]:
+    """Return the addresses of split-K partials and of the counters of those that have arrived.
+
+    GEMMs on one stream follow each other and share it. In a CUDA graph that is captured it comes from the graph's own
+    memory and is cleared at every replay, which may run at the same time as whatever the stream does then.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        partials, arrivals = _new_workspace(plan, device)
+        return partials.data_ptr(), arrivals.data_ptr()
+    found = _workspaces.get((device.index, stream))
+    if found is None or found[0].numel() < plan.partials or found[1].numel() < plan.arrivals:
+        found = _workspaces[device.index, stream] = _new_workspace(plan, device)
+    return found[0].data_ptr(), found[1].data_ptr()
+
+
+def _new_workspace(plan: LaunchPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    partials = torch.empty(plan.partials, dtype=torch.float32, device=device)
+    return partials, torch.zeros(plan.arrivals, dtype=torch.int32, device=device)

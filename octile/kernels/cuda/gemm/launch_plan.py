@@ -1,13 +1,13 @@
-"""How a product is launched, decided from its tensors: which kernel, how many blocks, with which arguments.
+"""Launch plans: which kernel makes a GEMM, with how many thread blocks and which arguments.
 
-What the copy engine asks of a tensor: elements contiguous along K, a base and strides that are multiples of 16 bytes,
-and the scales of rows contiguous along the rows. This package's casts write exactly that. An operand that lies
-otherwise is copied first, by one kernel more: two bytes of traffic a number, a few percent of a product's time.
+TMA needs elements that are contiguous along K, a base and strides that are multiples of 16 bytes, and scales of rows
+that are contiguous along the rows. octile's quantization kernels write exactly that. Any other operand is copied first
+by one more kernel: two bytes of traffic an element, a few percent of a GEMM's time.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,75 +15,43 @@ from torch import Tensor
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.problem import MASKED_ROWS, Chip, Problem
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit.tensor_map import BYTES, TensorMap
 from octile.kernels.memory_layout import VECTOR, padded
 
-NO_MAP = bytes(BYTES)  # for a parameter that the kernel does not look at
+NO_MAP = bytes(BYTES)  # for a parameter that the kernel does not read
 UNKNOWN = VECTOR  # a map's pointer until it is filled in: aligned, and nothing else
-
-
-class GemmRequest(NamedTuple):
-    """a[m, k] · b[n, k]ᵀ → out[m, n], each with a dimension of groups in front or not.
-
-    Attributes:
-        a_scales, b_scales: what a scale of the operand stands for.
-        sizes: offsets or counts of the groups, contiguous int32.
-        accumulate: out is added to.
-        promote: every 128 along K is added in FP32.
-        zero_rest: rows past the last group are written as zeros; otherwise they stay as they are.
-        expected_rows: that are used of a masked group; 0: not known.
-    """
-
-    schedule: Schedule
-    out: Tensor
-    a: Tensor
-    a_scale: Tensor
-    a_scales: Scales
-    b: Tensor
-    b_scale: Tensor
-    b_scales: Scales
-    sizes: Tensor | None
-    accumulate: bool
-    promote: bool
-    zero_rest: bool = True
-    expected_rows: int = 0
-
-    def pointers(self) -> tuple[int, ...]:
-        """Addresses of a, b, their scales, sizes and out."""
-        sizes = 0 if self.sizes is None else self.sizes.data_ptr()
-        a, b, out = self.a.data_ptr(), self.b.data_ptr(), self.out.data_ptr()
-        return a, b, self.a_scale.data_ptr(), self.b_scale.data_ptr(), sizes, out
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A launch for tensors of certain shapes, strides and alignment.
+    """How to launch a GEMM of tensors of certain shapes, strides and alignment.
 
     Attributes:
         config: the kernel.
-        grid: blocks.
-        maps: of a, b, their scales and out, where the kernel uses one, without their pointers.
-        numbers: strides of the scales of blocks; strides of out; m, n, k and groups, as the kernel sees them.
-        parts: floats of workspace; the kernel sums split products in them.
-        arrivals: ints of workspace, zero before and after.
+        grid: number of thread blocks.
+        maps: tensor maps of a, b, their scales and out, without their pointers; None where the kernel uses none.
+        numbers: strides of the scales of 128×128 blocks; strides of out; m, n, k and groups, as the kernel sees them.
+        partials: floats of workspace for split-K partials.
+        arrivals: ints of workspace that count them; zero before and after a launch.
     """
 
     config: GemmConfig
     grid: int
     maps: tuple[TensorMap | None, ...]
     numbers: tuple[tuple[int, ...], ...]
-    parts: int
+    partials: int
     arrivals: int
 
     def arguments(
-        self, pointers: Sequence[int], parts: int, arrivals: int, encode: Callable[[TensorMap, int], Any]
+        self, pointers: Sequence[int], partials: int, arrivals: int, encode: Callable[[TensorMap, int], Any]
     ) -> list[Any]:
-        """What the kernel takes, in its order.
+        """Return the kernel's arguments in its order.
 
         Args:
-            pointers: as `GemmRequest.pointers`.
-            parts, arrivals: addresses of the workspace.
-            encode: one of maps and its pointer → what is passed for it.
+            pointers: addresses of a, b, their scales, sizes and out.
+            partials, arrivals: addresses of the workspace.
+            encode: takes a map and a pointer and returns what is passed for it.
         """
         a, b, a_scale, b_scale, sizes, out = pointers
         if self.config.transposed:
@@ -91,15 +59,20 @@ class LaunchPlan:
         mapped = zip(self.maps, (a, b, a_scale, b_scale, out), strict=True)
         maps = [NO_MAP if described is None else encode(described, pointer) for described, pointer in mapped]
         scale_strides, out_strides, extents = self.numbers
-        return [*maps, a_scale, b_scale, *scale_strides, out, *out_strides, parts, arrivals, sizes, *extents]
+        return [*maps, a_scale, b_scale, *scale_strides, out, *out_strides, partials, arrivals, sizes, *extents]
 
 
-def plan(p: GemmRequest, chip: Chip, config: GemmConfig | None = None) -> LaunchPlan:
-    """Decides how a product of readable operands is made: with the kernel that `choose` finds, or the given one."""
-    config = config or choose(problem(p), chip)
-    (m, k), n = p.a.shape[-2:], p.b.shape[-2]
-    groups = 1 if p.sizes is None else p.sizes.shape[0]
-    a, a_scale, b, b_scale, out = p.a, p.a_scale, p.b, p.b_scale, p.out
+def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = None) -> LaunchPlan:
+    """Plan the launch of a request that TMA can read and that has an out.
+
+    Args:
+        config: the kernel; None: the one that `choose` finds.
+    """
+    config = config or choose(problem(request), chip)
+    (a, a_scale, _), (b, b_scale, _) = request.nt_operands()
+    out = _out(request)
+    (m, k), n = a.shape[-2:], b.shape[-2]
+    groups = 1 if request.sizes is None else request.sizes.shape[0]
     if config.transposed:
         a, a_scale, b, b_scale, out, m, n = b, b_scale, a, a_scale, out.mT, n, m
 
@@ -112,67 +85,76 @@ def plan(p: GemmRequest, chip: Chip, config: GemmConfig | None = None) -> Launch
     )
     block_scale = a_scale if config.a_scales is Scales.PER_BLOCK else b_scale
 
-    units_m, units_n = -(-m // config.cluster_tile_m), -(-n // config.cluster_tile_n)
-    units = {
-        Schedule.DENSE: units_m * units_n * config.split_k,
-        Schedule.GROUPED: (units_m + groups) * units_n,  # each group, and the rows past them, ends with part of a unit
-        Schedule.MASKED: units_m * units_n * groups,
-        Schedule.ALONG_K: units_m * units_n * groups,
-    }[p.schedule]
-    tiles = units_m * units_n * config.cluster_size if config.split_k > 1 else 0
+    tiles_m, tiles_n = -(-m // config.cluster_tile_m), -(-n // config.cluster_tile_n)  # of a cluster
+    tiles = {
+        Schedule.DENSE: tiles_m * tiles_n * config.split_k,
+        Schedule.GROUPED: (tiles_m + groups) * tiles_n,  # each group, and the rows after them, ends with a partial tile
+        Schedule.MASKED: tiles_m * tiles_n * groups,
+        Schedule.ALONG_K: tiles_m * tiles_n * groups,
+    }[request.schedule]
+    split_tiles = tiles_m * tiles_n * config.cluster_size if config.split_k > 1 else 0
     return LaunchPlan(
         config,
-        grid=min(chip.clusters(config.cluster_size), units) * config.cluster_size,
+        grid=min(chip.clusters(config.cluster_size), tiles) * config.cluster_size,
         maps=maps,
         numbers=(_strides(block_scale), _strides(out), (m, n, k, groups)),
-        parts=tiles * config.split_k * config.tile_m * config.tile_n,
-        arrivals=tiles * config.warpgroups,
+        partials=split_tiles * config.split_k * config.tile_m * config.tile_n,
+        arrivals=split_tiles * config.warpgroups,
     )
 
 
-def problem(p: GemmRequest) -> Problem:
-    """What decides on the kernel."""
-    rows = p.a.shape[-2]
-    if p.schedule is Schedule.MASKED:
-        rows = min(p.expected_rows or MASKED_ROWS, rows)
+def problem(request: GemmRequest) -> Problem:
+    """Return the problem by which the kernel of a request is chosen."""
+    (a, _, _), (b, _, _) = request.nt_operands()
+    a_scales, b_scales = request.scale_kinds()
+    out, rows = _out(request), a.shape[-2]
+    if request.schedule is Schedule.MASKED:
+        rows = min(request.expected_rows or MASKED_ROWS, rows)
     return Problem(
         m=rows,
-        n=p.b.shape[-2],
-        k=p.a.shape[-1],
-        groups=1 if p.sizes is None else p.sizes.shape[0],
-        schedule=p.schedule,
-        a_scales=p.a_scales,
-        b_scales=p.b_scales,
-        out_float=p.out.dtype == torch.float32,
-        accumulate=p.accumulate,
-        promote=p.promote,
-        zero_rest=p.zero_rest,
-        store=_store(p),
-        transposable=p.schedule is Schedule.DENSE and p.a_scales is not p.b_scales,
-        a_e5m2=p.a.dtype == torch.float8_e5m2,
-        b_e5m2=p.b.dtype == torch.float8_e5m2,
+        n=b.shape[-2],
+        k=a.shape[-1],
+        groups=1 if request.sizes is None else request.sizes.shape[0],
+        schedule=request.schedule,
+        a_scales=a_scales,
+        b_scales=b_scales,
+        out_float=out.dtype == torch.float32,
+        accumulate=request.accumulate,
+        promote=request.promote,
+        zero_rest=request.zero_rest,
+        store=_store(out),
+        transposable=request.schedule is Schedule.DENSE and a_scales is not b_scales,
+        a_e5m2=a.dtype == torch.float8_e5m2,
+        b_e5m2=b.dtype == torch.float8_e5m2,
     )
 
 
-def is_tma_readable(p: GemmRequest) -> bool:
-    """Whether the copy engine can read the operands as they lie."""
-    return make_tma_readable(p, copy=lambda t: None) is p
+def is_tma_readable(request: GemmRequest) -> bool:
+    """Return whether TMA can read the operands without a copy."""
+    return make_tma_readable(request, copy=lambda t: t[:0]) is request
 
 
-def make_tma_readable(p: GemmRequest, copy: Callable[[Tensor], Any] | None = None) -> GemmRequest:
-    """The product with operands that the copy engine can read: copied where they lie otherwise."""
-    copy_data, copy_scale = copy or _k_major, copy or _rows_first
-    a = p.a if _aligned(p.a) else copy_data(p.a)
-    b = p.b if _aligned(p.b) else copy_data(p.b)
-    a_scale = p.a_scale if p.a_scales is not Scales.PER_ROW or _aligned(p.a_scale.mT) else copy_scale(p.a_scale)
-    b_scale = p.b_scale if p.b_scales is not Scales.PER_ROW or _aligned(p.b_scale.mT) else copy_scale(p.b_scale)
-    if a is p.a and b is p.b and a_scale is p.a_scale and b_scale is p.b_scale:
-        return p
-    return p._replace(a=a, b=b, a_scale=a_scale, b_scale=b_scale)
+def make_tma_readable(request: GemmRequest, copy: Callable[[Tensor], Tensor] | None = None) -> GemmRequest:
+    """Return the request with copies of those operands that TMA cannot read; the request itself where there are none.
+
+    Args:
+        copy: makes a copy of data or scales [..., rows, columns]; None: in the layout that TMA reads.
+    """
+    operands = request.nt_operands()
+    readable = []
+    for (data, scale, block), kind in zip(operands, request.scale_kinds(), strict=True):
+        copied_data = data if _is_aligned(data) else (copy or _k_major)(data)
+        is_scale_read = kind is not Scales.PER_ROW or _is_aligned(scale.mT)
+        readable.append(Operand(copied_data, scale if is_scale_read else (copy or _rows_first)(scale), block))
+    pairs = zip(operands, readable, strict=True)
+    if all(old.data is new.data and old.scale is new.scale for old, new in pairs):
+        return request
+    a, b = readable
+    return request._replace(a=a.mT, b=b.mT) if request.schedule is Schedule.ALONG_K else request._replace(a=a, b=b)
 
 
-def _aligned(t: Tensor) -> bool:
-    """Whether t [..., rows, columns] is contiguous along its columns and its rows lie at multiples of 16 bytes."""
+def _is_aligned(t: Tensor) -> bool:
+    """Return whether t [..., rows, columns] has contiguous columns, and rows that begin at multiples of 16 bytes."""
     *outer, last = zip(t.shape, t.stride(), strict=True)
     contiguous = last[1] == 1 or last[0] == 1
     steps = [stride * t.itemsize for extent, stride in outer if extent > 1]
@@ -190,23 +172,28 @@ def _rows_first(scale: Tensor) -> Tensor:
     return scale.new_empty(*batch, columns, padded(rows, 4))[..., :rows].mT.copy_(scale)
 
 
-def _store(p: GemmRequest) -> Store:
-    """The best way that the result's strides allow."""
-    *outer, column = p.out.stride()
-    if column != 1 and p.out.shape[-1] > 1:
+def _out(request: GemmRequest) -> Tensor:
+    assert request.out is not None, "a launch is planned for a request that has an out"
+    return request.out
+
+
+def _store(out: Tensor) -> Store:
+    """Return the fastest store that out's strides allow."""
+    *outer, column = out.stride()
+    if column != 1 and out.shape[-1] > 1:
         return Store.SINGLE
-    strides = [stride for stride, extent in zip(outer, p.out.shape, strict=False) if extent > 1]
-    address, size = p.out.data_ptr(), p.out.itemsize
-    # of a row that ends within 16 bytes the copy engine would write all 16 (seen on an H200)
-    whole = (address // size, p.out.shape[-1], *strides)
+    strides = [stride for stride, extent in zip(outer, out.shape, strict=False) if extent > 1]
+    address, size = out.data_ptr(), out.itemsize
+    # of a row that ends within 16 bytes TMA would write all 16 (seen on an H200)
+    whole = (address // size, out.shape[-1], *strides)
     if all(i % (VECTOR // size) == 0 for i in whole):
         return Store.TMA
-    pairs = p.out.shape[-1] % 2 == 0 and address % (2 * size) == 0 and all(i % 2 == 0 for i in strides)
+    pairs = out.shape[-1] % 2 == 0 and address % (2 * size) == 0 and all(i % 2 == 0 for i in strides)
     return Store.PAIRS if pairs else Store.SINGLE
 
 
 def _map(t: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
-    """Of t [rows, columns] or [groups, rows, columns], always with three dimensions; FP8 as bytes."""
+    """Describe t [rows, columns] or [groups, rows, columns], always with three dimensions; FP8 as bytes."""
     group, row, _ = _strides(t)
     groups = t.shape[0] if t.dim() == 3 else 1
     rows, columns = t.shape[-2:]

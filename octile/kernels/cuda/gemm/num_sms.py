@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-_bound: int | None = None
+_limit: int | None = None
 
 
 def set_num_sms(count: int | None) -> None:
@@ -17,24 +17,24 @@ def set_num_sms(count: int | None) -> None:
     Raises:
         TypeError, ValueError: count is no integer, or less than 1.
     """
-    global _bound
+    global _limit
     if count is not None:
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"count must be an integer or None, not {count!r}")
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
-    _bound = count
+    _limit = count
 
 
-def bound() -> int | None:
-    """What `set_num_sms` said last."""
-    return _bound
+def limit() -> int | None:
+    """Return the limit that `set_num_sms` set last."""
+    return _limit
 
 
 def num_sms(device: torch.device | int | None = None) -> int:
     """The multiprocessors of a GPU that products may use: all of them, or as many as `set_num_sms` said."""
     there = multiprocessors(torch.cuda.current_device() if device is None else device)
-    return there if _bound is None else min(_bound, there)
+    return there if _limit is None else min(_limit, there)
 
 
 @cache  # every launch asks

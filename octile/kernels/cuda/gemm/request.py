@@ -1,60 +1,120 @@
-"""The products that Hopper's kernel makes, with the signatures of those in Triton.
+"""Requests for GEMMs: what an operator of `octile::` asks a backend for, and whether Hopper's own kernels support it.
 
-It takes 8-bit floats with scales of 1×128, both or one beside 128×128, or one scale each; `why_unsupported` says why
-it does not. Sizes of groups are read on the device, so that every product can be captured in a CUDA graph; only the
-first call with new shapes compiles and loads a kernel, which cannot.
+A request is made once, right below the operator's flat schema, and stays as it is until the launch.
 """
 
 import functools
-from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm.config import BLOCK_K, SCALE_KINDS, Scales, Schedule
-from octile.kernels.cuda.gemm.launch_cache import Look
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest
 
-Block = Sequence[int]
 MAX_GROUPS = 1024
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Block = tuple[int, int]
 
 
-def why_unsupported(a: Tensor, a_block: Block, b: Tensor, b_block: Block, groups: int | None = None) -> str | None:
-    """Why these kernels do not make a product a[…, M, K] · b[…, N, K]ᵀ; None: they do.
+class Operand(NamedTuple):
+    """A quantized operand of a GEMM: data [..., rows, columns], float32 scales, and the (rows, columns) of a block."""
 
-    Args:
-        a_block, b_block: (rows, columns) that share a scale.
-        groups: where rows are grouped or masked.
+    data: Tensor
+    scale: Tensor
+    block: Block
+
+    @property
+    def mT(self) -> "Operand":
+        """The transposed operand; a view."""
+        return Operand(self.data.mT, self.scale.mT, (self.block[1], self.block[0]))
+
+
+class GemmRequest(NamedTuple):
+    """One call of a GEMM.
+
+        schedule    a               b           out         result
+        DENSE       [M, K]          [N, K]      [M, N]      a · bᵀ
+        GROUPED     [T, K]          [G, N, K]   [T, N]      a[rows of g] · b[g]ᵀ
+        MASKED      [G, M, K]       [G, N, K]   [G, M, N]   a[g] · b[g]ᵀ for the first sizes[g] rows
+        ALONG_K     [T, M]          [T, N]      [G, M, N]   a[rows of g]ᵀ · b[rows of g], as wgrad needs it
+
+    Attributes:
+        out_dtype: bfloat16 or float32.
+        out: the tensor to write; None: it is allocated.
+        sizes: int32 [G]: where each group of rows ends, or how many rows of a masked group are used.
+        accumulate: the result is added to out.
+        promote: the accumulator is promoted every 128 along K; False needs one scale an operand.
+        zero_rest: rows after the last group are set to zero; otherwise they are not written.
+        expected_rows: rows that are used of a masked group, which helps to choose a kernel; 0: not known.
     """
-    return _why_unsupported(a.device, a.dtype, b.dtype, *a_block, *b_block, *a.shape[-2:], b.shape[-2], groups, False)
+
+    schedule: Schedule
+    a: Operand
+    b: Operand
+    out_dtype: torch.dtype
+    out: Tensor | None = None
+    sizes: Tensor | None = None
+    accumulate: bool = False
+    promote: bool = True
+    zero_rest: bool = True
+    expected_rows: int = 0
+
+    def nt_operands(self) -> tuple[Operand, Operand]:
+        """Both operands with K as their last dimension: [..., M, K] and [..., N, K]."""
+        return (self.a.mT, self.b.mT) if self.schedule is Schedule.ALONG_K else (self.a, self.b)
+
+    def new_out(self) -> Tensor:
+        """An empty tensor for the result."""
+        a, b = self.a.data, self.b.data
+        shape = (*a.shape[:-1], b.shape[-2])
+        if self.schedule is Schedule.ALONG_K:
+            assert self.sizes is not None
+            shape = (*self.sizes.shape, a.shape[1], b.shape[1])
+        return a.new_empty(shape, dtype=self.out_dtype)
+
+    def scale_kinds(self) -> tuple[Scales, Scales]:
+        """What one scale of each operand stands for.
+
+        Raises:
+            ValueError: the kernels have no such blocks; see `why_unsupported`.
+        """
+        a, b = self.nt_operands()
+        dense = self.schedule is Schedule.DENSE
+        return _scale_kinds(a.block, a.data.shape[-2:], b.block, b.data.shape[-2:], dense)
 
 
-def why_unsupported_wgrad(dy: Tensor, dy_block: Block, x: Tensor, x_block: Block, groups: int) -> str | None:
-    """The same for `wgrad`, whose operands are dyᵀ and xᵀ."""
-    a_block, b_block = dy_block[::-1], x_block[::-1]
-    return _why_unsupported(
-        x.device, dy.dtype, x.dtype, *a_block, *b_block, dy.shape[1], dy.shape[0], x.shape[1], groups, True
-    )
+def why_unsupported(request: GemmRequest) -> str | None:
+    """Return why Hopper's own kernels do not support a request; None: they do."""
+    (a, _, a_block), (b, _, b_block) = request.a, request.b
+    rows, columns = a.shape[-2:]
+    n, groups = b.shape[-2], None if request.sizes is None else request.sizes.shape[0]
+    along_k = request.schedule is Schedule.ALONG_K
+    if along_k:
+        a_block, b_block, rows, columns, n = a_block[::-1], b_block[::-1], columns, rows, b.shape[-1]
+    blocks = (*a_block, *b_block)
+    return _why_unsupported(a.device, a.dtype, b.dtype, *blocks, rows, columns, n, groups, along_k, request.promote)
 
 
 @functools.lru_cache(4096)
 def _why_unsupported(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, a_rows: int, a_columns: int, b_rows: int,
-    b_columns: int, m: int, k: int, n: int, groups: int | None, along_k: bool,
+    b_columns: int, m: int, k: int, n: int, groups: int | None, along_k: bool, promote: bool,
 ) -> str | None:  # fmt: skip
     if reason := why_not_on(device):
         return reason
     if a_dtype not in FP8 or b_dtype not in FP8:
         return f"its tensor cores multiply 8-bit floats, not {a_dtype} and {b_dtype}"
     try:
-        kinds = _kinds((a_rows, a_columns), (m, k), (b_rows, b_columns), (n, k), dense=groups is None)
+        kinds = _scale_kinds((a_rows, a_columns), (m, k), (b_rows, b_columns), (n, k), dense=groups is None)
     except ValueError as error:
         return str(error)
     of_rows = kinds[0] is Scales.PER_ROW  # groups of rows may begin anywhere, and so within a block of a
     if kinds not in SCALE_KINDS or (groups is not None and not along_k and not of_rows):
         return f"blocks of {a_rows}×{a_columns} with {b_rows}×{b_columns} are none of 1×128 with 1×128 or 128×128"
+    if not promote and kinds != (Scales.PER_TENSOR, Scales.PER_TENSOR):
+        blocks = f"{a_rows}×{a_columns} and {b_rows}×{b_columns}"
+        return f"without promotion it needs one scale an operand, not blocks of {blocks}"
     if groups is not None and groups > MAX_GROUPS:
         return f"there are {groups} groups, and {MAX_GROUPS} at most have room in shared memory"
     return None
@@ -62,7 +122,7 @@ def _why_unsupported(
 
 @functools.cache
 def why_not_on(device: torch.device) -> str | None:
-    """Why the kernels do not run on a device at all; None: they do."""
+    """Return why Hopper's own kernels do not run on a device at all; None: they do."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "they are written for Hopper (sm_90)"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -70,128 +130,17 @@ def why_not_on(device: torch.device) -> str | None:
     return None
 
 
-def matmul(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Block,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Block,
-    accumulate: bool,
-    promote_every: int | None = BLOCK_K,
-    look: Look | None = None,
-) -> None:
-    """a[M, K] · b[N, K]ᵀ into out [M, N], any strides, or added to it in FP32.
-
-    Args:
-        promote_every: 128, or None: the tensor cores sum over all of K, which only operands with one scale allow.
-        look: here and in the three functions below: of a product whose like may be launched without being checked.
-
-    Raises:
-        ValueError: promote_every is neither, or there are more scales.
-    """
-    if promote_every not in (BLOCK_K, None):
-        raise ValueError(f"promote_every must be {BLOCK_K} or None, not {promote_every}")
-    a_scales, b_scales = _kinds(a_block, a.shape, b_block, b.shape, dense=True)
-    if promote_every is None and {a_scales, b_scales} != {Scales.PER_TENSOR}:
-        raise ValueError(f"promote_every None needs one scale an operand, not blocks of {a_block} and {b_block}")
-    promote = promote_every is not None
-    _launch(
-        GemmRequest(Schedule.DENSE, out, a, a_scale, a_scales, b, b_scale, b_scales, None, accumulate, promote), look
-    )
-
-
-def grouped(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Block,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Block,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    look: Look | None = None,
-) -> Tensor:
-    """Rows of group g of a[T, K] times b[g]ᵀ of b[G, N, K] → [T, N]; rows past offs[-1] are zero.
-
-    Given out, contiguous and of out_dtype, it is written and returned, as in the two functions below; rows past
-    offs[-1] then stay as they are.
-    """
-    zero_rest = out is None
-    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
-    scales = _scales(a_block, *a.shape), _scales(b_block, *b.shape[1:])
-    operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], offs.contiguous())
-    _launch(GemmRequest(Schedule.GROUPED, *operands, False, True, zero_rest), look)
-    return out
-
-
-def masked(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Block,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Block,
-    counts: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    expected_rows: int = 0,
-    look: Look | None = None,
-) -> Tensor:
-    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N]; other rows hold anything.
-
-    expected_rows of a group help to choose a kernel; 0: not known.
-    """
-    out = a.new_empty(*a.shape[:2], b.shape[1], dtype=out_dtype) if out is None else out
-    scales = _scales(a_block, *a.shape[1:]), _scales(b_block, *b.shape[1:])
-    operands = (out, a, a_scale, scales[0], b, b_scale, scales[1], counts.contiguous())
-    _launch(GemmRequest(Schedule.MASKED, *operands, False, True, expected_rows=expected_rows), look)
-    return out
-
-
-def wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    dy_block: Block,
-    x: Tensor,
-    x_scale: Tensor,
-    x_block: Block,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    look: Look | None = None,
-) -> Tensor:
-    """dy[rows of g]ᵀ · x[rows of g] of dy[T, N] and x[T, K] → [G, N, K]; a group without rows gives zeros.
-
-    With accumulate it is added to out in FP32.
-    """
-    out = x.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype) if out is None else out
-    a, b = dy.mT, x.mT
-    scales = _scales(dy_block[::-1], *a.shape), _scales(x_block[::-1], *b.shape)
-    operands = (out, a, dy_scale.mT, scales[0], b, x_scale.mT, scales[1], offs.contiguous())
-    _launch(GemmRequest(Schedule.ALONG_K, *operands, accumulate, True), look)
-    return out
-
-
-def _kinds(
-    a_block: Block, a_shape: Sequence[int], b_block: Block, b_shape: Sequence[int], dense: bool
+def _scale_kinds(
+    a_block: Block, a_shape: tuple[int, ...], b_block: Block, b_shape: tuple[int, ...], dense: bool
 ) -> tuple[Scales, Scales]:
-    """What scales stand for in a pair; in a dense product the whole tensors, where each is one block."""
+    """Return `GemmRequest.scale_kinds`; where a dense GEMM has one block an operand, it is per tensor."""
     pairs = ((a_block, a_shape), (b_block, b_shape))
     if dense and all(block[0] >= rows and block[1] >= columns for block, (rows, columns) in pairs):
         return Scales.PER_TENSOR, Scales.PER_TENSOR
-    return _scales(a_block, *a_shape), _scales(b_block, *b_shape)
+    return _scale_kind(a_block, *a_shape), _scale_kind(b_block, *b_shape)
 
 
-def _scales(block: Block, rows: int, columns: int) -> Scales:
-    """What a scale stands for.
-
-    Raises:
-        ValueError: something else; `why_unsupported` is to be asked first.
-    """
+def _scale_kind(block: Block, rows: int, columns: int) -> Scales:
     if tuple(block) == (1, BLOCK_K):
         return Scales.PER_ROW
     if tuple(block) == (BLOCK_K, BLOCK_K):
@@ -199,23 +148,3 @@ def _scales(block: Block, rows: int, columns: int) -> Scales:
     if block[0] >= rows and block[1] >= columns:
         return Scales.PER_TENSOR
     raise ValueError(f"blocks must be 1×128, 128×128 or the whole tensor, not {block[0]}×{block[1]}")
-
-
-def _wanted(p: GemmRequest) -> Tensor:
-    """Which rows of out are to be written, bool, one for all or [T, 1]."""
-    if p.zero_rest or p.sizes is None:
-        return torch.ones((), dtype=torch.bool, device=p.out.device)
-    rows = p.sizes[-1] if len(p.sizes) else 0
-    return torch.arange(p.out.shape[0], device=p.out.device)[:, None] < rows
-
-
-def _launch(p: GemmRequest, look: Look | None) -> None:
-    if p.out.numel() == 0:
-        return
-    if p.a.numel() == 0 or p.b.numel() == 0:  # a sum of nothing
-        if not p.accumulate:
-            p.out.masked_fill_(_wanted(p), 0.0)
-        return
-    from octile.kernels.cuda.gemm import launcher  # late: needs a GPU's driver
-
-    launcher.launch(p, look)

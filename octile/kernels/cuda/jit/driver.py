@@ -88,7 +88,7 @@ class Kernel:
         threads: int,
         shared_bytes: int,
         arguments: Sequence[Argument],
-        stream: int,
+        stream: int | None = None,
     ) -> Launch:
         """Makes a launch, and starts nothing.
 
@@ -99,14 +99,14 @@ class Kernel:
             shared_bytes: dynamic shared memory of a block.
             arguments: one for each parameter of the kernel: the 128 bytes of a tensor map, an address or a size as an
                 int, a float.
-            stream: as `current_stream` gives it.
+            stream: the handle of a stream; None: `current_stream`.
 
         Raises:
             TypeError: number or types of the arguments are not those of the kernel's parameters.
             ValueError: grid is no multiple of cluster.
             struct.error: a value does not fit its parameter.
         """
-        key = (grid, cluster, threads, shared_bytes, stream)
+        key = (grid, cluster, threads, shared_bytes, self.current_stream() if stream is None else stream)
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = _config(*key)
@@ -117,6 +117,10 @@ class Kernel:
         lies.pack_into(buffer, 0, *arguments)
         struct.pack_into(f"<{len(self.parameters)}Q", buffer, table, *[start + at for at, _ in self.parameters])
         return Launch(self, config, buffer, start + table)
+
+    def current_stream(self) -> int:
+        """Return the handle of torch's current stream on this kernel's GPU."""
+        return torch._C._cuda_getCurrentRawStream(self.device)
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
@@ -159,11 +163,6 @@ def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: in
         shape.x, shape.y, shape.z = cluster, 1, 1
         config.attrs, config.numAttrs = [attribute], 1
     return config
-
-
-def current_stream(device: int) -> int:
-    """torch's current stream on a GPU, as the driver knows it."""
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def layout(name: str, parameters: Sequence[tuple[int, int]], arguments: Sequence[Argument]) -> struct.Struct:

@@ -350,12 +350,11 @@ def _launch(
 ) -> None:
     """Launches a kernel where x lies; with `resident`, no more blocks than that many on each multiprocessor."""
     from octile.kernels.cuda.jit import specialize  # late: needs a GPU's driver
-    from octile.kernels.cuda.jit.driver import current_stream
 
     if resident is not None:
         blocks = min(blocks, resident * num_sms.multiprocessors(x.device))
     kernel = specialize.load(name, constants, x.device)
-    kernel.ready(blocks, 1, threads, shared, arguments, current_stream(kernel.device))()
+    kernel.ready(blocks, 1, threads, shared, arguments)()
 
 
 def _steps(x: Tensor) -> tuple[int, int] | None:

@@ -19,16 +19,24 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings")
 
-from octile.kernels import backends
 from octile.kernels.bounded_cache import BoundedCache
-from octile.kernels.cuda.gemm import launch_cache, launch_plan, launcher, num_sms, request
+from octile.kernels.cuda.gemm import launch_cache, launch_plan, num_sms, request
 from octile.kernels.cuda.gemm.config import GemmConfig, Schedule, Store
 from octile.kernels.cuda.gemm.problem import Chip, Problem
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import tensor_map
 from octile.kernels.triton import grouped as triton_grouped
 from octile.kernels.triton import matmul as triton_matmul
-from octile.ops.grouped import _check_grouped, _check_masked, _check_wgrad
-from octile.ops.matmul import _check_product
+from octile.ops import grouped, matmul
+from octile.ops.grouped import (
+    grouped_matmul_nt,
+    grouped_matmul_nt_out,
+    grouped_wgrad,
+    grouped_wgrad_out,
+    masked_grouped_matmul_nt,
+    masked_grouped_matmul_nt_out,
+)
+from octile.ops.matmul import matmul_nt, matmul_nt_out
 from tests.kernels.cuda.emulated import config
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,6 +50,9 @@ class FakeKernel:
 
     def __init__(self, problem: Problem, constants: dict[str, int | bool], launches: list[Any]) -> None:
         self.problem, self.constants, self.launches = problem, constants, launches
+
+    def current_stream(self) -> int:
+        return 7
 
     def in_context(self) -> Any:
         return nullcontext()
@@ -71,9 +82,8 @@ def gpu() -> Iterator[list[Any]]:
         patch.setattr(request, "why_not_on", lambda device: None)
         patch.setattr(launch_plan, "choose", choose)
         patch.setattr(launch_plan, "_k_major", k_major)
-        patch.setattr(launcher, "current_stream", lambda device: 7)
         patch.setattr(
-            launcher.specialize, "load", lambda _, constants, *others: FakeKernel(decided[-1], constants, launches)
+            launch_cache.specialize, "load", lambda _, constants, *others: FakeKernel(decided[-1], constants, launches)
         )
         patch.setattr(num_sms, "multiprocessors", lambda device: 132)
         patch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
@@ -93,10 +103,9 @@ def gpu() -> Iterator[list[Any]]:
 def remembering() -> Iterator[None]:
     """What is remembered inside starts with nothing, and ends with it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_cache, "_known", BoundedCache(64))
-        patch.setattr(launcher, "_prepared", BoundedCache(64))
-        patch.setattr(launcher, "_launches", BoundedCache(64))
-        patch.setattr(launcher, "_workspaces", {})
+        patch.setattr(launch_cache, "_prepared", BoundedCache(64))
+        patch.setattr(launch_cache, "_launches", BoundedCache(64))
+        patch.setattr(launch_cache, "_workspaces", {})
         yield
 
 
@@ -158,7 +167,7 @@ def scales(s: Spec, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def make(s: Spec) -> Tensor:
-    """Makes a product through `dispatch`."""
+    """Calls an operator's CUDA kernel; returns its result."""
     m, n, k, g, kind, wrong = s["m"], s["n"], s["k"], s["groups"], s["kind"], s["wrong"]
     a_shape = (g, m, k) if kind == "masked" else (m, k)
     b_shape = (n, k + (wrong == "k")) if kind in ("dense", "wgrad") else (g, n, k + (wrong == "k"))
@@ -169,17 +178,20 @@ def make(s: Spec) -> Tensor:
     out_shape = (*out_shape[:-1], n + (wrong == "out"))
     out = matrix(out_shape, s["out_dtype"], s["out_room"], s["out_past"]) if s["out"] else None
     sizes = torch.zeros(s["sizes_step"] * (g + (wrong == "sizes")), dtype=s["sizes_dtype"])[:: s["sizes_step"]]
-    result = (s["out_dtype"], out)
-    if kind == "dense":
-        operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
-        return backends.matmul(_check_product, *operands, *result, s["accumulate"])
+    operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
     if kind == "wgrad":
         operands = (a.mT, a_scale.mT, s["a_block"][::-1], b.mT, b_scale.mT, s["b_block"][::-1])
-        return backends.wgrad(_check_wgrad, *operands, sizes, *result, s["accumulate"])
-    operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
-    if kind == "grouped":
-        return backends.grouped(_check_grouped, *operands, sizes, *result)
-    return backends.masked(_check_masked, *operands, sizes, *result)
+    new, into = {
+        "dense": (matmul_nt, matmul_nt_out),
+        "grouped": (grouped_matmul_nt, grouped_matmul_nt_out),
+        "masked": (masked_grouped_matmul_nt, masked_grouped_matmul_nt_out),
+        "wgrad": (grouped_wgrad, grouped_wgrad_out),
+    }[kind]
+    groups = [] if kind == "dense" else [sizes]
+    if out is None:
+        return new.kernels["cuda"](*operands, *groups, s["out_dtype"])
+    into.kernels["cuda"](out, *operands, *groups, *([s["accumulate"]] if kind in ("dense", "wgrad") else []))
+    return out
 
 
 def outcome(spec: Spec, launches: list[Any]) -> Any:
@@ -204,6 +216,10 @@ def _without_address(argument: Any) -> Any:
         described, pointer = argument
         return described, pointer % 16
     return f"address {argument % 16}" if isinstance(argument, int) and argument > 2**30 else argument
+
+
+def key_of(a: Any, b: Any, sizes: Tensor | None = None, out: Tensor | None = None) -> object:
+    return launch_cache.launch_key(GemmRequest(Schedule.DENSE, Operand(*a), Operand(*b), torch.float32, out, sizes))[0]
 
 
 @settings(max_examples=400)
@@ -234,8 +250,8 @@ def test_tensors_that_differ_in_one_thing_look_different(name: str, differs: str
     }[differs]
 
     def key(t: dict[str, Tensor]) -> object:
-        operands = (t["a"], t["a_scale"], TILE, t["b"], t["b_scale"], TILE)
-        return launch_cache.look("dense", *operands, t["sizes"], torch.float32, t["out"])[0]
+        operands = (t["a"], t["a_scale"], TILE), (t["b"], t["b_scale"], TILE)
+        return key_of(*operands, t["sizes"], t["out"])
 
     assert key(tensors) == key(dict(tensors))
     assert key(tensors) != key(tensors | {name: other})
@@ -244,49 +260,58 @@ def test_tensors_that_differ_in_one_thing_look_different(name: str, differs: str
 def test_a_tensor_on_another_device_looks_different():
     x, elsewhere = torch.zeros(4, 8), torch.zeros(4, 8)
     elsewhere.get_device = lambda: 1  # type: ignore[method-assign]
-    looks = [launch_cache.look("dense", x, x, TILE, x, x, TILE, x, x.dtype, x)[0]]
+    looks = [key_of((x, x, TILE), (x, x, TILE), x, x)]
     for place in range(6):
         a, a_scale, b, b_scale, sizes, out = (elsewhere if place == i else x for i in range(6))
-        looks.append(launch_cache.look("dense", a, a_scale, TILE, b, b_scale, TILE, sizes, x.dtype, out)[0])
+        looks.append(key_of((a, a_scale, TILE), (b, b_scale, TILE), sizes, out))
     assert len(set(looks)) == 7
 
 
 def test_blocks_are_told_apart():
     x = torch.zeros(4, 8)
     blocks = [*product([TILE, BLOCK, (128,), (1,), (1, 128, 128), (128, 128, 128)], repeat=2)]
-    assert len({launch_cache.look("dense", x, x, a, x, x, b, None, x.dtype, None)[0] for a, b in blocks}) == len(blocks)
+    assert len({key_of((x, x, a), (x, x, b)) for a, b in blocks}) == len(blocks)
 
 
 def test_fewer_multiprocessors_look_different():
     x = torch.zeros(4, 8)
-    arguments = ("dense", x, x, TILE, x, x, TILE, None, x.dtype, None)
-    every = launch_cache.look(*arguments)
+    arguments = ((x, x, TILE), (x, x, TILE))
+    every = key_of(*arguments)
     num_sms.set_num_sms(5)
     try:
-        assert launch_cache.look(*arguments) != every
+        assert key_of(*arguments) != every
     finally:
         num_sms.set_num_sms(None)
 
 
-def test_only_what_is_launched_without_copies_is_remembered():
+def test_only_what_is_launched_without_copies_is_launched_from_the_cache(monkeypatch):
+    hits: list[bool] = []
+
+    def launch_cached(p: GemmRequest) -> Tensor | None:
+        found = launch_cache.launch_cached(p)
+        hits.append(found is not None)
+        return found
+
+    monkeypatch.setattr(matmul, "launch_cached", launch_cached)
+    monkeypatch.setattr(grouped, "launch_cached", launch_cached)
     spec = {name: usual[0] for name, (usual, _) in FIELDS.items()} | {"k": 160}
     for change in ({"a_scales_first": False}, {"kind": "grouped", "sizes_step": 2}, {"a_block": BLOCK}):
         with remembering():
             make(spec | change)
-            assert len(launch_cache._known) == 0
+            make(spec | change)
+    assert hits == [False] * 6
     with remembering():
         make(spec)
-        assert len(launch_cache._known) == 1
+        make(spec)
+    assert hits[6:] == [False, True]
 
 
-def test_what_is_remembered_is_checked_no_more_and_what_is_not_is():
+def test_what_is_launched_from_the_cache_is_checked_no_more_and_what_is_not_is(monkeypatch):
     checked: list[int] = []
+    monkeypatch.setattr(matmul, "_check_matmul", lambda *_: checked.append(1))
     x = matrix((16, 128), E4M3)
     scale = torch.zeros(1, 16).mT
     with remembering():
-        results = [
-            backends.matmul(lambda *_: checked.append(1), x, scale, TILE, x, scale, TILE, torch.float32)
-            for _ in range(3)
-        ]
+        results = [matmul_nt.kernels["cuda"](x, scale, TILE, x, scale, TILE, torch.float32) for _ in range(3)]
     assert len(checked) == 1
     assert len({out.data_ptr() for out in results}) == 3

@@ -3,20 +3,28 @@
 import pytest
 import torch
 
-from octile.kernels.cuda.gemm import request
+from octile.kernels import backends
+from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.launch_plan import GemmRequest, is_tma_readable, make_tma_readable, plan, problem
+from octile.kernels.cuda.gemm.launch_plan import is_tma_readable, make_tma_readable, plan_launch, problem
 from octile.kernels.cuda.gemm.problem import Chip
-from tests.kernels.cuda.emulated import operand
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
+from tests.kernels.cuda.emulated import block_of
+from tests.kernels.cuda.emulated import operand as quantized
 
 ROW, BLOCK = Scales.PER_ROW, Scales.PER_BLOCK
 M, N, K = 40, 24, 160
 
 
-def _product(out=None, a=None, b=None, **others) -> GemmRequest:
+def operand(shape: tuple[int, ...], kind: Scales) -> Operand:
+    data, scale, _ = quantized(shape, kind)
+    return Operand(data, scale, block_of(kind, data))
+
+
+def _request(out=None, a=None, b=None, **others) -> GemmRequest:
     out = torch.empty(M, N, dtype=torch.bfloat16) if out is None else out
     a, b = a or operand((M, K), ROW), b or operand((N, K), BLOCK)
-    return GemmRequest(Schedule.DENSE, out, *a, *b, None, False, True)._replace(**others)
+    return GemmRequest(Schedule.DENSE, a, b, out.dtype, out)._replace(**others)
 
 
 OUTS = {
@@ -34,27 +42,28 @@ OUTS = {
 @pytest.mark.parametrize("case", OUTS)
 def test_how_a_result_is_stored(case: str):
     out, store = OUTS[case]
-    assert problem(_product(out)).store is store
+    assert problem(_request(out)).store is store
 
 
 def test_the_copy_engine_brings_back_what_is_added_to():
-    assert problem(_product(torch.empty(M, N), accumulate=True)).store is Store.TMA
-    assert problem(_product(accumulate=True)).store is Store.TMA
+    assert problem(_request(torch.empty(M, N), accumulate=True)).store is Store.TMA
+    assert problem(_request(accumulate=True)).store is Store.TMA
 
 
 def test_what_the_casts_write_is_readable():
-    assert is_tma_readable(_product())
-    assert is_tma_readable(_product(b=operand((N, K), ROW)))
+    assert is_tma_readable(_request())
+    assert is_tma_readable(_request(b=operand((N, K), ROW)))
 
 
 def test_scales_that_lie_row_by_row_are_copied():
     a = operand((M, K), ROW)
-    p = _product(a=(a[0], a[1].contiguous(), ROW))
+    p = _request(a=a._replace(scale=a.scale.contiguous()))
     assert not is_tma_readable(p)
     copied = make_tma_readable(p)
     assert is_tma_readable(copied)
-    assert torch.equal(copied.a_scale, p.a_scale)
-    assert copied.b is p.b
+    assert torch.equal(copied.a.scale, p.a.scale)
+    assert copied.b.data is p.b.data
+    assert copied.b.scale is p.b.scale
 
 
 @pytest.mark.parametrize("lies", ["unaligned rows", "unaligned base", "columns first"])
@@ -65,41 +74,52 @@ def test_data_that_the_copy_engine_cannot_read(lies: str):
         "unaligned base": data[:, 1 : K + 1],
         "columns first": torch.empty(K, M, dtype=torch.uint8).view(torch.float8_e4m3fn).mT,
     }[lies]
-    assert not is_tma_readable(_product(a=(data, operand((M, K), ROW)[1], ROW)))
+    assert not is_tma_readable(_request(a=operand((M, K), ROW)._replace(data=data)))
 
 
 def test_the_grid_is_no_larger_than_the_work():
     kernel = GemmConfig(128, 64, 3, staged_boxes=1, cluster_m=2)
-    assert plan(_product(), Chip(132), kernel).grid == 2
-    large = _product(torch.empty(3000, N, dtype=torch.bfloat16), operand((3000, K), ROW))
-    assert plan(large, Chip(132), kernel).grid == 24
-    assert plan(large, Chip(7), kernel).grid == 6
+    assert plan_launch(_request(), Chip(132), kernel).grid == 2
+    large = _request(torch.empty(3000, N, dtype=torch.bfloat16), operand((3000, K), ROW))
+    assert plan_launch(large, Chip(132), kernel).grid == 24
+    assert plan_launch(large, Chip(7), kernel).grid == 6
 
 
 def test_sums_of_nothing_start_no_kernel():
     a, b = torch.empty(M, 0, dtype=torch.float8_e4m3fn), torch.empty(N, 0, dtype=torch.float8_e4m3fn)
     scale = torch.empty(M, 0)
     out = torch.ones(M, N)
-    request.matmul(out, a, scale, (1, 128), b, torch.empty(1, 0), (128, 128), accumulate=True)
+    empty = GemmRequest(
+        Schedule.DENSE, Operand(a, scale, (1, 128)), Operand(b, torch.empty(1, 0), (128, 128)), out.dtype, out
+    )
+    launch_cache.launch(empty._replace(accumulate=True))
     assert out.eq(1).all()
-    request.matmul(out, a, scale, (1, 128), b, torch.empty(1, 0), (128, 128), accumulate=False)
+    launch_cache.launch(empty)
     assert not out.any()
-    request.matmul(out[:0], a[:0], scale[:0], (1, 128), b, torch.empty(1, 0), (128, 128), accumulate=False)
+    launch_cache.launch(empty._replace(a=Operand(a[:0], scale[:0], (1, 128)), out=out[:0]))
 
 
-def test_a_product_without_promotion_has_one_scale():
-    p = _product(torch.empty(M, N))
+def test_a_request_without_promotion_has_one_scale(monkeypatch):
+    pytest.importorskip("triton")
+    p = _request(torch.empty(M, N), promote=False)
+    monkeypatch.setattr(request, "why_not_on", lambda device: None)
+    request._why_unsupported.cache_clear()
+    assert "one scale an operand" in request.why_unsupported(p)
     with pytest.raises(ValueError, match="one scale an operand"):
-        request.matmul(p.out, p.a, p.a_scale, (1, 128), p.b, p.b_scale, (128, 128), False, promote_every=None)
-    with pytest.raises(ValueError, match="promote_every must be 128 or None, not 64"):
-        request.matmul(p.out, p.a, p.a_scale, (1, 128), p.b, p.b_scale, (128, 128), False, promote_every=64)
+        backends.run("gemm", p)
+    request._why_unsupported.cache_clear()
 
 
 def _reason(monkeypatch, a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> str | None:
     monkeypatch.setattr(request, "why_not_on", lambda device: None)
     request._why_unsupported.cache_clear()
-    x = torch.empty(256, 256, dtype=dtype)
-    return request.why_unsupported(x, a_block, x, b_block, groups)
+    return request.why_unsupported(_square(a_block, b_block, dtype, groups))
+
+
+def _square(a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> GemmRequest:
+    x, scale = torch.empty(256, 256, dtype=dtype), torch.empty(0)
+    schedule, sizes = (Schedule.GROUPED, torch.empty(groups)) if groups else (Schedule.DENSE, None)
+    return GemmRequest(schedule, Operand(x, scale, a_block), Operand(x, scale, b_block), torch.float32, sizes=sizes)
 
 
 def test_which_operands_are_served(monkeypatch):
@@ -116,24 +136,25 @@ def test_which_operands_are_served(monkeypatch):
 
 def test_no_other_device_is_served():
     request._why_unsupported.cache_clear()
-    x = torch.empty(256, 256, dtype=torch.float8_e4m3fn)
-    assert request.why_unsupported(x, (1, 128), x, (128, 128)) == "they are written for Hopper (sm_90)"
+    assert request.why_unsupported(_square()) == "they are written for Hopper (sm_90)"
 
 
 def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():
     a, b = torch.empty(5, 0, dtype=torch.float8_e4m3fn), torch.empty(2, 3, 0, dtype=torch.float8_e4m3fn)
     out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
-    request.grouped(a, torch.empty(5, 0), (1, 128), b, torch.empty(2, 1, 0), (128, 128), offs, torch.bfloat16, out)
+    operands = Operand(a, torch.empty(5, 0), (1, 128)), Operand(b, torch.empty(2, 1, 0), (128, 128))
+    launch_cache.launch(GemmRequest(Schedule.GROUPED, *operands, out.dtype, out, offs, zero_rest=False))
     assert torch.equal(out, torch.tensor([0, 0, 0, 0, 1]).bfloat16()[:, None].expand(5, 3))
 
 
 def test_without_groups_a_given_result_stays_as_it_is():
     a, b = torch.empty(5, 8, dtype=torch.float8_e4m3fn), torch.empty(0, 3, 8, dtype=torch.float8_e4m3fn)
     out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
-    operands = (a, torch.empty(5, 1), (1, 128), b, torch.empty(0, 1, 1), (128, 128), offs, torch.bfloat16)
-    assert request.grouped(*operands, out) is out
+    operands = Operand(a, torch.empty(5, 1), (1, 128)), Operand(b, torch.empty(0, 1, 1), (128, 128))
+    new = GemmRequest(Schedule.GROUPED, *operands, out.dtype, sizes=offs)
+    assert launch_cache.launch(new._replace(out=out, zero_rest=False)) is out
     assert out.eq(1).all()
-    assert not request.grouped(*operands).any()
+    assert not launch_cache.launch(new).any()
 
 
 @pytest.mark.parametrize(
@@ -146,4 +167,6 @@ def test_without_groups_a_given_result_stays_as_it_is():
     ],
 )
 def test_one_scale_is_a_tensors_if_it_is_for_all_of_it(a_block, a_shape, b_block, b_shape, expected):
-    assert request._kinds(a_block, a_shape, b_block, b_shape, dense=True) == expected
+    a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in (a_shape, b_shape))
+    operands = Operand(a, torch.empty(0), a_block), Operand(b, torch.empty(0), b_block)
+    assert GemmRequest(Schedule.DENSE, *operands, torch.float32).scale_kinds() == expected
