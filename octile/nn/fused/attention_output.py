@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.fused.gemms import nt
 from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.linear import nt
 from octile.nn.fused.quantize import Weight, quantize_gradient, quantize_operand, requantize
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe

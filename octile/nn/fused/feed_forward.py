@@ -32,8 +32,8 @@ from torch import Tensor
 from octile.formats import TILE
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.gemms import nt, nt_sum
 from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.linear import nt, nt_sum
 from octile.nn.fused.quantize import Weight, from_turned, quantize_gradient, quantize_operand, requantize, seen
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.recipe import GemmFormats, OperandFormat, Recipe

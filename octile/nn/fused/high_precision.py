@@ -1,10 +1,10 @@
-"""The three products of a linear layer in an ordinary dtype: what the 8-bit ones are compared with.
+"""The linear layer in high precision: the baseline that FP8 is compared with.
 
 Operands are cast to BF16, FP16 or FP32 and nothing else happens to them. Groups, `main_grad` and autocast mean what
-they mean in `functional`, so a baseline differs from a recipe in its numbers only.
+they mean in `octile.nn.functional`, so a baseline differs from a recipe in its precision only.
 
-On a GPU torch has a grouped product for BF16 only.  In FP16 and FP32 it reads the offsets on the host, so experts in
-these dtypes cannot be captured in a CUDA graph.
+On a GPU torch has a grouped GEMM for BF16 only. In FP16 and FP32 it reads the offsets on the host, so experts in these
+dtypes cannot be captured in a CUDA graph.
 
 Shapes: T tokens, K inputs, N outputs, G experts.
 """
@@ -20,7 +20,7 @@ from octile.ops.high_precision import high_precision_grouped_nt, high_precision_
 from octile.ops.matmul import without_autocast
 
 
-class PlainProduct(torch.autograd.Function):
+class HighPrecisionLinear(torch.autograd.Function):
     """y = x · weightᵀ, both cast to `compute`; with offs, every group of rows has its own weight."""
 
     @staticmethod
@@ -38,10 +38,10 @@ class PlainProduct(torch.autograd.Function):
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
         ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
-        looked_at = is_observed() and (x_has_gradient or w_has_gradient)
-        ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if looked_at else []
+        observed = is_observed() and (x_has_gradient or w_has_gradient)
+        ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
         y = nt(x, w, offs)
-        return y if y.dtype == out_dtype else y.to(out_dtype)  # see products.nt
+        return y if y.dtype == out_dtype else y.to(out_dtype)  # see `octile.nn.fused.linear.nt`
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -61,7 +61,7 @@ class PlainProduct(torch.autograd.Function):
 
 
 def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """a[T, K] · bᵀ, b[N, K] or [G, N, K], also where autocast is on; rows past the last group are zero."""
+    """Multiply a[T, K] · bᵀ with b[N, K] or [G, N, K], also where autocast is on; other rows are zero."""
     if offs is not None:
         return high_precision_grouped_nt(a, b, offs)
     with without_autocast(a.device):
@@ -69,7 +69,7 @@ def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
+    """Multiply aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
     if offs is not None:
         return high_precision_grouped_tn(a, b, offs)
     with without_autocast(a.device):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octile.nn.fused.gemms import wgrad
+from octile.nn.fused.linear import wgrad
 from octile.nn.fused.quantize import Weight, quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.norm import RMSNorm

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.gemms import nt
 from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.linear import nt
 from octile.nn.fused.quantize import Weight, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward

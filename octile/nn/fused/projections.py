@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.block_input import BlockInput, Source
-from octile.nn.fused.gemms import nt, nt_sum
 from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.linear import nt, nt_sum
 from octile.nn.fused.quantize import quantize_gradient, requantize
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor

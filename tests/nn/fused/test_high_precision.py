@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.nn.fused.high_precision import PlainProduct
+from octile.nn.fused.high_precision import HighPrecisionLinear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,7 +34,7 @@ def test_experts_equal_a_loop_over_them(counts, past, n, k, dtype):
     x = torch.randn(sum(counts) + past, k, dtype=dtype, requires_grad=True)
     w = torch.randn(len(counts), n, k, dtype=dtype, requires_grad=True)
     offs, dy = torch.tensor(counts).cumsum(0).int(), torch.randn(len(x), n, dtype=dtype)
-    y, expected = PlainProduct.apply(x, w, offs, dtype, dtype), loop(x, w, counts)
+    y, expected = HighPrecisionLinear.apply(x, w, offs, dtype, dtype), loop(x, w, counts)
     found = (y, *gradients(y, dy, x, w))
     eps = torch.finfo(dtype).eps  # both sum in FP32, in whatever order, and round once
     for a, b in zip(found, (expected, *gradients(expected, dy, x, w)), strict=True):
@@ -49,7 +49,7 @@ def test_experts_equal_a_loop_over_them(counts, past, n, k, dtype):
 )
 def test_gradients_may_have_any_strides(dtype, dy):
     x, w = torch.randn(9, 7, requires_grad=True), torch.randn(2, 5, 7, requires_grad=True)
-    y = PlainProduct.apply(x, w, torch.tensor([4, 9], dtype=torch.int32), dtype, torch.float32)
+    y = HighPrecisionLinear.apply(x, w, torch.tensor([4, 9], dtype=torch.int32), dtype, torch.float32)
     for found, expected in zip(gradients(y, dy, x, w), gradients(y, dy.contiguous(), x, w), strict=True):
         assert torch.equal(found, expected)
 
@@ -57,5 +57,5 @@ def test_gradients_may_have_any_strides(dtype, dy):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_input_and_weight_may_have_any_strides(dtype):
     x, w, offs = torch.randn(7, 9).T, torch.randn(2, 7, 5).mT, torch.tensor([4, 9], dtype=torch.int32)
-    y = PlainProduct.apply(x, w, offs, dtype, torch.float32)
-    assert torch.equal(y, PlainProduct.apply(x.contiguous(), w.contiguous(), offs, dtype, torch.float32))
+    y = HighPrecisionLinear.apply(x, w, offs, dtype, torch.float32)
+    assert torch.equal(y, HighPrecisionLinear.apply(x.contiguous(), w.contiguous(), offs, dtype, torch.float32))

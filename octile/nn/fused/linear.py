@@ -1,0 +1,154 @@
+"""The linear layer on quantized operands: its three GEMMs, and the autograd function of one layer.
+
+    forward     x → 1×128, saved for backward in FP8 only           y  = x · wᵀ                     fprop
+    backward    dy → 1×128                                          dx = dy · w                     dgrad
+                dy → 128×1, saved x → 128×1                         dw = dyᵀ · x, summed in FP32    wgrad
+
+The recipe says how each operand is quantized. A dense layer and the experts of a mixture differ only in the operator
+that they call: experts have offs, int32 [G], where each expert's rows end; a dense layer has None.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1, figure 6. Shapes: T tokens, K inputs, N outputs, G experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.fused import high_precision
+from octile.nn.fused.quantize import quantize_gradient, quantize_operand, quantize_weight, requantize
+from octile.nn.fused.shared_quantization import Shared, once
+from octile.nn.observer import ObservedGemm, is_observed, report, report_fprop
+from octile.ops.grouped import grouped_matmul_nt
+from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.recipe import GemmFormats, Recipe
+from octile.scaled import ScaledTensor, grouped_wgrad
+from octile.scaled import matmul_nt as scaled_matmul_nt
+
+
+def nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply a[T, K] · bᵀ with b[N, K] or [G, N, K] → [T, N] in dtype."""
+    out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # an FP16 result could overflow
+    operands = (a.data, a.scale, a.block, b.data, b.scale, b.block)
+    y = matmul_nt(*operands, out_dtype) if offs is None else grouped_matmul_nt(*operands, offs, out_dtype)
+    # `to` its own dtype would be a second result to the compiler of torch 2.11, which then loses its gradient
+    return y if y.dtype == dtype else y.to(dtype)
+
+
+def nt_sum(pairs: list[tuple[ScaledTensor, ScaledTensor]], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return Σ a · bᵀ in dtype: the input gradient of layers that read one input. Experts have one pair."""
+    (a, b), *more = pairs
+    total = nt(a, b, offs, dtype if dtype == torch.bfloat16 else torch.float32)
+    for a, b in more:
+        matmul_nt_out(total, a.data, a.scale, a.block, b.data, b.scale, b.block, True)
+    return total.to(dtype)
+
+
+def wgrad(
+    dy: ScaledTensor, x: ScaledTensor, offs: Tensor | None, dtype: torch.dtype, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the weight's gradient in dtype, summed in FP32, or None where it was added to main_grad.
+
+    Args:
+        dy, x: [T, N] and [T, K], quantized along the tokens.
+        main_grad: float32 of the weight's shape, or None.
+    """
+    if main_grad is None or not (offs is None or main_grad.is_contiguous()):
+        # FP16 could overflow before it is unscaled; a BF16 result is rounded once, when the GEMM stores it
+        out_dtype = torch.bfloat16 if main_grad is None and dtype == torch.bfloat16 else torch.float32
+        dw = scaled_matmul_nt(dy.mT, x.mT, out_dtype) if offs is None else grouped_wgrad(dy, x, offs, out_dtype)
+        return into_main_grad(dw, dtype, main_grad)
+    if offs is None:
+        scaled_matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)
+    else:
+        grouped_wgrad(dy, x, offs, out=main_grad, accumulate=True)
+    return None
+
+
+def into_main_grad(dw: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """Return dw in dtype, or None where it was added to main_grad."""
+    if main_grad is None:
+        return dw.to(dtype)
+    main_grad.add_(dw)
+    return None
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """y = x · weightᵀ with those operands in FP8 that the recipe quantizes; the others in its high precision."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight: Tensor,
+        offs: Tensor | None,
+        recipe: Recipe,
+        history: AmaxHistory | None,
+        out_dtype: torch.dtype,
+        shared: Shared | None,
+        can_cache_weight: bool,
+        needs_dgrad: bool,
+    ) -> Tensor:
+        formats, in_high_precision, compute = recipe.formats, recipe.high_precision, recipe.compute
+        assert formats is not None
+        x = once(
+            None if formats.is_delayed else shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history)
+        )
+        weights = quantize_weight(weight, formats.w, history, can_cache_weight, needs_dgrad)
+        w, dgrad_w = weights.w, weights.w_t.mT
+        x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
+        ctx.weights = weights if can_cache_weight else None  # the cache holds them: nothing more to save
+        saved_x = (x.data, x.scale) if w_has_gradient and "wgrad" not in in_high_precision else (None, None)
+        saved_w = (dgrad_w.data, dgrad_w.scale) if x_has_gradient and ctx.weights is None else (None, None)
+        high_precision_x = x_TK.to(compute) if w_has_gradient and "wgrad" in in_high_precision else None
+        high_precision_w = weight.to(compute) if x_has_gradient and "dgrad" in in_high_precision else None
+        ctx.save_for_backward(*saved_x, *saved_w, high_precision_x, high_precision_w, offs)
+        ctx.blocks = x.block, dgrad_w.block
+        ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        a, b = (x, w) if "fprop" not in in_high_precision else (None, None)
+        observed = is_observed() and (x_has_gradient or w_has_gradient)
+        ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if observed else []
+        if "fprop" in in_high_precision:
+            return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
+        return nt(x, w, offs, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_data, x_scale, w_data, w_scale, high_precision_x, high_precision_w, offs = ctx.saved_tensors
+        formats, compute = ctx.recipe.formats, ctx.recipe.compute
+        x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
+        dx = dw = None
+        in_fp8 = x_has_gradient and high_precision_w is None, w_has_gradient and high_precision_x is None
+        dgrad_dy, wgrad_dy = _quantize_gradient(dy_TN, formats, ctx.history, *in_fp8)
+        if dgrad_dy is not None:
+            w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
+            report(ctx.seen, ObservedGemm("dgrad", dy_TN, dgrad_dy, w_t, offs))
+            dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
+        elif x_has_gradient:
+            report(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
+            dx = high_precision.nt(dy_TN.to(compute), high_precision_w.mT, offs).to(ctx.x_dtype)
+        if wgrad_dy is not None:
+            x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
+            if formats.wgrad_x != formats.x:
+                x = requantize(x, formats.wgrad_x)
+            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
+            dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
+        elif w_has_gradient:
+            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
+            dw = high_precision.tn(dy_TN.to(compute), high_precision_x, offs)
+            dw = into_main_grad(dw, ctx.w_dtype, ctx.main_grad)
+        return dx, dw, None, None, None, None, None, None, None
+
+
+def _quantize_gradient(
+    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None, dgrad: bool, wgrad: bool
+) -> tuple[ScaledTensor | None, ScaledTensor | None]:
+    """Quantize dy for those of dgrad and wgrad that are made in FP8; None for the other."""
+    if dgrad and wgrad:
+        return quantize_gradient(dy, formats, history)
+    rows = quantize_operand(dy, formats.dy, "dy", history) if dgrad else None
+    operand = "dy" if formats.wgrad_dy == formats.dy else "wgrad_dy"
+    columns = quantize_operand(dy, formats.wgrad_dy, operand, history) if wgrad else None
+    return rows, columns

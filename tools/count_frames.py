@@ -1,0 +1,159 @@
+"""Count the Python frames and files between `octile.nn.Linear` and the driver call that launches its GEMM.
+
+    python -m tools.count_frames
+
+It needs no GPU: the operators' CUDA kernels are registered for the CPU, and the driver is replaced by a fake one. Only
+octile's own frames and files count, not torch's. For each GEMM it prints
+
+    frames   on the stack when the driver is called, from `Linear.forward` or `QuantizedLinear.backward` on
+    files    that these frames are in
+    entered  files with a function that was called on the way, those that quantize operands left out
+
+The first call of a shape is cold: it is checked, planned and compiled. Later calls are warm.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import octile.nn
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.jit import driver, specialize, tensor_map
+from octile.nn.fused import quantize
+from octile.ops import matmul
+
+PACKAGE = Path(octile.__file__).parent
+QUANTIZATIONS = {
+    f.__code__
+    for f in (quantize.quantize_operand, quantize.quantize_weight, quantize.quantize_gradient, quantize.requantize)
+}
+STARTS = ("nn/linear.py:Linear.forward", "nn/fused/linear.py:QuantizedLinear.backward")
+
+
+@dataclass
+class Walk:
+    """The way to one launch: the frames on the stack, outermost first, and all files entered."""
+
+    frames: list[str]
+    entered: list[str]
+
+    @property
+    def files(self) -> list[str]:
+        return list(dict.fromkeys(frame.partition(":")[0] for frame in self.frames))
+
+
+@dataclass
+class Recorder:
+    """Profiles octile's calls and keeps a walk for every launch."""
+
+    walks: list[Walk] = field(default_factory=list)
+    entered: dict[str, None] = field(default_factory=dict)
+    quantizing: int = 0
+
+    def profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code in QUANTIZATIONS and event in ("call", "return"):
+            self.quantizing += 1 if event == "call" else -1
+        elif event == "call" and not self.quantizing and (place := _place(frame)):
+            if place in STARTS:
+                self.entered.clear()
+            self.entered[place.partition(":")[0]] = None
+
+    def launch(self, *_: Any) -> tuple[Any]:
+        """Stands for cuLaunchKernelEx."""
+        stack, frame = [], sys._getframe(1)
+        while frame is not None:
+            if place := _place(frame):
+                stack.append(place)
+                if place in STARTS:
+                    break
+            frame = frame.f_back
+        self.walks.append(Walk(stack[::-1], list(self.entered)))
+        return (driver.SUCCESS,)
+
+
+class FakeKernel:
+    """A kernel that is compiled but not loaded; its launches are real ones that call the fake driver."""
+
+    def __init__(self, name: str, image: bytes, device: int) -> None:
+        self.name, self.device, self.function = name, device, None
+
+    def current_stream(self) -> int:
+        return 0
+
+    def in_context(self) -> Any:
+        return mock.MagicMock()
+
+    def ready(self, *_: Any) -> driver.Launch:
+        return driver.Launch(self, None, None, 0)  # type: ignore[arg-type]
+
+
+def _place(frame: FrameType) -> str | None:
+    """octile's file and function of a frame; None: it is not octile's."""
+    file = Path(frame.f_code.co_filename)
+    if not file.is_relative_to(PACKAGE):
+        return None
+    return f"{file.relative_to(PACKAGE).as_posix()}:{frame.f_code.co_qualname}"
+
+
+def record(call: Callable[[], object]) -> Recorder:
+    """Run a call on a machine that seems to have a Hopper GPU, and record its launches."""
+    recorder, load = Recorder(), specialize.load
+    gemms = matmul.matmul_nt, matmul.matmul_nt_out
+    libraries = [torch.library.Library("octile", "IMPL") for _ in gemms]
+    for operator, library in zip(gemms, libraries, strict=True):
+        library.impl(operator.name, operator._entry(operator.kernels["cuda"]), "CPU")
+    patches = (
+        mock.patch.object(request, "why_not_on", lambda _device: None),
+        mock.patch.object(num_sms, "multiprocessors", lambda device: 132),
+        mock.patch.object(specialize, "load", lambda name, constants, _, headers: load(
+            name, constants, torch.device("cuda", 0), headers)),
+        mock.patch.object(driver, "Kernel", FakeKernel),
+        mock.patch.object(driver, "driver", SimpleNamespace(cuLaunchKernelEx=recorder.launch)),
+        mock.patch.object(tensor_map, "_encoder", lambda: lambda *_: 0),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch.Tensor, "is_cuda", True),  # so that the weight is also stored transposed
+    )  # fmt: skip
+    try:
+        for patch in patches:
+            patch.start()
+        sys.setprofile(recorder.profile)
+        call()
+    finally:
+        sys.setprofile(None)
+        mock.patch.stopall()
+        for library in libraries:
+            library._destroy()
+    return recorder
+
+
+def main() -> None:
+    """Print the walks of a linear layer's three GEMMs, cold and warm."""
+    layer = octile.nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["OCTILE_CACHE_DIR"] = folder
+        walks = record(lambda: [layer(x).sum().backward() for _ in range(2)]).walks
+    names = [f"{name} {state}" for state in ("cold", "warm") for name in ("fprop", "dgrad", "wgrad")]
+    print(f"{'':12}{'frames':>8}{'files':>8}{'entered':>9}")
+    for name, walk in zip(names, walks, strict=True):
+        print(f"{name:12}{len(walk.frames):8}{len(walk.files):8}{len(walk.entered):9}")
+    for name in ("fprop warm", "wgrad warm"):
+        print(f"\n{name}")
+        for frame in walks[names.index(name)].frames:
+            print(f"    {frame}")
+    print("\nentered by fprop cold")
+    for file in walks[0].entered:
+        print(f"    {file}")
+
+
+if __name__ == "__main__":
+    main()
