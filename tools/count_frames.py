@@ -31,6 +31,7 @@ from octile.nn.fused import quantize
 from octile.ops import matmul
 
 PACKAGE = Path(octile.__file__).parent
+GPU = torch.device("cuda", 0)
 QUANTIZATIONS = {
     f.__code__
     for f in (quantize.quantize_operand, quantize.quantize_weight, quantize.quantize_gradient, quantize.requantize)
@@ -110,21 +111,20 @@ def record(call: Callable[[], object]) -> Recorder:
     libraries = [torch.library.Library("octile", "IMPL") for _ in gemms]
     for operator, library in zip(gemms, libraries, strict=True):
         library.impl(operator.name, operator._entry(operator.kernels["cuda"]), "CPU")
-    patches = (
-        mock.patch.object(request, "why_not_on", lambda _device: None),
-        mock.patch.object(num_sms, "multiprocessors", lambda device: 132),
-        mock.patch.object(specialize, "load", lambda name, constants, _, headers: load(
-            name, constants, torch.device("cuda", 0), headers)),
-        mock.patch.object(driver, "Kernel", FakeKernel),
-        mock.patch.object(driver, "driver", SimpleNamespace(cuLaunchKernelEx=recorder.launch)),
-        mock.patch.object(tensor_map, "_encoder", lambda: lambda *_: 0),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        mock.patch.object(torch.Tensor, "is_cuda", True),  # so that the weight is also stored transposed
-    )  # fmt: skip
+    patches: list[tuple[Any, str, Any]] = [
+        (request, "why_not_on", lambda device: None),
+        (num_sms, "multiprocessors", lambda device: 132),
+        (specialize, "load", lambda name, constants, _, headers: load(name, constants, GPU, headers)),
+        (driver, "Kernel", FakeKernel),
+        (driver, "driver", SimpleNamespace(cuLaunchKernelEx=recorder.launch)),
+        (tensor_map, "_encoder", lambda: lambda *_: 0),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.Tensor, "is_cuda", True),  # so that the weight is also stored transposed
+    ]
     try:
-        for patch in patches:
-            patch.start()
+        for module, name, fake in patches:
+            mock.patch.object(module, name, fake).start()
         sys.setprofile(recorder.profile)
         call()
     finally:
