@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/hopper_product.md, in docs/images/.
+"""Draw the pictures of docs/hopper_product.md and docs/tour.md, and write them to docs/images/.
 
     octile lab formats
     octile lab accumulate
@@ -6,7 +6,7 @@
     python -m octile.lab.promotion
     python docs/pictures.py                 # in the folder in which the others were called
 
-Two are drawn here from scratch; the others need what those commands left, and are left as they are without it.
+Three pictures need no input. A picture that needs the output of a command is not written if that output is missing.
 """
 
 import json
@@ -33,7 +33,7 @@ FROM_PAGES = {
     "relative_error": ("lab/formats.html", "Relative error against magnitude"),
     "accumulate": ("lab/accumulate.html", "Worst error against K"),
 }
-KEPT = 13  # fraction bits
+FRACTION_BITS = 13  # of Hopper's accumulator
 SUMS_COLOR = {"FP32": "ink", "promoted every 128": "blue", "never promoted": "vermilion"}
 
 
@@ -43,6 +43,7 @@ def main() -> None:
             write(name, cut_out(Path(page).read_text(encoding="utf-8"), heading))
     write("one_step", drawn("one_step", 560, draw_one_step))
     write("lost_share", drawn("lost_share", 320, draw_lost_share))
+    write("layout", drawn("layout", 460, draw_layout))
     telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
     if telemetry.exists():
         rows = [json.loads(line) for line in telemetry.read_text(encoding="utf-8").splitlines()]
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def cut_out(page: str, heading: str) -> str:
-    """The figure of a lab page that has this heading, in the shape for a desk."""
+    """The SVG under this heading of a lab page, in its wide form."""
     figure = page[page.index(f"<b>{heading}</b>") :]
     return figure[figure.index("<svg") : figure.index("</svg>") + len("</svg>")]
 
@@ -65,14 +66,14 @@ def drawn(name: str, height: int, draw: Callable[[Figure], None]) -> str:
 
 
 def write(name: str, svg: str) -> None:
-    """As a file of its own, which brings the page's colours with it, for light and for dark paper."""
+    """Write an SVG as a file that contains its colors, for light and for dark paper."""
 
-    def colours(which: int) -> str:
+    def colors(which: int) -> str:
         return "svg{" + "".join(f"--{name}:{both[which]};" for name, both in PALETTE.items()) + "}"
 
     style = (
-        f"<style>{colours(0)}svg{{--font:system-ui,'Segoe UI',Roboto,Arial,sans-serif}}"
-        f"@media (prefers-color-scheme: dark){{{colours(1)}}}</style>"
+        f"<style>{colors(0)}svg{{--font:system-ui,'Segoe UI',Roboto,Arial,sans-serif}}"
+        f"@media (prefers-color-scheme: dark){{{colors(1)}}}</style>"
     )
     paper = '<rect width="100%" height="100%" style="fill: var(--paper)"/>'
     width, height = re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups()  # type: ignore[union-attr]
@@ -83,7 +84,7 @@ def write(name: str, svg: str) -> None:
 
 
 def one_signed(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """|N(0, 1)| in E4M3, one scale a matrix, as `octile lab accumulate` draws its data of one sign."""
+    """Two matrices of |N(0, 1)| in E4M3, one scale per matrix: the one-signed data of `octile lab accumulate`."""
     generator = torch.Generator().manual_seed(0)
     operands = (torch.randn(rows, k, generator=generator).abs() for _ in range(2))
     a, b = (octile.quantize(x, (None, None)).data for x in operands)
@@ -91,7 +92,7 @@ def one_signed(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_one_step(figure: Figure) -> None:
-    """The bits of an accumulator and of the 32 products that are added to it, below each other."""
+    """Draw the bits of an accumulator and of the 32 products that are added to it, one row each."""
     a, b = one_signed(1, 4096)
     c = tensor_core_matmul(a[:, :2048], b[:, :2048]).item()
     products = (a[0, 2048:2080].double() * b[0, 2048:2080].double()).tolist()
@@ -100,21 +101,21 @@ def draw_one_step(figure: Figure) -> None:
     axes.set_axis_off()
     axes.set_xlim(-4.4, top + 9.5)
     axes.set_ylim(34.2, -2.6)
-    axes.axvline(KEPT + 0.5, color=COLOR["ink"], linewidth=1.2, ymax=0.94)
-    axes.annotate("kept", (KEPT + 0.2, -1.4), ha="right", color=COLOR["blue"])
-    axes.annotate("cut off", (KEPT + 0.8, -1.4), color=COLOR["vermilion"])
+    axes.axvline(FRACTION_BITS + 0.5, color=COLOR["ink"], linewidth=1.2, ymax=0.94)
+    axes.annotate("added", (FRACTION_BITS + 0.2, -1.4), ha="right", color=COLOR["blue"])
+    axes.annotate("truncated", (FRACTION_BITS + 0.8, -1.4), color=COLOR["vermilion"])
     for row, term in enumerate([c, *sorted(products, reverse=True)]):
-        text = "sum so far" if row == 0 else _number(term)
+        text = "accumulator" if row == 0 else _number(term)
         axes.annotate(text, (-0.9, row), ha="right", va="center", fontsize=9)
-        unit = 2.0 ** (top - KEPT)
+        unit = 2.0 ** (top - FRACTION_BITS)
         gone = term - int(term / unit) * unit
         if gone:
             axes.annotate(f"loses {_number(gone)}", (top + 2.5, row), va="center", fontsize=9, color=COLOR["vermilion"])
         for place in range(top - exponent(term, 0), top + 2):
             one = int(term / 2.0 ** (top - place)) % 2 == 1
-            if one or place <= KEPT:
-                _bit(axes, place, row, one, "blue" if place <= KEPT else "vermilion")
-    for place in (0, KEPT):
+            if one or place <= FRACTION_BITS:
+                _bit(axes, place, row, one, "blue" if place <= FRACTION_BITS else "vermilion")
+    for place in (0, FRACTION_BITS):
         axes.annotate(power(2.0 ** (top - place)), (place, 33.4), ha="center", va="center", color=COLOR["muted"])
 
 
@@ -128,7 +129,7 @@ def _number(value: float) -> str:
 
 
 def lost_share(every: int | None, rows: int = 64, k: int = 16384) -> tuple[np.ndarray, np.ndarray]:
-    """After how many products, and the mean share of a step's 32 products that did not arrive in the sum."""
+    """Numbers of products summed, and the mean share of a step's 32 products that truncation removes there."""
     a, b = one_signed(rows, k)
     c = torch.zeros(rows, rows)
     places, shares = [], []
@@ -146,7 +147,7 @@ def lost_share(every: int | None, rows: int = 64, k: int = 16384) -> tuple[np.nd
 
 def draw_lost_share(figure: Figure) -> None:
     axes = figure.subplots()
-    style_axes(axes, "products summed so far", "share of a step's 32 products that is cut off, one sign")
+    style_axes(axes, "products summed so far", "share of a step's 32 products that is truncated, one sign")
     axes.set_xlim(0, 16384)
     axes.set_ylim(0, 0.55)
     ticks = range(0, 16385, 2048)
@@ -161,7 +162,7 @@ def draw_lost_share(figure: Figure) -> None:
 
 
 def draw_telemetry(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Both errors of every product at the last measured step; products whose sums lost nothing are left out."""
+    """Draw both errors of every GEMM at the last measured step, without the GEMMs that accumulated exactly."""
     products = [row for row in rows if row.get("accumulation_snr_db") is not None]
     last = max(row["step"] for row in products)
     products = [row for row in products if row["step"] == last]
@@ -176,11 +177,49 @@ def draw_telemetry(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> None:
         color = COLOR[PRODUCT_COLOR[row["product"]]]
         for error, marker in (("quantization", "o"), ("accumulation", "D")):
             axes.plot(row[f"{error}_snr_db"], at, marker, color=color, markersize=4)
-    for error, text in (("quantization", "8-bit operands"), ("accumulation", "the sum, promoted every 128")):
+    for error, text in (("quantization", "8-bit operands"), ("accumulation", "accumulation, promoted every 128")):
         middle = float(np.median([row[f"{error}_snr_db"] for row in products]))
         axes.annotate(text, (middle, -1), ha="center", va="center")
     for place, (name, color) in enumerate(PRODUCT_COLOR.items()):
         axes.annotate(name, (0.45 + 0.06 * place, 0.93), xycoords="axes fraction", color=COLOR[color])
+
+
+ROOMS = (  # from the last to the first: what the rooms are for, their color, and each room with what it holds
+    ("measure and use", "vermilion", (("cli", "commands"), ("compat", "DeepGEMM's names"), ("bench", "speed, memory"))),
+    ("a training run", "amber", (("lab", "what 8 bits do"), ("train", "data, loop, compare"), ("report", "pages"))),
+    ("state", "purple", (("checkpoint", "folders, conversion"), ("optim", "AdamW, schedules"))),
+    ("models", "green", (("models", "DeepSeek-V3"), ("nn", "modules"), ("nn/fused", "autograd functions"))),
+    ("what is computed", "cyan", (("scaled", "ScaledTensor"), ("ops", "operators, CPU reference"))),
+    (
+        "how fast",
+        "blue",
+        (
+            ("kernels", "which backend"),
+            ("cuda/gemm", "GEMM kernel"),
+            ("cuda/quantize", "quantization"),
+            ("cuda/jit", "compile, launch"),
+            ("triton", "portable kernels"),
+        ),
+    ),
+    ("numbers", "muted", (("routing", "which expert"), ("recipe", "which operand"), ("formats", "which values"))),
+)
+
+
+def draw_layout(figure: Figure) -> None:
+    """Draw the rooms of the package, a band for each purpose; a room imports rooms to its right and below only."""
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set_xlim(0, 100)
+    axes.set_ylim(len(ROOMS), 0)
+    for row, (purpose, color, rooms) in enumerate(ROOMS):
+        axes.annotate(purpose, (0, row + 0.5), va="center", color=COLOR["muted"])
+        width = 82 / len(rooms)
+        for column, (room, content) in enumerate(rooms):
+            left = 18 + column * width
+            axes.barh(row + 0.5, width - 1, left=left, height=0.82, color="none", edgecolor=COLOR[color], linewidth=1.4)
+            middle = left + (width - 1) / 2
+            axes.annotate(room, (middle, row + 0.38), ha="center", va="center", color=COLOR[color], fontsize=12)
+            axes.annotate(content, (middle, row + 0.68), ha="center", va="center", color=COLOR["muted"], fontsize=10)
 
 
 def _natural(name: str) -> list[Any]:

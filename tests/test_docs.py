@@ -27,19 +27,19 @@ LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
 def python_of(page: Path) -> list[tuple[int, str]]:
-    """The page's blocks of Python, each with the number of the line before its first."""
+    """The Python blocks of a page, each with the number of the line before it."""
     text = page.read_text(encoding="utf-8")
     return [(text.count("\n", 0, found.start(1)), found[1]) for found in BLOCK.finditer(text)]
 
 
-def given(page: Path) -> dict[str, Any]:
-    """What the text around a page's Python takes for granted; the rest the page must bring itself."""
+def assumptions(page: Path) -> dict[str, Any]:
+    """Write the files that the text around a page's Python assumes, and return the names that it assumes."""
     if page.name == "train_on_a_laptop.md":
         save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
     if page.name == "look_inside_a_run.md":
         Path("runs/inside").mkdir(parents=True)
-        lines = (ROOT / "experiments" / "inside" / "telemetry.jsonl").read_text(encoding="utf-8")
-        Path("runs/inside/telemetry.jsonl").write_text(lines, encoding="utf-8")
+        recorded = (ROOT / "experiments" / "inside" / "telemetry.jsonl").read_text(encoding="utf-8")
+        Path("runs/inside/telemetry.jsonl").write_text(recorded, encoding="utf-8")
     if page.name == "telemetry.md":
         model = octile.convert(DeepseekV3(ModelConfig.tiny()), octile.Recipe.deepseek_v3())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,10 +53,10 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
 def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one namespace. A block with prompts must print what it shows."""
+    """Run the blocks in order, in one namespace. A block with prompts must print what it shows."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    names = given(page)
+    names = assumptions(page)
     with patch.dict(sys.modules):  # compat.deep_gemm.install() leaves nothing behind
         for line, block in python_of(page):
             if ">>> " not in block:
@@ -87,7 +87,7 @@ def test_the_site_shows_every_page() -> None:
     assert sorted(shown) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS))
 
 
-def test_a_picture_is_a_file_that_brings_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_is_a_file_that_contains_its_colors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
     assert spec is not None
     assert spec.loader is not None
@@ -101,7 +101,7 @@ def test_a_picture_is_a_file_that_brings_its_colours(tmp_path: Path, monkeypatch
 
 
 def test_the_kernel_is_as_long_as_the_page_says() -> None:
-    """Without comments and blank lines; wgmma.cuh is generated."""
+    """Count lines without comments and blank lines; wgmma.cuh is generated."""
     kernel = CUDA / "gemm" / "gemm.cu"
     names = re.findall(r'#include "(.*)"', kernel.read_text(encoding="utf-8"))
     others = [next(CUDA.glob(f"*/{name}")) for name in names if name != "wgmma.cuh"]
