@@ -1,1 +1,1 @@
-"""Other libraries' names and layouts over octile's operators, so that code written for them switches by one import."""
+"""Other libraries' function names and layouts over octile's operators, so that their users can change one import."""

@@ -1,19 +1,19 @@
 """DeepGEMM's functions, layouts and settings over octile's operators: `import octile.compat.deep_gemm as deep_gemm`.
 
 Signatures are those of DeepGEMM 2.6.1 (github.com/deepseek-ai/DeepGEMM): operands are pairs (data, scale), the result
-is written into `d`, and `c`, which may be d itself, is added to it.  `docs/deep_gemm.md` has the table of layouts and
-says what differs; in short, any sizes are taken, refusals are TypeError or ValueError, and products run on a CPU, too.
+is written to `d`, and `c`, which may be d itself, is added to it.  `docs/deep_gemm.md` has the table of layouts and the
+differences: any sizes are supported, wrong arguments raise TypeError or ValueError, and GEMMs also run on a CPU.
 
-    dense        d = a · bᵀ and its transposed forms, FP8
-    grouped      rows sorted by expert, or masked
-    k_grouped    the weight gradients of all experts
-    bf16         the same in BF16, through the vendor's library
-    layout       where scales lie
-    settings     multiprocessors, alignment
-    utils        casts, as `deep_gemm.utils`
+    dense        FP8 GEMMs d = a · bᵀ and their transposed forms
+    grouped      FP8 GEMMs of rows sorted by expert, or masked
+    k_grouped    FP8 weight gradients of all experts
+    bf16         the same GEMMs in BF16, by cuBLASLt
+    layout       layouts of scales
+    settings     number of SMs, alignment of groups
+    utils        quantization, as in `deep_gemm.utils`
 
-`compiled_dims` and the expected sizes are hints for DeepGEMM's compiler and tile choice; octile uses what is expected
-of masked rows, the others are accepted and have no effect.
+`compiled_dims` and the expected sizes are hints for DeepGEMM's compiler and tile choice. octile uses `expected_m` of
+masked GEMMs; the others are accepted and have no effect.
 """
 
 from octile.compat.deep_gemm import utils
@@ -56,7 +56,7 @@ from octile.compat.deep_gemm.settings import (
 )
 from octile.compat.deep_gemm.stand_in import install
 
-# DeepGEMM's second names of the same functions
+# DeepGEMM has several names for these functions
 fp8_fp4_gemm_nt, fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nt, fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous

@@ -1,9 +1,9 @@
-"""`python -m octile.compat.deep_gemm FILE` runs a script of DeepGEMM's, a test of it say, on octile's functions.
+"""`python -m octile.compat.deep_gemm FILE`: run a script that uses DeepGEMM, such as one of its tests, with octile.
 
     python -m octile.compat.deep_gemm ~/DeepGEMM/tests/test_fp8_fp4.py
 
-Its tests time kernels by their names in DeepGEMM's sources; that is switched off, so what they print as times is not
-one. What they assert stays as it is.
+DeepGEMM's tests time kernels by their names in its sources. That is switched off, so the times that they print have no
+meaning. Their assertions are unchanged.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The same products in BF16, through the vendor's library: `torch.mm`, `torch.bmm`, `F.grouped_mm`.
+"""BF16 GEMMs under DeepGEMM's names, computed by cuBLASLt: `torch.mm`, `torch.bmm`, `F.grouped_mm`.
 
-Shapes as in `dense`, `grouped` and `k_grouped`. Sums are FP32, and so is what c is added to, everywhere.
+Shapes are those of `dense`, `grouped` and `k_grouped`. Accumulators are FP32, and c is added in FP32.
 """
 
 from collections.abc import Sequence
@@ -12,45 +12,40 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import check_layout, check_masked, offsets, padding
 from octile.compat.deep_gemm.k_grouped import check_ks, check_values
-from octile.compat.deep_gemm.operands import begin, check_cd, check_d, turned
+from octile.compat.deep_gemm.operands import check_cd, check_d, copy_c_to_d, transpose_one, transposed_form
 from octile.nn.fused.high_precision import nt
 from octile.ops.grouped import check_sizes
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import check_tensor
 
-SIDE = 16  # what N and K of the library's FP8 products are multiples of
+SIDE_MULTIPLE = 16  # cuBLASLt's FP8 GEMMs need N and K to be multiples of this
 
 
 def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
-    """d = a · bᵀ, or c + a · bᵀ: a[M, K], b[N, K] bfloat16, d[M, N] bfloat16 or float32.
+    """Compute d = a · bᵀ, or d = c + a · bᵀ: a[M, K] and b[N, K] bfloat16, d[M, N] bfloat16 or float32.
 
     Raises:
         TypeError, ValueError: an operand, c or d does not fit.
     """
     _check(a, b, torch.bfloat16, dims=(2, 2))
     check_cd(c, d, (a.shape[0], b.shape[0]), a.device)
-    _product(a, b, d, begin(d, c))
+    _gemm_nt(a, b, d, copy_c_to_d(d, c))
 
 
-def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
-    """`bf16_gemm_nt` with b given as [K, N]."""
-    bf16_gemm_nt(a, turned("b", b), d, c)
+bf16_gemm_nn = transposed_form(bf16_gemm_nt, "bf16_gemm_nn", "b")
+"""`bf16_gemm_nt` with b given as [K, N]."""
 
+bf16_gemm_tn = transposed_form(bf16_gemm_nt, "bf16_gemm_tn", "ab", compiled_dims="mn")
+"""`bf16_gemm_nt` with a given as [K, M] and b as [K, N]."""
 
-def bf16_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
-    """`bf16_gemm_nt` with a given as [K, M] and b as [K, N]."""
-    bf16_gemm_nt(turned("a", a), turned("b", b), d, c)
-
-
-def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
-    """`bf16_gemm_nt` with a given as [K, M]."""
-    bf16_gemm_nt(turned("a", a), b, d, c)
+bf16_gemm_tt = transposed_form(bf16_gemm_nt, "bf16_gemm_tt", "a", compiled_dims="mn")
+"""`bf16_gemm_nt` with a given as [K, M]."""
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """d = a · bᵀ by the vendor's library, for comparison: a[M, K], b[N, K] both bfloat16 or E4M3 without scales.
+    """Compute d = a · bᵀ with cuBLASLt, for comparison: a[M, K], b[N, K] both bfloat16, or E4M3 without scales.
 
-    E4M3 on a GPU: K and N multiples of 16, as the library wants them.
+    For E4M3 on a GPU, K and N must be multiples of 16.
 
     Raises:
         TypeError, ValueError: an operand, c or d does not fit.
@@ -59,9 +54,11 @@ def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -
     _check(a, b, torch.float8_e4m3fn if a.dtype == torch.float8_e4m3fn else torch.bfloat16, dims=(2, 2))
     check_cd(c, d, (a.shape[0], b.shape[0]), a.device)
     if a.dtype == torch.bfloat16 or not a.is_cuda:
-        return _product(a, b, d, begin(d, c))
-    if a.shape[1] % SIDE or b.shape[0] % SIDE:
-        raise ValueError(f"b must be [N, K] in multiples of {SIDE} where it is E4M3 on a GPU, not {tuple(b.shape)}")
+        return _gemm_nt(a, b, d, copy_c_to_d(d, c))
+    if a.shape[1] % SIDE_MULTIPLE or b.shape[0] % SIDE_MULTIPLE:
+        raise ValueError(
+            f"b must be [N, K] in multiples of {SIDE_MULTIPLE} where it is E4M3 on a GPU, not {tuple(b.shape)}"
+        )
     y = _per_tensor(a, b, d.dtype if c is None else torch.float32)
     d.copy_(y if c is None else c.float() + y)
 
@@ -71,19 +68,14 @@ def _per_tensor(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return F.scaled_mm(a.contiguous(), b.contiguous().mT, one, scaling, one, scaling, output_dtype=out_dtype)
 
 
-def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with b given as [K, N]."""
-    cublaslt_gemm_nt(a, turned("b", b), d, c)
+cublaslt_gemm_nn = transposed_form(cublaslt_gemm_nt, "cublaslt_gemm_nn", "b")
+"""`cublaslt_gemm_nt` with b given as [K, N]."""
 
+cublaslt_gemm_tn = transposed_form(cublaslt_gemm_nt, "cublaslt_gemm_tn", "ab")
+"""`cublaslt_gemm_nt` with a given as [K, M] and b as [K, N]."""
 
-def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with a given as [K, M] and b as [K, N]."""
-    cublaslt_gemm_nt(turned("a", a), turned("b", b), d, c)
-
-
-def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with a given as [K, M]."""
-    cublaslt_gemm_nt(turned("a", a), b, d, c)
+cublaslt_gemm_tt = transposed_form(cublaslt_gemm_nt, "cublaslt_gemm_tt", "a")
+"""`cublaslt_gemm_nt` with a given as [K, M]."""
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -96,10 +88,10 @@ def m_grouped_bf16_gemm_nt_contiguous(
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
 ) -> None:
-    """d[rows of g] = a[rows of g] · b[g]ᵀ: a[M, K], b[G, N, K] bfloat16, d[M, N] bfloat16 or float32.
+    """Compute d[rows of g] = a[rows of g] · b[g]ᵀ: a[M, K], b[G, N, K] bfloat16, d[M, N] bfloat16 or float32.
 
-    grouped_layout, use_psum_layout and ensure_zero_padding as in `m_grouped_fp8_gemm_nt_contiguous`.  The library has
-    no product into a given tensor, so the result is copied, in BF16.
+    grouped_layout, use_psum_layout and ensure_zero_padding as in `m_grouped_fp8_gemm_nt_contiguous`.  `F.grouped_mm`
+    cannot write into a given tensor, so its BF16 result is copied to d.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -124,18 +116,18 @@ def m_grouped_bf16_gemm_nn_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
 ) -> None:
-    """`m_grouped_bf16_gemm_nt_contiguous` with b given as [G, K, N]."""
+    """Compute `m_grouped_bf16_gemm_nt_contiguous` with b given as [G, K, N]."""
     m_grouped_bf16_gemm_nt_contiguous(
-        a, turned("b", b), d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
+        a, transpose_one("b", b), d, grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding
     )  # fmt: skip
 
 
 def m_grouped_bf16_gemm_nt_masked(
     a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, compiled_dims: str = "nk"
 ) -> None:
-    """d[g] = a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K], d[G, M, N] bfloat16.
+    """Compute d[g] = a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K], d[G, M, N] bfloat16.
 
-    The library has no masked product: all M rows are computed. Those past masked_m[g] hold anything.
+    torch has no masked GEMM, so all M rows are computed. Rows from masked_m[g] on are undefined.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -161,18 +153,18 @@ def k_grouped_bf16_gemm_tn_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """d[g] = aᵀ · b over the tokens of group g, added to c[g]: a[K, m], b[K, n] bfloat16, d[G, m, n].
+    """Compute d[g] = aᵀ · b over the tokens of group g, added to c[g]: a[K, m], b[K, n] bfloat16, d[G, m, n].
 
-    One product a group, since the library's grouped one rounds to BF16 before anything is added: ks_cpu says where the
-    groups lie, any sizes, and grouped_layout is read on the CPU only, to be compared.
+    Each group is a GEMM of its own, since `F.grouped_mm` rounds to BF16 before c could be added. ks_cpu gives the
+    tokens of each group, any number. grouped_layout is compared with it on the CPU, and not read on a GPU.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; a psum layout, which has no sizes on the host.
+        TypeError, ValueError: an argument does not fit; use_psum_layout, which has no sizes on the host.
     """
     for name, t in (("a", a), ("b", b)):
         check_tensor(name, t)
     if use_psum_layout:
-        raise ValueError("use_psum_layout must be False for BF16: ks_cpu says where groups lie")
+        raise ValueError("use_psum_layout must be False for BF16: ks_cpu must give the groups")
     check_tensor("d", d)
     if d.dim() != 3:
         raise ValueError(f"d must be [G, m, n], not {tuple(d.shape)}")
@@ -184,13 +176,13 @@ def k_grouped_bf16_gemm_tn_contiguous(
     check_tensor("grouped_layout", grouped_layout)
     check_sizes("grouped_layout", grouped_layout, len(ks_cpu), a.device)
     check_values(grouped_layout, ks_cpu, sum(ks_cpu), psum=False)
-    add = begin(d, c)
+    accumulate = copy_c_to_d(d, c)
     for g, (k, end) in enumerate(zip(ks_cpu, running_sum(ks_cpu), strict=True)):
-        _product(a[end - k : end].mT, b[end - k : end].mT, d[g], add)
+        _gemm_nt(a[end - k : end].mT, b[end - k : end].mT, d[g], accumulate)
 
 
-def _product(a: Tensor, b: Tensor, d: Tensor, accumulate: bool) -> None:
-    """a · bᵀ into d, or added to it, in FP32."""
+def _gemm_nt(a: Tensor, b: Tensor, d: Tensor, accumulate: bool) -> None:
+    """Write a · bᵀ to d, or add it to d in FP32."""
     with without_autocast(a.device):
         if not a.is_cuda:
             y = a.float() @ b.float().mT
@@ -213,4 +205,4 @@ def _check(a: Tensor, b: Tensor, dtype: torch.dtype, dims: tuple[int, int]) -> N
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(f"a and b must agree in K: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
     if a.device != b.device:
-        raise ValueError(f"a lies on {a.device} but b on {b.device}")
+        raise ValueError(f"a and b must be on the same device, not on {a.device} and {b.device}")

@@ -1,10 +1,10 @@
-"""The weight gradients of all experts at once: d[g] = c[g] + a[rows of g]ᵀ · b[rows of g], summed over K = tokens.
+"""Weight gradients of all experts at once: d[g] = c[g] + a[rows of g]ᵀ · b[rows of g], a sum over K = tokens.
 
-Scales stand for 128 (or 32) tokens of one channel and are counted from the first token of each group. octile's operator
-counts them from the first token of all, which is the same where groups begin at multiples of 128; where they begin at
-multiples of 32 only, every scale is written once for each 32 tokens.
+A scale covers 128 (or 32) tokens of one channel, counted from the first token of its group. octile's operator counts
+from the first token of all groups. That is the same where groups begin at multiples of 128; where they begin at
+multiples of 32 only, scales are repeated so that there is one per 32 tokens.
 
-Shapes: K tokens of all groups, m channels of a, n of b, G groups.
+Shapes: K tokens of all groups, m channels of a, n channels of b, G groups.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.grouped import aligned, check_ends, rounded_up
-from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, begin, check_cd, check_pairs
+from octile.compat.deep_gemm.grouped import align_rows, check_ends
+from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, check_cd, check_pairs, copy_c_to_d
 from octile.ops.grouped import check_sizes, grouped_wgrad_out
 from octile.ops.matmul import check_operand
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import PER_INT, unpack_grouped_ue8m0
 
-STEP = 32  # tokens; what a scale covers, and where groups begin, are multiples of it
+MIN_BLOCK = 32  # tokens; the tokens that a scale covers, and the beginnings of groups, are multiples of it
 
 
 def k_grouped_fp8_gemm_tn_contiguous(
@@ -34,22 +34,22 @@ def k_grouped_fp8_gemm_tn_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """d[g] = aᵀ · b over the tokens of group g, added to c[g]: a[K, m], b[K, n], d[G, m, n].
+    """Compute d[g] = aᵀ · b over the tokens of group g, added to c[g]: a[K, m], b[K, n], d[G, m, n].
 
     Args:
-        a, b: (data, scale): E4M3, scale float32 [Σ ⌈K_g/gran_k⌉, channels], or packed UE8M0, each group by itself.
-        d: bfloat16 or float32, contiguous.
-        ks_cpu: tokens of each group, multiples of 32; with use_psum_layout None or [], or tokens as they are or rounded
-            up to the alignment.
-        grouped_layout: int32 [G] on the device: the tokens of each group, or with use_psum_layout where it ends; it
-            begins at the next multiple of the alignment, and what lies between must be zero.
-        c: d itself, or of its shape and dtype; None: the gradients are stored.
-        recipe: (1, 1, gran_k), gran_k 128 or 32.
+        a, b: (data, scale): E4M3, scale float32 [Σ ⌈K_g/gran_k⌉, channels], or UE8M0 packed group by group.
+        d: the output, bfloat16 or float32, contiguous.
+        ks_cpu: the tokens of each group, multiples of 32. With use_psum_layout: None, [], or the tokens, exact or
+            rounded up to the alignment.
+        grouped_layout: int32 [G] on the device: the tokens of each group. With use_psum_layout: the end of each group;
+            the next one begins at the next multiple of the alignment, and a and b must be zero in between.
+        c: None, or added; d itself, or a tensor of d's shape and dtype.
+        recipe: (1, 1, gran_k), where gran_k is 128 or 32.
         compiled_dims: no effect.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; nothing has been written then. The numbers of grouped_layout
-            are seen on the CPU only.
+        TypeError, ValueError: an argument does not fit; d is unchanged then. The values of grouped_layout are checked
+            on the CPU only.
     """
     check_pairs(a, b)
     _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
@@ -67,7 +67,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     left = _operand("a", a, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
     right = _operand("b", b, ks_cpu, grouped_layout, recipe[2], use_psum_layout)
     ends = _ends(grouped_layout, use_psum_layout).clamp(max=tokens).int()
-    grouped_wgrad_out(d, *left, *right, ends, begin(d, c))
+    grouped_wgrad_out(d, *left, *right, ends, copy_c_to_d(d, c))
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -81,25 +81,31 @@ def k_grouped_fp8_gemm_nt_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """`k_grouped_fp8_gemm_tn_contiguous` of operands whose groups have been transposed, one after the other.
+    """Compute `k_grouped_fp8_gemm_tn_contiguous` of operands whose groups are transposed and stored one after another.
+
+    The groups are concatenated first, which copies a and b.
 
     Args:
-        a: (data, scale): data of m · K values, for every group [m, K_g] row by row; scale float32 [m, Σ K_g/128].
-        b: likewise with n.
-        ks_cpu: the tokens of each group; needed, for they say how the data lies.
+        a: (data, scale): data of m · K values, [m, K_g] in row-major order for every group; scale float32
+            [m, Σ K_g/128].
+        b: the same with n instead of m.
+        d, grouped_layout, c, recipe, compiled_dims: as in `k_grouped_fp8_gemm_tn_contiguous`.
+        ks_cpu: the tokens of each group, which give the layout of the data.
+        use_psum_layout: must be False.
 
-    The other arguments are as there, without psum. The groups are put side by side first: one copy of a and b.
+    Raises:
+        TypeError, ValueError: as in `k_grouped_fp8_gemm_tn_contiguous`.
     """
     if use_psum_layout or ks_cpu is None:
-        raise ValueError("the nt form needs ks_cpu, since it says how the data lies, and no psum layout")
+        raise ValueError("the nt form needs ks_cpu, which gives the layout of the data, and no psum layout")
     check_pairs(a, b)
     _check(a, b, c, d, ks_cpu, grouped_layout, recipe, use_psum_layout)
-    left, right = _in_rows("a", a, d.shape[1], ks_cpu), _in_rows("b", b, d.shape[2], ks_cpu)
+    left, right = _concatenate_groups("a", a, d.shape[1], ks_cpu), _concatenate_groups("b", b, d.shape[2], ks_cpu)
     k_grouped_fp8_gemm_tn_contiguous(left, right, d, ks_cpu, grouped_layout, c, recipe, compiled_dims)
 
 
-def _in_rows(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
-    """(data [K, channels], scale) of groups [channels, K_g] that lie one after the other; K is next to K in memory."""
+def _concatenate_groups(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
+    """Concatenate groups [channels, K_g] to data [K, channels], contiguous along K, and transpose the scales."""
     data, scale = pair
     if data.numel() != channels * sum(ks):
         needed = f"{channels} · {sum(ks)} values for {channels} channels of d and ks_cpu={list(ks)}"
@@ -111,8 +117,8 @@ def _in_rows(name: str, pair: Pair, channels: int, ks: Sequence[int]) -> Pair:
         starts.append(starts[-1] + k * channels)
     flat = data.reshape(-1).view(torch.uint8)  # torch has no cat of float8 on every device
     groups = [flat[start:end].view(channels, -1) for start, end in pairwise(starts) if end > start]
-    together = torch.cat(groups, dim=1) if groups else flat.view(channels, 0)
-    return together.view(data.dtype).mT, scale.mT
+    concatenated = torch.cat(groups, dim=1) if groups else flat.view(channels, 0)
+    return concatenated.view(data.dtype).mT, scale.mT
 
 
 def _check(
@@ -125,13 +131,13 @@ def _check(
     recipe: Recipe,
     psum: bool,
 ) -> None:
-    """Refuses what can be seen whatever the form of a and b."""
+    """Check what does not depend on the form (tn or nt) of a and b."""
     device = a[0].device
     for name, (data, _) in (("a", a), ("b", b)):
         if data.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}")
         if data.device != device:
-            raise ValueError(f"a lies on {device} but {name} on {data.device}")
+            raise ValueError(f"a and b must be on the same device, not on {device} and {data.device}")
     check_tensor("d", d)
     check_tensor("grouped_layout", grouped_layout)
     if d.dim() != 3:
@@ -140,17 +146,21 @@ def _check(
         raise ValueError(f"recipe must be (1, 1, 128) or (1, 1, 32), not {recipe!r}")
     check_sizes("grouped_layout", grouped_layout, d.shape[0], device)
     check_ks(ks_cpu, d.shape[0], psum)
-    if not psum and ks_cpu is not None and any(k % STEP for k in ks_cpu):
-        raise ValueError(f"ks_cpu must be multiples of {STEP}, not {list(ks_cpu)}")
+    if not psum and ks_cpu is not None and any(k % MIN_BLOCK for k in ks_cpu):
+        raise ValueError(f"ks_cpu must be multiples of {MIN_BLOCK}, not {list(ks_cpu)}")
     check_cd(c, d, tuple(d.shape), device, contiguous=True)
 
 
 def check_ks(ks_cpu: Sequence[int] | None, groups: int, psum: bool = False) -> None:
-    """Refuses sizes that are not one a group; with psum there may be none."""
+    """Check that ks_cpu has one size per group; with psum it may be None or empty.
+
+    Raises:
+        TypeError, ValueError: it does not fit.
+    """
     if psum and (ks_cpu is None or (isinstance(ks_cpu, tuple | list) and not ks_cpu)):
         return
     if ks_cpu is None:
-        raise ValueError("ks_cpu must be given unless use_psum_layout is")
+        raise ValueError("ks_cpu must be given unless use_psum_layout is True")
     if not isinstance(ks_cpu, tuple | list) or not all(isinstance(k, int) for k in ks_cpu):
         raise TypeError(f"ks_cpu must be a list of integers, not {ks_cpu!r}")
     if len(ks_cpu) != groups:
@@ -160,19 +170,23 @@ def check_ks(ks_cpu: Sequence[int] | None, groups: int, psum: bool = False) -> N
 
 
 def check_values(grouped_layout: Tensor, ks_cpu: Sequence[int] | None, tokens: int, psum: bool) -> None:
-    """Refuses sizes that do not fit the tokens; on the CPU also a grouped_layout that contradicts ks_cpu."""
+    """Check that the sizes fit the tokens, and on the CPU that grouped_layout agrees with ks_cpu.
+
+    Raises:
+        ValueError: they do not.
+    """
     if psum:
         check_ends(grouped_layout, tokens)
     if not ks_cpu:
         return
-    ks = [rounded_up(k) for k in ks_cpu] if psum else list(ks_cpu)
+    ks = [align_rows(k) for k in ks_cpu] if psum else list(ks_cpu)
     if psum and sum(ks[:-1]) + ks_cpu[-1] > tokens:
-        raise ValueError(f"ks_cpu must fit the {tokens} tokens there are, not {list(ks_cpu)}")
+        raise ValueError(f"ks_cpu must fit the {tokens} tokens of a and b, not {list(ks_cpu)}")
     if grouped_layout.device.type != "cpu":
         return
     sizes = _sizes(grouped_layout, psum).tolist()
-    if ks != ([rounded_up(size) for size in sizes] if psum else sizes):
-        raise ValueError(f"grouped_layout must say the same as ks_cpu={list(ks_cpu)}, not {grouped_layout.tolist()}")
+    if ks != ([align_rows(size) for size in sizes] if psum else sizes):
+        raise ValueError(f"grouped_layout must agree with ks_cpu={list(ks_cpu)}, not be {grouped_layout.tolist()}")
 
 
 def _check_scale(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool) -> None:
@@ -183,7 +197,7 @@ def _check_scale(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor
     if scale.dim() != 2 or scale.shape[1] != channels:
         raise ValueError(f"{name}'s scale must be [blocks of tokens, {channels}], not {tuple(scale.shape)}")
     if scale.device != data.device:
-        raise ValueError(f"{name} lies on {data.device} but its scale on {scale.device}")
+        raise ValueError(f"{name} and its scale must be on the same device, not on {data.device} and {scale.device}")
     sizes = _sizes(layout, psum).tolist() if layout.device.type == "cpu" else None if psum else ks
     if sizes is not None:
         per_row = gran_k * (PER_INT if scale.dtype == torch.int32 else 1)
@@ -195,37 +209,37 @@ def _check_scale(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor
 
 
 def _operand(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool) -> Operand:
-    """One operand in blocks of tokens that are counted from the first token of all."""
+    """Convert a pair to an operand whose blocks of tokens are counted from the first token of all groups."""
     data, scale = pair
     tokens = data.shape[0]
     if scale.dtype == torch.int32:
         blocks = (_sizes(layout, psum) + gran_k - 1) // gran_k
         scale = unpack_grouped_ue8m0(scale, blocks, -(-tokens // gran_k) + len(layout))
     if psum or (ks is not None and any(k % gran_k for k in ks)):
-        scale, gran_k = _every_step(scale, layout, tokens, gran_k, psum), STEP
+        scale, gran_k = _repeat_scale(scale, layout, tokens, gran_k, psum), MIN_BLOCK
     else:
         scale = scale[: -(-tokens // gran_k)]
     check_operand(name, data, scale, (gran_k, 1), ndim=2)
     return Operand(data, scale, (gran_k, 1))
 
 
-def _every_step(scale: Tensor, layout: Tensor, tokens: int, gran_k: int, psum: bool) -> Tensor:
-    """[⌈K/32⌉, channels]: the scale of the group's block that every 32 tokens lie in."""
+def _repeat_scale(scale: Tensor, layout: Tensor, tokens: int, gran_k: int, psum: bool) -> Tensor:
+    """Return [⌈K/32⌉, channels]: for every 32 tokens the scale of the block of their group that they are in."""
     sizes = _sizes(layout, psum).long()
     blocks = (sizes + gran_k - 1) // gran_k
     begins = (layout if psum else layout.cumsum(0)) - sizes
-    step = STEP * torch.arange(-(-tokens // STEP), device=scale.device)
-    group = (torch.searchsorted(begins, step, right=True) - 1).clamp(min=0)
-    within = ((step - begins[group]) // gran_k).clamp(min=0)
-    within = torch.minimum(within, (blocks[group] - 1).clamp(min=0))  # of the zeros between two groups
+    first = MIN_BLOCK * torch.arange(-(-tokens // MIN_BLOCK), device=scale.device)
+    group = (torch.searchsorted(begins, first, right=True) - 1).clamp(min=0)
+    within = ((first - begins[group]) // gran_k).clamp(min=0)
+    within = torch.minimum(within, (blocks[group] - 1).clamp(min=0))  # for the zeros between two groups
     return scale[((blocks.cumsum(0) - blocks)[group] + within).clamp(max=scale.shape[0] - 1)]
 
 
 def _sizes(layout: Tensor, psum: bool) -> Tensor:
-    """The tokens of each group."""
-    return layout - torch.cat([layout.new_zeros(1), aligned(layout[:-1])]) if psum else layout
+    """Return the tokens of each group."""
+    return layout - torch.cat([layout.new_zeros(1), align_rows(layout[:-1])]) if psum else layout
 
 
 def _ends(layout: Tensor, psum: bool) -> Tensor:
-    """Where each group ends; in the psum layout with the zeros behind it, which add nothing."""
-    return torch.cat([aligned(layout[:-1]), layout[-1:]]) if psum else layout.cumsum(0)
+    """Return the end of each group, in the psum layout including the zeros after it."""
+    return torch.cat([align_rows(layout[:-1]), layout[-1:]]) if psum else layout.cumsum(0)

@@ -1,11 +1,11 @@
-"""Where scales lie: the layouts of `octile.ops.scale_layouts` under DeepGEMM's names."""
+"""Layouts of scales under DeepGEMM's names, over `octile.ops.scale_layouts`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from octile.compat.deep_gemm.dense import multiplies_mx
+from octile.compat.deep_gemm.dense import has_mx_tensor_cores
 from octile.compat.deep_gemm.grouped import check_ends, padding
 from octile.compat.deep_gemm.k_grouped import check_ks, check_values
 from octile.compat.deep_gemm.operands import Block, Recipe, check_recipe
@@ -23,28 +23,30 @@ from octile.ops.scale_layouts import (
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """x elements rounded up to a multiple of 16 bytes."""
+    """Round a number of elements up to a multiple of 16 bytes."""
     return tma_aligned(x, element_size)
 
 
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
-    """Scales float32 [MN, k] or [G, MN, k] → the same with rows next to each other, columns at multiples of 16 bytes.
+    """Copy scales float32 [MN, k] or [G, MN, k] to MN-major layout, whose columns begin at multiples of 16 bytes.
 
     Raises:
-        TypeError, ValueError: sf is not float32, or of other dimensions.
+        TypeError, ValueError: sf is not float32, or has another number of dimensions.
     """
     _check(sf)
     return mn_major(sf)
 
 
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor | None = None) -> Tensor:
-    """Scales float32 [MN, k] or [G, MN, k] → int32 [..., MN, ⌈k/4⌉], four UE8M0 codes in each, MN-major and aligned.
+    """Pack scales float32 [MN, k] or [G, MN, k] to int32 [..., MN, ⌈k/4⌉], four UE8M0 values each, MN-major, aligned.
 
-    Scales are powers of two, or 0, which becomes code 0. With psum_layout, int32 [G] ends of groups, the rows between
-    groups may hold anything.
+    Args:
+        sf: powers of two, or 0, which is encoded as 0.
+        psum_layout: int32 [G], the ends of groups; the rows between groups may hold any values then.
 
     Raises:
-        TypeError, ValueError: sf is not float32, of other dimensions, or no powers of two; psum_layout does not fit.
+        TypeError, ValueError: sf is not float32, has another number of dimensions, or holds other values; psum_layout
+            does not fit.
     """
     _check(sf)
     ignored = sf == 0
@@ -64,15 +66,19 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     k_alignment: int,
     use_psum_layout: bool = False,
 ) -> Tensor:
-    """Scales of the weight gradients' operands, float32 [Σ ⌈K_g/gran_k⌉, MN] → int32 [Σ ⌈⌈K_g/gran_k⌉/4⌉, MN].
+    """Pack the scales of weight gradients' operands, float32 [Σ ⌈K_g/gran_k⌉, MN] to int32 [Σ ⌈⌈K_g/gran_k⌉/4⌉, MN].
 
     Args:
-        grouped_layout: int32 [G]: the tokens of each group, or with use_psum_layout where it ends, the next group
-            beginning at the next multiple of k_alignment.
-        ks_cpu: the tokens of each group; None or [] with use_psum_layout: the result then has rows to spare.
+        sf: powers of two, or 0.
+        grouped_layout: int32 [G]: the tokens of each group. With use_psum_layout: the end of each group; the next one
+            begins at the next multiple of k_alignment.
+        ks_cpu: the tokens of each group. With use_psum_layout it may be None or []; the result then has unused rows.
+        gran_k: the tokens that share a scale.
+        k_alignment: see grouped_layout.
+        use_psum_layout: whether grouped_layout holds ends.
 
     Raises:
-        TypeError, ValueError: sf is not float32 [k, MN], or no powers of two; another argument does not fit.
+        TypeError, ValueError: sf is not float32 [k, MN], or holds other values; another argument does not fit.
     """
     _check(sf)
     if sf.dim() != 2:
@@ -90,7 +96,9 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         sizes = grouped_layout - torch.cat([grouped_layout.new_zeros(1), begins])
     blocks = (sizes + gran_k - 1) // gran_k
     if sf.device.type == "cpu" and (sizes.lt(0).any() or blocks.sum() > sf.shape[0]):
-        raise ValueError(f"grouped_layout must be of groups with {sf.shape[0]} scales, not {grouped_layout.tolist()}")
+        raise ValueError(
+            f"grouped_layout must have groups with {sf.shape[0]} scales in all, not {grouped_layout.tolist()}"
+        )
     if ks_cpu:
         rows = sum(-(-k // (gran_k * PER_INT)) for k in ks_cpu)
     else:
@@ -108,18 +116,23 @@ def transform_sf_into_required_layout(
     disable_ue8m0_cast: bool = False,
     psum_layout: Tensor | None = None,
 ) -> Tensor:
-    """The scales of an operand [mn, k] as a product reads them fastest; every product takes any layout.
+    """Convert the scales of an operand [mn, k] to the layout that GEMMs read fastest. GEMMs accept any layout.
 
-    On sm_100 that is packed UE8M0, one a row, unless disable_ue8m0_cast; elsewhere MN-major for one scale a row, and as
-    it is for one scale a block of rows.
+    On sm_100 that is packed UE8M0, one scale per row, unless disable_ue8m0_cast. Elsewhere it is MN-major for one scale
+    per row; scales of blocks of rows are returned unchanged.
 
     Args:
         sf: float32 [⌈mn/gran_mn⌉, ⌈k/gran_k⌉], with num_groups [G, …]; or packed already.
-        recipe: (gran_mn, gran_k), or (gran_m, gran_n, gran_k), of which is_sfa chooses.
+        mn, k: the shape of the operand.
+        recipe: (gran_mn, gran_k), or (gran_m, gran_n, gran_k) with is_sfa.
+        num_groups: G, or None where there are no groups.
+        is_sfa: whether gran_mn is gran_m (True) or gran_n (False) of a recipe of three.
+        disable_ue8m0_cast: see above.
+        psum_layout: as in `get_mn_major_tma_aligned_packed_ue8m0_tensor`.
 
     Raises:
-        TypeError: sf is neither float32 nor int32, or an extent is no integer.
-        ValueError: sf does not have this shape, recipe is none, or is_sfa is missing.
+        TypeError: sf is neither float32 nor int32, or mn, k or an extent is not an integer.
+        ValueError: sf has another shape, recipe has another length, or is_sfa is missing.
     """
     check_tensor("sf", sf)
     if sf.dtype not in (torch.float32, torch.int32):
@@ -127,7 +140,7 @@ def transform_sf_into_required_layout(
     if isinstance(recipe, tuple | list) and len(recipe) == 3:
         check_recipe("recipe", recipe, "(gran_m, gran_n, gran_k)")
         if is_sfa is None:
-            raise ValueError("is_sfa must say which operand a recipe of three is for")
+            raise ValueError("is_sfa must be given with a recipe of three, to name the operand")
         gran_mn, gran_k = recipe[0 if is_sfa else 1], recipe[2]
     else:
         check_recipe("recipe", recipe, "(gran_mn, gran_k)")
@@ -141,7 +154,7 @@ def transform_sf_into_required_layout(
         raise ValueError(f"sf must be {shape}, not {tuple(sf.shape)}")
     if sf.dtype == torch.int32:
         return mn_major(sf)
-    if multiplies_mx(sf) and not disable_ue8m0_cast:
+    if has_mx_tensor_cores(sf) and not disable_ue8m0_cast:
         if gran_mn != 1:
             sf = sf.repeat_interleave(gran_mn, dim=-2)[..., :mn, :]
         return get_mn_major_tma_aligned_packed_ue8m0_tensor(sf, psum_layout)

@@ -1,11 +1,13 @@
-"""What every product does first: pairs (data, scale) become operands in blocks, and everything is checked.
+"""Checks of the arguments of DeepGEMM's functions, and conversion of pairs (data, scale) to operands in blocks.
 
-A recipe (gran_m, gran_n, gran_k) says that a has one scale for gran_m × gran_k values and b for gran_n × gran_k;
-recipe_a and recipe_b say it as (rows, gran_k), one each.  The default is 1×128 and 128×128.
+A recipe (gran_m, gran_n, gran_k) gives a one scale per gran_m × gran_k block and b one per gran_n × gran_k block.
+recipe_a and recipe_b give them separately, as (rows, gran_k).  The default is 1×128 and 128×128.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +19,11 @@ from octile.ops.scale_layouts import PER_INT, unpack_ue8m0
 Pair = tuple[Tensor, Tensor]
 Recipe = tuple[int, int, int]
 Block = tuple[int, int]
+Gemm = TypeVar("Gemm", bound=Callable[..., None])
 
 
 class Operand(NamedTuple):
-    """What octile's operators take: data, its FP32 scales, the extents of a block."""
+    """An operand as octile's operators take it: data, FP32 scales, and the rows and columns of a block."""
 
     data: Tensor
     scale: Tensor
@@ -35,20 +38,30 @@ def operands(
     recipe_b: Block | None,
     dims: tuple[int, int] = (2, 2),
 ) -> tuple[Operand, Operand]:
-    """a and b, checked as far as they can be without d.
+    """Convert a and b to operands, and check everything that does not depend on d.
+
+    Args:
+        a, b: (data, scale).
+        recipe, recipe_a, recipe_b: the blocks, see above.
+        dims: the number of dimensions that a and b must have.
 
     Raises:
-        TypeError: no pair, data that is not E4M3, scales neither float32 nor int32 (packed UE8M0).
+        TypeError: an operand is not a pair, its data not E4M3, or its scale neither float32 nor int32 (packed UE8M0).
         ValueError: shapes, scales, recipes or devices do not fit.
     """
     check_pairs(a, b)
-    block_a, block_b = blocks(b, recipe, recipe_a, recipe_b)
-    left, right = operand("a", a, block_a, dims[0]), operand("b", b, block_b, dims[1])
+    block_a, block_b = _blocks(b, recipe, recipe_a, recipe_b)
+    left, right = _operand("a", a, block_a, dims[0]), _operand("b", b, block_b, dims[1])
     check_pair(left.data, right.data, torch.float32)
     return left, right
 
 
 def check_pairs(a: Pair, b: Pair) -> None:
+    """Check that a and b are pairs of tensors.
+
+    Raises:
+        TypeError: one is not.
+    """
     for name, pair in (("a", a), ("b", b)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"{name} must be a pair (data, scale), not {type(pair).__name__}")
@@ -56,12 +69,12 @@ def check_pairs(a: Pair, b: Pair) -> None:
         check_tensor(f"{name}'s scale", pair[1])
 
 
-def blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Block | None) -> tuple[Block, Block]:
-    """The blocks that a recipe, or recipe_a and recipe_b, give a and b."""
+def _blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Block | None) -> tuple[Block, Block]:
+    """Return the blocks that a recipe, or recipe_a and recipe_b, give a and b."""
     if (recipe_a is None) != (recipe_b is None):
         raise ValueError("recipe_a and recipe_b must be given both or not at all")
     if recipe is not None and recipe_a is not None:
-        raise ValueError("recipe must not be given beside recipe_a and recipe_b")
+        raise ValueError("recipe must not be given together with recipe_a and recipe_b")
     if recipe_a is not None and recipe_b is not None:
         check_recipe("recipe_a", recipe_a, "(rows, gran_k)")
         check_recipe("recipe_b", recipe_b, "(rows, gran_k)")
@@ -73,7 +86,11 @@ def blocks(b: Pair, recipe: Recipe | None, recipe_a: Block | None, recipe_b: Blo
 
 
 def check_recipe(name: str, recipe: Sequence[int], form: str) -> None:
-    """Refuses what is not as many extents as its form has."""
+    """Check that a recipe has as many positive integers as its form.
+
+    Raises:
+        TypeError, ValueError: it does not.
+    """
     if not isinstance(recipe, tuple | list) or not all(isinstance(extent, int) for extent in recipe):
         raise TypeError(f"{name} must be {form} in integers, not {recipe!r}")
     if len(recipe) != form.count(",") + 1:
@@ -82,16 +99,16 @@ def check_recipe(name: str, recipe: Sequence[int], form: str) -> None:
         raise ValueError(f"{name} must be of extents of at least 1, not {tuple(recipe)}")
 
 
-def operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
-    """One operand. Packed scales are unpacked."""
+def _operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
+    """Check one operand; unpack its scales if they are packed."""
     data, scale = pair
     if data.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}; FP4 (two values in an int8) is not offered")
+        raise TypeError(f"{name} must be float8_e4m3fn, not {data.dtype}; FP4 (two values in an int8) is not supported")
     if data.dim() != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, not the shape {tuple(data.shape)}")
     if scale.dtype == torch.int32:
         if block[0] != 1:
-            raise ValueError(f"{name}'s packed scales must be one for each row, not for {block[0]}")
+            raise ValueError(f"{name}'s packed scales must be one per row, not one per {block[0]} rows")
         columns = -(-data.shape[-1] // block[1])
         packed = (*data.shape[:-1], -(-columns // PER_INT))
         if tuple(scale.shape) != packed:
@@ -101,17 +118,56 @@ def operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
     return Operand(data, scale, block)
 
 
-def both_transposed(a: Pair, b: Pair, which: str) -> tuple[Pair, Pair]:
-    """a and b, of which those that `which` names are seen from the other side."""
+def transposed_form(gemm: Gemm, name: str, transposed: str, compiled_dims: str | None = None) -> Gemm:
+    """Derive the nn, tn or tt form of a GEMM from its nt form, whose operands are a[M, K] and b[N, K].
+
+    Args:
+        gemm: the nt form.
+        name: of the derived function.
+        transposed: the operands that the derived function takes transposed, with their scales: "a", "b" or "ab".
+        compiled_dims: the default of the argument of this name, where it is another than that of `gemm`.
+
+    Returns:
+        A function with the arguments of `gemm`.
+    """
+    signature = inspect.signature(gemm)
+    transpose = transpose_pairs if signature.parameters["a"].annotation == Pair else _transpose_tensors
+
+    @wraps(gemm)
+    def form(a: Any, b: Any, *arguments: Any, **options: Any) -> None:
+        gemm(*transpose(a, b, transposed), *arguments, **options)
+
+    if compiled_dims is not None:
+        parameters = dict(signature.parameters)
+        parameters["compiled_dims"] = parameters["compiled_dims"].replace(default=compiled_dims)
+        signature = signature.replace(parameters=list(parameters.values()))
+    form.__name__ = form.__qualname__ = name
+    form.__doc__ = f"Compute `{gemm.__name__}` with {' and '.join(transposed)} given transposed."
+    form.__signature__ = signature  # type: ignore[attr-defined]
+    return cast(Gemm, form)
+
+
+def transpose_pairs(a: Pair, b: Pair, which: str) -> tuple[Pair, Pair]:
+    """Return a and b, with data and scale transposed of those that `which` names ("a", "b" or "ab")."""
     check_pairs(a, b)
     left, right = (
-        (turned(f"{name}'s data", pair[0]), turned(f"{name}'s scale", pair[1])) if name in which else pair
+        (transpose_one(f"{name}'s data", pair[0]), transpose_one(f"{name}'s scale", pair[1])) if name in which else pair
         for name, pair in (("a", a), ("b", b))
     )
     return left, right
 
 
-def turned(name: str, t: Tensor) -> Tensor:
+def _transpose_tensors(a: Tensor, b: Tensor, which: str) -> tuple[Tensor, Tensor]:
+    left, right = (transpose_one(name, t) if name in which else t for name, t in (("a", a), ("b", b)))
+    return left, right
+
+
+def transpose_one(name: str, t: Tensor) -> Tensor:
+    """Return the transpose of the last two dimensions of an argument called `name`.
+
+    Raises:
+        TypeError, ValueError: it is not a tensor of at least 2 dimensions.
+    """
     check_tensor(name, t)
     if t.dim() < 2:
         raise ValueError(f"{name} must have 2 dimensions or more, not the shape {tuple(t.shape)}")
@@ -121,11 +177,18 @@ def turned(name: str, t: Tensor) -> Tensor:
 def check_cd(
     c: Tensor | None, d: Tensor, shape: tuple[int, ...], device: torch.device, contiguous: bool = False
 ) -> None:
-    """Refuses a result d, and what is added to it, that do not fit a product of this shape.
+    """Check the output d and the addend c of a GEMM.
+
+    Args:
+        c: None, or a tensor to be added; it may be d itself.
+        d: the output.
+        shape: that both must have.
+        device: on which both must be.
+        contiguous: whether d must be contiguous.
 
     Raises:
-        TypeError: d is not bfloat16 or float32, or c not the same.
-        ValueError: a shape or a device is wrong, or c is d in other strides.
+        TypeError: d is not bfloat16 or float32, or c has another dtype.
+        ValueError: a shape or a device is wrong, or c is d with other strides.
     """
     check_d(d, shape, device, contiguous)
     if c is None:
@@ -136,25 +199,26 @@ def check_cd(
     if c.shape != d.shape or c.device != d.device:
         raise ValueError(f"c must be {tuple(d.shape)} on {d.device} as d is, not {tuple(c.shape)} on {c.device}")
     if c.data_ptr() == d.data_ptr() and c.stride() != d.stride():
-        raise ValueError(f"c lies where d does, so it must have d's strides {d.stride()}, not {c.stride()}")
+        raise ValueError(f"c shares d's memory, so it must have d's strides {d.stride()}, not {c.stride()}")
 
 
-def begin(d: Tensor, c: Tensor | None) -> bool:
-    """Writes c into d, and says whether the product is to be added to it. Everything has been checked before."""
+def copy_c_to_d(d: Tensor, c: Tensor | None) -> bool:
+    """Copy c into d, unless it is d; return whether the GEMM must be added to d. The arguments were checked before."""
     if c is not None and c.data_ptr() != d.data_ptr():
         d.copy_(c)
     return c is not None
 
 
 def check_d(d: Tensor, shape: tuple[int, ...], device: torch.device, contiguous: bool = False) -> None:
+    """Check the output d; see `check_cd`."""
     check_tensor("d", d)
     if d.dtype not in OUT_DTYPES:
         raise TypeError(f"d must be bfloat16 or float32, not {d.dtype}")
     if tuple(d.shape) != tuple(shape):
         raise ValueError(f"d must be {tuple(shape)}, not {tuple(d.shape)}")
     if d.device != device:
-        raise ValueError(f"d lies on {d.device}, but the operands on {device}")
+        raise ValueError(f"d must be on {device} as the operands are, not on {d.device}")
     if contiguous and not d.is_contiguous():
-        raise ValueError(f"d must be contiguous, not of strides {d.stride()}")
+        raise ValueError(f"d must be contiguous, but has the strides {d.stride()}")
     if overlaps(d):
-        raise ValueError(f"d must not overlap itself, as {tuple(d.shape)} of strides {d.stride()} does")
+        raise ValueError(f"d must not overlap itself, as {tuple(d.shape)} with strides {d.stride()} does")

@@ -1,4 +1,4 @@
-"""Two numbers that hold for the whole process: multiprocessors, and where groups begin."""
+"""DeepGEMM's two settings of the process: the number of SMs that GEMMs use, and the alignment of groups."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ _alignment = 128
 
 
 def set_num_sms(new_num_sms: int) -> None:
-    """Hopper's FP8 products use that many multiprocessors from now on; 0: all of them. Others always use all.
+    """Set how many SMs Hopper's FP8 GEMMs use; 0: all. On other GPUs they always use all.
 
     Raises:
-        TypeError, ValueError: not an integer from 0 to the multiprocessors there are.
+        TypeError, ValueError: new_num_sms is not an integer from 0 to the number of SMs of the GPU.
         RuntimeError: there is no GPU.
     """
-    there = _device().multi_processor_count
-    if isinstance(new_num_sms, int) and not 0 <= new_num_sms <= there:
-        raise ValueError(f"new_num_sms must be from 0 to the {there} multiprocessors there are, not {new_num_sms}")
+    available = _device().multi_processor_count
+    if isinstance(new_num_sms, int) and not 0 <= new_num_sms <= available:
+        raise ValueError(f"new_num_sms must be from 0 to the {available} SMs of the GPU, not {new_num_sms}")
     num_sms.set_num_sms(None if new_num_sms == 0 else new_num_sms)
 
 
 def get_num_sms() -> int:
-    """The multiprocessors that products use.
+    """Return how many SMs GEMMs use.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -34,16 +34,16 @@ def get_num_sms() -> int:
 
 def _device() -> Any:  # torch does not name the class of device properties
     if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU, so products use no multiprocessors")
+        raise RuntimeError("there is no GPU, so GEMMs use no SMs")
     return torch.cuda.get_device_properties()
 
 
 def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
-    """The rows of which every group begins at a multiple, where a layout has gaps; octile's kernels need none.
+    """Set the alignment: in layouts with gaps, every group begins at a multiple of it. octile's kernels need none.
 
     Raises:
-        TypeError: not an integer.
-        ValueError: less than 1.
+        TypeError: new_value is not an integer.
+        ValueError: new_value is less than 1.
     """
     global _alignment
     if not isinstance(new_value, int):
@@ -54,7 +54,7 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """128, or what was set."""
+    """Return the alignment, 128 unless it was set."""
     return _alignment
 
 
@@ -63,5 +63,5 @@ get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """128, what DeepGEMM answers on Hopper; expected_m has no effect there either."""
+    """Return 128, as DeepGEMM does on Hopper, where expected_m has no effect either."""
     return 128

@@ -1,7 +1,7 @@
-"""`deep_gemm.utils`: casts to E4M3, and the layout functions once more.
+"""`deep_gemm.utils`: quantization to E4M3 under DeepGEMM's names; the layout functions are exported here, too.
 
-The casts are `octile.quantize`: a scale is amax / 448 whatever the size of the values, where DeepGEMM's never falls
-below 1e-4 / 448; a block of zeros has scale 1.
+The functions call `octile.quantize`, whose scale is amax / 448. DeepGEMM's scale is at least 1e-4 / 448. A block of
+zeros has scale 1.
 """
 
 from torch import Tensor
@@ -42,39 +42,39 @@ __all__ = [
 
 
 def ceil_div(x: int, y: int) -> int:
-    """⌈x/y⌉."""
+    """Return ⌈x/y⌉."""
     return -(-x // y)
 
 
 def align(x: int, y: int) -> int:
-    """x rounded up to a multiple of y."""
+    """Return x rounded up to a multiple of y."""
     return ceil_div(x, y) * y
 
 
 def per_token_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False) -> Pair:
-    """x[M, K] → E4M3 and scales float32 [M, ⌈K/gran_k⌉], powers of two with use_ue8m0.
+    """Quantize x[M, K] in 1×gran_k tiles, to E4M3 and scales float32 [M, ⌈K/gran_k⌉], powers of two with use_ue8m0.
 
-    With use_packed_ue8m0 they are int32 [M, ⌈⌈K/gran_k⌉/4⌉], four in each.
+    With use_packed_ue8m0 the scales are int32 [M, ⌈⌈K/gran_k⌉/4⌉], four UE8M0 values in each.
 
     Raises:
-        ValueError: use_packed_ue8m0 without use_ue8m0: other scales than powers of two cannot be packed.
+        ValueError: use_packed_ue8m0 without use_ue8m0; only powers of two can be packed.
     """
     if use_packed_ue8m0 and not use_ue8m0:
         raise ValueError("use_packed_ue8m0 must come with use_ue8m0: only powers of two can be packed")
-    data, scale = _cast(x, (1, gran_k), use_ue8m0)
+    data, scale = _quantize(x, (1, gran_k), use_ue8m0)
     return data, pack_ue8m0(scale) if use_packed_ue8m0 else scale
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:
-    """x[K, N] → E4M3 and scales float32 [⌈K/gran_k⌉, N]."""
-    return _cast(x, (gran_k, 1), use_ue8m0)
+    """Quantize x[K, N] in gran_k×1 tiles, to E4M3 and scales float32 [⌈K/gran_k⌉, N]."""
+    return _quantize(x, (gran_k, 1), use_ue8m0)
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> Pair:
-    """x[N, K] → E4M3 and scales float32 [⌈N/gran_k⌉, ⌈K/gran_k⌉]."""
-    return _cast(x, (gran_k, gran_k), use_ue8m0)
+    """Quantize x[N, K] in gran_k×gran_k blocks, to E4M3 and scales float32 [⌈N/gran_k⌉, ⌈K/gran_k⌉]."""
+    return _quantize(x, (gran_k, gran_k), use_ue8m0)
 
 
-def _cast(x: Tensor, block: tuple[int, int], use_ue8m0: bool) -> Pair:
+def _quantize(x: Tensor, block: tuple[int, int], use_ue8m0: bool) -> Pair:
     q = scaled.quantize(x, block, scale="power_of_2" if use_ue8m0 else "float32")
     return q.data, q.scale

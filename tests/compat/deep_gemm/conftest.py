@@ -24,7 +24,7 @@ def tiles(*shape: int, seed: int = 0, power_of_2: bool = False, gran_k: int = 12
     return _pair(random(*shape, seed=seed), (1, gran_k), power_of_2)
 
 
-def squares(*shape: int, seed: int = 0, power_of_2: bool = False) -> tuple[Tensor, Tensor]:
+def blocks_128(*shape: int, seed: int = 0, power_of_2: bool = False) -> tuple[Tensor, Tensor]:
     """[..., N, K] in blocks of 128×128."""
     return _pair(random(*shape, seed=seed), (128, 128), power_of_2)
 
@@ -42,7 +42,7 @@ def values(pair: tuple[Tensor, Tensor], rows: int, cols: int) -> Tensor:
     return data.double() * scale.double()
 
 
-def assert_product(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None) -> None:
+def assert_gemm(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None) -> None:
     """d is c + a · bᵀ of float64 operands, within the rounding of K FP32 sums and of d's own dtype."""
     c = torch.zeros_like(d) if c is None else c
     exact = c.double() + a @ b.mT

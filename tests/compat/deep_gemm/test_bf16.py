@@ -1,4 +1,4 @@
-"""bf16_gemm_*: the product in FP32, rounded once; the grouped forms are tested with the FP8 ones."""
+"""bf16_gemm_*: the GEMM in FP32, rounded once; the grouped forms are tested with the FP8 ones."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import octile.compat.deep_gemm as deep_gemm
-from tests.compat.deep_gemm.conftest import assert_product, random
+from tests.compat.deep_gemm.conftest import assert_gemm, random
 
 sides = {"m": st.integers(1, 40), "n": st.integers(1, 40), "k": st.integers(1, 100)}
 
@@ -16,7 +16,7 @@ def test_the_product_is_stored_or_added(m, n, k, dtype, add):
     a, b, c = random(m, k).bfloat16(), random(n, k, seed=1).bfloat16(), random(m, n, seed=2).to(dtype)
     d = torch.full((m, n), float("nan"), dtype=dtype)
     deep_gemm.bf16_gemm_nt(a, b, d, c if add else None)
-    assert_product(d, a.double(), b.double(), c if add else None)
+    assert_gemm(d, a.double(), b.double(), c if add else None)
 
 
 @pytest.mark.parametrize("form", ["nt", "nn", "tn", "tt"])
@@ -26,7 +26,7 @@ def test_transposed_operands_are_the_same_operands(form):
     given_a = a.T.contiguous() if form[0] == "t" else a
     given_b = b.T.contiguous() if form[1] == "n" else b
     getattr(deep_gemm, f"bf16_gemm_{form}")(given_a, given_b, d)
-    assert_product(d, a.double(), b.double())
+    assert_gemm(d, a.double(), b.double())
 
 
 def test_autocast_changes_nothing():

@@ -1,4 +1,4 @@
-"""fp8_gemm_*: the product of what the pairs hold, in every layout, dtype and recipe."""
+"""fp8_gemm_*: the GEMM of the values of the pairs, in every layout, dtype and recipe."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import octile.compat.deep_gemm as deep_gemm
 from octile.ops.scale_layouts import pack_ue8m0
-from tests.compat.deep_gemm.conftest import assert_product, random, squares, tiles, values
+from tests.compat.deep_gemm.conftest import assert_gemm, blocks_128, random, tiles, values
 
 M, N, K = 37, 150, 300
 
@@ -18,11 +18,11 @@ def empty(m=M, n=N, dtype=torch.bfloat16):
 
 
 @given(m=st.integers(1, 140), n=st.integers(1, 140), k=st.integers(1, 300), dtype=st.sampled_from(["bf16", "fp32"]))
-def test_tiles_times_squares_at_any_size(m, n, k, dtype):
-    a, b = tiles(m, k), squares(n, k, seed=1)
+def test_tiles_times_blocks_at_any_size(m, n, k, dtype):
+    a, b = tiles(m, k), blocks_128(n, k, seed=1)
     d = empty(m, n, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     deep_gemm.fp8_gemm_nt(a, b, d)
-    assert_product(d, values(a, 1, 128), values(b, 128, 128))
+    assert_gemm(d, values(a, 1, 128), values(b, 128, 128))
 
 
 @pytest.mark.parametrize("gran_k", [32, 128])
@@ -30,14 +30,14 @@ def test_tiles_times_tiles(gran_k):
     a, b = tiles(M, K, gran_k=gran_k), tiles(N, K, seed=1, gran_k=gran_k)
     d = empty(dtype=torch.float32)
     deep_gemm.fp8_gemm_nt(a, b, d, recipe=(1, 1, gran_k))
-    assert_product(d, values(a, 1, gran_k), values(b, 1, gran_k))
+    assert_gemm(d, values(a, 1, gran_k), values(b, 1, gran_k))
 
 
 def test_each_operand_may_have_a_recipe_of_its_own():
-    a, b = tiles(M, K, gran_k=32), squares(N, K, seed=1)
+    a, b = tiles(M, K, gran_k=32), blocks_128(N, K, seed=1)
     d = empty(dtype=torch.float32)
     deep_gemm.fp8_gemm_nt(a, b, d, recipe_a=(1, 32), recipe_b=(128, 128))
-    assert_product(d, values(a, 1, 32), values(b, 128, 128))
+    assert_gemm(d, values(a, 1, 32), values(b, 128, 128))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -46,32 +46,32 @@ def test_c_that_is_d_is_added_to(dtype):
     d = (32 * random(M, N, seed=2)).to(dtype)
     c = d.clone()
     deep_gemm.fp8_gemm_nt(a, b, d, c=d, recipe=(1, 1, 128))
-    assert_product(d, values(a, 1, 128), values(b, 1, 128), c)
+    assert_gemm(d, values(a, 1, 128), values(b, 1, 128), c)
 
 
-def test_a_c_of_its_own_is_added_and_stays_as_it_is():
-    a, b = tiles(M, K), squares(N, K, seed=1)
+def test_a_c_of_its_own_is_added_and_is_unchanged():
+    a, b = tiles(M, K), blocks_128(N, K, seed=1)
     c, d = random(M, N, seed=2), empty(dtype=torch.float32)
     before = c.clone()
     deep_gemm.fp8_gemm_nt(a, b, d, c)
-    assert_product(d, values(a, 1, 128), values(b, 128, 128), c)
+    assert_gemm(d, values(a, 1, 128), values(b, 128, 128), c)
     assert torch.equal(c, before)
 
 
 @pytest.mark.parametrize("form", ["nt", "nn", "tn", "tt"])
 def test_transposed_operands_are_the_same_operands(form):
-    a, b = tiles(M, K), squares(N, K, seed=1)
+    a, b = tiles(M, K), blocks_128(N, K, seed=1)
     expected, d = empty(), empty()
     deep_gemm.fp8_gemm_nt(a, b, expected)
-    turned = {"n": lambda pair: pair, "t": lambda pair: (pair[0].T.contiguous(), pair[1].T.contiguous())}
-    given_a = turned["t" if form[0] == "t" else "n"](a)
-    given_b = turned["t" if form[1] == "n" else "n"](b)
+    transposed = {"n": lambda pair: pair, "t": lambda pair: (pair[0].T.contiguous(), pair[1].T.contiguous())}
+    given_a = transposed["t" if form[0] == "t" else "n"](a)
+    given_b = transposed["t" if form[1] == "n" else "n"](b)
     getattr(deep_gemm, f"fp8_gemm_{form}")(given_a, given_b, d)
     assert torch.equal(d, expected)
 
 
 def test_aligned_scales_are_the_same_scales():
-    a, b = tiles(M, K), squares(N, K, seed=1)
+    a, b = tiles(M, K), blocks_128(N, K, seed=1)
     expected, d = empty(), empty()
     deep_gemm.fp8_gemm_nt(a, b, expected)
     moved = deep_gemm.transform_sf_into_required_layout(a[1], M, K, (1, 128, 128), is_sfa=True)
@@ -87,31 +87,31 @@ def test_packed_scales_are_the_same_scales():
     assert torch.equal(d, expected)
 
 
-def test_on_sm_100_scales_are_packed_unless_told_otherwise(monkeypatch):
-    """What reaches the product for sm_100, seen on a CPU."""
+def test_on_sm_100_scales_are_packed_unless_disabled(monkeypatch):
+    """What reaches the GEMM for sm_100, seen on a CPU."""
     from octile.compat.deep_gemm import dense
 
-    monkeypatch.setattr(dense, "multiplies_mx", lambda t: True)
+    monkeypatch.setattr(dense, "has_mx_tensor_cores", lambda t: True)
     seen = []
 
-    def packed_product(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype):
+    def packed_gemm(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype):
         seen.append((a_scale.dtype, a_scale.shape, b_scale.shape))
         return original(a, a_scale, a_cols, b, b_scale, b_cols, out_dtype)
 
     original = dense.packed_matmul_nt
-    monkeypatch.setattr(dense, "packed_matmul_nt", packed_product)
-    a, b = tiles(M, K, power_of_2=True), squares(N, K, seed=1, power_of_2=True)
+    monkeypatch.setattr(dense, "packed_matmul_nt", packed_gemm)
+    a, b = tiles(M, K, power_of_2=True), blocks_128(N, K, seed=1, power_of_2=True)
     d, c = torch.zeros(M, N), random(M, N, seed=2)
     deep_gemm.fp8_gemm_nt(a, b, d, c)
     assert seen == [(torch.int32, (M, 1), (N, 1))]
-    assert_product(d, values(a, 1, 128), values(b, 128, 128), c)
+    assert_gemm(d, values(a, 1, 128), values(b, 128, 128), c)
     deep_gemm.fp8_gemm_nt(a, b, d, disable_ue8m0_cast=True)
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 3, 0)])
 def test_an_empty_side_is_no_error_and_an_empty_sum_is_c(m, n, k):
-    a, b = tiles(m, k), squares(n, k)
+    a, b = tiles(m, k), blocks_128(n, k)
     c, d = random(m, n), empty(m, n, torch.float32)
     deep_gemm.fp8_gemm_nt(a, b, d, c)
     assert torch.equal(d, c)
@@ -122,21 +122,21 @@ def test_the_second_names_are_the_same_functions():
     assert deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked is deep_gemm.m_grouped_fp8_gemm_nt_masked
 
 
-# Refusals: of the standard type, and before anything is written
+# Refusals: of the standard type, before anything is written
 
 
 def fitting(**changes):
-    arguments = {"a": tiles(M, K), "b": squares(N, K), "d": torch.zeros(M, N), "c": torch.ones(M, N)}
+    arguments = {"a": tiles(M, K), "b": blocks_128(N, K), "d": torch.zeros(M, N), "c": torch.ones(M, N)}
     return arguments | {name: change(arguments[name]) for name, change in changes.items()}
 
 
 REFUSED = {
     "no pair": ({"a": lambda a: a[0]}, TypeError, r"a must be a pair \(data, scale\), not Tensor"),
     "FP4": ({"b": lambda b: (b[0].view(torch.int8), b[1])}, TypeError, "b must be float8_e4m3fn, not torch.int8"),
-    "K": ({"b": lambda b: squares(N, K + 1)}, ValueError, "a and b must agree in K"),
+    "K": ({"b": lambda b: blocks_128(N, K + 1)}, ValueError, "a and b must agree in K"),
     "scales": ({"a": lambda a: (a[0], a[1][:, :2])}, ValueError, r"a's scale must be \(37, 3\)"),
     "scales' dtype": ({"a": lambda a: (a[0], a[1].double())}, TypeError, "a's scale must be float32"),
-    "packed squares": (
+    "packed blocks_128": (
         {"b": lambda b: (b[0], b[1].int())},
         ValueError,
         r"b's scale must be \(150, 1\) where it is packed",
@@ -149,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_does_not_fit_is_refused_and_d_stays_as_it_is(changes, error, message):
+def test_what_does_not_fit_is_refused_and_d_is_unchanged(changes, error, message):
     arguments = fitting(**changes)
     before = arguments["d"].clone()
     with pytest.raises(error, match=message):
@@ -159,15 +159,15 @@ def test_what_does_not_fit_is_refused_and_d_stays_as_it_is(changes, error, messa
 
 def test_a_c_that_lies_where_d_does_has_its_strides():
     d = torch.zeros(20, 20)
-    with pytest.raises(ValueError, match=r"c lies where d does, so it must have d's strides \(20, 1\), not \(1, 20\)"):
-        deep_gemm.fp8_gemm_nt(tiles(20, K), squares(20, K), d, d.T)
+    with pytest.raises(ValueError, match=r"c shares d's memory, so it must have d's strides \(20, 1\), not \(1, 20\)"):
+        deep_gemm.fp8_gemm_nt(tiles(20, K), blocks_128(20, K), d, d.T)
 
 
 @pytest.mark.parametrize(
     ("recipes", "message"),
     [
         ({"recipe_a": (1, 128)}, "recipe_a and recipe_b must be given both"),
-        ({"recipe": (1, 1, 128), "recipe_a": (1, 128), "recipe_b": (1, 128)}, "recipe must not be given beside"),
+        ({"recipe": (1, 1, 128), "recipe_a": (1, 128), "recipe_b": (1, 128)}, "recipe must not be given together with"),
     ],
 )
 def test_recipes_that_contradict_each_other_are_refused(recipes, message):
@@ -175,20 +175,20 @@ def test_recipes_that_contradict_each_other_are_refused(recipes, message):
         deep_gemm.fp8_gemm_nt(**fitting(), **recipes)
 
 
-# The vendor's product, for comparison
+# cuBLASLt's GEMM, for comparison
 
 
 @pytest.mark.parametrize("form", ["nt", "nn", "tn", "tt"])
-def test_the_vendors_product_takes_e4m3_without_scales(form):
+def test_cublaslt_takes_e4m3_without_scales(form):
     a, b = tiles(M, K)[0], tiles(N, K, seed=1)[0]
     d = empty(dtype=torch.float32)
     given_a = a.T.contiguous() if form[0] == "t" else a
     given_b = b.T.contiguous() if form[1] == "n" else b
     getattr(deep_gemm, f"cublaslt_gemm_{form}")(given_a, given_b, d)
-    assert_product(d, a.double(), b.double())
+    assert_gemm(d, a.double(), b.double())
 
 
-def test_on_a_gpu_the_vendors_product_is_given_scales_of_one(monkeypatch):
+def test_on_a_gpu_cublaslt_is_given_scales_of_one(monkeypatch):
     from octile.compat.deep_gemm.bf16 import _per_tensor
 
     def library(a, b, a_scale, a_scaling, b_scale, b_scaling, output_dtype):
@@ -197,4 +197,4 @@ def test_on_a_gpu_the_vendors_product_is_given_scales_of_one(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_mm", library)
     a, b = tiles(M, K)[0], tiles(N, K, seed=1)[0]
-    assert_product(_per_tensor(a, b, torch.float32), a.double(), b.double())
+    assert_gemm(_per_tensor(a, b, torch.float32), a.double(), b.double())

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import octile.compat.deep_gemm as deep_gemm
 from octile.compat.deep_gemm import utils
-from tests.compat.deep_gemm.conftest import assert_product, random, values
+from tests.compat.deep_gemm.conftest import assert_gemm, random, values
 
 m, n = 24, 40
 
 
-def casts(ks: list[int], channels: int, gran_k: int = 128, seed: int = 0, power_of_2: bool = False):
+def quantized(ks: list[int], channels: int, gran_k: int = 128, seed: int = 0, power_of_2: bool = False):
     """Per group: data [K_g, channels], scale [⌈K_g/gran_k⌉, channels]."""
     x = random(sum(ks), channels, seed=seed).split(ks)
     return [utils.per_channel_cast_to_fp8(x_g, power_of_2, gran_k) for x_g in x]
@@ -27,7 +27,7 @@ def joined(groups):
 def check(d, a, b, c, gran_k=128):
     for g in range(len(a)):
         left, right = values(a[g], gran_k, 1), values(b[g], gran_k, 1)
-        assert_product(d[g], left.T, right.T, c[g])
+        assert_gemm(d[g], left.T, right.T, c[g])
 
 
 ks_of = {128: st.sampled_from([0, 128, 256]), 32: st.sampled_from([0, 32, 96, 160])}
@@ -36,7 +36,7 @@ ks_of = {128: st.sampled_from([0, 128, 256]), 32: st.sampled_from([0, 32, 96, 16
 @given(data=st.data(), gran_k=st.sampled_from([128, 32]), step=st.sampled_from([128, 32]))
 def test_tokens_in_rows(data, gran_k, step):
     ks = data.draw(st.lists(ks_of[step], min_size=1, max_size=4))
-    a, b, c = casts(ks, m, gran_k), casts(ks, n, gran_k, seed=1), random(len(ks), m, n, seed=2)
+    a, b, c = quantized(ks, m, gran_k), quantized(ks, n, gran_k, seed=1), random(len(ks), m, n, seed=2)
     d = c.clone()
     layout = torch.tensor(ks, dtype=torch.int32)
     deep_gemm.k_grouped_fp8_gemm_tn_contiguous(joined(a), joined(b), d, ks, layout, d, recipe=(1, 1, gran_k))
@@ -45,7 +45,7 @@ def test_tokens_in_rows(data, gran_k, step):
 
 @given(ks=st.lists(ks_of[128] | ks_of[32], min_size=1, max_size=4))
 def test_transposed_groups_one_after_the_other(ks):
-    a, b, c = casts(ks, m), casts(ks, n, seed=1), random(len(ks), m, n, seed=2)
+    a, b, c = quantized(ks, m), quantized(ks, n, seed=1), random(len(ks), m, n, seed=2)
     d = torch.full_like(c, float("nan"))
 
     def flat(groups):
@@ -61,11 +61,11 @@ def test_transposed_groups_one_after_the_other(ks):
     ks=st.lists(st.integers(0, 200), min_size=1, max_size=4),
     alignment=st.sampled_from([32, 128, 160]),
     gran_k=st.sampled_from([32, 128]),
-    told=st.booleans(),
+    given=st.booleans(),
 )
-def test_groups_that_end_where_the_device_says(ks, alignment, gran_k, told):
+def test_groups_that_end_where_the_device_says(ks, alignment, gran_k, given):
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
-    a, b, c = casts(ks, m, gran_k), casts(ks, n, gran_k, seed=1), random(len(ks), m, n, seed=2)
+    a, b, c = quantized(ks, m, gran_k), quantized(ks, n, gran_k, seed=1), random(len(ks), m, n, seed=2)
     starts = [0]
     for k in ks:
         starts.append(-(-(starts[-1] + k) // alignment) * alignment)
@@ -77,7 +77,7 @@ def test_groups_that_end_where_the_device_says(ks, alignment, gran_k, told):
         return data, torch.cat([scale for _, scale in groups])
 
     ends = torch.tensor([start + k for start, k in zip(starts, ks, strict=False)], dtype=torch.int32)
-    d, recipe, sizes = c.clone(), (1, 1, gran_k), ks if told else None
+    d, recipe, sizes = c.clone(), (1, 1, gran_k), ks if given else None
     deep_gemm.k_grouped_fp8_gemm_tn_contiguous(
         with_gaps(a), with_gaps(b), d, sizes, ends, d, recipe, use_psum_layout=True
     )  # fmt: skip
@@ -98,14 +98,14 @@ def test_a_scale_of_nan_reaches_its_group_and_not_the_gap_before_it():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_c_gradients_are_stored(dtype):
     ks = [128, 0]
-    a, b, d = casts(ks, m), casts(ks, n, seed=1), torch.full((2, m, n), float("nan"), dtype=dtype)
+    a, b, d = quantized(ks, m), quantized(ks, n, seed=1), torch.full((2, m, n), float("nan"), dtype=dtype)
     deep_gemm.k_grouped_fp8_gemm_tn_contiguous(joined(a), joined(b), d, ks, torch.tensor(ks, dtype=torch.int32))
     check(d, a, b, torch.zeros_like(d))
 
 
 def test_packed_scales_are_the_same_scales():
     ks, recipe = [256, 128, 640], (1, 1, 128)
-    a, b = joined(casts(ks, m, power_of_2=True)), joined(casts(ks, n, seed=1, power_of_2=True))
+    a, b = joined(quantized(ks, m, power_of_2=True)), joined(quantized(ks, n, seed=1, power_of_2=True))
     layout = torch.tensor(ks, dtype=torch.int32)
     expected, d = torch.zeros(3, m, n), torch.zeros(3, m, n)
     deep_gemm.k_grouped_fp8_gemm_tn_contiguous(a, b, expected, ks, layout)
@@ -134,8 +134,8 @@ def test_packed_scales_are_the_same_scales():
 def test_what_does_not_fit_is_refused(change, error, message):
     ks = [128, 128]
     arguments = {
-        "a": joined(casts(ks, m)),
-        "b": joined(casts(ks, n)),
+        "a": joined(quantized(ks, m)),
+        "b": joined(quantized(ks, n)),
         "d": torch.zeros(2, m, n),
         "ks_cpu": ks,
         "grouped_layout": torch.tensor(ks, dtype=torch.int32),
@@ -163,7 +163,7 @@ def test_bf16_gradients_are_stored_or_added_in_fp32(ks, add):
     d, layout = c.clone(), torch.tensor(ks, dtype=torch.int32)
     deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, layout, d if add else None)
     for g, (a_g, b_g) in enumerate(zip(a.double().split(ks), b.double().split(ks), strict=True)):
-        assert_product(d[g], a_g.T, b_g.T, c[g] * add)
+        assert_gemm(d[g], a_g.T, b_g.T, c[g] * add)
 
 
 def test_bf16_gradients_of_a_psum_layout_are_refused():

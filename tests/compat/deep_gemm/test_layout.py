@@ -1,4 +1,4 @@
-"""Scales under DeepGEMM's names: what `octile.ops.scale_layouts` does, zeros and padding besides."""
+"""Scales under DeepGEMM's names: what `octile.ops.scale_layouts` does, and zeros and padding."""
 
 import pytest
 import torch
@@ -49,27 +49,27 @@ def test_what_lies_between_groups_is_not_looked_at():
     assert not packed[12:].any()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_groups_that_end_where_the_device_says_are_packed_one_by_one(told):
+@pytest.mark.parametrize("given", [True, False])
+def test_groups_that_end_where_the_device_says_are_packed_one_by_one(given):
     ks, alignment, gran_k = [100, 0, 700], 160, 32
     ends = torch.tensor([100, 160, 860], dtype=torch.int32)
     counts = [-(-k // gran_k) for k in ks]
     sf = powers_of_2(sum(counts), 6)
     packed = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
-        sf, ends, ks if told else None, gran_k, alignment, use_psum_layout=True
+        sf, ends, ks if given else None, gran_k, alignment, use_psum_layout=True
     )
     alone = torch.cat([pack_ue8m0(group.mT).mT for group in sf.split(counts) if len(group)])
     assert torch.equal(packed[: len(alone)], alone)
 
 
-# The layout that products read
+# The layout that GEMMs read
 
 
-def test_tiles_are_aligned_and_squares_stay():
-    tiles, squares = random(37, 3), random(2, 3)
+def test_tiles_are_aligned_and_blocks_stay():
+    tiles, blocks_128 = random(37, 3), random(2, 3)
     required = deep_gemm.transform_sf_into_required_layout(tiles, 37, 300, (1, 128, 128), is_sfa=True)
     assert required.stride() == (1, 40)
-    assert deep_gemm.transform_sf_into_required_layout(squares, 150, 300, (1, 128, 128), is_sfa=False) is squares
+    assert deep_gemm.transform_sf_into_required_layout(blocks_128, 150, 300, (1, 128, 128), is_sfa=False) is blocks_128
 
 
 def test_a_recipe_of_two_is_the_operands_own():
@@ -79,11 +79,11 @@ def test_a_recipe_of_two_is_the_operands_own():
     assert required.stride() == (400, 1, 40)
 
 
-def test_on_sm_100_squares_become_packed_tiles(monkeypatch):
-    monkeypatch.setattr(layout, "multiplies_mx", lambda t: True)
-    squares = powers_of_2(2, 3)
-    required = deep_gemm.transform_sf_into_required_layout(squares, 150, 300, (128, 128))
-    assert torch.equal(unpack_ue8m0(required, 3), squares.repeat_interleave(128, dim=0)[:150])
+def test_on_sm_100_blocks_become_packed_tiles(monkeypatch):
+    monkeypatch.setattr(layout, "has_mx_tensor_cores", lambda t: True)
+    blocks_128 = powers_of_2(2, 3)
+    required = deep_gemm.transform_sf_into_required_layout(blocks_128, 150, 300, (128, 128))
+    assert torch.equal(unpack_ue8m0(required, 3), blocks_128.repeat_interleave(128, dim=0)[:150])
 
 
 SIZES = torch.tensor([256, 256], dtype=torch.int32)
@@ -107,13 +107,13 @@ def test_what_is_no_scale_is_refused(sf):
         ({"grouped_layout": None}, TypeError, "grouped_layout must be a tensor, not NoneType"),
         ({"grouped_layout": SIZES.long()}, TypeError, "grouped_layout must be int32, not torch.int64"),
         ({"grouped_layout": SIZES[None]}, ValueError, r"grouped_layout must be \[2\], one for each group"),
-        ({"grouped_layout": SIZES.flip(0) - 128}, ValueError, "grouped_layout must say the same as ks_cpu"),
+        ({"grouped_layout": SIZES.flip(0) - 128}, ValueError, "grouped_layout must agree with ks_cpu"),
         ({"ks_cpu": None}, ValueError, "ks_cpu must be given unless use_psum_layout is"),
         ({"ks_cpu": SIZES}, TypeError, "ks_cpu must be a list of integers"),
         ({"ks_cpu": [256]}, ValueError, "ks_cpu must have 2 sizes, one for each group, not 1"),
         ({"gran_k": 0}, ValueError, "gran_k must be an integer of at least 1, not 0"),
         ({"k_alignment": None}, ValueError, "k_alignment must be an integer of at least 1, not None"),
-        ({"sf": torch.ones(3, 8)}, ValueError, r"grouped_layout must be of groups with 3 scales, not \[256, 256\]"),
+        ({"sf": torch.ones(3, 8)}, ValueError, r"grouped_layout must have groups with 3 scales, not \[256, 256\]"),
     ],
 )
 def test_groups_that_do_not_fit_their_scales_are_refused(changes, error, message):
@@ -140,7 +140,7 @@ def test_a_recipe_that_is_none_is_refused(recipe):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"recipe": (1, 128, 128)}, "is_sfa must say which operand"),
+        ({"recipe": (1, 128, 128)}, "is_sfa must be given with a recipe of three"),
         ({"recipe": (128, 128)}, r"sf must be \(1, 3\), not \(37, 3\)"),
         ({"recipe": (1, 128), "num_groups": 2}, r"sf must be \(2, 37, 3\), not \(37, 3\)"),
     ],

@@ -23,13 +23,13 @@ def a_gpu_of_132(monkeypatch):
 
 
 @pytest.mark.usefixtures("a_gpu_of_132")
-def test_multiprocessors_that_are_set_are_those_that_kernels_may_use():
+def test_sms_that_are_set_are_those_that_kernels_may_use():
     deep_gemm.set_num_sms(78)
     assert deep_gemm.get_num_sms() == num_sms.num_sms() == 78
 
 
 @pytest.mark.usefixtures("a_gpu_of_132")
-def test_zero_multiprocessors_mean_all():
+def test_zero_sms_mean_all():
     deep_gemm.set_num_sms(78)
     deep_gemm.set_num_sms(0)
     assert deep_gemm.get_num_sms() == 132
@@ -37,13 +37,13 @@ def test_zero_multiprocessors_mean_all():
 
 @pytest.mark.usefixtures("a_gpu_of_132")
 @pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (133, ValueError), (1.5, TypeError)])
-def test_other_numbers_of_multiprocessors_are_refused(count, error):
+def test_other_numbers_of_sms_are_refused(count, error):
     with pytest.raises(error):
         deep_gemm.set_num_sms(count)
     assert deep_gemm.get_num_sms() == 132
 
 
-def test_without_a_gpu_there_are_no_multiprocessors(monkeypatch):
+def test_without_a_gpu_there_are_no_sms(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="there is no GPU"):
         deep_gemm.get_num_sms()

@@ -1,4 +1,4 @@
-"""Every product refuses what does not fit by the name of the argument, and d is then as it was."""
+"""Every GEMM refuses what does not fit by the name of the argument, and d is unchanged then."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,20 +9,20 @@ from torch import Tensor
 
 import octile.compat.deep_gemm as deep_gemm
 from octile.ops.scale_layouts import pack_ue8m0
-from tests.compat.deep_gemm.conftest import random, squares, tiles
+from tests.compat.deep_gemm.conftest import blocks_128, random, tiles
 
 M, N, K, G = 24, 40, 256, 2
 Arguments = dict[str, Any]
 Change = Callable[[Any], Any]
 
 
-def turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def transposed(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return pair[0].mT, pair[1].mT
 
 
 def columns(channels: int, tokens: int = K) -> tuple[Tensor, Tensor]:
     """[tokens, channels] in tiles of 128×1."""
-    return turned(tiles(channels, tokens))
+    return transposed(tiles(channels, tokens))
 
 
 def int32(*numbers: int) -> Tensor:
@@ -42,7 +42,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 def fp8_dense() -> Arguments:
-    return {"a": tiles(M, K), "b": squares(N, K)} | added(M, N)
+    return {"a": tiles(M, K), "b": blocks_128(N, K)} | added(M, N)
 
 
 def bf16_dense() -> Arguments:
@@ -56,17 +56,17 @@ def change(arguments: Arguments, **changes: Change) -> Arguments:
 ROWS = int32(*[0] * 10, *[1] * 14)
 FITTING: dict[str, Callable[[], Arguments]] = {
     "fp8_gemm_nt": fp8_dense,
-    "fp8_gemm_nn": lambda: change(fp8_dense(), b=turned),
-    "fp8_gemm_tn": lambda: change(fp8_dense(), a=turned, b=turned),
-    "fp8_gemm_tt": lambda: change(fp8_dense(), a=turned),
+    "fp8_gemm_nn": lambda: change(fp8_dense(), b=transposed),
+    "fp8_gemm_tn": lambda: change(fp8_dense(), a=transposed, b=transposed),
+    "fp8_gemm_tt": lambda: change(fp8_dense(), a=transposed),
     "m_grouped_fp8_gemm_nt_contiguous": lambda: (
-        {"a": tiles(M, K), "b": squares(G, N, K), "grouped_layout": ROWS} | result(M, N)
+        {"a": tiles(M, K), "b": blocks_128(G, N, K), "grouped_layout": ROWS} | result(M, N)
     ),
     "m_grouped_fp8_gemm_nn_contiguous": lambda: (
-        {"a": tiles(M, K), "b": turned(squares(G, N, K)), "grouped_layout": ROWS} | result(M, N)
+        {"a": tiles(M, K), "b": transposed(blocks_128(G, N, K)), "grouped_layout": ROWS} | result(M, N)
     ),
     "m_grouped_fp8_gemm_nt_masked": lambda: (
-        {"a": tiles(G, M, K), "b": squares(G, N, K), "masked_m": int32(3, M), "expected_m": 9} | result(G, M, N)
+        {"a": tiles(G, M, K), "b": blocks_128(G, N, K), "masked_m": int32(3, M), "expected_m": 9} | result(G, M, N)
     ),
     "k_grouped_fp8_gemm_tn_contiguous": lambda: (
         {"a": columns(M), "b": columns(N), "ks_cpu": [128, 128], "grouped_layout": int32(128, 128)} | added(G, M, N)
@@ -162,7 +162,7 @@ CASES = [
     for function, arguments in FITTING.items()
     for name, what, how in wrong(arguments())
     if not (function == "k_grouped_fp8_gemm_nt_contiguous" and what == "data a dimension more")  # only its order counts
-    if not (function.startswith("k_grouped") and what == "integer scales")  # these would fit: they are rows of codes
+    if not (function.startswith("k_grouped") and what == "integer scales")  # these would fit: they are packed scales
 ]
 
 
@@ -175,12 +175,12 @@ def test_the_arguments_fit_otherwise(function: str):
 
 
 @pytest.mark.parametrize(("function", "name", "how"), CASES)
-def test_d_stays_as_it_is(function: str, name: str, how: Change):
+def test_d_is_unchanged(function: str, name: str, how: Change):
     arguments = change(FITTING[function](), **{name: how})
-    kept = {n: arguments[n].clone() for n in ("c", "d") if isinstance(arguments.get(n), Tensor)}
+    copies = {n: arguments[n].clone() for n in ("c", "d") if isinstance(arguments.get(n), Tensor)}
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
         getattr(deep_gemm, function)(**arguments)
-    for n, before in kept.items():
+    for n, before in copies.items():
         assert before.is_meta or torch.equal(arguments[n], before)
 
 
@@ -205,7 +205,7 @@ PSUM = {
 def test_ends_of_no_groups_are_refused(function: str, ends: tuple[int, int]):
     arguments = PSUM[function]() | {"grouped_layout": int32(*ends)}
     before = arguments["d"].clone()
-    what = r"grouped_layout must hold ends of groups that begin at multiples of 128, up to the 160 rows there are, not"
+    what = r"grouped_layout must hold ends of groups that begin at multiples of 128, up to the 160 rows, not"
     with pytest.raises(ValueError, match=what):
         getattr(deep_gemm, function)(**arguments, use_psum_layout=True)
     assert torch.equal(arguments["d"], before)

@@ -1,4 +1,4 @@
-"""Casts give pairs that the products take."""
+"""Quantization gives pairs that the GEMMs take."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CASTS = {
 
 @pytest.mark.parametrize(("cast", "block"), CASTS.values(), ids=CASTS.keys())
 @pytest.mark.parametrize("use_ue8m0", [False, True])
-def test_a_cast_keeps_values_to_half_a_step(cast, block, use_ue8m0):
+def test_quantization_keeps_values_to_half_a_step(cast, block, use_ue8m0):
     x = random(200, 300)
     data, scale = cast(x, use_ue8m0)
     step = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:200, :300] * 2.0**-9
