@@ -1,148 +1,153 @@
-// A square of 128×128 numbers that a block of 256 threads holds: cast along its rows, along its columns, or as a whole.
+// Quantization of a 128×128 block that a thread block of 256 threads holds in registers: along its rows, along its
+// columns, or with one scale.
 //
-// A thread holds eight rows of eight columns, and a warp 16 rows: 16 lanes lie beside each other, the other 16 below. So a
-// row's largest magnitude is found within 16 lanes, and a column's across the eight warps, through shared memory.
+// A thread holds 8 rows of 8 columns, and a warp 16 rows of 128 columns: 16 lanes share 8 rows. So the amax of a row is
+// reduced within 16 lanes, and the amax of a column across the 8 warps, through shared memory.
 //
 // NOTES
-// - Bytes are turned without being turned: a thread rounds four rows of one column at once, and what comes out is a word
-//   of the transpose. It writes words of eight rows to shared memory, from where whole rows of 128 bytes are stored.
-// - There, the 16-byte units of a row of the transpose change places, by a number that depends on the row: or the lanes of
-//   a warp would all write to the same banks. Half of them write at once, eight bytes each. To meet all banks, the second
-//   eight of these must write the other half of their units, and so they hold the other eight rows (`crossed`).
-// - What is turned stays in shared memory until the kernel calls `store_turned`: what it loads next should be under way
-//   before.
+// - Rounding transposes: a thread rounds 4 rows of one column at once, and the result is a word of the transpose. It
+//   writes words of 8 rows to shared memory, from which whole rows of 128 bytes are stored.
+// - In shared memory the 16-byte units of a row of the transpose are permuted (swizzled) by an XOR with the row, or all
+//   lanes of a warp would write to the same banks. Half of the lanes write at once, 8 bytes each. To reach all banks,
+//   the second 8 of them must write the other half of their units; so these hold the other 8 rows (lane layout
+//   `crossed`).
+// - The transpose stays in shared memory until the kernel calls `store_transposed`, so that the kernel can issue its
+//   next loads before.
 #pragma once
 #include "tile.cuh"
 
-constexpr int side = 128, square_threads = 256, warps = square_threads / 32;
+constexpr int side = 128, block_threads = 256, warps = block_threads / 32;  // side: rows and columns of a block
 
-// What is divided by, and how the result is stored.
-//   both         rows by their scales, and columns by theirs, turned
-//   transposed_only  columns, turned
-//   columns      columns, not turned
-//   block        one scale, not turned
-//   weight       one scale, both ways
+// How a block is scaled and stored; `launcher.py` has the same values.
+//   both             1×128 scales, not transposed, and 128×1 scales, stored transposed
+//   transposed_only  128×1 scales, stored transposed
+//   columns          128×1 scales, not transposed
+//   block            one scale, not transposed
+//   weight           one scale, stored both ways
 enum Form { both, transposed_only, columns, block, weight };
 
-__device__ constexpr bool turns(int form) { return form == both || form == transposed_only || form == weight; }
+__device__ constexpr bool has_transposed(int form) { return form == both || form == transposed_only || form == weight; }
 
-namespace place {  // in shared memory
-constexpr int turned_bytes = 0;
-constexpr int maxima = turned_bytes + side * side;   // float [warps][side], of columns, or one for each warp
-constexpr int divisors = maxima + 4 * warps * side;  // Divisor [8][16]: a thread's columns lie 16 apart
-constexpr int row_divisors = divisors + 8 * side;    // Divisor [side], of rows
-constexpr int row_maxima = row_divisors + 8 * side;  // float [side]
-constexpr int care = row_maxima + 4 * side;          // int [8]: whether a divisor of 32 columns, or rows, needs care
-constexpr int bytes = care + 32;
-}  // namespace place
+namespace smem {  // offsets in shared memory, in bytes
+constexpr int transposed = 0;
+constexpr int maxima = transposed + side * side;     // float [warps][side]: amax of columns; or one per warp
+constexpr int divisors = maxima + 4 * warps * side;  // Divisor [8][16] of columns; those of a thread lie 16 apart
+constexpr int row_divisors = divisors + 8 * side;    // Divisor [side] of rows
+constexpr int row_maxima = row_divisors + 8 * side;  // float [side]: amax of rows
+constexpr int careful_flags = row_maxima + 4 * side;  // int [8]: whether any of 32 divisors needs the careful division
+constexpr int bytes = careful_flags + 32;
+}  // namespace smem
 
 __device__ __forceinline__ unsigned round_up(unsigned n, unsigned unit) { return (n + unit - 1) / unit * unit; }
 __device__ __forceinline__ unsigned tiles(unsigned n) { return (n + side - 1) / side; }
-__device__ __forceinline__ int64_t wide(unsigned a, unsigned b) { return static_cast<int64_t>(a) * b; }
+__device__ __forceinline__ int64_t mul_wide(unsigned a, unsigned b) { return static_cast<int64_t>(a) * b; }
 
-// Where the square lies in a matrix [m, k] of a batch, and the thread's rows and columns.
-struct Square {
+// Position of a 128×128 block in a matrix [m, k] of a batch, and the rows and columns of the thread in it.
+struct BlockCoord {
     unsigned batch, m_tile, k_tile, m, k;
 
     __device__ __forceinline__ unsigned row() const {
-        return m_tile * side + threadIdx.x / 32 * 16 + row_of_lane<crossed>() * 8;
+        return m_tile * side + threadIdx.x / 32 * 16 + lane_row<crossed>() * 8;
     }
     __device__ __forceinline__ unsigned column() const { return k_tile * side + ptx::lane_id() % 16 * 8; }
-    // How many of the thread's rows there are in the matrix; below its edge and beside it none, or fewer than none.
-    __device__ __forceinline__ int rows() const { return column() < k ? static_cast<int>(m - row()) : 0; }
+    // How many of the thread's rows lie in the matrix; zero or negative if it is out of bounds.
+    __device__ __forceinline__ int rows_left() const { return column() < k ? static_cast<int>(m - row()) : 0; }
 };
 
-// Calls do_row(i, there) for each of the thread's eight rows. What it loads is under way at once: eight rows that may be
-// missing are more predicates than a thread has, and the last would wait for the first.
+// Calls do_row(i, in_bounds) for each of the thread's 8 rows. Blocks inside the matrix take a path without predicates:
+// 8 rows need more predicate registers than a thread has, and then the last loads would wait for the first.
 template <class DoRow>
-__device__ __forceinline__ void each_row(const Square& at, DoRow do_row) {
-    const int there = at.rows();
-    if ((at.m_tile + 1) * side <= at.m && (at.k_tile + 1) * side <= at.k) {  // most squares
+__device__ __forceinline__ void for_each_row(const BlockCoord& at, DoRow do_row) {
+    const int left = at.rows_left();
+    if ((at.m_tile + 1) * side <= at.m && (at.k_tile + 1) * side <= at.k) {  // most blocks
 #pragma unroll
         for (int i = 0; i < 8; ++i) do_row(i, true);
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) do_row(i, i < there);
+        for (int i = 0; i < 8; ++i) do_row(i, i < left);
     }
 }
 
-// The square of an index. Those that are taken at the same time lie beside each other both ways, `band_height` of them
-// along M: rows of the result are contiguous along K, those of the turned one along M, and neither should be written in
-// pieces that lie far apart. band_inverse: that of a band's squares, for `quotient`.
-template <unsigned band_height>
-__device__ __forceinline__ Square square_of(unsigned index, unsigned m, unsigned k, unsigned band_inverse) {
-    const unsigned m_tiles = tiles(m), k_tiles = tiles(k), of_matrix = m_tiles * k_tiles;
-    Square at{0, 0, 0, m, k};
-    if (index >= of_matrix) {
-        at.batch = index / of_matrix;
-        index -= at.batch * of_matrix;
+// The 128×128 block that a thread block takes. Consecutive thread blocks take `raster_height` blocks along M, then the
+// next column of these. So blocks that run at the same time are neighbors along M and K: the result is contiguous along
+// K and its transpose along M, and neighbors complete the cache lines of both. raster_inverse: the `inverse` that
+// `quotient` takes for raster_height · ⌈k / 128⌉.
+template <unsigned raster_height>
+__device__ __forceinline__ BlockCoord block_coord(unsigned index, unsigned m, unsigned k, unsigned raster_inverse) {
+    const unsigned m_tiles = tiles(m), k_tiles = tiles(k), blocks_per_matrix = m_tiles * k_tiles;
+    BlockCoord at{0, 0, 0, m, k};
+    if (index >= blocks_per_matrix) {
+        at.batch = index / blocks_per_matrix;
+        index -= at.batch * blocks_per_matrix;
     }
-    const unsigned band = quotient(index, band_height * k_tiles, band_inverse), first = band * band_height;
-    const unsigned in_band = index - first * k_tiles, height = min(m_tiles - first, band_height);
-    at.k_tile = height == band_height ? in_band / band_height : in_band / height;
+    const unsigned band = quotient(index, raster_height * k_tiles, raster_inverse), first = band * raster_height;
+    const unsigned in_band = index - first * k_tiles, height = min(m_tiles - first, raster_height);
+    at.k_tile = height == raster_height ? in_band / raster_height : in_band / height;
     at.m_tile = first + in_band - at.k_tile * height;
     return at;
 }
 
-// Results as `octile.kernels.memory_layout` lays them out; what a form does not make is not touched.
-struct Cast {
+// Results in the layout of `octile.kernels.memory_layout`; those that a form does not have are not accessed.
+struct Outputs {
     uint8_t *data, *data_t;
     float *scale, *scale_t;
 };
 
-// Where in shared memory eight rows, 8 · piece …, of the first column of a group of eight lie; the next columns follow.
-__device__ __forceinline__ unsigned turned_place(unsigned group, unsigned piece) {
-    return group * 8 * side + (piece / 2 ^ group % 8) * 16 + piece % 2 * 8;
+// The swizzled offset in shared memory of a vector of 8 rows, from row 8 · vector on, of the first column of a group of
+// 8 columns. The other columns follow, `side` bytes apart.
+__device__ __forceinline__ unsigned transposed_offset(unsigned group, unsigned vector) {
+    return group * 8 * side + (vector / 2 ^ group % 8) * 16 + vector % 2 * 8;
 }
 
-// The turned codes from shared memory to memory: 16 bytes a lane, eight lanes a row. Rows are stored up to their padding.
-__device__ __forceinline__ void store_turned(uint8_t* data_t, const Square& at, const uint8_t* shared) {
+// Stores the transposed data from shared memory: 16 bytes per lane, 8 lanes per row. The padding of rows is stored too.
+__device__ __forceinline__ void store_transposed(uint8_t* data_t, const BlockCoord& at, const uint8_t* shared) {
     const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32, unit = lane % 8;
     const unsigned row_bytes = round_up(at.m, 16), m = at.m_tile * side + 16 * unit;
     unsigned column = at.k_tile * side + warp * 16 + lane / 8;
-    uint8_t* to = data_t + (wide(at.batch, at.k) + column) * row_bytes + m;
+    uint8_t* to = data_t + (mul_wide(at.batch, at.k) + column) * row_bytes + m;
 #pragma unroll
     for (unsigned i = 0; i < 4; ++i, column += 4, to += 4 * row_bytes) {
-        const uint8_t* from = shared + turned_place(2 * warp + i / 2, 2 * unit) + (lane / 8 + i % 2 * 4) * side;
+        const uint8_t* from = shared + transposed_offset(2 * warp + i / 2, 2 * unit) + (lane / 8 + i % 2 * 4) * side;
         ptx::store_16(to, *reinterpret_cast<const uint4*>(from), column < at.k && m < row_bytes);
     }
 }
 
-// The divisors of all columns into shared memory, from what each warp found of them, and where with_rows those of all rows,
-// by the threads that have no column; and the scales to memory.
+// Computes the scales of all columns from the amax of each warp, stores them, and writes their divisors to shared
+// memory. With with_rows, the other half of the threads does the same for all rows.
 template <int format, bool power_of_2, bool with_rows>
-__device__ __forceinline__ void find_divisors(const Cast& to, const Square& at, uint8_t* shared) {
+__device__ __forceinline__ void compute_divisors(const Outputs& to, const BlockCoord& at, uint8_t* shared) {
     const unsigned own = threadIdx.x % side;
     const bool of_row = threadIdx.x >= side;
     if (of_row && !with_rows) return;
     float amax, *scale_to;
-    bool there;
+    bool in_bounds;
     Divisor* divisor_to;
     if (of_row) {
-        amax = reinterpret_cast<const float*>(shared + place::row_maxima)[own];
+        amax = reinterpret_cast<const float*>(shared + smem::row_maxima)[own];
         const unsigned row = at.m_tile * side + own;
-        scale_to = to.scale + (wide(at.batch, tiles(at.k)) + at.k_tile) * round_up(at.m, 4) + row;
-        there = row < at.m;
-        divisor_to = reinterpret_cast<Divisor*>(shared + place::row_divisors) + own;
+        scale_to = to.scale + (mul_wide(at.batch, tiles(at.k)) + at.k_tile) * round_up(at.m, 4) + row;
+        in_bounds = row < at.m;
+        divisor_to = reinterpret_cast<Divisor*>(shared + smem::row_divisors) + own;
     } else {
-        const float* maxima = reinterpret_cast<const float*>(shared + place::maxima) + own;
+        const float* maxima = reinterpret_cast<const float*>(shared + smem::maxima) + own;
         amax = maxima[0];
 #pragma unroll
         for (int w = 1; w < warps; ++w) amax = max_abs(amax, maxima[w * side]);
         const unsigned column = at.k_tile * side + own;
-        scale_to = to.scale_t + (wide(at.batch, tiles(at.m)) + at.m_tile) * round_up(at.k, 4) + column;
-        there = column < at.k;
-        divisor_to = reinterpret_cast<Divisor*>(shared + place::divisors) + own % 8 * 16 + own / 8;
+        scale_to = to.scale_t + (mul_wide(at.batch, tiles(at.m)) + at.m_tile) * round_up(at.k, 4) + column;
+        in_bounds = column < at.k;
+        divisor_to = reinterpret_cast<Divisor*>(shared + smem::divisors) + own % 8 * 16 + own / 8;
     }
-    const float scale = scale_of<format, power_of_2>(amax);
-    ptx::store_float(scale_to, scale, there);
-    const Divisor divisor = divisor_of<power_of_2>(scale);
+    const float scale = scale_from_amax<format, power_of_2>(amax);
+    ptx::store_float(scale_to, scale, in_bounds);
+    const Divisor divisor = make_divisor<power_of_2>(scale);
     *divisor_to = divisor;
     if constexpr (!power_of_2)
-        reinterpret_cast<int*>(shared + place::care)[threadIdx.x / 32] = __any_sync(whole_warp, divisor.needs_care());
+        reinterpret_cast<int*>(shared + smem::careful_flags)[threadIdx.x / 32] =
+            __any_sync(full_warp, divisor.needs_careful_division());
 }
 
-// What the thread divides by: its rows and its columns, in shared memory, or one for all.
+// The divisors of a thread: those of its rows and columns, in shared memory, or one for the whole block.
 struct Divisors {
     Divisor of_all;
     const Divisor *of_rows, *of_columns;
@@ -154,118 +159,122 @@ struct Divisors {
     __device__ __forceinline__ Divisor column(int j) const { return of_columns[16 * j]; }
 };
 
-// The largest magnitude of each of eight columns.
+// The amax of each of 8 columns.
 template <class Values>
-__device__ __forceinline__ Values largest_of(const Values (&x)[8]) {
-    Values most = x[0];
+__device__ __forceinline__ Values column_amax(const Values (&x)[8]) {
+    Values amax = x[0];
 #pragma unroll
-    for (int i = 1; i < 8; ++i) most.raise(x[i]);
-    return most;
+    for (int i = 1; i < 8; ++i) amax.update_amax(x[i]);
+    return amax;
 }
 
-template <int number>
-__device__ __forceinline__ Floats largest_of(const Scaled<number> (&x)[8]) {
-    Floats most;
+template <int dtype>
+__device__ __forceinline__ FloatVec8 column_amax(const ScaledVec8<dtype> (&x)[8]) {
+    FloatVec8 amax;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        most.value[j] = x[0].at(j);
+        amax.value[j] = x[0].at(j);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) most.value[j] = max_abs(most.value[j], x[i].at(j));
+        for (int i = 1; i < 8; ++i) amax.value[j] = max_abs(amax.value[j], x[i].at(j));
     }
-    return most;
+    return amax;
 }
 
-enum Division { by_power_of_2, fast, careful };  // how a number is divided
+enum Division { by_power_of_2, fast, careful };
 
 template <int division>
-__device__ __forceinline__ float divided(float value, const Divisor& by) {
+__device__ __forceinline__ float divide(float value, const Divisor& by) {
     if constexpr (division == careful) return by.divide_carefully(value);
     return by.template divide<division == by_power_of_2>(value);
 }
 
-// Divides and rounds rows, by what the form divides these, and stores them.
+// Divides, rounds and stores the thread's rows of data.
 template <int form, int format, int division, class Values>
-__device__ __forceinline__ void store_rows(const Cast& to, const Square& at, const Values (&x)[8], const Divisors& by) {
-    uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
-    const int there = at.rows();
+__device__ __forceinline__ void store_rows(
+    const Outputs& to, const BlockCoord& at, const Values (&x)[8], const Divisors& by) {
+    uint8_t* data = to.data + (mul_wide(at.batch, at.m) + at.row()) * at.k + at.column();
+    const int left = at.rows_left();
 #pragma unroll
     for (int i = 0; i < 8; ++i, data += at.k) {
         const Divisor of_row = by.row<form>(i);
         float quotient[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) quotient[j] = divided<division>(x[i].at(j), form == columns ? by.column(j) : of_row);
-        ptx::store_8(data, pack_8<format>(quotient), i < there);
+        for (int j = 0; j < 8; ++j)
+            quotient[j] = divide<division>(x[i].at(j), form == columns ? by.column(j) : of_row);
+        ptx::store_8(data, pack_8<format>(quotient), i < left);
     }
 }
 
-// The same with columns, into shared memory: words of the transpose.
+// Divides and rounds the thread's columns and writes them to shared memory, as words of the transpose.
 template <int format, int division, class Values>
-__device__ __forceinline__ void turn_columns(const Values (&x)[8], const Divisors& by, uint8_t* turned) {
+__device__ __forceinline__ void transpose_columns(const Values (&x)[8], const Divisors& by, uint8_t* transposed) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const Divisor divisor = by.column(j);
         float quotient[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) quotient[i] = divided<division>(x[i].at(j), divisor);
-        *reinterpret_cast<uint2*>(turned + j * side) = pack_8<format>(quotient);
+        for (int i = 0; i < 8; ++i) quotient[i] = divide<division>(x[i].at(j), divisor);
+        *reinterpret_cast<uint2*>(transposed + j * side) = pack_8<format>(quotient);
     }
 }
 
-// Divides by one number, and stores what comes of it both ways.
+// Divides by the scale of the block and rounds once; stores the rows of data and writes the transpose to shared memory.
 template <int format, int division, class Values>
-__device__ __forceinline__ void store_both_ways(
-    const Cast& to, const Square& at, const Values (&x)[8], const Divisor& by, uint8_t* turned) {
-    uint8_t* data = to.data + (wide(at.batch, at.m) + at.row()) * at.k + at.column();
-    const int there = at.rows();
-    uint32_t words[8][2];  // of columns
+__device__ __forceinline__ void store_rows_and_transposed(
+    const Outputs& to, const BlockCoord& at, const Values (&x)[8], const Divisor& by, uint8_t* transposed) {
+    uint8_t* data = to.data + (mul_wide(at.batch, at.m) + at.row()) * at.k + at.column();
+    const int left = at.rows_left();
+    uint32_t words[8][2];  // of the transpose
 #pragma unroll
-    for (int four = 0; four < 2; ++four) {
+    for (int half = 0; half < 2; ++half) {
         float quotient[4][8];
 #pragma unroll
         for (int r = 0; r < 4; ++r, data += at.k) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) quotient[r][j] = divided<division>(x[4 * four + r].at(j), by);
-            ptx::store_8(data, pack_8<format>(quotient[r]), 4 * four + r < there);
+            for (int j = 0; j < 8; ++j) quotient[r][j] = divide<division>(x[4 * half + r].at(j), by);
+            ptx::store_8(data, pack_8<format>(quotient[r]), 4 * half + r < left);
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-            words[j][four] = pack_4<format>(quotient[0][j], quotient[1][j], quotient[2][j], quotient[3][j]);
+            words[j][half] = pack_4<format>(quotient[0][j], quotient[1][j], quotient[2][j], quotient[3][j]);
     }
 #pragma unroll
-    for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * side) = make_uint2(words[j][0], words[j][1]);
+    for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(transposed + j * side) = make_uint2(words[j][0], words[j][1]);
 }
 
 template <int form, int format, int division, class Values>
-__device__ __forceinline__ void store_square(
-    const Cast& to, const Square& at, const Values (&x)[8], const Divisors& by, uint8_t* turned) {
+__device__ __forceinline__ void store_block(
+    const Outputs& to, const BlockCoord& at, const Values (&x)[8], const Divisors& by, uint8_t* transposed) {
     if constexpr (form == weight) {
-        store_both_ways<format, division>(to, at, x, by.of_all, turned);
+        store_rows_and_transposed<format, division>(to, at, x, by.of_all, transposed);
     } else {
         if constexpr (form != transposed_only) store_rows<form, format, division>(to, at, x, by);
         if constexpr (form == both || form == transposed_only) {
             Values value[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) value[i] = found_anew(x[i]);
-            turn_columns<format, division>(value, by, turned);
+            for (int i = 0; i < 8; ++i) value[i] = opaque(x[i]);
+            transpose_columns<format, division>(value, by, transposed);
         }
     }
 }
 
-// Casts what the block holds; what is turned waits for `store_turned`. Every thread calls it, as often as is wanted.
+// Quantizes the block and stores data and scales; transposed data stays in shared memory until `store_transposed`. All
+// threads must call it; a kernel may call it several times.
 template <int form, int format, bool power_of_2, class Values>
-__device__ __forceinline__ void cast_square(const Cast& to, const Square& at, const Values (&x)[8], uint8_t* shared) {
+__device__ __forceinline__ void quantize_block(
+    const Outputs& to, const BlockCoord& at, const Values (&x)[8], uint8_t* shared) {
     constexpr bool by_column = form == both || form == transposed_only || form == columns;
     const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32;
-    float* maxima = reinterpret_cast<float*>(shared + place::maxima);
+    float* maxima = reinterpret_cast<float*>(shared + smem::maxima);
     Divisors by;
 
     if constexpr (by_column) {
-        const auto most = largest_of(x);
+        const auto column_max = column_amax(x);
         float amax[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const float mine = most.at(j);
-            amax[j] = max_abs(mine, __shfl_xor_sync(whole_warp, mine, 16));
+            const float mine = column_max.at(j);
+            amax[j] = max_abs(mine, __shfl_xor_sync(full_warp, mine, 16));
         }
         if (lane < 16) {
             float4* row = reinterpret_cast<float4*>(maxima + warp * side + 8 * lane);
@@ -277,43 +286,43 @@ __device__ __forceinline__ void cast_square(const Cast& to, const Square& at, co
         float amax[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) amax[i] = x[i].amax();
-        const float own = over_row<crossed>(amax, max_abs);
-        if (first_owner<8>())
-            reinterpret_cast<float*>(shared + place::row_maxima)[at.row() % side + owned<8>()] = own;
+        const float own = reduce_rows<crossed>(amax, max_abs);
+        if (is_first_owner<8>())
+            reinterpret_cast<float*>(shared + smem::row_maxima)[at.row() % side + owned_index<8>()] = own;
     } else if constexpr (!by_column) {
-        float amax = largest_of(x).amax();
+        float amax = column_amax(x).amax();
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) amax = max_abs(amax, __shfl_xor_sync(whole_warp, amax, bit));
+        for (int bit = 16; bit >= 1; bit /= 2) amax = max_abs(amax, __shfl_xor_sync(full_warp, amax, bit));
         if (lane == 0) maxima[warp] = amax;
     }
     __syncthreads();
     if constexpr (by_column) {
-        find_divisors<format, power_of_2, form == both>(to, at, shared);
+        compute_divisors<format, power_of_2, form == both>(to, at, shared);
         __syncthreads();
-        by.of_rows = reinterpret_cast<const Divisor*>(shared + place::row_divisors) + at.row() % side;
-        by.of_columns = reinterpret_cast<const Divisor*>(shared + place::divisors) + lane % 16;
+        by.of_rows = reinterpret_cast<const Divisor*>(shared + smem::row_divisors) + at.row() % side;
+        by.of_columns = reinterpret_cast<const Divisor*>(shared + smem::divisors) + lane % 16;
     } else {
         float amax = maxima[0];
 #pragma unroll
         for (int w = 1; w < warps; ++w) amax = max_abs(amax, maxima[w]);
-        const float scale = scale_of<format, power_of_2>(amax);
-        const int64_t row = wide(at.batch, tiles(at.m)) + at.m_tile;
+        const float scale = scale_from_amax<format, power_of_2>(amax);
+        const int64_t row = mul_wide(at.batch, tiles(at.m)) + at.m_tile;
         ptx::store_float(to.scale + row * tiles(at.k) + at.k_tile, scale, threadIdx.x == 0);
-        by.of_all = divisor_of<power_of_2>(scale);
+        by.of_all = make_divisor<power_of_2>(scale);
     }
 
-    bool care = false;
-    if constexpr (!power_of_2 && !by_column) care = by.of_all.needs_care();
+    bool needs_care = false;
+    if constexpr (!power_of_2 && !by_column) needs_care = by.of_all.needs_careful_division();
     if constexpr (!power_of_2 && by_column)
 #pragma unroll
         for (int i = 0; i < (form == both ? 2 : 1); ++i) {
-            const int4 flags = reinterpret_cast<const int4*>(shared + place::care)[i];
-            care |= (flags.x | flags.y | flags.z | flags.w) != 0;
+            const int4 flags = reinterpret_cast<const int4*>(shared + smem::careful_flags)[i];
+            needs_care |= (flags.x | flags.y | flags.z | flags.w) != 0;
         }
-    uint8_t* turned = shared + turned_place(lane % 16, warp * 2 + row_of_lane<crossed>());
-    if (!power_of_2 && __any_sync(whole_warp, care))
-        store_square<form, format, careful>(to, at, x, by, turned);
+    uint8_t* transposed = shared + transposed_offset(lane % 16, warp * 2 + lane_row<crossed>());
+    if (!power_of_2 && __any_sync(full_warp, needs_care))
+        store_block<form, format, careful>(to, at, x, by, transposed);
     else
-        store_square<form, format, power_of_2 ? by_power_of_2 : fast>(to, at, x, by, turned);
-    if constexpr (turns(form)) __syncthreads();
+        store_block<form, format, power_of_2 ? by_power_of_2 : fast>(to, at, x, by, transposed);
+    if constexpr (has_transposed(form)) __syncthreads();
 }

@@ -1,4 +1,4 @@
-// Conversions and comparisons of numbers that C++ has no words for, as ptx.cuh has the other instructions.
+// Wrappers of PTX instructions that convert and compare numbers; ptx.cuh has the others.
 //
 // Source: PTX ISA 8.5, the instructions cvt, max, ex2, rcp and rsqrt.
 #pragma once
@@ -6,9 +6,9 @@
 
 namespace ptx {
 
-// ---- To 8 and to 16 bits; `a` comes first in memory -------------------------------------------------------------
+// ---- FP32 to 8 and 16 bits; `a` comes first in memory ------------------------------------------------------------
 
-// Rounded to nearest even; too large a number becomes the largest one, and NaN stays.
+// Four values to E4M3: rounds to nearest even and saturates; NaN stays NaN.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
     uint32_t four;
     asm("{\n.reg .b16 low, high;\n"
@@ -20,6 +20,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return four;
 }
 
+// Four values to E5M2, as `pack_e4m3`.
 __device__ __forceinline__ uint32_t pack_e5m2(float a, float b, float c, float d) {
     uint32_t four;
     asm("{\n.reg .b16 low, high;\n"
@@ -31,22 +32,23 @@ __device__ __forceinline__ uint32_t pack_e5m2(float a, float b, float c, float d
     return four;
 }
 
-// The nearest integer in the low byte, ties to even, within −128 … 127; NaN becomes 0.
+// The nearest integer in the low byte: ties to even, saturates to −128 … 127; NaN becomes 0.
 __device__ __forceinline__ uint32_t to_s8(float x) {
     uint32_t integer;
     asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(integer) : "f"(x));
     return integer;
 }
 
+// Two values to FP16, rounded to nearest even.
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-// ---- And back, exactly -----------------------------------------------------------------------------------------
+// ---- 8 and 16 bits to FP32, exactly -----------------------------------------------------------------------------
 
-// The two 8-bit floats in the lower or the upper half of a word, as two 16-bit ones.
+// The two E4M3 values in the lower or the upper half of a word, as two FP16 values.
 __device__ __forceinline__ uint32_t e4m3_to_f16(uint32_t four, bool upper) {
     uint32_t pair;
     if (upper) {
@@ -61,8 +63,9 @@ __device__ __forceinline__ uint32_t e4m3_to_f16(uint32_t four, bool upper) {
     return pair;
 }
 
+// The two E5M2 values in the lower or the upper half of a word, as two FP16 values: E5M2 is the upper byte of FP16.
 __device__ __forceinline__ uint32_t e5m2_to_f16(uint32_t four, bool upper) {
-    return __byte_perm(four, 0, upper ? 0x3424 : 0x1404);  // each the upper byte of two
+    return __byte_perm(four, 0, upper ? 0x3424 : 0x1404);
 }
 
 __device__ __forceinline__ float low_f16(uint32_t pair) {
@@ -77,7 +80,7 @@ __device__ __forceinline__ float high_f16(uint32_t pair) {
     return x;
 }
 
-// ---- The larger magnitude; NaN wins -----------------------------------------------------------------------------
+// ---- max(|a|, |b|); NaN if either is NaN ------------------------------------------------------------------------
 
 __device__ __forceinline__ float max_abs(float a, float b) {
     float x;
@@ -85,7 +88,7 @@ __device__ __forceinline__ float max_abs(float a, float b) {
     return x;
 }
 
-// Of each of two 16-bit numbers; the result's sign is anything.
+// For each of two 16-bit values; the sign of the result is unspecified.
 __device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     uint32_t pair;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
@@ -98,7 +101,7 @@ __device__ __forceinline__ uint32_t max_abs_f16x2(uint32_t a, uint32_t b) {
     return pair;
 }
 
-// `first` ? a : b, as one instruction: the compiler would branch, and what lanes exchange after that would take turns.
+// `first` ? a : b, as one instruction. The compiler would branch instead, and the lanes would diverge before shuffles.
 __device__ __forceinline__ float select(bool first, float a, float b) {
     float x;
     asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}"
@@ -107,16 +110,16 @@ __device__ __forceinline__ float select(bool first, float a, float b) {
     return x;
 }
 
-// ---- Approximations, within 2⁻²² of the value, relatively --------------------------------------------------------
+// ---- Approximations with a relative error of at most 2⁻²² --------------------------------------------------------
 
-// Results below 2⁻¹²⁶ become zero, here and in the next.
-
+// Flushes results below 2⁻¹²⁶ to zero.
 __device__ __forceinline__ float exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// Flushes results below 2⁻¹²⁶ to zero.
 __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,43 +1,49 @@
-// A block's scale, and its values divided by it: bit for bit what `octile.ops.quantize` specifies.
+// The scale of a block, and the division of its values by the scale, bit for bit as `octile.ops.quantize` specifies.
 //
-// A division takes a dozen instructions, so there is one a block. With r = 1 / scale, cut off toward zero, 1 − scale · r
-// is r's relative error e, exactly and never negative, and
+// A division takes a dozen instructions, so there is only one per block. Let r be 1 / scale truncated toward zero. Then
+// e = 1 − scale · r, the relative error of r, is computed exactly and is never negative, and
 //
 //     value / scale = value · r / (1 − e) ≈ value · r + value · (r · (e + e²))
 //
-// where a fused multiply-add sums without a rounding in between: two instructions a value, and zeros keep their sign.
+// A fused multiply-add sums this without an intermediate rounding: two instructions per value, and zeros keep their
+// sign.
 //
 // NOTES
-// - The sum is off by less than 13 · 2⁻⁴⁹ of itself before it is rounded. Such a sum decides between two codes as the
-//   FP32 quotient does, unless the scale lies within 13 units in the last place of a number with 8 significant bits:
-//   there a value can come that close to where FP32 rounds to the middle between two codes. Of these scales all were
-//   tried, with all such values (`tests/kernels/cuda/test_scale.py`): wrong are some that lie one to three units below.
-// - So for a scale four units below or closer, and for one whose r · e would lose bits below 2⁻¹²⁶, r is the nearest
-//   number, and the sum takes four instructions: it is the portable kernels' (octile/kernels/triton/scaling.py).
-//   Source of the method: Brisebarre, Muller and Raina, IEEE Trans. Computers 53(8), 2004.
-// - A power of two needs none of that: its reciprocal is exact.
+// - Before it is rounded, the sum has a relative error below 13 · 2⁻⁴⁹. It rounds to the same encoded value as the FP32
+//   quotient, unless the scale lies within 13 units in the last place of a number with 8 significant bits: only then
+//   can a quotient lie that close to the midpoint of two neighboring values of the format. A test tries all these
+//   scales with all such values (tests/kernels/cuda/quantize/test_scale.py). Only scales one to three units below are
+//   rounded wrongly.
+// - Scales at most four units below such a number, and scales for which r · e would lose bits below 2⁻¹²⁶, therefore
+//   take the careful division: r is 1 / scale rounded to nearest, and the sum takes four instructions, as in the Triton
+//   kernels (octile/kernels/triton/scaling.py). Source of the method: Brisebarre, Muller and Raina, IEEE Trans.
+//   Computers 53(8), 2004.
+// - The reciprocal of a power of two is exact and needs no correction.
 #pragma once
 #include "convert.cuh"
 
+// Element types of inputs and outputs; `launcher.py` has the same values.
 enum Dtype { float32, bfloat16, float16, e4m3, e5m2, int8, e5m6 };
 
+// The largest finite value of a format.
 template <int format>
-__device__ constexpr float largest() {
+__device__ constexpr float max_value() {
     return format == e4m3 ? 448.0f : format == e5m2 ? 57344.0f : format == int8 ? 127.0f : 65024.0f;
 }
 
-// Of a number that is not negative.
+// Whether x, which must not be negative, is neither Inf nor NaN.
 __device__ __forceinline__ bool is_finite(float x) { return x < __uint_as_float(0x7F800000); }
 
-// From the largest magnitude of a block, rounded once; NaN stays. 1 / the format's largest number is in two FP32 numbers.
+// The scale of a block from its amax: amax / max_value, rounded once; 1 for a block of zeros. NaN and Inf stay. The
+// reciprocal of max_value is the sum of two FP32 numbers, `inverse` and `correction`.
 template <int format, bool power_of_2>
-__device__ __forceinline__ float scale_of(float amax) {
-    constexpr double exact = 1.0 / largest<format>();
-    constexpr float inverse = exact, rest = exact - inverse;
-    const bool small = amax < 0x1p-60f;  // the product with `rest` would lose bits
-    const float number = small ? __fmul_rn(amax, 0x1p64f) : amax;
-    float scale = __fmaf_rn(number, inverse, __fmul_rn(number, rest));
-    scale = is_finite(number) ? scale : number;
+__device__ __forceinline__ float scale_from_amax(float amax) {
+    constexpr double exact = 1.0 / max_value<format>();
+    constexpr float inverse = exact, correction = exact - inverse;
+    const bool small = amax < 0x1p-60f;  // the product with `correction` would lose bits
+    const float x = small ? __fmul_rn(amax, 0x1p64f) : amax;
+    float scale = __fmaf_rn(x, inverse, __fmul_rn(x, correction));
+    scale = is_finite(x) ? scale : x;
     scale = small ? __fmul_rn(scale, 0x1p-64f) : scale;
     scale = scale < 0x1p-126f ? 0x1p-126f : scale;
     if constexpr (power_of_2) {
@@ -48,42 +54,44 @@ __device__ __forceinline__ float scale_of(float amax) {
     return amax == 0.0f ? 1.0f : scale;
 }
 
-// What values are divided by: r, and r · (e + e²); where care is needed −r, and e + e².
+// The reciprocal r of a scale as `inverse`, and r · (e + e²) as `correction`. A scale that needs the careful division
+// is marked by the sign: then `inverse` is −r and `correction` is e + e².
 struct Divisor {
-    float inverse, rest;
+    float inverse, correction;
 
-    __device__ __forceinline__ bool needs_care() const { return __float_as_int(inverse) < 0; }
+    __device__ __forceinline__ bool needs_careful_division() const { return __float_as_int(inverse) < 0; }
 
     template <bool power_of_2>
     __device__ __forceinline__ float divide(float value) const {
         if constexpr (power_of_2) return __fmul_rn(value, inverse);
-        return __fmaf_rn(value, inverse, __fmul_rn(value, rest));
+        return __fmaf_rn(value, inverse, __fmul_rn(value, correction));
     }
 
-    // By any divisor.
+    // Divides by any scale, also one that does not need care.
     __device__ __forceinline__ float divide_carefully(float value) const {
-        const float r = fabsf(inverse), near = __fmul_rn(value, needs_care() ? r : 1.0f);
-        const float sum = __fmaf_rn(value, r, __fmul_rn(near, rest));
-        return __uint_as_float(__float_as_uint(sum) | (__float_as_uint(value) & 0x80000000));  // −0 became +0
+        const float r = fabsf(inverse), near = __fmul_rn(value, needs_careful_division() ? r : 1.0f);
+        const float sum = __fmaf_rn(value, r, __fmul_rn(near, correction));
+        return __uint_as_float(__float_as_uint(sum) | (__float_as_uint(value) & 0x80000000));  // −0 + 0 is +0
     }
 };
 
-// Of a scale from 2⁻¹²⁶ to 2¹²⁵, Inf or NaN.
+// The divisor for a scale from 2⁻¹²⁶ to 2¹²⁵, Inf or NaN.
 template <bool power_of_2>
-__device__ __forceinline__ Divisor divisor_of(float scale) {
+__device__ __forceinline__ Divisor make_divisor(float scale) {
     const float guess = ptx::reciprocal(scale);
     const float better = __fmaf_rn(guess, __fmaf_rn(-scale, guess, 1.0f), guess);
-    const float nearest = is_finite(scale) ? better : guess;  // 0 of Inf
+    const float nearest = is_finite(scale) ? better : guess;  // 1 / Inf is 0
     if constexpr (power_of_2) return {nearest, 0.0f};
 
     const float near_error = __fmaf_rn(-scale, nearest, 1.0f);
     const float r = near_error < 0.0f ? __uint_as_float(__float_as_uint(nearest) - 1) : nearest;
     const float error = __fmaf_rn(-scale, r, 1.0f);
-    const float rest = __fmul_rn(r, __fmaf_rn(error, error, error));
+    const float correction = __fmul_rn(r, __fmaf_rn(error, error, error));
 
-    const unsigned beside = __float_as_uint(scale) & 0xFFFF;  // above a number with 8 significant bits
-    const bool care = scale > 0x1p64f || beside >= 0x10000 - 4;
-    const float careful_rest = __fmaf_rn(near_error, near_error, near_error);
-    // x / Inf is 0, but NaN of Inf; x / NaN is NaN
-    return {!is_finite(scale) ? nearest : care ? -nearest : r, !is_finite(scale) ? 0.0f : care ? careful_rest : rest};
+    const unsigned low_bits = __float_as_uint(scale) & 0xFFFF;  // below the first 8 significant bits
+    const bool careful = scale > 0x1p64f || low_bits >= 0x10000 - 4;
+    const float careful_correction = __fmaf_rn(near_error, near_error, near_error);
+    // x / Inf is 0 and Inf / Inf is NaN; x / NaN is NaN
+    return {!is_finite(scale) ? nearest : careful ? -nearest : r,
+            !is_finite(scale) ? 0.0f : careful ? careful_correction : correction};
 }

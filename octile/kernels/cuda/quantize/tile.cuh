@@ -1,33 +1,36 @@
-// Tiles of 128 columns: 16 lanes hold eight neighbours each, of several rows at once.
+// Work on tiles of 128 columns: 16 lanes hold a vector of 8 each, for several rows at once.
 #pragma once
 #include "vec8.cuh"
 
 constexpr int tile_columns = 128;
-constexpr uint32_t whole_warp = 0xFFFFFFFF;
+constexpr uint32_t full_warp = 0xFFFFFFFF;
 
 __device__ constexpr int log2(int n) { return n < 2 ? 0 : 1 + log2(n / 2); }
 
-// n / d, from min(2³¹ / d, 2³¹ − 1) rounded down; n is less than 2³¹. The host divides, since here it takes 20 instructions.
+// n / d for n < 2³¹. `inverse` is ⌊min(2³¹ / d, 2³¹ − 1)⌋, which the host computes: a division here takes 20
+// instructions.
 __device__ __forceinline__ unsigned quotient(unsigned n, unsigned d, unsigned inverse) {
     const unsigned q = static_cast<uint64_t>(n) * inverse >> 31;  // may be one too small
     return n - q * d >= d ? q + 1 : q;
 }
 
-// How the 16 lanes of a row lie in a warp: in one half of it; or crossed, eight in each half, so that one row has lanes
-// 0 … 7 and 24 … 31 and the other 8 … 23.
-enum Lanes { in_halves, crossed };
+// Which 16 lanes of a warp share a row.
+//   in_halves  lanes 0 … 15 one row, lanes 16 … 31 the other
+//   crossed    lanes 0 … 7 and 24 … 31 one row, lanes 8 … 23 the other
+enum LaneLayout { in_halves, crossed };
 
+// Which of the two rows of its warp a lane belongs to.
 template <int lanes>
-__device__ __forceinline__ unsigned row_of_lane() {
+__device__ __forceinline__ unsigned lane_row() {
     const unsigned half = ptx::lane_id() / 16;
     return lanes == crossed ? half ^ ptx::lane_id() / 8 % 2 : half;
 }
 
-// The largest, or the sum, of each of `count` numbers (1 … 16, a power of two) over the 16 lanes of a row: a lane is left
-// with that of the number `owned<count>()`. Lanes halve what they still compare at each step, so it takes as many
-// exchanges as there are numbers.
+// Reduces each of `count` values (1 … 16, a power of two) over the 16 lanes of a row. A lane returns the result of
+// value `owned_index<count>()`. The number of values that a lane still holds halves at each step, so that the reduction
+// takes as many shuffles as there are values.
 template <int lanes, int count, class Operation>
-__device__ __forceinline__ float over_row(float (&x)[count], Operation operation) {
+__device__ __forceinline__ float reduce_rows(float (&x)[count], Operation operation) {
     int bit = 8;
 #pragma unroll
     for (int half = count / 2; half >= 1; half /= 2, bit /= 2) {
@@ -36,37 +39,39 @@ __device__ __forceinline__ float over_row(float (&x)[count], Operation operation
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const float mine = ptx::select(upper, x[i + half], x[i]), other = ptx::select(upper, x[i], x[i + half]);
-            x[i] = operation(mine, __shfl_xor_sync(whole_warp, other, other_lane));
+            x[i] = operation(mine, __shfl_xor_sync(full_warp, other, other_lane));
         }
     }
 #pragma unroll
-    for (; bit >= 1; bit /= 2) x[0] = operation(x[0], __shfl_xor_sync(whole_warp, x[0], bit));
+    for (; bit >= 1; bit /= 2) x[0] = operation(x[0], __shfl_xor_sync(full_warp, x[0], bit));
     return x[0];
 }
 
+// Which of the reduced values this lane holds.
 template <int count>
-__device__ __forceinline__ unsigned owned() {
+__device__ __forceinline__ unsigned owned_index() {
     return ptx::lane_id() % 16 >> (4 - log2(count));
 }
 
-// Of the lanes that own a number, one for each row.
+// Whether this lane is the first in its row that holds its reduced value.
 template <int count>
-__device__ __forceinline__ bool first_owner() {
+__device__ __forceinline__ bool is_first_owner() {
     return ptx::lane_id() % (16 / count) == 0;
 }
 
-// The divisor of number `i` from the lane of this row that owns it; the lanes of a row lie in one half of the warp.
+// Broadcasts the divisor of value `i` from the lane of this row that holds it; needs the lane layout `in_halves`.
 template <int count, bool power_of_2>
-__device__ __forceinline__ Divisor from_owner(const Divisor& owned, int i) {
+__device__ __forceinline__ Divisor divisor_from_owner(const Divisor& owned_index, int i) {
     const unsigned lane = i << (4 - log2(count)) | ptx::lane_id() / 16 * 16;
-    const float inverse = __shfl_sync(whole_warp, owned.inverse, lane);
-    return {inverse, power_of_2 ? 0.0f : __shfl_sync(whole_warp, owned.rest, lane)};
+    const float inverse = __shfl_sync(full_warp, owned_index.inverse, lane);
+    return {inverse, power_of_2 ? 0.0f : __shfl_sync(full_warp, owned_index.correction, lane)};
 }
 
 __device__ __forceinline__ float max_abs(float a, float b) { return ptx::max_abs(a, b); }
 
-// ---- Rounding to codes -----------------------------------------------------------------------------------------
+// ---- Rounding to 8 and 12 bits ----------------------------------------------------------------------------------
 
+// Rounds 4 values to an 8-bit format.
 template <int format>
 __device__ __forceinline__ uint32_t pack_4(float a, float b, float c, float d) {
     if constexpr (format == e4m3) return ptx::pack_e4m3(a, b, c, d);
@@ -75,30 +80,33 @@ __device__ __forceinline__ uint32_t pack_4(float a, float b, float c, float d) {
                        __byte_perm(ptx::to_s8(c), ptx::to_s8(d), 0x40), 0x5410);
 }
 
+// Rounds 8 values to an 8-bit format.
 template <int format>
 __device__ __forceinline__ uint2 pack_8(const float (&x)[8]) {
     return make_uint2(pack_4<format>(x[0], x[1], x[2], x[3]), pack_4<format>(x[4], x[5], x[6], x[7]));
 }
 
-// A magnitude to E5M6, as a number. Adding 2^17 to 2^18 times its power of two and taking it away again leaves 7
-// significant bits, ties to even; below 2⁻¹⁴, where E5M6's smallest steps begin, adding 12 leaves multiples of 2⁻²⁰.
-// What is added must be an even multiple of the step: 2^17 times a `is_short` number, of at most 16 significant bits, is.
-template <bool is_short>
+// Rounds |x| to the values of E5M6, ties to even. Adding and subtracting 2¹⁷ to 2¹⁸ times the power of two of |x|
+// leaves 7 significant bits. Below 2⁻¹⁴, where E5M6 is subnormal, adding and subtracting 12 leaves multiples of 2⁻²⁰.
+// The added number must be an even multiple of the spacing, as 2¹⁷ · |x| is if x has at most 16 significant bits
+// (is_16_bit).
+template <bool is_16_bit>
 __device__ __forceinline__ float round_e5m6(float x) {
-    const float large = is_short ? __fmul_rn(fabsf(x), 0x1p17f)
+    const float large = is_16_bit ? __fmul_rn(fabsf(x), 0x1p17f)
                                  : __uint_as_float((__float_as_uint(x) & 0x7F800000) + (17 << 23 | 0x00400000));
     const float shift = fmaxf(large, 12.0f);
     return __fsub_rn(__fadd_rn(fabsf(x), shift), shift);
 }
 
-// Eight quotients, with the signs of `values`, as codes of 12 bits in three words: a stream from the low bits up.
-template <bool is_short, class Values>
+// Rounds 8 quotients, with the signs of `values`, to E5M6 and packs them into three words, the first in the lowest
+// bits.
+template <bool is_16_bit, class Values>
 __device__ __forceinline__ void pack_e5m6(const float (&x)[8], const Values& values, uint32_t (&word)[3]) {
     uint32_t pair[4];  // 24 bits
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-        const float low = round_e5m6<is_short>(x[2 * p]), high = round_e5m6<is_short>(x[2 * p + 1]);
-        const uint32_t halves = ptx::pack_f16(low, high) | values.signs(p);  // a code is the upper 12 bits of each
+        const float low = round_e5m6<is_16_bit>(x[2 * p]), high = round_e5m6<is_16_bit>(x[2 * p + 1]);
+        const uint32_t halves = ptx::pack_f16(low, high) | values.signs(p);  // E5M6 is the upper 12 bits of each
         pair[p] = (__byte_perm(halves, 0, 0x4324) & ~0xFFFu) | ((halves >> 4) & 0xFFF);
     }
     word[0] = __byte_perm(pair[0], pair[1], 0x4210);

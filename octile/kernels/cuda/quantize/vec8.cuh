@@ -1,16 +1,20 @@
-// Eight neighbours of a row, as a thread holds them: 16 bytes of 16-bit numbers, or what came of narrower ones.
+// Vectors of 8 consecutive elements of a row in the registers of a thread, one type per element type.
 //
-// Each kind has at(j), a value in FP32; signs(p), the signs of two neighbours as those of 16-bit numbers; amax(), the
-// largest magnitude; and raise(), which makes each the larger one of two, of any sign. 16-bit numbers stay as they were
-// loaded, which takes half the registers, and are compared in pairs. NaN wins every comparison.
+//     at(j)               element j in FP32
+//     signs(p)            the sign bits of elements 2p and 2p + 1, where two 16-bit floats have them
+//     amax()              the largest magnitude
+//     update_amax(other)  replaces each element by the one of larger magnitude, with an unspecified sign
+//
+// 16-bit elements stay packed as they were loaded, which takes half the registers, and are compared in pairs. NaN wins
+// every comparison.
 #pragma once
 #include "scale.cuh"
 #include "vector_io.cuh"
 
 constexpr uint32_t both_signs = 0x80008000;
 
-struct Floats {
-    static constexpr bool are_short = false;
+struct FloatVec8 {
+    static constexpr bool is_16_bit = false;
     float value[8];
 
     __device__ __forceinline__ float at(int j) const { return value[j]; }
@@ -21,14 +25,14 @@ struct Floats {
         const float a = ptx::max_abs(ptx::max_abs(value[0], value[1]), ptx::max_abs(value[2], value[3]));
         return ptx::max_abs(a, ptx::max_abs(ptx::max_abs(value[4], value[5]), ptx::max_abs(value[6], value[7])));
     }
-    __device__ __forceinline__ void raise(const Floats& other) {
+    __device__ __forceinline__ void update_amax(const FloatVec8& other) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) value[j] = ptx::max_abs(value[j], other.value[j]);
     }
 };
 
-struct Bfloats {
-    static constexpr bool are_short = true;  // at most 11 significant bits
+struct Bf16Vec8 {
+    static constexpr bool is_16_bit = true;  // so an element has at most 11 significant bits
     uint32_t pair[4];
 
     __device__ __forceinline__ float at(int j) const {
@@ -36,17 +40,18 @@ struct Bfloats {
     }
     __device__ __forceinline__ uint32_t signs(int p) const { return pair[p] & both_signs; }
     __device__ __forceinline__ float amax() const {
-        const uint32_t a = ptx::max_abs_bf16x2(ptx::max_abs_bf16x2(pair[0], pair[1]), ptx::max_abs_bf16x2(pair[2], pair[3]));
+        const uint32_t a =
+            ptx::max_abs_bf16x2(ptx::max_abs_bf16x2(pair[0], pair[1]), ptx::max_abs_bf16x2(pair[2], pair[3]));
         return ptx::max_abs(__uint_as_float(a & 0xFFFF0000), __uint_as_float(a << 16));
     }
-    __device__ __forceinline__ void raise(const Bfloats& other) {
+    __device__ __forceinline__ void update_amax(const Bf16Vec8& other) {
 #pragma unroll
         for (int p = 0; p < 4; ++p) pair[p] = ptx::max_abs_bf16x2(pair[p], other.pair[p]);
     }
 };
 
-struct Halves {
-    static constexpr bool are_short = true;
+struct HalfVec8 {
+    static constexpr bool is_16_bit = true;
     uint32_t pair[4];
 
     __device__ __forceinline__ float at(int j) const {
@@ -54,24 +59,25 @@ struct Halves {
     }
     __device__ __forceinline__ uint32_t signs(int p) const { return pair[p] & both_signs; }
     __device__ __forceinline__ float amax() const {
-        const uint32_t a = ptx::max_abs_f16x2(ptx::max_abs_f16x2(pair[0], pair[1]), ptx::max_abs_f16x2(pair[2], pair[3]));
+        const uint32_t a =
+            ptx::max_abs_f16x2(ptx::max_abs_f16x2(pair[0], pair[1]), ptx::max_abs_f16x2(pair[2], pair[3]));
         return ptx::max_abs(ptx::high_f16(a), ptx::low_f16(a));
     }
-    __device__ __forceinline__ void raise(const Halves& other) {
+    __device__ __forceinline__ void update_amax(const HalfVec8& other) {
 #pragma unroll
         for (int p = 0; p < 4; ++p) pair[p] = ptx::max_abs_f16x2(pair[p], other.pair[p]);
     }
 };
 
-// Codes of one byte, or of 12 bits: pairs in three bytes.
+// Encoded values of 8 bits, or of 12 bits (E5M6): two in three bytes.
 template <int format>
-struct Codes {
+struct EncodedVec8 {
     uint32_t word[format == e5m6 ? 3 : 2];
 
     __device__ __forceinline__ float at(int j) const {
         if constexpr (format == int8) {
             return static_cast<signed char>(word[j / 4] >> j % 4 * 8);
-        } else if constexpr (format == e5m6) {  // the upper 12 bits of a 16-bit float
+        } else if constexpr (format == e5m6) {  // E5M6 is the upper 12 bits of FP16
             const int first = 12 * j / 32, shift = 12 * j % 32;
             uint32_t bits = word[first] >> shift;
             if (shift > 20) bits |= word[first + 1] << (32 - shift);
@@ -85,70 +91,87 @@ struct Codes {
     }
 };
 
-template <int number>
-struct Eight;
+template <int dtype>
+struct Vec8;
 template <>
-struct Eight<float32> : Floats {};
+struct Vec8<float32> : FloatVec8 {};
 template <>
-struct Eight<bfloat16> : Bfloats {};
+struct Vec8<bfloat16> : Bf16Vec8 {};
 template <>
-struct Eight<float16> : Halves {};
+struct Vec8<float16> : HalfVec8 {};
 template <>
-struct Eight<e4m3> : Codes<e4m3> {};
+struct Vec8<e4m3> : EncodedVec8<e4m3> {};
 template <>
-struct Eight<e5m2> : Codes<e5m2> {};
+struct Vec8<e5m2> : EncodedVec8<e5m2> {};
 template <>
-struct Eight<int8> : Codes<int8> {};
+struct Vec8<int8> : EncodedVec8<int8> {};
 template <>
-struct Eight<e5m6> : Codes<e5m6> {};
+struct Vec8<e5m6> : EncodedVec8<e5m6> {};
 
-// How many bytes lie before the number of an index; of those of 12 bits it is even.
-template <int number>
+// The offset in bytes of the element of an index, which must be even for E5M6.
+template <int dtype>
 __device__ __forceinline__ int64_t bytes(int64_t index) {
-    return number == float32 ? 4 * index : number < e4m3 ? 2 * index : number == e5m6 ? index / 2 * 3 : index;
+    return dtype == float32 ? 4 * index : dtype < e4m3 ? 2 * index : dtype == e5m6 ? index / 2 * 3 : index;
 }
 
-// Codes times their scale, found anew at each use: in a quarter of the registers that the values take.
-template <int number>
-struct Scaled {
-    static constexpr bool are_short = false;
-    Eight<number> codes;
+// Encoded values with their scale. Dequantizes at each use, which takes a quarter of the registers of FP32 values.
+template <int dtype>
+struct ScaledVec8 {
+    static constexpr bool is_16_bit = false;
+    Vec8<dtype> data;
     float scale;
 
-    __device__ __forceinline__ float at(int j) const { return __fmul_rn(codes.at(j), scale); }
+    __device__ __forceinline__ float at(int j) const { return __fmul_rn(data.at(j), scale); }
 };
 
-// The same numbers, of which the compiler keeps nothing that it found of them before.
+// Returns the vector and hides its origin from the compiler, which then recomputes what depends on it instead of
+// holding it in registers.
 template <class Values>
-__device__ __forceinline__ Values found_anew(Values x) {
+__device__ __forceinline__ Values opaque(Values x) {
     if constexpr (requires { x.value; }) {
-        for (float& value : x.value) value = __uint_as_float(ptx::forget(__float_as_uint(value)));
+        for (float& value : x.value) value = __uint_as_float(ptx::opaque(__float_as_uint(value)));
     } else if constexpr (requires { x.pair; }) {
-        for (uint32_t& pair : x.pair) pair = ptx::forget(pair);
+        for (uint32_t& pair : x.pair) pair = ptx::opaque(pair);
     } else {
-        for (uint32_t& word : x.codes.word) word = ptx::forget(word);
+        for (uint32_t& word : x.data.word) word = ptx::opaque(word);
     }
     return x;
 }
 
-// From the address of the first, which must be a multiple of 16 bytes, of 8 for codes of 8 bits, of 4 for those of 12;
-// zeros where there is nothing to load.
-template <int number>
-__device__ __forceinline__ Eight<number> load_eight(const uint8_t* from, bool there) {
+// Loads 8 elements; returns zeros out of bounds. The address must be a multiple of 16 bytes, for 8-bit elements of 8,
+// and for E5M6 of 4.
+template <int dtype>
+__device__ __forceinline__ Vec8<dtype> load_vec8(const uint8_t* from, bool in_bounds) {
     union {
-        Eight<number> eight;
+        Vec8<dtype> elements;
         uint4 vector[2];
         uint2 half;
         uint32_t word[3];
     } u;
-    if constexpr (number == e5m6) {
+    if constexpr (dtype == e5m6) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i) u.word[i] = ptx::load_4(from + 4 * i, there);
-    } else if constexpr (number >= e4m3) {
-        u.half = ptx::load_8(from, there);
+        for (int i = 0; i < 3; ++i) u.word[i] = ptx::load_4(from + 4 * i, in_bounds);
+    } else if constexpr (dtype >= e4m3) {
+        u.half = ptx::load_8(from, in_bounds);
     } else {
-        u.vector[0] = ptx::load_16(from, there);
-        if constexpr (number == float32) u.vector[1] = ptx::load_16(from + 16, there);
+        u.vector[0] = ptx::load_16(from, in_bounds);
+        if constexpr (dtype == float32) u.vector[1] = ptx::load_16(from + 16, in_bounds);
     }
-    return u.eight;
+    return u.elements;
+}
+
+// Rounds 8 values to FP32, BF16 or FP16 and stores them; the address must be a multiple of 16 bytes.
+template <int dtype>
+__device__ __forceinline__ void store_vec8(uint8_t* to, const float (&x)[8], bool in_bounds) {
+    if constexpr (dtype == float32) {
+        ptx::store_16(to, ptx::bits_of(x[0], x[1], x[2], x[3]), in_bounds);
+        ptx::store_16(to + 16, ptx::bits_of(x[4], x[5], x[6], x[7]), in_bounds);
+    } else {
+        uint32_t pair[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p)
+            pair[p] =
+                dtype == bfloat16 ? ptx::pack_bf16(x[2 * p], x[2 * p + 1]) : ptx::pack_f16(x[2 * p], x[2 * p + 1]);
+        ptx::store_16(to, make_uint4(pair[0], pair[1], pair[2], pair[3]), in_bounds);
+    }
 }

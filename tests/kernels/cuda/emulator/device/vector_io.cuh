@@ -36,9 +36,9 @@ inline void cp_async_4(void* shared, const void* from, bool there) {
 }
 inline void cp_async_wait_all() {}
 template <class T>
-const T* forget(const T* address) {
+const T* opaque(const T* address) {
     return address;
 }
-inline uint32_t forget(uint32_t bits) { return bits; }
+inline uint32_t opaque(uint32_t bits) { return bits; }
 
 }  // namespace ptx
