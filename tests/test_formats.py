@@ -355,7 +355,7 @@ def test_only_floats_within_fp32_are_rounded(fmt, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2])
 def test_only_codes_are_decoded(dtype):
-    with pytest.raises(TypeError, match=f"codes of e4m3, not {dtype}"):
+    with pytest.raises(TypeError, match=f"must hold e4m3 in uint8, int16, int32 or int64, not {dtype}"):
         E4M3.decode(torch.zeros(2, dtype=dtype))
 
 
@@ -365,7 +365,7 @@ def test_no_table_of_all_fp32_values():
 
 
 def test_packing_refuses_bytes():
-    with pytest.raises(TypeError, match=r"codes must be int32 or int64, not torch\.uint8"):
+    with pytest.raises(TypeError, match=r"encoded must be int32 or int64, not torch\.uint8"):
         pack12(torch.zeros(2, dtype=torch.uint8))
 
 
@@ -376,7 +376,7 @@ def test_unpacking_refuses_other_dtypes():
 
 @pytest.mark.parametrize("n", [0, 2, 5])
 def test_unpacking_refuses_another_length(n):
-    with pytest.raises(ValueError, match=f"for n = {n} codes, not 6"):
+    with pytest.raises(ValueError, match=f"for n = {n} values, not 6"):
         unpack12(torch.zeros(6, dtype=torch.uint8), n)
 
 

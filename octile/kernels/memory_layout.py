@@ -1,28 +1,27 @@
-"""How results lie in memory, so that Hopper's products read them as they are.
+"""The memory layout of quantized tensors, such that Hopper's GEMMs read them without a copy.
 
-Its tensor cores take FP8 operands contiguous along the summed side, and the copy engine (TMA) takes matrices whose
-rows begin at multiples of 16 bytes. What is padded for that is memory between the rows: shapes stay as they are, and
-so the reference, the fake and the kernel of an operator allocate by the same functions.
+FP8 tensor cores need operands contiguous along the summed dimension, and TMA needs rows that begin at multiples of 16
+bytes. Rows are therefore padded in memory; shapes do not change. The reference, the fake and the kernel of an operator
+allocate with these functions.
 """
 
 import torch
 from torch import Tensor
 
-VECTOR = 16  # bytes
+VECTOR = 16  # bytes, the alignment of rows
 
 
 def padded(n: int, itemsize: int = 1) -> int:
-    """n rounded up until n numbers fill whole vectors."""
-    whole = VECTOR // itemsize
-    return -(-n // whole) * whole
+    """Round n up until n elements of itemsize bytes fill a multiple of 16 bytes."""
+    elements = VECTOR // itemsize
+    return -(-n // elements) * elements
 
 
 def new_scale(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    """An empty scale [..., ⌈M/R⌉, ⌈K/C⌉] float32 for x [..., M, K] in blocks of R×C.
+    """An uninitialized scale [..., ⌈M/R⌉, ⌈K/C⌉] float32 for x [..., M, K] in blocks of R×C.
 
-    A tile's scales lie one beside the other across tiles, since a product reads those of one step of its sum together:
-    tiles of 1×C have them contiguous along M, tiles of R×1 along K, so that the transposed view of either is the other.
-    Blocks that extend both ways have them row by row.
+    A GEMM reads the scales of one k-block together. So the scales of 1×C tiles are contiguous along M, those of R×1
+    tiles along K; the transposed view of either has the layout of the other. The scales of other blocks are row-major.
     """
     *batch, m, k = x.shape
     rows, cols = -(-m // block_rows), -(-k // block_cols)
@@ -34,11 +33,11 @@ def new_scale(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
 
 
 def new_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty [..., K, M] of one byte a number for x [..., M, K]: contiguous along M, rows padded to whole vectors."""
+    """An uninitialized [..., K, M] for x [..., M, K], of a dtype of one byte: contiguous along M, rows padded."""
     *batch, m, k = x.shape
     return x.new_empty(*batch, k, padded(m), dtype=dtype)[..., :m]
 
 
 def new_quantized_transposed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """An empty `new_transposed` and its scale in 1×128 along M, [..., K, ⌈M/128⌉]."""
+    """An uninitialized `new_transposed` [..., K, M], and its scale for 1×128 tiles along M, [..., K, ⌈M/128⌉]."""
     return new_transposed(x, dtype), new_scale(x, 128, 1).mT

@@ -1,1 +1,4 @@
-"""What is computed: `octile::` operators, each with its CPU reference (the specification), fake and GPU kernel."""
+"""The operators of `octile::`: each file has their schemas, CPU references, fakes and calls of GPU kernels.
+
+The CPU reference of an operator is its specification.
+"""

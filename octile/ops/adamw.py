@@ -1,12 +1,11 @@
-"""One AdamW step of one tensor, in FP32 whatever the moments are stored in, in one pass over memory.
+"""One AdamW step of one tensor, in one pass over memory, computed in FP32 for moments of any dtype.
 
     m ← β₁·m + (1 − β₁)·g               v ← β₂·v + (1 − β₂)·g²
     w ← w·(1 − lr·λ) − lr/(1 − β₁ᵗ) · m / (√v/√(1 − β₂ᵗ) + ε)
 
-Everything is rounded to FP32 after each operation, but the two moments are each made by one fused multiply-add,
-m + (1 − β₁)·(g − m) and β₂·v + ((1 − β₂)·g)·g, as torch's fused step on a CPU has them: with β₁ above ½, and where its
-processor has such an instruction, the bits are the same. The moments that are stored are rounded once more, to nearest
-even, and the weight's step is made with those that are not.
+Each operation is rounded to FP32, except that each moment is one fused multiply-add, m + (1 − β₁)·(g − m) and
+β₂·v + ((1 − β₂)·g)·g. So the bits are those of torch's fused AdamW on a CPU with FMA instructions, for β₁ above ½. The
+update of the weight uses the moments in FP32; for storage they are rounded to nearest even.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101).
 """
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octile.ops.operator import operator
-from octile.ops.quantize import INPUT_DTYPES
+from octile.ops.quantize import check_device, check_input_dtype
 
 
 @operator(writes=("weight", "exp_avg", "exp_avg_sq"))
@@ -29,32 +28,33 @@ def adamw(
     beta2: float,
     eps: float,
 ) -> None:
-    """Updates weight and moments in place.
+    """Update weight and moments in place.
 
     Args:
         weight: float32, contiguous, any shape.
-        gradient: of this shape, float32, bfloat16 or float16.
-        exp_avg, exp_avg_sq: m and v, of this shape, contiguous, each of one of these dtypes.
-        corrections: float32 [3]: lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr·λ. They depend on the step, which a GPU counts
-            itself, and on the learning rate, which a captured graph reads at each replay.
+        gradient: float32, bfloat16 or float16, of weight's shape.
+        exp_avg, exp_avg_sq: m and v, float32, bfloat16 or float16, contiguous, of weight's shape.
+        corrections: float32 [3]: lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr·λ. A tensor, since a captured graph reads the
+            step and the learning rate from the device at each replay.
+        beta1, beta2, eps: β₁, β₂ and ε.
 
     Raises:
-        TypeError: a tensor is of another dtype.
-        ValueError: shapes or devices do not fit together, or what is written is not contiguous.
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together, or weight or a moment is not contiguous.
     """
     _check(weight, gradient, exp_avg, exp_avg_sq, corrections)
     step_size, root, decay = corrections.unbind()
     g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
     m = _fma(g - m, torch.full_like(g, 1 - beta1), m)
     v = _fma(g * (1 - beta2), g, v * beta2)
-    sqrt = v.double().sqrt().float()  # torch's own of FP32 is not always rounded to nearest on a CPU
+    sqrt = v.double().sqrt().float()  # torch's FP32 sqrt on a CPU is not always correctly rounded
     weight.copy_(weight * decay - m * step_size / (sqrt / root + eps))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a · b + c in FP32, rounded once: in FP64 the product is exact, and a sum lies at a tie in one of 2²⁹ cases."""
+    """a · b + c in FP32. Computed in FP64: the product is exact, and double rounding matters in one of 2²⁹ cases."""
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -78,13 +78,11 @@ def _check(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
         raise ValueError(f"corrections must be float32 [3], not {corrections.dtype} {list(corrections.shape)}")
     others = {"gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     for name, t in others.items():
-        if t.dtype not in INPUT_DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, not {t.dtype}")
+        check_input_dtype(name, t)
         if t.shape != weight.shape:
             raise ValueError(f"{name} must be {tuple(weight.shape)} as weight, not {tuple(t.shape)}")
     for name, t in (others | {"corrections": corrections}).items():
-        if t.device != weight.device:
-            raise ValueError(f"weight lies on {weight.device} but {name} on {t.device}")
+        check_device("weight", weight, name, t)
     for name, t in (("weight", weight), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, not of strides {t.stride()}")
+            raise ValueError(f"{name} must be contiguous, but has the strides {t.stride()}")

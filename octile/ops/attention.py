@@ -1,16 +1,16 @@
-"""Causal attention with its backward pass as an operator of its own, so that what it reads can be kept in few bits.
+"""Causal attention with its backward pass as a separate operator, so that the caller chooses what to save for backward.
 
-    s = scale · q · kᵀ, −∞ for keys that come after the query      p = softmax(s)      o = p · v
+    s = scale · q · kᵀ, −∞ for keys after the query      p = softmax(s)      o = p · v
 
-The backward pass needs p again, which it makes from q, k and the logarithm of the softmax's denominator (`lse`), and o:
+Backward recomputes p from q, k and the logarithm of the softmax's denominator (`lse`), and reads o:
 
     dv = pᵀ · do      dp = do · vᵀ      ds = p · (dp − Σ do · o)      dq = scale · ds · k      dk = scale · dsᵀ · q
 
-torch's own attention keeps q, k, v and o as they are. DeepSeek-V3 keeps o in E5M6 only, once, for this and for the
-layer after it, and makes q, k and v again; so the caller says what the backward pass reads.
+torch's attention saves q, k, v and o in high precision. DeepSeek-V3 saves only o, in E5M6, for this operator and for
+the output projection after it, and recomputes q, k and v.
 
-On a GPU these are the kernels that `torch.nn.functional.scaled_dot_product_attention` would take, cuDNN's or
-FlashAttention's. Neither o nor the gradients are bit for bit the reference's: the order of the sums is not specified.
+On a GPU these are the kernels of cuDNN or FlashAttention that `torch.nn.functional.scaled_dot_product_attention` takes.
+Results are not bit for bit those of the reference: the order of sums is unspecified.
 
 Sources: Dao et al. (arXiv 2205.14135) for the backward pass; DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
 Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
@@ -22,24 +22,24 @@ from torch import Tensor
 from octile.kernels import attention as kernels
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
-from octile.ops.quantize import INPUT_DTYPES
+from octile.ops.quantize import check_device, check_input_dtype
 
 
 @operator()
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Each query over the keys at its own place and before.
+    """Compute causal attention: each query attends to the keys at its own and earlier positions.
 
     Args:
         q, k: [B, S, H, X], float32, bfloat16 or float16, channels contiguous.
-        v: [B, S, H, V], likewise.
-        scale: of the products q · k.
+        v: [B, S, H, V] in q's dtype, channels contiguous.
+        scale: the factor of q · k, usually 1 / √X.
 
     Returns:
         o [B, S, H, V] in q's dtype, contiguous, and lse [B, H, S] float32.
 
     Raises:
-        TypeError: q, k or v is of another dtype, or they differ in it.
-        ValueError: their shapes or devices do not fit together.
+        TypeError: q, k or v has another dtype, or they differ in dtype.
+        ValueError: shapes or devices do not fit together.
     """
     _check(q, k, v)
     return _attention(q, k, v, scale)
@@ -47,12 +47,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     s_BHSS = _scores(q, k, scale)
-    largest_BHS1 = s_BHSS.amax(-1, keepdim=True)
-    p_BHSS = s_BHSS.sub_(largest_BHS1).exp_()
+    max_BHS1 = s_BHSS.amax(-1, keepdim=True)
+    p_BHSS = s_BHSS.sub_(max_BHS1).exp_()
     sum_BHS1 = p_BHSS.sum(-1, keepdim=True)
     with without_autocast(q.device):
         o_BHSV = (p_BHSS @ v.transpose(1, 2).float()).div_(sum_BHS1)
-    return o_BHSV.transpose(1, 2).to(q.dtype).contiguous(), (largest_BHS1 + sum_BHS1.log()).squeeze(-1)
+    return o_BHSV.transpose(1, 2).to(q.dtype).contiguous(), (max_BHS1 + sum_BHS1.log()).squeeze(-1)
 
 
 @attention.register_fake
@@ -72,19 +72,20 @@ def _(q, k, v, scale):
 def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v.
+    """Compute the gradients of q, k and v.
 
     Args:
         do: [B, S, H, V] in q's dtype, the gradient of o.
-        q, k, v, scale: as in the forward pass.
-        o: [B, S, H, V] in q's dtype; what the forward pass gave, as far as it was kept.
-        lse: [B, H, S] float32.
+        q, k, v, scale: as in `attention`.
+        o: [B, S, H, V] in q's dtype, the result of `attention`; it may have been saved in fewer bits.
+        lse: [B, H, S] float32, from `attention`.
 
     Returns:
         dq, dk [B, S, H, X] and dv [B, S, H, V] in q's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: as `attention`; do, o or lse does not fit the others.
+        TypeError: a tensor has another dtype, or they differ in dtype.
+        ValueError: shapes or devices do not fit together.
     """
     _check_backward(do, q, k, v, o, lse)
     return _attention_backward(do, q, k, v, o, lse, scale)
@@ -119,7 +120,7 @@ def _(do, q, k, v, o, lse, scale):
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The scaled products of queries and keys, float32 [B, H, S, S]; −∞ for keys that come after the query."""
+    """The attention scores scale · q · kᵀ, float32 [B, H, S, S]; −∞ for keys after the query."""
     with without_autocast(q.device):
         s_BHSS = q.transpose(1, 2).float() @ k.transpose(1, 2).float().mT
     s = s_BHSS.shape[-1]
@@ -134,13 +135,11 @@ def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     b, s, h, _ = q.shape
     if lse.dtype != torch.float32 or lse.shape != (b, h, s):
         raise ValueError(f"lse must be float32 {(b, h, s)}, not {lse.dtype} {tuple(lse.shape)}")
-    if lse.device != q.device:
-        raise ValueError(f"q lies on {q.device} but lse on {lse.device}")
+    check_device("q", q, "lse", lse)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in INPUT_DTYPES:
-        raise TypeError(f"q must be float32, bfloat16 or float16, not {q.dtype}")
+    check_input_dtype("q", q)
     if q.dim() != 4:
         raise ValueError(f"q must be [B, S, H, X], not {tuple(q.shape)}")
     _check_like("k", k, q, tuple(q.shape))
@@ -152,5 +151,4 @@ def _check_like(name: str, t: Tensor, q: Tensor, shape: tuple[int, ...]) -> None
         raise TypeError(f"{name} must be {q.dtype} as q, not {t.dtype}")
     if tuple(t.shape) != shape:
         raise ValueError(f"{name} must be {shape}, not {tuple(t.shape)}")
-    if t.device != q.device:
-        raise ValueError(f"q lies on {q.device} but {name} on {t.device}")
+    check_device("q", q, name, t)

@@ -1,9 +1,9 @@
-"""Products of a mixture of experts in an ordinary dtype, torch's own: what the 8-bit ones are compared with.
+"""Grouped GEMMs in high precision by torch's `grouped_mm`, with which the 8-bit ones are compared.
 
-They are operators so that no compiler looks into them: torch 2.11's lays operands out as its grouped product does not
-take them, which stops the whole process.
+They are operators so that torch.compile does not trace them: torch 2.11 would choose strides for the operands that its
+grouped GEMM does not support, which aborts the process.
 
-Shapes: T rows of all groups together, G groups, N and K sides of a weight.
+Shapes: T rows of all groups together, G groups, N and K of a weight.
 """
 
 import torch
@@ -16,11 +16,15 @@ from octile.ops.operator import operator
 
 @operator()
 def high_precision_grouped_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Rows of group g times b[g]ᵀ: a[T, K], b[G, N, K] → [T, N]. Rows past the last group are zero.
+    """Multiply the rows of group g by b[g]ᵀ; rows past the last group are zero.
 
     Args:
-        a, b: of one floating-point dtype; any strides.
-        offs: int32 [G], never falling: the rows of group g are offs[g−1] … offs[g].
+        a: [T, K], a floating-point dtype, any strides.
+        b: [G, N, K] in a's dtype, any strides.
+        offs: int32 [G], non-decreasing: group g has the rows offs[g−1] … offs[g] − 1.
+
+    Returns:
+        [T, N] in a's dtype.
     """
     with without_autocast(a.device):
         y = F.grouped_mm(_aligned(a).contiguous(), _aligned(b, rows=True).mT, offs=offs)[:, : b.shape[1]].contiguous()
@@ -35,9 +39,15 @@ def _(a, b, offs):
 
 @operator()
 def high_precision_grouped_tn(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """aᵀ · b, summed over the rows of each group: a[T, N], b[T, K] → [G, N, K].
+    """Compute aᵀ · b over the rows of each group.
 
-    Args: as in `high_precision_grouped_nt`.
+    Args:
+        a: [T, N], a floating-point dtype, any strides.
+        b: [T, K] in a's dtype, any strides.
+        offs: as in `high_precision_grouped_nt`.
+
+    Returns:
+        [G, N, K] in a's dtype.
     """
     with without_autocast(a.device):
         dw = F.grouped_mm(_aligned(a).contiguous().mT, _aligned(b).contiguous(), offs=offs)
@@ -50,6 +60,6 @@ def _(a, b, offs):
 
 
 def _aligned(t: Tensor, rows: bool = False) -> Tensor:
-    """t with zeros appended to its columns, and rows, up to a multiple of 8: grouped_mm wants strides of 16 bytes."""
+    """Pad t with zeros to a multiple of 8 columns (and rows): grouped_mm needs strides of whole 16 bytes."""
     missing = (0, -t.shape[-1] % 8, 0, -t.shape[-2] % 8 if rows else 0)
     return F.pad(t, missing) if any(missing) else t

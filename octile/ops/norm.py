@@ -1,12 +1,13 @@
-"""RMSNorm whose result is cast as it is made, y = x · rstd · weight, rstd = 1 / √(mean(x²) + eps), and its gradients.
+"""RMSNorm fused with quantization, y = x · rstd · weight with rstd = 1 / √(mean(x²) + eps), and its gradients.
 
-The products that follow a norm read its result in 8 bits, and one that does not, a gate's, reads it as it is; both are
-written in one read of x. The backward pass of the norm needs x and rstd, and no y; where a layer needs its 8-bit input
-again, it is made again from x.
+The GEMMs after a norm read its result in 8 bits; a gate reads it in high precision. Both are written in one read of x.
+The backward pass of the norm needs x and rstd, not y; a layer that needs its quantized input in backward recomputes it
+from x.
 
-The functions are torch's in FP32, rounded once, to the quantised number. In which order the squares are added is not
-part of the specification, so rstd is within 2⁻²⁰ of the value here, relatively; everything after it is bit for bit
-what the reference makes of that rstd. Nor is the order of the gradients' sums, one along a row and one along a column.
+The reference uses torch's functions in FP32 and rounds once, to the quantized value. The order in which the squares
+are summed is unspecified, so the rstd of a GPU has a relative error of at most 2⁻²⁰ against the reference; everything
+else is bit for bit what the reference gives for that rstd. The order of the sums in the gradients, one along rows and
+one along columns, is unspecified as well.
 
 Source: Zhang and Sennrich (arXiv 1910.07467).  Shapes: x [M, K], weight [K], rstd [M].
 """
@@ -18,43 +19,43 @@ from octile.formats import TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, quantize
+from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, quantize
 from octile.ops.transpose import FORMATS
 
-LONGEST_ROW = 32768  # what one program of a GPU holds
+MAX_COLUMNS = 32768  # a row must fit into one Triton program
 
 
 @operator()
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: str, power_of_2: bool, values: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The norm of each row in 1×128 tiles, its rstd for the backward pass and, if asked for, the norm itself.
+    """Normalize each row and quantize the result y in 1×128 tiles.
 
     Args:
         x: [M, K], float32, bfloat16 or float16, K at most 32768.
         weight: [K], float32, bfloat16 or float16.
         eps: added to the mean of the squares.
         fmt: "e4m3", "e5m2" or "int8".
-        power_of_2: round each scale up to a power of two.
-        values: whether y is wanted.
+        power_of_2: whether to round each scale up to a power of two.
+        values: whether to return y in high precision as well.
 
     Returns:
-        data [M, K] and scale [M, ⌈K/128⌉], as `quantize(y, 1, 128, …)` of y in FP32; rstd [M] float32; y [M, K] in
-        x's dtype, or [0, K] if it is not wanted.
+        data [M, K] and scale [M, ⌈K/128⌉], as `quantize(y, 1, 128, …)` of y in FP32; rstd [M] float32, for backward;
+        y [M, K] in x's dtype, or [0, K] without values.
 
     Raises:
-        TypeError: x or weight is of another dtype.
-        ValueError: x is no such matrix, weight does not fit it, or fmt is none of these.
+        TypeError: x or weight has another dtype.
+        ValueError: x is not a matrix with K at most 32768, weight does not fit it, or fmt is another one.
     """
     _check(x, weight, fmt)
     rstd = (x.float().square().mean(-1) + eps).rsqrt()
     y = normalized(x, rstd, weight)
-    wanted = y.to(x.dtype).contiguous() if values else x.new_empty(0, x.shape[1])
-    return *quantize(y, *TILE, fmt, power_of_2), rstd, wanted
+    returned = y.to(x.dtype).contiguous() if values else x.new_empty(0, x.shape[1])
+    return *quantize(y, *TILE, fmt, power_of_2), rstd, returned
 
 
 def normalized(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """y [M, K], float32, from the rstd [M] of the rows."""
+    """y = x · rstd · weight in float32 [M, K], from x [M, K], rstd [M] and weight [K]."""
     return x.float() * rstd[:, None] * weight.float()
 
 
@@ -75,25 +76,25 @@ def _(x, weight, eps, fmt, power_of_2, values=False):
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of weight, each with one rounding.
+    """Compute the gradients of x and weight in FP32, each rounded once.
 
     Args:
-        dy: [M, K], of y, float32, bfloat16 or float16.
-        x, weight: as they were in the forward pass.
-        rstd: [M] float32.
-        add: [M, K] in x's dtype, a gradient of x from elsewhere, which dx is added to; None: zeros.
+        dy: [M, K], float32, bfloat16 or float16, the gradient of y.
+        x, weight: as in the forward pass.
+        rstd: [M] float32, from the forward pass.
+        add: [M, K] in x's dtype, another gradient of x, to be added before rounding; None: zeros.
 
     Returns:
-        dx [M, K] in x's dtype, dweight [K] float32.
+        dx + add [M, K] in x's dtype, dweight [K] float32.
 
     Raises:
-        TypeError: a tensor is of another dtype.
-        ValueError: their shapes or devices do not fit together.
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together.
     """
     _check_backward(dy, x, weight, rstd, add)
     unit, dy = x.float() * rstd[:, None], dy.float()
-    of_unit = dy * weight.float()
-    dx = (of_unit - unit * (of_unit * unit).mean(-1, keepdim=True)) * rstd[:, None]
+    dunit = dy * weight.float()
+    dx = (dunit - unit * (dunit * unit).mean(-1, keepdim=True)) * rstd[:, None]
     dx = dx if add is None else dx + add.float()
     return dx.to(x.dtype).contiguous(), (dy * unit).sum(0)
 
@@ -119,8 +120,7 @@ def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None) -> None:
     _check_operands(x, weight)
-    if dy.dtype not in INPUT_DTYPES:
-        raise TypeError(f"dy must be float32, bfloat16 or float16, not {dy.dtype}")
+    check_input_dtype("dy", dy)
     if rstd.dtype != torch.float32:
         raise TypeError(f"rstd must be float32, not {rstd.dtype}")
     if dy.shape != x.shape:
@@ -132,17 +132,15 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Te
     if add is not None and add.shape != x.shape:
         raise ValueError(f"add must be {tuple(x.shape)} as x, not {tuple(add.shape)}")
     for name, t in (("dy", dy), ("rstd", rstd), ("add", add)):
-        if t is not None and t.device != x.device:
-            raise ValueError(f"x lies on {x.device} but {name} on {t.device}")
+        if t is not None:
+            check_device("x", x, name, t)
 
 
 def _check_operands(x: Tensor, weight: Tensor) -> None:
-    for name, t in (("x", x), ("weight", weight)):
-        if t.dtype not in INPUT_DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, not {t.dtype}")
-    if x.dim() != 2 or x.shape[1] > LONGEST_ROW:
-        raise ValueError(f"x must be a matrix [M, K] with K at most {LONGEST_ROW}, not {tuple(x.shape)}")
+    check_input_dtype("x", x)
+    check_input_dtype("weight", weight)
+    if x.dim() != 2 or x.shape[1] > MAX_COLUMNS:
+        raise ValueError(f"x must be a matrix [M, K] with K at most {MAX_COLUMNS}, not {tuple(x.shape)}")
     if weight.shape != x.shape[1:]:
         raise ValueError(f"weight must be {tuple(x.shape[1:])}, not {tuple(weight.shape)}")
-    if weight.device != x.device:
-        raise ValueError(f"x lies on {x.device} but weight on {weight.device}")
+    check_device("x", x, "weight", weight)

@@ -1,15 +1,15 @@
-"""The rows of tokens to their experts and back, each byte read once and written where it belongs.
+"""Permutation of the rows of tokens to the order of their experts, and its inverse.
 
-    permute      a token's row, in 8 bits with its scales, to its K places among the rows sorted by expert
-    unpermute    the K rows of a token, summed, to the token
+    permute      copies the quantized row of a token to its K rows among those sorted by expert
+    unpermute    sums the K rows of a token
 
-Places are on the device, and every row is written by one program, so nothing waits for the host and nothing is added
-in an order that could change. Each is the other's mirror image: a gradient goes to the experts by `permute`, and what
-they give back is summed by `unpermute`. By which weights the results of a token are summed is not seen here: they
-multiply what the experts' last product reads (`octile.ops.swiglu`).
+The row indices are on the device, so nothing waits for the host. Each row is written by one program, so the order of
+sums is fixed. Each operator is the gradient of the other: `permute` takes gradients to the experts, and `unpermute`
+sums what they return. The gate's weights are not applied here but to the input of the experts' last GEMM
+(`octile.ops.swiglu`).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.3: dispatch in FP8, combine in BF16.
-Shapes: T tokens, D model, K chosen experts, R = T·K rows.
+Shapes: T tokens, D model width, K experts per token, R = T·K rows.
 """
 
 import torch
@@ -18,28 +18,28 @@ from torch import Tensor
 from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale
+from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, check_scale
 from octile.ops.transpose import FORMATS
 
 
 @operator()
 def permute(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies row t of a matrix in 1×128 tiles to the rows place[t] of another.
+    """Copy row t of a matrix in 1×128 tiles to the rows place[t] of the result.
 
     Args:
         data: float8_e4m3fn, float8_e5m2 or int8 [T, D].
         scale: float32 [T, ⌈D/128⌉].
-        place: int32 [T, K], each number from 0 to T·K − 1 once.
+        place: int32 [T, K], row indices, a permutation of 0 … T·K − 1.
 
     Returns:
-        data [T·K, D] and scale [T·K, ⌈D/128⌉], stored as those of a cast.
+        data [T·K, D] and scale [T·K, ⌈D/128⌉], laid out as `quantize` returns them.
 
     Raises:
-        TypeError: data, scale or place is of another dtype.
-        ValueError: they are no matrices, or do not fit together.
+        TypeError: data, scale or place has another dtype.
+        ValueError: data or place is not a matrix, or shapes or devices do not fit together.
     """
     _check_permute(data, scale, place)
-    rows = place.flatten().argsort() // place.shape[1]  # which token's row lies there
+    rows = place.flatten().argsort() // place.shape[1]  # the token of each row of the result
     moved = data.view(torch.uint8).index_select(0, rows).view(data.dtype)
     return moved, new_scale(moved, *TILE).copy_(scale.index_select(0, rows))
 
@@ -60,19 +60,19 @@ def _(data, scale, place):
 
 @operator()
 def unpermute(y: Tensor, place: Tensor, add: Tensor | None = None) -> Tensor:
-    """The sum of add and the rows place[t] of y; in FP32, in this order and that of k.
+    """Sum the rows place[t] of y for each token t, in FP32: add first, then the rows in the order of place.
 
     Args:
         y: [T·K, D], float32, bfloat16 or float16.
         place: int32 [T, K], as in `permute`.
-        add: [T, D] in y's dtype; None: zeros.
+        add: [T, D] in y's dtype, to be added, such as the shared expert's output; None: zeros.
 
     Returns:
-        [T, D] in y's dtype.
+        sums [T, D] in y's dtype, rounded once.
 
     Raises:
-        TypeError: y, place or add is of another dtype.
-        ValueError: they do not fit together.
+        TypeError: y, place or add has another dtype.
+        ValueError: shapes or devices do not fit together.
     """
     _check_unpermute(y, place, add)
     total_TD = y.new_zeros(place.shape[0], y.shape[1], dtype=torch.float32)
@@ -108,8 +108,7 @@ def _check_permute(data: Tensor, scale: Tensor, place: Tensor) -> None:
 
 
 def _check_unpermute(y: Tensor, place: Tensor, add: Tensor | None) -> None:
-    if y.dtype not in INPUT_DTYPES:
-        raise TypeError(f"y must be float32, bfloat16 or float16, not {y.dtype}")
+    check_input_dtype("y", y)
     if y.dim() != 2:
         raise ValueError(f"y must be a matrix [T·K, D], not {tuple(y.shape)}")
     _check_place(place, "y", y)
@@ -121,8 +120,7 @@ def _check_unpermute(y: Tensor, place: Tensor, add: Tensor | None) -> None:
         raise TypeError(f"add must be {y.dtype} as y, not {add.dtype}")
     if add.shape != (place.shape[0], y.shape[1]):
         raise ValueError(f"add must be {(place.shape[0], y.shape[1])}, not {tuple(add.shape)}")
-    if add.device != y.device:
-        raise ValueError(f"y lies on {y.device} but add on {add.device}")
+    check_device("y", y, "add", add)
 
 
 def _check_place(place: Tensor, name: str, t: Tensor) -> None:
@@ -130,5 +128,4 @@ def _check_place(place: Tensor, name: str, t: Tensor) -> None:
         raise TypeError(f"place must be int32, not {place.dtype}")
     if place.dim() != 2:
         raise ValueError(f"place must be [T, K], not {tuple(place.shape)}")
-    if place.device != t.device:
-        raise ValueError(f"{name} lies on {t.device} but place on {place.device}")
+    check_device(name, t, "place", place)

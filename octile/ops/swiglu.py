@@ -1,58 +1,57 @@
-"""SwiGLU between two quantised products: h = silu(gate) · up, cast as it is made, and so are its gradients.
+"""SwiGLU fused with quantization: h = silu(gate) · up · weight and its gradients, quantized as they are computed.
 
-What lies between two products of a feed-forward layer is elementwise, so it costs what its bytes cost. Done one step
-after the other, h and the gradients of gate and up would each be written in BF16 and read again to be cast, once along
-the rows and once along the columns.
+The operations between the two GEMMs of a feed-forward layer are elementwise and cost as much as their memory traffic.
+Unfused, h and the gradients of gate and up would be written in BF16 and read again to be quantized, once along the rows
+and once along the columns.
 
-For the backward pass gate and up are kept in 8 bits and h is made again:
+    forward     gate, up → h in 1×128 tiles for the down-projection; gate and up in 1×128 tiles, saved for backward
+    backward    dh, gate, up → d(gate) and d(up) in 1×128 tiles for dgrad and transposed for wgrad; h, recomputed and
+                transposed, for the wgrad of the down-projection
 
-    forward     gate, up → h in tiles for the down-projection, gate and up in tiles to be kept
-    backward    dh, gate, up → their gradients in tiles for dgrad and turned for wgrad, h turned for the down-
-                projection's wgrad
+`weight` is the gate's weight of a row's expert in a mixture of experts. It is applied here, in FP32 before
+quantization: (weight · h) · wᵀ is weight · (h · wᵀ), so combining the results of a token only sums them. The gradient
+of the weight is dh · h, with the unweighted h, summed over the row; backward recomputes h in any case.
 
-In a mixture of experts a row's result is multiplied by its weight. It is multiplied here, in FP32 before the cast:
-(weight · h) · wᵀ is weight · (h · wᵀ), the results of a token are then only summed, and the backward pass, which needs
-the unweighted result for the gradient of the weight, makes h again anyway: d(weight) is dh · h, summed over the row.
+The reference uses torch's functions in FP32 and rounds once, to the quantized value. A GPU's exponential and division
+differ from the CPU's: its silu(gate) has a relative error of at most (8 + |gate|) · 2⁻²³ against the reference. A scale
+may differ by as much, and a value halfway between two encoded values may round to the other one. Quantization itself
+is bit for bit.
 
-The functions are torch's own in FP32, rounded once, to the quantised number. The exponential of a GPU is not the
-CPU's, nor is the division after it: silu(gate) there is within (8 + |gate|) · 2⁻²³ of the value here, relatively, so a
-scale may differ by that, and a number that lies at the middle between two codes may round to the other one. The cast
-itself is bit for bit.
-
-Source: Shazeer (arXiv 2002.05202); DeepSeek-V3 (arXiv 2412.19437) §3.3.3, which casts its inputs and recomputes it.
-Shapes: gate and up [M, H], any strides: the two halves of one product's result as well as two tensors.
+Source: Shazeer (arXiv 2002.05202); DeepSeek-V3 (arXiv 2412.19437) §3.3.3, which saves the inputs in FP8 and recomputes.
+Shapes: gate and up [M, H], any strides: two tensors, or the halves of one GEMM's output.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.formats import COLUMN_TILE, TILE
+from octile.formats import TILE
 from octile.kernels import backends
-from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, INPUT_DTYPES, check_scale, dequantize, quantize
-from octile.ops.transpose import FORMATS, quantize_rows_and_columns
+from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, check_scale, dequantize, quantize
+from octile.ops.transpose import FORMATS, quantize_columns, quantize_rows_and_columns
 
 
 @operator()
 def swiglu_quantize(
     gate: Tensor, up: Tensor, fmt: str, power_of_2: bool, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h = silu(gate) · up · weight in 1×128 tiles.
+    """Compute h = silu(gate) · up · weight and quantize it in 1×128 tiles.
 
     Args:
-        gate, up: [M, H], float32, bfloat16 or float16, both the same.
+        gate, up: [M, H], float32, bfloat16 or float16, both of one dtype.
         fmt: "e4m3", "e5m2" or "int8".
-        power_of_2: round each scale up to a power of two.
-        weight: float32 [M], of each row; None: 1.
+        power_of_2: whether to round each scale up to a power of two.
+        weight: float32 [M], one factor per row; None: 1.
 
     Returns:
         data [M, H] and scale [M, ⌈H/128⌉], as `quantize(h, 1, 128, …)`.
 
     Raises:
-        TypeError: gate, up or weight is of another dtype, or gate and up differ in it.
-        ValueError: they are no matrices of one shape on one device, weight does not fit them, or fmt is none of these.
+        TypeError: gate, up or weight has another dtype, or gate and up differ in dtype.
+        ValueError: gate and up are not matrices of one shape on one device, weight does not fit them, or fmt is
+            another one.
     """
     _check(gate, up, fmt)
     _check_weight(weight, gate)
@@ -81,13 +80,18 @@ def swiglu_quantize_and_save(
     saved_power_of_2: bool,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`swiglu_quantize`, and its inputs in 1×128 tiles, from one read of them.
+    """Compute `swiglu_quantize`, and quantize gate and up in 1×128 tiles to be saved for backward, in one pass.
 
-    Args, Raises: as `swiglu_quantize`; saved_fmt and saved_power_of_2 are the inputs' own.
+    Args:
+        gate, up, fmt, power_of_2, weight: as in `swiglu_quantize`.
+        saved_fmt, saved_power_of_2: format and scale rule of gate and up, as fmt and power_of_2 for h.
 
     Returns:
-        data [M, H] and scale [M, ⌈H/128⌉] of h; kept [2, M, H] and kept_scale [2, M, ⌈H/128⌉], as
-        `quantize` of gate and up one above the other.
+        data [M, H] and scale [M, ⌈H/128⌉] of h; saved [2, M, H] and saved_scale [2, M, ⌈H/128⌉] of gate and up, as
+        `quantize(torch.stack((gate, up)), 1, 128, …)`.
+
+    Raises:
+        TypeError, ValueError: as `swiglu_quantize`.
     """
     _check(gate, up, fmt, saved_fmt)
     _check_weight(weight, gate)
@@ -97,9 +101,9 @@ def swiglu_quantize_and_save(
 
 @swiglu_quantize_and_save.register_fake
 def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
-    data, kept = (gate.new_empty(gate.shape, dtype=DATA_DTYPES[f]) for f in (fmt, saved_fmt))
-    both = kept.new_empty(2, *kept.shape)
-    return data, new_scale(data, *TILE), both, new_scale(both, *TILE)
+    data = gate.new_empty(gate.shape, dtype=DATA_DTYPES[fmt])
+    saved = gate.new_empty(2, *gate.shape, dtype=DATA_DTYPES[saved_fmt])
+    return data, new_scale(data, *TILE), saved, new_scale(saved, *TILE)
 
 
 @swiglu_quantize_and_save.register_kernel("cuda")
@@ -128,45 +132,46 @@ def swiglu_backward_quantize(
     h_fmt: str,
     h_power_of_2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of gate and up from that of h, side by side, in 1×128 tiles and turned; and h again, turned.
+    """Compute the gradients of gate, up and weight and recompute h; quantize d(gate), d(up) and h.
 
     Args:
         dh: [M, H], float32, bfloat16 or float16: the gradient of h.
-        gate, up: [M, H], both of one such dtype; or kept in 1×128 tiles, both float8_e4m3fn, float8_e5m2 or int8. H is
-            a multiple of 128, so that no tile holds values of both gradients and each half is the cast of one of them.
-        gate_scale, up_scale: float32 [M, H/128] where gate and up are kept.
-        weight: float32 [M], of each row; None: 1.
-        fmt, power_of_2: of the gradients: "e4m3", "e5m2" or "int8"; round each scale up to a power of two.
-        h_fmt, h_power_of_2: of h.
+        gate, up: [M, H], both float32, bfloat16 or float16; or saved in 1×128 tiles, both float8_e4m3fn, float8_e5m2
+            or int8. H must be a multiple of 128, so that no tile holds values of both gradients.
+        gate_scale, up_scale: float32 [M, H/128] if gate and up are saved in 8 bits, else None.
+        weight: float32 [M], one factor per row; None: 1.
+        fmt, power_of_2: format and scale rule of the gradients: "e4m3", "e5m2" or "int8"; whether to round each scale
+            up to a power of two.
+        h_fmt, h_power_of_2: format and scale rule of h.
 
     Returns:
         data [M, 2H] and scale [M, 2H/128], data_t [2H, M] and scale_t [2H, ⌈M/128⌉], as
         `quantize_rows_and_columns` of [d(gate) | d(up)]; h_t [H, M] and h_scale_t [H, ⌈M/128⌉], the transposes of
-        `quantize(h, 128, 1, …)`; the gradient of weight, float32 [M], or [0] where there is none.
+        `quantize(h, 128, 1, …)`; the gradient of weight, float32 [M], or [0] without weight.
 
     Raises:
-        TypeError, ValueError: as `swiglu_quantize`; H is no multiple of 128; scales or weight do not fit.
+        TypeError: a tensor has another dtype, or gate and up differ in dtype.
+        ValueError: H is no multiple of 128, a shape or device does not fit, scales are missing or superfluous, or a
+            format is another one.
     """
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt)
     if gate_scale is not None and up_scale is not None:
-        gate, up = (dequantize(*kept, *TILE, torch.float32) for kept in ((gate, gate_scale), (up, up_scale)))
+        gate, up = (dequantize(*saved, *TILE, torch.float32) for saved in ((gate, gate_scale), (up, up_scale)))
     dh, gate, up = dh.float(), gate.float(), up.float()
     h = F.silu(gate) * up
-    of_weight = (dh * h).sum(1) if weight is not None else dh.new_empty(0)
+    dweight = (dh * h).sum(1) if weight is not None else dh.new_empty(0)
     if weight is not None:
         dh, h = dh * weight[:, None], h * weight[:, None]
     both = torch.cat([torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)], dim=1)
-    turned, h_scale = quantize(h, *COLUMN_TILE, h_fmt, h_power_of_2)
-    h_t = new_transposed(h, turned.dtype).copy_(turned.mT)
-    return *quantize_rows_and_columns(both, fmt, power_of_2), h_t, h_scale.mT, of_weight
+    return *quantize_rows_and_columns(both, fmt, power_of_2), *quantize_columns(h, h_fmt, h_power_of_2), dweight
 
 
 @swiglu_backward_quantize.register_fake
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
     both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), DATA_DTYPES[fmt]
-    data, turned = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype)
-    of_weight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
-    return data, new_scale(both, *TILE), *turned, *new_quantized_transposed(gate, DATA_DTYPES[h_fmt]), of_weight
+    data, transposed = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype)
+    dweight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
+    return data, new_scale(both, *TILE), *transposed, *new_quantized_transposed(gate, DATA_DTYPES[h_fmt]), dweight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")
@@ -186,16 +191,15 @@ def _check_backward(
     fmt: str,
     h_fmt: str,
 ) -> None:
-    kept = gate.dtype in map(DATA_DTYPES.get, FORMATS)
-    _check(gate, up, fmt, h_fmt, dtypes=() if kept else INPUT_DTYPES)
-    if dh.dtype not in INPUT_DTYPES:
-        raise TypeError(f"dh must be float32, bfloat16 or float16, not {dh.dtype}")
+    is_quantized = gate.dtype in map(DATA_DTYPES.get, FORMATS)
+    _check(gate, up, fmt, h_fmt, is_quantized=is_quantized)
+    check_input_dtype("dh", dh)
     if gate.shape[1] % TILE[1]:
-        raise ValueError(f"gate must have a multiple of {TILE[1]} columns, not {gate.shape[1]}: tiles would hold both")
+        raise ValueError(f"gate must have a multiple of {TILE[1]} columns, not {gate.shape[1]}")
     _check_like("dh", dh, gate.shape, gate)
     for name, data, scale in (("gate", gate, gate_scale), ("up", up, up_scale)):
-        if (scale is not None) != kept:
-            raise ValueError(f"{name}_scale must be given where gate and up are in 8 bits, and only there")
+        if (scale is not None) != is_quantized:
+            raise ValueError(f"{name}_scale must be given if gate and up are quantized, and only then")
         if scale is not None:
             check_scale(name, data, scale, *TILE)
     _check_weight(weight, gate)
@@ -209,9 +213,9 @@ def _check_weight(weight: Tensor | None, gate: Tensor) -> None:
     _check_like("weight", weight, gate.shape[:1], gate)
 
 
-def _check(gate: Tensor, up: Tensor, *formats: str, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES) -> None:
-    if dtypes and gate.dtype not in dtypes:
-        raise TypeError(f"gate must be float32, bfloat16 or float16, not {gate.dtype}")
+def _check(gate: Tensor, up: Tensor, *formats: str, is_quantized: bool = False) -> None:
+    if not is_quantized:
+        check_input_dtype("gate", gate)
     if gate.dim() != 2:
         raise ValueError(f"gate must be a matrix [M, H], not {tuple(gate.shape)}")
     if up.dtype != gate.dtype:
@@ -225,5 +229,4 @@ def _check(gate: Tensor, up: Tensor, *formats: str, dtypes: tuple[torch.dtype, .
 def _check_like(name: str, t: Tensor, shape: torch.Size, gate: Tensor) -> None:
     if t.shape != shape:
         raise ValueError(f"{name} must be {tuple(shape)} as gate, not {tuple(t.shape)}")
-    if t.device != gate.device:
-        raise ValueError(f"gate lies on {gate.device} but {name} on {t.device}")
+    check_device("gate", gate, name, t)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.ops.gate import gate_logits, gate_logits_backward, parts_of
+from octile.ops.gate import bfloat16_terms, gate_logits, gate_logits_backward
 
 
 def tensor(*shape, dtype=torch.float32):
@@ -37,14 +37,14 @@ def test_autocast_changes_nothing():
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v == 0 or abs(v) > 2.0**-100), min_size=1))
 def test_three_parts_are_the_number(values):
     t = torch.tensor(values)
-    parts = parts_of(t)
+    parts = bfloat16_terms(t)
     assert parts.dtype == torch.bfloat16
     assert torch.equal(parts.double().sum(0), t.double())
 
 
 def test_a_bfloat16_number_is_its_only_part():
     t = tensor(4, 4, dtype=torch.bfloat16)
-    assert torch.equal(parts_of(t), t[None])
+    assert torch.equal(bfloat16_terms(t), t[None])
 
 
 @pytest.mark.parametrize(

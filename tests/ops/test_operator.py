@@ -45,7 +45,7 @@ def operands() -> tuple[object, ...]:
 
 def test_it_keeps_the_name_and_the_docstring_of_its_reference():
     assert quantize.__name__ == "quantize"
-    assert quantize.__doc__.startswith("Quantises matrices")
+    assert quantize.__doc__.startswith("Quantize matrices")
 
 
 def test_it_is_found_by_name_among_torchs_operators():

@@ -352,7 +352,7 @@ def test_e5m6_needs_an_even_number_of_columns():
 
 @pytest.mark.parametrize("fmt", ["int8", "e5m6"])
 def test_a_scale_is_given_for_8_bit_floats_only(fmt):
-    with pytest.raises(ValueError, match=f"'e4m3' or 'e5m2' where the scale is given, not '{fmt}'"):
+    with pytest.raises(ValueError, match=f"'e4m3' or 'e5m2' with a given scale, not '{fmt}'"):
         quantize_with_scale(torch.zeros(2, 2), torch.ones(1), fmt)
 
 

@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused(gate: Tensor, up: Tensor, fmt: str, error:
         (lambda a: inputs(h=100) + a[3:], ValueError, "multiple of 128 columns, not 100"),
         (lambda a: [a[0].double(), *a[1:]], TypeError, "dh must be float32, bfloat16 or float16, not torch.float64"),
         (lambda a: [a[0][:3], *a[1:]], ValueError, r"dh must be \(20, 256\) as gate, not \(3, 256\)"),
-        (lambda a: [*a[:3], torch.ones(M, 2), *a[4:]], ValueError, "gate_scale must be given where gate and up are in"),
+        (lambda a: [*a[:3], torch.ones(M, 2), *a[4:]], ValueError, "gate_scale must be given if gate and up are"),
         (
             lambda a: [a[0], *(t.to(torch.float8_e4m3fn) for t in a[1:3]), *a[3:]],
             ValueError,

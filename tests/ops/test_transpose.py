@@ -138,7 +138,7 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     [
         (torch.zeros(4, 4, dtype=torch.float64), "e4m3", TypeError, "x must be float32, bfloat16 or float16, not"),
         (torch.zeros(4), "e4m3", ValueError, r"x must be a matrix \[..., M, K\], not \(4,\)"),
-        (torch.zeros(4, 4), "e5m6", ValueError, "where the result is turned, not 'e5m6'"),
+        (torch.zeros(4, 4), "e5m6", ValueError, "for a transposed result, not 'e5m6'"),
     ],
     ids=["dtype", "vector", "format"],
 )
@@ -151,7 +151,7 @@ def test_what_cannot_be_cast_is_refused(operator: Any, x: Tensor, fmt: str, erro
     ("data", "scale", "error", "message"),
     [
         (torch.zeros(4, 6), torch.ones(4, 1), TypeError, r"uint8 \(E5M6\), not torch.float32"),
-        (torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 1), ValueError, "where the result is turned, not None"),
+        (torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 1), ValueError, "for a transposed result, not None"),
         (torch.zeros(4, dtype=torch.int8), torch.ones(1), ValueError, r"data must be a matrix .* not \(4,\)"),
         (torch.zeros(4, 200, dtype=torch.int8), torch.ones(4, 1), ValueError, r"scale must be \(4, 2\)"),
     ],

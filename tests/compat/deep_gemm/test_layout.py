@@ -113,7 +113,11 @@ def test_what_is_no_scale_is_refused(sf):
         ({"ks_cpu": [256]}, ValueError, "ks_cpu must have 2 sizes, one for each group, not 1"),
         ({"gran_k": 0}, ValueError, "gran_k must be an integer of at least 1, not 0"),
         ({"k_alignment": None}, ValueError, "k_alignment must be an integer of at least 1, not None"),
-        ({"sf": torch.ones(3, 8)}, ValueError, r"grouped_layout must have groups with 3 scales in all, not \[256, 256\]"),
+        (
+            {"sf": torch.ones(3, 8)},
+            ValueError,
+            r"grouped_layout must have groups with 3 scales in all, not \[256, 256\]",
+        ),
     ],
 )
 def test_groups_that_do_not_fit_their_scales_are_refused(changes, error, message):
