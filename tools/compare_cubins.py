@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from octile.kernels.cuda.gemm import candidates
+from octile.kernels.cuda.gemm import catalog as gemm_catalog
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.quantize import catalog
 
@@ -37,7 +37,7 @@ def compiled(only: str) -> Rows:
     """Registers, spilled bytes, instructions and a hash of the machine code of every kernel, by its case."""
     requests: dict[str, tuple[str, Mapping[str, int | bool], Mapping[str, str] | None]] = {}
     seen = set()
-    for case, config in candidates.plans_for_v3().items():
+    for case, config in gemm_catalog.configs().items():
         if config not in seen:
             seen.add(config)
             requests[f"gemm {case}"] = "gemm", config.constants(), config.headers()

@@ -1,4 +1,4 @@
-"""Every kernel that DeepSeek-V3's shapes need, and every cast, compiled without a GPU, with what each one uses."""
+"""Compile all of octile's CUDA kernels without a GPU: those of both catalogs, with what each one uses."""
 
 import os
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 
-from octile.kernels.cuda.gemm import candidates
+from octile.kernels.cuda.gemm import catalog as gemm_catalog
 from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.jit import specialize
-from octile.kernels.cuda.quantize import catalog
+from octile.kernels.cuda.quantize import catalog as quantize_catalog
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel uses; registers, stack, spills, seconds and warnings as in `compiler.Cubin`.
+    """A compiled kernel and what it uses; registers, stack, spills, seconds and warnings as in `compiler.Cubin`.
 
     Attributes:
-        case: the first of the shapes that take it, or the cast.
-        shared_bytes: of a block, with what the launch adds.
+        case: the first of the shapes that are launched with it, or the quantization.
+        shared_bytes: shared memory of a thread block, with the dynamic part that the launch adds.
     """
 
     kernel: str
@@ -32,7 +32,7 @@ class Compiled:
 
 
 def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
-    """Compiles every kernel, or reads it from the disk.
+    """Compile every kernel of the catalogs, or read it from the disk cache.
 
     Raises:
         ValueError: the architecture is not sm_90a: the kernels are written for Hopper.
@@ -40,19 +40,19 @@ def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
     """
     if architecture != "sm_90a":
         raise ValueError(f"architecture must be sm_90a, not {architecture!r}")
-    cases: dict[GemmConfig, list[str]] = {}  # several shapes may take one kernel
-    for case, config in candidates.v3_configs().items():
+    cases: dict[GemmConfig, list[str]] = {}  # several shapes may share a kernel
+    for case, config in gemm_catalog.configs().items():
         cases.setdefault(config, []).append(case)
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
-    of_casts = catalog.launches()
+    launches = quantize_catalog.launches()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        products = pool.map(compile_gemm, names, cases, repeat(architecture))
-        casts = pool.map(_compile, of_casts, *zip(*of_casts.values(), strict=True), repeat(architecture))
-        return [*products, *casts]
+        gemms = pool.map(compile_gemm, names, cases, repeat(architecture))
+        quantizations = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))
+        return [*gemms, *quantizations]
 
 
 def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> Compiled:
-    """A product's kernel, compiled or read from the disk."""
+    """Compile the kernel of a GEMM, or read it from the disk cache."""
     return _compile(case, "gemm", config.constants(), config.shared_bytes, architecture, config.headers())
 
 

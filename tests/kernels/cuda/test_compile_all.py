@@ -5,7 +5,8 @@ import pytest
 from octile.bench.shapes import MIDDLE
 from octile.bench.tune import problem
 from octile.kernels.cuda.compile_all import Compiled, compile_all, compile_gemm
-from octile.kernels.cuda.gemm.candidates import choose, v3_configs
+from octile.kernels.cuda.gemm.candidates import choose
+from octile.kernels.cuda.gemm.catalog import configs
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.jit import specialize
@@ -26,7 +27,7 @@ def test_kernels_of_the_rows_that_a_server_has_keep_everything_in_registers(tmp_
 
 
 def test_there_is_a_kernel_for_each_plan(compiled):
-    assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(v3_configs().values())) > 0
+    assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(configs().values())) > 0
 
 
 def test_every_cast_has_a_kernel(compiled):

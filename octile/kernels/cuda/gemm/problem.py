@@ -1,32 +1,33 @@
-"""What decides on a kernel: the product, and the chip."""
+"""What decides on a kernel configuration: the problem, and the chip."""
 
 from dataclasses import dataclass, replace
 
 from octile.kernels.cuda.gemm.config import Scales, Schedule, Store
 
-MASKED_ROWS = 256  # in use of a masked group, where nobody says what to expect; often few
+MASKED_ROWS = 256  # assumed rows of a masked group where the caller does not say what to expect
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU: the multiprocessors that a product may use."""
+    """A GPU: the number of SMs that a GEMM may use."""
 
     multiprocessors: int
 
     def clusters(self, size: int) -> int:
-        """Clusters of so many blocks that run at the same time."""
+        """Return how many clusters of this many blocks run at the same time."""
         return self.multiprocessors // size
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides on a kernel: a[m, k] · b[n, k]ᵀ with scales, or one for each group.
+    """A GEMM a[m, k] · b[n, k]ᵀ with scales, or one for each group.
 
     Attributes:
-        m: rows; of all groups together where rows are grouped, those expected in one group where they are masked.
-        k: what is summed; of all groups together where they are cut along it.
+        m: rows: of all groups together where rows are grouped, those expected in one group where they are masked.
+        k: the contracted dimension; of all groups together where they are along it.
         transposable: the result may be computed as b · aᵀ.
-    Others: as in `GemmConfig`.
+
+    All other attributes are as in `GemmConfig`.
     """
 
     m: int
@@ -47,8 +48,13 @@ class Problem:
 
 
 def rounded(p: Problem) -> Problem:
-    """Neighbouring sizes share a kernel: m, which changes from call to call, counts by eighths of a power of two."""
+    """Round m, which changes from call to call, up to eighths of a power of two: neighboring sizes share a kernel."""
     if p.m <= 16:
         return replace(p, m=16 if p.m > 8 else 8)
     step = max(1 << (p.m - 1).bit_length() - 4, 16)
     return replace(p, m=-(-p.m // step) * step)
+
+
+def transposed(p: Problem) -> Problem:
+    """Return the problem b · aᵀ, whose result is the transposed one."""
+    return replace(p, m=p.n, n=p.m, a_scales=p.b_scales, b_scales=p.a_scales, a_e5m2=p.b_e5m2, b_e5m2=p.a_e5m2)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from octile.bench import shapes
 from octile.bench.tune import problem
 from octile.kernels.cuda.gemm import tuned
-from octile.kernels.cuda.gemm.candidates import candidates, choose, cycles, v3_configs
+from octile.kernels.cuda.gemm.candidates import candidates, choose
+from octile.kernels.cuda.gemm.catalog import configs
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.cost_model import cycles
 from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
 
 H200 = Chip(132)
@@ -104,12 +106,12 @@ def test_a_file_of_measured_kernels_that_makes_no_sense_is_left_aside(text: str)
 
 
 def test_deepseek_v3_has_plans():
-    assert len(v3_configs()) > 100
+    assert len(configs()) > 100
 
 
 def test_every_kernel_that_the_benchmark_takes_is_among_them():
     """Those plans are what is compiled without a GPU, and what a spill would be found in."""
-    compiled = set(v3_configs().values())
+    compiled = set(configs().values())
     missing = [(case.name, case.what) for case in shapes.GPU if choose(problem(case), H200) not in compiled]
     assert missing == []
 

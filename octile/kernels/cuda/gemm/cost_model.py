@@ -1,0 +1,133 @@
+"""Cost model of the GEMM kernels: an estimate in cycles by which kernel configurations are ranked.
+
+A tile takes the time of its k-blocks and of its epilogue, as far as that is not hidden by the main loops of other
+tiles; a GEMM takes the time of the tiles that one SM computes one after the other. A k-block takes as long as the
+slowest of the following, times what a kind of kernel was measured to take more where all SMs are busy
+(`_slowdown`), and a little longer in a cluster:
+
+    tensor cores    64 rows × n columns: 2n cycles, or 64 + n to read both operands from shared memory
+    one warpgroup   its own MMAs and then the promotion on the CUDA cores, which two accumulators overlap
+    loads           both tiles from the L2 cache, of what a cluster shares a block's part; and of all SMs, from memory
+    latency         of a stage that was requested as many k-blocks ago as there are other stages
+
+So large tiles load least, several small ones fill the last round of SMs better, and few rows are a matter of reading
+the weights from all SMs at once. The constants rank kernels and are no forecast: a GEMM of few rows is estimated a
+fifth too long. They are those that chose best among 1,637 timings of 93 GEMMs on H200s
+(benchmarks/history/cost-model/sweep.json; for more than 256 rows with rasterization along M, since that along N came
+later). The configurations that they choose are 0.7% slower than the best known, at worst 8%, rasterization left out:
+it is not estimated, but follows a rule (`candidates`).
+"""
+
+from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.problem import Chip, Problem, transposed
+
+LAUNCH_CYCLES = 5400  # until the first MMA, and after the last
+L2_BYTES_PER_CYCLE = 52  # of each SM when all load
+L2_BYTES_PER_CYCLE_ONE_ROUND = 66  # where all tiles are computed in one round
+MAX_L2_BYTES_PER_CYCLE = 66  # that one SM takes
+CLUSTER_CYCLES = 8000  # more until the blocks of a cluster have all begun and ended, where they compute one tile each
+CLUSTER_SLOWDOWN = 1.05  # of a k-block of blocks that wait for each other
+SPLIT_CYCLES = 3100  # until the split-K partials are written and counted, and read by the last block
+PARTIAL_CYCLES, PARTIAL_REGISTER_CYCLES = 570, 17.5  # more for each partial, and for each accumulator register in it
+MEMORY_BYTES_PER_CYCLE = 1790  # of all SMs, from rows that are read 128 bytes at a time
+RED_BYTES_PER_CYCLE = 655  # of all SMs, that the L2 cache adds to (red.global.add)
+THREAD_ADD_BYTES_PER_CYCLE = 280  # of all SMs, BF16 that threads load, add to and store, which nothing hides
+LOAD_C_CYCLES = 5000  # until the first rows of C are there, and the last ones stored
+STORE_BYTES_PER_CYCLE = 32  # of one tile through shared memory to the L2 cache
+STAGE_LATENCY_CYCLES = 1000  # from requesting a stage to having it
+EPILOGUE_CYCLES = 480  # of a tile, besides its stores
+STAGING_CYCLES = 2000  # to fill the staging buffer once, and to wait until it is stored
+MIN_CYCLES_PER_K_BLOCK = 290  # however small: waiting for a stage, multiplying, waiting for the accumulator
+PROMOTION_WAIT_CYCLES = 95  # between the last MMA of a k-block and the first addition of its promotion
+UNHIDDEN_SHARE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
+WARPGROUP_SHARE = 0.02  # of the time of one warpgroup alone: prefers the shorter of two k-blocks with the same bound
+BYTES_IN_FLIGHT = 3.5e6  # for all of the memory's bandwidth: what arrives during its latency
+
+
+def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
+    """Estimate the cycles that a GEMM takes with a kernel configuration."""
+    if c.transposed:
+        p = transposed(p)
+    tiles = num_tiles(p, c) * c.split_k
+    workers = chip.clusters(c.cluster_size) * c.cluster_size
+    rounds = -(-tiles // (workers * c.pipelines))
+    busy = min(tiles, workers)
+    k = p.k / max(p.groups, 1) if p.schedule is Schedule.ALONG_K else p.k
+    k_blocks = -(-max(k, 1) // BLOCK_K) / c.split_k
+
+    rows_of_64 = c.tile_m // 64
+    mma = rows_of_64 * max(2 * c.tile_n, 64 + c.tile_n)
+    operations = {Scales.PER_ROW: 2, Scales.PER_BLOCK: 1, Scales.PER_TENSOR: 1}[c.b_scales]
+    promotion = (c.waves * c.tile_n // 2 * operations + 45) if c.promote else 20
+    warpgroup_mma = mma * c.waves // rows_of_64
+    warpgroup = warpgroup_mma + (promotion + PROMOTION_WAIT_CYCLES * c.waves) / c.accumulators
+    loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * BLOCK_K
+    l2_bytes = L2_BYTES_PER_CYCLE_ONE_ROUND if rounds == 1 else L2_BYTES_PER_CYCLE
+    load_bytes = min(l2_bytes * chip.multiprocessors / busy, MAX_L2_BYTES_PER_CYCLE)
+    latency = STAGE_LATENCY_CYCLES / (c.stages - 1)
+    k_block = max(mma, warpgroup, loaded / load_bytes, latency, MIN_CYCLES_PER_K_BLOCK)
+    if c.ping_pong:  # two tiles at once
+        k_block = max(c.pipelines * mma, warpgroup, c.pipelines * loaded / load_bytes, latency)
+    k_block += WARPGROUP_SHARE * warpgroup
+    store = c.tile_m * c.tile_n * (4 if c.split_k > 1 else c.out_bytes) / STORE_BYTES_PER_CYCLE
+    if c.store is Store.TMA and c.store_columns < 32:  # rows of a store box fill half a line of memory or less
+        store *= 2
+    stagings = -(-c.store_boxes // c.staged_boxes) if c.staged_boxes else 1  # times that the buffer is filled
+    if c.store is Store.TMA and c.out_float and c.schedule is Schedule.DENSE:  # waits for memory, not for the buffer
+        stagings = 1
+    partials = 0.0
+    if c.split_k > 1:
+        partials = SPLIT_CYCLES + c.split_k * (PARTIAL_CYCLES + PARTIAL_REGISTER_CYCLES * c.waves * c.tile_n // 2)
+    epilogue = EPILOGUE_CYCLES + STAGING_CYCLES * stagings + store + partials
+    overlaps_mma = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
+    exposed = 0.2 if c.ping_pong else 1 if not overlaps_mma else 0.5 if c.waves > 1 else 0.9
+    slowdown = (_slowdown(c) if busy == workers else 1) * (CLUSTER_SLOWDOWN if c.cluster_size > 1 else 1)
+    tile = k_blocks * k_block * slowdown + epilogue * (exposed if rounds > 1 else 1)
+
+    weights = p.groups if p.schedule is not Schedule.DENSE else 1
+    operand_bytes = p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)
+    memory = operand_bytes / MEMORY_BYTES_PER_CYCLE
+    c_bytes = c.out_bytes * p.m * p.n * weights if p.accumulate else 0
+    if c.load_c:
+        accumulate = LOAD_C_CYCLES + 2 * c_bytes / MEMORY_BYTES_PER_CYCLE  # which the MMAs wait for
+    elif c.out_float:
+        accumulate, memory = 0, memory + c_bytes / RED_BYTES_PER_CYCLE
+    else:
+        accumulate = c_bytes / THREAD_ADD_BYTES_PER_CYCLE
+    in_flight = c.stages * c.pipelines * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * BLOCK_K * busy
+    memory *= max(1.0, BYTES_IN_FLIGHT / in_flight)
+    compute = rounds * tile + (CLUSTER_CYCLES if c.cluster_size > 1 and rounds == 1 else 0)
+    last_epilogue = epilogue if rounds == 1 else 0  # when nothing is loaded any more
+    compute -= last_epilogue
+    unhidden = UNHIDDEN_SHARE * min(compute, memory)
+    return LAUNCH_CYCLES + max(compute, memory) + unhidden + last_epilogue + accumulate
+
+
+def num_tiles(p: Problem, c: GemmConfig) -> int:
+    """Return the number of output tiles, in whole clusters."""
+    along_n = -(-p.n // c.cluster_tile_n)
+    if p.schedule is Schedule.GROUPED:
+        along_m = max(p.groups, 1) * -(-rows_per_group(p) // c.cluster_tile_m)
+    elif p.schedule is Schedule.DENSE:
+        along_m = -(-p.m // c.cluster_tile_m)
+    else:
+        along_m = p.groups * -(-p.m // c.cluster_tile_m)
+    return along_m * along_n * c.cluster_size
+
+
+def rows_per_group(p: Problem) -> int:
+    """Return the mean rows of a group, rounded up."""
+    return max(-(-p.m // max(p.groups, 1)), 1)
+
+
+def _slowdown(c: GemmConfig) -> float:
+    """Return how much longer a k-block was measured to take on an H200 than estimated, where all SMs are busy."""
+    if c.ping_pong:
+        return 2.0 if c.is_1d1d else 1.75
+    if c.tile_n < 128 and c.tile_m >= 192 and not c.is_1d1d:
+        return 1.3
+    if c.warpgroups == 3:
+        return 1.65 if c.is_1d1d else 1.02
+    if c.waves == 1 and c.accumulators == 1:
+        return 1.5 if c.is_1d1d else 1.25
+    return 1.44 if c.is_1d1d else 1.24 if c.stages == 3 else 1.1  # with three, some GEMMs wait for a stage
