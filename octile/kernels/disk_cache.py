@@ -1,44 +1,45 @@
-"""What was compiled, on disk: one file each, named by what went into it, written beside its place and renamed.
+"""Disk cache of compiled kernels: one file each, named by what decides on its content.
 
-A file holds a checksum and what was built. Nothing needs to survive a power failure: a file that does not match its
-checksum is built again.
+A file holds a checksum and what was built; it is written under another name and renamed. Nothing needs to survive a
+power failure: a file that does not match its checksum is built again.
 
-Sixty-four ranks of a job start at once and want the same kernels. Whoever misses one locks its file, which is empty
-until then, looks again, and compiles; the others wait for that lock and find the kernel. The machine code runs with the
+The 64 ranks of a job start at once and want the same kernels. A process that does not find one acquires the lock of its
+file, looks again, and compiles; the others wait for the lock and then find the kernel. The machine code runs with the
 user's rights, so a folder that someone else could write to is refused.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+from filelock import FileLock
 
 log = logging.getLogger("octile")
 _warned = False
 
 
 def folder() -> Path:
-    """$OCTILE_CACHE_DIR, else $XDG_CACHE_HOME/octile, else ~/.cache/octile."""
+    """Return the folder: $OCTILE_CACHE_DIR, else $XDG_CACHE_HOME/octile, else ~/.cache/octile."""
     if chosen := os.environ.get("OCTILE_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octile"
 
 
 def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> bytes:
-    """What was built of that identity: from the disk, or built now and stored.
+    """Return what was built of an identity: from the disk, or built now and stored.
 
-    Where nothing can be stored (a full disk, a folder that is read-only) it is built all the same, and the logger
-    `octile` says so, once.
+    Where nothing can be stored (a full disk, a read-only folder) it is built in memory, and the logger `octile` warns
+    once.
 
     Args:
-        name: of the kernel: its file starts with it.
-        identity: everything that decides the result: source, options, compiler, architecture.
-        build: compiles it to bytes that need nothing but themselves.
+        name: name of the kernel; its file starts with it.
+        identity: everything that decides on the result: source, options, compiler, architecture.
+        build: compiles the kernel to bytes that need nothing else.
 
     Raises:
         PermissionError: the folder belongs to another user, or others may write to it.
@@ -57,13 +58,13 @@ def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> byt
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(_locked(path))
+            stack.enter_context(FileLock(path.with_suffix(".lock"), mode=0o600))
         except OSError as error:
             _cannot_store(error)
             return build()
         if (stored := _read(path)) is not None:  # another process has built it meanwhile
             return stored
-        if path.exists() and path.stat().st_size:  # not there: someone has emptied the folder meanwhile
+        if path.exists():
             log.warning("the stored kernel %s is damaged: it is built again", path)
         built = build()
         try:
@@ -74,6 +75,8 @@ def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> byt
 
 
 def _check_private(path: Path) -> None:
+    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are private by their access control list
+        return
     found = path.stat()
     if found.st_uid != os.geteuid():
         raise PermissionError(
@@ -87,22 +90,8 @@ def _check_private(path: Path) -> None:
         )
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file, which is created empty. The rename that fills it leaves the waiters an older file."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if the process has forked meanwhile
-    finally:
-        os.close(descriptor)
-
-
 def _read(path: Path) -> bytes | None:
-    """What is stored; None where nothing is, or nothing whole."""
+    """Return the content of a file; None where there is no file, or it does not match its checksum."""
     try:
         checksum, _, built = path.read_bytes().partition(b"\n")
     except OSError:
@@ -111,7 +100,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, built: bytes) -> None:
-    partial = path.with_suffix(".partial")  # only who holds the lock writes it
+    partial = path.with_suffix(".partial")  # only the holder of the lock writes it
     try:
         partial.write_bytes(_checksum(built) + b"\n" + built)
         os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""What was compiled, on disk: found again, built once by many processes, whole or built again, and private."""
+"""The disk cache of kernels: files are found again, built once by many processes, whole or built again, and private."""
 
 import errno
 import logging
@@ -49,7 +49,8 @@ def test_another_identity_is_another_kernel(folder, build, other):
 
 def test_the_file_says_which_kernel_it_is(folder, build):
     disk_cache.fetch("product", ["text"], build)
-    assert [path.name[:8] for path in folder.iterdir()] == ["product-"]
+    assert [path.name[:8] for path in folder.glob("*.compiled")] == ["product-"]
+    assert {path.name[:8] for path in folder.iterdir()} == {"product-"}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_the_file_says_which_kernel_it_is(folder, build):
 )
 def test_a_damaged_file_is_built_again_and_said(folder, build, damage, caplog):
     disk_cache.fetch("product", ["text"], build)
-    (entry,) = folder.iterdir()
+    (entry,) = folder.glob("*.compiled")
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))
     assert disk_cache.fetch("product", ["text"], build) == BUILT
@@ -67,14 +68,21 @@ def test_a_damaged_file_is_built_again_and_said(folder, build, damage, caplog):
 
 
 def test_a_folder_that_is_emptied_while_a_process_waits_does_no_harm(folder, build, monkeypatch):
-    def emptied(descriptor: int, operation: int) -> None:
-        if operation == disk_cache.fcntl.LOCK_EX:
+    class Emptying(disk_cache.FileLock):
+        def acquire(self, *args, **kwargs):
+            proxy = super().acquire(*args, **kwargs)
             for path in folder.iterdir():
                 path.unlink()
+            return proxy
 
-    monkeypatch.setattr(disk_cache.fcntl, "flock", emptied)
+    monkeypatch.setattr(disk_cache, "FileLock", Emptying)
     assert disk_cache.fetch("product", ["text"], build) == BUILT
     assert [path.suffix for path in folder.iterdir()] == [".compiled"]
+
+
+def test_without_user_ids_the_folder_is_not_checked(folder, build, monkeypatch):
+    monkeypatch.delattr(disk_cache.os, "geteuid")  # as on Windows
+    assert disk_cache.fetch("product", ["text"], build) == BUILT
 
 
 def test_what_does_not_build_is_not_stored(folder, build):

@@ -91,7 +91,7 @@ def load() -> ctypes.CDLL | None:
         log.warning("no C++ compiler (%s) was found: the tensor core is modeled in plain torch", ", ".join(COMPILERS))
         return None
     try:
-        from octile.kernels import disk_cache  # late: it needs Unix
+        from octile.kernels import disk_cache
 
         machine = _run(path, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)  # the CPU's instruction sets
         source = SOURCE.read_text()
