@@ -1,10 +1,10 @@
-"""Hopper's product kernel on the GPU: its error, and nothing read or written beside what belongs to it.
+"""Tests of the GEMM kernel on a Hopper GPU: its error is bounded, and it reads and writes only its own memory.
 
-Its bits are compared with the model's in tests/gpu/test_tensor_core.py.
+tests/gpu/test_tensor_core.py compares its bits with those of the tensor core model.
 
-The error of an element. A step's 4 instructions each cut 32 products and the running sum below 2⁻¹³ of the largest,
-and then the sum to 13 bits: at most 4 · 34 · 2⁻¹³ of Σ|a·b| over the step. The steps are added in FP32. That bound
-holds for any data; what data of one sign really lose is 0.08% at K = 4096, and 0.06% on average.
+The error bound of an element: each of the 4 wgmmas of a k-block truncates 32 products and the running sum below 2⁻¹³
+of the largest, and then the sum to 13 bits. That is at most 4 · 34 · 2⁻¹³ of Σ|a·b| over the k-block. K-blocks are
+added in FP32. The bound holds for any data; data of one sign lose 0.08% at K = 4096 at most, and 0.06% on average.
 """
 
 from collections.abc import Callable
@@ -28,75 +28,75 @@ from octile.ops.quantize import dequantize, quantize
 TILE, BLOCK, COLUMN = (1, 128), (128, 128), (128, 1)
 CUT = 4 * 34 * 2.0**-13
 WORST, RMS = 2e-3, 1e-3  # of data of one sign, relative
-GUARD = 8  # numbers around a result
+GUARD = 8  # elements around a result
 NAN = 0x7F  # in E4M3 and in E5M2
 Quantized = tuple[Tensor, Tensor, tuple[int, int]]
-OF_ROWS = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
-KERNELS = {  # those that `choose` takes seldom are tested here all the same
+IS_1D1D = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
+KERNELS = {  # including kinds that candidates.py seldom chooses
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1),
     "256×128": GemmConfig(256, 128, 3, staged_boxes=4),
-    "192×128 by three": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2),
-    "64×64 by one": GemmConfig(64, 64, 8, warpgroups=1, staged_boxes=1),
+    "192×128, three warpgroups": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2),
+    "64×64, one warpgroup": GemmConfig(64, 64, 8, warpgroups=1, staged_boxes=1),
     "cluster along M": GemmConfig(128, 128, 4, cluster_m=2, staged_boxes=1),
     "cluster along N": GemmConfig(128, 128, 4, cluster_n=2, staged_boxes=1),
     "ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1),
     "two accumulators": GemmConfig(128, 64, 6, accumulators=2, staged_boxes=1),
-    "split along K": GemmConfig(128, 128, 4, split_k=3, staged_boxes=1),
-    "turned": GemmConfig(
+    "split-K": GemmConfig(128, 128, 4, split_k=3, staged_boxes=1),
+    "transposed": GemmConfig(
         128, 32, 6, a_scales=Scales.PER_BLOCK, b_scales=Scales.PER_ROW, transposed=True, staged_boxes=1
     ),
-    "bands along N": GemmConfig(128, 128, 4, raster_along_n=True, raster_width=2, staged_boxes=1),
-    "bands along N, 256×128": GemmConfig(256, 128, 3, raster_along_n=True, raster_width=4, staged_boxes=4),
-    "bands along N, cluster along M": GemmConfig(
+    "raster along N": GemmConfig(128, 128, 4, raster_along_n=True, raster_width=2, staged_boxes=1),
+    "raster along N, 256×128": GemmConfig(256, 128, 3, raster_along_n=True, raster_width=4, staged_boxes=4),
+    "raster along N, cluster along M": GemmConfig(
         128, 96, 4, cluster_m=2, raster_along_n=True, raster_width=4, staged_boxes=1
     ),
-    "bands along N, cluster along N": GemmConfig(
+    "raster along N, cluster along N": GemmConfig(
         128, 64, 4, cluster_n=2, raster_along_n=True, raster_width=2, staged_boxes=1
     ),
-    "bands along N, ping-pong": GemmConfig(
+    "raster along N, ping-pong": GemmConfig(
         128, 128, 2, ping_pong=True, raster_along_n=True, raster_width=2, staged_boxes=1
     ),
-    "bands along N, split along K": GemmConfig(
-        128, 128, 4, split_k=3, raster_along_n=True, raster_width=2, staged_boxes=1
-    ),
-    "bands along N, scales of rows": GemmConfig(
+    "raster along N, split-K": GemmConfig(128, 128, 4, split_k=3, raster_along_n=True, raster_width=2, staged_boxes=1),
+    "raster along N, 1D1D": GemmConfig(
         128, 128, 3, b_scales=Scales.PER_ROW, raster_along_n=True, raster_width=2, staged_boxes=1
     ),
-    "scales of rows": GemmConfig(128, 128, 3, staged_boxes=1, **OF_ROWS),
-    "scales of rows, cluster": GemmConfig(256, 128, 3, cluster_n=2, staged_boxes=1, **OF_ROWS),
-    "scales of rows, ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, **OF_ROWS),
-    "fetching": GemmConfig(256, 128, 3, load_c=True, staged_boxes=4, **OF_ROWS),
-    "fetching, cluster": GemmConfig(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **OF_ROWS),
-    "fetching, ping-pong": GemmConfig(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **OF_ROWS),
-    "fetching bfloat16": GemmConfig(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
-    "fetching bfloat16, narrow pieces": GemmConfig(
+    "1D1D": GemmConfig(128, 128, 3, staged_boxes=1, **IS_1D1D),
+    "1D1D, cluster": GemmConfig(256, 128, 3, cluster_n=2, staged_boxes=1, **IS_1D1D),
+    "1D1D, ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, **IS_1D1D),
+    "loading C": GemmConfig(256, 128, 3, load_c=True, staged_boxes=4, **IS_1D1D),
+    "loading C, cluster": GemmConfig(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **IS_1D1D),
+    "loading C, ping-pong": GemmConfig(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **IS_1D1D),
+    "loading bfloat16 C": GemmConfig(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
+    "loading bfloat16 C, narrow store boxes": GemmConfig(
         128, 112, 4, b_scales=Scales.PER_ROW, accumulate=True, load_c=True, staged_boxes=7
     ),
-    "adding to bfloat16 by threads": GemmConfig(128, 128, 4, accumulate=True, store=Store.PAIRS),
+    "accumulating in bfloat16 by threads": GemmConfig(128, 128, 4, accumulate=True, store=Store.PAIRS),
 }
-OF_GROUPS = {  # kernels of rows in groups; tiles of 256 rows leave out the second half of 128 that no row is in
+OF_GROUPS = {  # kernels of rows in groups; where a group ends, 256×N tiles may be half tiles
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1, max_groups=32),
     "256×128": GemmConfig(256, 128, 3, staged_boxes=4, max_groups=32),
     "256×128, float32": GemmConfig(256, 128, 3, staged_boxes=4, max_groups=32, out_float=True),
-    "256×128, bands along N": GemmConfig(
+    "256×128, raster along N": GemmConfig(
         256, 128, 3, staged_boxes=4, max_groups=32, raster_along_n=True, raster_width=2
     ),
     "256×96, cluster along M": GemmConfig(256, 96, 3, staged_boxes=3, max_groups=32, cluster_m=2),
     "256×128, cluster along N": GemmConfig(256, 128, 3, staged_boxes=2, max_groups=32, cluster_n=2),
-    "192×128 by three": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2, max_groups=32),
-    "64×192 by one": GemmConfig(64, 192, 4, warpgroups=1, staged_boxes=3, max_groups=32),
-    "64×96 by one, cluster along N": GemmConfig(64, 96, 6, warpgroups=1, staged_boxes=1, max_groups=32, cluster_n=2),
+    "192×128, three warpgroups": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2, max_groups=32),
+    "64×192, one warpgroup": GemmConfig(64, 192, 4, warpgroups=1, staged_boxes=3, max_groups=32),
+    "64×96, one warpgroup, cluster along N": GemmConfig(
+        64, 96, 6, warpgroups=1, staged_boxes=1, max_groups=32, cluster_n=2
+    ),
     "two accumulators": GemmConfig(128, 64, 6, accumulators=2, staged_boxes=1, max_groups=32),
     "ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, max_groups=32, out_float=True),
 }
-# of a group's rows: around every border of 64, none, one and all
+# rows of groups: none, one, and around every multiple of 64
 SIZES = (513, 0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 385, 449, 512, 511, 37)
 
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
     if reason := why_not_on(torch.device("cuda", torch.cuda.current_device())):
-        pytest.skip(f"the product kernel does not run here: {reason}")
+        pytest.skip(f"the GEMM kernel does not run here: {reason}")
 
 
 def _operand(
@@ -120,10 +120,10 @@ def _mT(operand: Quantized) -> Quantized:
 
 
 def _surrounded(operand: Quantized) -> Quantized:
-    """A copy that the copy engine can read, with NaN around: what is read beside it, the sums show."""
+    """A copy that TMA can read, surrounded by NaN, which the result shows if anything there is read."""
     data, scale, block = operand
-    codes = torch.full((data.shape[0] + 2, padded(data.shape[1]) + 32), NAN, dtype=torch.uint8, device="cuda")
-    inside = codes.view(data.dtype)[1:-1, 16 : 16 + data.shape[1]].copy_(data)
+    encoded = torch.full((data.shape[0] + 2, padded(data.shape[1]) + 32), NAN, dtype=torch.uint8, device="cuda")
+    inside = encoded.view(data.dtype)[1:-1, 16 : 16 + data.shape[1]].copy_(data)
     scales = torch.full((scale.shape[1] + 2, padded(scale.shape[0], 4) + 8), torch.nan, device="cuda")
     return inside, scales.mT[4 : 4 + scale.shape[0], 1:-1].copy_(scale), block
 
@@ -137,7 +137,7 @@ def _make(
     accumulate: bool = False,
     config: GemmConfig | None = None,
 ) -> GemmConfig:
-    """a · bᵀ into out of any strides, by the given kernel or by the one that `choose` takes; returns which."""
+    """a · bᵀ into out of any strides, by the given kernel or by the chosen one; returns its configuration."""
     operands = [Operand(*x).mT if schedule is Schedule.ALONG_K else Operand(*x) for x in (a, b)]
     zero_rest = config.zero_rest if config else False
     request = make_tma_readable(
@@ -177,7 +177,7 @@ class _Guarded:
     def check(self) -> None:
         around = self.room.clone()
         around[self.inside] = torch.nan
-        assert around.isnan().all(), "something was written beside the result"
+        assert around.isnan().all(), "something was written outside of the result"
 
 
 def _check_one_sign(out: Tensor, exact: Tensor) -> None:
@@ -193,7 +193,7 @@ def _check(out: Tensor, a: Tensor, b: Tensor, before: Tensor | float = 0.0) -> N
 
 
 @pytest.mark.parametrize("start", range(0, 500, 50))
-def test_ragged_products(start: int):
+def test_ragged_gemms(start: int):
     for seed in range(start, start + 50):
         generator = torch.Generator().manual_seed(seed)
 
@@ -218,8 +218,8 @@ def test_ragged_products(start: int):
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kind_of_kernel(name: str):
     config = KERNELS[name]
-    of_rows = config.a_scales is config.b_scales
-    a, b = _operand((300, 1408), TILE, 0), _operand((520, 1408), TILE if of_rows else BLOCK, 1)
+    is_1d1d = config.a_scales is config.b_scales
+    a, b = _operand((300, 1408), TILE, 0), _operand((520, 1408), TILE if is_1d1d else BLOCK, 1)
     guarded = _Guarded((300, 520), torch.float32 if config.out_float else torch.bfloat16)
     before = torch.randn(300, 520, device="cuda") if config.accumulate else torch.zeros((), device="cuda")
     guarded.out.copy_(before)
@@ -248,8 +248,10 @@ def test_ragged_groups(seed: int):
     of_a, of_b = _values(a), _values(b)
     for g, rows in enumerate(groups_of):
         _check(guarded.out[rows], of_a[rows], of_b[g])
-    assert guarded.out[int(ends[-1]) :].isnan().all(), "rows past the groups stay as they are"
-    assert not _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=out_dtype)[int(ends[-1]) :].any(), "or are zero"
+    assert guarded.out[int(ends[-1]) :].isnan().all(), "rows after the groups are not written"
+    assert not _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=out_dtype)[int(ends[-1]) :].any(), (
+        "or are set to zero"
+    )
     guarded.check()
 
     columns, accumulates = (77, 76, 80)[seed % 3], seed % 4 > 0
@@ -265,7 +267,7 @@ def test_ragged_groups(seed: int):
     guarded.check()
 
 
-@pytest.mark.parametrize("zero_rest", [False, True], ids=["as they are", "zero"])
+@pytest.mark.parametrize("zero_rest", [False, True], ids=["not written", "zero"])
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_every_kind_of_kernel_of_groups(name: str, zero_rest: bool):
     config = replace(OF_GROUPS[name], schedule=Schedule.GROUPED, zero_rest=zero_rest)
@@ -284,7 +286,7 @@ def test_every_kind_of_kernel_of_groups(name: str, zero_rest: bool):
 
 @pytest.mark.parametrize("name", ["chosen", "chosen, float32", *OF_GROUPS])
 def test_every_kind_of_kernel_of_masked_rows(name: str):
-    """Rows past the last 64 in use stay as they are, in the tensor's last tile and in the others."""
+    """Rows after the last 64 in use are not written, in the last tile of the tensor and in the others."""
     config = replace(OF_GROUPS[name], schedule=Schedule.MASKED) if name in OF_GROUPS else None
     most = max(SIZES)
     a, b = _operand((len(SIZES), most, 300), TILE, 0), _operand((len(SIZES), 264, 300), BLOCK, 1)
@@ -294,7 +296,7 @@ def test_every_kind_of_kernel_of_masked_rows(name: str):
     of_a, of_b = _values(a), _values(b)
     for g, count in enumerate(SIZES):
         _check(guarded.out[g, :count], of_a[g, :count], of_b[g])
-        assert guarded.out[g, -(-count // 64) * 64 :].isnan().all(), f"rows past the {count} that are in use"
+        assert guarded.out[g, -(-count // 64) * 64 :].isnan().all(), f"rows after the {count} in use"
     guarded.check()
 
 
@@ -324,30 +326,30 @@ def test_masked_rows_into_a_new_result():
 
 @pytest.fixture
 def nothing_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever `octile bench tune` found here: a test says which kernel it needs."""
+    """Ignore what `octile bench tune` found on this machine: the test decides which kernel it needs."""
     monkeypatch.setattr(tuned, "lookup", lambda problem, chip: None)
 
 
 @pytest.mark.usefixtures("nothing_tuned")
 @pytest.mark.parametrize(("m", "n", "k"), [(4096, 7168, 512), (3401, 3400, 2048)])
-def test_large_products_take_bands_along_n(m: int, n: int, k: int):
+def test_large_gemms_rasterize_along_n(m: int, n: int, k: int):
     a, b = _operand((m, k), TILE, 0), _operand((n, k), BLOCK, 1)
     guarded = _Guarded((m, n), torch.bfloat16)
     config = _make(Schedule.DENSE, guarded.out, a, b)
     assert config.raster_along_n
-    assert n > config.raster_width * config.cluster_tile_n, "there must be several bands"
+    assert n > config.raster_width * config.cluster_tile_n, "there must be several strips"
     _check(guarded.out, _values(a), _values(b))
     guarded.check()
 
 
 @pytest.mark.usefixtures("nothing_tuned")
-def test_large_groups_take_bands_along_n():
+def test_large_groups_rasterize_along_n():
     ends = [5301, 5301, 9990]
     a, b = _operand((10000, 512), TILE, 0), _operand((3, 3400, 512), BLOCK, 1)
     guarded = _Guarded((10000, 3400), torch.bfloat16)
     config = _make(Schedule.GROUPED, guarded.out, a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"))
     assert config.raster_along_n
-    assert config.raster_width * config.cluster_tile_n < 3400, "there must be several bands"
+    assert config.raster_width * config.cluster_tile_n < 3400, "there must be several strips"
     of_a, of_b = _values(a), _values(b)
     for g, rows in enumerate(slice(*pair) for pair in pairwise([0, *ends])):
         _check(guarded.out[rows], of_a[rows], of_b[g])
@@ -386,7 +388,7 @@ def test_groups_of_one_sign():
         _check_one_sign(out[rows], _values(x)[rows] @ _values(w)[g].mT)
 
 
-def test_without_promotion_much_is_lost():
+def test_the_error_without_promotion_is_large():
     whole = (256, 4096)
     a, b = (_operand(whole, whole, seed, signed=False) for seed in (0, 1))
     exact = _values(a) @ _values(b).mT
@@ -402,7 +404,7 @@ def test_without_promotion_much_is_lost():
 
 
 def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
-    """The same bits 200 times, while another stream keeps the memory and the multiprocessors busy."""
+    """Check for the same bits 200 times, while another stream keeps the memory and the SMs busy."""
     load, stream = torch.randn(1 << 26, device="cuda"), torch.cuda.Stream()
     for _ in range(200):
         with torch.cuda.stream(stream):
@@ -410,17 +412,17 @@ def _under_load(make: Callable[[], Tensor], first: Tensor) -> None:
         assert torch.equal(make(), first)
 
 
-FETCHING = GemmConfig(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, load_c=True, staged_boxes=4, **OF_ROWS)
+LOADS_C = GemmConfig(256, 128, 3, schedule=Schedule.ALONG_K, max_groups=32, load_c=True, staged_boxes=4, **IS_1D1D)
 DIRECT = GemmConfig(
     128, 128, 4, schedule=Schedule.ALONG_K, max_groups=32, b_scales=Scales.PER_ROW, accumulate=True, store=Store.PAIRS
 )
-WGRADS = {  # rows, columns, tokens of four groups; how they are stored; a kernel, or the one that is chosen
+WGRADS = {  # rows, columns, tokens of four groups; dtype of the result; accumulates; a kernel, or None: the chosen one
     "float32": (512, 640, 4000, torch.float32, False, None),
     "bfloat16": (512, 640, 4000, torch.bfloat16, False, None),
     "added to float32 in the L2 cache": (512, 640, 4000, torch.float32, True, None),
-    "added to float32 that is fetched": (1024, 2048, 1200, torch.float32, True, None),
-    "added to float32 that is fetched, 256×128": (512, 640, 4000, torch.float32, True, FETCHING),
-    "added to bfloat16 that is fetched": (512, 640, 4000, torch.bfloat16, True, None),
+    "added to float32 C that is loaded": (1024, 2048, 1200, torch.float32, True, None),
+    "added to float32 C that is loaded, 256×128": (512, 640, 4000, torch.float32, True, LOADS_C),
+    "added to bfloat16 C that is loaded": (512, 640, 4000, torch.bfloat16, True, None),
     "added to bfloat16 by threads": (512, 640, 4000, torch.bfloat16, True, DIRECT),
 }
 
@@ -438,7 +440,7 @@ def test_wgrad_gives_the_same_bits_200_times_under_load(name: str):
     def make() -> Tensor:
         out.copy_(before if accumulates else torch.tensor(torch.nan))
         taken = _make(Schedule.ALONG_K, out, a, b, offs, accumulates, config)
-        assert taken.load_c == ("fetched" in name)
+        assert taken.load_c == ("loaded" in name)
         return out
 
     first = make().clone()
@@ -449,7 +451,7 @@ def test_wgrad_gives_the_same_bits_200_times_under_load(name: str):
 
 
 @pytest.mark.usefixtures("nothing_tuned")
-def test_a_split_product_gives_the_same_bits_200_times_under_load():
+def test_split_k_gives_the_same_bits_200_times_under_load():
     a, b = _operand((64, 7168), TILE, 2), _operand((2112, 7168), BLOCK, 3)
 
     def make() -> Tensor:
@@ -460,7 +462,7 @@ def test_a_split_product_gives_the_same_bits_200_times_under_load():
     _under_load(make, make())
 
 
-def test_a_split_product_in_a_graph():
+def test_split_k_in_a_graph():
     a, b = _operand((16, 7168), TILE, 0), _operand((2112, 7168), BLOCK, 1)
     out = torch.empty(16, 2112, dtype=torch.bfloat16, device="cuda")
     _launch(Schedule.DENSE, a, b, out, accumulate=False)
@@ -489,7 +491,7 @@ def test_a_captured_graph_follows_the_sizes():
         assert torch.equal(out, _launch(Schedule.GROUPED, a, b, sizes=offs, out_dtype=torch.bfloat16))
 
 
-def test_operands_that_lie_otherwise_are_copied():
+def test_operands_of_another_layout_are_copied():
     a, b = _operand((300, 1000), TILE, 0), _operand((200, 1000), BLOCK, 1)
     expected, out = (torch.empty(300, 200, device="cuda") for _ in range(2))
     _launch(Schedule.DENSE, a, b, expected, accumulate=False)

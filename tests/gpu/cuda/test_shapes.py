@@ -1,4 +1,4 @@
-"""The products of the benchmark's table on the GPU: every element against FP64 of the same 8-bit operands."""
+"""Tests of the benchmark's GEMMs on the GPU: every element is compared with an FP64 GEMM of the same 8-bit operands."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def _check_case(s: PreparedCase) -> None:
 
 
 def _groups(s: PreparedCase, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice, ...]]]:
-    """Of each group a's and b's part, and where the result lies."""
+    """Yield for each group its part of a, of b, and the index of its result."""
     if s.case.kind == "dense":
         yield a, b, ()
     for g, rows in enumerate(group_slices(s.case)):

@@ -1,4 +1,4 @@
-"""Products made by the kernel in the emulator, and what they should be: bit for bit what Hopper's tensor core gives."""
+"""Helpers of the tests that run the GEMM kernel in the emulator, with the expected result, bit for bit."""
 
 import math
 
@@ -14,14 +14,14 @@ from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.quantize import quantize
-from tests.kernels.cuda import emulator
+from tools import emulator
 
 Operand = tuple[Tensor, Tensor, Scales]
 SIGNED_NAN = 0xFF  # in either format
 
 
 def operand(shape: tuple[int, ...], scales: Scales, seed: int = 0, fmt: str = "e4m3") -> Operand:
-    """Random numbers, quantised, as the casts store them: rows at multiples of 16 bytes, scales of rows contiguous."""
+    """A random operand as the kernels store it: rows at multiples of 16 bytes, 1×128 scales column-major."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(*shape[:-1], 1, generator=generator))
     block = block_of(scales, x)
@@ -30,8 +30,8 @@ def operand(shape: tuple[int, ...], scales: Scales, seed: int = 0, fmt: str = "e
 
 
 def aligned(data: Tensor) -> Tensor:
-    room = torch.full((*data.shape[:-1], padded(data.shape[-1])), SIGNED_NAN, dtype=torch.uint8)  # nobody may read it
-    return room.view(data.dtype)[..., : data.shape[-1]].copy_(data)
+    buffer = torch.full((*data.shape[:-1], padded(data.shape[-1])), SIGNED_NAN, dtype=torch.uint8)  # must not be read
+    return buffer.view(data.dtype)[..., : data.shape[-1]].copy_(data)
 
 
 def block_of(scales: Scales, x: Tensor) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def block_of(scales: Scales, x: Tensor) -> tuple[int, int]:
 
 
 def poisoned(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
-    """NaN, with rows that have room behind them."""
+    """A tensor of NaN with `room` elements between its rows."""
     return torch.full((*shape[:-1], shape[-1] + room), math.nan, dtype=dtype)[..., : shape[-1]]
 
 
@@ -51,16 +51,16 @@ def emulate(
     b: Operand,
     sizes: Tensor | None = None,
     seed: int = 0,
-    multiprocessors: int = 4,
+    num_sms: int = 4,
 ) -> Tensor:
-    """Makes a product on a GPU of few multiprocessors, into out."""
+    """Run a GEMM on an emulated GPU of few SMs, into out; returns out."""
     operands = [_operand(x, config.schedule) for x in (a, b)]
     options = (config.accumulate, config.promote, config.zero_rest)
     request = GemmRequest(config.schedule, *operands, out.dtype, out, sizes, *options)
-    made = plan_launch(request, Chip(max(multiprocessors, config.cluster_size)), config)
+    made = plan_launch(request, Chip(max(num_sms, config.cluster_size)), config)
     pointers = (*launch_key(request)[1], out.data_ptr())
-    parts, arrivals = torch.full((made.partials,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
-    addresses = parts.data_ptr(), arrivals.data_ptr()
+    partials, arrivals = torch.full((made.partials,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
+    addresses = partials.data_ptr(), arrivals.data_ptr()
     emulator.run(
         "gemm",
         config.constants(),
@@ -70,11 +70,11 @@ def emulate(
         shared_bytes=config.shared_bytes,
         arguments=made.arguments(pointers, *addresses, lambda tensor, pointer: tensor._replace(pointer=pointer)),
         headers=config.headers(),
-        memory=[*a[:2], *b[:2], out, parts, arrivals, *([] if sizes is None else [sizes])],
+        memory=[*a[:2], *b[:2], out, partials, arrivals, *([] if sizes is None else [sizes])],
         seed=seed,
         arithmetic="hopper",
     )
-    assert not arrivals.any(), "counts of parts must be zero again for the next launch"
+    assert not arrivals.any(), "arrival counters must be zero again for the next launch"
     return out
 
 
@@ -102,14 +102,14 @@ def rows(x: Operand, which: slice) -> Operand:
 
 
 def between(x: Operand, k: slice) -> Operand:
-    """With zeros outside of k."""
+    """The operand with zeros outside of k."""
     data = torch.zeros_like(x[0].view(torch.uint8))
     data[:, k] = x[0].view(torch.uint8)[:, k]
     return data.view(x[0].dtype), x[1], x[2]
 
 
 def config(tile_m: int, tile_n: int, stages: int = 3, **others) -> GemmConfig:
-    """A kernel that stores through shared memory unless others say otherwise."""
+    """A kernel configuration; it stores by TMA unless `others` name another store."""
     others.setdefault("staged_boxes", 0 if "store" in others else 1)
     if others.get("schedule", Schedule.DENSE) is not Schedule.DENSE:
         others.setdefault("max_groups", 32)

@@ -8,9 +8,9 @@ import torch
 
 from octile.kernels.cuda.jit import wgmma
 from octile.kernels.cuda.jit.tensor_map import describe
-from tests.kernels.cuda import emulator
-from tests.kernels.cuda.emulator import EmulatorError, build
-from tests.kernels.cuda.emulator.examples import SOURCES
+from tools import emulator
+from tools.emulator import EmulatorError, build
+from tools.emulator.examples import SOURCES
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 

@@ -11,9 +11,9 @@ from octile.lab.probe import golden, kernels, tiles
 from octile.lab.probe.__main__ import main
 from octile.lab.probe.compare import SIDE, Case, bits, cases, compare, modeled
 from octile.lab.tensor_core.operand import decode
-from tests.kernels.cuda import emulator
-from tests.kernels.cuda.emulator import build
 from tests.lab.products import same_bits
+from tools import emulator
+from tools.emulator import build
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ from octile.kernels.cuda.gemm.problem import Chip, rounded
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modeled
 from tests.kernels.cuda.emulated import emulate
-from tests.kernels.cuda.emulator import build
+from tools.emulator import build
 
 CPU = torch.device("cpu")
 MOST = 10_000_000  # products that the emulator is asked for
 SMALL = [case for case in CASES if case.m * case.n * case.k <= MOST]
 H200 = Chip(132)
-MULTIPROCESSORS = 32  # so many that some sums over K are cut into parts
+NUM_SMS = 32  # so many that some sums over K are cut into parts
 
 
 def _on_cpu(x: Operand) -> Operand:
@@ -27,9 +27,9 @@ def _on_cpu(x: Operand) -> Operand:
 
 
 def emulated(p: GemmRequest) -> int:
-    config = plan_launch(p, Chip(MULTIPROCESSORS)).config
+    config = plan_launch(p, Chip(NUM_SMS)).config
     operands = [(x.data, x.scale, kind) for x, kind in zip(p.nt_operands(), p.scale_kinds(), strict=True)]
-    emulate(config, p.out, *operands, p.sizes, multiprocessors=MULTIPROCESSORS)
+    emulate(config, p.out, *operands, p.sizes, num_sms=NUM_SMS)
     return config.split_k
 
 
@@ -44,7 +44,7 @@ def test_the_kernel_gives_what_the_model_gives(case):
 def test_the_emulator_makes_products_of_every_kind():
     assert {case.schedule for case in SMALL} == set(Schedule)
     assert {case.b_scales for case in SMALL} == set(Scales)
-    assert {plan_launch(make(case), Chip(MULTIPROCESSORS)).config.split_k > 1 for case in SMALL} == {True, False}
+    assert {plan_launch(make(case), Chip(NUM_SMS)).config.split_k > 1 for case in SMALL} == {True, False}
 
 
 def test_cases_are_what_they_are_for():

@@ -32,7 +32,7 @@ class Schedule(IntEnum):
 
 
 class Store(IntEnum):
-    """How the epilogue stores the result; see epilogue.cuh."""
+    """How the epilogue stores the result; see store.cuh."""
 
     SINGLE = 0
     PAIRS = 1

@@ -1,115 +1,117 @@
-// The copying warp: it brings a team's tiles into the ring, with the scales of rows, and those of 128×128 blocks.
+// The producer warp: it loads the tiles of a pipeline and their scales into shared memory.
 //
 // NOTES
-// - The copy engine takes any coordinates: a tile begins at its group's own first row, and what it loads of the next
-//   group is harmless. Along K it is not: what is not summed there is zeroed in shared memory.
-// - Small tiles wait for this warp, whose step is one chain from a stage's release to its next request. So a step does
-//   nothing but wait and ask: scales are written 32 steps at a time, the lane that asks is chosen once, by elect.sync,
-//   after which the compiler asks without a loop over lanes, and addresses stay in the registers that a warp shares.
-//   That loop is not unrolled: its code has to come from memory first. Scales of rows on both sides gained nothing
-//   by it, and long sums of grouped weight gradients lost 1 to 2%: they keep a plain loop, unrolled.
+// - TMA takes any coordinates: a tile begins at its group's first row, and rows that it loads of the next group do no
+//   harm. Along K they do: the consumers set to zero what is not summed.
+// - Small tiles wait for this warp, whose loop is one chain from the release of a stage to its next load. So an iteration
+//   only waits and loads: 128×128 scales are written for 32 k-blocks at a time, the loading lane is elected once, by
+//   elect.sync, after which the compiler needs no loop over lanes, and addresses stay in uniform registers. The loop is
+//   not unrolled, since its code is first read from memory. Kernels with 1×128 scales for both operands gained nothing by
+//   this, and long sums of grouped weight gradients lost 1 to 2%: they keep a plain loop, unrolled.
 #pragma once
 #include "pipeline.cuh"
 
-struct Maps {
+struct TensorMaps {
     const TensorMap *a, *b, *a_scale, *b_scale;
 };
 
-// The scales of 128×128 blocks of one operand, with the strides of a group, of a row and of a column of blocks.
-struct Blocks {
+// The 128×128 scales of one operand, with the strides of a group, of a row of blocks and of a column of blocks.
+struct BlockScales {
     const float* scale;
     int64_t group, row, column;
 };
 
-// Starts the copy of a box. What the cluster shares, its first block brings for both.
+// Loads a box. A box that the cluster shares is loaded by its first thread block for both.
 template <bool shared>
-__device__ __forceinline__ void load(uint8_t* to, const TensorMap* map, ptx::Mbarrier* full, int x, int y, int z) {
+__device__ __forceinline__ void load_box(
+    uint8_t* to, const TensorMap* map, ptx::Mbarrier* full, int x, int y, int z) {
     if constexpr (!shared) ptx::tma_load(to, map, full, x, y, z);
-    else if (block_rank() == 0) ptx::tma_load_multicast(to, map, full, x, y, z, 0b11);
+    else if (block_rank_in_cluster() == 0) ptx::tma_load_multicast(to, map, full, x, y, z, 0b11);
 }
 
-// Brings a team's tiles: one warp, of which one thread starts the copies. The scales of blocks all its lanes read and
-// write, 32 steps at a time, into places that go around as the stages do; a tile's next 32 they read meanwhile.
-__device__ __forceinline__ void load_tiles(
-    uint8_t* shared, const Maps& maps, const Blocks& blocks, const Sizes& sizes, const Groups& groups, int team) {
+// Loads all tiles of a pipeline. One lane issues the TMA loads. All lanes read and write the 128×128 scales: those of 32
+// k-blocks at a time, into slots that are reused like stages, while the tile's next 32 are being read.
+__device__ __forceinline__ void run_producer(
+    uint8_t* shared, const TensorMaps& maps, const BlockScales& blocks, const ProblemSize& size, const Groups& groups,
+    int pipeline_index) {
     constexpr bool share_a = config::cluster_n > 1, share_b = config::cluster_m > 1;
-    Ring ring(shared, team);
-    Scheduler scheduler(sizes, groups, team, teams);
+    Pipeline pipeline(shared, pipeline_index);
+    TileScheduler scheduler(size, groups, pipeline_index, pipelines);
     Tile tile;
-    float4* block_scales = reinterpret_cast<float4*>(shared + memory::block_scale) + team * memory::places;
-    const bool chosen = one_is_block && ptx::elect_one();
-    int unused = config::stages;  // stages that nothing was copied to yet, where that matters: see `ahead`
+    float4* block_scales = reinterpret_cast<float4*>(shared + smem::block_scale) + pipeline_index * smem::scale_slots;
+    const bool elected = has_block_scales && ptx::elect_one();
+    int unused = config::stages;  // stages that were not loaded yet, which need no acquire
 
-    while (scheduler.take(tile)) {
-        const int a_group = config::schedule == masked ? tile.group : 0, b_group = rows_grouped ? tile.group : 0;
-        const int steps = count_steps(tile);
+    while (scheduler.next_tile(tile)) {
+        const int a_group = config::schedule == masked ? tile.group : 0, b_group = m_grouped ? tile.group : 0;
+        const int k_blocks = count_k_blocks(tile);
 
-        auto load_step = [&](int step, int stage) {
-            const int k_step = first_step(tile) + step, k = k_step * 128;
-            ptx::Mbarrier* full = ring.full + stage;
-            uint8_t* a = shared + memory::a + stage * memory::a_tile;
-            uint8_t* b = shared + memory::b + stage * memory::b_tile;
-            uint8_t* a_scale = shared + memory::a_scale + stage * memory::a_scales;
-            uint8_t* b_scale = shared + memory::b_scale + stage * memory::b_scales;
-            load<share_a>(a, maps.a, full, k, tile.m, a_group);
-            if constexpr (a_rows) load<share_a>(a_scale, maps.a_scale, full, tile.m, k_step, a_group);
-            load<share_b>(b, maps.b, full, k, tile.n, b_group);
-            if constexpr (b_rows) load<share_b>(b_scale, maps.b_scale, full, tile.n, k_step, b_group);
+        auto load_k_block = [&](int k_block, int stage) {
+            const int at = first_k_block(tile) + k_block, k = at * 128;
+            ptx::Mbarrier* full = pipeline.full + stage;
+            uint8_t* a = shared + smem::a + stage * smem::a_tile;
+            uint8_t* b = shared + smem::b + stage * smem::b_tile;
+            uint8_t* a_scale = shared + smem::a_scale + stage * smem::a_scales;
+            uint8_t* b_scale = shared + smem::b_scale + stage * smem::b_scales;
+            load_box<share_a>(a, maps.a, full, k, tile.m, a_group);
+            if constexpr (a_row_scales) load_box<share_a>(a_scale, maps.a_scale, full, tile.m, at, a_group);
+            load_box<share_b>(b, maps.b, full, k, tile.n, b_group);
+            if constexpr (b_row_scales) load_box<share_b>(b_scale, maps.b_scale, full, tile.n, at, b_group);
         };
 
-        if constexpr (!one_is_block) {
-#pragma unroll (a_rows ? 2 : 4)
-            for (int step = 0; step < steps; ++step, ring.advance()) {
-                ring.empty[ring.stage].wait(ring.parity ^ 1);
-                if (ptx::lane_id() == 0) load_step(step, ring.stage);
+        if constexpr (!has_block_scales) {
+#pragma unroll (a_row_scales ? 2 : 4)
+            for (int k_block = 0; k_block < k_blocks; ++k_block, pipeline.advance()) {
+                pipeline.producer_acquire();
+                if (ptx::lane_id() == 0) load_k_block(k_block, pipeline.stage);
                 __syncwarp();
-                if (ptx::lane_id() == 0) ring.full[ring.stage].arrive_expect_tx(memory::stage_bytes);
+                if (ptx::lane_id() == 0) pipeline.producer_commit();
             }
         } else {
-            // two rows of blocks: those of the two warpgroups' rows, or those that a tile's columns reach
+            // two rows of blocks: those of the rows of two warpgroups, or those that the tile's columns reach
             constexpr bool a_blocks = config::a_scales == per_block;
-            constexpr bool second = a_blocks ? team_warpgroups > 1 : two_blocks;
+            constexpr bool two_rows = a_blocks ? warpgroups_per_tile > 1 : two_b_blocks;
             const int first_block = (a_blocks ? tile.m : tile.n) / 128;
             const int second_block = a_blocks ? (tile.m + 64 * waves) / 128 : first_block + 1;
-            const int last_block = ceil_div(a_blocks ? sizes.m : sizes.n, 128) - 1;
-            const float* scale = blocks.scale + (rows_grouped ? tile.group : 0) * blocks.group;
+            const int last_block = ceil_div(a_blocks ? size.m : size.n, 128) - 1;
+            const float* scale = blocks.scale + (m_grouped ? tile.group : 0) * blocks.group;
             const float* second_scale = scale + min(second_block, last_block) * blocks.row;
             scale += min(first_block, last_block) * blocks.row;
-            auto read_block_scales = [&](int step) {  // of this lane's step, counted from the given one
-                step += ptx::lane_id();
+            auto read_block_scales = [&](int k_block) {  // each lane those of one k-block, from the given one on
+                k_block += ptx::lane_id();
                 float2 scales{};
-                if (step >= steps) return scales;
-                scales.x = __ldg(scale + (first_step(tile) + step) * blocks.column);
-                if constexpr (second) scales.y = __ldg(second_scale + (first_step(tile) + step) * blocks.column);
+                if (k_block >= k_blocks) return scales;
+                scales.x = __ldg(scale + (first_k_block(tile) + k_block) * blocks.column);
+                if constexpr (two_rows) scales.y = __ldg(second_scale + (first_k_block(tile) + k_block) * blocks.column);
                 return scales;
             };
 
-            float2 later = read_block_scales(0);
-            auto write_block_scales = [&](int step) {  // of the next 32 steps, and asks for those of the 32 after
-                const uint32_t own = (ring.place / 16 + ptx::lane_id()) % memory::places;
-                block_scales[own] = make_float4(later.x, later.x, later.y, later.y);
-                later = read_block_scales(step + 32);
+            float2 next_scales = read_block_scales(0);
+            auto write_block_scales = [&](int k_block) {  // of the next 32 k-blocks, and reads those of the 32 after
+                const uint32_t slot = (pipeline.scale_slot / 16 + ptx::lane_id()) % smem::scale_slots;
+                block_scales[slot] = make_float4(next_scales.x, next_scales.x, next_scales.y, next_scales.y);
+                next_scales = read_block_scales(k_block + 32);
                 __syncwarp();
             };
 
-            const int ahead = min(steps, unused);  // asked for before the first scales are waited for
+            const int ahead = min(k_blocks, unused);  // loaded before the first scales arrive
             unused -= ahead;
 #pragma unroll 1
-            for (int step = 0; step < ahead; ++step)
-                if (chosen) load_step(step, ring.stage + step);
+            for (int k_block = 0; k_block < ahead; ++k_block)
+                if (elected) load_k_block(k_block, pipeline.stage + k_block);
             write_block_scales(0);
-            int step = 0;
+            int k_block = 0;
 #pragma unroll 1
-            for (; step < ahead; ++step, ring.advance())
-                if (chosen) ring.full[ring.stage].arrive_expect_tx(memory::stage_bytes);
+            for (; k_block < ahead; ++k_block, pipeline.advance())
+                if (elected) pipeline.producer_commit();
 #pragma unroll 1
-            for (; step < steps; ++step, ring.advance()) {
-                if (step % 32 == 0 && step > 0) write_block_scales(step);
-                ring.empty[ring.stage].wait(ring.parity ^ 1);
-                __syncwarp();  // a lane that waited on would not see the end of this phase, once the next has ended
-                if (chosen) {
-                    load_step(step, ring.stage);
-                    ring.full[ring.stage].arrive_expect_tx(memory::stage_bytes);
+            for (; k_block < k_blocks; ++k_block, pipeline.advance()) {
+                if (k_block % 32 == 0 && k_block > 0) write_block_scales(k_block);
+                pipeline.producer_acquire();
+                __syncwarp();  // a lane that waits longer might miss the end of this phase, once the next one has ended
+                if (elected) {
+                    load_k_block(k_block, pipeline.stage);
+                    pipeline.producer_commit();
                 }
             }
         }

@@ -1,33 +1,36 @@
-// The parts of a sum over K that was cut, added in their order by whichever comes last: the same bits every time.
+// Split-K: the last thread block to finish a tile adds the partials of all splits, in their order, so that the result does
+// not depend on which one is last.
 //
-// Every warpgroup works for itself. A part lies in global memory as it lies in registers, so that neighbouring threads
-// write neighbouring words whatever the shape. The count of parts goes back to 0, so that a CUDA graph can run again.
+// Each warpgroup reduces its own part of a tile. Partials are stored in the order of registers, so neighboring threads
+// write neighboring words whatever the shape. The arrival counters return to 0, so that a CUDA graph can run again.
 #pragma once
 #include "promotion.cuh"
 
-// True for the warpgroup that came last: `total` is then the whole sum.
-__device__ __forceinline__ bool sum_parts(
-    float (&total)[waves][count], float* parts, int* arrived, volatile int* last, const Tile& tile, int warpgroup) {
-    constexpr int size = waves * count * 128;
+// Stores this split's partials. True for the warpgroup that arrived last: `total` then is the sum of all splits.
+__device__ __forceinline__ bool reduce_splits(
+    float (&total)[waves][num_accum], float* partials, int* arrivals, volatile int* last, const Tile& tile,
+    int warpgroup) {
+    constexpr int size = waves * num_accum * 128;
     const int which = tile.index * config::warpgroups + warpgroup, thread = threadIdx.x % 128;
-    float* mine = parts + int64_t(which) * config::split_k * size + thread;
+    float* own = partials + int64_t(which) * config::split_k * size + thread;
 #pragma unroll
-    for (int i = 0; i < waves * count; ++i) __stcg(mine + tile.split * size + i * 128, total[i / count][i % count]);
+    for (int i = 0; i < waves * num_accum; ++i)
+        __stcg(own + tile.split * size + i * 128, total[i / num_accum][i % num_accum]);
     ptx::named_barrier_sync(4 + warpgroup, 128);
     if (thread == 0) {
-        __threadfence();  // for all that met at the barrier
-        *last = atomicAdd(arrived + which, 1) == config::split_k - 1;
-        if (*last) arrived[which] = 0;
+        __threadfence();  // for all threads of the barrier
+        *last = atomicAdd(arrivals + which, 1) == config::split_k - 1;
+        if (*last) arrivals[which] = 0;
         __threadfence();
     }
     ptx::named_barrier_sync(4 + warpgroup, 128);
     if (!*last) return false;
 #pragma unroll
-    for (int i = 0; i < waves * count; ++i) {  // all are asked for as early as there are registers for them
-        float sum = __ldcg(mine + i * 128);
+    for (int i = 0; i < waves * num_accum; ++i) {  // loads are issued as early as there are registers for them
+        float sum = __ldcg(own + i * 128);
 #pragma unroll
-        for (int split = 1; split < config::split_k; ++split) sum = __fadd_rn(sum, __ldcg(mine + split * size + i * 128));
-        total[i / count][i % count] = sum;
+        for (int split = 1; split < config::split_k; ++split) sum = __fadd_rn(sum, __ldcg(own + split * size + i * 128));
+        total[i / num_accum][i % num_accum] = sum;
     }
     return true;
 }

@@ -1,7 +1,7 @@
-"""The product kernel, run on a CPU from its unchanged source, gives bit for bit what Hopper's tensor cores would.
+"""Tests of the GEMM kernel in the CPU emulator: its result is bit for bit that of Hopper's tensor cores.
 
-Results are poisoned before, and memory around every tensor is guarded by the emulator. Every case runs with another
-seed, which is another order of all that a GPU leaves open.
+Results are poisoned before, and the emulator guards the memory around every tensor. Every case runs with another seed,
+which is another order of everything whose order a GPU leaves open.
 """
 
 import math
@@ -23,7 +23,7 @@ from tests.kernels.cuda.emulated import (
     poisoned,
     rows,
 )
-from tests.kernels.cuda.emulator import build
+from tools.emulator import build
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
@@ -34,52 +34,50 @@ SINGLE, PAIRS = Store.SINGLE, Store.PAIRS
 DENSE = {
     "256 rows": config(256, 128, 4, raster_width=2),
     "three warpgroups": config(192, 128, warpgroups=3, cluster_n=2, staged_boxes=2),
-    "three warpgroups, scales of rows, float32, adding": config(
+    "three warpgroups, 1D1D, float32, accumulating": config(
         192, 120, warpgroups=3, cluster_m=2, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True
     ),
     "columns of two blocks": config(128, 160, staged_boxes=5),
-    "columns of two blocks, cut oddly": config(128, 144, staged_boxes=3),
+    "columns of two blocks, at any column": config(128, 144, staged_boxes=3),
     "a cluster shares a": config(128, 96, cluster_n=2, staged_boxes=3),
     "a cluster shares b": config(128, 48, cluster_m=2, staged_boxes=2),
-    "256 rows, scales of rows, some kept": config(256, 128, 3, b_scales=ROW, staged_boxes=2),
+    "256 rows, 1D1D, some scales cached": config(256, 128, 3, b_scales=ROW, staged_boxes=2),
     "one warpgroup": config(64, 64, 2, warpgroups=1),
     "two accumulators": config(128, 64, 4, accumulators=2),
     "ping-pong": config(64, 64, ping_pong=True),
     "ping-pong, in clusters, two accumulators": config(64, 32, ping_pong=True, cluster_m=2, accumulators=2),
     "ping-pong of 128 rows": config(128, 64, ping_pong=True, staged_boxes=2),
-    "scales of rows": config(128, 64, b_scales=ROW),
-    "scales of rows, two accumulators, float32": config(
-        128, 40, b_scales=ROW, accumulators=2, store=PAIRS, out_float=True
-    ),
-    "scales of a's blocks": config(128, 48, a_scales=BLOCK, b_scales=ROW),
-    "float32, by the copy engine": config(256, 96, out_float=True, staged_boxes=3),
-    "scales of rows, float32, adding, by the copy engine": config(
+    "1D1D": config(128, 64, b_scales=ROW),
+    "1D1D, two accumulators, float32": config(128, 40, b_scales=ROW, accumulators=2, store=PAIRS, out_float=True),
+    "128×128 scales of a": config(128, 48, a_scales=BLOCK, b_scales=ROW),
+    "float32, by TMA": config(256, 96, out_float=True, staged_boxes=3),
+    "1D1D, float32, accumulating, by TMA": config(
         256, 128, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=4
     ),
-    "256 rows, fetching what they add to": config(
+    "256 rows, loading C": config(
         256, 128, 3, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=4
     ),
-    "ping-pong, float32, adding, by the copy engine": config(
+    "ping-pong, float32, accumulating, by TMA": config(
         128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=2
     ),
-    "256 rows, fetching BF16": config(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
-    "narrow pieces, fetching BF16": config(128, 48, b_scales=ROW, accumulate=True, load_c=True, staged_boxes=3),
-    "ping-pong in a cluster, fetching BF16": config(
+    "256 rows, loading BF16 C": config(256, 128, 3, accumulate=True, load_c=True, staged_boxes=2),
+    "narrow store boxes, loading BF16 C": config(128, 48, b_scales=ROW, accumulate=True, load_c=True, staged_boxes=3),
+    "ping-pong in a cluster, loading BF16 C": config(
         128, 32, 3, ping_pong=True, cluster_n=2, accumulate=True, load_c=True, staged_boxes=1
     ),
-    "ping-pong, fetching what it adds to": config(
+    "ping-pong, loading C": config(
         128, 32, ping_pong=True, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=1
     ),
-    "three warpgroups, fetching what they add to": config(
+    "three warpgroups, loading C": config(
         192, 96, warpgroups=3, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=3
     ),
-    "two accumulators in a cluster, fetching what they add to": config(
+    "two accumulators in a cluster, loading C": config(
         128, 48, accumulators=2, cluster_n=2, out_float=True, accumulate=True, load_c=True, staged_boxes=3
     ),
-    "256 rows in a cluster, fetching what they add to": config(
+    "256 rows in a cluster, loading C": config(
         256, 64, cluster_m=2, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=2
     ),
-    "no promotion, fetching what it adds to": config(
+    "no promotion, loading C": config(
         256,
         64,
         a_scales=TENSOR,
@@ -90,18 +88,18 @@ DENSE = {
         load_c=True,
         staged_boxes=2,
     ),
-    "one scale": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
+    "per-tensor scales": config(128, 64, a_scales=TENSOR, b_scales=TENSOR),
     "no promotion": config(256, 64, a_scales=TENSOR, b_scales=TENSOR, promote=False),
     "float32": config(128, 64, store=PAIRS, out_float=True),
-    "float32, adding": config(128, 24, store=PAIRS, out_float=True, accumulate=True),
-    "float32, adding, any strides": config(128, 64, store=SINGLE, out_float=True, accumulate=True),
-    "adding": config(128, 64, store=PAIRS, accumulate=True),
-    "adding, any strides": config(128, 64, store=SINGLE, accumulate=True),
+    "float32, accumulating": config(128, 24, store=PAIRS, out_float=True, accumulate=True),
+    "float32, accumulating, any strides": config(128, 64, store=SINGLE, out_float=True, accumulate=True),
+    "accumulating": config(128, 64, store=PAIRS, accumulate=True),
+    "accumulating, any strides": config(128, 64, store=SINGLE, accumulate=True),
     "transposed": config(128, 32, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=1),
     "transposed, 256 rows": config(256, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, staged_boxes=2),
-    "split": config(128, 64, split_k=3),
-    "split, transposed": config(128, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, split_k=4),
-    "split, in clusters, adding": config(
+    "split-K": config(128, 64, split_k=3),
+    "split-K, transposed": config(128, 16, a_scales=BLOCK, b_scales=ROW, transposed=True, split_k=4),
+    "split-K, in clusters, accumulating": config(
         64, 32, warpgroups=1, cluster_m=2, split_k=2, store=PAIRS, out_float=True, accumulate=True
     ),
     "E5M2 times E4M3": config(128, 64, a_e5m2=True),
@@ -120,7 +118,7 @@ def test_dense(case: str):
 
 
 @pytest.mark.parametrize("along_n", [False, True])
-def test_each_tile_is_made_once(along_n: bool):
+def test_each_tile_is_computed_once(along_n: bool):
     kernel = config(64, 16, 2, warpgroups=1, raster_along_n=along_n, raster_width=2)
     for seed, (m_tiles, n_tiles) in enumerate([(1, 5), (5, 1), (4, 6), (3, 7)]):
         _dense(kernel, m_tiles * 64 - 5, n_tiles * 16 - 3, 130, seed)
@@ -129,8 +127,8 @@ def test_each_tile_is_made_once(along_n: bool):
 LONG = (
     "columns of two blocks",
     "two accumulators",
-    "split",
-    "scales of a's blocks",
+    "split-K",
+    "128×128 scales of a",
     "transposed, 256 rows",
     "ping-pong",
 )
@@ -138,11 +136,11 @@ LONG = (
 
 @pytest.mark.parametrize("case", [*LONG, "ping-pong, in clusters, two accumulators"])
 def test_long_sums(case: str):
-    _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more steps than a warp has lanes, twice
+    _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more than twice as many k-blocks as a warp has lanes
 
 
-def test_scales_of_blocks_go_around_under_many_stages():
-    _dense(config(64, 16, 20, warpgroups=1), 3, 9 * 16, 128 * 37 + 1, seed=2)  # on four multiprocessors
+def test_slots_of_block_scales_are_reused_with_many_stages():
+    _dense(config(64, 16, 20, warpgroups=1), 3, 9 * 16, 128 * 37 + 1, seed=2)  # on four SMs
 
 
 def _dense(kernel: GemmConfig, m: int, n: int, k: int, seed: int) -> None:
@@ -162,18 +160,18 @@ def _dense(kernel: GemmConfig, m: int, n: int, k: int, seed: int) -> None:
 
 
 def _exact(kernel: GemmConfig, a, b) -> Tensor:
-    """As the kernel sums it: parts of a split sum one after the other, one scale for all at the end."""
+    """The result in the kernel's order: split-K partials one after the other, a per-tensor scale at the end."""
     if kernel.a_scales is TENSOR and kernel.promote:
         ones = torch.ones(1, 1)
         unscaled = exact((a[0], ones, TENSOR), (b[0], ones, TENSOR), promote=True)
         return unscaled * (a[1] * b[1])
     k = a[0].shape[-1]
-    part = math.ceil(math.ceil(k / 128) / kernel.split_k) * 128
+    k_per_split = math.ceil(math.ceil(k / 128) / kernel.split_k) * 128
     total = None
-    for first in range(0, part * kernel.split_k, part):
-        cut = slice(min(first, k), min(first + part, k))
-        summed = exact(between(a, cut), between(b, cut), kernel.promote)
-        total = summed if total is None else total + summed
+    for first in range(0, k_per_split * kernel.split_k, k_per_split):
+        split = slice(min(first, k), min(first + k_per_split, k))
+        partial = exact(between(a, split), between(b, split), kernel.promote)
+        total = partial if total is None else total + partial
     return total
 
 
@@ -182,7 +180,7 @@ def _dtype(kernel: GemmConfig) -> torch.dtype:
 
 
 def _room(kernel: GemmConfig, n: int) -> int:
-    """Numbers between a row and the next, which must stay as they are; for SINGLE an odd stride."""
+    """Elements between two rows of the result, which must not be written; an odd stride for Store.SINGLE."""
     if kernel.store is Store.SINGLE:
         return 5 + n % 2
     return 8 + -n % 8
@@ -193,22 +191,22 @@ ENDS = {
     "first, last and others empty": [0, 0, 90, 90, 200, 200],
     "all empty": [0, 0, 0],
     "one has all": [200, 200],
-    "rows past the last": [3, 4, 5, 7],
+    "rows after the last": [3, 4, 5, 7],
     "one row each": list(range(1, 31)),
-    "ends at tiles and steps": [64, 128, 128, 192],
+    "ends at tiles and k-blocks": [64, 128, 128, 192],
 }
 ROWS_GROUPED = {
     "two warpgroups": config(128, 64, schedule=GROUPED),
     "three warpgroups": config(192, 32, schedule=GROUPED, warpgroups=3),
-    "bands along N": config(64, 16, schedule=GROUPED, warpgroups=1, raster_along_n=True, raster_width=2),
+    "raster along N": config(64, 16, schedule=GROUPED, warpgroups=1, raster_along_n=True, raster_width=2),
     "a cluster shares a": config(128, 32, schedule=GROUPED, cluster_n=2),
     "a cluster shares b": config(64, 16, schedule=GROUPED, warpgroups=1, cluster_m=2),
     "ping-pong": config(64, 48, schedule=GROUPED, ping_pong=True, staged_boxes=2),
     "float32": config(256, 24, schedule=GROUPED, store=PAIRS, out_float=True),
-    "float32, by the copy engine": config(256, 48, schedule=GROUPED, out_float=True, staged_boxes=3),
-    "256 rows, each half with its room": config(256, 32, schedule=GROUPED, staged_boxes=2),
-    "ping-pong, float32, by the copy engine": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
-    "scales of rows": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
+    "float32, by TMA": config(256, 48, schedule=GROUPED, out_float=True, staged_boxes=3),
+    "256 rows, a buffer for each half": config(256, 32, schedule=GROUPED, staged_boxes=2),
+    "ping-pong, float32, by TMA": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
+    "1D1D": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
 }
 
 
@@ -237,7 +235,7 @@ def test_rows_of_nan_stay_in_their_group():
     assert out[103:].isfinite().all()
 
 
-def test_rows_of_nan_past_the_last_group_become_zeros():
+def test_rows_of_nan_after_the_last_group_become_zero():
     a, b = operand((200, 256), ROW), operand((3, 40, 256), BLOCK, 1)
     a[0].view(torch.uint8)[150:] = 0x7F
     a[1][150:] = math.nan
@@ -246,7 +244,7 @@ def test_rows_of_nan_past_the_last_group_become_zeros():
     assert not out[150:].any()
 
 
-def test_rows_past_the_last_group_stay_as_they_are_when_asked_for():
+def test_rows_after_the_last_group_are_not_written_without_zero_rest():
     a, b = operand((200, 256), ROW), operand((3, 40, 256), BLOCK, 1)
     kernel = replace(ROWS_GROUPED["two warpgroups"], zero_rest=False)
     out = emulate(kernel, torch.full((200, 40), 7.0, dtype=torch.bfloat16), a, b, _sizes([50, 60, 150]))
@@ -254,7 +252,7 @@ def test_rows_past_the_last_group_stay_as_they_are_when_asked_for():
     assert (out[150:] == 7).all()
 
 
-def test_offsets_that_are_wrong_lead_nowhere():
+def test_wrong_offsets_are_clamped():
     a, b = operand((200, 128), ROW), operand((4, 40, 128), BLOCK, 1)
     for kernel in (ROWS_GROUPED["two warpgroups"], ROWS_GROUPED["float32"]):
         emulate(kernel, poisoned(200, 40, dtype=_dtype(kernel)), a, b, _sizes([-5, 150, 20, 10**9]))
@@ -268,8 +266,8 @@ def test_offsets_that_are_wrong_lead_nowhere():
         "a cluster shares b",
         "ping-pong",
         "float32",
-        "float32, by the copy engine",
-        "256 rows, each half with its room",
+        "float32, by TMA",
+        "256 rows, a buffer for each half",
     ],
 )
 @pytest.mark.parametrize("counts", [[0, 3, 150], [150, 150], [0, 0], [1, 128, 0, 129, 64]], ids=str)
@@ -287,24 +285,24 @@ def test_masked(case: str, counts: list[int]):
 
 WGRAD = {
     "float32": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True),
-    "adding": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True),
+    "accumulating": config(128, 64, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, accumulate=True),
     "bfloat16": config(256, 32, schedule=ALONG_K, b_scales=ROW),
-    "float32, by the copy engine": config(128, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, staged_boxes=2),
+    "float32, by TMA": config(128, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, staged_boxes=2),
     "three warpgroups": config(192, 24, schedule=ALONG_K, b_scales=ROW, store=PAIRS, out_float=True, warpgroups=3),
-    "bfloat16, adding, any strides": config(
+    "bfloat16, accumulating, any strides": config(
         64, 24, schedule=ALONG_K, b_scales=ROW, store=SINGLE, accumulate=True, warpgroups=1
     ),
     "ping-pong": config(64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True),
-    "adding, by the copy engine": config(
+    "accumulating, by TMA": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, staged_boxes=2
     ),
-    "fetching what it adds to": config(
+    "loading C": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, out_float=True, accumulate=True, load_c=True, staged_boxes=2
     ),
-    "bfloat16, fetching what it adds to": config(
+    "bfloat16, loading C": config(
         256, 64, schedule=ALONG_K, b_scales=ROW, accumulate=True, load_c=True, staged_boxes=1
     ),
-    "ping-pong in a cluster, fetching what it adds to": config(
+    "ping-pong in a cluster, loading C": config(
         64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True, cluster_n=2, out_float=True, accumulate=True,
         load_c=True, staged_boxes=1,
     ),
@@ -328,34 +326,34 @@ def test_wgrad(case: str):
             out.copy_(before)
         emulate(kernel, out, a, b, _sizes(ends), seed=seed)
         for g, (start, end) in enumerate(pairwise([0, *ends])):
-            expected = before[g] + _steps(a, b, start, end)
+            expected = before[g] + _k_blocks(a, b, start, end)
             torch.testing.assert_close(
                 out[g], expected.to(out.dtype), rtol=0, atol=0, msg=lambda why, e=ends: f"{e}: {why}"
             )
 
 
-def _steps(a, b, start: int, end: int) -> Tensor:
-    """The steps that hold tokens of a group: adding a step of nothing would still be right, but NaN scales are not."""
+def _k_blocks(a, b, start: int, end: int) -> Tensor:
+    """The sum over the k-blocks with tokens of a group. Other k-blocks would add zero, unless their scales are NaN."""
     if start == end:
         return torch.zeros(len(a[0]), len(b[0]))
     return exact(between(a, slice(start, end)), between(b, slice(start, end)))
 
 
-@pytest.mark.parametrize("nan", ["numbers", "scales"])
+@pytest.mark.parametrize("nan", ["data", "scales"])
 def test_tokens_of_nan_stay_in_their_group(nan: str):
     ends, bad = [20, 20, 128, 200], [30, 100]
     a, b = operand((130, 200), ROW), operand((50, 200), ROW, 1)
     for x in (a, b):
-        if nan == "numbers":
+        if nan == "data":
             x[0].view(torch.uint8)[:, bad] = 0x7F
         else:
             x[1][:, 1] = math.nan  # of the tokens from 128 on
     out = emulate(WGRAD["float32"], poisoned(4, 130, 50, dtype=torch.float32), a, b, _sizes(ends))
     has_nan = [bool(out[g].isnan().any()) for g in range(4)]
-    assert has_nan == ([False, False, True, False] if nan == "numbers" else [False, False, False, True])
+    assert has_nan == ([False, False, True, False] if nan == "data" else [False, False, False, True])
 
 
-@pytest.mark.parametrize("case", ["ping-pong, in clusters, two accumulators", "split", "a cluster shares a"])
+@pytest.mark.parametrize("case", ["ping-pong, in clusters, two accumulators", "split-K", "a cluster shares a"])
 def test_many_orders_give_the_same_bits(case: str):
     a, b = operand((300, 700), ROW), operand((130, 700), BLOCK, 1)
     first = emulate(DENSE[case], poisoned(300, 130, dtype=torch.bfloat16, room=6), a, b)
@@ -364,19 +362,19 @@ def test_many_orders_give_the_same_bits(case: str):
         assert torch.equal(emulate(DENSE[case], out, a, b, seed=seed), first)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 64])
-def test_any_number_of_multiprocessors(multiprocessors: int):
-    """From one, where a warpgroup has no rows in every other tile, to one for each tile."""
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 64])
+def test_any_number_of_sms(num_sms: int):
+    """From one SM, where a warpgroup has no rows in every other tile, to one for each tile."""
     a, b = operand((300, 260), ROW), operand((130, 260), BLOCK, 1)
     expected = exact(a, b)
-    for case in ("ping-pong", "a cluster shares b", "256 rows", "float32, by the copy engine"):
+    for case in ("ping-pong", "a cluster shares b", "256 rows", "float32, by TMA"):
         out = poisoned(300, 130, dtype=_dtype(DENSE[case]), room=6)
-        emulate(DENSE[case], out, a, b, multiprocessors=multiprocessors)
+        emulate(DENSE[case], out, a, b, num_sms=num_sms)
         assert torch.equal(out, expected.to(out.dtype))
 
 
 @pytest.mark.parametrize("waves", [2, 3, 4])
-def test_what_is_staged_is_not_written_over_before_it_is_stored(waves: int):
+def test_staged_boxes_are_not_overwritten_before_they_are_stored(waves: int):
     kernel = config(64 * waves, 32, warpgroups=1, staged_boxes=2)
     for seed in range(4):
         _dense(kernel, 5 * kernel.tile_m, 64, 128, seed)

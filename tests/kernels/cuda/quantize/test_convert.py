@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.kernels.cuda import emulator
-from tests.kernels.cuda.emulator import build
-from tests.kernels.cuda.emulator.examples import SOURCES
+from tools import emulator
+from tools.emulator import build
+from tools.emulator.examples import SOURCES
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 

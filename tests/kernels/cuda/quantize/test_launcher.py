@@ -10,9 +10,9 @@ from octile.ops.norm import normalized, rms_norm_quantize
 from octile.ops.quantize import DATA_DTYPES, decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
-from tests.kernels.cuda import emulator
-from tests.kernels.cuda.emulator import build
 from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
+from tools import emulator
+from tools.emulator import build
 
 pytestmark = [
     pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler"),

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.kernels.cuda.quantize.launcher import DTYPES
-from tests.kernels.cuda import emulator
-from tests.kernels.cuda.emulator import build
-from tests.kernels.cuda.emulator.examples import SOURCES
+from tools import emulator
+from tools.emulator import build
+from tools.emulator.examples import SOURCES
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 

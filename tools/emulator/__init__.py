@@ -22,8 +22,8 @@ from torch import Tensor
 
 from octile.kernels.cuda.jit import tensor_map
 from octile.kernels.cuda.jit.tensor_map import TensorMap
-from tests.kernels.cuda.emulator import build
-from tests.kernels.cuda.emulator.memory import Guarded
+from tools.emulator import build
+from tools.emulator.memory import Guarded
 
 Argument = Tensor | TensorMap | int | float | bytes
 MOST_SHARED = 227 * 1024  # bytes, of a block on Hopper
