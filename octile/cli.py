@@ -182,9 +182,9 @@ class Convert:
 def convert(arguments: list[str]) -> None:
     """Convert a checkpoint between BF16 and FP8, or predict the size from a configuration."""
     asked = _parse(Convert, arguments, "convert")
-    from octile.report.conversion import convert_on_screen
+    from octile.report.conversion import run_conversion
 
-    convert_on_screen(asked.src, asked.dst, asked.to)
+    run_conversion(asked.src, asked.dst, asked.to)
 
 
 @dataclass(frozen=True)

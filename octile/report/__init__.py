@@ -1,20 +1,17 @@
-"""Pictures and pages: what `train` and `compare` draw.
+"""Pages and figures: report.html of `octile train` and `octile compare`, and the parts that `octile.lab` shares.
 
-A page is one file that opens anywhere: figures are inline SVG whose colours follow the reader's light or dark setting,
-and nothing is fetched from a network. Every figure carries one sentence, written from the data, that says what to see.
+A page is a single HTML file that needs no network. Its figures are inline SVG whose colors follow the reader's light or
+dark setting. Every figure has a caption that is written from the data.
 
-    metrics.py      a run folder read back, whatever state it is in
-    figures.py      the drawing style: colours, axes, direct labels
-    svg.py          a figure as part of a page
-    page.py         templates, numbers as a person writes them
-    machine.py      what figures were measured on: hardware, versions, commit, date
-    run_curves.py   loss, learning rate, gradient norm, throughput of one run
-    run_inside.py   its experts' load and its tiles' scales
-    train.py        its page
-    lab_page.py     the pages of octile.lab; lab_formats.py, lab_real.py and lab_accumulate.py draw their figures
-    comparison.py   recipes beside BF16: what the numbers mean; intervals.py, token_differences.py, gradients.py
-    compare_file.py compare.json, written and read again
-    compare.py      its page; compare_words.py, compare_tables.py, compare_figure.py and *_figures.py are parts of it
+    run/            the page of one training run
+    compare/        the page of a comparison of recipes with BF16
+    page.py         templates, and numbers formatted for a page
+    style.py        the style of figures: palette, axes, labels
+    svg.py          figures as inline SVG
+    console.py      the console on which commands print
+    machine.py      the machine, versions and commit of a measurement
+    conversion.py   the terminal output of `octile convert`
+    roofline.py     the roofline figure of `octile bench gemm`
 """
 
 from octile.report.compare.file import read_result

@@ -1,4 +1,4 @@
-"""Where commands print tables and progress."""
+"""The console on which commands print tables and progress."""
 
 from typing import NoReturn
 
@@ -9,7 +9,7 @@ import rich.console  # noqa: E402  a missing package is reported above
 
 
 class Console(rich.console.Console):
-    """rich's console, but a reader who has seen enough (`octile doctor | head`) is no failure."""
+    """rich's console, which raises BrokenPipeError if its reader stops reading, as in `octile doctor | head`."""
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""What `octile convert` shows: progress, and what became FP8."""
+"""The terminal output of `octile convert`: progress, and which tensors were converted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from octile.report.console import Console
 from octile.report.page import format_bytes
 
 
-def convert_on_screen(src: Path, dst: Path | None, to: Target) -> None:
-    """Converts src, a Hugging Face folder or a run, into dst, or predicts the size where there is no dst.
+def run_conversion(src: Path, dst: Path | None, to: Target) -> None:
+    """Convert a checkpoint and print what was converted, or predict its size.
+
+    Args:
+        src: a Hugging Face folder or a run.
+        dst: the folder to write; None predicts the size only.
+        to: the format of the weights.
 
     Raises:
-        As `convert_checkpoint` and `predict_size`; ValueError where src has only a configuration but dst is given.
+        ValueError: src has only a configuration but dst is given.
+        Exception: what `convert_checkpoint` and `predict_size` raise.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console()
-    src = src / "model" if (src / "model" / "config.json").exists() else src  # a run holds its model there
+    src = src / "model" if (src / "model" / "config.json").exists() else src  # src is a run
     if dst is None:
         _show_prediction(console, predict_size(src, to))
         return
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console
     ) as bar:
-        task = bar.add_task("reading", total=None, visible=False)  # until src has turned out to be a checkpoint
+        task = bar.add_task("reading", total=None, visible=False)  # until the first file is read
 
         def show(done: int, total: int, file: str) -> None:
             bar.update(task, completed=done, total=total, description=file, visible=True)
@@ -50,9 +56,9 @@ def _show_report(console: Console, report: ConversionReport) -> None:
 
     title = report.rule if report.to == "fp8" else f"FP8 weights become {'BF16' if report.to == 'bf16' else 'FP32'}"
     table = Table(title=title, title_justify="left")
-    for column in ("weights", "tensors", "became"):
+    for column in ("weights", "tensors", "result"):
         table.add_column(column, overflow="fold")
-    for names, what in ((report.converted, report.to), (report.unchanged, "kept as they were")):
+    for names, what in ((report.converted, report.to), (report.unchanged, "unchanged")):
         for name, count in names.items():
             table.add_row(name, str(count), what)
     console.print(table)

@@ -1,4 +1,4 @@
-"""What a figure was measured on. A figure without its machine, versions and commit says little."""
+"""The machine, software versions and commit of a measurement."""
 
 import platform
 import subprocess
@@ -13,14 +13,18 @@ import torch
 from octile import __version__
 from octile.report.page import format_count
 
-SOURCE = Path(__file__).parents[2]  # the repository, where octile is not installed but runs from its source tree
+SOURCE = Path(__file__).parents[2]  # the repository, if octile runs from its source tree
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """{"date", "octile", "commit", "torch", "triton", "python", "cpu", "threads", "gpu"}; None where there is no such.
+    """Describe the machine and the software as a dictionary for JSON.
 
     Args:
-        device: where the work runs; the GPU, if there is one, where it is not given.
+        device: where the work runs; the GPU, if there is one, if not given.
+
+    Returns:
+        {"date", "octile", "commit", "torch", "triton", "python", "cpu", "threads", "gpu"}; None for what does not
+        exist here.
     """
     gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return {
@@ -37,7 +41,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def describe_machine(found: Mapping[str, Any]) -> str:
-    """What `machine` found, in one short phrase."""
+    """The result of `machine` as a short phrase: processor, threads, torch version."""
     return f"{found['gpu'] or found['cpu']}, {format_count(found['threads'], 'thread')}, torch {found['torch']}"
 
 
@@ -57,8 +61,8 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, with "+" where files differ from it; None in an installed package."""
-    if not (SOURCE / ".git").exists():  # git itself would go on looking above it, and find someone else's repository
+    """The commit of the source tree, with "+" if files differ from it; None in an installed package."""
+    if not (SOURCE / ".git").exists():  # git would search the parent folders and find another repository
         return None
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:

@@ -1,4 +1,4 @@
-"""From figures and facts to a page: templates, and numbers as a person writes them."""
+"""Renders the templates of pages, and formats numbers for them."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **content: Any) -> str:
-    """Fills a template. Everything but a chart's SVG is escaped: a sample or a configuration may hold any text."""
+    """Fill a template of this package. Everything but the SVG of charts is escaped."""
     require("jinja2", extra="report")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -27,12 +27,12 @@ def render(template: str, **content: Any) -> str:
 
 
 def replace_control_characters(text: str) -> str:
-    """Text with its control characters, which HTML can't hold, shown as replacement characters."""
+    """Replace control characters, which HTML cannot contain, by the replacement character."""
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and ord(c) != 127) else "\ufffd" for c in text)
 
 
 def format_quantity(value: float) -> str:
-    """A count in three figures: 8_131_072 → "8.13M", 671e9 → "671B", 512 → "512"."""
+    """A number with three significant digits: 8_131_072 → "8.13M", 671e9 → "671B", 512 → "512"."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= factor:
             scaled = value / (1e3 if unit == "k" else factor)
@@ -41,7 +41,7 @@ def format_quantity(value: float) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """How many there are: "1 product", "1,024 products"."""
+    """A number with its noun: "1 row", "1,024 rows"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -54,7 +54,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time in its two largest units: 192.4 → "3 min 12 s"."""
+    """A duration in its two largest units: 192.4 → "3 min 12 s"."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s"
@@ -66,5 +66,5 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(fraction: float, digits: int = 2) -> str:
-    """A signed fraction in percent: 0.00113 → "+0.11%"; the minus sign is a real one."""
+    """A signed fraction in percent, with a typographic minus sign: 0.00113 → "+0.11%"."""
     return f"{fraction:+.{digits}%}".replace("-", "−")

@@ -1,11 +1,11 @@
-"""The roofline of `octile bench gemm`: each product's speed over its intensity, under what the chip allows.
+"""Draws the roofline of `octile bench gemm`: the speed of each GEMM over its arithmetic intensity.
 
     python -m octile.report.roofline gemm.json roofline.svg     draws recorded results, without a GPU
 
-A product that does I operations for each byte that it must move can reach no more than I × the memory's bandwidth, and
-no more than the tensor cores multiply.
+A GEMM with an arithmetic intensity of I operations per byte can reach at most I × the memory bandwidth, and at most the
+peak of the tensor cores.
 
-Source: Williams, Waterman, Patterson: Roofline (CACM 52(4), 2009); the chips' limits are their data sheets'.
+Sources: Williams, Waterman, Patterson: Roofline (CACM 52(4), 2009); limits from the data sheets of the GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMITS = {  # GPU: dense FP8 TFLOP/s, memory TB/s
     "H100": (1979.0, 3.35),
 }
 PEER = "DeepGEMM"
-KINDS = {  # `what` of a row, or how it begins: (label, colour); the first that fits
+KINDS = {  # prefix of a row's `what`: (label, color); the first match counts
     "FP8, grouped": ("grouped", "green"),
     "FP8, masked": ("masked", "amber"),
     "FP8, wgrad": ("wgrad, grouped", "purple"),
@@ -37,7 +37,7 @@ KINDS = {  # `what` of a row, or how it begins: (label, colour); the first that 
 
 
 class Point(NamedTuple):
-    """A product: operations a byte, and TFLOP/s of octile and of the peer (None: not measured)."""
+    """A GEMM: operations per byte, and TFLOP/s of octile and of the peer (None: not measured)."""
 
     kind: str
     case: str
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The products of recorded rows."""
+    """The GEMMs of recorded rows."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         figures = found.setdefault((row["case"], row["what"]), {})
@@ -67,13 +67,14 @@ def points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 
 def save_roofline(results: Path, picture: Path) -> Path:
-    """Draws a results file of `octile bench gemm`.
+    """Draw a results file of `octile bench gemm`.
 
     Args:
-        picture: .svg or .png.
+        results: the JSON file.
+        picture: the file to write, .svg or .png.
 
     Raises:
-        ValueError: the results are of no GPU whose limits are known; the suffix is another.
+        ValueError: the limits of the results' GPU are unknown, or picture has another suffix.
     """
     recorded = json.loads(results.read_text(encoding="utf-8"))
     gpu = recorded["machine"]["gpu"]
@@ -85,7 +86,7 @@ def save_roofline(results: Path, picture: Path) -> Path:
 
 
 def draw(figure: Figure, found: Sequence[Point], limits: tuple[float, float], title: str) -> None:
-    """All products on logarithmic axes; beside them those that are bound by the tensor cores, on a linear one."""
+    """Draw all GEMMs on logarithmic axes, and next to them the compute-bound ones on a linear axis."""
     flops, bandwidth = limits
     ridge = flops / bandwidth
     whole, bound = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -101,24 +102,24 @@ def draw(figure: Figure, found: Sequence[Point], limits: tuple[float, float], ti
     bound.set_ylim(0, 1.1 * flops)
     bound.set_xticks([500, 1000, 2000, 4000])
     style_axes(whole, None, f"TFLOP/s · {title}")
-    style_axes(bound, "operations a byte", "bound by the tensor cores")
+    style_axes(bound, "operations per byte", "compute-bound")
     for which in (whole.xaxis, whole.yaxis, bound.xaxis, bound.yaxis):
         which.set_major_formatter(lambda value, _: f"{value:,.0f}")
         which.set_minor_formatter(lambda value, _: "")
 
-    _say(whole, f"{flops:,.0f} TFLOP/s, data sheet", (right, flops), (0, 5), "right")
+    _annotate(whole, f"{flops:,.0f} TFLOP/s, data sheet", (right, flops), (0, 5), "right")
     middle = (left * ridge) ** 0.5
-    _say(whole, f"{bandwidth:g} TB/s", (middle, middle * bandwidth), (-6, 4), "right")
+    _annotate(whole, f"{bandwidth:g} TB/s", (middle, middle * bandwidth), (-6, 4), "right")
     kinds = {point.kind for point in found}
     lines = [(label, color) for kind, (label, color) in KINDS.items() if kind in kinds]
     if any(point.peer is not None for point in found):
-        lines.append((f"dot: octile, ring: {PEER}", "muted"))
+        lines.append((f"dot: octile, circle: {PEER}", "muted"))
     for i, (text, color) in enumerate(reversed(lines)):
-        _say(whole, text, (right, whole.get_ylim()[0]), (-4, 8 + 16 * i), "right", color)
+        _annotate(whole, text, (right, whole.get_ylim()[0]), (-4, 8 + 16 * i), "right", color)
 
 
 def _dots(axes: Axes, found: Sequence[Point]) -> None:
-    """Dots of octile, rings of the peer, a line between the two of one product."""
+    """Draw a dot for octile and a circle for the peer, with a line between the two of one GEMM."""
     for point in found:
         color = COLOR[KINDS[point.kind][1]]
         if point.peer is not None:
@@ -127,7 +128,7 @@ def _dots(axes: Axes, found: Sequence[Point]) -> None:
         axes.plot(point.intensity, point.speed, "o", color=color, markersize=4.5, markeredgewidth=0)
 
 
-def _say(
+def _annotate(
     axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], ha: str, color: str = "muted"
 ) -> None:
     axes.annotate(text, at, offset, textcoords="offset points", ha=ha, color=COLOR[color])

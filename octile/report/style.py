@@ -1,9 +1,8 @@
-"""The drawing style: what every figure has in common.
+"""The style of all figures: palette, axes, lines and direct labels.
 
-A figure is drawn with matplotlib on a `Figure` of its own, without pyplot's global state, and leaves either as a PNG or
-SVG file (`save_drawing`) or as SVG inside a page (svg.py).
-
-Sizes are in CSS pixels (matplotlib's points). Colours tell apart what has a name; names stand at the ends of the lines.
+A figure is drawn with matplotlib on its own `Figure`, without pyplot's global state. It is written as a PNG or SVG file
+(`save_drawing`) or as SVG inside a page (svg.py). Sizes are in CSS pixels (matplotlib's points). Lines are labeled at
+their ends instead of in a legend.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# name: (on light paper, on dark paper). Each light value is used once: it is the key by which SVG colours are replaced.
+# name: (on light paper, on dark paper). The light values must differ, since svg.py reheights colors by them.
 PALETTE = {
     "ink": ("#1c2127", "#e6e8eb"),
     "muted": ("#5f6873", "#9aa3ad"),
@@ -40,8 +39,8 @@ PALETTE = {
 }
 COLOR = {name: light for name, (light, _) in PALETTE.items()}
 
-# A recipe looks the same on every page. The first colours differ for colour-blind eyes too, the others by their dashes.
-_RECIPE_LOOK = {
+# A recipe has the same style on every page. The first colors are safe for color blindness, others differ by dashes.
+_RECIPE_STYLES = {
     "bf16": ("ink", "-"),
     "float32": ("ink", "--"),
     "deepseek_v3": ("blue", "-"),
@@ -55,7 +54,7 @@ _RECIPE_LOOK = {
     "int8_tiles": ("brown", "-."),
 }
 
-_OTHER_LOOKS = tuple(
+_OTHER_STYLES = tuple(
     product(("brown", "olive", "cyan", "rose", "purple", "amber", "green", "vermilion"), (":", "-.", "--"))
 )
 
@@ -80,43 +79,43 @@ _STYLE: dict[Any, Any] = {
     "axes.facecolor": "none",
 }
 
-WIDE, HALF, THIRD, PHONE = 980, 420, 320, 380  # widths in pixels: columns of a page, and a telephone
+WIDE, HALF, THIRD, PHONE = 980, 420, 320, 380  # widths in pixels: of a page, of its columns, of a telephone
 
 
 def palette_name(recipe: str) -> str:
-    """The name in PALETTE of a recipe's colour."""
-    return _look(recipe)[0]
+    """The name in PALETTE of a recipe's color."""
+    return _style_of(recipe)[0]
 
 
 def recipe_style(name: str) -> dict[str, Any]:
-    """Colour and line style of a recipe, as matplotlib's keywords."""
-    color, linestyle = _look(name)
+    """Color and line style of a recipe, as keyword arguments of matplotlib."""
+    color, linestyle = _style_of(name)
     return {"color": COLOR[color], "linestyle": linestyle}
 
 
-def _look(name: str) -> tuple[str, str]:
-    """A recipe that is not the library's has a look that its name decides; seldom two of them have the same."""
-    return _RECIPE_LOOK.get(name) or _OTHER_LOOKS[crc32(name.encode()) % len(_OTHER_LOOKS)]
+def _style_of(name: str) -> tuple[str, str]:
+    """Color and line style of a recipe. A hash of the name chooses those of a recipe that is not built in."""
+    return _RECIPE_STYLES.get(name) or _OTHER_STYLES[crc32(name.encode()) % len(_OTHER_STYLES)]
 
 
 @contextmanager
 def drawing(width: float, height: float) -> "Iterator[Figure]":
-    """A blank figure of `width` × `height` pixels, with the house style in force while it is drawn and saved."""
+    """A blank figure of `width` × `height` pixels; octile's style is active while it is drawn and saved."""
     require("matplotlib", extra="report")
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a user's matplotlibrc must not change the pages
+        matplotlib.rcdefaults()  # ignores the user's matplotlibrc
         matplotlib.rcParams.update(_STYLE)
         yield Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
 
 
 def save_drawing(path: Path, width: float, height: float, draw: Callable[["Figure"], None]) -> Path:
-    """Draws a figure and writes it as PNG (twice the pixels, for sharp screens) or SVG, by the suffix of `path`.
+    """Draw a figure and write it as PNG (at twice the resolution) or SVG by the suffix of `path`.
 
     Raises:
-        ValueError: the suffix is another.
+        ValueError: path has another suffix.
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
@@ -128,7 +127,7 @@ def save_drawing(path: Path, width: float, height: float, draw: Callable[["Figur
 
 
 def style_axes(axes: "Axes", x: str | None, y: str) -> None:
-    """Names and units on both axes, the y name above its axis where it reads without turning the head."""
+    """Style axes and label them; the label of the y axis is written horizontally above it."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="y")
     axes.set_axisbelow(True)
@@ -140,7 +139,7 @@ def style_axes(axes: "Axes", x: str | None, y: str) -> None:
 
 
 def step_axis(axes: "Axes", last_step: float) -> None:
-    """An x axis over whole steps from zero; a run of one step still gets an axis."""
+    """Set an x axis of whole steps from zero to `last_step`, at least 1."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(0, max(last_step, 1) * 1.01)
@@ -148,16 +147,16 @@ def step_axis(axes: "Axes", last_step: float) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def line(axes: "Axes", x: Floats, y: Floats, **look: Any) -> None:
-    """A line; where it has a single point, a dot, which a line would hide. Long series are thinned, peaks kept."""
+def line(axes: "Axes", x: Floats, y: Floats, **style: Any) -> None:
+    """Draw a line, or a dot if it has a single point. Long series are thinned without losing peaks."""
     x, y = thin(x, y)
     if np.isfinite(y).sum() == 1:
-        look |= {"marker": "o", "markersize": 4}
-    axes.plot(x, y, **look)
+        style |= {"marker": "o", "markersize": 4}
+    axes.plot(x, y, **style)
 
 
 def noisy_line(axes: "Axes", x: Floats, y: Floats, color: str) -> Floats:
-    """A noisy series, faint, under its trend; returns the trend."""
+    """Draw a noisy series faintly and its trend over it; return the trend."""
     trend = smooth(y)
     line(axes, x, y, color=color, alpha=0.3 if len(x) <= 600 else 0.15, linewidth=0.8)
     line(axes, x, trend, color=color)
@@ -165,34 +164,34 @@ def noisy_line(axes: "Axes", x: Floats, y: Floats, color: str) -> Floats:
 
 
 def thin(x: Floats, y: Floats, bins: int = 600) -> tuple[Floats, Floats]:
-    """At most 2·bins points of a series: the smallest and the largest of each bin, in order."""
+    """Reduce a series to at most 2·bins points: the minimum and the maximum of each bin, in order."""
     if len(x) <= 2 * bins:
         return x, y
     edges = np.linspace(0, len(x), bins + 1).astype(int)
-    kept = set()
+    indices = set()
     for start, end in pairwise(edges):
         part = y[start:end]
         low, high = (part.argmin(), part.argmax()) if np.isfinite(part).all() else (0, len(part) - 1)
-        kept |= {start + int(low), start + int(high)}
-    index = np.array(sorted(kept))
+        indices |= {start + int(low), start + int(high)}
+    index = np.array(sorted(indices))
     return x[index], y[index]
 
 
 def label_ends(figure: "Figure", axes: "Axes", labels: Sequence[tuple[float, str, str]], size: float = 11) -> None:
-    """Writes (y, text, colour) right of the axes at the height of y, pushed apart where they would overlap.
+    """Write labels (y, text, color) to the right of the axes at the height of y, moved apart if they would overlap.
 
-    Call it when the limits of the axes are final. A y outside the limits is written at the edge.
+    The limits of the axes must be final. A label whose y lies outside the limits is written at the edge.
     """
-    figure.draw_without_rendering()  # lays out, so that heights are known
+    figure.draw_without_rendering()  # computes the layout, so that heights are known
     gap = 1.3 * size / axes.bbox.height
     to_fraction = axes.transData + axes.transAxes.inverted()
     wanted = sorted((float(np.clip(to_fraction.transform((0, y))[1], 0, 1)), text, color) for y, text, color in labels)
-    places = [place for place, _, _ in wanted]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + gap)
-    overflow = places[-1] - max(1.0, wanted[-1][0]) if places else 0.0
+    heights = [height for height, _, _ in wanted]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    overflow = heights[-1] - max(1.0, wanted[-1][0]) if heights else 0.0
     if overflow > 0:
-        places = [place - overflow for place in places]
-    for place, (_, text, color) in zip(places, wanted, strict=True):
-        axes.annotate(text, (1, place), (6, 0), xycoords="axes fraction", textcoords="offset points",
+        heights = [height - overflow for height in heights]
+    for height, (_, text, color) in zip(heights, wanted, strict=True):
+        axes.annotate(text, (1, height), (6, 0), xycoords="axes fraction", textcoords="offset points",
                       color=color, fontsize=size, va="center")  # fmt: skip

@@ -1,7 +1,7 @@
-"""A figure as part of a page: SVG without size, header or address, whose colours the page decides.
+"""Converts a figure to inline SVG for a page, with colors as CSS variables.
 
-Every colour of the palette becomes a CSS variable, so that "ink" is dark on light paper and light on dark; text stays
-text, in the page's font. One figure may come in two shapes, for a desk and for a telephone.
+Every color of the palette becomes a CSS variable, so that "ink" is dark on light paper and light on dark paper. Text
+stays text in the page's font. A figure may have a second, narrow version for telephones.
 """
 
 import io
@@ -21,33 +21,33 @@ _VARIABLE = {light: f"var(--{name})" for name, light in COLOR.items()}
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure in a page: its heading, the sentence that says what to see, its SVG, and another for telephones."""
+    """A figure in a page: title, caption, SVG, and optionally the SVG of a narrow version for telephones."""
 
     title: str
-    sentence: str
+    caption: str
     svg: str
     narrow: str | None = None
 
 
 def make_chart(
     title: str,
-    sentence: str,
+    caption: str,
     draw: Callable[["Figure"], None],
     size: tuple[int, int],
     narrow: tuple[int, int] | None = None,
 ) -> Chart:
-    """Draws a figure at `size` and perhaps at `narrow`, each (width, height) in pixels."""
+    """Draw a figure at `size`, and at `narrow` if given, each (width, height) in pixels."""
 
     def svg(width: int, height: int) -> str:
         with drawing(width, height) as figure:
             draw(figure)
-            return to_svg(figure, name=f"{title}-{width}", description=sentence)
+            return to_svg(figure, name=f"{title}-{width}", description=caption)
 
-    return Chart(title, sentence, svg(*size), svg(*narrow) if narrow else None)
+    return Chart(title, caption, svg(*size), svg(*narrow) if narrow else None)
 
 
 def to_svg(figure: "Figure", name: str, description: str) -> str:
-    """A figure as SVG for a page. `name` keeps its inner references apart from those of the page's other figures."""
+    """Convert a figure to inline SVG. `name` makes its internal references unique in the page."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -56,7 +56,7 @@ def to_svg(figure: "Figure", name: str, description: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", svg)  # counted anew in every figure; nothing refers to these
+    svg = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", svg)  # numbered from 1 in every figure; nothing refers to them
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"\d+\.\d+", lambda n: f"{float(n[0]):.1f}", path[0]), svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", svg)
     svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda color: _VARIABLE.get(color[0], color[0]), svg)

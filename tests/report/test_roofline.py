@@ -41,7 +41,7 @@ def test_it_is_drawn_from_a_file(tmp_path, suffix):
 
 def test_the_picture_says_what_it_shows(tmp_path):
     text = save_roofline(write(tmp_path / "gemm.json", "NVIDIA H200"), tmp_path / "roof.svg").read_text()
-    for words in ("NVIDIA H200, 2026-11-20", "dot: octile, ring: DeepGEMM", "1×128 with 128×128", "4.8 TB/s"):
+    for words in ("NVIDIA H200, 2026-11-20", "dot: octile, circle: DeepGEMM", "1×128 with 128×128", "4.8 TB/s"):
         assert words in text
 
 

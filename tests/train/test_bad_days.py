@@ -141,7 +141,7 @@ def test_skipped_steps_are_told_on_the_screen_and_in_the_report(text, tmp_path, 
     train(micro(data=str(text), out=out), False, screen)
     said = screen.console.file.getvalue()
     assert "step 3 was skipped: a gradient is not finite; the nearest to the loss is lm_head.weight; 2 steps" in said
-    assert "2 steps changed no weight" in (out / "report.html").read_text()
+    assert "2 steps were skipped" in (out / "report.html").read_text()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines if "loss" in line] == [0, 1, 2, 2, 2, 2]
 

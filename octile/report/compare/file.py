@@ -1,15 +1,15 @@
-"""compare.json: a comparison as a file that scripts read and the page can be drawn from again.
+"""Reads and writes compare.json, from which scripts read a comparison and its page can be drawn again.
 
     bf16, bf16_other_seed, bf16_more_seeds[], recipes[]     the curves
-    outcome[]      gap, intervals, divergence point and verdict of each recipe: what follows from the curves
-    tokens[]       losses of held-out tokens beside BF16's, in groups
-    gradients[]    angle and norms of each weight's gradient beside BF16's
-    recipe_files   what the files said that recipes came from
-    nudge[]        steps, and how far BF16 lies from itself there after a nudge, where that is the noise
+    outcome[]      gap, intervals, divergence point and verdict of each recipe, computed from the curves
+    tokens[]       losses of held-out tokens compared with BF16's, in groups
+    gradients[]    angle and norms of each weight's gradient compared with BF16's
+    recipe_files   the contents of the recipes' files
+    nudge[]        steps, and the difference that a nudge of BF16 makes there, if that is the noise
     preset, bar, machine, measured_on, config
 
-A number that is NaN or infinite is null, which JSON has. A file written before there were `bf16_more_seeds`, `outcome`,
-`tokens`, `gradients`, `recipe_files`, `nudge` and what is newer in a curve is read as one that has none of them.
+NaN and infinity are written as null. A file of an earlier version, without `bf16_more_seeds`, `outcome`, `tokens`,
+`gradients`, `recipe_files`, `nudge` or the newer fields of a curve, can still be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Record = TypeVar("Record")
 
 
 def write_result(path: Path, result: CompareResult, measured_on: Mapping[str, Any]) -> None:
-    """Writes a comparison. Its folder must exist."""
+    """Write a comparison. The folder must exist."""
     outcomes = [result.outcome(name) for name in result.names]
     outcome = [{**asdict(o), "gap": o.gap, "verdict": o.verdict, "within_bar": o.within_bar} for o in outcomes]
     content = {**asdict(result), "outcome": outcome, "measured_on": dict(measured_on)}
@@ -39,11 +39,11 @@ def write_result(path: Path, result: CompareResult, measured_on: Mapping[str, An
 
 
 def read_result(path: Path) -> CompareResult:
-    """Reads what `octile compare` wrote, now or before.
+    """Read the file that `octile compare` wrote, in this version or an earlier one.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or no comparison.
+        ValueError: the file is damaged, or not a comparison.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def read_result(path: Path) -> CompareResult:
             nudge=tuple((step, noise) for step, noise in found.get("nudge", ())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no comparison that octile compare wrote: {error!r}") from None
+        raise ValueError(f"{path} is not a comparison that octile compare wrote: {error!r}") from None
 
 
 def _curve(found: dict[str, Any]) -> Curve:
@@ -84,7 +84,7 @@ def _check(found: dict[str, Any]) -> GradientCheck:
 
 
 def _record(kind: type[Record], found: dict[str, Any], **made: Any) -> Record:
-    """The fields that the kind has, as found or as made from that; others are left out."""
+    """Build a dataclass from the keys of `found` that are its fields; `made` overrides them."""
     return kind(**{f.name: found[f.name] for f in fields(kind) if f.name in found} | made)  # type: ignore[arg-type]
 
 

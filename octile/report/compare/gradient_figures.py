@@ -1,4 +1,4 @@
-"""Gradients beside BF16's, layer by layer: the angle between them, and the ratio of their lengths."""
+"""Figures of gradients compared with BF16's, layer by layer: the angle between them and the ratio of their norms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def draw_angles(figure: Figure, checks: Sequence[GradientCheck]) -> None:
 
 
 def draw_norms(figure: Figure, checks: Sequence[GradientCheck]) -> None:
-    _draw(figure, checks, "length against BF16's gradient (%)", lambda layer: 100 * (layer.norm_ratio - 1), zero=False)
+    _draw(figure, checks, "norm vs. BF16's gradient (%)", lambda layer: 100 * (layer.norm_ratio - 1), zero=False)
 
 
-def say_angles(checks: Sequence[GradientCheck]) -> str:
+def caption_angles(checks: Sequence[GradientCheck]) -> str:
     last = checks[-1]
     layers = [layer for layer in last.by_layer() if not np.isnan(layer.degrees)]
     if not layers:
@@ -32,21 +32,21 @@ def say_angles(checks: Sequence[GradientCheck]) -> str:
     worst, whole = max(layers, key=lambda layer: layer.degrees), last.whole()
     which = f"layer {worst.name}" if worst.name.isdecimal() else worst.name
     return (
-        f"How far the gradient of each layer turns when {last.recipe} computes it instead of BF16, at the same weights"
-        f" on the same batch. At step {last.step:,} the whole gradient is turned by {whole.degrees:.1f}°"
-        f" (cosine {whole.cosine:.4f}), most in {which}: {worst.degrees:.1f}°. From faint to strong:"
+        f"The angle between the gradient that {last.recipe} computes and BF16's, for each layer, at the same weights"
+        f" and on the same batch. At step {last.step:,} the angle of the whole gradient is {whole.degrees:.1f}°"
+        f" (cosine {whole.cosine:.4f}), the largest is {worst.degrees:.1f}° in {which}. From faint to strong:"
         f" {'steps' if len(checks) > 1 else 'step'} {', '.join(f'{check.step:,}' for check in checks)}."
     )
 
 
-def say_norms(checks: Sequence[GradientCheck]) -> str:
-    return "The same gradients' lengths: below zero, the recipe pulls a layer less than BF16 would."
+def caption_norms(checks: Sequence[GradientCheck]) -> str:
+    return "The norms of the same gradients: below zero, the recipe's gradient is shorter than BF16's."
 
 
-def worst_weights(checks: Sequence[GradientCheck], most: int = 8) -> list[WeightGradient]:
-    """The weights of the last check whose gradients are turned most."""
+def worst_weights(checks: Sequence[GradientCheck], count: int = 8) -> list[WeightGradient]:
+    """The weights of the last check with the largest angles."""
     known = [weight for weight in checks[-1].weights if not np.isnan(weight.degrees)]
-    return sorted(known, key=lambda weight: -weight.degrees)[:most]
+    return sorted(known, key=lambda weight: -weight.degrees)[:count]
 
 
 def _draw(
@@ -65,6 +65,5 @@ def _draw(
         axes.set_ylim(bottom=0)
     else:
         axes.axhline(0, color=color, linewidth=1, alpha=0.4)
-    few = max(1, len(names) // 8)
-    shown = range(0, len(names), few) if few > 1 else range(len(names))
+    shown = range(0, len(names), max(1, len(names) // 8))
     axes.set_xticks(list(shown), [names[i] for i in shown])

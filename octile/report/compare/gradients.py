@@ -1,8 +1,7 @@
-"""How far a recipe's gradient points away from BF16's: an angle and a ratio of norms for each weight and each layer.
+"""Comparison of a recipe's gradients with BF16's: the angle and the ratio of norms for each weight and each layer.
 
-Both gradients are taken at the same weights and on the same batch: the recipe's own, at some step of its run. Two
-runs that once differed by a rounding drift apart, and the gradients of one beside those of the other would show where
-each model stands, not what 8 bits do to a gradient.
+Both gradients are computed at the same weights and on the same batch: those of the recipe's run at some step. Gradients
+of two separate runs would differ mainly because the runs have drifted apart, not because of FP8.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Of one parameter: the cosine of the angle between both gradients, and the norm of each.
+    """The gradient of one parameter compared with BF16's: cosine of the angle between them, and both norms.
 
-    The cosine is NaN where a gradient is zero or not finite.
+    The cosine is NaN if a gradient is zero or not finite.
     """
 
     name: str
@@ -26,16 +25,18 @@ class WeightGradient:
 
     @property
     def degrees(self) -> float:
+        """The angle between both gradients."""
         return _degrees(self.cosine)
 
     @property
     def norm_ratio(self) -> float:
+        """The recipe's norm over BF16's."""
         return self.norm / self.bf16_norm if self.bf16_norm else math.nan
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """All of a model's parameters at one step of a recipe's run, before that step's update."""
+    """The gradients of all parameters at one step of a recipe's run, before the update of that step."""
 
     recipe: str
     seed: int
@@ -43,7 +44,7 @@ class GradientCheck:
     weights: tuple[WeightGradient, ...]
 
     def by_layer(self) -> tuple[WeightGradient, ...]:
-        """The gradients of each layer as one long vector, in the model's order: embedding, 0, 1, …, norm, head."""
+        """The gradient of each layer as one vector, in the model's order: embedding, 0, 1, …, norm, head."""
         layers: dict[str, list[WeightGradient]] = {}
         for weight in self.weights:
             layers.setdefault(layer_of(weight.name), []).append(weight)
@@ -55,7 +56,7 @@ class GradientCheck:
 
 
 def layer_of(parameter: str) -> str:
-    """model.layers.3.mlp.gate.weight → "3"; what belongs to no layer is called embedding, norm or head."""
+    """The layer of a parameter: model.layers.3.mlp.gate.weight → "3"; otherwise embedding, norm or head."""
     if found := re.search(r"layers\.(\d+)\.", parameter):
         return found[1]
     return {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm", "lm_head.weight": "head"}.get(
@@ -64,7 +65,7 @@ def layer_of(parameter: str) -> str:
 
 
 def _joined(name: str, parts: list[WeightGradient] | tuple[WeightGradient, ...]) -> WeightGradient:
-    """Lengths add as squares, and |a| |b| cos adds up; a part with a gradient of zero adds nothing to either."""
+    """Join parts of a vector: squared norms and dot products add up. A part with a zero gradient adds nothing."""
     dot = sum(part.cosine * part.norm * part.bf16_norm for part in parts if part.norm != 0 and part.bf16_norm != 0)
     norm, bf16_norm = (math.hypot(*lengths) for lengths in zip(*((p.norm, p.bf16_norm) for p in parts), strict=True))
     cosine = dot / (norm * bf16_norm) if norm and bf16_norm else math.nan

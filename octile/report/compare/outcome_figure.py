@@ -1,4 +1,4 @@
-"""The figure that says how sure a comparison is: for each recipe its gaps, their mean, and both intervals."""
+"""The figure of the outcome: for each recipe its gaps, their mean, and both confidence intervals."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
     from octile.report.compare.result import CompareResult
 
 ROW, FRAME = 58, 90  # pixels
-MOST_BARS = 20  # that the axis reaches to either side
+MAX_BARS = 20  # that the axis reaches to either side
 
 
 def height(result: CompareResult) -> int:
+    """The height of the figure in pixels."""
     return FRAME + ROW * (1 + len(result.names))
 
 
 def draw_outcomes(figure: Figure, result: CompareResult) -> None:
     axes = figure.subplots()
-    style_axes(axes, None, "held-out loss against BF16 at the end (%)")
+    style_axes(axes, None, "final held-out loss vs. BF16 (%)")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
     if result.nudge:
-        noise, what = [-result.noise_band, result.noise_band], "bf16, nudged: this far to either side"
+        noise, what = [-result.noise_band, result.noise_band], "bf16, nudged: the noise to either side"
     else:
         noise = [result.gap(curve) for curve in result.baselines[1:]]
         what = "bf16, other seed" if len(noise) == 1 else "bf16, other seeds"
@@ -44,10 +45,10 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
         _row(axes, at, outcome.gaps, name, color, format_percent(outcome.gap) if math.isfinite(outcome.gap) else "")
         if math.isfinite(outcome.gap):
             axes.plot([100 * outcome.gap] * 2, [at - 0.16, at + 0.16], color=color, linewidth=2.2)
-        if abs(outcome.gap) <= MOST_BARS * result.bar:  # what ends beyond says so in words, and hides no other
+        if abs(outcome.gap) <= MAX_BARS * result.bar:  # a larger gap is written as text and does not stretch the axis
             reach += [abs(gap) for gap in outcome.gaps]
             reach += [max(-i.low, i.high) for i in (outcome.over_text, outcome.over_seeds) if i]
-    limit = 112 * min(max(gap for gap in reach if math.isfinite(gap)), MOST_BARS * result.bar)
+    limit = 112 * min(max(gap for gap in reach if math.isfinite(gap)), MAX_BARS * result.bar)
     axes.set_xlim(-limit, limit)
     axes.set_ylim(len(result.names) + 0.45, -0.6)
     axes.set_yticks([])
@@ -56,19 +57,19 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
         axes.axvline(100 * bar, color=COLOR["muted"], linewidth=1, linestyle=":", zorder=0)
 
 
-def say_outcomes(result: CompareResult) -> str:
+def caption_outcomes(result: CompareResult) -> str:
     seeds = max((len(result.runs(name)) for name in result.names), default=0)
     if seeds > 1:
-        over = f"the broad stroke is the 95% interval over {seeds} seeds. " + (
-            "So few can hardly prove anything"
+        over = f"the wide line is the 95% interval over {seeds} seeds. " + (
+            "Two seeds can hardly prove anything"
             if seeds <= FEW_SEEDS
-            else "A recipe is proven within the bar where all of this lies between the dotted lines"
+            else "A recipe is significantly within the bar if the whole interval lies between the dotted lines"
         )
     else:
-        over = "there is no interval over seeds, since one seed cannot tell what another would give"
+        over = "with one seed there is no interval over seeds"
     texts = any(result.outcome(name).over_text for name in result.names)
-    text = " the thin line is the 95% interval, had other text been held out;" if texts else ""
-    return f"Each dot is one seed and the tall tick their mean;{text} {over}."
+    text = " the thin line is the 95% interval over held-out text;" if texts else ""
+    return f"Each dot is one seed, the tick their mean;{text} {over}."
 
 
 def _row(axes, at, gaps, name, color, text):  # type: ignore[no-untyped-def]

@@ -1,6 +1,6 @@
-"""The page of a comparison: the outcome, the curves, how sure it is, which tokens suffer, and the gradients.
+"""The page of a comparison: outcome, curves, confidence intervals, worst tokens and gradients.
 
-What the numbers mean: `comparison.py`.
+`result.py` defines the numbers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import Any
 
 from octile.checkpoint.files import write_text
 from octile.report.compare import gradient_figures, outcome_figure, token_figures
-from octile.report.compare.figure import draw_compare, say_compare
+from octile.report.compare.curves_figure import caption_compare, draw_compare
 from octile.report.compare.result import CompareResult
-from octile.report.compare.speed_notes import speed_notes
-from octile.report.compare.summary import seeds_note, verdict_sentence
+from octile.report.compare.summary import seeds_note, speed_notes, verdict_sentence
 from octile.report.compare.tables import detail_rows, outcome_rows
 from octile.report.compare.token_differences import TokenDifferences
 from octile.report.page import render, replace_control_characters
@@ -24,10 +23,10 @@ from octile.report.svg import Chart, make_chart
 
 
 def write_compare_report(folder: Path, result: CompareResult) -> Path:
-    """Writes FOLDER/report.html: tables and figures, each with the sentence that says what to see.
+    """Write FOLDER/report.html with tables and captioned figures.
 
     Returns:
-        the path of the page: one file that needs no network. The same result always gives the same page.
+        The path of the page, a single file that needs no network. The same result always gives the same page.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -37,12 +36,12 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
         raise FileNotFoundError(f"folder must exist: {folder} does not")
     page = render(
         "compare.html.jinja",
-        title=f"{result.preset}: recipes beside BF16",
+        title=f"{result.preset}: recipes vs. BF16",
         lead=verdict_sentence(result),
         notices=[],
         chart=make_chart(
-            "Loss, and its distance from BF16",
-            say_compare(result),
+            "Loss, and its gap to BF16",
+            caption_compare(result),
             lambda figure: draw_compare(figure, result),
             size=(WIDE, 560),
             narrow=(PHONE, 560),
@@ -54,7 +53,7 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
         noise="not measured" if math.isnan(result.noise_band) else f"{result.noise_band:.2%}",
         seeds_note=seeds_note(result),
         speed_notes=speed_notes(result),
-        sure=_sure(result),
+        intervals=_intervals(result),
         token_charts=_token_charts(result),
         tokens=[_tokens(found) for found in result.tokens],
         gradients=[_gradients(result, name) for name in dict.fromkeys(c.recipe for c in result.gradients)],
@@ -68,7 +67,7 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
 
 
 def save_compare_figure(result: CompareResult, path: Path) -> Path:
-    """Writes the figure as a file, PNG (twice the pixels, for sharp screens) or SVG by the suffix of `path`.
+    """Write the figure of the curves as a file, PNG (at twice the resolution) or SVG by the suffix of `path`.
 
     Raises:
         ValueError: the suffix is another.
@@ -76,13 +75,13 @@ def save_compare_figure(result: CompareResult, path: Path) -> Path:
     return save_drawing(path, WIDE, 560, lambda figure: draw_compare(figure, result))
 
 
-def _sure(result: CompareResult) -> Chart | None:
+def _intervals(result: CompareResult) -> Chart | None:
     if not any(math.isfinite(result.gap(curve)) for curve in result.recipes):
         return None
     high = outcome_figure.height(result)
     return make_chart(
-        "How sure the gaps are",
-        outcome_figure.say_outcomes(result),
+        "The gaps and their confidence intervals",
+        outcome_figure.caption_outcomes(result),
         lambda figure: outcome_figure.draw_outcomes(figure, result),
         size=(WIDE, high),
         narrow=(PHONE, high),
@@ -90,10 +89,13 @@ def _sure(result: CompareResult) -> Chart | None:
 
 
 def _token_charts(result: CompareResult) -> list[Chart]:
-    """By position and by frequency, all recipes in one."""
+    """The figures by position and by frequency, each with all recipes."""
     if not result.tokens:
         return []
-    position, frequency = token_figures.say_positions(result.tokens), token_figures.say_frequencies(result.tokens)
+    position, frequency = (
+        token_figures.caption_positions(result.tokens),
+        token_figures.caption_frequencies(result.tokens),
+    )
     return [
         make_chart("By position", position, lambda f: token_figures.draw_positions(f, result.tokens), (HALF, 300)),
         make_chart("By frequency", frequency, lambda f: token_figures.draw_frequencies(f, result.tokens), (HALF, 300)),
@@ -101,16 +103,16 @@ def _token_charts(result: CompareResult) -> list[Chart]:
 
 
 def _tokens(found: TokenDifferences) -> dict[str, Any]:
-    """A recipe's tokens: the figure, the table of the worst, and the passage that suffers most."""
+    """The tokens of one recipe: the figure, the table of the worst tokens, and the worst passage."""
     strongest = max((abs(change) for _, change in found.passage), default=1.0) or 1.0
     high = token_figures.height(found)
     return {
         "recipe": found.recipe,
         "color": palette_name(found.recipe),
-        "counts": token_figures.say_counts(found),
+        "counts": token_figures.caption_counts(found),
         "chart": make_chart(
             f"Tokens under {found.recipe}",
-            token_figures.say_tokens(found),
+            token_figures.caption_tokens(found),
             lambda figure: token_figures.draw_tokens(figure, found),
             size=(HALF, high),
         ),
@@ -124,7 +126,7 @@ def _tokens(found: TokenDifferences) -> dict[str, Any]:
             for g in found.worst
         ],
         "passage": [
-            (_shown(text), f"{_signed(change, 2)} nats", _side(change), _percent_of(strongest, change))
+            (_visible(text), f"{_signed(change, 2)} nats", _change_color(change), _opacity(strongest, change))
             for text, change in found.passage
         ],
     }
@@ -134,18 +136,18 @@ def _signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def _shown(text: str) -> str:
-    """Text as it stands, but one sees where a line ends."""
+def _visible(text: str) -> str:
+    """A text with visible line ends."""
     return replace_control_characters(text).replace("\n", "↵\n")
 
 
-def _side(change: float) -> str:
-    """The colour of a loss that grew, or shrank."""
+def _change_color(change: float) -> str:
+    """The color of a loss that is larger or smaller than BF16's."""
     return "vermilion" if change > 0 else "blue"
 
 
-def _percent_of(strongest: float, change: float) -> int:
-    """How strongly a change is coloured; the strongest leaves the text readable."""
+def _opacity(strongest: float, change: float) -> int:
+    """The opacity of a change in percent; at most 60, so that the text stays readable."""
     return round(60 * abs(change) / strongest)
 
 
@@ -157,14 +159,14 @@ def _gradients(result: CompareResult, name: str) -> dict[str, Any]:
         "step": f"{checks[-1].step:,}",
         "charts": [
             make_chart(
-                f"Direction of {name}'s gradients",
-                gradient_figures.say_angles(checks),
+                f"Angle of {name}'s gradients",
+                gradient_figures.caption_angles(checks),
                 lambda figure: gradient_figures.draw_angles(figure, checks),
                 (HALF, 300),
             ),
             make_chart(
-                f"Length of {name}'s gradients",
-                gradient_figures.say_norms(checks),
+                f"Norm of {name}'s gradients",
+                gradient_figures.caption_norms(checks),
                 lambda figure: gradient_figures.draw_norms(figure, checks),
                 (HALF, 300),
             ),

@@ -1,15 +1,16 @@
-"""What a comparison measured, and the numbers that follow from it.
+"""The measurements of a comparison and the numbers that follow from them: gap, noise band, bar, verdict.
 
-BF16 is trained with two seeds at least; how far they end apart on held-out text is the noise band. A recipe of seed s
-starts where BF16 of seed s started and sees the same batches, so the two are a pair. With L the held-out loss:
+BF16 is trained with two seeds or more; the difference between their held-out losses is the noise band. A recipe with
+seed s starts from the weights of BF16 with seed s and sees the same batches, so the two runs are a pair. With L the
+held-out loss:
 
-    gap          (L − L_s) / L_s at the end, with L_s of BF16 with the same seed; its mean where there are many seeds
-    noise band   |L_b − L_a| / L_first, its mean over all pairs of BF16 runs; where all runs go on from one point, what
-                 a nudge of BF16 does, if that was measured
+    gap          (L − L_s) / L_s at the end, where L_s is BF16's with the same seed; the mean over several seeds
+    noise band   |L_b − L_a| / L_first, the mean over all pairs of BF16 runs; if all runs continue from one trained
+                 model, the difference that a nudge of BF16's weights makes, if it was measured
     bar          0.25% in magnitude (DeepSeek-V3, arXiv 2412.19437, §3.3.1 and appendix B.1)
 
-A gap is uncertain in two ways. Other seeds would give other gaps: that takes several seeds to see, and one tells
-nothing of it. And other held-out text would: that can be seen in one run, by drawing the windows again.
+A gap is uncertain in two ways. Other seeds would give other gaps, which only several seeds show. Other held-out text
+would give other gaps too, which a bootstrap over the windows of one run shows.
 """
 
 from __future__ import annotations
@@ -27,18 +28,24 @@ from octile.report.compare.intervals import Interval, bootstrap_interval, studen
 from octile.report.compare.token_differences import TokenDifferences
 from octile.report.run.metrics import Floats
 
-LEAST_OUTSIDE = 2  # measurements in a row that make "for good"
+BAR = 0.0025  # the largest gap in magnitude that is accepted
+MIN_MEASUREMENTS_OUTSIDE = 2  # consecutive measurements after which a recipe has left the band for good
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One training run of the comparison. Losses in nats a token.
+    """One training run of the comparison. Losses are in nats per token.
 
-    `train_loss` [len(steps)] is the main head's raw loss of each step (the page smooths it). `state_bytes` is what
-    training keeps in memory as the caller measured it, in bytes. A run that diverged says at which step.
-    `window_loss` is the mean loss of each held-out window at the end. `tokens_per_s` is the median over the steps (NaN
-    where it says nothing), `speed_quartiles` the lower and the upper quartile; `yardstick_s` is how many seconds the
-    same fixed piece of work took while the run went on.
+    Attributes:
+        recipe, seed: of the run.
+        steps, train_loss: each step and the main head's loss, not smoothed.
+        val_steps, val_loss: the steps of validations and their held-out losses.
+        tokens_per_s: the median over the steps; NaN if the speed is meaningless.
+        state_bytes: bytes of weights and optimizer state.
+        diverged_at: the step at which the run diverged, or None.
+        window_loss: the mean loss of each held-out window at the end.
+        speed_quartiles: the lower and the upper quartile of the steps' tokens per second.
+        yardstick_s: the seconds that a reference GEMM took during the run.
     """
 
     recipe: str
@@ -69,19 +76,27 @@ class Curve:
 
 @dataclass(frozen=True)
 class CompareResult:
-    """What `octile compare` measured: BF16 with every seed (two at least), and each recipe with every seed asked for.
+    """The result of `octile compare`: BF16 with two or more seeds, and each recipe with the requested seeds.
 
-    `tokens` and `gradients` hold what was measured beside the losses, of the recipes that were measured so;
-    `recipe_files` what the files said that recipes came from, by the recipe's name. `nudge` has steps and fractions:
-    how far BF16 lies from itself there if its weights were rounded once at the start. Runs that go on from a trained
-    BF16 have other noise than its seeds, each of which is a trunk of its own: where `nudge` is given, it is the noise.
+    Attributes:
+        preset: of all runs.
+        bf16, bf16_other_seed, bf16_more_seeds: the runs of BF16.
+        recipes: the runs of the recipes.
+        bar: the largest gap in magnitude that is accepted, a fraction.
+        machine: where the runs were made.
+        config: the configuration of the runs.
+        tokens, gradients: per-token differences and gradient comparisons, of the recipes for which they were measured.
+        recipe_files: the contents of recipe files by the recipe's name.
+        nudge: steps and fractions: how much BF16's held-out loss differs there if its weights are rounded once at the
+            start. Runs that continue from one trained model are not separated by their seeds; if `nudge` is given, it
+            is the noise.
     """
 
     preset: str
     bf16: Curve
     bf16_other_seed: Curve
     recipes: tuple[Curve, ...]
-    bar: float = 0.0025
+    bar: float = BAR
     machine: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     bf16_more_seeds: tuple[Curve, ...] = ()
@@ -92,56 +107,58 @@ class CompareResult:
 
     @property
     def baselines(self) -> tuple[Curve, ...]:
+        """All BF16 runs."""
         return (self.bf16, self.bf16_other_seed, *self.bf16_more_seeds)
 
     @property
     def curves(self) -> tuple[Curve, ...]:
+        """All runs."""
         return (*self.baselines, *self.recipes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The recipes, each once."""
+        """The names of the recipes, each once."""
         return tuple(dict.fromkeys(curve.recipe for curve in self.recipes))
 
     def runs(self, name: str) -> tuple[Curve, ...]:
-        """A recipe's runs, one for each seed."""
+        """The runs of a recipe, one for each seed."""
         return tuple(curve for curve in self.recipes if curve.recipe == name)
 
     def partner(self, curve: Curve) -> Curve:
-        """What a run is measured against: a recipe against BF16 of its seed, BF16 against the first."""
+        """The BF16 run that a run is compared with: the one of the same seed for a recipe, the first one for BF16."""
         same_seed = (b for b in self.baselines if b.seed == curve.seed and curve not in self.baselines)
         return next(same_seed, self.bf16)
 
     def gaps(self, curve: Curve) -> tuple[Floats, Floats]:
-        """Steps and relative gaps [n] float64, where both `curve` and its partner were measured on held-out text."""
+        """Steps and relative gaps [n] float64, where both `curve` and its partner have a held-out loss."""
         partner = self.partner(curve)
         base = dict(zip(partner.val_steps, partner.val_loss, strict=True))
         both = [(s, loss / base[s] - 1) for s, loss in zip(curve.val_steps, curve.val_loss, strict=True) if s in base]
         return np.array([s for s, _ in both], dtype=np.float64), np.array([gap for _, gap in both])
 
     def gap(self, curve: Curve) -> float:
-        """(L − L_s) / L_s at the last step at which BF16 was measured, a fraction; NaN if the curve was not, there."""
+        """(L − L_s) / L_s at BF16's last validation, a fraction; NaN if the curve has none at that step."""
         steps, gaps = self.gaps(curve)
         return float(gaps[-1]) if len(gaps) and steps[-1] == self.bf16.val_steps[-1] else math.nan
 
     def smoothed_gap(self, curve: Curve) -> float:
-        """The mean gap over the last quarter of BF16's measurements, a fraction; NaN if the curve misses any."""
+        """The mean gap over the last quarter of BF16's validations, a fraction; NaN if the curve misses one."""
         recent = self.bf16.val_steps[-max(1, len(self.bf16.val_steps) // 4) :]
         gaps = dict(zip(*self.gaps(curve), strict=True))
         return sum(float(gaps.get(step, math.nan)) for step in recent) / len(recent) if recent else math.nan
 
     @property
     def noise_band(self) -> float:
-        """How far two BF16 runs end apart, a fraction: |L_b − L_a| / L_first, its mean over all pairs, or the nudge."""
+        """The final difference between two BF16 runs, |L_b − L_a| / L_first, the mean over all pairs; or the nudge."""
         if self.nudge:
             return self.nudge[-1][1]
         ends = [b.final_val_loss if b.val_steps == self.bf16.val_steps else math.nan for b in self.baselines]
         return _mean([abs(b - a) for a, b in combinations(ends, 2)]) / ends[0] if ends[0] else math.nan
 
     def band(self) -> tuple[Floats, Floats]:
-        """Steps and the noise band at each [n], the widest of a measurement and its two neighbours.
+        """Steps and the noise band at each [n]: the maximum of a measurement and its two neighbors.
 
-        Two curves that differ by chance cross now and then; there the distance itself is zero and the noise is not.
+        Two curves that differ by chance cross now and then. There the difference is zero, but the noise is not.
         """
         found = self.nudge or self._between_seeds()
         steps, apart = (np.array([pair[i] for pair in found], dtype=np.float64) for i in (0, 1))
@@ -149,13 +166,13 @@ class CompareResult:
         return steps, np.maximum(np.maximum(padded[:-2], apart), padded[2:])
 
     def _between_seeds(self) -> tuple[tuple[int, float], ...]:
-        """Steps, and how far BF16's runs lie apart at each: the mean over all pairs."""
+        """Steps, and the difference between BF16's runs at each, the mean over all pairs."""
         losses = [dict(zip(b.val_steps, b.val_loss, strict=True)) for b in self.baselines]
         steps = [step for step in losses[0] if all(step in known for known in losses)]
         return tuple((s, _mean([abs(b[s] - a[s]) for a, b in combinations(losses, 2)]) / losses[0][s]) for s in steps)
 
     def mean_gaps(self, name: str) -> tuple[Floats, Floats]:
-        """Steps and the mean over the seeds of a recipe's gaps there [n], where every seed was measured."""
+        """Steps and a recipe's gaps there [n], the mean over its seeds, where every seed was measured."""
         runs = [dict(zip(*self.gaps(curve), strict=True)) for curve in self.runs(name)]
         steps = [step for step in runs[0] if all(step in run for run in runs)]
         return np.array(steps, dtype=np.float64), np.array([_mean([run[step] for run in runs]) for step in steps])
@@ -163,7 +180,7 @@ class CompareResult:
     def leaves_band_at(self, name: str) -> int | None:
         """The divergence point: the step from which a recipe's mean gap stays outside the band, on one side.
 
-        None where it never leaves for good. The last measurement alone does not count: it may come back.
+        None if it does not leave for good. The last measurement alone does not count, because the gap may come back.
         """
         noise = dict(zip(*self.band(), strict=True))
         steps, gaps = self.mean_gaps(name)
@@ -172,10 +189,10 @@ class CompareResult:
             if step not in noise or not abs(gap) > noise[step] or gap * gaps[-1] < 0:
                 break
             left.append(step)
-        return int(left[-1]) if len(left) >= LEAST_OUTSIDE else None
+        return int(left[-1]) if len(left) >= MIN_MEASUREMENTS_OUTSIDE else None
 
     def outcome(self, name: str) -> Outcome:
-        """All that follows for one recipe."""
+        """The outcome of one recipe."""
         runs = self.runs(name)
         gaps = np.array([self.gap(curve) for curve in runs])
         known = gaps[np.isfinite(gaps)]
@@ -195,7 +212,7 @@ class CompareResult:
         )
 
     def _over_text(self, name: str) -> Interval | None:
-        """Of the mean gap, had other windows of text been held out: the same windows for both runs of a pair."""
+        """The bootstrap interval of the mean gap over held-out windows, the same windows for both runs of a pair."""
         pairs = [(np.array(c.window_loss), np.array(self.partner(c).window_loss)) for c in self.runs(name)]
         if any(a.size == 0 or a.shape != b.shape for a, b in pairs):
             return None
@@ -205,10 +222,15 @@ class CompareResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a recipe ended; gaps, bar and band are fractions.
+    """The outcome of a recipe; gaps, bar and noise band are fractions.
 
-    `gaps` has one for each seed. `over_seeds` is Student's interval of their mean, `over_seeds_bootstrap` the
-    bootstrap's, `over_text` the bootstrap's over held-out windows. `diverged` counts the seeds whose loss broke.
+    Attributes:
+        gaps: the final gap of each seed.
+        smoothed: the mean gap over the last quarter of the validations.
+        over_seeds, over_seeds_bootstrap: Student's and the bootstrap's interval of the mean gap over the seeds.
+        over_text: the bootstrap's interval over held-out windows.
+        leaves_band_at: the step from which the gap stays outside the noise band; None if it does not.
+        diverged_at, diverged: the first step at which a seed diverged, and how many seeds did.
     """
 
     recipe: str
@@ -225,16 +247,17 @@ class Outcome:
 
     @property
     def gap(self) -> float:
+        """The mean gap of the seeds."""
         return _mean(list(self.gaps))
 
     @property
     def within_bar(self) -> bool:
-        """Whether every seed stayed finite and they ended, on average, at most `bar` from BF16, in either direction."""
+        """Whether no seed diverged and the mean gap is at most `bar` in magnitude."""
         return not self.diverged and abs(self.gap) <= self.bar
 
     @property
-    def sure(self) -> bool | None:
-        """Whether the whole interval over the seeds lies on the mean's side of the bar; None where there is none."""
+    def is_significant(self) -> bool | None:
+        """Whether the whole interval over the seeds lies on the mean's side of the bar; None without an interval."""
         if self.over_seeds is None:
             return None
         low, high = self.over_seeds.low, self.over_seeds.high
@@ -252,7 +275,7 @@ class Outcome:
             verdict = f"misses by {(abs(self.gap) - self.bar) * 100:.2f} points"
         else:
             verdict = "within bar and noise" if abs(self.gap) <= self.noise_band else "within the bar"
-        return verdict + (", unsure" if self.sure is False else "")
+        return verdict + (", unsure" if self.is_significant is False else "")
 
 
 def _mean(values: list[float]) -> float:

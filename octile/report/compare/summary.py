@@ -1,20 +1,22 @@
-"""The outcome of a comparison in plain words."""
+"""Sentences of a comparison: its outcome, what its seeds can prove, and whether its speeds can be compared."""
 
 from __future__ import annotations
 
 import math
 
-from octile.report.compare.intervals import Interval
-from octile.report.compare.result import CompareResult, Outcome
+from octile.report.compare.intervals import MIN_BOOTSTRAP_SAMPLES, Interval
+from octile.report.compare.result import CompareResult, Curve, Outcome
 from octile.report.page import format_percent
 
-FEW_SEEDS = 2  # whose interval can hardly prove anything
+FEW_SEEDS = 2  # a confidence interval of so few seeds proves hardly anything
+MAX_SPEED_SPREAD = 2.0  # upper over lower quartile of the steps' speeds within a run
+MAX_REFERENCE_RATIO = 1.5  # longest over shortest reference time of the runs
 
 
 def verdict_sentence(result: CompareResult) -> str:
-    """The outcome of the first recipe, beside the noise."""
+    """The outcome of the first recipe, compared with the noise band."""
     if math.isnan(result.noise_band):
-        noise = "How far two BF16 runs with different seeds end apart was not measured."
+        noise = "The noise band between BF16 runs with different seeds was not measured."
     elif result.nudge:
         noise = f"BF16 whose weights were rounded once at the start ends {result.noise_band:.2%} from BF16."
     elif len(result.baselines) == 2:
@@ -37,38 +39,69 @@ def verdict_sentence(result: CompareResult) -> str:
 
 def _at_the_bar(outcome: Outcome) -> str:
     if outcome.within_bar:
-        said = f"within the bar of {outcome.bar:.2%}"
+        text = f"within the bar of {outcome.bar:.2%}"
     else:
-        said = f"which misses the bar of {outcome.bar:.2%} by {(abs(outcome.gap) - outcome.bar) * 100:.2f} points"
-    if outcome.sure is None:
-        return said
+        text = f"which misses the bar of {outcome.bar:.2%} by {(abs(outcome.gap) - outcome.bar) * 100:.2f} points"
+    if outcome.is_significant is None:
+        return text
     interval = f"the 95% interval is {span(outcome.over_seeds)}"
     if len(outcome.gaps) <= FEW_SEEDS:
-        return f"{said}; {interval}, of so few seeds that it can hardly prove anything"
-    return f"{said}, {'and' if outcome.sure else 'but not'} surely: {interval}"
+        return f"{text}; {interval}, but two seeds can hardly prove anything"
+    return f"{text}, {'and' if outcome.is_significant else 'but not'} significantly: {interval}"
 
 
 def span(interval: Interval | None) -> str:
-    """−0.10 … +0.25%, or a dash."""
+    """An interval as "−0.10 … +0.25%", or a dash if there is none."""
     return f"{format_percent(interval.low).removesuffix('%')} … {format_percent(interval.high)}" if interval else "–"
 
 
 def seeds_note(result: CompareResult) -> str:
-    """What so many seeds can tell, and what they cannot."""
+    """What the number of seeds can prove, and what it cannot."""
     n = max((len(result.runs(name)) for name in result.names), default=0)
     if n == 1:
         return (
-            "Each recipe was trained with one seed: the gap holds for that seed, and no interval can say how another"
-            " seed would end. The noise band, from"
-            f" {'nudges' if result.nudge else 'one pair'} of BF16 runs, tells the size of chance, not its exact"
-            " value. More seeds: --seeds 5."
+            "Each recipe was trained with one seed: the gap holds for that seed, and there is no interval over seeds."
+            f" The noise band, from {'nudges' if result.nudge else 'one pair'} of BF16 runs, estimates the size of"
+            " chance. For more seeds: --seeds 5."
         )
     if n == FEW_SEEDS:
         return (
-            "Two seeds give an interval 12.7 standard errors wide to either side, and a standard error that is itself"
-            " a guess: it can hardly prove anything. Take --seeds 5 or more."
+            "With two seeds the interval reaches 12.7 standard errors to either side, and the standard error itself is"
+            " a rough estimate: it can hardly prove anything. Use --seeds 5 or more."
         )
-    student = "The interval over seeds is Student's, of the paired gaps; it takes them as normally distributed."
-    if n < 6:
-        return f"{student} A bootstrap, which does not, needs six seeds: it never leaves the range of the gaps."
-    return f"{student} The bootstrap's, beside it, does not."
+    student = "The interval over seeds is Student's, of the paired gaps; it assumes that they are normally distributed."
+    if n < MIN_BOOTSTRAP_SAMPLES:
+        return f"{student} A bootstrap interval, which does not assume this, needs six seeds."
+    return f"{student} The bootstrap interval does not assume this."
+
+
+def speed_notes(result: CompareResult) -> list[str]:
+    """Warnings if the speeds of the runs cannot be compared, because other programs used the machine meanwhile."""
+    notes = []
+    spreads = [(_speed_spread(curve), curve) for curve in result.curves]
+    worst, curve = max(spreads, key=lambda pair: pair[0])
+    if worst > MAX_SPEED_SPREAD:
+        notes.append(
+            f"The speed within a run varied (upper over lower quartile of the steps: {worst:.1f}× in {_name(curve)}):"
+            " other programs used the machine, so do not compare the tokens per second."
+        )
+    timed = [curve for curve in result.curves if curve.yardstick_s]
+    if timed:
+        slow, fast = max(timed, key=lambda c: c.yardstick_s or 0), min(timed, key=lambda c: c.yardstick_s or 0)
+        ratio = (slow.yardstick_s or 0) / (fast.yardstick_s or 1)
+        if ratio > MAX_REFERENCE_RATIO:
+            notes.append(
+                f"The same reference GEMM took {ratio:.1f} times as long during {_name(slow)} as during {_name(fast)}:"
+                " other programs used the machine, so do not compare the tokens per second."
+            )
+    return notes
+
+
+def _speed_spread(curve: Curve) -> float:
+    if curve.speed_quartiles is None or curve.speed_quartiles[0] <= 0:
+        return 1.0
+    return curve.speed_quartiles[1] / curve.speed_quartiles[0]
+
+
+def _name(curve: Curve) -> str:
+    return f"{curve.recipe}, seed {curve.seed}"

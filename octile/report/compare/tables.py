@@ -1,4 +1,4 @@
-"""The outcome of a comparison as tables: their rows, and how a terminal shows them."""
+"""The tables of a comparison: their rows, for the page and for the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOODS = {"good": "green", "bad": "red"}
 
 
 def format_compare_table(result: CompareResult) -> Table:
-    """The outcome as a table for the terminal."""
+    """The outcome of each run and recipe as a table for the terminal."""
     table = _table()
     table.add_column("gap to\nBF16", justify="right")
     table.add_column("outcome", min_width=8)
@@ -32,13 +32,13 @@ def format_compare_table(result: CompareResult) -> Table:
 
 
 def format_details_table(result: CompareResult) -> Table:
-    """How sure each gap is, and where it comes from, as a table for the terminal."""
+    """The intervals, gradients and worst tokens of each recipe as a table for the terminal."""
     from rich.text import Text
 
     table = _table()
-    for name in ("95% over\nseeds", "95% over\nheld-out text", "leaves the\nnoise at", "gradient\nturned by"):
+    for name in ("95% over\nseeds", "95% over\nheld-out text", "leaves the\nnoise at", "gradient\nangle"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("tokens that\nsuffer most")
+    table.add_column("worst\ntokens")
     for row in detail_rows(result):
         keys = ("name", "over_seeds", "over_text", "leaves", "angle", "tokens")
         table.add_row(*(Text(row[key]) for key in keys))
@@ -46,7 +46,7 @@ def format_details_table(result: CompareResult) -> Table:
 
 
 def _table() -> Table:
-    """With a column for the recipe, and narrow enough for 80 characters."""
+    """An empty table with a column for the recipe, narrow enough for 80 characters."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -56,10 +56,10 @@ def _table() -> Table:
 
 
 def outcome_rows(result: CompareResult) -> list[Row]:
-    """One for each BF16 run and one for each recipe; what several seeds gave is their mean."""
+    """A row for each BF16 run and for each recipe, which has the mean of its seeds."""
     rows = []
     for number, curve in enumerate(result.baselines):
-        base = number == 0 or bool(result.nudge)  # from one point on each seed is a baseline, and none is noise
+        base = number == 0 or bool(result.nudge)  # with a nudge, each seed is a baseline and none measures noise
         gap = [] if base else [result.gap(curve)]
         smoothed = [] if base else [result.smoothed_gap(curve)]
         kind = "baseline" if base else "noise band"
@@ -67,13 +67,13 @@ def outcome_rows(result: CompareResult) -> list[Row]:
     for name in result.names:
         outcome, runs = result.outcome(name), list(result.runs(name))
         of = f"{name}, {len(runs)} seeds" if len(runs) > 1 else name
-        mood = "bad" if not outcome.within_bar else "" if outcome.sure is False else "good"
+        mood = "bad" if not outcome.within_bar else "" if outcome.is_significant is False else "good"
         rows.append(_row(runs, of, [outcome.gap], [outcome.smoothed], outcome.verdict, mood))
     return rows
 
 
 def detail_rows(result: CompareResult) -> list[Row]:
-    """One for each recipe."""
+    """A row for each recipe."""
     rows = []
     for name in result.names:
         outcome = result.outcome(name)
@@ -96,14 +96,14 @@ def detail_rows(result: CompareResult) -> list[Row]:
 
 
 def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], outcome: str, mood: str) -> Row:
-    broke = any(curve.diverged_at is not None for curve in runs)  # a diverged run's last loss is not a final one
+    diverged = any(curve.diverged_at is not None for curve in runs)  # then the last loss is not a final one
     loss = sum(curve.final_val_loss for curve in runs) / len(runs)
     speed = statistics.median_high(curve.tokens_per_s for curve in runs)
     memory = runs[0].state_bytes
     return {
         "color": palette_name(runs[0].recipe),
         "name": name,
-        "loss": f"{loss:.4f}" if math.isfinite(loss) and not broke else "–",
+        "loss": f"{loss:.4f}" if math.isfinite(loss) and not diverged else "–",
         "gap": _percent(gap),
         "smoothed": _percent(smoothed),
         "speed": f"{speed:,.0f}" if math.isfinite(speed) else "–",

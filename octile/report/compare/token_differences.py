@@ -1,8 +1,8 @@
-"""Which tokens suffer: held-out losses of a recipe minus those of BF16, token by token, put in groups.
+"""Per-token differences between the held-out losses of a recipe and of BF16, in groups.
 
-Two trained models differ in every token's loss, FP8 or not. So every figure stands beside its control: the same
-figure of BF16 with another seed minus BF16. A group's standard error takes its tokens as independent, which tokens of
-one text are not quite; the control shows what chance really does.
+Two trained models differ in every token's loss, FP8 or not. Every difference therefore has a control: the same
+difference between BF16 with another seed and BF16. The standard error of a group assumes that its tokens are
+independent, which is not quite true for tokens of one text; the control shows the actual size of chance.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from octile.report.run.metrics import Floats
 
 Ints = NDArray[np.int64]
 
-FEWEST = 10  # occurrences of a token that say something of it
-SHOWN = 10  # tokens at either end of the list
-PASSAGE = 128  # tokens of the passage that suffers most
+MIN_OCCURRENCES = 10  # of a token that is compared
+MAX_TOKENS_SHOWN = 10  # at either end of the list
+PASSAGE = 128  # tokens of the passage with the largest difference
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tokens that have something in common. Differences are in nats a token, means of `count` with standard errors."""
+    """The mean differences of a group of `count` tokens in nats per token, with their standard errors."""
 
     name: str
     count: int
@@ -40,14 +40,14 @@ class TokenDifferences:
 
     Attributes:
         recipe: its name.
-        mean: of all tokens, nats a token.
-        tokens: how many different tokens came FEWEST times or more.
+        mean: the mean difference over all tokens, nats per token.
+        tokens: how many different tokens occur MIN_OCCURRENCES times or more.
         worse, better: how many of these lie more than two standard errors above and below BF16.
-        control_worse, control_better: how many BF16 with another seed has; chance gives about 2.5% each.
-        worst, best: the tokens that lie farthest above and below, by the end of that interval nearer to zero.
-        positions: by the number of tokens that the model has read before, as powers of two.
-        frequencies: by how often the token comes in a million of the training text's, as half powers of ten.
-        passage: (text, difference) of consecutive tokens, where the differences are largest.
+        control_worse, control_better: the same numbers for BF16 with another seed; chance gives about 2.5% each.
+        worst, best: the tokens farthest above and below BF16, by the end of their interval nearer to zero.
+        positions: groups by the number of preceding tokens, as powers of two.
+        frequencies: groups by the token's occurrences in a million training tokens, as half powers of ten.
+        passage: (text, difference) of the consecutive tokens with the largest differences.
     """
 
     recipe: str
@@ -73,16 +73,16 @@ def token_differences(
     readable: Callable[[int], str],
     text: Callable[[int], str],
 ) -> TokenDifferences:
-    """Groups differences of losses.
+    """Compute the differences of losses in groups.
 
     Args:
         recipe: its name.
-        tokens_NS: int64 [N, S], the tokens that were predicted: N windows of S.
-        losses: of each seed, of the recipe and of BF16, [N, S] nats.
-        control: of BF16 with another seed and of BF16, [N, S].
-        frequency_V: [V] how often each token comes in a million tokens of text.
-        readable: how a token is shown by itself.
-        text: what it stands for, as part of a passage.
+        tokens_NS: int64 [N, S], the predicted tokens of N windows.
+        losses: for each seed the losses of the recipe and of BF16, [N, S] nats.
+        control: the losses of BF16 with another seed and of BF16, [N, S] nats.
+        frequency_V: [V], the occurrences of each token in a million tokens of text.
+        readable: shows a single token with visible white space.
+        text: the text of a token, as part of a passage.
     """
     difference_NS: Floats = np.stack([recipe_NS - bf16_NS for recipe_NS, bf16_NS in losses]).mean(axis=0)
     control_NS = control[0] - control[1]
@@ -96,20 +96,20 @@ def token_differences(
             )
         ]
 
-    often = [group for group in groups(tokens_NS, readable) if group.count >= FEWEST]
+    frequent = [group for group in groups(tokens_NS, readable) if group.count >= MIN_OCCURRENCES]
     position_NS = np.broadcast_to(np.log2(np.arange(1, tokens_NS.shape[1] + 1)).astype(np.int64), tokens_NS.shape)
-    rarest = np.log10(np.maximum(frequency_V, 1e-3))  # a token that never comes is one in a billion
-    half_decade_V = np.floor(2 * rarest).astype(np.int64)
+    log10_V = np.log10(np.maximum(frequency_V, 1e-3))  # a token that does not occur counts as one in a billion
+    half_decade_V = np.floor(2 * log10_V).astype(np.int64)
     return TokenDifferences(
         recipe=recipe,
         mean=float(difference_NS.mean()),
-        tokens=len(often),
-        worse=sum(g.mean > 2 * g.error for g in often),
-        better=sum(g.mean < -2 * g.error for g in often),
-        control_worse=sum(g.control_mean > 2 * g.control_error for g in often),
-        control_better=sum(g.control_mean < -2 * g.control_error for g in often),
-        worst=tuple(sorted(often, key=lambda g: 2 * g.error - g.mean)[:SHOWN]),
-        best=tuple(sorted(often, key=lambda g: g.mean + 2 * g.error)[:SHOWN]),
+        tokens=len(frequent),
+        worse=sum(g.mean > 2 * g.error for g in frequent),
+        better=sum(g.mean < -2 * g.error for g in frequent),
+        control_worse=sum(g.control_mean > 2 * g.control_error for g in frequent),
+        control_better=sum(g.control_mean < -2 * g.control_error for g in frequent),
+        worst=tuple(sorted(frequent, key=lambda g: 2 * g.error - g.mean)[:MAX_TOKENS_SHOWN]),
+        best=tuple(sorted(frequent, key=lambda g: g.mean + 2 * g.error)[:MAX_TOKENS_SHOWN]),
         positions=tuple(groups(position_NS, lambda power: f"{2**power:,}")),
         frequencies=tuple(groups(half_decade_V[tokens_NS], lambda half: _round(10 ** (half / 2)))),
         passage=_passage(tokens_NS, difference_NS, text),
@@ -117,7 +117,7 @@ def token_differences(
 
 
 def _means(keys: Ints, values: Floats) -> list[tuple[float, float, float]]:
-    """For each key, in order: how many values, their mean, and its standard error (NaN for a single value)."""
+    """For each key in order: the number of values, their mean, and its standard error (NaN for a single value)."""
     _, place = np.unique(keys, return_inverse=True)
     place, values = place.ravel(), values.ravel()
     count = np.bincount(place)
@@ -129,12 +129,12 @@ def _means(keys: Ints, values: Floats) -> list[tuple[float, float, float]]:
 
 
 def _round(value: float) -> str:
-    """3.16, 31.6, 316, 3,160."""
+    """Three significant digits: 3.16, 31.6, 316, 3,160."""
     return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
 
 
 def _passage(tokens_NS: Ints, difference_NS: Floats, text: Callable[[int], str]) -> tuple[tuple[str, float], ...]:
-    """The stretch of at most PASSAGE tokens, at a multiple of that in its window, with the largest mean difference."""
+    """The passage of at most PASSAGE tokens, aligned to PASSAGE in its window, with the largest mean difference."""
     starts = range(0, tokens_NS.shape[1], PASSAGE)
     best = max(
         ((n, start) for n in range(len(tokens_NS)) for start in starts),

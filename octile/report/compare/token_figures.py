@@ -1,4 +1,4 @@
-"""Which tokens suffer, as pictures: the tokens at both ends of the list, and the means by position and frequency."""
+"""Figures of per-token differences: the tokens at both ends of the list, and the means by position and frequency."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.compare.token_differences import FEWEST, Group, TokenDifferences
+from octile.report.compare.token_differences import MIN_OCCURRENCES, Group, TokenDifferences
 from octile.report.style import COLOR, label_ends, recipe_style, style_axes
 
 if TYPE_CHECKING:
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, FRAME = 19, 96  # pixels
-LONGEST = 18  # characters of a token's name on an axis
+MAX_NAME = 18  # characters of a token's name on an axis
 
 
 def rows(found: TokenDifferences) -> list[Group]:
-    """Both ends of the list, each token once, the worst first."""
+    """The tokens of both ends of the list, each once, the worst first."""
     return sorted({g.name: g for g in (*found.worst, *found.best)}.values(), key=lambda g: -g.mean)
 
 
 def height(found: TokenDifferences) -> int:
+    """The height of the figure in pixels."""
     return FRAME + ROW * len(rows(found))
 
 
@@ -31,7 +32,7 @@ def draw_tokens(figure: Figure, found: TokenDifferences) -> None:
     axes, groups = figure.subplots(), rows(found)
     color = recipe_style(found.recipe)["color"]
     at = np.arange(len(groups))
-    style_axes(axes, None, "loss minus BF16's (nats a token), ± 2 standard errors")
+    style_axes(axes, None, "loss minus BF16's (nats per token), ± 2 standard errors")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
     axes.axvline(0, color=COLOR["ink"], linewidth=1.2, zorder=0)
@@ -42,64 +43,65 @@ def draw_tokens(figure: Figure, found: TokenDifferences) -> None:
     axes.set_ylim(len(groups) - 0.4, -0.6)
 
 
-def say_tokens(found: TokenDifferences) -> str:
+def caption_tokens(found: TokenDifferences) -> str:
     return (
-        f"The tokens that lose most under {found.recipe}, above, and that gain most, below; behind each, how often it"
-        " was predicted. Hollow: the same token in BF16 with another seed. If 8 bits hurt certain tokens, the upper"
-        " half would reach further out than the lower one, and further than the hollow dots."
+        f"Above, the tokens whose loss is most above BF16's under {found.recipe}; below, those most below; after each,"
+        " its number of occurrences. Hollow dots: the same token in BF16 with another seed. If FP8 hurt certain tokens,"
+        " the upper half would reach further out than the lower one, and further than the hollow dots."
     )
 
 
-def say_counts(found: TokenDifferences) -> str:
-    """How many tokens differ by more than chance, beside the control."""
+def caption_counts(found: TokenDifferences) -> str:
+    """How many tokens differ by more than two standard errors, compared with the control."""
     if not found.tokens:
-        return "No token came often enough to say something of it."
+        return "No token occurs often enough to be compared."
     shares = (found.worse, found.better, found.control_worse, found.control_better)
     worse, better, control_worse, control_better = (f"{n} ({n / found.tokens:.1%})" for n in shares)
     return (
-        f"Of {found.tokens:,} tokens that were predicted {FEWEST} times or more, {worse} lie more than two standard"
+        f"Of {found.tokens:,} tokens that occur {MIN_OCCURRENCES} times or more, {worse} lie more than two standard"
         f" errors above BF16 and {better} below; BF16 with another seed has {control_worse} above and {control_better}"
-        " below. If nothing differed, chance would give about 2.5% each."
+        " below. Chance alone gives about 2.5% each."
     )
 
 
 def draw_positions(figure: Figure, found: Sequence[TokenDifferences]) -> None:
-    _draw(figure, "tokens read before", [(each.recipe, each.positions) for each in found])
+    _draw(figure, "preceding tokens", [(each.recipe, each.positions) for each in found])
 
 
-def say_positions(found: Sequence[TokenDifferences]) -> str:
-    ends = _say_ends(found[0].recipe, found[0].positions)
+def caption_positions(found: Sequence[TokenDifferences]) -> str:
+    ends = _caption_ends(found[0].recipe, found[0].positions)
     return (
-        f"Does the loss differ more where little was read before, or much? {ends}"
-        " tokens read. Shaded: two standard errors; grey: BF16 with another seed, which is chance."
+        f"Does the difference depend on the number of preceding tokens? {ends}"
+        " preceding tokens. Shaded: two standard errors; gray: BF16 with another seed, which is chance."
     )
 
 
 def draw_frequencies(figure: Figure, found: Sequence[TokenDifferences]) -> None:
-    _draw(figure, "how often the token comes in a million", [(each.recipe, each.frequencies) for each in found])
+    _draw(figure, "occurrences in a million tokens", [(each.recipe, each.frequencies) for each in found])
 
 
-def say_frequencies(found: Sequence[TokenDifferences]) -> str:
+def caption_frequencies(found: Sequence[TokenDifferences]) -> str:
     return (
-        f"Do rare tokens, on the left, suffer more? {_say_ends(found[0].recipe, found[0].frequencies)} in a million."
-        " A recipe that hurt rare tokens would rise to the left, out of the grey."
+        "Does the difference depend on how rare a token is?"
+        f" {_caption_ends(found[0].recipe, found[0].frequencies)} in a million."
+        " The line of a recipe that hurts rare tokens would rise to the left, out of the gray."
     )
 
 
-def _say_ends(recipe: str, groups: tuple[Group, ...]) -> str:
+def _caption_ends(recipe: str, groups: tuple[Group, ...]) -> str:
     known = _known(groups)
     ends = [f"{g.mean:+.3f} ± {g.error:.3f}".replace("-", "−") + f" nats at {g.name}" for g in (known[0], known[-1])]
     return f"{recipe}: {ends[0]}, {ends[1]}"
 
 
 def _known(groups: tuple[Group, ...]) -> list[Group]:
-    """Without groups of so few tokens that their means say nothing, unless there are no others."""
-    return [g for g in groups if g.count >= FEWEST] or list(groups)
+    """The groups of MIN_OCCURRENCES tokens or more; all groups if there are none."""
+    return [g for g in groups if g.count >= MIN_OCCURRENCES] or list(groups)
 
 
 def _draw(figure: Figure, x: str, found: list[tuple[str, tuple[Group, ...]]]) -> None:
     axes = figure.subplots()
-    style_axes(axes, x, "loss minus BF16's (nats a token)")
+    style_axes(axes, x, "loss minus BF16's (nats per token)")
     axes.axhline(0, color=COLOR["ink"], linewidth=1.2)
     groups = _known(found[0][1])  # the same tokens for every recipe
     control = [(g.control_mean, g.control_error) for g in groups]
@@ -114,7 +116,7 @@ def _draw(figure: Figure, x: str, found: list[tuple[str, tuple[Group, ...]]]) ->
 
 
 def _line(axes: Axes, points: list[tuple[float, float]], color: str) -> float:
-    """A line with its two standard errors; returns where it ends."""
+    """Draw a line with two standard errors around it; return its last value."""
     means, errors = np.array(points).T
     axes.fill_between(range(len(means)), means - 2 * errors, means + 2 * errors, color=color, alpha=0.15, linewidth=0)
     axes.plot(means, color=color, marker="o", markersize=3.5)
@@ -122,4 +124,4 @@ def _line(axes: Axes, points: list[tuple[float, float]], color: str) -> float:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"

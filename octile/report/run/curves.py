@@ -1,7 +1,7 @@
-"""What a run did step by step: loss, learning rate, gradient norm, throughput.
+"""Figures of a run over its steps: loss, learning rate, gradient norm, throughput.
 
-Each figure has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see. Both
-are called only when the run has recorded at least one finite value of theirs.
+Each figure has two functions: `draw_…` draws it, `caption_…` writes its caption from the data. Both are called only
+when the run has recorded at least one finite value for the figure.
 """
 
 import math
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HOPELESS = 20.0  # nats a token: far worse than guessing, where a perplexity says nothing more
+MAX_LOSS_FOR_PERPLEXITY = 20.0  # nats per token; far worse than guessing, so that a perplexity is meaningless
 
 
 def main_loss(run: Run) -> tuple[Floats, Floats]:
-    """The training loss that compares with the held-out loss: next-token prediction alone, where it was recorded."""
+    """Steps and values of the training loss that is comparable with the held-out loss.
+
+    This is the loss of next-token prediction alone, or the whole loss if that was not recorded.
+    """
     steps, values = run.series("main_loss")
     return (steps, values) if len(steps) else run.series("loss")
 
 
 def draw_loss(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    style_axes(axes, "step", "loss (nats a token; lower is better)")
+    style_axes(axes, "step", "loss (nats per token; lower is better)")
     labels, extent = [], []
     for (steps, values), color, text in (
         (main_loss(run), "blue", "training"),
@@ -50,36 +53,31 @@ def draw_loss(figure: "Figure", run: Run) -> None:
     axes.set_ylim(low - 0.06 * (high - low) - 0.05, high + 0.06 * (high - low) + 0.05)
     if run.broken_steps:
         axes.axvline(run.broken_steps[0], color=COLOR["muted"], linewidth=1, linestyle=":")
-        axes.annotate("loss is no number", (run.broken_steps[0], 1), (-5, -6), xycoords=axes.get_xaxis_transform(),
+        axes.annotate("loss is not finite", (run.broken_steps[0], 1), (-5, -6), xycoords=axes.get_xaxis_transform(),
                       textcoords="offset points", ha="right", va="top", color=COLOR["muted"])  # fmt: skip
     label_ends(figure, axes, labels)
 
 
-def say_loss(run: Run) -> str:
+def caption_loss(run: Run) -> str:
     steps, held_out = run.series("val_loss")
     steps, held_out = steps[np.isfinite(held_out)], held_out[np.isfinite(held_out)]
     has_mtp = np.isfinite(run.series("mtp_loss")[1]).any()
-    mtp = " MTP is the loss of the model's second guess, two tokens ahead and given the one between."
+    mtp = " MTP is the loss of multi-token prediction: the token after the next, given the next one."
     ahead = mtp if has_mtp else ""
     if len(held_out) >= 2:
         first, last = held_out[0], held_out[-1]
-        sentence = (
-            f"On text it never saw, the model's loss went from {first:.2f} (step {steps[0]:,.0f}) to {last:.2f} nats a"
-            " token"
-        )
-        if max(first, last) < HOPELESS:
-            sentence += (
-                f": it now wavers as if between {format_quantity(math.exp(last))} equally likely next tokens, at first"
-                f" between {format_quantity(math.exp(first))}"
-            )
-        return f"{sentence}.{ahead}"
+        caption = f"The loss on held-out text went from {first:.2f} (step {steps[0]:,.0f}) to {last:.2f} nats per token"
+        if max(first, last) < MAX_LOSS_FOR_PERPLEXITY:
+            perplexities = [format_quantity(math.exp(loss)) for loss in (first, last)]
+            caption += f", the perplexity from {perplexities[0]} to {perplexities[1]}"
+        return f"{caption}.{ahead}"
     trend = _finite(smooth(main_loss(run)[1]))
-    moved = f"went from {trend[0]:.2f} to {trend[-1]:.2f} nats a token" if len(trend) else "was never a number"
+    moved = f"went from {trend[0]:.2f} to {trend[-1]:.2f} nats per token" if len(trend) else "was never finite"
     measured = f"was measured once: {held_out[0]:.2f}" if len(held_out) else "has not been measured yet"
     return f"The training loss {moved}; the loss on held-out text {measured}.{ahead}"
 
 
-def draw_rate(figure: "Figure", run: Run) -> None:
+def draw_learning_rate(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
     style_axes(axes, "step", "learning rate (× 10⁻³)")
     steps, values = run.series("lr")
@@ -88,14 +86,14 @@ def draw_rate(figure: "Figure", run: Run) -> None:
     axes.set_ylim(0, 1.08 * float(np.nanmax(values)) * 1e3 or 1)
 
 
-def say_rate(run: Run) -> str:
+def caption_learning_rate(run: Run) -> str:
     steps, values = run.series("lr")
     if len(steps) == 1:
-        return f"How far a step moves the weights: {values[0]:.3g} at step {steps[0]:,.0f}."
+        return f"The learning rate was {values[0]:.3g} at step {steps[0]:,.0f}."
     peak = np.nanargmax(values)
     return (
-        f"How far a step moves the weights: the rate peaks at {values[peak]:.3g} at step {steps[peak]:,.0f}"
-        f" and stands at {last_known(values):.3g} at the last."
+        f"The learning rate has its peak of {values[peak]:.3g} at step {steps[peak]:,.0f}"
+        f" and is {last_known(values):.3g} at the last step."
     )
 
 
@@ -114,22 +112,22 @@ def draw_gradient(figure: "Figure", run: Run) -> None:
         label_ends(figure, axes, [(limit, "clip", COLOR["muted"])])
 
 
-def say_gradient(run: Run) -> str:
+def caption_gradient(run: Run) -> str:
     steps, values = run.series("grad_norm")
     known = np.isfinite(values)
     peak = np.nanargmax(np.where(known, values, np.nan))
-    sentence = f"The gradient's length was {values[peak]:.2g} at step {steps[peak]:,.0f}"
+    caption = f"The gradient norm was {values[peak]:.2g} at step {steps[peak]:,.0f}"
     if len(steps) > 1:
-        sentence += f", its largest, and {np.median(values[known]):.2g} at a typical step"
+        caption += f", its maximum, and {np.median(values[known]):.2g} in the median"
     limit = as_float(run.fact("clip"))
     if math.isfinite(limit):
-        sentence += f". Clipping shortened {np.mean(values[known] > limit):.0%} of the steps to length {limit:g}"
-    return sentence + "."
+        caption += f". {np.mean(values[known] > limit):.0%} of the steps were clipped to norm {limit:g}"
+    return caption + "."
 
 
-def draw_speed(figure: "Figure", run: Run) -> None:
+def draw_throughput(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    style_axes(axes, "step", "tokens a second")
+    style_axes(axes, "step", "tokens per second")
     steps, values = run.series("tokens_per_s")
     noisy_line(axes, steps, values, COLOR["blue"])
     step_axis(axes, run.last_step)
@@ -137,14 +135,14 @@ def draw_speed(figure: "Figure", run: Run) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def say_speed(run: Run) -> str:
+def caption_throughput(run: Run) -> str:
     values = _finite(run.series("tokens_per_s")[1])
     if len(values) == 1:
-        return f"The only step so far ran at {values[0]:,.0f} tokens a second."
+        return f"The only step so far processed {values[0]:,.0f} tokens per second."
     low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
     return (
-        f"Half of the steps ran faster than {middle:,.0f} tokens a second;"
-        f" nine in ten lay within {low:,.0f}–{high:,.0f}."
+        f"The median step processed {middle:,.0f} tokens per second;"
+        f" 90% of the steps lie within {low:,.0f}–{high:,.0f}."
     )
 
 
@@ -153,7 +151,7 @@ def _finite(values: Floats) -> Floats:
 
 
 def _plain_log_ticks(axes: "Axes") -> None:
-    """0.5, 1, 2 instead of 10⁰: most norms stay within two decades."""
+    """Label a logarithmic axis 0.5, 1, 2 instead of 10⁰, because most norms stay within two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))

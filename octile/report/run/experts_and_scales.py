@@ -1,7 +1,7 @@
-"""What went on inside the model: how its experts shared the tokens, and how large the scales of its tiles were.
+"""Figures of a run's experts and scales: how the experts shared the tokens, and how large the tile scales were.
 
-Each figure has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see. Both
-are called only when the run has recorded at least one value of theirs.
+Each figure has two functions: `draw_…` draws it, `caption_…` writes its caption from the data. Both are called only
+when the run has recorded at least one value for the figure.
 """
 
 import math
@@ -17,7 +17,7 @@ from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ABOVE, BELOW = (0.88, 0.38, 0.12), (0.16, 0.52, 0.86)  # RGB of the heat map, in the middle between light and dark
+ABOVE, BELOW = (0.88, 0.38, 0.12), (0.16, 0.52, 0.86)  # RGB of the heat map, readable on light and dark paper
 OPERANDS = {
     "x": ("activations x", "blue"),
     "w": ("weights w", "green"),
@@ -26,7 +26,7 @@ OPERANDS = {
 
 
 def layer_name(path: str, run: Run) -> str:
-    """The path of a module as a reader counts: model.layers.3.mlp → "layer 3"; "MTP" for the layer past the last."""
+    """The name of a layer in a figure: model.layers.3.mlp → "layer 3", and "MTP" for the layer after the last."""
     number = re.search(r"layers\.(\d+)", path)
     if number and number[1] == str(run.fact("num_hidden_layers")):
         return "MTP"
@@ -34,7 +34,11 @@ def layer_name(path: str, run: Run) -> str:
 
 
 def recent_load(run: Run) -> dict[str, Floats]:
-    """Load of each expert relative to its layer's mean, by layer, [E] float64, over the last quarter of the records."""
+    """The load of each expert relative to the mean of its layer, over the last quarter of the records.
+
+    Returns:
+        For each layer float64 [E]; NaN if no expert of the layer got a token.
+    """
     recent = [r["expert_load"] for r in run.experts[-max(1, len(run.experts) // 4) :]]
     loads = {}
     for layer, last in recent[-1].items():
@@ -50,12 +54,12 @@ def draw_load(figure: "Figure", run: Run) -> None:
     for row, load in enumerate(loads.values()):
         shares[row, : len(load)] = load
     axes, key = figure.subplots(2, 1, height_ratios=[12, 1])
-    style_axes(axes, "expert", "tokens an expert got, against the mean of its layer")
+    style_axes(axes, "expert", "load of each expert (× the mean of its layer)")
     span = _span(shares)
     axes.grid(False)
     axes.imshow(_tint(shares, span), aspect="auto", interpolation="none", origin="upper")
     rows, columns = shares.shape
-    if columns <= 64:  # paper between the cells, while they are large enough
+    if columns <= 64:  # lines between the cells, if they are large enough
         axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
         axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
         axes.grid(which="minor", color=COLOR["paper"], linewidth=1.5, axis="both")
@@ -67,7 +71,7 @@ def draw_load(figure: "Figure", run: Run) -> None:
     for row in range(0, rows, every):
         axes.annotate(f"{worst[row]:.2f}×", (columns - 0.5, row), (5, 0), textcoords="offset points",
                       va="center", color=COLOR["muted"], annotation_clip=False)  # fmt: skip
-    axes.annotate("busiest", (1, 1), (5, 8), xycoords="axes fraction", textcoords="offset points",
+    axes.annotate("max", (1, 1), (5, 8), xycoords="axes fraction", textcoords="offset points",
                   va="baseline", color=COLOR["muted"])  # fmt: skip
     ramp = np.linspace(-math.log2(span), math.log2(span), 101)[None]
     key.imshow(_tint(2**ramp, span), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
@@ -77,25 +81,25 @@ def draw_load(figure: "Figure", run: Run) -> None:
     key.spines[:].set_color(COLOR["grid"])
 
 
-def say_load(run: Run) -> str:
+def caption_load(run: Run) -> str:
     loads = {layer: load for layer, load in recent_load(run).items() if np.isfinite(load).any()}
     if not loads:
-        return "No expert has been given a token yet."
-    busiest = max(loads, key=lambda layer: loads[layer].max())
+        return "No expert has received a token yet."
+    worst = max(loads, key=lambda layer: loads[layer].max())
     idle = sum(int((load == 0).sum()) for load in loads.values())
-    unused = f" {idle} expert{'s' * (idle != 1)} got no token at all." if idle else " No expert stood idle."
+    unused = f" {idle} expert{'s' * (idle != 1)} received no token." if idle else " Every expert received tokens."
     averaged = ", averaged over the last quarter of the run" if len(run.experts) >= 4 else ""
-    most = f"{loads[busiest].max():.2f}×"
-    return f"The busiest expert of {layer_name(busiest, run)} got {most} the mean load{averaged}.{unused}"
+    most = f"{loads[worst].max():.2f}×"
+    return f"The maximum expert load is {most} the mean, in {layer_name(worst, run)}{averaged}.{unused}"
 
 
 def draw_balance(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
-    style_axes(axes, "step", "busiest expert's load (× the mean of its layer)")
+    style_axes(axes, "step", "maximum expert load / mean")
     steps, ratios = _balance(run)
     final = {layer: last_known(smooth(ratio)) for layer, ratio in ratios.items()}
     ordered = sorted(final, key=lambda layer: final[layer])
-    marked = {ordered[0]: "green", ordered[-1]: "vermilion"}  # of many layers, the best and the worst are named
+    marked = {ordered[0]: "green", ordered[-1]: "vermilion"}  # of many layers, only the best and the worst are labeled
     if len(ordered) == 3:
         marked[ordered[1]] = "blue"
     for layer, ratio in ratios.items():
@@ -106,19 +110,19 @@ def draw_balance(figure: "Figure", run: Run) -> None:
     axes.axhline(1, color=COLOR["muted"], linewidth=1, linestyle=":")
     step_axis(axes, run.last_step)
     label_ends(figure, axes, [(final[layer], layer_name(layer, run), COLOR[color]) for layer, color in marked.items()]
-               + [(1, "even", COLOR["muted"])])  # fmt: skip
+               + [(1, "balanced", COLOR["muted"])])  # fmt: skip
 
 
-def say_balance(run: Run) -> str:
+def caption_balance(run: Run) -> str:
     _, ratios = _balance(run)
     every = np.stack([smooth(ratio) for ratio in ratios.values()])
     known = every[:, np.isfinite(every).any(0)]
     if not known.size:
-        return "No expert has been given a token yet."
+        return "No expert has received a token yet."
     later = f" at first and {np.nanmax(known[:, -1]):.2f}× at the last" if known.shape[1] > 1 else ""
     return (
-        f"The busiest expert of the least balanced layer got {np.nanmax(known[:, 0]):.2f}× the mean{later} (smoothed);"
-        " 1× would be perfectly even."
+        f"The maximum expert load of the least balanced layer was {np.nanmax(known[:, 0]):.2f}× the mean{later}"
+        " (smoothed); 1× is perfect balance."
     )
 
 
@@ -135,18 +139,18 @@ def _max_over_mean(counts: list[int]) -> float:
 
 
 def _span(shares: Floats) -> float:
-    """The smallest round factor that holds nearly all shares, in both directions."""
+    """The smallest round factor s so that nearly all shares lie within 1/s and s."""
     known = shares[np.isfinite(shares) & (shares > 0)]
     needed = 2 ** np.quantile(np.abs(np.log2(known)), 0.98) if known.size else 1.0
     return next((span for span in (1.25, 1.5, 2.0, 4.0) if span >= needed), 8.0)
 
 
 def _tint(shares: Floats, span: float) -> Floats:
-    """RGBA [..., 4]: orange above the mean, blue below, clear at the mean, so that it reads on any paper."""
+    """RGBA colors [..., 4]: orange above the mean, blue below, transparent at the mean."""
     with np.errstate(divide="ignore"):
-        tilt = np.clip(np.log2(shares) / math.log2(span), -1, 1)
-    color = np.where(tilt[..., None] > 0, ABOVE, BELOW)
-    return np.concatenate([color, np.nan_to_num(np.abs(tilt))[..., None]], axis=-1)
+        deviation = np.clip(np.log2(shares) / math.log2(span), -1, 1)
+    color = np.where(deviation[..., None] > 0, ABOVE, BELOW)
+    return np.concatenate([color, np.nan_to_num(np.abs(deviation))[..., None]], axis=-1)
 
 
 def draw_scales(figure: "Figure", run: Run) -> None:
@@ -154,13 +158,13 @@ def draw_scales(figure: "Figure", run: Run) -> None:
 
     first, last = run.tile_scales[0]["tile_scales"], run.tile_scales[-1]["tile_scales"]
     operands = [operand for operand in OPERANDS if operand in last] or list(last)
-    beside = figure.get_figwidth() > 1.5 * figure.get_figheight()
-    grid = (1, len(operands)) if beside else (len(operands), 1)
+    side_by_side = figure.get_figwidth() > 1.5 * figure.get_figheight()
+    grid = (1, len(operands)) if side_by_side else (len(operands), 1)
     panels = figure.subplots(*grid, sharex=True, squeeze=False).flat
     for axes, operand in zip(panels, operands, strict=True):
         text, color = OPERANDS.get(operand, (operand, "blue"))
         bins, share = _share(last[operand])
-        style_axes(axes, "scale of a tile" if beside or operand == operands[-1] else None, f"{text} (% of tiles)")
+        style_axes(axes, "scale of a tile" if side_by_side or operand == operands[-1] else None, f"{text} (% of tiles)")
         axes.bar(bins, share, width=0.86, color=COLOR[color], alpha=0.75)
         if first is not last and operand in first:
             axes.step(*_share(first[operand]), where="mid", color=COLOR["ink"], linewidth=1)
@@ -169,23 +173,23 @@ def draw_scales(figure: "Figure", run: Run) -> None:
         axes.xaxis.set_major_formatter(lambda exponent, _: _power_of_2(exponent))
 
 
-def say_scales(run: Run) -> str:
+def caption_scales(run: Run) -> str:
     last = run.tile_scales[-1]["tile_scales"]
     ranges = {operand: _central_range(*_share(histogram)) for operand, histogram in last.items()}
     widest = max(ranges, key=lambda operand: ranges[operand][1] - ranges[operand][0])
     low, high = ranges[widest]
-    below_normal = high - low >= 15  # 448 / 2¹⁵ < 2⁻⁶: even the largest value of such a tile would be subnormal
-    lost = ": under one scale for all, the small ones would keep few bits or none" if below_normal else ""
-    outline = " The outline is the first record." if len(run.tile_scales) > 1 else ""
+    below_normal = high - low >= 15  # 448 / 2¹⁵ < 2⁻⁶: the whole tile would be subnormal
+    lost = ": with one scale for the whole tensor, small values would keep few bits or none" if below_normal else ""
+    outline = " The outline shows the first record." if len(run.tile_scales) > 1 else ""
     return (
-        "Numbers are stored in blocks, each with a scale. 99 of 100 scales of the"
+        "Every block of values has a scale. 99% of the scales of the"
         f" {OPERANDS.get(widest, (widest, ''))[0]} lie between {_power_of_2(low)} and {_power_of_2(high)},"
         f" a factor of {format_quantity(2.0 ** (high - low))}{lost}.{outline}"
     )
 
 
 def _central_range(log2: Floats, share: Floats) -> tuple[float, float]:
-    """Where the middle 99% of the scales begin and end: a block of zeros, whose scale is 1, says nothing."""
+    """The smallest and the largest exponent of the middle 99% of the scales."""
     if not share.any():
         return 0.0, 0.0
     below = np.cumsum(share)
@@ -198,7 +202,7 @@ def _power_of_2(exponent: float) -> str:
 
 
 def _share(histogram: Record) -> tuple[Floats, Floats]:
-    """Every power of two from the smallest to the largest, and the percentage of tiles that have it as their scale."""
+    """The exponents from the smallest to the largest, and the percentage of tiles with each as their scale."""
     log2 = np.array(histogram["log2"], dtype=np.int64)
     if not len(log2):
         return np.zeros(0), np.zeros(0)

@@ -1,4 +1,4 @@
-"""A run folder read back, whatever state it is in.
+"""Reads a run folder, in whatever state the run left it.
 
 metrics.jsonl has one JSON object a line; a line's keys tell its kind:
 
@@ -7,9 +7,9 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
 
-A run that was stopped and resumed writes some steps twice. The file is a history: a training line at step s says that
-whatever was written before about later steps was undone, and of two lines about one step the later counts. A line that
-cannot be read (the last one of a killed run) is counted and left out.
+A run that was stopped and resumed writes some steps twice. A training line at step s discards all earlier lines about
+later steps, and of two lines about one step the later one counts. A line that cannot be read, such as the last one of a
+killed run, is counted and left out.
 """
 
 import json
@@ -30,10 +30,16 @@ KINDS = {"training": "loss", "validation": "val_loss", "experts": "expert_load",
 
 @dataclass(frozen=True)
 class Run:
-    """What a run wrote down. The four tuples hold records in order of their steps, each step once.
+    """The records of a run.
 
-    `summary` is summary.json or empty. All its keys are optional: `preset`, `recipe`, `parameters`,
-    `active_parameters` (a token), `bytes_per_token` (of the held-out text), `machine`, `prompt` (as sample.txt begins).
+    Attributes:
+        config: config.json.
+        summary: summary.json, or empty. All its keys are optional: `preset`, `recipe`, `parameters`,
+            `active_parameters` (per token), `bytes_per_token` (of the held-out text), `machine`, `prompt` (the
+            beginning of sample.txt).
+        sample: sample.txt, or None.
+        training, validation, experts, tile_scales: the records of each kind in order of their steps, each step once.
+        unreadable_lines: lines of metrics.jsonl that could not be read.
     """
 
     config: Record
@@ -51,7 +57,7 @@ class Run:
         return np.array([r["step"] for r in records], dtype=np.float64), np.array([as_float(r[key]) for r in records])
 
     def fact(self, key: str) -> Any:
-        """A fact from the summary, else from the configuration at whatever depth it stands, else None."""
+        """A value from the summary, else from the configuration at any depth, else None."""
         return find(self.summary, key) if find(self.summary, key) is not None else find(self.config, key)
 
     @property
@@ -66,7 +72,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the recorded steps, in seconds; a clock that starts anew after a resume is added up."""
+        """Seconds spent on the recorded steps, including those before a resume, after which the clock restarts at 0."""
         total = previous = 0.0
         for now in (as_float(r["seconds"]) for r in self.training if "seconds" in r):
             total += now - previous if now >= previous else now
@@ -75,7 +81,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run folder: config.json, metrics.jsonl, and summary.json and sample.txt if they are there.
+    """Read a run folder: config.json, metrics.jsonl, and summary.json and sample.txt if they are there.
 
     Raises:
         FileNotFoundError: the folder, its config.json or its metrics.jsonl is missing.
@@ -142,7 +148,7 @@ def find(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested configuration as rows (dotted name, value as JSON text), in its own order."""
+    """A nested configuration as rows (dotted name, value as JSON text), in the order of its keys."""
     rows = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -169,13 +175,13 @@ def last_known(values: Floats) -> float:
 
 
 def smooth(values: Floats) -> Floats:
-    """The trend of a noisy series: twice the mean over a window around each sample.
+    """Smooth a noisy series by applying a moving average twice.
 
-    The window is narrow at the beginning, where a loss falls steeply, and grows to n/40 samples on either side (to at
-    least 3, but no more than n/10 in a short series).
+    The window is narrow at the beginning, where a loss falls steeply, and grows to n/40 samples on either side (at
+    least 3, but at most n/10 in a short series).
 
     Args:
-        values: [n] float64; NaN and infinite values weigh nothing and stay NaN.
+        values: [n] float64; NaN and infinite values have no weight and stay NaN.
     """
     n = len(values)
     if n == 0:
@@ -185,7 +191,7 @@ def smooth(values: Floats) -> Floats:
     windows = np.stack([index - half, np.minimum(index + half + 1, n)], axis=1).ravel()
     known = np.isfinite(values)
 
-    def window_sums(series: Floats) -> Floats:  # each on its own: one huge value must not blur those after it
+    def window_sums(series: Floats) -> Floats:  # no running sum: one huge value would make all later ones inexact
         return np.add.reduceat(np.append(series, 0.0), windows)[::2]
 
     trend, weights = values, np.maximum(window_sums(known.astype(np.float64)), 1)

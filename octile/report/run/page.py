@@ -10,8 +10,7 @@ import numpy as np
 
 from octile.checkpoint.files import write_text
 from octile.report.page import format_duration, format_quantity, render, replace_control_characters
-from octile.report.run import curves as curves
-from octile.report.run import experts_and_scales as inside
+from octile.report.run import curves, experts_and_scales
 from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
 from octile.report.run.spikes import find_spikes
 from octile.report.style import HALF, PHONE, THIRD, WIDE, save_drawing
@@ -23,44 +22,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFigure:
-    """One kind of figure: exists for a run that recorded something under one of `keys`; sizes in pixels."""
+    """A figure of the run page. It exists for a run that recorded a value under one of `keys`. Sizes are in pixels."""
 
     title: str
     keys: tuple[str, ...]
     draw: Callable[["Figure", Run], None]
-    say: Callable[[Run], str]
+    caption: Callable[[Run], str]
     width: int
     height: int
 
     def exists(self, run: Run) -> bool:
+        """Whether the run recorded what the figure shows."""
         records = (*run.training, *run.validation, *run.experts, *run.tile_scales)
         values = (record[key] for record in records for key in self.keys if key in record)
         return any(isinstance(value, dict) or math.isfinite(as_float(value)) for value in values)
 
 
 FIGURES = {
-    "loss": RunFigure("Loss", ("loss", "val_loss"), curves.draw_loss, curves.say_loss, WIDE, 340),
-    "learning_rate": RunFigure("Learning rate", ("lr",), curves.draw_rate, curves.say_rate, THIRD, 220),
-    "gradient": RunFigure("Gradient norm", ("grad_norm",), curves.draw_gradient, curves.say_gradient, THIRD, 220),
-    "throughput": RunFigure("Throughput", ("tokens_per_s",), curves.draw_speed, curves.say_speed, THIRD, 220),
-    "expert_load": RunFigure("Expert load", ("expert_load",), inside.draw_load, inside.say_load, HALF, 290),
-    "imbalance": RunFigure("Expert balance", ("expert_load",), inside.draw_balance, inside.say_balance, HALF, 290),
-    "tile_scales": RunFigure("Tile scales", ("tile_scales",), inside.draw_scales, inside.say_scales, WIDE, 230),
+    "loss": RunFigure("Loss", ("loss", "val_loss"), curves.draw_loss, curves.caption_loss, WIDE, 340),
+    "learning_rate": RunFigure(
+        "Learning rate", ("lr",), curves.draw_learning_rate, curves.caption_learning_rate, THIRD, 220
+    ),
+    "gradient": RunFigure("Gradient norm", ("grad_norm",), curves.draw_gradient, curves.caption_gradient, THIRD, 220),
+    "throughput": RunFigure(
+        "Throughput", ("tokens_per_s",), curves.draw_throughput, curves.caption_throughput, THIRD, 220
+    ),
+    "expert_load": RunFigure(
+        "Expert load", ("expert_load",), experts_and_scales.draw_load, experts_and_scales.caption_load, HALF, 290
+    ),
+    "imbalance": RunFigure(
+        "Expert balance",
+        ("expert_load",),
+        experts_and_scales.draw_balance,
+        experts_and_scales.caption_balance,
+        HALF,
+        290,
+    ),
+    "tile_scales": RunFigure(
+        "Tile scales", ("tile_scales",), experts_and_scales.draw_scales, experts_and_scales.caption_scales, WIDE, 230
+    ),
 }
 PHONE_HEIGHT = {"loss": 300, "tile_scales": 420}
 
 
 def write_run_report(run: Path) -> Path:
-    """Writes RUN/report.html from what the run has recorded so far.
+    """Write RUN/report.html from what the run has recorded so far.
 
-    Reads config.json and metrics.jsonl, and summary.json and sample.txt where they are; a run that has just begun, was
-    killed or was resumed gives a page of what there is. The same files always give the same page, byte for byte.
+    Reads config.json and metrics.jsonl, and summary.json and sample.txt if they exist. A run that has just begun, was
+    killed or was resumed is reported as far as it went. The same files always give the same page, byte for byte.
 
     Args:
         run: the run folder.
 
     Returns:
-        the path of the page: one file that needs no network.
+        The path of the page, a single file that needs no network.
 
     Raises:
         FileNotFoundError: the folder, its config.json or its metrics.jsonl is missing.
@@ -83,7 +98,7 @@ def write_run_report(run: Path) -> Path:
 
 
 def save_figure(run: Path, name: str, path: Path) -> Path:
-    """Writes one figure of a run as a file, PNG (twice the pixels, for sharp screens) or SVG by the suffix of `path`.
+    """Write one figure of a run as a file, PNG (twice the pixels, for sharp screens) or SVG by the suffix of `path`.
 
     Args:
         run: the run folder.
@@ -105,7 +120,7 @@ def save_figure(run: Path, name: str, path: Path) -> Path:
 def _chart(name: str, figure: RunFigure, run: Run) -> Chart:
     narrow = (PHONE, PHONE_HEIGHT[name]) if name in PHONE_HEIGHT else None
     size = (figure.width, figure.height)
-    return make_chart(figure.title, figure.say(run), lambda canvas: figure.draw(canvas, run), size, narrow)
+    return make_chart(figure.title, figure.caption(run), lambda canvas: figure.draw(canvas, run), size, narrow)
 
 
 def _recipe(run: Run) -> str:
@@ -116,33 +131,33 @@ def _recipe(run: Run) -> str:
 def _lead(run: Run) -> str:
     parameters, active = run.fact("parameters"), run.fact("active_parameters")
     size = f" of {format_quantity(parameters)} parameters" if parameters else ""
-    size += f", {format_quantity(active)} of them at work on each token," if active else ""
+    size += f", {format_quantity(active)} of them active per token," if active else ""
     planned, done = as_float(find(run.config, "steps")), run.last_step
     steps = f"{done:,} of {planned:,.0f} steps" if done < planned else f"{done:,} step{'s' * (done != 1)}"
     machine = f" on {run.fact('machine')}" if run.fact("machine") else ""
     return (
-        f"A language model in the shape of DeepSeek-V3{size} trained with the recipe {_recipe(run)}"
+        f"A language model with the architecture of DeepSeek-V3{size} trained with the recipe {_recipe(run)}"
         f" for {steps}{machine}."
     )
 
 
 def _facts(run: Run) -> list[tuple[str, str, str]]:
-    """The headline: (what, value, note) of everything that is known."""
+    """The key figures as (label, value, note), as far as they are known."""
     facts = []
     held_out = last_known(run.series("val_loss")[1])
     if math.isfinite(held_out):
-        notes = ["nats a token"]
-        if held_out < curves.HOPELESS:
+        notes = ["nats per token"]
+        if held_out < curves.MAX_LOSS_FOR_PERPLEXITY:
             notes.append(f"perplexity {math.exp(held_out):,.2f}")
         bytes_per_token = as_float(run.fact("bytes_per_token"))
         if math.isfinite(bytes_per_token):
-            notes.append(f"{held_out / math.log(2) / bytes_per_token:.3f} bits a byte")
+            notes.append(f"{held_out / math.log(2) / bytes_per_token:.3f} bits per byte")
         facts.append(("Held-out loss", f"{held_out:.4f}", " · ".join(notes)))
     else:
         facts.append(("Held-out loss", "–", "not measured yet"))
     if run.fact("parameters"):
         active = run.fact("active_parameters")
-        note = f"{format_quantity(active)} active a token" if active else ""
+        note = f"{format_quantity(active)} active per token" if active else ""
         facts.append(("Parameters", format_quantity(run.fact("parameters")), note))
     tokens, speed = last_known(run.series("tokens")[1]), run.series("tokens_per_s")[1]
     if math.isfinite(tokens):
@@ -151,23 +166,21 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if run.seconds:
         facts.append(("Time", format_duration(run.seconds), ""))
     if np.isfinite(speed).any():
-        facts.append(("Speed", f"{np.nanmedian(speed):,.0f}", "tokens a second (median)"))
+        facts.append(("Speed", f"{np.nanmedian(speed):,.0f}", "tokens per second (median)"))
     return facts
 
 
 def _notices(run: Run) -> list[str]:
-    """What a reader must know before trusting the page."""
+    """Warnings: non-finite losses, skipped steps, loss spikes, unreadable lines."""
     notices = []
     if run.broken_steps:
         first, others = run.broken_steps[0], len(run.broken_steps) - 1
         more = f" and at {others:,} other step{'s' * (others > 1)}" if others else ""
-        notices.append(f"The loss was not a finite number at step {first:,}{more}.")
+        notices.append(f"The loss was not finite at step {first:,}{more}.")
     skipped = [r["step"] for r in run.training if r.get("skipped_for")]
     if skipped:
         steps = f"{len(skipped):,} step{'s' * (len(skipped) != 1)}"
-        notices.append(
-            f"{steps} changed no weight, since a gradient was not a finite number; the first was {skipped[0]:,}."
-        )
+        notices.append(f"{steps} were skipped because a gradient was not finite; the first was step {skipped[0]:,}.")
     spikes = find_spikes((r["step"], as_float(r.get("main_loss", r["loss"]))) for r in run.training)
     if spikes:
         more = f", and {len(spikes) - 1:,} more time{'s' * (len(spikes) > 2)}" if len(spikes) > 1 else ""
@@ -177,7 +190,7 @@ def _notices(run: Run) -> list[str]:
         notices.append("No training step has been recorded yet.")
     if run.unreadable_lines:
         lines = "1 line" if run.unreadable_lines == 1 else f"{run.unreadable_lines:,} lines"
-        notices.append(f"{lines} of metrics.jsonl could not be read and went into nothing here.")
+        notices.append(f"{lines} of metrics.jsonl could not be read and are not included here.")
     return notices
 
 

@@ -86,7 +86,7 @@ def test_a_file_from_before_there_were_many_seeds_is_read(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"bf16": 3}', '{"bf16": {"recipe": "bf16"}}', '{"preset": "tiny"}'])
 def test_what_is_no_comparison_is_refused(tmp_path, text):
     (tmp_path / "compare.json").write_text(text)
-    with pytest.raises(ValueError, match=r"compare\.json is no comparison that octile compare wrote"):
+    with pytest.raises(ValueError, match=r"compare\.json is not a comparison that octile compare wrote"):
         read_result(tmp_path / "compare.json")
 
 
@@ -99,5 +99,5 @@ def test_a_number_in_a_curves_place_is_refused(tmp_path):
     write_result(tmp_path / "compare.json", replace(whole(), recipes=()), {})
     found = json.loads((tmp_path / "compare.json").read_text())
     (tmp_path / "compare.json").write_text(json.dumps({**found, "recipes": [4]}))
-    with pytest.raises(ValueError, match="is no comparison"):
+    with pytest.raises(ValueError, match="is not a comparison"):
         read_result(tmp_path / "compare.json")

@@ -7,7 +7,7 @@ import pytest
 
 from octile.report import write_compare_report
 from octile.report.compare.gradients import GradientCheck, WeightGradient
-from octile.report.compare.outcome_figure import say_outcomes
+from octile.report.compare.outcome_figure import caption_outcomes
 from tests.report.compare.test_compare import compared, curve
 from tests.report.compare.test_file import whole
 from tests.report.conftest import read_page
@@ -22,11 +22,11 @@ def page(tmp_path_factory):
     "words",
     [
         "one seed",
-        "no interval can say how another seed would end",
-        "Of 30 tokens that were predicted 10 times or more, 1 (3.3%) lie more than two standard errors above BF16",
+        "there is no interval over seeds",
+        "Of 30 tokens that occur 10 times or more, 1 (3.3%) lie more than two standard errors above BF16",
         "␣the 12 +0.100 ± 0.020 −0.100 ± 0.030",
         "lm_head.weight 8.1° 0.9900 1.200",
-        "At step 1 the whole gradient is turned by 8.1° (cosine 0.9900), most in head: 8.1°",
+        "At step 1 the angle of the whole gradient is 8.1° (cosine 0.9900), the largest is 8.1° in head",
         "upper over lower quartile",
     ],
 )
@@ -59,11 +59,11 @@ def test_gradients_that_broke_still_give_a_page(tmp_path):
 
 def test_the_page_shows_what_recipe_files_said(tmp_path):
     page = read_page(write_compare_report(tmp_path, replace(whole(), recipe_files={"mine.toml": 'recipe = "<b>"'})))
-    assert 'What mine.toml says recipe = "<b>"' in page.words
+    assert 'Content of mine.toml recipe = "<b>"' in page.words
 
 
 @pytest.mark.parametrize(("windows", "said"), [((3.0, 3.01) * 4, True), ((), False)])
 def test_an_interval_that_is_not_drawn_is_not_spoken_of(windows, said):
     result = compared(curve("deepseek_v3", 3.003, window_loss=windows))
     result = replace(result, bf16=replace(result.bf16, window_loss=windows))
-    assert ("thin line" in say_outcomes(result)) == said
+    assert ("thin line" in caption_outcomes(result)) == said

@@ -1,10 +1,10 @@
-"""When a reader is told that the machine, not the recipe, made the tokens a second what they are."""
+"""When a reader is told that the machine, not the recipe, made the tokens per second what they are."""
 
 from dataclasses import replace
 
 import pytest
 
-from octile.report.compare.speed_notes import speed_notes
+from octile.report.compare.summary import speed_notes
 from tests.report.compare.test_compare import compared, curve
 
 
@@ -23,7 +23,7 @@ def test_even_speeds_need_no_note(quartiles):
 def test_a_speed_that_varied_within_a_run_is_noted():
     (note,) = speed_notes(with_speeds((300.0, 960.0)))
     assert "3.2× in a, seed 0" in note
-    assert "do not compare the tokens a second" in note
+    assert "do not compare the tokens per second" in note
 
 
 def test_a_machine_that_was_busy_during_a_whole_run_is_noted():

@@ -6,8 +6,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from octile.report.compare.token_differences import FEWEST, PASSAGE, token_differences
-from octile.report.compare.token_figures import say_counts
+from octile.report.compare.token_differences import MIN_OCCURRENCES, PASSAGE, token_differences
+from octile.report.compare.token_figures import caption_counts
 
 V, N, S = 12, 15, 40
 
@@ -63,7 +63,7 @@ def test_frequencies_rise(measured):
 def test_the_worst_token_is_the_one_that_surely_loses_most(measured):
     found, tokens, differences, _ = measured
     slow = slowly(tokens.flat, differences)
-    often = {t: mean - 2 * error for t, (count, mean, error) in slow.items() if count >= FEWEST}
+    often = {t: mean - 2 * error for t, (count, mean, error) in slow.items() if count >= MIN_OCCURRENCES}
     assert found.worst[0].name == f"t{max(often, key=often.get)}"
     assert found.tokens == len(often)
     assert found.worse == sum(low > 0 for low in often.values())
@@ -91,4 +91,4 @@ def test_a_text_in_which_no_token_comes_often_is_said_to_be_too_short():
     tokens = np.arange(20).reshape(2, 10)
     losses = np.zeros((2, 10))
     found = token_differences("a", tokens, [(losses, losses)], (losses, losses), np.zeros(20), str, str)
-    assert "No token came often enough" in say_counts(found)
+    assert "No token occurs often enough" in caption_counts(found)

@@ -76,4 +76,4 @@ def test_the_report_of_a_run_names_them(tmp_path):
 def test_the_report_counts_skipped_steps(tmp_path):
     lines = [training(step, **({"skipped_for": "a gradient"} if step in (3, 4) else {})) for step in range(1, 9)]
     page = write_run_report(write_run(tmp_path / "run", lines)).read_text()
-    assert "2 steps changed no weight, since a gradient was not a finite number; the first was 3." in page
+    assert "2 steps were skipped because a gradient was not finite; the first was step 3." in page

@@ -1,4 +1,4 @@
-"""The figure of a comparison: training losses over one another, and below them the held-out gap to BF16."""
+"""The figure of the curves: training losses of all recipes, and below them the held-out gaps to BF16."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octile.report.compare.result import CompareResult, Curve
 
-MOST_BARS = 10  # that the axis of the gaps reaches to either side
+MAX_BARS = 10  # the gap axis reaches at most this multiple of the bar
 
 
 def draw_compare(figure: "Figure", result: "CompareResult") -> None:
@@ -26,31 +26,31 @@ def draw_compare(figure: "Figure", result: "CompareResult") -> None:
     _draw_gaps(figure, gaps, result)
 
 
-def say_compare(result: "CompareResult") -> str:
+def caption_compare(result: "CompareResult") -> str:
     many = any(len(result.runs(name)) > 1 for name in result.names)
     if result.nudge:
-        band = "how far BF16 lies from itself if its weights are rounded once at the start"
+        band = "the difference between BF16 and BF16 whose weights were rounded once at the start"
     else:
-        band = "the distance between two BF16 runs with different seeds"
+        band = "the difference between two BF16 runs with different seeds"
     return (
-        f"Above: training loss, smoothed{', of the first seed' if many else ''}. Below: how far each recipe's held-out"
-        f" loss lies from BF16's{', the mean of its seeds, and faintly each of them' if many else ''}. The grey band is"
-        f" {band}, which is chance (the widest of three neighbouring measurements); the dotted lines are the bar of"
-        f" ±{result.bar:.2%}.{_say_leaving(result)}"
+        f"Above: training loss, smoothed{', of the first seed' if many else ''}. Below: the gap of each recipe's"
+        f" held-out loss to BF16's{', the mean of its seeds, and faintly each seed' if many else ''}. The gray noise"
+        f" band is {band} (the maximum of three neighboring measurements); the dotted lines are the bar of"
+        f" ±{result.bar:.2%}.{_caption_leaving(result)}"
     )
 
 
-def _say_leaving(result: "CompareResult") -> str:
+def _caption_leaving(result: "CompareResult") -> str:
     at = {name: result.leaves_band_at(name) for name in result.names}
     left = [f"{name} at step {step:,}" for name, step in at.items() if step is not None]
-    return f" A ring marks where a recipe leaves the band for good: {', '.join(left)}." if left else ""
+    return f" A circle marks where a recipe leaves the band for good: {', '.join(left)}." if left else ""
 
 
 def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") -> None:
-    style_axes(axes, None, "training loss (nats a token; lower is better)")
+    style_axes(axes, None, "training loss (nats per token; lower is better)")
     trends = [(curve, smooth(np.array(curve.train_loss))) for curve in curves]
     trends = [(curve, trend) for curve, trend in trends if np.isfinite(trend).any()]
-    whole = [trend for curve, trend in trends if curve.diverged_at is None]  # a diverging loss leaves through the top
+    whole = [trend for curve, trend in trends if curve.diverged_at is None]  # diverged ones may leave the axes
     if whole:
         low, high = min(map(np.nanmin, whole)), max(map(np.nanmax, whole))
         axes.set_ylim(low - 0.06 * (high - low) - 0.02, high + 0.06 * (high - low) + 0.02)
@@ -65,10 +65,10 @@ def _draw_losses(figure: "Figure", axes: "Axes", curves: "tuple[Curve, ...]") ->
 
 
 def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
-    style_axes(axes, "step", "held-out loss against BF16 (%)")
+    style_axes(axes, "step", "held-out loss vs. BF16 (%)")
     steps, band = result.band()
     whole = [name for name in result.names if all(curve.diverged_at is None for curve in result.runs(name))]
-    near = [name for name in whole if not abs(result.outcome(name).gap) > MOST_BARS * result.bar]
+    near = [name for name in whole if not abs(result.outcome(name).gap) > MAX_BARS * result.bar]
     each_run = [result.gaps(curve)[1] for name in near for curve in result.runs(name)]
     reach = 100 * _reach(result.bar, [band, *each_run])
     axes.set_ylim(-reach, reach)
@@ -79,24 +79,24 @@ def _draw_gaps(figure: "Figure", axes: "Axes", result: "CompareResult") -> None:
         axes.axhline(100 * bar, color=COLOR["muted"], linewidth=1, linestyle=":")
         labels.append((100 * bar, f"bar {format_percent(bar)}", COLOR["muted"]))
     for name in result.names:
-        look, runs = recipe_style(name), result.runs(name)
+        style, runs = recipe_style(name), result.runs(name)
         at, gaps = result.mean_gaps(name)
         for curve in runs if len(runs) > 1 else ():
             each, its_gaps = result.gaps(curve)
-            axes.plot(each, 100 * its_gaps, alpha=0.3, **{**look, "linewidth": 0.9})
-        axes.plot(at, 100 * gaps, marker="o", markersize=3.5, **look)
+            axes.plot(each, 100 * its_gaps, alpha=0.3, **{**style, "linewidth": 0.9})
+        axes.plot(at, 100 * gaps, marker="o", markersize=3.5, **style)
         if (left := result.leaves_band_at(name)) is not None:
             height = 100 * float(gaps[np.flatnonzero(at == left)[0]])
-            axes.plot(left, height, "o", markersize=10, markerfacecolor="none", color=look["color"])
+            axes.plot(left, height, "o", markersize=10, markerfacecolor="none", color=style["color"])
         if name not in whole:
             _mark_end(axes, runs[0], at, 100 * gaps)
         elif np.isfinite(gaps).any():
-            labels.append((100 * last_known(gaps), f"{name} {format_percent(last_known(gaps))}", look["color"]))
+            labels.append((100 * last_known(gaps), f"{name} {format_percent(last_known(gaps))}", style["color"]))
     label_ends(figure, axes, labels)
 
 
 def _mark_end(axes: "Axes", curve: "Curve", steps: Sequence[float] | Floats, values: Floats, text: str = "") -> None:
-    """A cross where a diverged curve ends, or at the edge of the axes if it left them, and a text over or under it."""
+    """Mark the end of a diverged curve with a cross, at the edge of the axes if it left them, and a text."""
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
         return
@@ -110,10 +110,10 @@ def _mark_end(axes: "Axes", curve: "Curve", steps: Sequence[float] | Floats, val
 
 
 def _reach(bar: float, series: list[Floats]) -> float:
-    """Half the height of the gap axis: the bar and the later half of all gaps, but at most MOST_BARS.
+    """Half the height of the gap axis: the maximum of the bar and the later half of all gaps, but at most MAX_BARS.
 
-    A recipe that ends beyond is left out of them: its name at the edge says its gap, and the others can be told apart.
+    A recipe that ends beyond MAX_BARS is not among `series`; the label of its curve states its gap.
     """
     later = np.abs(np.concatenate([gaps[len(gaps) // 2 :] for gaps in series]))
     later = later[np.isfinite(later)]
-    return float(np.clip(1.2 * later.max(initial=0.0), 1.6 * bar, MOST_BARS * bar))
+    return float(np.clip(1.2 * later.max(initial=0.0), 1.6 * bar, MAX_BARS * bar))
