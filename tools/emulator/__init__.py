@@ -1,13 +1,13 @@
-"""Runs octile's CUDA kernels on a CPU, from their unchanged source, to test their logic without a GPU.
+"""CPU emulator of octile's CUDA kernels: it runs their unchanged source, to test their logic without a GPU.
 
-Each CUDA thread is a fiber; turns are random, from a seed, at every point where threads synchronise. mbarriers, the
-copy engine, wgmma, named barriers, clusters and register hand-over follow the PTX specification; copies and products
-happen at some random moment between the instruction and the wait for it. What a GPU leaves undefined is an error here,
-or garbage (NaN): a missing wait, a stage given back too early, a wrong byte count, a barrier that nobody completes.
+Each CUDA thread is a fiber. At every point where threads synchronize, a seeded random choice decides which one runs
+next. mbarriers, TMA, wgmma, named barriers, clusters and setmaxnreg follow the PTX specification. Copies and wgmmas
+happen at a random moment between the instruction and the wait for it. What a GPU leaves undefined is an error here, or
+garbage (NaN): a missing wait, a stage released too early, a wrong byte count, a barrier that nobody completes.
 
-Not seen: that a thread forgot fence_proxy_async after ordinary stores when another one called it (after stmatrix it is
-seen); weaker orders of memory than one access after another; bank conflicts; speed; what the CUDA compiler makes of the
-source. Refused: `__shared__` variables, tiles without swizzle, operands of wgmma that are not K-major.
+Not detected: a thread without fence_proxy_async after ordinary stores where another thread called it (after stmatrix it
+is detected); memory orders weaker than sequential consistency; bank conflicts; speed; what the CUDA compiler does to
+the source. Not supported: `__shared__` variables, tiles without swizzle, wgmma operands that are not K-major.
 
     emulator.run("gemm", constants, grid=1, threads=384, shared_bytes=…, arguments=[…], headers=…, seed=3)
 """
@@ -26,12 +26,12 @@ from tools.emulator import build
 from tools.emulator.memory import Guarded
 
 Argument = Tensor | TensorMap | int | float | bytes
-MOST_SHARED = 227 * 1024  # bytes, of a block on Hopper
+MAX_SHARED_BYTES = 227 * 1024  # bytes, of a block on Hopper
 _running = threading.Lock()
 
 
 class EmulatorError(RuntimeError):
-    """The kernel did what a GPU does not allow, or never ends; says which thread and what."""
+    """The kernel did what a GPU does not allow, or does not end. The message names the thread and the reason."""
 
 
 class _Launch(ctypes.Structure):
@@ -76,33 +76,33 @@ def run(
     arithmetic: Literal["float32", "hopper"] = "float32",
     resident: bool = False,
 ) -> None:
-    """Launches a kernel and returns when all its blocks have ended.
+    """Launch a kernel and return when all its thread blocks have ended.
 
     Args:
         name, constants, headers: as for `jit.source`; a header that holds a wgmma instruction is replaced.
         grid, cluster, threads, shared_bytes: as for `Kernel.launch`.
         arguments: as for `Kernel.launch`; or a tensor for its address, a TensorMap for the 128 bytes of its encoding.
-        memory: tensors that addresses among the arguments point into. Theirs and the arguments' storages are copied
-            between forbidden pages, so that whoever leaves them is caught.
-        seed: of all that is random.
-        lazy: copies and products happen as late as is allowed (True), as early (False), or as the seed says.
-        arithmetic: of wgmma: exact products, summed in double precision and rounded once an instruction, or what
-            Hopper's tensor core does.
-        resident: all blocks live together, which a kernel needs whose blocks wait for each other.
+        memory: tensors that addresses among the arguments point into. Their storages, and those of the arguments, are
+            copied between inaccessible pages, so that an access outside of them is an error.
+        seed: determines all that is random.
+        lazy: copies and wgmmas happen as late as is allowed (True), as early (False), or as the seed decides (None).
+        arithmetic: of wgmma: "float32", exact products that are summed in double precision and rounded once per
+            instruction; or "hopper", the bits of Hopper's tensor core.
+        resident: all thread blocks run at the same time, for kernels whose blocks wait for each other.
 
     Raises:
-        EmulatorError: see there.
+        EmulatorError: the kernel did what a GPU does not allow, or does not end.
         MemoryError: the kernel wrote just before a tensor, or between its end and the next 16 bytes.
         RuntimeError: the kernel does not compile.
-        TypeError, ValueError: number or types of the arguments, or the launch, are not possible.
+        TypeError, ValueError: the number or types of the arguments, or the launch, are not possible.
         FileNotFoundError: there is no C++ compiler.
     """
     if grid < 1 or cluster < 1 or grid % cluster or cluster > 8:
         raise ValueError(f"grid must be a positive multiple of cluster, 1 … 8: {grid} blocks, {cluster} a cluster")
     if threads < 1 or threads > 1024:
         raise ValueError(f"a block has 1 to 1024 threads, not {threads}")
-    if not 0 <= shared_bytes <= MOST_SHARED:
-        raise ValueError(f"shared_bytes must be at most {MOST_SHARED}, not {shared_bytes}")
+    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
+        raise ValueError(f"shared_bytes must be at most {MAX_SHARED_BYTES}, not {shared_bytes}")
     library = build.kernel(name, constants, headers or {})
     library.octile_entry.restype = ctypes.POINTER(_Entry)
     entry = library.octile_entry().contents
@@ -127,7 +127,7 @@ def run(
         if failed:
             where = f": {guarded.describe(launch.fault)}" if launch.fault else ""
             raise EmulatorError(f"{launch.message.decode()}{where}\n(seed {seed})")
-        guarded.give_back()
+        guarded.copy_back()
     finally:
         guarded.close()
 
@@ -135,7 +135,7 @@ def run(
 def _pack(
     name: str, sizes: Sequence[int], arguments: Sequence[Argument], memory: Guarded
 ) -> list[ctypes.Array[ctypes.c_char]]:
-    """Each argument as the bytes of its parameter, 64-byte aligned."""
+    """Pack each argument as the bytes of its parameter, 64-byte aligned."""
     if len(arguments) != len(sizes):
         raise TypeError(f"{name} takes {len(sizes)} arguments, not {len(arguments)}")
     values = []
@@ -164,7 +164,7 @@ def _pack(
 
 
 def _encode(described: TensorMap) -> bytes:
-    """The emulator's own encoding: struct Map of core/copies.cpp."""
+    """Encode a tensor map as the emulator reads it: struct Map of core/tma.cpp."""
     tensor_map.check(described)
     pointer, dtype, shape, strides, box, swizzle = described
     rank, size = len(shape), dtype.itemsize

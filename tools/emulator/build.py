@@ -1,4 +1,4 @@
-"""Compiles the emulator's core once, and each kernel once for each set of constants, with the system's C++ compiler."""
+"""Compiler of the emulator's core and of kernels, with the system's C++ compiler; results are stored on disk."""
 
 import ctypes
 import fcntl
@@ -15,28 +15,28 @@ from pathlib import Path
 from octile.kernels.cuda.jit import specialize
 
 HERE = Path(__file__).parent
-# Contraction would fuse what the kernel keeps apart; kernels read memory as other types than it was written.
+# Contraction would fuse operations that kernels round separately. Kernels read memory as another type than was written.
 OPTIONS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-g1")
-SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic")  # many kernels of one name live in one process
+SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic")  # a process loads many kernels of one name
 WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+)")
 
 
 def compiler() -> str | None:
-    """The path of a C++ compiler."""
+    """The path of the C++ compiler, or None."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The emulator itself, whose names a kernel's library finds when it is loaded."""
+    """The emulator's core. A kernel's library finds its symbols when it is loaded."""
     sources = sorted((HERE / "core").glob("*.cpp"))
-    text = "".join(f'#include "{path}"\n' for path in sources)  # headers are read once
+    text = "".join(f'#include "{path}"\n' for path in sources)  # with #pragma once
     library = _compile("core", text, _stamp("core") + _stamp("device"), "-O3", "-Wall")
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def kernel(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str]) -> ctypes.CDLL:
-    """A kernel of octile as a library for the CPU; its PTX functions are the emulator's."""
+    """A kernel of octile as a library for the CPU, with the emulator's PTX functions."""
     core()
     own = {path.name: f"#include <{path.name}>\n" for path in (HERE / "device").glob("*.cuh")}
     own |= {file: _wgmma(text) if WGMMA.search(text) else text for file, text in headers.items()}
@@ -52,7 +52,7 @@ extern "C" const emulator::Entry* octile_entry() {{
 
 
 def _wgmma(header: str) -> str:
-    """What stands in for wgmma.py's header: a call of the core with the instruction's types."""
+    """The emulated header of wgmma.py: a call of the core with the types of the instruction."""
     n, a, b = WGMMA.search(header).groups()  # type: ignore[union-attr]
     return f"""\
 #pragma once
@@ -75,7 +75,7 @@ def _stamp(folder: str) -> str:
 
 
 def _compile(name: str, text: str, stamp: str, *options: str) -> Path:
-    """A shared library, compiled unless it was before; `stamp` is what the text includes."""
+    """Compile a shared library unless it is stored already. `stamp` is the text of what the source includes."""
     found = compiler()
     if found is None:
         raise FileNotFoundError("the emulator needs a C++ compiler: install g++, or set CXX")
@@ -84,7 +84,7 @@ def _compile(name: str, text: str, stamp: str, *options: str) -> Path:
     if library.exists():
         return library
     with open(library.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other test workers want the same
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other test workers may compile the same
         if not library.exists():
             source, built = library.with_suffix(".cpp"), library.with_suffix(".new")
             source.write_text(text)

@@ -1,4 +1,4 @@
-"""The emulator gives a correct kernel's result for every seed, and finds each mistake that it claims to find."""
+"""Tests of the CPU emulator: a correct kernel has its result for every seed, and each kind of mistake is found."""
 
 import math
 import re
@@ -16,26 +16,26 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator n
 
 SEEDS = range(24)
 PIPELINE_BYTES = 64 * 128 + 2 * 2 * 64 * 128 + 4 * 8
-NAMED = {  # a mistake: a part of what the emulator says
-    "barrier_made_twice": "is initialised a second time",
-    "no_init_fence": "was initialised without fence_mbarrier_init",
-    "no_sync_after_init": "was not initialised",
-    "half_gives_registers": "did not all execute the same",
-    "registers_not_given": "waits for registers: setmaxnreg_inc<256>",
+NAMED = {  # a mistake: part of the emulator's message
+    "mbarrier_initialized_twice": "is initialized a second time",
+    "no_init_fence": "was initialized without fence_mbarrier_init",
+    "no_sync_after_init": "was not initialized",
+    "half_of_the_warps_setmaxnreg": "did not all execute the same",
+    "no_setmaxnreg_dec": "waits for registers: setmaxnreg_inc<256>",
     "unaligned_tile": "is not 128-byte aligned",
-    "room_for_another_phase": "deadlock",
+    "acquire_with_another_parity": "deadlock",
     "expects_too_much": "lacks 0 of 1 arrivals and 16 bytes",
     "expects_too_little": "more bytes landed",
     "arrives_twice": "one arrival too many",
     "one_block_gets_b": "4096 bytes",
     "no_such_block": "multicast to blocks 7 of a cluster of 2",
     "never_released": "lacks 8 of 8 arrivals",
-    "no_product_fence": "wgmma without wgmma_fence",
+    "no_wgmma_fence": "wgmma without wgmma_fence",
     "descriptors_differ": "gave other descriptors",
     "tile_off_its_swizzle": "does not begin where its 128-byte swizzle does",
-    "accumulator_written_under_way": "accumulator register 3 was written",
-    "accumulator_read_under_way": "accumulator register 0 was written",
-    "no_commit": "wgmma_wait_group is missing",
+    "accumulator_written_in_flight": "accumulator register 3 was written",
+    "accumulator_read_in_flight": "accumulator register 0 was written",
+    "no_wgmma_commit": "wgmma_wait_group is missing",
     "reads_past_the_bias": "byte 256 of a storage of 256 bytes",
     "unaligned_matrix": "is not 16-byte aligned",
     "no_fence_before_store": "without fence_proxy_async",
@@ -45,17 +45,17 @@ NAMED = {  # a mistake: a part of what the emulator says
     "no_store_commit": "were not committed",
     "no_store_wait": "bulk_wait_group_read is missing",
     "past_shared_memory": f"the byte at offset {PIPELINE_BYTES} was written",
-    "over_a_barrier": "something was written over it",
+    "over_an_mbarrier": "something was written over it",
     "polls_for_ever": "livelock",
-    "ends_before_its_twin": "whose threads have all ended",
+    "ends_before_its_peer": "whose threads have all ended",
 }
-RACES = [  # mistakes that show in the result, or end in some error, for some of the seeds
-    "no_wait_for_room",
-    "no_wait_for_tiles",
+RACES = [  # mistakes that change the result, or end in an error, for some of the seeds
+    "no_producer_acquire",
+    "no_consumer_wait",
     "wrong_parity",
     "released_too_early",
     "one_warp_releases_for_all",
-    "no_product_wait",
+    "no_wgmma_wait",
     "no_barrier_before_store",
 ]
 FAULTS = {name: index for index, name in enumerate([*NAMED, *RACES], start=1)}
@@ -64,7 +64,7 @@ FAULTS = {name: index for index, name in enumerate([*NAMED, *RACES], start=1)}
 def pipeline(
     fault: str = "", seed: int = 0, k: int = 640, lazy: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What pipeline.cu gives, and what it should."""
+    """The result of pipeline.cu, and the expected one."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randint(-8, 9, (rows, k), generator=generator).float() for rows in (128, 64))
     bias = torch.randint(-100, 100, (64,), generator=generator).float()

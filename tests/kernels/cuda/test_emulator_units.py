@@ -1,4 +1,4 @@
-"""The emulator's copy engine, wgmma and lanes, each against torch or against the lab's tensor core."""
+"""Tests of the emulator's TMA, wgmma and warp-level primitives, compared with torch or the tensor core model."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from tools.emulator.examples import SOURCES
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
-# ---- The copy engine ----
+# ---- TMA ----
 
 
 def copy(
@@ -43,13 +43,13 @@ def copy(
 
 
 def swizzled(rows: torch.Tensor, swizzle: int) -> torch.Tensor:
-    """Bytes [rows, swizzle] as the copy engine puts them: pieces of 16 bytes change places within a row."""
+    """Bytes [rows, swizzle] as TMA swizzles them: chunks of 16 bytes are permuted within a row."""
     count = swizzle // 16
     out = torch.empty_like(rows)
     for row in range(rows.shape[0]):
-        for piece in range(count):
-            other = piece ^ (row * swizzle // 128) % count
-            out[row, other * 16 : other * 16 + 16] = rows[row, piece * 16 : piece * 16 + 16]
+        for chunk in range(count):
+            other = chunk ^ (row * swizzle // 128) % count
+            out[row, other * 16 : other * 16 + 16] = rows[row, chunk * 16 : chunk * 16 + 16]
     return out
 
 
@@ -166,7 +166,7 @@ def test_hopper_sums_bit_for_bit_as_the_lab_does(a_type: str, b_type: str) -> No
     assert torch.equal(multiply(a, b, c, (a_type, b_type), "hopper").view(torch.int32), expected.view(torch.int32))
 
 
-# ---- Lanes ----
+# ---- Warp-level primitives ----
 
 
 def test_lanes_of_a_warp_exchange_values() -> None:
@@ -205,12 +205,12 @@ def test_lanes_of_a_warp_exchange_values() -> None:
     assert torch.equal(packed.view(torch.int16).view(32, 2), rounded)
 
 
-def test_every_ptx_function_has_its_double() -> None:
+def test_every_ptx_function_is_emulated() -> None:
     def normal(text: str) -> str:
         return re.sub(r"\s+", " ", re.sub(r"(?<=\()\s+", "", text))
 
     real = normal((specialize.FOLDER / "jit" / "ptx.cuh").read_text())
-    double = normal((Path(emulator.__file__).parent / "device" / "ptx.cuh").read_text())
+    emulated = normal((Path(emulator.__file__).parent / "device" / "ptx.cuh").read_text())
     signatures = re.findall(r"__forceinline__ (?:[\w]+\*? )+(\w+\([^)]*\)) {", real)
     assert len(signatures) > 30
-    assert [signature for signature in signatures if signature not in double] == []
+    assert [signature for signature in signatures if signature not in emulated] == []

@@ -1,4 +1,4 @@
-// Where threads meet: mbarriers, named barriers, clusters, and registers that change hands.
+// Synchronization: mbarriers, named barriers, cluster barriers; and setmaxnreg.
 #include <algorithm>
 
 #include "machine.h"
@@ -10,17 +10,17 @@ namespace emulator {
 static uint64_t word(size_t index) { return 0x0C711EBA221E0000ull + index; }
 static uint32_t offset_of(const Block* block, const void* p) { return static_cast<const uint8_t*>(p) - block->shared; }
 
-static std::string state_of(const MBarrier& barrier) {
+static std::string state_of(const MbarrierState& barrier) {
     return text("mbarrier at offset %u (phase %llu lacks %u of %u arrivals and %d bytes)", barrier.offset,
                 static_cast<unsigned long long>(barrier.phase), barrier.pending, barrier.count, barrier.bytes);
 }
 
-MBarrier& barrier_of(Block* block, const uint64_t& state) {
+MbarrierState& barrier_of(Block* block, const uint64_t& state) {
     const uint32_t offset = offset_of(block, &state);
     shared_range(block, &state, 8, "mbarrier");
     const uint64_t index = state - word(0);
     if (index >= block->barriers.size() || block->barriers[index]->offset != offset)
-        fail("the mbarrier at offset %u of %s was not initialised, or something was written over it", offset,
+        fail("the mbarrier at offset %u of %s was not initialized, or something was written over it", offset,
              name(block).c_str());
     return *block->barriers[index];
 }
@@ -33,9 +33,9 @@ void mbarrier_init(uint64_t& state, uint32_t count) {
     if (count < 1 || count >= 1 << 20) fail("an mbarrier counts to 1 … 2^20 − 1, not %u", count);
     const uint32_t offset = offset_of(block, &state);
     for (const auto& other : block->barriers)
-        if (other->offset == offset) fail("the mbarrier at offset %u is initialised a second time", offset);
+        if (other->offset == offset) fail("the mbarrier at offset %u is initialized a second time", offset);
     state = word(block->barriers.size());
-    block->barriers.push_back(std::make_unique<MBarrier>(MBarrier{offset, count, count, 0, 0, me(), {}}));
+    block->barriers.push_back(std::make_unique<MbarrierState>(MbarrierState{offset, count, count, 0, 0, me(), {}}));
 }
 
 void fence_mbarrier_init() {
@@ -43,11 +43,11 @@ void fence_mbarrier_init() {
         if (barrier->fence_due == me()) barrier->fence_due = nullptr;
 }
 
-static void check_life(Block* block, const char* what) {
+static void check_alive(Block* block, const char* what) {
     if (!block->live) fail("%s %s, whose threads have all ended", what, name(block).c_str());
 }
 
-void complete(Block* block, MBarrier& barrier) {
+void complete_phase(Block* block, MbarrierState& barrier) {
     if (barrier.pending) return;
     if (barrier.bytes < 0)
         fail("more bytes landed at the %s of %s than were expected", state_of(barrier).c_str(), name(block).c_str());
@@ -65,10 +65,10 @@ void complete(Block* block, MBarrier& barrier) {
     wake(woken);
 }
 
-void land(Block* block, MBarrier& barrier, uint32_t bytes) {
+void complete_tx(Block* block, MbarrierState& barrier, uint32_t bytes) {
     barrier.bytes -= static_cast<int>(bytes);
     if (barrier.bytes <= -(1 << 20)) fail("the transaction count of the %s left its range", state_of(barrier).c_str());
-    complete(block, barrier);
+    complete_phase(block, barrier);
 }
 
 void mbarrier_arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
@@ -76,17 +76,17 @@ void mbarrier_arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     Block* own = me()->home;
     if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
     Block* block = (*own->cluster)[rank];
-    check_life(block, "an arrival at an mbarrier of");
+    check_alive(block, "an arrival at an mbarrier of");
     const uint32_t offset = offset_of(own, &state);
-    MBarrier& barrier = barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + offset));
+    MbarrierState& barrier = barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + offset));
     if (barrier.fence_due && block != own)
-        fail("the %s was initialised without fence_mbarrier_init", state_of(barrier).c_str());
+        fail("the %s was initialized without fence_mbarrier_init", state_of(barrier).c_str());
     if (!barrier.pending) fail("one arrival too many at the %s of %s", state_of(barrier).c_str(), name(block).c_str());
     if (barrier.bytes + int64_t(bytes) >= 1 << 20)
         fail("the transaction count of the %s left its range", state_of(barrier).c_str());
     barrier.bytes += static_cast<int>(bytes);
     --barrier.pending;
-    complete(block, barrier);
+    complete_phase(block, barrier);
 }
 
 bool mbarrier_try_wait(uint64_t& state, uint32_t parity) {
@@ -97,7 +97,7 @@ bool mbarrier_try_wait(uint64_t& state, uint32_t parity) {
 
 void mbarrier_wait(uint64_t& state, uint32_t parity) {
     may_switch();
-    MBarrier& barrier = barrier_of(me()->home, state);
+    MbarrierState& barrier = barrier_of(me()->home, state);
     if (parity > 1) fail("an mbarrier's parity is 0 or 1, not %u", parity);
     while ((barrier.phase & 1) == parity) {
         barrier.waiters.push_back({me(), barrier.phase});
@@ -108,7 +108,7 @@ void mbarrier_wait(uint64_t& state, uint32_t parity) {
 
 // ---- Named barriers, __syncthreads, clusters ---------------------------------------------------------------------
 
-static void come(NamedBarrier& barrier, uint32_t threads, bool wait, const std::string& title) {
+static void arrive_and_wait(NamedBarrier& barrier, uint32_t threads, bool wait, const std::string& title) {
     if (barrier.threads && barrier.threads != threads)
         fail("comes to %s with %u threads, others came with %u", title.c_str(), threads, barrier.threads);
     barrier.threads = threads;
@@ -130,14 +130,14 @@ void named_barrier(uint32_t id, uint32_t threads, bool wait) {
     if (id > 15) fail("named barriers are 0 … 15, not %u", id);
     if (threads % 32 || !threads || threads > machine.launch.threads)
         fail("barrier %u cannot wait for %u of %u threads: it takes whole warps", id, threads, machine.launch.threads);
-    come(block->named[id], threads, wait, id ? text("named barrier %u", id) : "__syncthreads");
+    arrive_and_wait(block->named[id], threads, wait, id ? text("named barrier %u", id) : "__syncthreads");
     may_switch();
 }
 
 void cluster_sync() {
     may_switch();
     const Block* block = me()->home;
-    come(*block->cluster_barrier, machine.launch.threads * block->cluster->size(), true, "cluster_sync");
+    arrive_and_wait(*block->cluster_barrier, machine.launch.threads * block->cluster->size(), true, "cluster_sync");
 }
 
 // ---- setmaxnreg --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// A launch: blocks come to life, some clusters at a time, run, and are looked over when they have ended.
+// A launch: creates thread blocks, some clusters at a time, runs them, and checks them when they have ended.
 #include "machine.h"
 
 #include <pthread.h>
@@ -125,7 +125,7 @@ static void check_guards(const Block* block, const uint8_t* stack) {
             report(name(block) + text(": thread %u overran its stack of %zu bytes", i, stack_bytes));
 }
 
-// Some clusters, from the first block to the end of the last.
+// Runs some clusters to their end.
 static void run_clusters(const uint32_t* indices, size_t clusters) {
     const Launch& launch = machine.launch;
     const size_t count = clusters * launch.cluster, block_stacks = launch.threads * stack_bytes;
@@ -156,7 +156,7 @@ static void run_clusters(const uint32_t* indices, size_t clusters) {
     for (size_t i = 0; i < count; ++i) check_guards(machine.blocks[i].get(), stack(i));
 }
 
-// In a random order, and unless all must live together, so many clusters at a time as chance has it.
+// All clusters in random order, a random number of them at a time, or all where they must run at the same time.
 static void run_grid() {
     const Launch& launch = machine.launch;
     std::vector<uint32_t> order(launch.grid / launch.cluster);
@@ -196,17 +196,17 @@ static void on_signal(int signal, siginfo_t* info, void*) {
     fail("invalid access to memory at %p", info->si_addr);
 }
 
-static Leaning leaning_of(const Launch& launch) {
+static Tendencies tendencies_of(const Launch& launch) {
     const unsigned chances[] = {0, 4, 32, 128, 256}, contests[] = {1, 4, 32}, deals[] = {7, 10, 13};
-    Leaning leaning{};
-    leaning.switch_early = chances[random_below(4)];
-    leaning.copy_early = chances[random_below(5)];
-    leaning.product_early = chances[2 * random_below(3)];
-    leaning.contest = contests[random_below(3)];
-    leaning.deal = deals[random_below(3)];
-    if (launch.lazy == 1) leaning.copy_early = leaning.product_early = 0;
-    if (launch.lazy == 0) leaning.copy_early = leaning.product_early = 256;
-    return leaning;
+    Tendencies tendencies{};
+    tendencies.switch_early = chances[random_below(4)];
+    tendencies.copy_early = chances[random_below(5)];
+    tendencies.wgmma_early = chances[2 * random_below(3)];
+    tendencies.contest = contests[random_below(3)];
+    tendencies.deal = deals[random_below(3)];
+    if (launch.lazy == 1) tendencies.copy_early = tendencies.wgmma_early = 0;
+    if (launch.lazy == 0) tendencies.copy_early = tendencies.wgmma_early = 256;
+    return tendencies;
 }
 
 extern "C" int octile_emulate(Launch* launch) {
@@ -214,7 +214,7 @@ extern "C" int octile_emulate(Launch* launch) {
     machine.launch = *launch;
     machine.random_state = launch->seed * 0x9E3779B97F4A7C15ull + 0xD1B54A32D192ED03ull;
     for (int i = 0; i < 8; ++i) random_below(2);
-    machine.leaning = leaning_of(*launch);
+    machine.tendencies = tendencies_of(*launch);
     machine.switches = machine.progress = last_tick = 0;
 
     emulating = pthread_self();

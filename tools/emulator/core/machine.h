@@ -1,8 +1,8 @@
 // The state of an emulated GPU during one launch.
 //
 // Threads are fibers on one CPU thread. Each runs until it calls a function of the core that blocks, or that lets
-// others run; then the scheduler picks another at random. Copies and products are asynchronous, as on the GPU: they
-// happen at some random moment between the instruction and the wait for it. A seed fixes all that is random.
+// others run; then the scheduler picks another at random. TMA copies and wgmmas are asynchronous, as on the GPU: they
+// happen at some random moment between the instruction and the wait for it. A seed determines all that is random.
 #pragma once
 #include <cstring>
 #include <deque>
@@ -22,12 +22,12 @@ struct Thread;
 using Threads = std::vector<Thread*>;
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// An mbarrier. Its 8 bytes of shared memory hold `word(i)` only, so that stray writes to them are noticed.
-struct MBarrier {
+// An mbarrier. Its 8 bytes of shared memory only contain `word(i)`, so that stray writes to them are detected.
+struct MbarrierState {
     uint32_t offset, count, pending;
     int bytes = 0;
     uint64_t phase = 0;
-    const Thread* fence_due;  // who initialised it and has not yet called fence_mbarrier_init
+    const Thread* fence_due;  // who initialized it and has not called fence_mbarrier_init yet
     struct Waiter {
         Thread* thread;
         uint64_t phase;
@@ -40,38 +40,38 @@ struct NamedBarrier {
     Threads waiters;
 };
 
-// Lanes that come to the same instruction with the same mask.
-struct Meet {
-    Meeting kind;
+// Lanes that execute the same warp-level primitive with the same mask.
+struct WarpCall {
+    WarpPrimitive kind;
     uint32_t mask, arrived;
 };
 
 struct Warp {
-    std::deque<Meet> meetings;  // under way
+    std::deque<WarpCall> calls;  // in flight
     Thread* lanes[32] = {};
-    std::vector<uint32_t> unfenced;  // pieces of 16 bytes of shared memory that stmatrix wrote
+    std::vector<uint32_t> unfenced;  // chunks of 16 bytes of shared memory that stmatrix wrote
     uint32_t fenced = 0;             // lanes that called fence_proxy_async since
 };
 
-// An accumulator that products are under way to: while it is, the registers themselves hold `poison`.
-struct Flight {
+// An accumulator with wgmmas in flight: meanwhile the registers themselves contain `poison`.
+struct InFlight {
     int n;
     float* homes[128] = {};
     std::vector<float> matrix;  // [64][n]
 };
 
-struct Product {
+struct Wgmma {
     uint64_t a, b;
     bool accumulate;
     int n, a_format, b_format;
     uint32_t issued = 0, done = 0;  // of 128 threads, of 4 warps
-    std::shared_ptr<Flight> flight;
+    std::shared_ptr<InFlight> accumulator;
 };
 
 struct Warpgroup {
-    std::vector<Product> products;
-    size_t done[4] = {};          // products, each warp for its 16 rows
-    std::vector<size_t> commits;  // products before each commit
+    std::vector<Wgmma> wgmmas;
+    size_t done[4] = {};          // wgmmas, each warp for its 16 rows
+    std::vector<size_t> commits;  // wgmmas before each commit
     Threads waiters;
 };
 
@@ -84,7 +84,7 @@ struct Thread : Place {
     bool done = false;
     std::function<std::string()> why;  // what it waits for, for the report of a deadlock
 
-    uint64_t brought, answer;  // at a meeting of lanes
+    uint64_t input, result;  // of a warp-level primitive
     uint32_t argument, width;
     Rows rows;
     uint32_t registers = 0, register_changes = 0;
@@ -94,18 +94,18 @@ struct Thread : Place {
 
     bool fenced = false;  // wgmma_fence since its registers were last its own
     size_t issued = 0, commits = 0;
-    struct InFlight {
-        std::shared_ptr<Flight> flight;
-        size_t last;  // product
+    struct Accumulator {
+        std::shared_ptr<InFlight> registers;
+        size_t last;  // wgmma
     };
-    std::vector<InFlight> flights;
+    std::vector<Accumulator> accumulators;  // with wgmmas in flight
 };
 
 struct Block {
     uint32_t rank, live;
-    uint8_t *window, *shared, *async;  // `async` is shared memory as the copy engine and wgmma see it
-    std::vector<uint8_t> unfenced;     // for each 16 bytes: 1 + the warp whose stmatrix wrote them, until it fences
-    std::vector<std::unique_ptr<MBarrier>> barriers;
+    uint8_t *window, *shared, *async;  // `async` is shared memory as TMA and wgmma see it
+    std::vector<uint8_t> unfenced;     // for each 16 bytes: 1 + the warp whose stmatrix wrote them, until its fence
+    std::vector<std::unique_ptr<MbarrierState>> barriers;
     NamedBarrier named[16];
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<std::unique_ptr<Warpgroup>> warpgroups;
@@ -116,30 +116,30 @@ struct Block {
     Threads register_waiters;
 };
 
-// What Python asks for; the order is that of the ctypes structure in __init__.py.
+// The arguments of a launch, in the order of the ctypes structure in __init__.py.
 struct Launch {
     void (*call)(void** arguments);
     void** arguments;
     uint32_t grid, cluster, threads, shared_bytes;
     uint64_t seed;
-    int32_t lazy;      // 1: copies and products as late as allowed, 0: as early, −1: the seed decides
-    int32_t hopper;    // sums as Hopper's tensor core makes them
-    int32_t resident;  // all blocks live together
+    int32_t lazy;      // 1: copies and wgmmas as late as allowed, 0: as early, −1: the seed decides
+    int32_t hopper;    // sums as Hopper's tensor core computes them
+    int32_t resident;  // all blocks run at the same time
     uint64_t switches;
     uint64_t fault;  // the address of an invalid access
     char message[8192];
 };
 
-// How this run leans, from its seed: chances of 256.
-struct Leaning {
-    unsigned switch_early, copy_early, product_early;
+// The probabilities of this run, from its seed, out of 256.
+struct Tendencies {
+    unsigned switch_early, copy_early, wgmma_early;
     unsigned contest;  // candidates for the next turn, of which the one with the highest priority gets it
     unsigned deal;     // warps get new priorities every 2^deal turns
 };
 
 struct Machine {
     Launch launch;
-    Leaning leaning;
+    Tendencies tendencies;
     uint64_t random_state;
     Threads ready;
     std::vector<std::shared_ptr<Copy>> copies;  // not finished yet
@@ -165,9 +165,9 @@ std::string name(const Thread* thread);
 std::string name(const Block* block);
 uint8_t* shared_range(Block* block, const void* start, size_t bytes, const char* what);  // checked
 
-MBarrier& barrier_of(Block* block, const uint64_t& state);
-void complete(Block* block, MBarrier& barrier);
-void land(Block* block, MBarrier& barrier, uint32_t bytes);
+MbarrierState& barrier_of(Block* block, const uint64_t& state);
+void complete_phase(Block* block, MbarrierState& barrier);
+void complete_tx(Block* block, MbarrierState& barrier, uint32_t bytes);
 void advance_copy(size_t index);
 void check_exit(Thread* thread);
 void check_block_exit(Block* block);

@@ -1,4 +1,4 @@
-// Whose turn it is: one at random of those that do not wait, until all threads have ended or nobody can go on.
+// The scheduler of fibers: runs a random one of those that do not wait, until all have ended or none can continue.
 #include "machine.h"
 
 #include <algorithm>
@@ -38,7 +38,7 @@ void must_switch() {
 }
 
 void may_switch() {
-    if (chance(machine.leaning.switch_early)) must_switch();
+    if (chance(machine.tendencies.switch_early)) must_switch();
 }
 
 void thread_main() {
@@ -53,14 +53,14 @@ void thread_main() {
 }
 
 static uint32_t priority(const Thread* thread) {
-    const uint64_t warp = thread->block.x * 64 + thread->index / 32, deal = machine.switches >> machine.leaning.deal;
+    const uint64_t warp = thread->block.x * 64 + thread->index / 32, deal = machine.switches >> machine.tendencies.deal;
     return ((deal ^ machine.launch.seed << 20) * 1000003 + warp) * 0x9E3779B97F4A7C15ull >> 40;
 }
 
 static Thread* next_thread() {
     Threads& ready = machine.ready;
     uint32_t best = random_below(ready.size());
-    for (unsigned i = 1; i < machine.leaning.contest; ++i) {
+    for (unsigned i = 1; i < machine.tendencies.contest; ++i) {
         const uint32_t other = random_below(ready.size());
         if (priority(ready[other]) > priority(ready[best])) best = other;
     }
@@ -104,7 +104,7 @@ void run() {
         for (auto& thread : block->threads) machine.ready.push_back(thread.get()), ++machine.live;
     while (machine.live) {
         const size_t copies = machine.copies.size();
-        if (copies && (machine.ready.empty() || chance(machine.leaning.copy_early))) advance_copy(random_below(copies));
+        if (copies && (machine.ready.empty() || chance(machine.tendencies.copy_early))) advance_copy(random_below(copies));
         if (machine.ready.empty()) {
             if (machine.copies.empty()) report(deadlock("deadlock: every thread waits"));
             continue;

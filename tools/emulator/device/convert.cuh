@@ -1,5 +1,5 @@
-// Stands in for octile/kernels/cuda/include/numbers.cuh: the same names, in plain arithmetic. What the GPU approximates is
-// exact here, or rounded once.
+// Emulated octile/kernels/cuda/quantize/convert.cuh: the same functions. What the GPU approximates is exact here, or rounded
+// once.
 #pragma once
 #include <ptx.cuh>
 

@@ -1,4 +1,4 @@
-// CUDA's words as plain C++: qualifiers, built-in variables, vector types and the intrinsics that kernels use.
+// CUDA C++ for a C++ compiler: qualifiers, built-in variables, vector types and the intrinsics that kernels use.
 #pragma once
 #include <math.h>
 #include <stdio.h>
@@ -143,7 +143,7 @@ inline void __nanosleep(unsigned) { emulator::must_switch(); }
 namespace emulator {
 void named_barrier(uint32_t id, uint32_t threads, bool wait);
 
-enum class Meeting {
+enum class WarpPrimitive {
     sync,
     shuffle,
     shuffle_xor,
@@ -158,46 +158,46 @@ enum class Meeting {
     match,
     stmatrix
 };
-// Lanes of `mask` bring a value each, and each gets its own answer.
-uint64_t meet(Meeting kind, uint32_t mask, uint64_t value, uint32_t argument = 0, uint32_t width = 32);
+// Runs a warp-level primitive for the lanes of `mask`; each lane gets its own result.
+uint64_t warp_primitive(WarpPrimitive kind, uint32_t mask, uint64_t value, uint32_t argument = 0, uint32_t width = 32);
 
 template <class T>
-T shuffle(Meeting kind, uint32_t mask, T value, uint32_t argument, uint32_t width) {
+T shuffle(WarpPrimitive kind, uint32_t mask, T value, uint32_t argument, uint32_t width) {
     static_assert(sizeof(T) <= 8);
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
-    bits = meet(kind, mask, bits, argument, width);
+    bits = warp_primitive(kind, mask, bits, argument, width);
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::named_barrier(0, blockDim.x * blockDim.y * blockDim.z, true); }
-inline void __syncwarp(unsigned mask = ~0u) { emulator::meet(emulator::Meeting::sync, mask, 0); }
+inline void __syncwarp(unsigned mask = ~0u) { emulator::warp_primitive(emulator::WarpPrimitive::sync, mask, 0); }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
-    return emulator::shuffle(emulator::Meeting::shuffle, mask, value, lane, width);
+    return emulator::shuffle(emulator::WarpPrimitive::shuffle, mask, value, lane, width);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
-    return emulator::shuffle(emulator::Meeting::shuffle_xor, mask, value, lanes, width);
+    return emulator::shuffle(emulator::WarpPrimitive::shuffle_xor, mask, value, lanes, width);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-    return emulator::shuffle(emulator::Meeting::shuffle_up, mask, value, delta, width);
+    return emulator::shuffle(emulator::WarpPrimitive::shuffle_up, mask, value, delta, width);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-    return emulator::shuffle(emulator::Meeting::shuffle_down, mask, value, delta, width);
+    return emulator::shuffle(emulator::WarpPrimitive::shuffle_down, mask, value, delta, width);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-    return emulator::meet(emulator::Meeting::ballot, mask, predicate != 0);
+    return emulator::warp_primitive(emulator::WarpPrimitive::ballot, mask, predicate != 0);
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 #define OCTILE_REDUCE(T, name)                                                         \
     inline T __reduce_##name##_sync(unsigned mask, T value) {                          \
-        return emulator::meet(emulator::Meeting::reduce_##name, mask, int64_t(value)); \
+        return emulator::warp_primitive(emulator::WarpPrimitive::reduce_##name, mask, int64_t(value)); \
     }
 OCTILE_REDUCE(int, min)
 OCTILE_REDUCE(int, max)
@@ -210,5 +210,5 @@ OCTILE_REDUCE(unsigned, and)
 #undef OCTILE_REDUCE
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value) {
-    return emulator::shuffle(emulator::Meeting::match, mask, uint64_t(value), 0, 32);
+    return emulator::shuffle(emulator::WarpPrimitive::match, mask, uint64_t(value), 0, 32);
 }

@@ -1,4 +1,4 @@
-// How the core calls a kernel: with an array of pointers to its arguments, as cuLaunchKernel takes them.
+// The entry point of a kernel: the core calls it with an array of pointers to arguments, as cuLaunchKernel takes them.
 #pragma once
 #include <utility>
 

@@ -1,4 +1,4 @@
-// What a kernel sees of the thread that runs it.
+// The state of a thread that its kernel can see.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""Kernels that test the emulator itself: each file's text by its name, as headers that `jit.source` finds them in."""
+"""Kernels that test the emulator: the text of each file by its name, as `specialize.source` takes headers."""
 
 from pathlib import Path
 

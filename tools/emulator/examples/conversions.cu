@@ -1,4 +1,4 @@
-// What the emulator makes of each conversion: the 8 bits, the 16 bits, and back.
+// Conversions between number formats: to 8 bits, to 16 bits, and back.
 #include "convert.cuh"
 
 extern "C" __global__ void conversions(const float* x, uint32_t* codes, float* back) {

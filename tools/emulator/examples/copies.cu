@@ -1,4 +1,4 @@
-// A box from a tensor to shared memory, and its bytes as they lie there to `raw`; or the way back.
+// TMA loads a box, whose bytes in shared memory are copied to `raw`; or TMA stores a box of the bytes of `raw`.
 #include "ptx.cuh"
 
 enum Kind { load, store, add };

@@ -1,4 +1,4 @@
-// Blocks that wait for each other: each adds its number after the one before it has.
+// Thread blocks that wait for each other: each adds its index after the previous block.
 #include "ptx.cuh"
 
 extern "C" __global__ void flags(int* turn, int* sum) {

@@ -1,4 +1,4 @@
-// What lanes of a warp tell each other: answers[question][lane].
+// Warp-level primitives, each with its result for every lane: answers[primitive][lane].
 #include "ptx.cuh"
 
 extern "C" __global__ void lanes(const int* values, int* answers, uint16_t* matrices, const float* pair,

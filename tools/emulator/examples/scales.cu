@@ -1,4 +1,4 @@
-// Scales and quotients, number by number.
+// Scales and quotients, one element a thread.
 #include "scale.cuh"
 
 extern "C" __global__ void scales(const float* x, const float* scale, float* quotient, float* scale_of_x, int count) {

@@ -1,4 +1,4 @@
-// d[64, n] += a[64, k] · b[n, k]ᵀ by wgmma, from tiles that the copy engine brought, and nothing else.
+// d[64, n] += a[64, k] · b[n, k]ᵀ by wgmma, from tiles that TMA loaded.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 

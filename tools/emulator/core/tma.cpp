@@ -1,5 +1,5 @@
-// The copy engine (TMA). A copy happens at a random moment after its instruction; a load first fills its destination
-// with 0xFF (NaN), because from the instruction on nobody may count on what lay there.
+// TMA. A copy happens at a random moment after its instruction. A load first fills its destination with 0xFF (NaN),
+// because its earlier contents are undefined from the instruction on.
 //
 // Source: PTX ISA, "Tensors" and "Swizzling modes"; CUDA driver API, cuTensorMapEncodeTiled.
 #include "machine.h"
@@ -8,7 +8,7 @@
 
 namespace emulator {
 
-// What __init__.py writes into the 128 opaque bytes.
+// The 128 opaque bytes of a tensor map, as __init__.py writes them.
 struct Map {
     uint8_t* base;
     uint64_t strides[4];  // bytes, of dimensions 1 …
@@ -25,7 +25,7 @@ struct Copy {
     int place[5] = {};
     Block* block;       // whose shared memory
     uint32_t offset;    // there
-    MBarrier* barrier;  // told when a load has landed
+    MbarrierState* barrier;  // of a load
     std::string issuer;
     enum { issued, read, written } state = issued;
     std::vector<uint8_t> box;
@@ -66,7 +66,7 @@ struct Copy {
         }
     }
 
-    void land() {
+    void load_box() {
         box.assign(bytes(), 0);
         each_row([&](const uint8_t* global, uint32_t at, uint32_t n) { memcpy(&box[at], global, n); });
         for (uint32_t i = 0; i < bytes() / 16; ++i) {
@@ -75,7 +75,7 @@ struct Copy {
         }
         if (!block->live)
             fail("TMA: a copy of %s lands in %s, whose threads have all ended", issuer.c_str(), name(block).c_str());
-        emulator::land(block, *barrier, bytes());
+        emulator::complete_tx(block, *barrier, bytes());
     }
 
     void read_shared() {
@@ -87,7 +87,7 @@ struct Copy {
     void write() {
         each_row([&](uint8_t* global, uint32_t at, uint32_t n) {
             if (kind == store) {
-                memcpy(global, &box[at], (n + 15) / 16 * 16);  // whole pieces of 16 bytes: seen on an H200
+                memcpy(global, &box[at], (n + 15) / 16 * 16);  // whole chunks of 16 bytes: observed on an H200
                 return;
             }
             for (uint32_t i = 0; i < n; i += 4) {
@@ -104,7 +104,7 @@ struct Copy {
     void advance(int to) {
         if (state < read && to >= read) {
             if (kind == load) {
-                land();
+                load_box();
                 state = written;
                 return;
             }
@@ -137,7 +137,7 @@ static Map checked(const TensorMap* tensor_map, int dimensions) {
 static std::shared_ptr<Copy> new_copy(
     const Map& map, const int* place, Block* block, const void* shared, uint32_t alignment = 128) {
     auto copy = std::make_shared<Copy>();
-    if (int64_t(place[0]) * map.element % 16)  // seen on an H200, in no documentation that we know
+    if (int64_t(place[0]) * map.element % 16)  // observed on an H200; in no documentation that we know
         fail("TMA: illegal instruction: the first coordinate %d of elements of %u bytes is no multiple of 16 bytes",
              place[0], map.element);
     copy->map = map;
@@ -165,12 +165,12 @@ void tma_load(void* to, const TensorMap* tensor_map, uint64_t& state, const int*
         copy->kind = Copy::load;
         copy->barrier = &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + barrier_offset));
         if (copy->barrier->fence_due)
-            fail("TMA: the mbarrier at offset %u was initialised without fence_mbarrier_init", copy->barrier->offset);
+            fail("TMA: the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
         memset(block->shared + copy->offset, 0xFF, copy->bytes());
         memset(block->async + copy->offset, 0xFF, copy->bytes());
         machine.copies.push_back(copy);
     }
-    if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
+    if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
 static void begin_store(const std::shared_ptr<Copy>& copy) {
@@ -180,7 +180,7 @@ static void begin_store(const std::shared_ptr<Copy>& copy) {
                  copy->at(i), warp - 1);
     me()->open_group.push_back(copy);
     machine.copies.push_back(copy);
-    if (chance(machine.leaning.copy_early)) advance_copy(machine.copies.size() - 1);
+    if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
 void tma_store(const TensorMap* tensor_map, const void* from, const int* place, int dimensions, bool add) {
@@ -215,14 +215,14 @@ void bulk_wait_group_read(int groups) {
     drop_written();
 }
 
-// Shared memory goes back to the system with the block: nothing may still read it or land in it.
+// Shared memory is released when the block ends: no copy may still read or write it.
 void check_exit(Thread* thread) {
     if (!thread->open_group.empty()) fail("ends with stores that were not committed");
     for (const auto& group : thread->groups)
         for (const auto& copy : group)
             if (copy->state == Copy::issued)
                 fail("ends while its stores may still read shared memory: bulk_wait_group_read is missing");
-    if (!thread->flights.empty()) fail("ends while its wgmma products are under way: wgmma_wait_group is missing");
+    if (!thread->accumulators.empty()) fail("ends while its wgmmas are in flight: wgmma_wait_group is missing");
 }
 
 void check_block_exit(Block* block) {

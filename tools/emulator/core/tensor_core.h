@@ -1,4 +1,4 @@
-// How the tensor core sums: each of 16 rows and n columns of d becomes d + Σ a·b over the k of one instruction.
+// The arithmetic of wgmma: each of 16 rows and n columns of d becomes d + Σ a·b over the k of one instruction.
 #pragma once
 #include <stdint.h>
 
@@ -7,7 +7,7 @@ namespace emulator {
 constexpr int nothing = -1000;  // the exponent of zero
 int exponent_of(float x, int least);
 
-// The operands of a warp's part of a product: a[16, k], b[k, n], and the exponents of Hopper's significands.
+// The operands of a warp's part of a wgmma: a[16, k], b[k, n], and the exponents of Hopper's significands.
 struct Operands {
     int n, k;
     float a[16 * 32], b[32 * 256];
@@ -15,7 +15,7 @@ struct Operands {
 };
 extern Operands operands;
 
-void sum_plain(float* d, int row);
-void sum_as_hopper(float* d, int row, bool eight_bits);
+void sum_exact(float* d, int row);
+void sum_hopper_row(float* d, int row, bool eight_bits);
 
 }  // namespace emulator

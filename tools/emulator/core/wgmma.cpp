@@ -1,13 +1,12 @@
-// wgmma: a warpgroup's product of two tiles in shared memory.
+// wgmma: the matrix multiply-accumulate of a warpgroup, on tiles in shared memory.
 //
-// Each thread leaves its accumulator registers at the instruction, finds `poison` in them until it has waited, and gets
-// the sum at the wait. Each warp reads the tiles for its 16 rows at a random moment: when the last of the 128 threads
-// issues, or when the warp waits. So a wait that is missing, or a tile that is given back too early, shows in the
-// result.
+// A thread's accumulator registers contain `poison` from the instruction until the thread has waited for it, and then the
+// sum. Each warp reads the tiles for its 16 rows at a random moment: when the last of the 128 threads issues the
+// instruction, or when the warp waits. So a missing wait, or a stage released too early, shows in the result.
 //
 // Source: PTX ISA, "wgmma.mma_async", "Matrix descriptor", "Register fragments and shared memory matrix layouts".
 #include "machine.h"
-#include "sums.h"
+#include "tensor_core.h"
 
 #include <algorithm>
 #include <array>
@@ -17,9 +16,9 @@
 namespace emulator {
 namespace {
 
-// A signalling NaN: no product yields it, and arithmetic does not leave it as it is.
+// A signaling NaN: no arithmetic yields it.
 constexpr uint32_t poison = 0x7FA5A5A5;
-constexpr int step_bytes = 32;
+constexpr int instruction_bytes = 32;
 
 float small_float(uint32_t code, int exponent_bits, int mantissa_bits) {
     const int sign = code >> (exponent_bits + mantissa_bits) & 1, bias = (1 << (exponent_bits - 1)) - 1;
@@ -66,7 +65,7 @@ void read_tile(const Block* block, uint64_t descriptor, int first, int rows, For
         fail("wgmma: the tile at offset %u does not begin where its %u-byte swizzle does", start - shared_start, span);
     const int width = width_of(format);
     for (int row = first; row < first + rows; ++row)
-        for (uint32_t byte = 0; byte < step_bytes; byte += 16) {
+        for (uint32_t byte = 0; byte < instruction_bytes; byte += 16) {
             uint32_t address = start + row / 8 * group + row % 8 * span + byte;
             address ^= (address >> 7 & (span / 16 - 1)) << 4;
             const uint8_t* chunk = block->async + (address - shared_start);
@@ -77,16 +76,16 @@ void read_tile(const Block* block, uint64_t descriptor, int first, int rows, For
         }
 }
 
-// ---- Moments -----------------------------------------------------------------------------------------------------
+// ---- Execution -----------------------------------------------------------------------------------------------------
 
-// A warp's 16 rows of a product.
-void execute(const Block* block, const Product& product, int warp) {
+// Executes a wgmma for the 16 rows of one warp.
+void execute(const Block* block, const Wgmma& call, int warp) {
     static float tile[256 * 32];
     constexpr int least_exponents[] = {-6, -14, -14, -126, -126};
-    const auto a_format = Format(product.a_format), b_format = Format(product.b_format);
-    const int n = operands.n = product.n, k = operands.k = step_bytes / width_of(a_format);
-    read_tile(block, product.a, 16 * warp, 16, a_format, operands.a);
-    read_tile(block, product.b, 0, n, b_format, tile);
+    const auto a_format = Format(call.a_format), b_format = Format(call.b_format);
+    const int n = operands.n = call.n, k = operands.k = instruction_bytes / width_of(a_format);
+    read_tile(block, call.a, 16 * warp, 16, a_format, operands.a);
+    read_tile(block, call.b, 0, n, b_format, tile);
     for (int column = 0; column < n; ++column)
         for (int i = 0; i < k; ++i) operands.b[i * n + column] = tile[column * k + i];
     if (machine.launch.hopper) {
@@ -95,33 +94,34 @@ void execute(const Block* block, const Product& product, int warp) {
         for (int i = 0; i < n * k; ++i) operands.b_exponents[i] = exponent_of(operands.b[i], least_exponents[b_format]);
     }
     for (int row = 0; row < 16; ++row) {
-        float* d = &product.flight->matrix[(16 * warp + row) * n];
-        if (!product.accumulate) std::fill_n(d, n, 0.0f);
-        machine.launch.hopper ? sum_as_hopper(d, row, a_format <= e5m2) : sum_plain(d, row);
+        float* d = &call.accumulator->matrix[(16 * warp + row) * n];
+        if (!call.accumulate) std::fill_n(d, n, 0.0f);
+        machine.launch.hopper ? sum_hopper_row(d, row, a_format <= e5m2) : sum_exact(d, row);
     }
 }
 
-// Does what a warp has to do of all that is fully issued, up to product `end`. True: nothing before `end` is left.
+// Executes a warp's part of the wgmmas that all 128 threads have issued, up to number `end`; true where all before it are
+// done.
 bool execute_until(const Block* block, Warpgroup& group, int warp, size_t end) {
     size_t& done = group.done[warp];
-    for (; done < end && done < group.products.size() && group.products[done].issued == 128; ++done) {
-        Product& product = group.products[done];
-        execute(block, product, warp);
-        if (++product.done == 4) product.flight.reset();
+    for (; done < end && done < group.wgmmas.size() && group.wgmmas[done].issued == 128; ++done) {
+        Wgmma& call = group.wgmmas[done];
+        execute(block, call, warp);
+        if (++call.done == 4) call.accumulator.reset();
     }
     return done >= end;
 }
 
 // The place in d[64, n] of register i of a thread.
-float& element(Flight& flight, uint32_t thread, int i) {
+float& element(InFlight& accumulator, uint32_t thread, int i) {
     const int row = 16 * (thread / 32) + 8 * (i / 2 % 2) + thread % 32 / 4, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-    return flight.matrix[row * flight.n + column];
+    return accumulator.matrix[row * accumulator.n + column];
 }
 
 void check_poison(const float* d, int count) {
     for (int i = 0; i < count; ++i)
         if (std::bit_cast<uint32_t>(d[i]) != poison)
-            fail("accumulator register %d was written while wgmma was under way to it", i);
+            fail("accumulator register %d was written while a wgmma to it was in flight", i);
 }
 
 }  // namespace
@@ -140,41 +140,41 @@ void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_f
     if (n % 8 || n > 256) fail("there is no wgmma with n = %d", n);
     if (thread->home->threads.size() < (thread->index / 128 + 1) * 128)
         fail("wgmma takes a whole warpgroup of 128 threads");
-    if (thread->issued == group.products.size())
-        group.products.push_back({a, b, accumulate, n, a_format, b_format, 0, 0, nullptr});
-    Product& product = group.products[thread->issued];
-    if (product.a != a || product.b != b || product.accumulate != accumulate || product.n != n)
+    if (thread->issued == group.wgmmas.size())
+        group.wgmmas.push_back({a, b, accumulate, n, a_format, b_format, 0, 0, nullptr});
+    Wgmma& call = group.wgmmas[thread->issued];
+    if (call.a != a || call.b != b || call.accumulate != accumulate || call.n != n)
         fail("wgmma: threads of its warpgroup gave other descriptors (a %llx and %llx, b %llx and %llx)",
-             static_cast<unsigned long long>(a), static_cast<unsigned long long>(product.a),
-             static_cast<unsigned long long>(b), static_cast<unsigned long long>(product.b));
+             static_cast<unsigned long long>(a), static_cast<unsigned long long>(call.a),
+             static_cast<unsigned long long>(b), static_cast<unsigned long long>(call.b));
 
-    auto flying = std::find_if(thread->flights.begin(), thread->flights.end(),
-                               [&](const auto& f) { return f.flight->homes[index] == d; });
-    if (flying == thread->flights.end()) {
+    auto flying = std::find_if(thread->accumulators.begin(), thread->accumulators.end(),
+                               [&](const auto& f) { return f.registers->homes[index] == d; });
+    if (flying == thread->accumulators.end()) {
         if (!thread->fenced) fail("wgmma without wgmma_fence, though its accumulator registers were its own before");
-        if (!product.flight) {
-            product.flight = std::make_shared<Flight>(Flight{n, {}, {}});
-            product.flight->matrix.resize(64 * n);
+        if (!call.accumulator) {
+            call.accumulator = std::make_shared<InFlight>(InFlight{n, {}, {}});
+            call.accumulator->matrix.resize(64 * n);
         }
-        Flight& flight = *product.flight;
+        InFlight& flight = *call.accumulator;
         flight.homes[index] = d;
         for (int i = 0; i < count; ++i) {
             if (accumulate) element(flight, index, i) = d[i];
             d[i] = std::bit_cast<float>(poison);
         }
-        thread->flights.push_back({product.flight, thread->issued});
+        thread->accumulators.push_back({call.accumulator, thread->issued});
     } else {
-        if (product.flight && product.flight != flying->flight)
+        if (call.accumulator && call.accumulator != flying->registers)
             fail("wgmma: threads of its warpgroup gave other accumulators");
-        if (flying->flight->n != n) fail("wgmma: an accumulator of another width is under way");
+        if (flying->registers->n != n) fail("wgmma: an accumulator of another width is in flight");
         check_poison(d, count);
-        product.flight = flying->flight;
+        call.accumulator = flying->registers;
         flying->last = thread->issued;
     }
     ++thread->issued;
-    if (++product.issued < 128) return;
+    if (++call.issued < 128) return;
     for (int warp = 0; warp < 4; ++warp)
-        if (chance(machine.leaning.product_early)) execute_until(thread->home, group, warp, thread->issued);
+        if (chance(machine.tendencies.wgmma_early)) execute_until(thread->home, group, warp, thread->issued);
     wake(group.waiters);
 }
 
@@ -186,7 +186,7 @@ void wgmma_commit_group() {
 }
 
 void wgmma_wait_group(int groups) {
-    meet(Meeting::sync, ~0u, 0);  // the lanes of a warp wait together
+    warp_primitive(WarpPrimitive::sync, ~0u, 0);  // the lanes of a warp wait together
     Thread* thread = me();
     Warpgroup& group = *thread->warpgroup;
     const int warp = thread->index / 32 % 4;
@@ -196,15 +196,15 @@ void wgmma_wait_group(int groups) {
         group.waiters.push_back(thread);
         const size_t& done = group.done[warp];
         park([&] {
-            return text("waits for its warpgroup: %u of 128 threads have issued wgmma %zu", group.products[done].issued,
+            return text("waits for its warpgroup: %u of 128 threads have issued wgmma %zu", group.wgmmas[done].issued,
                         done);
         });
     }
-    std::erase_if(thread->flights, [&](const Thread::InFlight& f) {
+    std::erase_if(thread->accumulators, [&](const Thread::Accumulator& f) {
         if (f.last >= end) return false;
-        float* d = f.flight->homes[thread->index % 128];
-        check_poison(d, f.flight->n / 2);
-        for (int i = 0; i < f.flight->n / 2; ++i) d[i] = element(*f.flight, thread->index % 128, i);
+        float* d = f.registers->homes[thread->index % 128];
+        check_poison(d, f.registers->n / 2);
+        for (int i = 0; i < f.registers->n / 2; ++i) d[i] = element(*f.registers, thread->index % 128, i);
         thread->fenced = false;
         return true;
     });

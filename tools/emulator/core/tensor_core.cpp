@@ -1,5 +1,5 @@
-// Two ways to sum: exactly, rounded once; and as Hopper's tensor core does.
-#include "sums.h"
+// The arithmetic of wgmma: exact sums that are rounded once, or sums as Hopper's tensor core computes them.
+#include "tensor_core.h"
 
 #include <algorithm>
 #include <bit>
@@ -13,7 +13,7 @@ int exponent_of(float x, int least) { return x == 0 ? nothing : std::max(std::il
 Operands operands;
 
 // Exact products, summed in double precision, rounded once.
-void sum_plain(float* d, int row) {
+void sum_exact(float* d, int row) {
     static double sums[256];
     const int n = operands.n, k = operands.k;
     std::copy_n(d, n, sums);
@@ -67,7 +67,7 @@ __attribute__((noinline)) static void sum_hopper_8_bits(float* d, int row, const
     }
 }
 
-void sum_as_hopper(float* d, int row, bool eight_bits) {
+void sum_hopper_row(float* d, int row, bool eight_bits) {
     static int16_t largest[256];
     const int n = operands.n, k = operands.k;
     for (int column = 0; column < n; ++column) largest[column] = exponent_of(d[column], -126);
