@@ -1,9 +1,18 @@
-"""From gradients to weights: AdamW in few bytes, clipping, loss scaling, the schedule, the moving average."""
+"""Optimizer: AdamW with low-precision state, clipping, loss scaling, learning rate schedule, moving average.
 
-from octile.optim.adamw import AdamW
-from octile.optim.clip import clip_grad_norm_
+adamw.py        AdamW and its parameter groups
+state.py        the state of one parameter in the formats of a recipe
+storage.py      a tensor in FP8 or FP16 with one scale
+update.py       the arithmetic of a step
+gradient.py     access to gradients, and clipping
+loss_scale.py   dynamic loss scaling
+schedule.py     the learning rate
+ema.py          the moving average of the weights on the CPU
+"""
+
+from octile.optim.adamw import AdamW, param_groups
 from octile.optim.ema import EMA
-from octile.optim.groups import param_groups
+from octile.optim.gradient import clip_grad_norm_
 from octile.optim.loss_scale import DynamicLossScale
 from octile.optim.schedule import WarmupConstantCosine
 

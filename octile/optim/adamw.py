@@ -1,25 +1,27 @@
-"""AdamW in few bytes: FP32 master weights, small moments, FP32 arithmetic.
+"""AdamW with FP32 master weights, low-precision moments and FP32 arithmetic.
 
-A textbook AdamW keeps 16 bytes a parameter: the weight, its gradient and two moments, in FP32. The moments steer the
-step and need not be exact; the weight is a sum of many small steps and must be. So DeepSeek-V3 (arXiv 2412.19437
-§3.3.3) keeps the moments in BF16 and weights and gradients in FP32, 12 bytes, and FP8-LM (arXiv 2310.18313 §2) keeps
-6: an FP16 master, an FP16 second moment, an E4M3 first moment and an E4M3 gradient, each with one scale a tensor.
+AdamW in FP32 stores 16 bytes per parameter: the weight, its gradient and two moments. The weight is a sum of many small
+steps and needs FP32; the moments do not. Two published choices:
 
-What BF16 does to the moments, rounded to nearest even after each step:
+    DeepSeek-V3 (arXiv 2412.19437 §3.3.3)   12 bytes   BF16 moments, FP32 weight and gradient
+    FP8-LM (arXiv 2310.18313 §2)             6 bytes   FP16 master and second moment, E4M3 first moment and gradient,
+                                                       each with one scale per tensor
+
+The error of BF16 moments, which are rounded to nearest even after each step:
 
 - A stored v lies within the values that the recurrences v± ← (1 ± 2⁻⁸)(β₂·v± + (1 − β₂)·g²) give. For gradients of
   steady size that is 2⁻⁸/(1 − β₂) = 8% of v, 4% of the step, at β₂ = 0.95, and it is systematic: v stops moving
-  when g² comes that close to it. For gradients that vary like noise the errors average out: what 50 steps did to the
-  weights differs by 0.3% (relative L2) from what FP32 moments do, and by 5% in FP8-LM's formats.
-- A moment decays only if its change exceeds half a spacing. β₂ = 0.999 does not move a BF16 v downwards at all, ever;
-  such combinations are refused.
+  when g² comes that close to it. For gradients that vary like noise the errors average out: the change of the weights
+  in 50 steps differs by 0.3% (relative L2) from that with FP32 moments, and by 5% with FP8-LM's formats.
+- A moment decays only if its change exceeds half a spacing. With β₂ = 0.999 a BF16 v never decreases; such combinations
+  are refused.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from octile.optim import gradient
@@ -34,29 +36,30 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay and a choice of storage formats.
 
-    A float32 parameter is its own master. A parameter of another dtype, or any with `formats.master="float16"`, is a
-    copy of the master in the optimizer's state, rounded to the parameter's dtype after each step: loading other weights
-    into the model later does not reach that master.
+    A float32 parameter is its own master weight. A parameter of another dtype, or any parameter with
+    `formats.master="float16"`, is a copy of the master in the optimizer's state, rounded to the parameter's dtype after
+    each step. Loading other weights into the model later does not change that master.
 
-    The gradient is read from `param.main_grad` where there is one and otherwise from `param.grad`. With
-    `formats.gradient="float8_e4m3fn"` each gradient moves to `param.scaled_grad` as soon as autograd has made it.
-    FP8-LM's factor against overflow in an all-reduce is not needed for that: the scale is the gradient's own.
+    The gradient is read from `param.main_grad` if it exists and otherwise from `param.grad`. With
+    `formats.gradient="float8_e4m3fn"` each gradient is moved to `param.scaled_grad` when autograd has computed it.
+    FP8-LM's factor against overflow in an all-reduce is not needed, because each gradient has its own scale.
 
-    Moments are unfolded to FP32 in batches, so temporaries stay small; formats with a scale are unfolded a whole tensor
-    at a time, since the new scale is known only at the end. Parameters are changed in place and `param._version` grows.
+    Moments are converted to FP32 in batches, so that temporaries stay small. Formats with a scale are converted a whole
+    tensor at a time, because the new scale is known only at the end. Parameters are updated in place, which increments
+    `param._version`.
 
     Args:
         params: parameters or groups of them (`param_groups(model, weight_decay)`): contiguous, of float32, bfloat16 or
             float16.
-        lr, eps, weight_decay: at least 0; each group may have its own, and lr may be set before each step. As a tensor
-            [] on the parameters' device lr is read where the step is made: a CUDA graph follows what is written to it.
+        lr, eps, weight_decay: at least 0; each group may have its own, and lr may be set before each step. If lr is a
+            tensor [] on the parameters' device, a CUDA graph of the step reads its current value.
         betas: β₁ and β₂, in [0, 1).
-        formats: what is stored in what. The default is DeepSeek-V3's.
+        formats: the storage formats. The default is DeepSeek-V3's.
 
     Raises:
-        TypeError: a parameter of another dtype.
-        ValueError: a number out of its range, a parameter that is not contiguous, a β so close to 1 that a moment in
-            its format would never decay.
+        TypeError: a parameter has another dtype.
+        ValueError: a number is out of its range, a parameter is not contiguous, or a β is so close to 1 that a moment
+            in its format would never decay.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class AdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "formats": self.formats}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group with its own settings; see torch.optim.Optimizer. Raises as the constructor does."""
+        """Add a group with its own settings; see torch.optim.Optimizer. Raises as the constructor does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -85,18 +88,18 @@ class AdamW(torch.optim.Optimizer):
             raise
         if self.formats.gradient != "float32":
             for param in group["params"]:
-                gradient.keep_scaled(param, dtype_of(self.formats, "gradient"))
+                gradient.store_scaled(param, dtype_of(self.formats, "gradient"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step for every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss again; its result is returned.
+            closure: recomputes the loss; its result is returned.
 
         Raises:
-            RuntimeError: a gradient in two places (see `gradient_of`), or in a main_grad buffer where
-                `formats.gradient` is 8 bits.
+            RuntimeError: a parameter has two gradients (see `gradient_of`), or one in a main_grad buffer although
+                `formats.gradient` is FP8.
         """
         loss = None
         if closure is not None:
@@ -112,19 +115,19 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients; `main_grad` buffers stay and become zero."""
+        """Delete all gradients; `main_grad` buffers are set to zero."""
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
                 gradient.reset(param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict()`'s result, bit for bit.
+        """Restore the result of `state_dict()` bit for bit.
 
-        torch's own method casts the state to the parameters' dtype; here it must come in the dtypes of `formats`.
+        torch's own method casts the state to the parameters' dtype; here it must have the dtypes of `formats`.
 
         Raises:
-            ValueError: other parameters, shapes or formats than this optimizer's; nothing was changed then.
+            ValueError: the parameters, shapes or formats are not this optimizer's; nothing is changed then.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -140,10 +143,10 @@ class AdamW(torch.optim.Optimizer):
             self.state[param] = {key: value.to(param.device, copy=True) for key, value in state.items()}
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """The mean bytes that a parameter takes as master, gradient, exp_avg and exp_avg_sq.
+        """The mean bytes per parameter of master, gradient, exp_avg and exp_avg_sq.
 
-        A textbook AdamW's add up to 16. Not counted are the scales, 4 bytes a tensor, and the weights in the module
-        where they are not the masters.
+        They add up to 16 for AdamW in FP32. Not counted are the scales, 4 bytes per tensor, and the weights in the
+        module where they are not the masters.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         used = dict.fromkeys(("master", "gradient", "exp_avg", "exp_avg_sq"), 0)
@@ -157,8 +160,8 @@ class AdamW(torch.optim.Optimizer):
         found = gradient.gradient_of(param)
         if isinstance(found, Tensor) and self.formats.gradient != "float32":
             raise RuntimeError(
-                f"gradient={self.formats.gradient!r} needs gradients that autograd makes, but a parameter of shape "
-                f"{tuple(param.shape)} has a {found.dtype} one that did not pass through it (main_grad, or set by hand)"
+                f"gradient={self.formats.gradient!r} needs gradients that autograd computes, but a parameter of shape "
+                f"{tuple(param.shape)} has a {found.dtype} gradient from elsewhere (main_grad, or set by hand)"
             )
         return found
 
@@ -168,7 +171,7 @@ class AdamW(torch.optim.Optimizer):
         return param.dtype if getattr(param, "main_grad", None) is None else torch.float32
 
     def _update(self, params: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """One step for some parameters: unfold what is scaled, update, fold it again."""
+        """Update some parameters: load the stored state as FP32, compute the step, store the state."""
         for param in params:
             if not self.state[param]:
                 self.state[param] = new_state(param, self.formats)
@@ -188,7 +191,21 @@ class AdamW(torch.optim.Optimizer):
             if "master" in state:
                 store_(state, "master", master)
                 param.copy_(load(state, "master"))
-        increment_version(params)  # the fused kernel writes past autograd's counter
+        increment_version(params)  # the fused kernel does not increment the versions
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with weight decay; norms, biases and other 1-D parameters without.
+
+    Weight decay shrinks a matrix, which the norm after it compensates; nothing compensates the gain of a norm. Shared
+    parameters occur once, frozen ones not at all, and an empty group is left out.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _check_group(group: dict[str, Any], formats: OptimizerFormats) -> None:

@@ -1,9 +1,9 @@
-"""A moving average of the weights, on the CPU, beside the training.
+"""A moving average of the weights on the CPU, updated asynchronously during training.
 
     average ← decay · average + (1 − decay) · weights          after each step
 
-It shows early how the model will do once the learning rate has decayed. DeepSeek-V3 (arXiv 2412.19437 §3.2.3) keeps it
-in CPU memory and updates it asynchronously, so that it costs the GPU neither memory nor time:
+It estimates early how good the model will be after the learning rate has decayed. DeepSeek-V3 (arXiv 2412.19437 §3.2.3)
+stores it in CPU memory and updates it asynchronously, so that it takes neither memory nor time of the GPU:
 
     GPU, main stream    … step n │ forward │ backward │ step n+1 …      step n+1 waits for the copies of step n
     GPU, side stream             │ copies to pinned memory ┐
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """The moving average of a model's trainable parameters, float32 on the CPU. It starts from the weights as they are.
+    """The moving average of a model's trainable parameters, float32 on the CPU. It begins with the current weights.
 
-    Buffers, such as the bias of an expert gate, are not averaged: a model that takes the average keeps its own. The
-    result does not depend on timing: updates are applied one after the other, on the weights of their call.
+    Buffers, such as the bias of an expert gate, are not averaged. The result does not depend on timing: updates are
+    applied one after the other, each to the weights at its call.
 
     Args:
-        model: whose weights `update` reads, on a CPU or one GPU.
+        model: the model whose weights `update` reads, on a CPU or one GPU.
         decay: in [0, 1].
-        optimizer: whose next step must wait for the copies of weights that lie on a GPU; forward and backward then run
-            beside them. Without it `update` lets the stream wait at once: correct, but not hidden.
+        optimizer: its next step waits for the copies of weights on a GPU, so that the copies overlap with forward and
+            backward. Without it the stream waits in `update`, which is correct but not overlapped.
 
     Attributes:
         average: the averages by parameter name; call `synchronize` before reading them.
@@ -51,14 +51,14 @@ class EMA:
             optimizer.register_step_pre_hook(self._copier.hold_stream)
 
     def update(self) -> None:
-        """Averages the model's present weights in; on a GPU it returns before that is done.
+        """Add the model's current weights to the average; on a GPU it returns before that is done.
 
         Raises:
-            ValueError: the model's parameters are not those that the average began with.
+            ValueError: the model's parameters are not those of the average.
         """
         weights = _trainable(self._model)
         self._check(weights)
-        self.synchronize()  # the previous update has read the staging memory
+        self.synchronize()  # the previous update must have read the staging buffers
         if self._copier is None:
             self._average_in(weights)
             return
@@ -67,7 +67,7 @@ class EMA:
             self._copier.hold_stream()
 
     def synchronize(self) -> None:
-        """Waits until all updates are in the average, and raises what went wrong in one."""
+        """Wait until all updates are applied, and raise the exception of an update that failed."""
         if self._copier is not None:
             self._copier.finish()
 
@@ -77,10 +77,10 @@ class EMA:
         return dict(self.average)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continues from averages that `state_dict` gave.
+        """Restore the averages that `state_dict` returned.
 
         Raises:
-            ValueError: other names or shapes than the model's; nothing was changed then.
+            ValueError: names or shapes are not those of the average; nothing is changed then.
         """
         self._check(state)
         self.synchronize()
@@ -89,10 +89,10 @@ class EMA:
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Overwrites the model's weights by the average, rounded to their dtype.
+        """Overwrite the model's weights with the average, rounded to their dtype.
 
         Raises:
-            ValueError: the model's parameters are not those that the average began with.
+            ValueError: the model's parameters are not those of the average.
         """
         weights = _trainable(model)
         self._check(weights)
@@ -102,7 +102,7 @@ class EMA:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's weights are the average; after it they are again what they were, bit for bit."""
+        """Replace the model's weights by the average inside the context, and restore them bit for bit after it."""
         own = {name: p.detach().clone() for name, p in _trainable(model).items()}
         self.copy_to(model)
         try:
@@ -114,20 +114,20 @@ class EMA:
 
     @torch.no_grad()
     def _average_in(self, weights: dict[str, Tensor]) -> None:
-        # one call for all: a thread that takes Python's lock for each tensor holds up what queues the next step
+        # one call for all tensors: taking Python's lock for each of them would delay the thread that launches kernels
         news = [weights[name].float() for name in self.average]
         torch._foreach_lerp_(list(self.average.values()), news, 1 - self.decay)
 
     def _check(self, weights: dict[str, Any]) -> None:
         if differing := weights.keys() ^ self.average.keys():
-            raise ValueError(f"the average and what was given differ in {sorted(differing)}")
+            raise ValueError(f"the parameters of the average and the given ones differ in {sorted(differing)}")
         for name, average in self.average.items():
             if weights[name].shape != average.shape:
                 raise ValueError(f"{name} must be {list(average.shape)}, not {list(weights[name].shape)}")
 
 
 class _Copier:
-    """Brings weights from a GPU to pinned memory on a side stream, and hands them to a function in a thread."""
+    """Copies weights from a GPU to pinned memory on a side stream, and calls a function with them in a thread."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.staging = {
@@ -141,7 +141,7 @@ class _Copier:
 
     @torch.no_grad()
     def start(self, weights: dict[str, Tensor], then: Callable[[dict[str, Tensor]], None]) -> None:
-        """Queues the copies behind all work of the current stream; `then(staging)` runs when they have arrived."""
+        """Launch the copies after all work of the current stream; `then(staging)` is called when they are complete."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             torch._foreach_copy_(list(self.staging.values()), [weights[n] for n in self.staging], non_blocking=True)
@@ -154,11 +154,11 @@ class _Copier:
         self.pending = self.thread.submit(work)
 
     def hold_stream(self, *_: Any) -> None:
-        """Work queued on the current stream from now on waits until the copies have read the weights."""
+        """Make later work of the current stream wait until the copies have read the weights."""
         torch.cuda.current_stream(self.device).wait_event(self.copied)
 
     def finish(self) -> None:
-        """Waits for `then`, and raises what it raised."""
+        """Wait for `then`, and raise its exception if it failed."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()

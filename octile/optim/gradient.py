@@ -1,9 +1,9 @@
-"""Where a parameter's gradient lies: one of three places, and whoever reads gradients asks here.
+"""Access to gradients, which are stored in one of three attributes of a parameter, and gradient clipping.
 
-- `param.grad`, where autograd leaves it, in the parameter's dtype;
-- `param.main_grad`, a float32 buffer that a layer adds to itself, so that a BF16 parameter loses nothing when the
-  gradients of many micro-batches are summed;
-- `param.scaled_grad`, 8-bit numbers with one scale, into which `keep_scaled` moves each gradient as soon as it is made.
+- `param.grad`, where autograd stores it, in the parameter's dtype;
+- `param.main_grad`, a float32 buffer to which a layer adds its weight gradient, so that the gradients of many
+  micro-batches of a BF16 parameter are summed in float32;
+- `param.scaled_grad`, FP8 values with one scale, to which `store_scaled` moves each gradient when it is computed.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ _SCALED = "scaled_grad"
 
 
 def gradient_of(param: Tensor) -> Gradient | None:
-    """The gradient of a parameter, or None where it has none.
+    """The gradient of a parameter, or None if it has none.
 
     Raises:
-        RuntimeError: it has two. Each holds a part of the sum, and using one would lose the other.
+        RuntimeError: it has two. Each holds a part of the sum, so that using one would lose the other.
     """
     places = {name: getattr(param, name, None) for name in ("grad", "main_grad", _SCALED)}
     found = {name: gradient for name, gradient in places.items() if gradient is not None}
@@ -39,43 +39,79 @@ def gradients_of(params: Iterable[Tensor]) -> list[Gradient]:
 
 
 def load(gradient: Gradient) -> Tensor:
-    """The gradient as a tensor: itself, or a new float32 one."""
+    """The gradient as a tensor: itself, or the values of a scaled one as a new float32 tensor."""
     return gradient.load() if isinstance(gradient, Scaled) else gradient
 
 
 @torch.no_grad()
 def multiply_(gradients: list[Gradient], factor: Tensor | float) -> None:
-    """Multiplies gradients in place by a factor. Of a scaled one only the scale changes."""
+    """Multiply gradients in place by a factor; of a scaled gradient only the scale changes."""
     tensors = [g.scale if isinstance(g, Scaled) else g for g in gradients]
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
-def keep_scaled(param: Tensor, dtype: torch.dtype) -> None:
-    """From now on, every gradient of this parameter goes to `param.scaled_grad` once autograd has made it.
+def store_scaled(param: Tensor, dtype: torch.dtype) -> None:
+    """Register a hook that moves every gradient of a parameter to `param.scaled_grad` when autograd has computed it.
 
-    At no time are there more full-size gradients than the backward pass just works on. Sums over micro-batches are
-    rounded to `dtype` after each.
+    Full-size gradients then exist only for the layer whose backward pass is running. Sums over micro-batches are
+    rounded to `dtype` after each micro-batch.
     """
 
     @torch.no_grad()
-    def keep(param: Tensor) -> None:
-        if param.grad is None:  # another hook took it
+    def move(param: Tensor) -> None:
+        if param.grad is None:  # another hook has moved it
             return
-        total, kept = param.grad.float(), getattr(param, _SCALED, None)
-        if kept is None:
-            setattr(param, _SCALED, kept := Scaled.zeros_like(param, dtype))
+        total, scaled = param.grad.float(), getattr(param, _SCALED, None)
+        if scaled is None:
+            setattr(param, _SCALED, scaled := Scaled.zeros_like(param, dtype))
         else:
-            total = total + kept.load()
-        kept.store_(total)
+            total = total + scaled.load()
+        scaled.store_(total)
         param.grad = None
 
-    param.register_post_accumulate_grad_hook(keep)
+    param.register_post_accumulate_grad_hook(move)
 
 
 def reset(param: Tensor) -> None:
-    """Forgets what lies outside `.grad`; a main_grad buffer stays and becomes zero."""
+    """Delete `scaled_grad` and zero a `main_grad` buffer; `.grad` is left as it is."""
     if getattr(param, _SCALED, None) is not None:
         setattr(param, _SCALED, None)
     if (main_grad := getattr(param, "main_grad", None)) is not None:
         main_grad.zero_()
+
+
+@torch.no_grad()
+def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients in place by min(1, max_norm / (norm + 1e-6)), like torch's function of this name.
+
+    It differs from torch's function in three ways. It reads gradients from `.grad`, `.main_grad` or `.scaled_grad`. It
+    computes in FP32, whatever the gradients' dtype. If the norm is not finite, it leaves the gradients unchanged, so
+    that the non-finite ones can be found; the caller decides whether to skip the step or to stop. The host does not
+    wait for the device.
+
+    Args:
+        params: parameters of one device; those without a gradient are ignored.
+        max_norm: above 0; with infinity the norm is only computed.
+
+    Returns:
+        The norm before clipping, float32 []; NaN or Inf if a gradient is not finite.
+
+    Raises:
+        ValueError: max_norm is not above 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, not {max_norm}")
+    gradients = gradients_of(params)
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(_norms(gradients)))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    multiply_(gradients, torch.where(norm.isfinite(), factor, 1.0))
+    return norm
+
+
+def _norms(gradients: list[Gradient]) -> list[Tensor]:
+    unscaled = [g for g in gradients if not isinstance(g, Scaled)]
+    scaled = [torch.linalg.vector_norm(g.load()) for g in gradients if isinstance(g, Scaled)]
+    return [*torch._foreach_norm(unscaled, 2, dtype=torch.float32), *scaled] if unscaled else scaled

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: nothing to save, nothing to resume.
+"""The learning rate as a function of the step, without any state.
 
 DeepSeek-V3 (arXiv 2412.19437 §4.2) warms up over 2,000 steps to 2.2e-4, stays there for two thirds of the training and
 then follows a cosine down to a tenth, where it stays:
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmupConstantCosine:
-    """Warm-up, constant, cosine, floor. Any phase may last 0 steps.
+    """A learning rate schedule of warm-up, constant, cosine and floor. Any phase may have 0 steps.
 
     Attributes:
         peak: the highest learning rate.
-        warmup_steps: rises linearly; step 0 already learns, with peak / warmup_steps, and the last of them with peak.
-        constant_steps: at the peak.
-        decay_steps: half a cosine from peak to floor; its first step is still at the peak.
+        warmup_steps: steps of a linear rise from peak / warmup_steps in step 0 to peak in the last of them.
+        constant_steps: steps at the peak.
+        decay_steps: steps of half a cosine from peak to floor; the first of them is still at the peak.
         floor: the learning rate of all later steps, at most peak.
 
     Raises:
-        ValueError: a negative number of steps, or not 0 <= floor <= peak.
+        ValueError: a number of steps is negative, or 0 <= floor <= peak does not hold.
     """
 
     peak: float

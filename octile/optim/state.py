@@ -1,14 +1,15 @@
-"""What AdamW keeps of one parameter between steps: a dictionary of tensors, named by kind.
+"""The state of AdamW for one parameter: a dictionary of tensors.
 
     step                              float32 []
     exp_avg, exp_avg_sq               the moments, of the parameter's shape, in the dtypes of `OptimizerFormats`
-    master                            only where the parameter is not its own master
-    exp_avg_scale, ...                float32 [], beside each that is float16 or float8_e4m3fn: value = data · scale
+    master                            only if the parameter is not its own master
+    exp_avg_scale, ...                float32 [], for each that is float16 or float8_e4m3fn: value = data · scale
 
-How the smallest numbers of a scaled moment are rounded (`tiny`, see storage.py) follows from what rounding to nearest
-would do. A first moment that gets no more gradient must die out, so it goes toward zero: were it stuck while the second
-moment fades, their quotient would drive the weight away. A second moment that became 0 beside a first moment that did
-not would let a step explode, so it goes up.
+The subnormal values of a scaled moment are not rounded to nearest (`subnormals`, see storage.py), for two reasons:
+
+- A first moment without further gradients must decay to zero; if it stopped while the second moment decays, their
+  quotient would drive the weight away. It is rounded toward zero.
+- A second moment that became 0 while the first moment did not would make a step explode. It is rounded up.
 """
 
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from octile.recipe import OptimizerFormats
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn)
 
-_TINY: dict[str, Literal["nearest", "toward_zero", "up"]] = {
+_SUBNORMALS: dict[str, Literal["nearest", "toward_zero", "up"]] = {
     "master": "nearest",
     "exp_avg": "toward_zero",
     "exp_avg_sq": "up",
@@ -35,7 +36,7 @@ def dtype_of(formats: OptimizerFormats, kind: str) -> torch.dtype:
 
 
 def has_scales(formats: OptimizerFormats) -> bool:
-    """Whether anything is stored with a scale."""
+    """Whether a master, moment or gradient is stored with a scale."""
     return any(dtype_of(formats, kind) in SCALED_DTYPES for kind in (*KINDS, "gradient"))
 
 
@@ -55,25 +56,25 @@ def new_state(param: Tensor, formats: OptimizerFormats) -> dict[str, Tensor]:
 
 
 def load(state: dict[str, Tensor], kind: str) -> Tensor:
-    """The stored tensor itself, or where it has a scale its values, a new float32 tensor."""
+    """The stored tensor itself; if it has a scale, its values as a new float32 tensor."""
     scale = state.get(f"{kind}_scale")
     return state[kind] if scale is None else Scaled(state[kind], scale).load()
 
 
 def store_(state: dict[str, Tensor], kind: str, values: Tensor) -> None:
-    """Overwrites the stored tensor; nothing to do where `values` is that tensor itself, updated in place."""
+    """Overwrite the stored tensor with values; does nothing if `values` is that tensor, updated in place."""
     scale = state.get(f"{kind}_scale")
     if scale is not None:
-        Scaled(state[kind], scale).store_(values, _TINY[kind])
+        Scaled(state[kind], scale).store_(values, _SUBNORMALS[kind])
     elif values is not state[kind]:
         state[kind].copy_(values)
 
 
 def check_saved(saved: dict[str, Any], param: Tensor, formats: OptimizerFormats, index: int) -> None:
-    """Refuses a saved state that is not this parameter's in these formats.
+    """Refuse a saved state that does not fit the parameter and the formats.
 
     Raises:
-        ValueError: another set of tensors, another shape or dtype.
+        ValueError: the set of tensors, a shape or a dtype is another.
     """
     wanted = new_state(torch.empty_like(param, device="meta"), formats)
     if saved.keys() != wanted.keys():
@@ -86,7 +87,7 @@ def check_saved(saved: dict[str, Any], param: Tensor, formats: OptimizerFormats,
 
 
 def check_decays(betas: tuple[float, float], formats: OptimizerFormats) -> None:
-    """Refuses a β so near to 1 that a moment, rounded to nearest, would not decay from 1 + epsilon.
+    """Refuse a β so close to 1 that a moment, rounded to nearest, would not decay from 1 + epsilon.
 
     Raises:
         ValueError: the change (1 − β)(1 + epsilon) is at most epsilon / 2, half a spacing.

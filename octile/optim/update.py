@@ -1,14 +1,14 @@
-"""One AdamW step over many tensors, in FP32 whatever the moments are stored in.
+"""The arithmetic of an AdamW step over many tensors, in FP32 whatever the dtype of the moments.
 
     m ← β₁·m + (1 − β₁)·g               v ← β₂·v + (1 − β₂)·g²
     w ← w·(1 − lr·λ) − lr · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε)
 
-On a GPU one kernel a tensor reads and writes everything once, moments in BF16 as they are stored (`octile.ops.adamw`).
+On a GPU one kernel per tensor reads and writes everything once, with BF16 moments as stored (`octile.ops.adamw`).
 
-On a CPU the arithmetic is torch's fused kernel. It wants FP32 everywhere, so moments stored in BF16 are unfolded for
-it, a batch at a time: small tensors are packed into a batch, large ones are cut, and the unfolded numbers never leave
-the cache (on two cores a step then takes a fifth of the time of one large batch). Where the processor has a fused
-multiply-add both give the same bits.
+On a CPU torch's fused kernel does the arithmetic. It needs FP32, so BF16 moments are converted in batches: small
+tensors are packed into a batch and large ones are split, so that the converted values stay in the cache. On two cores a
+step takes a fifth of the time that it takes in one large batch. If the processor has a fused multiply-add, CPU and GPU
+give the same bits.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101).
 """
@@ -35,13 +35,13 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Updates weights and moments in place; one entry a parameter in each list.
+    """Update weights and moments in place; each list has an entry per parameter.
 
     Args:
         weights: float32, contiguous, any shape.
         gradients: the same shapes, any floating-point dtype.
         exp_avgs, exp_avg_sqs: m and v, contiguous, of any floating-point dtype; rounded to nearest even.
-        steps: t, float32 [], this step counted.
+        steps: t, float32 [], including this step.
         lr: a number, or a tensor [] on the weights' device.
     """
     every = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
@@ -79,7 +79,7 @@ def adamw_(
 def _with_corrections(
     every: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], weight_decay: float
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Each parameter's tensors, with what `adamw` takes instead of its step, computed where the step is counted."""
+    """Yield each parameter's tensors with the bias corrections of its step, computed on the step's device."""
     for device in dict.fromkeys(step.device for *_, step in every):
         there = [tensors for tensors in every if tensors[-1].device == device]
         step_N = torch.stack([step for *_, step in there]).double()
@@ -100,7 +100,7 @@ def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _batches(flat: list[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Cuts and packs rows of flat tensors into batches of at most CPU_BATCH elements."""
+    """Split and pack flat tensors into batches of at most CPU_BATCH elements."""
     batch: list[tuple[Tensor, ...]] = []
     filled = 0
     for *tensors, step in flat:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.optim import clip_grad_norm_
-from octile.optim.gradient import gradient_of, keep_scaled, load
+from octile.optim.gradient import gradient_of, load, store_scaled
 
 
 def with_gradients(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -41,7 +41,7 @@ def test_clips_main_gradients():
 
 def test_clips_scaled_gradients_by_their_scale_alone():
     param = torch.nn.Parameter(torch.zeros(4))
-    keep_scaled(param, torch.float8_e4m3fn)
+    store_scaled(param, torch.float8_e4m3fn)
     (param * 3.0).sum().backward()
     data = param.scaled_grad.data.clone()
     norm = clip_grad_norm_([param], 1.0)

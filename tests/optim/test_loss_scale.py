@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octile.optim import DynamicLossScale
-from octile.optim.gradient import gradient_of, keep_scaled, load
-from octile.optim.loss_scale import GROWTH_INTERVAL, LARGEST
+from octile.optim.gradient import gradient_of, load, store_scaled
+from octile.optim.loss_scale import GROWTH_INTERVAL, MAX_SCALE
 
 
 def parameter(gradient: float) -> torch.nn.Parameter:
@@ -49,7 +49,7 @@ def test_unscales_main_gradients():
 @pytest.mark.parametrize(("factor", "finite"), [(2.0**17, True), (float("inf"), False), (float("nan"), False)])
 def test_unscales_scaled_gradients(factor, finite):
     param = torch.nn.Parameter(torch.ones(2))
-    keep_scaled(param, torch.float8_e4m3fn)
+    store_scaled(param, torch.float8_e4m3fn)
     (param * factor).sum().backward()
     assert DynamicLossScale().unscale_([param]) is finite
     assert not finite or load(gradient_of(param)).eq(2.0).all()
@@ -82,9 +82,9 @@ def test_doubles_after_enough_good_steps_in_a_row():
 
 def test_stops_growing_where_nothing_overflows():
     scale = DynamicLossScale()
-    scale.load_state_dict({"value": LARGEST, "good_steps": GROWTH_INTERVAL - 1})
+    scale.load_state_dict({"value": MAX_SCALE, "good_steps": GROWTH_INTERVAL - 1})
     step(scale, 1.0)
-    assert scale.value == LARGEST
+    assert scale.value == MAX_SCALE
 
 
 def test_continues_from_its_state():
