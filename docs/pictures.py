@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 import octile
 from octile.lab import tensor_core_matmul
+from octile.lab.pages.figures import GEMM_COLOR
 from octile.lab.pages.page import power
-from octile.lab.pages.what_if_figures import PRODUCT_COLOR
 from octile.lab.tensor_core.reference import exponent
 from octile.report.style import COLOR, PALETTE, WIDE, drawing, label_ends, style_axes
 from octile.report.svg import to_svg
@@ -174,13 +174,13 @@ def draw_telemetry(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> None:
     axes.set_ylim(len(layers) - 0.4, -1.6)
     axes.set_yticks(range(len(layers)), [layer.removeprefix("model.layers.") for layer in layers], fontsize=8)
     for at, row in ((layers.index(row["layer"]), row) for row in products):
-        color = COLOR[PRODUCT_COLOR[row["product"]]]
+        color = COLOR[GEMM_COLOR[row["product"]]]
         for error, marker in (("quantization", "o"), ("accumulation", "D")):
             axes.plot(row[f"{error}_snr_db"], at, marker, color=color, markersize=4)
     for error, text in (("quantization", "8-bit operands"), ("accumulation", "accumulation, promoted every 128")):
         middle = float(np.median([row[f"{error}_snr_db"] for row in products]))
         axes.annotate(text, (middle, -1), ha="center", va="center")
-    for place, (name, color) in enumerate(PRODUCT_COLOR.items()):
+    for place, (name, color) in enumerate(GEMM_COLOR.items()):
         axes.annotate(name, (0.45 + 0.06 * place, 0.93), xycoords="axes fraction", color=COLOR[color])
 
 

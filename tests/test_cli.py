@@ -244,7 +244,7 @@ def test_the_text_of_a_recipe_is_no_option(capsys):
     [
         (["--telemetry-every", "3"], "telemetry_every must be from 1 to 2, the run's steps, or 0 for none; not 3"),
         (["--telemetry-layers", "*.down"], "add --telemetry-every N"),
-        (["--telemetry-every", "1", "--recipe", "bf16"], "recipe 'bf16' makes none"),
+        (["--telemetry-every", "1", "--recipe", "bf16"], "recipe 'bf16' has none"),
         (["--telemetry-every", "1", "--telemetry-layers", "nothing"], "no layer matches 'nothing'"),
     ],
 )

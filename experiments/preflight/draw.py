@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octile.lab.pages.real_tensors_figures import shortened
-from octile.lab.pages.what_if_figures import PRODUCT_COLOR, legend
+from octile.lab.pages.figures import GEMM_COLOR, legend, short_names
 from octile.report.style import COLOR, WIDE, save_drawing, style_axes
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
         axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
         axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
         axes.annotate(" kept in BF16", (low, high), va="top", fontsize=9, color=COLOR["muted"])
-        for product, color in PRODUCT_COLOR.items():
+        for product, color in GEMM_COLOR.items():
             own = [p for name, p in points.items() if name.startswith(product) and None not in p["found"]]
             x, first, last = [p["predicted"] for p in own], [p["found"][0] for p in own], [p["found"][-1] for p in own]
             axes.vlines(x, first, last, color=COLOR[color], linewidth=0.8, alpha=0.5)
@@ -42,14 +41,14 @@ def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
             x, y = points[name]["predicted"], points[name]["found"][0]
             if abs(y - x) > FAR:
                 product, weight = name.split()
-                where = f"{product} {shortened([weight])[0]}"
+                where = f"{product} {short_names([weight])[0]}"
                 axes.annotate(where, (x, y), (5, -9), textcoords="offset points", fontsize=8, color=COLOR["muted"])
         axes.set_xlim(low, high)
         axes.set_ylim(low, high)
         axes.grid(axis="x")
         axes.xaxis.set_major_locator(MultipleLocator(5))
         axes.yaxis.set_major_locator(MultipleLocator(5))
-    legend(figure, PRODUCT_COLOR, True)
+    legend(figure, GEMM_COLOR, True)
 
 
 def lines(runs: list[Run]) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from run import load_checkpoint, look, predicted, run_on, seen, tiny, watched
+from run import load_checkpoint, look, observe_step, predicted, run_on, seen, tiny
 
 from octile.checkpoint.training import latest_checkpoint
 from octile.recipe import Recipe
@@ -25,7 +25,7 @@ for said, kept in {"kept": Recipe.deepseek_v3().swiglu_inputs, "made again": "re
     on = run_on(config, TokenStore.open(folder / "data"), recipe, checkpoint)
     step = state["steps_done"]
     prediction = look(on, recipe, 20.0, range(step, step + 1))
-    with watched(on.model) as errors:
+    with observe_step(on.model) as errors:
         on.step()
     before, found = predicted(prediction), seen(errors, prediction)
     apart = [found[name] - db for name, db in before.items() if name.startswith("wgrad") and "down" in name]

@@ -4,8 +4,9 @@
 
 The tiny model is trained in BF16. Then, for each recipe: the preflight looks at it, on the last batches that it saw;
 and the training continues from the same checkpoint in 8 bits. At some of these steps the products that the step itself
-makes are compared with the exact ones (`octile.lab.preflight_check.watched`). Beside the first prediction stands one
-that is made anew, of the weights and the batch of that step: what is left of the difference is not the model's change.
+makes are compared with the exact ones (`octile.lab.preflight_check.observe_step`). Beside the first prediction
+stands one that is made anew, of the weights and the batch of that step: what is left of the difference is not the
+model's change.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from octile.checkpoint.files import write_text
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
-from octile.lab.preflight import Place, Preflight, preflight
-from octile.lab.preflight_check import watched
+from octile.lab.preflight import GemmKey, Preflight, preflight
+from octile.lab.preflight_check import observe_step
 from octile.lab.what_if import Error
 from octile.recipe import Recipe
 from octile.report.machine import machine
@@ -53,10 +54,10 @@ def look(trainer: Trainer, recipe: Recipe, least_snr_db: float, steps: range) ->
 
 def predicted(found: Preflight) -> dict[str, float]:
     """Product of weight → dB; of experts, the one that loses most."""
-    return {f"{risk.product} {risk.weight}": db for risk in found.risks if (db := risk.total.snr_db) is not None}
+    return {f"{risk.gemm} {risk.weight}": db for risk in found.risks if (db := risk.total.snr_db) is not None}
 
 
-def seen(errors: dict[Place, Error], found: Preflight) -> dict[str, float]:
+def seen(errors: dict[GemmKey, Error], found: Preflight) -> dict[str, float]:
     """The same of what a step did."""
     weights = {risk.weight for risk in found.risks}
     worst: dict[str, float] = {}
@@ -96,7 +97,7 @@ def continue_in(recipe: Recipe, trainer: Trainer, found: Preflight | None) -> di
             losses.append(trainer.step()["main_loss"])
             continue
         again = predicted(look(trainer, recipe, found.least_snr_db, range(begin + step - 1, begin + step)))
-        with watched(trainer.model) as errors:
+        with observe_step(trainer.model) as errors:
             losses.append(trainer.step()["main_loss"])
         real = seen(errors, found)
         steps.append(

@@ -1,4 +1,4 @@
-"""`octile bench lab`: how fast the model of the tensor core is, and what telemetry costs.
+"""`octile bench lab`: summation fast the model of the tensor core is, and what telemetry costs.
 
 The model in C++ and in plain torch beside an FP32 product; a training step that telemetry measures beside one that it
 does not, by turns.
@@ -45,10 +45,10 @@ def _tensor_core() -> Iterator[Row]:
     x, w = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
     for arch, dtype in CASES:
         row = find_instruction(arch, dtype, dtype)
-        a, b, how = x.to(dtype), w.to(dtype), Summation(row, 128, promote=True)
+        a, b, summation = x.to(dtype), w.to(dtype), Summation(row, 128, promote=True)
         start = torch.zeros(SIZE, SIZE)
         forms = {
-            form.__name__.rpartition(".")[2]: partial(_sum, form.sum_products, a, b, start, how)
+            form.__name__.rpartition(".")[2]: partial(_sum, form.sum_products, a, b, start, summation)
             for form in (native, vectorized)
         }
         times = seconds({**forms, "FP32": lambda: x @ w.T}, rounds=10)
@@ -87,5 +87,5 @@ def show(found: Sequence[Row]) -> str:
     return f"{table(found)}\n\n{LEGEND}"
 
 
-def _sum(form: Form, a: Tensor, b: Tensor, start: Tensor, how: Summation) -> Tensor:
-    return form(decode(a, how.instruction), decode(b, how.instruction), start, how)
+def _sum(form: Form, a: Tensor, b: Tensor, start: Tensor, summation: Summation) -> Tensor:
+    return form(decode(a, summation.instruction), decode(b, summation.instruction), start, summation)

@@ -1,24 +1,28 @@
-"""The numerics lab: what 8 bits do to a matrix product, bit for bit.
+"""The numerics lab: what 8 bits do to a GEMM, bit for bit.
 
-architectures   what is known of each tensor core, as a table
-reference       one step of one in exact arithmetic: the specification
-operand         operands as values and exponents
-vectorized      whole products in plain torch
-native          the same in C++
-tensor_core     the three above as one function, and a context that trains a model through it
-accumulate      the experiment: how the error of a long sum grows with K
-promotion       and whether a model's loss sees it
-probe           asks a Hopper GPU whether all of this is true
+The tensor core:
 
-formats         what each number format can say
-telemetry       what the products of a training run see, by operand_stats and product_stats
-guards          rules that watch it and act
-capture         the operands of real products in a file
-what_if         these products in every format, block, scale, promotion and tensor core, by variants
-outliers        which tokens and channels are large, and what would be without
-hardware        what other hardware would bring them, by hardware_bytes
-preflight       which layers of a model would suffer, and preflight_check, whether they do
-run             all of these beside `octile train`
+    tensor_core/    bit-exact model of NVIDIA tensor cores; a context runs a whole model on it
+    probe/          comparison of the model with a Hopper GPU
+    accumulate      the error of a long sum by its length
+    promotion       the effect of promotion on a model's loss
+
+During training:
+
+    telemetry       statistics of quantization and accumulation for every GEMM (operand_stats, gemm_stats)
+    guards          rules that act on telemetry
+    capture         the operands of real GEMMs in a file
+    run             telemetry, guards and captures together with `octile train`
+
+Questions about a model or a capture:
+
+    formats         properties of number formats; real_tensors collects activations and gradients for them
+    what_if         GEMMs of a capture in other formats, blocks, scales and accumulators (variants)
+    outliers        large values in a layer's input, and the effect of removing them
+    hardware        error and traffic with other hardware
+    preflight       layers of a model that would lose too much in 8 bits; preflight_check compares with a real step
+
+`octile lab` has a command for most of these: `commands` is the table, `pages/` has a file for each.
 """
 
 from octile.lab.preflight import preflight

@@ -1,9 +1,10 @@
-"""The experiment behind promotion: how wrong a long FP8 sum gets, by its length, its data and the promotion interval.
+"""The accumulation experiment: the error of a long FP8 sum, by its length, its data and the promotion interval.
 
-The operands are FP8 numbers already, so the only error is the accumulator's. It is measured against the exact product,
-in FP64, and in units of that product's RMS: single results may be near zero, and a relative error says little there.
-Data of one sign is the hard case: the sum grows with K and soon dwarfs every product, while sums of both signs grow
-with √K only.  The claim: "nearly 2%" at K = 4096, DeepSeek-V3 (arXiv 2412.19437) §3.5.2.
+The operands are FP8 numbers already, so the accumulator causes the only error. It is measured against the exact result
+in FP64, in units of that result's RMS, because single outputs can be near zero. Data of one sign are the hard case: the
+sum grows in proportion to K and soon exceeds every product by far, while a sum of both signs grows with √K only.
+
+Source of the claim, "nearly 2%" at K = 4096: DeepSeek-V3 (arXiv 2412.19437) §3.5.2.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,15 +23,15 @@ INTERVALS = (32, 64, 128, 256, None)
 
 @dataclass(frozen=True)
 class Row:
-    """One product's accumulation error, all in units of the exact product's RMS.
+    """The accumulation error of one GEMM, in units of the RMS of its exact result.
 
     Attributes:
-        k: products summed.
+        k: the number of products in a sum.
         data: "normal", N(0, 1), or "positive", |N(0, 1)|.
-        promote_every: None is no promotion.
-        error: RMS of the differences.
-        worst: the largest difference.
-        bias: the mean difference, positive where results are too large.
+        promote_every: the promotion interval; None for no promotion.
+        error: the RMS error.
+        worst: the largest error.
+        bias: the mean error, positive if results are too large.
     """
 
     k: int
@@ -51,12 +52,13 @@ def accumulate(
     columns: int = 256,
     seed: int = 0,
 ) -> list[Row]:
-    """The rows of the experiment, for products [rows, k] · [columns, k]ᵀ of a whole matrix scaled to the format.
+    """Run the experiment on GEMMs [rows, k] · [columns, k]ᵀ with per-tensor scaling.
 
     Raises:
-        ValueError: a kind of data is neither "normal" nor "positive"; `tensor_core_matmul` refuses arch or an interval.
+        ValueError: a kind of data is neither "normal" nor "positive"; arch or an interval is invalid for
+            `tensor_core_matmul`.
     """
-    found = []
+    results = []
     for kind in data:
         for k in ks:
             generator = torch.Generator().manual_seed(seed)
@@ -64,12 +66,12 @@ def accumulate(
             exact = a.double() @ b.double().T
             for interval in intervals:
                 sums = tensor_core_matmul(a, b, arch=arch, promote_every=interval)
-                found.append(Row(k, kind, interval, *errors(sums, exact)))
-    return found
+                results.append(Row(k, kind, interval, *errors(sums, exact)))
+    return results
 
 
 def errors(sums: Tensor, exact: Tensor) -> tuple[float, float, float]:
-    """RMS, largest and mean difference of float32 sums from the exact ones in float64, divided by their RMS."""
+    """Return RMS, largest and mean error of float32 sums against exact float64 sums, over the RMS of the latter."""
     rms = exact.square().mean().sqrt()
     difference = (sums.double() - exact) / rms
     return difference.square().mean().sqrt().item(), difference.abs().max().item(), difference.mean().item()
@@ -82,7 +84,7 @@ def _operand(kind: str, shape: tuple[int, int], fmt: FloatFormat, generator: tor
     return quantize(x.abs() if kind == "positive" else x, (None, None), fmt).data
 
 
-if __name__ == "__main__":  # the table that is kept in experiments/
+if __name__ == "__main__":  # the table in experiments/
     print(f"{'data':8}  {'K':>5}  {'promoted':>8}  {'error':>8}  {'worst':>8}  {'bias':>9}")
     for r in accumulate():
         print(f"{r.data:8}  {r.k:5}  {r.promote_every or 'never':>8}  {r.error:8.1e}  {r.worst:8.2%}  {r.bias:+9.1e}")

@@ -1,6 +1,6 @@
-"""What each number format can say, in figures: its values, gaps and range, and what goes wrong where they end.
+"""Properties of number formats: their values, gaps and ranges, and the errors they cause.
 
-Everything here is computed by the formats themselves (`octile.formats`), none of it is copied from a table.
+Everything is computed from the definitions in `octile.formats`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ ALL: tuple[Format, ...] = (FP32, BF16, FP16, E5M6, E4M3, E5M2, INT8, E2M1, UE8M0
 
 @dataclass(frozen=True)
 class Facts:
-    """A format in figures.
+    """Properties of a format.
 
     Attributes:
-        name, bits: of the format.
-        largest, smallest_normal, smallest: positive values; smallest is the smallest subnormal, or 1 for integers.
+        name: the format's name.
+        bits: its number of bits.
+        largest, smallest_normal, smallest: positive values; smallest is the smallest subnormal number, or 1 for
+            integers.
         epsilon: the gap between 1 and the next value.
-        finite_values: how many distinct numbers there are, zero once.
-        between_1_and_2: how many lie strictly between them.
-        octaves: log₂(largest / smallest): how many doublings the format spans.
+        finite_values: the number of distinct finite values, with zero counted once.
+        between_1_and_2: the number of values strictly between 1 and 2.
+        octaves: log₂(largest / smallest), the number of doublings that the format spans.
         bytes_a_value: bits / 8.
-        of_fp32: the share of FP32's bytes.
+        of_fp32: bits as a share of FP32's.
     """
 
     name: str
@@ -52,13 +54,13 @@ class Facts:
 
 
 def facts(fmt: Format) -> Facts:
-    """The figures of one format."""
+    """Compute the properties of a format."""
     if isinstance(fmt, IntFormat):
         normal = smallest = gap = 1.0
         values, between = 2 * int(fmt.max) + 1, 0
     else:
         normal, smallest, gap = fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon
-        positive = int(fmt.encode(torch.tensor(fmt.max)))  # codes count upwards as their values do
+        positive = int(fmt.encode(torch.tensor(fmt.max)))  # encoded values are ordered as their values are
         values = 2 * positive + 1 if fmt.signed else positive + 1
         between = (1 << fmt.mantissa_bits) - 1
     octaves = math.log2(fmt.max) - math.log2(smallest)
@@ -68,24 +70,24 @@ def facts(fmt: Format) -> Facts:
 
 
 def stored_bits(fmt: Format, block: tuple[int, int], scale: Format = FP32) -> float:
-    """Bits a value with one scale a block."""
+    """Return the bits per value with one scale per block."""
     return fmt.bits + scale.bits / (block[0] * block[1])
 
 
 def positive_values(fmt: Format) -> Floats:
-    """All positive finite values, ascending."""
+    """Return all positive finite values in ascending order."""
     values = torch.arange(1.0, fmt.max + 1) if isinstance(fmt, IntFormat) else fmt.values()
     return np.unique(values[values.isfinite() & (values > 0)].double().numpy())
 
 
 def gaps(fmt: Format) -> tuple[Floats, Floats]:
-    """The positive values but the last, and how far it is from each to the next."""
+    """Return the positive values except the last, and the gap from each to the next."""
     values = positive_values(fmt)
     return values[:-1], np.diff(values)
 
 
 def worst_relative_error(fmt: Format, octaves: Sequence[int], points: int = 4096) -> Floats:
-    """The largest |round(x) − x| / x over `points` numbers x of each octave [2ᵏ, 2ᵏ⁺¹); too large ones saturate."""
+    """Return the largest |round(x) − x| / x over `points` values x of each octave [2ᵏ, 2ᵏ⁺¹); rounding saturates."""
     offsets = 1 + torch.arange(points, dtype=torch.float32) / points
     worst = []
     for k in octaves:
@@ -95,24 +97,28 @@ def worst_relative_error(fmt: Format, octaves: Sequence[int], points: int = 4096
 
 
 def add_many_times(fmt: FloatFormat, update: float, times: int) -> Floats:
-    """A weight of 1 that receives the same update, 0 < update < 1, again and again and is kept in fmt: [times + 1].
+    """Add an update, 0 < update < 1, repeatedly to a weight of 1 that is stored in fmt; return its values [times + 1].
 
-    The update is an FP32 number, so w + update is exact in FP64 and every step is rounded once, to nearest even.
+    The update is rounded to FP32, so that w + update is exact in FP64 and each step rounds once, to nearest even.
     """
     update = float(np.float32(update))
     weights = [1.0]
     for _ in range(times):
         exact = weights[-1] + update
         gap = fmt.epsilon * 2.0 ** math.floor(math.log2(exact))
-        weights.append(round(exact / gap) * gap)  # Python's round takes ties to even
+        weights.append(round(exact / gap) * gap)  # round() breaks ties to even
     return np.array(weights)
 
 
 @dataclass(frozen=True)
 class Underflow:
-    """What becomes of gradients in a format when the loss is multiplied by `scale`.
+    """The effect of a format on gradients of a loss that is multiplied by `scale`, as shares of the nonzero values.
 
-    lost: share of the non-zero values that become 0. subnormal: share that lose bits. overflowed: share beyond max.
+    Attributes:
+        scale: the loss scale.
+        lost: the share that becomes 0.
+        subnormal: the share that becomes subnormal, and so loses bits.
+        overflowed: the share beyond the largest value.
     """
 
     scale: float
@@ -122,7 +128,7 @@ class Underflow:
 
 
 def underflow(gradients: Tensor, scale: float, fmt: FloatFormat = FP16) -> Underflow:
-    """Counts what fmt does to scale · gradients (scale a power of two; zeros are not counted)."""
+    """Measure underflow and overflow of scale · gradients in fmt. The scale is a power of two; zeros do not count."""
     x = gradients[gradients != 0].float() * scale
     rounded = fmt.round(x, saturate=False)
     small = (rounded != 0) & (rounded.abs() < fmt.smallest_normal)
@@ -132,13 +138,13 @@ def underflow(gradients: Tensor, scale: float, fmt: FloatFormat = FP16) -> Under
 
 @dataclass(frozen=True)
 class TileErrors:
-    """What tiles of 1×128 in one 8-bit format do to an activation.
+    """The errors of an activation that is quantized to an 8-bit format in 1×128 tiles.
 
     Attributes:
-        fmt: name of the format.
-        flushed: share of the non-zero values that become 0.
+        fmt: the name of the format.
+        flushed: the share of the nonzero values that become 0.
         snr_db: 10·log₁₀(Σx² / Σ(q−x)²).
-        error_by_size: mean |q−x|/|x| by octaves below the tile's largest value; NaN where no value lies.
+        error_by_size: mean |q−x|/|x| by octaves below the tile's largest value; NaN for octaves without values.
     """
 
     fmt: str
@@ -147,29 +153,29 @@ class TileErrors:
     error_by_size: Floats
 
 
-TILE_OCTAVES = 24  # below a tile's largest value
+TILE_OCTAVES = 24  # octaves below a tile's largest value to distinguish
 
 
 def octaves_below_amax(x: Tensor) -> Tensor:
-    """How many octaves each value lies below the largest of its 1×128 tile: 0 up to 1 is octave 0. x [M, K] → int64."""
+    """Return for each value of x [M, K] the whole octaves between it and the largest value of its 1×128 tile, int64."""
     tiles = x.float().split(128, dim=-1)
     below = torch.cat([(t.abs().amax(-1, keepdim=True) / t.abs()).log2().floor() for t in tiles], dim=-1)
     return below.nan_to_num(TILE_OCTAVES, posinf=TILE_OCTAVES).clamp(0, TILE_OCTAVES).long()
 
 
 def tile_errors(x: Tensor, fmt: Format) -> TileErrors:
-    """Quantizes x [M, K] in tiles of 1×128 and says what was lost."""
+    """Quantize x [M, K] in 1×128 tiles, and measure the errors."""
     x = x.float()
     q = quantize(x, (1, 128), fmt).dequantize()
-    known = x != 0
-    relative = ((q - x).abs() / x.abs())[known].double()
-    octave = octaves_below_amax(x)[known]
+    nonzero = x != 0
+    relative = ((q - x).abs() / x.abs())[nonzero].double()
+    octave = octaves_below_amax(x)[nonzero]
     count = torch.bincount(octave, minlength=TILE_OCTAVES + 1)
     total = torch.bincount(octave, relative, minlength=TILE_OCTAVES + 1)
     signal, noise = x.double().square().sum(), (q.double() - x.double()).square().sum()
     return TileErrors(
         fmt.name,
-        int(((q == 0) & known).sum()) / max(int(known.sum()), 1),
+        int(((q == 0) & nonzero).sum()) / max(int(nonzero.sum()), 1),
         float(10 * torch.log10(signal / noise)),
         torch.where(count > 0, total / count, torch.nan).numpy(),
     )

@@ -1,14 +1,14 @@
-"""Guards: rules that watch telemetry and act.
+"""Guards: rules that check telemetry and act when their condition holds.
 
     [[rule]]
-    when = "flushed > 5%"        # a figure of telemetry's rows, and a bound
-    product = "wgrad"            # or fprop, dgrad; any if not given
-    layers = "*.experts.*"       # patterns of layers' names, separated by commas; all if not given
-    for_steps = 50               # it must have held at every measured step for so long; 1 if not given
-    then = "warn"                # or "capture": the operands of the next step go into a file; or "bf16": from the
-                                 # next step on this product of this layer is made in BF16
+    when = "flushed > 5%"        # a statistic of telemetry's rows, and a bound
+    product = "wgrad"            # or "fprop", "dgrad"; default: any GEMM
+    layers = "*.experts.*"       # patterns of layer names, separated by commas; default: all layers
+    for_steps = 50               # the condition must hold in every measured step for this long; default: 1
+    then = "warn"                # or "capture": write the operands of the next step to a file;
+                                 # or "bf16": compute this GEMM of this layer in BF16 from the next step on
 
-A rule fires once for a layer's product, and again only after its condition has not held in between.
+A rule fires once for each GEMM of a layer, and again only after its condition has not held in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Action = Literal["warn", "capture", "bf16"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 COMPARISONS = {">": gt, ">=": ge, "<": lt, "<=": le}
 SHORT_NAMES = {"flushed": "underflows%", "saturated": "overflows%", "subnormal": "subnormals%", "amax": "cur_amax"}
-FIGURES = (
+STATISTICS = (
     *("underflows%", "overflows%", "subnormals%", "cur_amax", "dynamic_range", "max_blockwise_dynamic_range"),
     *("mean_blockwise_dynamic_range", "between_blocks_dynamic_range", "scale_inv_min", "scale_inv_max", "kurtosis"),
     *("outlier_channels", "mse", "snr_db", "worst_over_rms", "bias"),
@@ -41,14 +41,14 @@ CONDITION = re.compile(r"\s*([a-z0-9_%]+)\s*(>=|<=|>|<)\s*([-+]?[0-9.]+(?:e[-+]?
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule; `figure`, `comparison` and `bound` come from the text of `when`."""
+    """One rule; `statistic`, `comparison` and `bound` are parsed from `when`."""
 
     when: str
     then: Action
     product: str = "*"
     layers: str = "*"
     for_steps: int = 1
-    figure: str = field(init=False)
+    statistic: str = field(init=False)
     comparison: str = field(init=False)
     bound: float = field(init=False)
 
@@ -63,24 +63,25 @@ class Rule:
             raise ValueError(f"product must be one of {', '.join(GEMMS)}, or '*' for any, not {self.product!r}")
         if not isinstance(self.for_steps, int) or isinstance(self.for_steps, bool) or self.for_steps < 1:
             raise ValueError(f"for_steps must be a whole number of at least 1, not {self.for_steps!r}")
-        for name, part in zip(("figure", "comparison", "bound"), _condition(self.when), strict=True):
+        for name, part in zip(("statistic", "comparison", "bound"), _condition(self.when), strict=True):
             object.__setattr__(self, name, part)
 
-    def concerns(self, row: Row) -> bool:
-        """Whether a row is of this rule's layers and product and has its figure."""
+    def applies_to(self, row: Row) -> bool:
+        """Whether the rule applies to a row: to its layer and GEMM, and to a statistic that it has."""
         return (
             self.product in ("*", row["product"])
-            and row.get(self.figure) is not None
+            and row.get(self.statistic) is not None
             and any(fnmatchcase(row["layer"], pattern.strip()) for pattern in self.layers.split(","))
         )
 
     def holds(self, row: Row) -> bool:
-        return bool(COMPARISONS[self.comparison](row[self.figure], self.bound))
+        """Whether the condition holds in a row to which the rule applies."""
+        return bool(COMPARISONS[self.comparison](row[self.statistic], self.bound))
 
 
 @dataclass(frozen=True)
 class Event:
-    """A rule that fired: at `step`, where its figure had `value`, after it had held since step `since`."""
+    """A rule that fired at `step`, where the statistic was `value`; its condition has held since step `since`."""
 
     rule: Rule
     step: int
@@ -95,7 +96,7 @@ class Event:
         return f"guard at step {self.step}: {self.rule.when} holds since step {self.since} in {what} ({self.value:.4g})"
 
     def record(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl keeps it."""
+        """Return the event as a line of metrics.jsonl stores it."""
         return {
             "when": self.rule.when,
             "then": self.rule.then,
@@ -107,46 +108,46 @@ class Event:
         }
 
 
-Place = tuple[int, str, GemmName, str | None]  # rule, layer, product, operand
+Key = tuple[int, str, GemmName, str | None]  # rule, layer, GEMM, operand
 
 
 class Guards:
-    """Rules and what they remember of the rows they were shown."""
+    """Rules, and for each layer and GEMM since when their condition has held."""
 
     def __init__(self, rules: Iterable[Rule]):
         self.rules = tuple(rules)
-        self._since: dict[Place, int] = {}
-        self._fired: set[Place] = set()
+        self._since: dict[Key, int] = {}
+        self._fired: set[Key] = set()
 
-    def look(self, rows: Iterable[Row]) -> list[Event]:
-        """Shows the rows of a step; returns the rules that fire now."""
+    def check(self, rows: Iterable[Row]) -> list[Event]:
+        """Check the rows of a step, and return the rules that fire."""
         events = []
         for row in rows:
             for index, rule in enumerate(self.rules):
-                if not rule.concerns(row):
+                if not rule.applies_to(row):
                     continue
-                place: Place = index, row["layer"], row["product"], row.get("operand")
+                key: Key = index, row["layer"], row["product"], row.get("operand")
                 if not rule.holds(row):
-                    self._since.pop(place, None)
-                    self._fired.discard(place)
+                    self._since.pop(key, None)
+                    self._fired.discard(key)
                     continue
-                since = self._since.setdefault(place, row["step"])
-                if place not in self._fired and row["step"] - since + 1 >= rule.for_steps:
-                    self._fired.add(place)
-                    layer, product, operand = place[1:]
-                    events.append(Event(rule, row["step"], since, layer, product, operand, row[rule.figure]))
+                since = self._since.setdefault(key, row["step"])
+                if key not in self._fired and row["step"] - since + 1 >= rule.for_steps:
+                    self._fired.add(key)
+                    layer, product, operand = key[1:]
+                    events.append(Event(rule, row["step"], since, layer, product, operand, row[rule.statistic]))
         return events
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """Reads a file of rules.
+    """Read rules from a TOML file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no TOML, has something else than rules, or a rule is not right: says which and why.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not TOML or holds anything but rules, or a rule is invalid; the message says which.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file of rules {str(path)!r}")
+        raise FileNotFoundError(f"the file of rules {str(path)!r} does not exist")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -175,18 +176,25 @@ def _rule(path: Path, number: int, rule: Any) -> Rule:
 
 
 def _condition(when: str) -> tuple[str, str, float]:
-    """'flushed > 5%' → ("underflows%", ">", 5.0). A per cent sign is part of the bound where figures are shares."""
+    """Parse a condition: 'flushed > 5%' → ("underflows%", ">", 5.0).
+
+    A statistic in percent needs a bound with a percent sign; for any other statistic, N% means N / 100.
+    """
     match = CONDITION.fullmatch(when)
     if match is None:
-        raise ValueError(f"when must be a figure, one of > >= < <=, and a number, as in 'flushed > 5%', not {when!r}")
+        raise ValueError(
+            f"when must be a statistic, one of > >= < <=, and a number, as in 'flushed > 5%', not {when!r}"
+        )
     name, comparison, number, percent = match.groups()
-    figure = SHORT_NAMES.get(name, name)
-    if figure not in FIGURES:
-        raise ValueError(f"when names {name!r}; there are {', '.join((*SHORT_NAMES, *FIGURES))}")
+    statistic = SHORT_NAMES.get(name, name)
+    if statistic not in STATISTICS:
+        raise ValueError(
+            f"when names the unknown statistic {name!r}; there are {', '.join((*SHORT_NAMES, *STATISTICS))}"
+        )
     try:
         bound = float(number)
     except ValueError:
-        raise ValueError(f"when has no number in {when!r}") from None
-    if figure.endswith("%") and not percent:
-        raise ValueError(f"when compares {name}, which is in per cent: write {number}%")
-    return figure, comparison, bound if figure.endswith("%") or not percent else bound / 100
+        raise ValueError(f"when must contain a number, not {when!r}") from None
+    if statistic.endswith("%") and not percent:
+        raise ValueError(f"when compares {name}, which is in percent: write {number}%")
+    return statistic, comparison, bound if statistic.endswith("%") or not percent else bound / 100

@@ -1,4 +1,4 @@
-"""The layers of a model that octile has converted, by name, and choosing among them by pattern."""
+"""Find the converted layers of a model by name pattern."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octile.recipe import Recipe
 
 
 class HasRecipe(Protocol):
-    """`octile.nn.Linear` or `Experts`: what multiplies as its recipe says."""
+    """A module whose GEMMs follow a recipe: `octile.nn.Linear` or `Experts`."""
 
     recipe: Recipe | None
 
@@ -23,8 +23,8 @@ class LayerWeights:
     """The weights of converted layers.
 
     Attributes:
-        weights: the name of a layer (its weight's, without ".weight") → its weight [N, K], or of experts [G, N, K].
-        modules: the same name → the module that holds the recipe. Experts hold two weights under one recipe.
+        weights: layer name (the name of its weight without ".weight") → weight, [N, K] or for experts [G, N, K].
+        modules: layer name → the module that holds the recipe. Experts hold two weights under one recipe.
     """
 
     weights: Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class LayerWeights:
         object.__setattr__(self, "_names", {id(weight): name for name, weight in self.weights.items()})
 
     def name_of(self, weight: Tensor) -> str | None:
-        """The layer's name, also where the product takes a scaled copy of its weight (Smooth-SwiGLU)."""
+        """Return the layer's name, also for a scaled copy of its weight (Smooth-SwiGLU); None if it is unknown."""
         names: dict[int, str] = self.__dict__["_names"]
         node = weight.grad_fn
         while node is not None and id(weight) not in names:
@@ -44,11 +44,11 @@ class LayerWeights:
 
 
 def layer_weights(model: nn.Module, layers: str = "*") -> LayerWeights:
-    """The converted layers whose names match one of the patterns.
+    """Return the converted layers whose names match one of the patterns.
 
     Args:
-        model: as `octile.convert` or a training run left it.
-        layers: patterns as of file names, separated by commas: "*", "model.layers.0.*,*.experts.down".
+        model: a model that `octile.convert` has converted.
+        layers: patterns in the syntax of file names, separated by commas: "*", "model.layers.0.*,*.experts.down".
 
     Raises:
         ValueError: the model has no converted layer, or a pattern matches none.
@@ -60,16 +60,16 @@ def layer_weights(model: nn.Module, layers: str = "*") -> LayerWeights:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2:
-                full = f"{path}.{name}".removesuffix(".weight").strip(".") or "weight"
-                weights[full], modules[full] = parameter, cast(HasRecipe, module)
+                layer = f"{path}.{name}".removesuffix(".weight").strip(".") or "weight"
+                weights[layer], modules[layer] = parameter, cast(HasRecipe, module)
     if not weights:
-        raise ValueError("model has no layer with a recipe: octile.convert gives it some")
-    chosen = matching(tuple(weights), layers)
+        raise ValueError("model has no layer with a recipe: convert it with octile.convert")
+    chosen = match_layers(tuple(weights), layers)
     return LayerWeights({name: weights[name] for name in chosen}, {name: modules[name] for name in chosen})
 
 
-def matching(names: tuple[str, ...], layers: str) -> list[str]:
-    """The names that match one of the patterns, in their order.
+def match_layers(names: tuple[str, ...], layers: str) -> list[str]:
+    """Return the names that match one of the patterns, in their order.
 
     Raises:
         ValueError: a pattern matches none.
@@ -77,9 +77,6 @@ def matching(names: tuple[str, ...], layers: str) -> list[str]:
     patterns = [pattern.strip() for pattern in layers.split(",")]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"no layer matches {pattern!r}; there are {_some(names)}")
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ValueError(f"no layer matches {pattern!r}; there are {shown}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,14 +1,13 @@
-"""What one operand looks like before and after its cast: all that is measured, as figures that add up.
+"""Statistics of one operand before and after quantization, in a form that can be added over micro-batches.
 
-What the micro-batches of a step measured is added (`sums`) or its largest is kept (`largest`: a smallest value is the
-largest of its negatives), on the operand's device, until the step is over. One pass goes over all values, for the
-largest of each channel: rare outliers are never missed. The rest is measured on SAMPLE values of a large operand, whole
-rows of tiles spread evenly; scales and their histogram are those of all tiles but tiles of zeros, whose scale is 1 by
-definition and says nothing about the numbers.
+`OperandStats` holds sums and maxima (a minimum is the negative of a maximum) on the operand's device until the step
+ends. The largest value of each channel is computed over all values, so that rare outliers are never missed. Everything
+else is measured on at most SAMPLE values of a large operand, in whole rows of tiles that are evenly spaced. Scales and
+their histogram cover all tiles except tiles of zeros, whose scale is 1 by definition.
 
-Names are TransformerEngine's where it has them (the debug features LogFp8TensorStats and LogTensorStats of its version
-2.12): `underflows%`, `overflows%`, `scale_inv_min`, `scale_inv_max`, `mse`, `cur_amax`, `dynamic_range`, and
-`max_blockwise_dynamic_range`. Dynamic ranges are in octaves: log₂(largest magnitude / smallest that is not zero).
+Names follow TransformerEngine where it has them (debug features LogFp8TensorStats and LogTensorStats, version 2.12):
+`underflows%`, `overflows%`, `scale_inv_min`, `scale_inv_max`, `mse`, `cur_amax`, `dynamic_range` and
+`max_blockwise_dynamic_range`. Dynamic ranges are in octaves: log₂(largest magnitude / smallest nonzero magnitude).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
 from octile.train.diagnostics import zero_blocks
 
-SAMPLE = 1 << 14  # values that are measured in full at most, or one row of tiles
-OUTLIER = 10.0  # a channel is an outlier where its largest value is so many times that of the median channel
-EXPONENTS = range(-150, 129)  # of scales that the histogram tells apart
+SAMPLE = 1 << 14  # the maximum number of sampled values, unless one row of tiles has more
+OUTLIER_RATIO = 10.0  # a channel is an outlier if its amax is this multiple of the median channel's
+EXPONENTS = range(-150, 129)  # log₂ of scales, the bins of the histogram
 TOP_CHANNELS = 3
 
 Row = dict[str, Any]
@@ -35,55 +34,55 @@ Row = dict[str, Any]
 
 @dataclass
 class OperandStats:
-    """Of one operand; all fields lie on its device.
+    """Statistics of one operand, on its device.
 
     Attributes:
-        sums: name → float64 scalar.
-        largest: name → float32 scalar.
-        scales: float32 [EXPONENTS], blocks whose scale rounds to that power of two; blocks of zeros are in none.
+        sums: name → float64 scalar, to be added.
+        maxima: name → float32 scalar, of which the larger is taken.
+        scales: float32 [EXPONENTS], the number of blocks whose scale rounds to each power of two, without blocks of
+            zeros.
         channels: float32 [K], the largest magnitude of each channel.
     """
 
     sums: dict[str, Tensor]
-    largest: dict[str, Tensor]
+    maxima: dict[str, Tensor]
     scales: Tensor
     channels: Tensor
 
     def add(self, other: OperandStats) -> None:
-        """Takes in what another micro-batch measured."""
+        """Add the statistics of another micro-batch."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums[name] + value
-        for name, value in other.largest.items():
-            self.largest[name] = torch.maximum(self.largest[name], value)
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value)
         self.scales = self.scales + other.scales
         self.channels = torch.maximum(self.channels, other.channels)
 
     def packed(self) -> Tensor:
-        """All of it as one float64 vector, so that one copy brings it to the host."""
-        scalars = [value.double() for value in (*self.sums.values(), *self.largest.values())]
+        """Return all fields as one float64 vector, which a single copy brings to the host."""
+        scalars = [value.double() for value in (*self.sums.values(), *self.maxima.values())]
         return torch.cat([torch.stack(scalars), self.scales.double(), self.channels.double()])
 
     def row(self, packed: list[float]) -> Row:
-        """The figures as they are written down, from `packed` on the host."""
-        names = (*self.sums, *self.largest)
+        """Compute the row of telemetry from a `packed` vector on the host."""
+        names = (*self.sums, *self.maxima)
         v = dict(zip(names, packed, strict=False))
         scales = packed[len(names) : len(names) + len(EXPONENTS)]
         return _row(v, scales, packed[len(names) + len(EXPONENTS) :])
 
 
 @torch.no_grad()
-def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
-    """Measures an operand: before [..., M, K], its values before the cast, and q, the same after it.
+def measure_operand(before: Tensor, q: ScaledTensor) -> OperandStats:
+    """Measure an operand before and after quantization.
 
-    M are tokens or a weight's outputs, K are channels.
+    Args:
+        before: [..., M, K], the values before quantization. M are tokens or output channels of a weight, K channels.
+        q: the same operand after quantization.
     """
     channels = before.abs().flatten(0, -2).amax(0).float()
-    x, code, scale = _sampled(before, q)
-    n, rows, cols = x.numel(), min(_rows_of_a_tile(q), before.shape[-2]), q.block[1]
-    x, code = (
-        split_into_blocks(x, rows, cols),
-        split_into_blocks(code, rows, cols),
-    )  # [..., tiles, rows, tiles, columns]
+    x, decoded, scale = _sampled(before, q)
+    n, rows, cols = x.numel(), min(_tile_rows(q), before.shape[-2]), q.block[1]
+    x, decoded = (split_into_blocks(t, rows, cols) for t in (x, decoded))  # [..., tiles, rows, tiles, columns]
     scale = scale[..., :, None, :, None]
     size = x.abs()
     tile_amax = size.amax(dim=(-3, -1))
@@ -91,16 +90,16 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
     with_values = tile_amax > 0
     octaves = torch.where(with_values, (tile_amax / tile_amin).log2(), 0.0)
     empty = zero_blocks(q)
-    unit = tile_amax.amax().clamp(min=2.0**-100)  # so that fourth powers and squared errors stay within FP32
-    u, e, unit = (x / unit).flatten(), ((code * scale - x) / unit).flatten(), unit.double()
+    unit = tile_amax.amax().clamp(min=2.0**-100)  # scaled by it, fourth powers and squared errors stay within FP32
+    u, e, unit = (x / unit).flatten(), ((decoded * scale - x) / unit).flatten(), unit.double()
     u2 = u * u
-    nonzero, kept = x.count_nonzero(), code.count_nonzero()
+    nonzero, after_nonzero = x.count_nonzero(), decoded.count_nonzero()
     sums = {
         "values": torch.tensor(n, device=x.device),
         "nonzero": nonzero,
-        "underflows": nonzero - kept,
-        "overflows": (size > scale * _clips_above(q.fmt)).sum(),
-        "subnormals": (code.abs() < _smallest_normal(q.fmt)).sum().sub(code.numel() - kept).clamp(min=0),
+        "underflows": nonzero - after_nonzero,
+        "overflows": (size > scale * _clamp_threshold(q.fmt)).sum(),
+        "subnormals": (decoded.abs() < _smallest_normal(q.fmt)).sum().sub(decoded.numel() - after_nonzero).clamp(min=0),
         "x": u.sum() * unit,
         "x2": u2.sum() * unit**2,
         "x3": u2.dot(u) * unit**3,
@@ -111,7 +110,7 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
         "tiles": with_values.sum(),
         "octaves": octaves.sum(),
     }
-    largest = {
+    maxima = {
         "amax": channels.amax(),
         "-amin": -tile_amin.amin(),
         "-tile_amax": -torch.where(with_values, tile_amax, torch.inf).amin(),
@@ -121,44 +120,44 @@ def measure(before: Tensor, q: ScaledTensor) -> OperandStats:
         "-scale": -torch.where(empty, torch.inf, q.scale).amin(),
     }
     exponents = q.scale.log2().round().clamp(EXPONENTS[0], EXPONENTS[-1])
-    exponents = torch.where(empty, torch.inf, exponents).flatten()  # the histogram leaves out what is outside of it
+    exponents = torch.where(empty, torch.inf, exponents).flatten()  # outside the histogram's range, so not counted
     return OperandStats(
         {name: value.double() for name, value in sums.items()},
-        {f"max {name}": value.float() for name, value in largest.items()},
+        {f"max {name}": value.float() for name, value in maxima.items()},
         torch.histc(exponents, len(EXPONENTS), EXPONENTS[0] - 0.5, EXPONENTS[-1] + 0.5),
         channels,
     )
 
 
 def _sampled(before: Tensor, q: ScaledTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and decoded codes, float32 [..., M, K], and the scales of their tiles, [..., tiles, ⌈K/C⌉].
+    """Return values and decoded data, float32 [..., M, K], and the scales of their tiles, [..., tiles, ⌈K/C⌉].
 
-    All of them, or as many whole rows of tiles as SAMPLE allows, in one matrix.
+    A large operand is reduced to as many whole rows of tiles as SAMPLE allows, in one matrix.
     """
     m, k = before.shape[-2:]
-    tile = _rows_of_a_tile(q)
+    tile = _tile_rows(q)
     scale_row = torch.arange(-(-m // tile), device=before.device) * tile // q.block[0]
     tile = min(tile, m)
     if before.numel() <= max(SAMPLE, tile * k):
         return before.float(), decode(q.data), q.scale[..., scale_row, :]
-    whole = m // tile  # a smaller tile at the edge is left out
-    everywhere = torch.arange(before.numel() // (m * k) * whole, device=before.device)
-    chosen = everywhere[:: -(-len(everywhere) * tile * k // SAMPLE)]
-    matrix, place = chosen // whole, chosen % whole
-    row = ((matrix * m + place * tile)[:, None] + torch.arange(tile, device=before.device)).flatten()
+    whole = m // tile  # a partial tile at the edge is not sampled
+    candidates = torch.arange(before.numel() // (m * k) * whole, device=before.device)
+    chosen = candidates[:: -(-len(candidates) * tile * k // SAMPLE)]
+    matrix, tile_row = chosen // whole, chosen % whole
+    row = ((matrix * m + tile_row * tile)[:, None] + torch.arange(tile, device=before.device)).flatten()
     data = q.data.flatten(0, -2).view(torch.uint8)[row].view(q.data.dtype)
-    scale = q.scale.flatten(0, -2)[matrix * q.scale.shape[-2] + scale_row[place]]
+    scale = q.scale.flatten(0, -2)[matrix * q.scale.shape[-2] + scale_row[tile_row]]
     return before.flatten(0, -2)[row].float(), decode(data), scale
 
 
-def _rows_of_a_tile(q: ScaledTensor) -> int:
-    """A tile's rows; one scale for the whole tensor is looked at in pieces of 128 rows."""
+def _tile_rows(q: ScaledTensor) -> int:
+    """Return the number of rows of a tile; a scale for the whole tensor is treated as tiles of 128 rows."""
     rows = q.block[0]
     return 128 if rows % 128 == 0 or rows >= max(q.shape[-2], 128) else rows
 
 
-def _clips_above(fmt: FloatFormat | IntFormat) -> float:
-    """What is larger would be rounded to the value after the largest one, if there were one."""
+def _clamp_threshold(fmt: FloatFormat | IntFormat) -> float:
+    """Return the magnitude above which a value is clamped rather than rounded to the largest value."""
     if isinstance(fmt, IntFormat):
         return fmt.max + 0.5
     return fmt.max + fmt.epsilon * 2.0 ** (math.floor(math.log2(fmt.max)) - 1)
@@ -174,7 +173,7 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row
     mean, variance = v["x"] / n, v["x2"] / n - (v["x"] / n) ** 2
     fourth = v["x4"] / n - 4 * mean * v["x3"] / n + 6 * mean**2 * v["x2"] / n - 3 * mean**4
     ordered = sorted(channels)
-    typical = ordered[len(ordered) // 2]
+    median = ordered[len(ordered) // 2]
     top = sorted(range(len(channels)), key=lambda c: -channels[c])[:TOP_CHANNELS]
     row: Row = {
         "values": int(n),
@@ -189,12 +188,12 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row
         "scale_inv_min": -v["max -scale"],
         "scale_inv_max": v["max scale"],
         "kurtosis": fourth / variance**2 if variance > 0 else None,
-        "outlier_channels": sum(c > OUTLIER * typical for c in channels),
+        "outlier_channels": sum(c > OUTLIER_RATIO * median for c in channels),
         "mse": v["error2"] / n,
-        "snr_db": decibels(v["x2"], v["error2"]),
+        "snr_db": snr_db(v["x2"], v["error2"]),
         "worst_over_rms": v["max error"] / math.sqrt(v["x2"] / n) if v["x2"] > 0 else 0.0,
         "bias": v["outward"] / v["size"] if v["size"] > 0 else 0.0,
-        "top_channels": [[c, channels[c] / typical if 0 < typical < math.inf else None] for c in top],
+        "top_channels": [[c, channels[c] / median if 0 < median < math.inf else None] for c in top],
         "scale_histogram": {
             "log2": [e for e, count in zip(EXPONENTS, scales, strict=True) if count],
             "count": [int(count) for count in scales if count],
@@ -205,6 +204,6 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row
     }
 
 
-def decibels(signal: float, noise: float) -> float | None:
-    """10·log₁₀(signal / noise), None where there is no noise (or no number)."""
+def snr_db(signal: float, noise: float) -> float | None:
+    """Return 10·log₁₀(signal / noise); None if there is no signal, no noise, or the ratio is not finite."""
     return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 and math.isfinite(signal / noise) else None

@@ -1,10 +1,10 @@
-"""Outliers among a layer's inputs: which tokens and channels have them, and what would be without them.
+"""Outliers in a layer's input: which tokens and channels hold them, and the effect of removing them.
 
-Large models hold a few "massive activations" at the first token, at "." and at a newline, always in the same channels.
-One scale for many values is set by them, and everything else pays. Here a value is massive from MASSIVE times the
-median magnitude of the layer's input on (of normally distributed data none reaches ten times). The massive values of
-some tokens are set to zero, and three things looked at: how much of the cast's error goes, how much of that in tokens
-which lost nothing and share a scale only, and how much of the output.
+Large models have a few "massive activations" at the first token, at "." and at a newline, always in the same channels.
+They determine a scale that many values share, at the cost of all others. Here a value is massive if it is at least
+MASSIVE times the median magnitude of the layer's input (no normally distributed value reaches 10 times). The massive
+values of some tokens are set to zero, and three effects are measured: how much of the quantization error disappears,
+how much of it in tokens that lost no value and only share a scale, and how much the output changes.
 
 Source: Sun et al., "Massive Activations in Large Language Models" (arXiv 2402.17762).
 """
@@ -35,17 +35,17 @@ WEIGHT: tuple[Extent, Extent] = (128, 128)
 
 
 @dataclass(frozen=True)
-class Without:
-    """What changes when the massive values of some tokens are zero.
+class Removal:
+    """The effect of setting the massive values of some tokens to zero.
 
     Attributes:
-        kind: of tokens, one of KINDS, or "all tokens".
-        tokens: how many there are.
-        massive: how many of their values are massive.
+        kind: the kind of tokens, one of KINDS, or "all tokens".
+        tokens: the number of these tokens.
+        massive: the number of their massive values.
         largest: their largest value over the median of the layer's input.
-        output: how far y = x · wᵀ moves, ‖Δy‖ / ‖y‖.
-        error: scheme → power of the cast's error in y with them zero, over that with them there; 1 is no change.
-        others: the same over the tokens that have no massive value at all; NaN where there are none.
+        output: the change of y = x · wᵀ, ‖Δy‖ / ‖y‖.
+        error: scheme → quantization error of y without these values over that with them, as power; 1 is no change.
+        others: the same over the tokens without any massive value; NaN if there are none.
     """
 
     kind: str
@@ -59,95 +59,96 @@ class Without:
 
 @dataclass(frozen=True, eq=False)
 class Outliers:
-    """A layer's input.
+    """Outliers in a layer's input.
 
     Attributes:
-        layer: its name.
+        layer: the layer's name.
         size: |x| over its median, float32 [T, K].
-        kinds: of each token; sequence: how many tokens a sequence has.
-        without: for each kind of token that occurs, and for all.
+        kinds: the kind of each token.
+        sequence: the number of tokens in a sequence.
+        without: the effect of removal, for each kind of token that occurs, and for all.
     """
 
     layer: str
     size: Tensor
     kinds: Sequence[str]
     sequence: int
-    without: Sequence[Without]
+    without: Sequence[Removal]
 
 
 def token_kinds(tokens: Tensor, text_of: Callable[[int], str] | None) -> list[str]:
-    """The kind of each token of a batch [B, S], B·S of them. Without text_of only the first one's is known."""
+    """Return the kind of each token of a batch [B, S]. Without text_of, only first tokens are recognized."""
     kinds = []
     for row in tokens.tolist():
-        for place, token in enumerate(row):
+        for position, token in enumerate(row):
             text = text_of(token) if text_of else "?"
-            stop, end = text.strip() == ".", text.strip() == "" and "\n" in text
-            kinds.append(KINDS[0] if place == 0 else "." if stop else "newline" if end else KINDS[3])
+            is_period, is_newline = text.strip() == ".", text.strip() == "" and "\n" in text
+            kinds.append(KINDS[0] if position == 0 else "." if is_period else "newline" if is_newline else KINDS[3])
     return kinds
 
 
 def gemms_by_token(capture: Capture) -> list[CapturedGemm]:
-    """The products of a capture in which every row of x is a token: fprop, and no experts.
+    """Return the GEMMs of a capture in which the rows of x are the tokens: fprop, except of experts.
 
     Raises:
-        ValueError: there is none, or the capture does not say what the model read.
+        ValueError: there is none, or the capture has no token ids.
     """
     if capture.tokens is None:
-        raise ValueError("the capture does not say which tokens the model read")
-    found = [
-        p for p in capture.products if p.product == "fprop" and p.expert is None and len(p.a) == capture.tokens.numel()
-    ]
+        raise ValueError("the capture has no token ids")
+    found = [g for g in capture.gemms if g.gemm == "fprop" and g.expert is None and len(g.a) == capture.tokens.numel()]
     if not found:
-        raise ValueError("the capture has no fprop whose rows are the tokens: experts have other rows")
+        raise ValueError("the capture has no fprop outside experts, whose rows are the tokens")
     return found
 
 
-def outliers(p: CapturedGemm, kinds: Sequence[str], sequence: int, sample: int = SAMPLE, seed: int = 0) -> Outliers:
-    """Analyze the input of a layer, from one of `gemms_by_token`, on a sample of its output channels."""
-    x = p.a.float()
+def find_outliers(
+    fprop: CapturedGemm, kinds: Sequence[str], sequence: int, sample: int = SAMPLE, seed: int = 0
+) -> Outliers:
+    """Analyze the input of a layer, given one of `gemms_by_token`, with a sample of its output channels."""
+    x = fprop.a.float()
     size = x.abs() / _median(x)
-    rows = torch.randperm(len(p.b), generator=torch.Generator().manual_seed(seed))[:sample].sort().values
-    w = p.b[rows].double()
-    w_cast = quantize(p.b.contiguous(), WEIGHT).dequantize()[rows].double()
+    rows = torch.randperm(len(fprop.b), generator=torch.Generator().manual_seed(seed))[:sample].sort().values
+    w = fprop.b[rows].double()
+    w_quantized = quantize(fprop.b.contiguous(), WEIGHT).dequantize()[rows].double()
     y = x.double() @ w.T
-    noise = {name: _noise(x, name, w, w_cast) for name in SCHEMES}
+    noise = {name: _noise(x, name, w, w_quantized) for name in SCHEMES}
     massive = size >= MASSIVE
     other = ~massive.any(1)
     without = []
     for kind in (*KINDS, "all tokens"):
-        here = torch.tensor([kind in (each, "all tokens") for each in kinds])
-        if not here.any():
+        selected = torch.tensor([kind in (each, "all tokens") for each in kinds])
+        if not selected.any():
             continue
-        removed = massive & here[:, None]
-        kept = x.masked_fill(removed, 0.0)
-        after = {name: _noise(kept, name, w, w_cast) for name in SCHEMES}
+        removed = massive & selected[:, None]
+        remaining = x.masked_fill(removed, 0.0)
+        after = {name: _noise(remaining, name, w, w_quantized) for name in SCHEMES}
         without.append(
-            Without(
+            Removal(
                 kind,
-                int(here.sum()),
+                int(selected.sum()),
                 int(removed.sum()),
-                size[here].max().item(),
-                math.sqrt((kept.double() @ w.T - y).square().sum() / y.square().sum()),
+                size[selected].max().item(),
+                math.sqrt((remaining.double() @ w.T - y).square().sum() / y.square().sum()),
                 {name: (after[name].sum() / noise[name].sum()).item() for name in SCHEMES},
                 {name: (after[name][other].sum() / noise[name][other].sum()).item() for name in SCHEMES},
             )
         )
-    return Outliers(p.layer, size, kinds, sequence, without)
+    return Outliers(fprop.layer, size, kinds, sequence, without)
 
 
-def most_outlying(products: Sequence[CapturedGemm]) -> CapturedGemm:
-    """The one whose input reaches furthest beyond its median."""
-    return max(products, key=lambda p: (p.a.float().abs().max() / _median(p.a.float())).item())
+def most_outlying(gemms: Sequence[CapturedGemm]) -> CapturedGemm:
+    """Return the GEMM whose input has the largest amax over median."""
+    return max(gemms, key=lambda g: (g.a.float().abs().max() / _median(g.a.float())).item())
 
 
 def _median(x: Tensor) -> Tensor:
-    """Of the magnitudes that are not zero; 1 where all are."""
+    """Return the median of the nonzero magnitudes; 1 if all are zero."""
     sizes = x.abs()[x != 0]
     return sizes.median() if len(sizes) else x.new_ones(())
 
 
-def _noise(x: Tensor, scheme: str, w: Tensor, w_cast: Tensor) -> Tensor:
-    """Squared error of each token's outputs, x · wᵀ with both cast: float64 [T]."""
+def _noise(x: Tensor, scheme: str, w: Tensor, w_quantized: Tensor) -> Tensor:
+    """Return the squared error of each token's outputs x · wᵀ with quantized operands, float64 [T]."""
     fmt, block = SCHEMES[scheme]
     q = quantize(x, block, fmt).dequantize().double()
-    return (q @ w_cast.T - x.double() @ w.T).square().sum(1)
+    return (q @ w_quantized.T - x.double() @ w.T).square().sum(1)

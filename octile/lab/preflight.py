@@ -1,13 +1,13 @@
-"""Preflight: which layers of a model would suffer in 8 bits, before a step is trained so.
+"""Preflight: predict which layers of a model would lose too much in 8 bits, before training with a recipe.
 
     found = octile.lab.preflight(model, batches)            # [(inputs, labels), …]; the model returns its loss
     found.recipe.write(Path("recipe.toml"))
     model = octile.convert(model, Recipe.read(Path("recipe.toml")))         # or octile train --recipe recipe.toml
 
-A copy of the model makes a forward and a backward pass for each batch in high precision (BF16 on a GPU, FP32 on a CPU).
-The operands of its products are kept, cast as the recipe casts them, and multiplied on the exact model of the tensor
-core (`octile.lab.tensor_core`), on a sample of the outputs. A product whose error is too large in any batch is advised
-to stay in BF16. `octile.lab.preflight_check` says what a real step in 8 bits then makes of the same batch.
+A copy of the model runs a forward and a backward pass on each batch in high precision (BF16 on a GPU, FP32 on a CPU).
+The operands of its GEMMs are captured, quantized as the recipe says, and multiplied on the tensor core model
+(`octile.lab.tensor_core`), for a sample of the outputs. If the error of a GEMM is too large in any batch, the recipe
+gets an exception that leaves this GEMM in BF16. `octile.lab.preflight_check` compares the prediction with a real step.
 """
 
 from __future__ import annotations
@@ -23,35 +23,38 @@ from torch import Tensor, nn
 from octile.lab.capture import OPERANDS, CapturedGemm, capturing
 from octile.lab.layers import layer_weights
 from octile.lab.tensor_core import tensor_core_scaled_matmul
-from octile.lab.what_if import SAMPLE, Error, SampledGemm, sampled, values
+from octile.lab.what_if import SAMPLE, Error, SampledGemm, sample_rows, values
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import unscaled
 from octile.recipe import GemmName, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
-MIN_SNR_DB = 20.0  # the error's RMS is a tenth of the outputs'
+MIN_SNR_DB = 20.0  # the RMS error is a tenth of the outputs' RMS
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Place = tuple[str, GemmName]
+GemmKey = tuple[str, GemmName]
 
 
 @dataclass(frozen=True)
 class Risk:
-    """What a product would lose, in the batch in which it loses most; of experts, for the one that loses most.
+    """The predicted error of a GEMM, in the batch and for the expert in which it is largest.
 
     Attributes:
-        layer: its name. weight: the same without an expert's number. module: whose recipe decides; not an expert's own.
-        batch: the one in which it loses most, counted from 0.
+        layer: the layer's name.
+        weight: the layer's name without an expert's number.
+        module: the name of the module that holds the layer's recipe.
+        batch: the batch in which the error is largest, counted from 0.
+        gemm: fprop, dgrad or wgrad.
         quantization, accumulation, total: errors of the sampled outputs, by channel.
-        blame: the operand whose cast alone does more harm.
-        flushed: share of that operand's non-zero values that its cast makes zero.
+        blame: the operand whose quantization alone causes more error.
+        flushed: the share of that operand's nonzero values that become zero.
     """
 
     layer: str
     weight: str
     module: str
     batch: int
-    product: GemmName
+    gemm: GemmName
     quantization: Error
     accumulation: Error
     total: Error
@@ -61,23 +64,23 @@ class Risk:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found.
+    """The results of `preflight`.
 
     Attributes:
-        risks: of every product, the one that loses most first.
-        recipe: that was asked about, with the exceptions that are advised.
-        least_snr_db: products below it are exceptions.
-        silent: products whose sampled outputs were all zeros in every batch.
+        risks: the predicted error of every GEMM, the largest first.
+        recipe: the recipe with the advised exceptions.
+        least_snr_db: GEMMs with a lower SNR are exceptions.
+        silent: GEMMs whose sampled outputs are all zeros in every batch.
     """
 
     risks: Sequence[Risk]
     recipe: Recipe
     least_snr_db: float
-    silent: Sequence[Place]
+    silent: Sequence[GemmKey]
 
-    def excepted(self, risk: Risk) -> bool:
-        """Whether it is advised to leave this product in high precision."""
-        return risk.product in dict(self.recipe.exceptions).get(risk.module, frozenset())
+    def is_excepted(self, risk: Risk) -> bool:
+        """Whether the advice is to leave this GEMM in high precision."""
+        return risk.gemm in dict(self.recipe.exceptions).get(risk.module, frozenset())
 
 
 def preflight(
@@ -92,64 +95,64 @@ def preflight(
     sample: int = SAMPLE,
     seed: int = 0,
 ) -> Preflight:
-    """Predicts, layer by layer, what a recipe's products would lose.
+    """Predict the error of every GEMM under a recipe.
 
     Args:
-        model: any with linear layers that `octile.convert` would convert; it stays as it is, also in training or
-            evaluation mode: in evaluation a DeepSeek model has no loss of its multi-token prediction.
-        batches: a few; each is given to the model as its arguments: a tuple, a dictionary, or one tensor.
+        model: a model with linear layers that `octile.convert` would convert. It is not changed, and keeps its training
+            or evaluation mode; in evaluation mode a DeepSeek model has no multi-token prediction loss.
+        batches: a few batches; each holds the model's arguments as a tuple, a dictionary, or one tensor.
         recipe: `Recipe.deepseek_v3()` if not given.
-        loss: loss(model, batch) → scalar; if not given, what the model returns, or its `.loss`.
-        least_snr_db: products with less are advised to stay in high precision.
-        arch, promote_every: of the tensor core, as in `octile.lab.tensor_core_matmul`.
-        sample, seed: rows of each operand that are multiplied, and of their drawing.
+        loss: loss(model, batch) → scalar; if not given, the model's return value or its `.loss`.
+        least_snr_db: GEMMs with a lower SNR are advised to stay in high precision.
+        arch, promote_every: the tensor core, as in `octile.lab.tensor_core_matmul`.
+        sample, seed: the number of rows of each operand to multiply, and the seed with which they are drawn.
 
     Raises:
         TypeError: the model returns no loss.
-        ValueError: recipe casts nothing, scales by past steps or scales the loss, has exceptions already; there is no
-            batch; an operand is not finite; the model has no layer to convert.
+        ValueError: the recipe has no GEMM in 8 bits, has delayed scaling or loss scaling, or has exceptions already;
+            there is no batch; an operand is not finite; the model has no layer to convert.
     """
     recipe = recipe or Recipe.deepseek_v3()
     _check(recipe)
-    plain = apply_recipe(copy.deepcopy(model), _high_precision(model))
-    worst: dict[Place, Risk] = {}
-    silent: dict[Place, None] = {}
+    reference = apply_recipe(copy.deepcopy(model), _high_precision(model))
+    worst: dict[GemmKey, Risk] = {}
+    silent: dict[GemmKey, None] = {}
     for number, batch in enumerate(batches):
-        for captured in operands(plain, batch, loss):
+        for captured in capture_operands(reference, batch, loss):
             weight = captured.layer if captured.expert is None else captured.layer.rpartition(".")[0]
-            place = weight, captured.product
-            at = SampledGemm.of(captured, sample, seed)
-            if not at.exact.any():
-                silent[place] = None
+            key = weight, captured.gemm
+            sampled = SampledGemm.draw(captured, sample, seed)
+            if not sampled.exact.any():
+                silent[key] = None
                 continue
-            risk = _risk(at, recipe, weight, _module_of(plain, weight), number, arch, promote_every)
-            worst[place] = max(worst.get(place, risk), risk, key=lambda r: r.total.noise)
+            risk = _risk(sampled, recipe, weight, _module_of(reference, weight), number, arch, promote_every)
+            worst[key] = max(worst.get(key, risk), risk, key=lambda r: r.total.noise)
     if not worst:
-        raise ValueError("batches must hold at least one whose products are not all zeros")
+        raise ValueError("batches must hold at least one whose GEMMs are not all zeros")
     risks = sorted(worst.values(), key=lambda r: -r.total.noise)
-    least = 10 ** (-least_snr_db / 10)
-    kept: dict[str, set[GemmName]] = {}
+    max_noise = 10 ** (-least_snr_db / 10)
+    excepted: dict[str, set[GemmName]] = {}
     for risk in risks:
-        if risk.total.noise > least:
-            kept.setdefault(risk.module, set()).add(risk.product)
-    exceptions = tuple((module, frozenset(products)) for module, products in sorted(kept.items()))
-    never = [place for place in silent if place not in worst]
-    return Preflight(risks, replace(recipe, exceptions=exceptions), least_snr_db, never)
+        if risk.total.noise > max_noise:
+            excepted.setdefault(risk.module, set()).add(risk.gemm)
+    exceptions = tuple((module, frozenset(gemms)) for module, gemms in sorted(excepted.items()))
+    always_silent = [key for key in silent if key not in worst]
+    return Preflight(risks, replace(recipe, exceptions=exceptions), least_snr_db, always_silent)
 
 
-def operands(model: nn.Module, batch: Any, loss: Loss | None = None) -> tuple[CapturedGemm, ...]:
-    """The operands of all products of one forward and backward pass of a converted model."""
+def capture_operands(model: nn.Module, batch: Any, loss: Loss | None = None) -> tuple[CapturedGemm, ...]:
+    """Return the operands of all GEMMs of one forward and backward pass of a converted model."""
     with capturing(model) as recorder:
         (loss or model_loss)(model, batch).backward()
     model.zero_grad(set_to_none=True)
-    return recorder.products()
+    return recorder.gemms()
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
-    """What the model returns for a batch, or its `.loss`.
+    """Return the model's return value for a batch, or its `.loss`.
 
     Raises:
-        TypeError: that is no scalar.
+        TypeError: it is not a scalar.
     """
     if isinstance(batch, Mapping):
         returned = model(**batch)
@@ -158,14 +161,14 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise TypeError(f"model must return a loss, a scalar, or something with .loss, not {shape}: give loss=")
+        raise TypeError(f"model must return a scalar loss, or an object with .loss, not {shape}: pass loss=")
     return found
 
 
 def error_by_channel(found: Tensor, reference: Tensor) -> Error:
-    """The error of outputs [M, N] with every channel, a column, in units of its own RMS; columns of zeros are left out.
+    """Return the error of outputs [M, N] with each channel (column) divided by its RMS, without columns of zeros.
 
-    A few channels are often much larger than the others. They would hide what happens to these.
+    Otherwise a few channels, which are often much larger than the others, would hide the errors of the others.
     """
     size = reference.square().mean(0).sqrt()
     return Error.between(found[:, size > 0] / size[size > 0], reference[:, size > 0] / size[size > 0])
@@ -174,13 +177,15 @@ def error_by_channel(found: Tensor, reference: Tensor) -> Error:
 def _check(recipe: Recipe) -> None:
     formats = recipe.formats
     if formats is None:
-        raise ValueError(f"recipe {recipe.name!r} makes no product in 8 bits, so nothing is at risk")
+        raise ValueError(f"recipe {recipe.name!r} has no GEMM in 8 bits, so there is nothing to predict")
     if formats.is_delayed:
-        raise ValueError(f"recipe {recipe.name!r} scales by past steps, and a preflight knows none")
+        raise ValueError(
+            f"recipe {recipe.name!r} has delayed scaling, which needs past steps, and a preflight has none"
+        )
     if recipe.loss_scale is not None:
-        raise ValueError(f"recipe {recipe.name!r} scales the loss by what only a run finds")
+        raise ValueError(f"recipe {recipe.name!r} has dynamic loss scaling, which needs a training run")
     if recipe.exceptions or recipe.high_precision:
-        raise ValueError(f"recipe {recipe.name!r} has exceptions already: give it without")
+        raise ValueError(f"recipe {recipe.name!r} has exceptions already: pass it without them")
 
 
 def _high_precision(model: nn.Module) -> Recipe:
@@ -194,20 +199,22 @@ def _module_of(model: nn.Module, weight: str) -> str:
 
 
 def _risk(
-    at: SampledGemm, recipe: Recipe, weight: str, module: str, batch: int, arch: str, promote_every: int | None
+    sampled: SampledGemm, recipe: Recipe, weight: str, module: str, batch: int, arch: str, promote_every: int | None
 ) -> Risk:
-    captured = at.captured
+    captured = sampled.captured
     whole_a, whole_b = quantize_as_recipe(recipe, captured)
-    a, b = sampled(whole_a, at.rows_a), sampled(whole_b, at.rows_b)
-    before_a, before_b = captured.a[at.rows_a].double(), captured.b[at.rows_b].double()
+    a, b = sample_rows(whole_a, sampled.rows_a), sample_rows(whole_b, sampled.rows_b)
+    before_a, before_b = captured.a[sampled.rows_a].double(), captured.b[sampled.rows_b].double()
     quantized = values(a) @ values(b).mT
-    by_a, by_b = (error_by_channel(y, at.exact).noise for y in (values(a) @ before_b.mT, before_a @ values(b).mT))
+    noise_a, noise_b = (
+        error_by_channel(y, sampled.exact).noise for y in (values(a) @ before_b.mT, before_a @ values(b).mT)
+    )
     sums = quantized
-    if torch.int8 not in (a.data.dtype, b.data.dtype):  # whose sums are exact
+    if torch.int8 not in (a.data.dtype, b.data.dtype):  # INT8 sums are exact
         sums = tensor_core_scaled_matmul(
             a.data, a.scale, a.block, b.data, b.scale, b.block, arch, promote_every
         ).double()
-    blamed = 0 if by_a >= by_b else 1
+    blamed = 0 if noise_a >= noise_b else 1
     before, after = ((captured.a, whole_a), (captured.b, whole_b))[blamed]
     nonzero = before != 0
     return Risk(
@@ -215,29 +222,29 @@ def _risk(
         weight,
         module,
         batch,
-        captured.product,
-        error_by_channel(quantized, at.exact),
+        captured.gemm,
+        error_by_channel(quantized, sampled.exact),
         error_by_channel(sums, quantized),
-        error_by_channel(sums, at.exact),
-        OPERANDS[captured.product][blamed],
+        error_by_channel(sums, sampled.exact),
+        OPERANDS[captured.gemm][blamed],
         (((after.data.float() == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)).item(),
     )
 
 
 def quantize_as_recipe(recipe: Recipe, captured: CapturedGemm) -> tuple[ScaledTensor, ScaledTensor]:
-    """Both operands as the recipe casts them; wgrad's x is made from what fprop kept."""
+    """Quantize both operands as the recipe does; wgrad's x is requantized from the x that fprop saved."""
     formats = recipe.formats
     assert formats is not None
-    if captured.product == "fprop":
-        return _cast(captured.a, formats.x), _cast(captured.b, formats.w)
-    if captured.product == "dgrad":
-        return _cast(captured.a, formats.dy), _cast(captured.b.mT, formats.w).mT
-    x = _cast(captured.b.mT, formats.x)
+    if captured.gemm == "fprop":
+        return _quantize(captured.a, formats.x), _quantize(captured.b, formats.w)
+    if captured.gemm == "dgrad":
+        return _quantize(captured.a, formats.dy), _quantize(captured.b.mT, formats.w).mT
+    x = _quantize(captured.b.mT, formats.x)
     if formats.wgrad_x != formats.x:
-        x = _cast(x.dequantize(), formats.wgrad_x)
-    return _cast(captured.a.mT, formats.wgrad_dy).mT, x.mT
+        x = _quantize(x.dequantize(), formats.wgrad_x)
+    return _quantize(captured.a.mT, formats.wgrad_dy).mT, x.mT
 
 
-def _cast(t: Tensor, cast: OperandFormat) -> ScaledTensor:
+def _quantize(t: Tensor, fmt: OperandFormat) -> ScaledTensor:
     t = t.contiguous()
-    return unscaled(t, cast) if cast.amax == "unscaled" else quantize(t, cast.block, cast.fmt, cast.scale)
+    return unscaled(t, fmt) if fmt.amax == "unscaled" else quantize(t, fmt.block, fmt.fmt, fmt.scale)

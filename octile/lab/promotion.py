@@ -1,12 +1,13 @@
-"""Does a model's loss see the accumulator? The same model trained with exact sums, with promotion, and without.
-
-All start from the same weights and see the same batches; what differs is how the FP8 products are summed: in FP32 (as
-the references do), on the tensor core with an FP32 sum every 128 products, and on the tensor core alone. A difference
-means something only beside what another seed makes.
+"""Compare the loss of models trained with different accumulators: FP32, promoted every 128, never promoted.
 
     python -m octile.lab.promotion --recipe per_tensor --steps 300
 
-One scale a tensor is the recipe for this: its sums run over all of K without rescaling (`octile.lab.product`).
+All models start from the same weights and see the same batches. They differ in how FP8 GEMMs are summed: in FP32 (as
+the references do), on the tensor core with promotion every 128 products, or on the tensor core alone. A fourth model,
+with another seed, shows how large a difference is noise.
+
+Per-tensor scaling suits this experiment: its sums run over all of K without rescaling (see
+`octile.lab.tensor_core_scaled_matmul`).
 """
 
 import argparse
@@ -27,13 +28,13 @@ from octile.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Trained:
-    """One run.
+    """The result of one run.
 
     Attributes:
-        sums: "FP32", "promoted every 128", "never promoted".
-        seed: of the weights and of the order of the data.
-        steps, val_loss: held-out loss, nats a token, after so many steps.
-        seconds: that the run took.
+        sums: the accumulator, "FP32", "promoted every 128" or "never promoted".
+        seed: the seed of the weights and of the order of the data.
+        steps, val_loss: held-out loss in nats per token after these steps.
+        seconds: the duration of the run.
     """
 
     sums: str
@@ -43,8 +44,8 @@ class Trained:
     seconds: float
 
 
-def sums_of(arch: str) -> dict[str, AbstractContextManager[object]]:
-    """How products are summed, by name."""
+def accumulators(arch: str) -> dict[str, AbstractContextManager[object]]:
+    """Return the contexts that set the accumulator, by name."""
     return {
         "FP32": nullcontext(),
         "promoted every 128": tensor_core(arch, promote_every=128),
@@ -53,7 +54,7 @@ def sums_of(arch: str) -> dict[str, AbstractContextManager[object]]:
 
 
 def run(config: TrainConfig, sums: str, context: AbstractContextManager[object], store: TokenStore) -> Trained:
-    """Trains one model inside the context."""
+    """Train one model inside the context."""
     start = time.perf_counter()
     steps, losses = [], []
     with context:
@@ -67,9 +68,9 @@ def run(config: TrainConfig, sums: str, context: AbstractContextManager[object],
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains the four models, prints a line each, and writes what was measured."""
+    """Train the four models, print a line for each, and write the results."""
     parser = argparse.ArgumentParser(
-        prog="python -m octile.lab.promotion", description="Trains with three kinds of sums."
+        prog="python -m octile.lab.promotion", description="Train with three kinds of accumulators."
     )
     parser.add_argument("--recipe", default="per_tensor")
     parser.add_argument("--steps", type=int, default=300)
@@ -77,15 +78,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/lab-promotion"), help="folder (default: %(default)s)")
     chosen = parser.parse_args(arguments)
-    with tensor_core(chosen.arch, promote_every=128):  # refuses what does not go, before any work
+    with tensor_core(chosen.arch, promote_every=128):  # raises an error for invalid options before any work
         pass
     config = replace(tiny(), recipe=chosen.recipe, steps=chosen.steps, seed=chosen.seed)
     console = RunConsole()
     store = prepare_tokens(config, chosen.out / "data", console)
     found: list[Trained] = []
-    todo = [(name, chosen.seed) for name in sums_of(chosen.arch)]
+    todo = [(name, chosen.seed) for name in accumulators(chosen.arch)]
     for name, seed in [*todo, ("FP32", chosen.seed + 1)]:
-        trained = run(replace(config, seed=seed), name, sums_of(chosen.arch)[name], store)
+        trained = run(replace(config, seed=seed), name, accumulators(chosen.arch)[name], store)
         found.append(trained)
         against = trained.val_loss[-1] / found[0].val_loss[-1] - 1
         loss = f"held-out loss {trained.val_loss[-1]:.4f} ({against:+.2%})"

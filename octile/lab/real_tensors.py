@@ -1,4 +1,4 @@
-"""Real activations and gradients: what the linear layers of a model saw in one forward and backward pass."""
+"""Collect activations and gradients of a model's linear layers in one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ SEQUENCES, LENGTH = 4, 256
 
 @dataclass(frozen=True)
 class RealTensors:
-    """What was seen of each layer: x [T, K] and dy [T, N], in the dtype in which they came.
+    """Inputs x [T, K] and output gradients dy [T, N] by layer, in their own dtypes.
 
-    `where_from` says it in words.
+    `source` describes the model and the text, for pages.
     """
 
-    where_from: str
+    source: str
     x: Mapping[str, Tensor]
     dy: Mapping[str, Tensor]
 
 
 def real_tensors(run: Path | None) -> RealTensors:
-    """The inputs and output gradients of a run's layers on its held-out text, in BF16 products.
+    """Collect the inputs and output gradients of a run's layers on its held-out text, with BF16 GEMMs.
 
-    Without a run: those of the tiny preset as it is initialised, on tokens drawn at random.
+    Without a run, an untrained model of the preset tiny reads random tokens.
 
     Raises:
-        FileNotFoundError, ValueError: run is no finished run folder, or is damaged.
+        FileNotFoundError, ValueError: run is not the folder of a finished run, or is damaged.
     """
     if run is None:
         torch.manual_seed(0)
         model = DeepseekV3(ModelConfig.tiny())
         tokens_BS = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTH))
-        return _look(model, tokens_BS, "an untrained model of the preset tiny, on random tokens")
+        return _collect(model, tokens_BS, "an untrained model of the preset tiny, on random tokens")
     from octile.checkpoint.hugging_face import load
     from octile.train.batches import validation_windows
     from octile.train.run_folder import RunFolder
@@ -52,33 +52,33 @@ def real_tensors(run: Path | None) -> RealTensors:
     folder = RunFolder.open(run)
     length = folder.read_config().sequence_length - 1
     tokens_BS = validation_windows(TokenStore.open(folder.data).val, length, SEQUENCES)
-    return _look(load(run), tokens_BS, f"the run {run.name}, on text that it was not trained on")
+    return _collect(load(run), tokens_BS, f"the run {run.name}, on its held-out text")
 
 
-def _look(model: DeepseekV3, tokens_BS: Tensor, where_from: str) -> RealTensors:
+def _collect(model: DeepseekV3, tokens_BS: Tensor, source: str) -> RealTensors:
     apply_recipe(model, Recipe.bf16())
-    x, dy = see_operands(model, tokens_BS)
-    return RealTensors(where_from, x, dy)
+    x, dy = collect_operands(model, tokens_BS)
+    return RealTensors(source, x, dy)
 
 
-def see_operands(model: nn.Module, tokens_BS: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """x and dy of every layer of a converted model in one forward and backward pass on its own loss."""
-    names = layer_weights(model)
+def collect_operands(model: nn.Module, tokens_BS: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return x and dy of every layer of a converted model in one forward and backward pass on its own loss."""
+    layers = layer_weights(model)
     x: dict[str, Tensor] = {}
     dy: dict[str, Tensor] = {}
 
-    def watch(weight: Tensor, fprop: ObservedGemm) -> Backward | None:
-        name = names.name_of(weight)
+    def observe(weight: Tensor, fprop: ObservedGemm) -> Backward | None:
+        name = layers.name_of(weight)
         if name is None:
             return None
         x[name] = fprop.before.detach()
 
-        def backward(product: ObservedGemm) -> None:
-            if product.name == "dgrad":
-                dy[name] = product.before.detach()
+        def backward(gemm: ObservedGemm) -> None:
+            if gemm.name == "dgrad":
+                dy[name] = gemm.before.detach()
 
         return backward
 
-    with observe_gemms(watch):
+    with observe_gemms(observe):
         model(tokens_BS, tokens_BS).backward()
     return x, dy

@@ -1,4 +1,4 @@
-"""The lab beside a training run: telemetry and guards while `octile train` works, captures when it is over."""
+"""Run the lab with `octile train`: telemetry and guards during training, captures afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import capturing
 from octile.lab.guards import Action, Event, Guards, Rule
-from octile.lab.layers import layer_weights, matching
+from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import Row
 from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
@@ -32,54 +32,53 @@ from octile.train.trainer import Trainer
 
 
 def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> RunHook:
-    """What `octile train` enters around every step: measures, writes down, and does what the rules say.
+    """Return the observer that `octile train` enters around every step: it measures, records, and applies rules.
 
-    Rows go to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_FIGURE"), what a rule does to the
-    log and, as {"step", "guard": {…}}, to metrics.jsonl. A run that is resumed continues with the products switched
-    that were switched, with the captures that were due, and with the rules knowing what they knew.
+    Rows are written to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_STATISTIC"). Events of
+    rules are written to the log and, as {"step", "guard": {…}}, to metrics.jsonl. A resumed run restores which GEMMs
+    were switched to high precision, which captures are due, and since when conditions of rules have held.
 
     Args:
-        config: of the run.
-        every: n measures the steps n, 2n, …; 0 none.
-        layers: patterns of layers' names.
-        rules: as `read_rules` gives them.
+        config: the run's configuration.
+        every: n; the steps n, 2n, … are measured; 0 for none.
+        layers: patterns of layer names.
+        rules: rules from `read_rules`.
 
     Raises:
-        ValueError: every is negative or more than the run's steps, there are rules or chosen layers but nothing is
-            measured, the recipe makes no product in 8 bits, a pattern matches no layer, or a rule's no layer that is
-            measured.
+        ValueError: every is negative or above the number of steps; rules or layers are given without telemetry; the
+            recipe has no GEMM in 8 bits; a pattern matches no layer, or a rule's pattern no measured layer.
     """
     if not 0 <= every <= config.steps:
         raise ValueError(
             f"telemetry_every must be from 1 to {config.steps}, the run's steps, or 0 for none; not {every}"
         )
     if rules and not every:
-        raise ValueError("guards look at telemetry: add --telemetry-every N")
+        raise ValueError("guards need telemetry: add --telemetry-every N")
     if layers != "*" and not every:
-        raise ValueError("telemetry_layers says of what telemetry is taken: add --telemetry-every N")
+        raise ValueError("telemetry_layers has no effect without telemetry: add --telemetry-every N")
     if every and config.load_recipe().formats is None:
-        raise ValueError(f"telemetry measures products in 8 bits, and recipe {config.recipe!r} makes none")
+        raise ValueError(f"telemetry measures GEMMs in 8 bits, and recipe {config.recipe!r} has none")
     if every:
-        measured = tuple(layer_weights(_layers_of(config), layers).weights)
+        measured = tuple(layer_weights(_meta_model(config), layers).weights)
         for rule in rules:
-            matching(measured, rule.layers)  # a rule for layers that nobody measures would never fire
+            match_layers(measured, rule.layers)  # a rule for layers that are not measured would never fire
 
     def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
-        return _Beside(trainer, run, metrics, every, layers, Guards(rules)).around
+        return _RunObserver(trainer, run, metrics, every, layers, Guards(rules)).around
 
     return attach
 
 
-def _layers_of(config: TrainConfig) -> DeepseekV3:
-    """A run's model without its weights."""
+def _meta_model(config: TrainConfig) -> DeepseekV3:
+    """Return the run's model, converted, on the meta device."""
     with torch.device("meta"):
         model = DeepseekV3(config.model)
     apply_recipe(model, config.load_recipe())
     return model
 
 
-class _Beside:
-    """One run and what looks on."""
+class _RunObserver:
+    """Telemetry, guards and captures of one run."""
 
     def __init__(
         self, trainer: Trainer, run: RunFolder, metrics: MetricsWriter, every: int, layers: str, guards: Guards
@@ -88,28 +87,28 @@ class _Beside:
         self.every, self.layers, self.guards = every, layers, guards
         due = _guards(run, "capture", trainer.steps_done - 1, trainer.steps_done)
         self.to_capture: set[tuple[str, GemmName]] = {(guard["layer"], guard["product"]) for guard in due}
-        switch_again(trainer, run, 0, trainer.steps_done)
+        restore_switches(trainer, run, 0, trainer.steps_done)
         if run.telemetry_file.exists():
-            guards.look(read_lines(run.telemetry_file))
+            guards.check(read_lines(run.telemetry_file))
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         measured = self.every and step % self.every == 0
         with ExitStack() as stack:
-            watching = stack.enter_context(telemetry(self.trainer.model, 1, self.layers)) if measured else None
+            measurement = stack.enter_context(telemetry(self.trainer.model, 1, self.layers)) if measured else None
             recorders = [
                 stack.enter_context(capturing(self.trainer.model, layer, [product]))
                 for layer, product in sorted(self.to_capture)
             ]
-            wanted, self.to_capture = self.to_capture, set()
+            captured, self.to_capture = self.to_capture, set()
             yield
-            rows = [{**row, "step": step} for row in watching.step()] if watching else []
-        for recorder, (layer, product) in zip(recorders, sorted(wanted), strict=True):
+            rows = [{**row, "step": step} for row in measurement.step()] if measurement else []
+        for recorder, (layer, product) in zip(recorders, sorted(captured), strict=True):
             path = self.run.captures / f"step_{step:08d}-{layer}-{product}.safetensors"
             recorder.save(path, step, self.trainer.recipe.name, self.run.path.name, _tokens(self.trainer, step))
             log.warning("captured %s of %s at step %d: %s", product, layer, step, path)
         self._write(rows)
-        for event in self.guards.look(rows):
+        for event in self.guards.check(rows):
             self._act(event)
 
     def _write(self, rows: list[Row]) -> None:
@@ -118,10 +117,10 @@ class _Beside:
         with self.run.telemetry_file.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         for row in rows:
-            place = f"telemetry/{row['layer']}/{row['product']}" + (f"_{row['operand']}" if "operand" in row else "")
+            prefix = f"telemetry/{row['layer']}/{row['product']}" + (f"_{row['operand']}" if "operand" in row else "")
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
-                    self.metrics.draw(f"{place}_{name}", value, row["step"])
+                    self.metrics.draw(f"{prefix}_{name}", value, row["step"])
 
     def _act(self, event: Event) -> None:
         log.warning("%s", event)
@@ -129,32 +128,34 @@ class _Beside:
             self.to_capture.add((event.layer, event.product))
             if event.step == self.trainer.config.steps:
                 options = f"--step {event.step + 1} --layers {event.layer} --products {event.product}"
-                log.warning("no step follows; to capture the next: octile lab capture %s %s", self.run.path, options)
+                log.warning(
+                    "this was the last step; to capture the next one: octile lab capture %s %s", self.run.path, options
+                )
         elif event.rule.then == "bf16":
             log.warning("from step %d on %s", event.step + 1, switch(self.trainer, event.layer, event.product))
         self.metrics.write({"step": event.step, "guard": event.record()})
 
 
 def switch(trainer: Trainer, layer: str, product: GemmName) -> str:
-    """Makes a product of a layer in the recipe's `compute` type from now on; says what was done.
+    """Switch a GEMM of a layer to the recipe's `compute` dtype, and return a description of the change.
 
-    Experts' two weights share one recipe, so both are switched.
+    The two weights of experts share one recipe, so both are switched.
     """
     module = layer_weights(trainer.model, layer).modules[layer]
     assert module.recipe is not None
     module.recipe = module.recipe.without(product)
-    whole = next(name for name, other in trainer.model.named_modules() if other is module)
-    return f"{product} of {whole} is made in {str(module.recipe.compute).removeprefix('torch.')}"
+    path = next(name for name, other in trainer.model.named_modules() if other is module)
+    return f"{product} of {path} is computed in {str(module.recipe.compute).removeprefix('torch.')}"
 
 
-def switch_again(trainer: Trainer, run: RunFolder, after: int, up_to: int) -> None:
-    """Repeats the switches that guards made after one step and up to another."""
+def restore_switches(trainer: Trainer, run: RunFolder, after: int, up_to: int) -> None:
+    """Repeat the switches that guards made after one step and up to another."""
     for guard in _guards(run, "bf16", after, up_to):
         switch(trainer, guard["layer"], guard["product"])
 
 
 def _guards(run: RunFolder, then: Action, after: int, up_to: int) -> Iterator[dict[str, Any]]:
-    """What guards did after one step and up to another, as metrics.jsonl keeps it."""
+    """Yield the events of guards in metrics.jsonl after one step and up to another."""
     for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
         guard = line.get("guard")
         if guard and guard["then"] == then and after < line["step"] <= up_to:
@@ -169,23 +170,23 @@ def capture_run(
     out: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Captures the operands of a step of a run, by doing the step again.
+    """Capture the operands of a step of a run by repeating the step.
 
-    The run's newest checkpoint before that step is loaded, or the run is begun anew where there is none, and the steps
-    from there on are done as the run did them. Nothing in the run's folder changes but its captures.
+    The steps are repeated from the newest checkpoint before that step, or from the beginning if there is none. The
+    run's folder stays as it is, except for its captures.
 
     Args:
         path: the run's folder.
-        step: counted from 1; the one after the newest checkpoint if None.
-        layers, products: which to keep.
-        out: the file; RUN/captures/step_N.safetensors if None.
-        say: shows a line of progress.
+        step: the step, counted from 1; None for the one after the newest checkpoint.
+        layers, products: the layers and GEMMs to capture.
+        out: the file to write; RUN/captures/step_N.safetensors if None.
+        say: called with a line of progress.
 
     Returns:
         The file.
 
     Raises:
-        FileNotFoundError: there is no run, or its tokens are gone.
+        FileNotFoundError: the run or its tokens do not exist.
         ValueError: the run has no such step; a checkpoint or a file is damaged; a pattern matches no layer.
     """
     run = RunFolder.open(path)
@@ -193,7 +194,7 @@ def capture_run(
     if step is not None and not 1 <= step <= config.steps + 1:
         raise ValueError(f"step must be from 1 to {config.steps + 1} for this run, not {step}")
     checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
-    config = replace(config, skip_limit=config.steps)  # a step with broken gradients is one to look at
+    config = replace(config, skip_limit=config.steps)  # a step with broken gradients can be captured too
     if checkpoint is not None:
         config = replace(config, init_from=None)  # the checkpoint holds the weights
     trainer = Trainer(config, TokenStore.open(run.data), pick_device(config.device))
@@ -201,15 +202,15 @@ def capture_run(
     if checkpoint is not None:
         trainer.load(*load_checkpoint(checkpoint, check=False))
     step = trainer.steps_done + 1 if step is None else step
-    begun = f"from {checkpoint.name}" if checkpoint else "from the beginning, since no checkpoint is older"
-    say(f"step {step}: {begun}, {step - trainer.steps_done - 1} steps before it are done again")
-    switch_again(trainer, run, 0, trainer.steps_done)
+    start = f"from {checkpoint.name}" if checkpoint else "from the beginning, since no checkpoint is older"
+    say(f"step {step}: {start}, {step - trainer.steps_done - 1} steps before it are repeated")
+    restore_switches(trainer, run, 0, trainer.steps_done)
     screen = Console(stderr=True)
-    again = range(trainer.steps_done, step - 1)
+    earlier = range(trainer.steps_done, step - 1)
     with deterministic(config.deterministic):
-        for _ in track(again, "repeating", console=screen, transient=True, disable=not screen.is_terminal):
+        for _ in track(earlier, "repeating", console=screen, transient=True, disable=not screen.is_terminal):
             trainer.step()
-            switch_again(trainer, run, trainer.steps_done - 1, trainer.steps_done)
+            restore_switches(trainer, run, trainer.steps_done - 1, trainer.steps_done)
         with capturing(trainer.model, layers, products) as recorder:
             trainer.step()
     out = out or run.captures / f"step_{step:08d}.safetensors"
@@ -217,5 +218,5 @@ def capture_run(
 
 
 def _tokens(trainer: Trainer, step: int) -> Tensor:
-    """What the model read in the first micro-batch of a step."""
+    """Return the token ids of the first micro-batch of a step."""
     return trainer.batches.batch(step - 1).chunk(trainer.config.micro_batches)[0]

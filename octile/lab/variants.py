@@ -1,17 +1,16 @@
-"""Ways to make a product in few bits: format, block, scale rule, promotion, tensor core. And how each casts a matrix.
+"""Variants of a GEMM in few bits: format, block, scale rule, promotion interval and tensor core.
 
 format   e4m3, e5m2, e5m6 (multiplied as FP16, which holds it exactly), int8,
          mx (E4M3 with 1×32 UE8M0 scales: OCP Microscaling Formats v1.0),
-         nvfp4 (E2M1 with 1×16 E4M3 scales and one FP32 scale a tensor: NVIDIA's 4 bits)
-block    tensor, row, 1x128, 128x128 (weights only, everything else is 1x128), 1x32; along K, which is summed
+         nvfp4 (E2M1 with 1×16 E4M3 scales and one FP32 scale per tensor: NVIDIA's 4-bit format)
+block    tensor, row, 1x128, 128x128 (for weights; other operands have 1x128), 1x32; the second number is along K
 scale    float32     amax / max
-         up          the power of two at or above it: nothing saturates
-         nearest     the nearest power of two; the largest values of a block may saturate
-         down        the power of two at or below it; they may be twice as large as what the format holds
-         ocp         2^(⌊log₂ amax⌋ − ⌊log₂ max⌋), MX's own rule (§6.3): between `up` and `nearest` for E4M3
-promote  every so many products the tensor core's sum moves to FP32; None is never
-arch     a tensor core of `octile.lab.tensor_core.architectures`; or fp32, octile's references, or exact, which rounds
-             no sum
+         up          the next power of two at or above it: nothing saturates
+         nearest     the nearest power of two: the largest values of a block may saturate
+         down        the next power of two at or below it: values up to twice the format's maximum saturate
+         ocp         2^(⌊log₂ amax⌋ − ⌊log₂ max⌋), the rule of MX (§6.3): between `up` and `nearest` for E4M3
+promote  the number of products after which the accumulator is promoted to FP32; None for never
+arch     a tensor core of `octile.lab.tensor_core.architectures`, fp32 (octile's reference), or exact (unrounded sums)
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FORMATS: dict[str, FloatFormat | IntFormat] = {
     "mx": E4M3,
     "nvfp4": E2M1,
 }
-STORED: dict[str, torch.dtype] = {  # what holds a format's numbers exactly and can be multiplied
+STORAGE_DTYPE: dict[str, torch.dtype] = {  # a dtype that holds the format exactly and can be multiplied
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "e5m6": torch.float16,
@@ -56,14 +55,14 @@ BLOCKS: dict[str, tuple[Extent, Extent]] = {
 }
 POWERS_OF_2 = ("up", "nearest", "down", "ocp")
 SCALES = ("float32", *POWERS_OF_2)
-CONTROLS = ("fp32", "exact")
-OWN_BLOCK = {"mx": "1x32", "nvfp4": "1x16"}
-OWN_SCALES: dict[str, tuple[str, ...]] = {"mx": POWERS_OF_2, "nvfp4": ("e4m3",)}
+REFERENCES = ("fp32", "exact")
+FIXED_BLOCK = {"mx": "1x32", "nvfp4": "1x16"}
+FIXED_SCALES: dict[str, tuple[str, ...]] = {"mx": POWERS_OF_2, "nvfp4": ("e4m3",)}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One combination; see the head of this file. `promote` is None where a control sums."""
+    """One combination; see the docstring of this module. `promote` is None for the archs fp32 and exact."""
 
     fmt: str
     block: str
@@ -73,20 +72,26 @@ class Variant:
 
     def __str__(self) -> str:
         promoted = (
-            "" if self.arch in CONTROLS else f", promoted every {self.promote}" if self.promote else ", never promoted"
+            ""
+            if self.arch in REFERENCES
+            else f", promoted every {self.promote}"
+            if self.promote
+            else ", never promoted"
         )
         return f"{self.fmt} {self.block} {self.scale} on {self.arch}{promoted}"
 
 
-PUBLISHED = Variant("e4m3", "128x128", "float32", 128, "sm_90")  # DeepSeek-V3's, but for its power-of-two inputs
+PUBLISHED = Variant(
+    "e4m3", "128x128", "float32", 128, "sm_90"
+)  # DeepSeek-V3's, except for its power-of-two scales of attention inputs
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is to be combined. mx and nvfp4 bring their own block, nvfp4 its own scales as well.
+class SearchSpace:
+    """The values to combine. mx and nvfp4 have fixed blocks, and nvfp4 a fixed scale rule.
 
     Raises:
-        ValueError: there is no such format, block, scale rule or architecture; an interval is below 1.
+        ValueError: a format, block, scale rule or architecture is unknown; an interval is below 1.
     """
 
     formats: Sequence[str] = tuple(FORMATS)
@@ -100,48 +105,50 @@ class Choice:
             "format": (self.formats, FORMATS),
             "block": (self.blocks, [block for block in BLOCKS if block != "1x16"]),
             "scale": (self.scales, SCALES),
-            "arch": (self.archs, [*ARCHITECTURES, *CONTROLS]),
+            "arch": (self.archs, [*ARCHITECTURES, *REFERENCES]),
         }
-        for name, (asked, there_are) in known.items():
-            for word in asked:
-                if word not in there_are:
-                    raise ValueError(f"{name} must be one of {', '.join(there_are)}, not {word!r}")
+        for name, (requested, allowed) in known.items():
+            for word in requested:
+                if word not in allowed:
+                    raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {word!r}")
         for interval in self.promote:
             if interval is not None and interval < 1:
                 raise ValueError(f"promote must be at least 1 or never, not {interval}")
 
     def combinations(self) -> Iterator[Variant]:
-        """All combinations, applicable or not (`why_not_applicable`); fp32 and exact have no promotion interval."""
+        """Yield all combinations, whether they apply or not; fp32 and exact have no promotion interval."""
         for fmt in dict.fromkeys(self.formats):
-            blocks = [OWN_BLOCK[fmt]] if fmt in OWN_BLOCK else dict.fromkeys(self.blocks)
-            scales = OWN_SCALES["nvfp4"] if fmt == "nvfp4" else dict.fromkeys(self.scales)
+            blocks = [FIXED_BLOCK[fmt]] if fmt in FIXED_BLOCK else dict.fromkeys(self.blocks)
+            scales = FIXED_SCALES["nvfp4"] if fmt == "nvfp4" else dict.fromkeys(self.scales)
             for block, scale, arch in every_combination(blocks, scales, dict.fromkeys(self.archs)):
-                for promote in [None] if arch in CONTROLS else dict.fromkeys(self.promote):
+                for promote in [None] if arch in REFERENCES else dict.fromkeys(self.promote):
                     yield Variant(fmt, block, scale, promote, arch)
 
 
 def why_not_applicable(v: Variant) -> str | None:
-    """Why a combination does not apply, in words; None where it does."""
-    if v.scale not in OWN_SCALES.get(v.fmt, SCALES):
-        return f"{v.fmt} has scales that are powers of two, so no {v.scale} ones"
+    """Return the reason why a combination does not apply; None if it does."""
+    if v.scale not in FIXED_SCALES.get(v.fmt, SCALES):
+        return f"{v.fmt} has power-of-two scales, so {v.scale} does not apply"
     if v.fmt == "e4m3" and v.block == "1x32" and v.scale in POWERS_OF_2:
         return "e4m3 in 1x32 blocks with power-of-two scales is mx"
-    if v.arch in CONTROLS:
+    if v.arch in REFERENCES:
         return None
     if v.fmt == "int8":
-        return "tensor cores sum INT8 as exact integers: exact says it all"
+        return "tensor cores sum INT8 as exact integers: use exact"
     if v.fmt == "nvfp4":
-        return "the instruction that multiplies NVFP4 is not among the modeled ones: exact and fp32 apply"
+        return "the model has no instruction for NVFP4: use exact or fp32"
     try:
-        row = find_instruction(v.arch, STORED[v.fmt], STORED[v.fmt], scaled=scales_in_tensor_core(v))
+        instruction = find_instruction(
+            v.arch, STORAGE_DTYPE[v.fmt], STORAGE_DTYPE[v.fmt], scaled=scales_in_tensor_core(v)
+        )
     except TypeError as error:
         return f"{error}".replace(str(torch.float16), "e5m6, held as FP16,") if v.fmt == "e5m6" else str(error)
     if v.promote is None:
         return None
-    if row.promotes_every:
-        return f"{v.arch}'s {row.name} promotes every {row.promotes_every} products by itself: never applies"
-    if v.promote % row.terms:
-        return f"{v.arch}'s {row.name} sums {row.terms} products a step, and {v.promote} is no multiple of it"
+    if instruction.promotes_every:
+        return f"{v.arch}'s {instruction.name} itself promotes every {instruction.promotes_every}: only never applies"
+    if v.promote % instruction.terms:
+        return f"{v.arch}'s {instruction.name} sums {instruction.terms} products a step; {v.promote} is not a multiple"
     extent = BLOCKS["1x128" if v.block == "128x128" else v.block][1]
     if extent is not None and not scales_in_tensor_core(v) and math.gcd(extent, v.promote) != v.promote:
         return f"{v.block} has a new scale every {extent} products, so every {v.promote} is every {extent}"
@@ -149,37 +156,39 @@ def why_not_applicable(v: Variant) -> str | None:
 
 
 def scales_in_tensor_core(v: Variant) -> bool:
-    """Whether the tensor core itself multiplies by the scales: MX on an architecture that has such an instruction."""
-    return v.fmt == "mx" and any(row.scaled for row in ARCHITECTURES.get(v.arch, ()))
+    """Whether the tensor core applies the scales: MX on an architecture with a block-scaled instruction."""
+    return v.fmt == "mx" and any(instruction.scaled for instruction in ARCHITECTURES.get(v.arch, ()))
 
 
-def blocks_of(v: Variant, product: GemmName) -> tuple[tuple[Extent, Extent], tuple[Extent, Extent]]:
-    """Of a and b: with 128x128 only the weight has such blocks, which is b of fprop and dgrad; wgrad has none."""
+def operand_blocks(v: Variant, gemm: GemmName) -> tuple[tuple[Extent, Extent], tuple[Extent, Extent]]:
+    """Return the blocks of a and b. Only weights have 128×128 blocks: b of fprop and of dgrad."""
     block = BLOCKS[v.block]
     if v.block != "128x128":
         return block, block
-    return BLOCKS["1x128"], BLOCKS["1x128"] if product == "wgrad" else block
+    return BLOCKS["1x128"], BLOCKS["1x128"] if gemm == "wgrad" else block
 
 
-def cast(x: Tensor, fmt: str, block: tuple[Extent, Extent], scale: str) -> ScaledTensor:
-    """A matrix in a format, its scales by any rule; for "float32" and "up" what `octile.quantize` gives.
+def quantize_as(x: Tensor, fmt: str, block: tuple[Extent, Extent], scale: str) -> ScaledTensor:
+    """Quantize a matrix with any scale rule; with "float32" and "up" the result is that of `octile.quantize`.
 
     Args:
         x: [M, K], finite.
-        fmt, scale: of the head of this file; nvfp4 comes with "e4m3".
+        fmt, scale: see the docstring of this module; nvfp4 has the scale rule "e4m3".
+        block: rows and columns of a block.
 
     Returns:
-        data [M, K] in STORED[fmt]; scale float32 (nvfp4: float64, the exact products of its two) a block.
+        data [M, K] in STORAGE_DTYPE[fmt], and one float32 scale per block. For nvfp4 the scale is float64, the exact
+        product of its two scales.
     """
     rows, cols = resolve(block, x.shape)
     blocks = split_into_blocks(x.float(), rows, cols)
     amax = blocks.abs().amax(dim=(1, 3))
     scales = _nvfp4_scales(amax) if fmt == "nvfp4" else _scales(amax, FORMATS[fmt], scale)
-    divisor = torch.where(scales == 0, 1.0, scales).float()[:, None, :, None]  # a block that is left with 0 is 0
+    divisor = torch.where(scales == 0, 1.0, scales).float()[:, None, :, None]  # a block with scale 0 becomes 0
     limit = FORMATS[fmt].max
     scaled = (blocks / divisor).clamp_(-limit, limit).flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
     rounded = FORMATS[fmt].round(scaled) if fmt in ("e5m6", "int8", "nvfp4") else scaled
-    return ScaledTensor(rounded.to(STORED[fmt]).contiguous(), scales, (rows, cols))
+    return ScaledTensor(rounded.to(STORAGE_DTYPE[fmt]).contiguous(), scales, (rows, cols))
 
 
 def _scales(amax: Tensor, fmt: FloatFormat | IntFormat, rule: str) -> Tensor:
@@ -191,19 +200,19 @@ def _scales(amax: Tensor, fmt: FloatFormat | IntFormat, rule: str) -> Tensor:
     elif rule == "down":
         exact = (exact.view(torch.int32) & 0x7F800000).view(torch.float32)
     elif rule == "ocp":
-        largest = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)  # the power of two at or below it
+        largest = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)  # the power of two at or below amax
         exact = (largest / 2.0 ** math.floor(math.log2(fmt.max))).clamp_(min=SMALLEST_SCALE)
     return torch.where(amax == 0, 1.0, exact)
 
 
 def _nvfp4_scales(amax: Tensor) -> Tensor:
-    """E4M3 scales in units of one FP32 scale, which makes the largest of them 448; a block may be left with 0."""
-    whole = amax.max().div(E2M1.max * E4M3.max).clamp(min=SMALLEST_SCALE)
-    return E4M3.round(amax / E2M1.max / whole).double() * whole.double()
+    """Return E4M3 scales times one FP32 scale, chosen so that the largest is 448; small blocks may get scale 0."""
+    per_tensor = amax.max().div(E2M1.max * E4M3.max).clamp(min=SMALLEST_SCALE)
+    return E4M3.round(amax / E2M1.max / per_tensor).double() * per_tensor.double()
 
 
 def bits_per_value(v: Variant, *operands: ScaledTensor) -> float:
-    """Bits a value of the operands with its share of the scales: 8 of a UE8M0 or E4M3 scale, 32 of an FP32 one."""
-    width = 8 if v.fmt in OWN_SCALES else 32
-    scales, numbers = sum(q.scale.numel() for q in operands), sum(q.data.numel() for q in operands)
-    return FORMATS[v.fmt].bits + width * scales / max(numbers, 1)
+    """Return the bits per value of the operands, with scales of 8 bits (UE8M0, E4M3) or 32 bits (FP32)."""
+    width = 8 if v.fmt in FIXED_SCALES else 32
+    scales, values = sum(q.scale.numel() for q in operands), sum(q.data.numel() for q in operands)
+    return FORMATS[v.fmt].bits + width * scales / max(values, 1)

@@ -1,14 +1,14 @@
-"""What if: the products of a real run, from a capture, in every combination of `octile.lab.variants`.
+"""Compute the GEMMs of a capture in every combination of `octile.lab.variants`, and measure their errors.
 
-    exact         a · bᵀ of the operands as they were captured                   FP64
-    quantized     the same of the operands after their casts                     FP64
-    accumulated   the same as the tensor core sums it, bit for bit               `octile.lab.tensor_core`
+    exact         a · bᵀ of the captured operands                              FP64
+    quantized     a · bᵀ of the quantized operands                             FP64
+    accumulated   the same as the tensor core sums it, bit for bit             `octile.lab.tensor_core`
 
     quantization error = quantized − exact       accumulation error = accumulated − quantized       total = both
 
-Operands are cast whole; the product is made of `sample` rows of a and of b, drawn with a seed, so of sample² outputs
-whose sums are whole. Each operand is cast from what was captured: that a run's recipe may keep x in 8 bits and cast it
-again for wgrad is not part of it.
+Operands are quantized completely. The GEMM uses `sample` rows of a and of b, drawn with a seed, so it has sample²
+outputs with complete sums. Each operand is quantized from its captured values: a recipe that requantizes saved inputs
+for wgrad is not modeled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from octile.lab.capture import Capture, CapturedGemm
-from octile.lab.layers import matching
+from octile.lab.layers import match_layers
 from octile.lab.tensor_core import tensor_core_matmul, tensor_core_scaled_matmul
 from octile.lab.variants import (
-    Choice,
+    SearchSpace,
     Variant,
     bits_per_value,
-    blocks_of,
-    cast,
+    operand_blocks,
+    quantize_as,
     scales_in_tensor_core,
     why_not_applicable,
 )
@@ -42,12 +42,13 @@ SAMPLE = 32
 
 @dataclass(frozen=True)
 class Error:
-    """Differences of some outputs from a reference.
+    """Error of outputs against a reference.
 
     Attributes:
-        noise: their mean square over the reference's. Where that is all zeros: 0, or ∞ if there is any difference.
-        worst: the largest of them over the reference's RMS.
-        bias: the mean difference away from zero over the mean magnitude: below 0, results are too small.
+        noise: mean squared error over the mean square of the reference. If the reference is all zeros: 0 without any
+            error, otherwise ∞.
+        worst: the largest error over the RMS of the reference.
+        bias: the mean error away from zero over the mean magnitude; negative if results are too small.
     """
 
     noise: float
@@ -56,7 +57,7 @@ class Error:
 
     @classmethod
     def between(cls, found: Tensor, reference: Tensor) -> Error:
-        """Of float64 tensors of one shape."""
+        """Compare float64 tensors of one shape."""
         e = found - reference
         power = reference.square().mean()
         if not reference.any():
@@ -67,26 +68,26 @@ class Error:
 
     @property
     def snr_db(self) -> float | None:
-        """10·log₁₀(signal / noise); None where there is no noise, or no signal."""
-        return decibels(self.noise)
+        """The signal-to-noise ratio in dB; None without noise or without signal."""
+        return noise_to_db(self.noise)
 
-    def figures(self) -> dict[str, float | None]:
-        """For JSON."""
+    def statistics(self) -> dict[str, float | None]:
+        """Return the statistics for JSON."""
         known = {"worst_over_rms": self.worst, "bias": self.bias}
         return {"snr_db": self.snr_db, **{name: v if math.isfinite(v) else None for name, v in known.items()}}
 
 
-def decibels(noise: float) -> float | None:
-    """A share of noise as a signal-to-noise ratio."""
+def noise_to_db(noise: float) -> float | None:
+    """Convert noise over signal to a signal-to-noise ratio in dB; None if it is 0 or infinite."""
     return -10 * math.log10(noise) if 0 < noise < math.inf else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One product in one combination. bits: a value of both operands takes, scales included."""
+    """The errors of one GEMM in one combination, and the bits per value of its operands, scales included."""
 
     layer: str
-    product: GemmName
+    gemm: GemmName
     variant: Variant
     quantization: Error
     accumulation: Error
@@ -96,21 +97,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Rank:
-    """One combination over all products that it applies to.
+    """One combination over all GEMMs.
 
-    Noise is averaged over the products, each counting the same whatever its size, so the worse ones decide.
+    Noise is averaged over the GEMMs, with equal weights, so that the GEMMs with most noise dominate.
 
     Attributes:
-        products: how many.
+        gemms: the number of GEMMs.
         quantization, accumulation, total: mean noise over signal.
-        worst: the largest single error of any product over that product's RMS.
-        bias: the mean of the products' biases.
-        hardest: layer and product with the most noise.
-        bits: a value takes on average.
+        worst: the largest error of any output over its GEMM's RMS.
+        bias: the mean bias.
+        hardest: the layer and GEMM with most noise.
+        bits: the mean number of bits per value.
     """
 
     variant: Variant
-    products: int
+    gemms: int
     quantization: float
     accumulation: float
     total: float
@@ -122,13 +123,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What was found.
+    """The results of `what_if`.
 
     Attributes:
-        rows: every product in every combination that applies.
-        refused: why a combination does not apply → those that do not.
-        sample, seed: as they were asked for.
-        silent: products whose sampled outputs are all zeros, which have no error.
+        rows: every GEMM in every combination that applies.
+        refused: reason → the combinations that do not apply for it.
+        sample, seed: the arguments of `what_if`.
+        silent: GEMMs whose sampled outputs are all zeros, so that they have no error.
     """
 
     rows: Sequence[Row]
@@ -138,87 +139,89 @@ class WhatIf:
     silent: Sequence[str]
 
     def ranking(self) -> list[Rank]:
-        """The combinations, the one with the least noise first."""
+        """Return the combinations, the one with least noise first."""
         by_variant: dict[Variant, list[Row]] = {}
         for row in self.rows:
             by_variant.setdefault(row.variant, []).append(row)
         return sorted((_rank(variant, rows) for variant, rows in by_variant.items()), key=lambda rank: rank.total)
 
-    def of(self, variant: Variant) -> list[Row]:
+    def rows_of(self, variant: Variant) -> list[Row]:
+        """Return the rows of one combination."""
         return [row for row in self.rows if row.variant == variant]
 
 
 def what_if(
-    products: Iterable[CapturedGemm],
-    choice: Choice | None = None,
+    gemms: Iterable[CapturedGemm],
+    space: SearchSpace | None = None,
     sample: int = SAMPLE,
     seed: int = 0,
-    progress: Callable[[Iterable[CapturedGemm]], Iterable[CapturedGemm]] = lambda all_of_them: all_of_them,
+    progress: Callable[[Iterable[CapturedGemm]], Iterable[CapturedGemm]] = lambda gemms: gemms,
 ) -> WhatIf:
-    """Makes the products in every combination of the choice.
+    """Compute GEMMs in every combination of a search space, and measure their errors.
 
     Args:
-        products: of a capture; `chosen` picks some.
-        choice: everything, if not given.
-        sample: rows of each operand that are multiplied.
-        seed: of their drawing.
-        progress: wraps the products as they are gone through.
+        gemms: GEMMs of a capture; see `select_gemms`.
+        space: the combinations; all if not given.
+        sample: the number of rows of each operand to multiply.
+        seed: the seed with which the rows are drawn.
+        progress: a wrapper of the iteration over the GEMMs.
 
     Raises:
-        ValueError: sample is below 1; no combination applies; a product has operands that are not finite, or all are
-            zeros.
+        ValueError: sample is below 1; no combination applies; an operand is not finite; all GEMMs are zero.
     """
     if sample < 1:
         raise ValueError(f"sample must be at least 1, not {sample}")
     applying: list[Variant] = []
     refused: dict[str, list[Variant]] = {}
-    for variant in (choice or Choice()).combinations():
+    for variant in (space or SearchSpace()).combinations():
         reason = why_not_applicable(variant)
         (applying if reason is None else refused.setdefault(reason, [])).append(variant)
     if not applying:
         raise ValueError(f"no combination applies: {'; '.join(refused)}")
     rows: list[Row] = []
     silent: list[str] = []
-    for captured in progress(list(products)):
-        at = SampledGemm.of(captured, sample, seed)
-        if at.exact.any():
-            rows += [at.row(variant) for variant in applying]
+    for captured in progress(list(gemms)):
+        sampled = SampledGemm.draw(captured, sample, seed)
+        if sampled.exact.any():
+            rows += [sampled.row(variant) for variant in applying]
         else:
-            silent.append(f"{captured.product} of {captured.layer}")
+            silent.append(f"{captured.gemm} of {captured.layer}")
     if not rows:
-        raise ValueError("there is nothing to measure: every product is all zeros, or none was asked for")
+        raise ValueError("there is nothing to measure: every GEMM is all zeros, or none was selected")
     return WhatIf(rows, refused, sample, seed, silent)
 
 
-def chosen(capture: Capture, layers: str = "*", products: Sequence[GemmName] | None = None) -> list[CapturedGemm]:
-    """Some products of a capture; of experts, each layer's with the most tokens, unless a pattern names one by number.
+def select_gemms(capture: Capture, layers: str = "*", gemms: Sequence[GemmName] | None = None) -> list[CapturedGemm]:
+    """Select GEMMs of a capture.
+
+    Of a layer's experts, the one with most tokens is selected, unless a pattern names an expert by its number.
 
     Raises:
-        ValueError: a pattern matches no layer, or the capture has no such product.
+        ValueError: a pattern matches no layer, or the capture has no such GEMM.
     """
-    names = tuple(dict.fromkeys(p.layer for p in capture.products))
-    wanted = set(matching(names, layers))
-    there = {p.product for p in capture.products}
-    for name in products or ():
-        if name not in there:
-            raise ValueError(f"the capture has no {name}: it has {', '.join(sorted(there))}")
-    found = [p for p in capture.products if p.layer in wanted and p.product in (products or there)]
-    busiest: dict[tuple[str, GemmName], CapturedGemm] = {}
-    for p in found:
-        if p.expert is not None:
-            place = p.layer.rpartition(".")[0], p.product
-            busiest[place] = max(busiest.get(place, p), p, key=_tokens)
+    names = tuple(dict.fromkeys(g.layer for g in capture.gemms))
+    matched = set(match_layers(names, layers))
+    captured = {g.gemm for g in capture.gemms}
+    for name in gemms or ():
+        if name not in captured:
+            raise ValueError(f"the capture has no {name}: it has {', '.join(sorted(captured))}")
+    candidates = [g for g in capture.gemms if g.layer in matched and g.gemm in (gemms or captured)]
+    largest: dict[tuple[str, GemmName], CapturedGemm] = {}
+    for g in candidates:
+        if g.expert is not None:
+            key = g.layer.rpartition(".")[0], g.gemm
+            largest[key] = max(largest.get(key, g), g, key=_tokens)
     named = {part.strip() for part in layers.split(",")}
-    return [p for p in found if p.expert is None or p.layer in named or p in busiest.values()]
+    return [g for g in candidates if g.expert is None or g.layer in named or g in largest.values()]
 
 
-def _tokens(p: CapturedGemm) -> int:
-    return p.a.shape[1] if p.product == "wgrad" else p.a.shape[0]
+def _tokens(g: CapturedGemm) -> int:
+    return g.a.shape[1] if g.gemm == "wgrad" else g.a.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
-class Casts:
-    """The sampled rows of both operands after a cast, their exact product, and the bits a value of the whole takes."""
+class QuantizedSample:
+    """The sampled rows of both operands after quantization, their exact GEMM, and the bits per value."""
 
     a: ScaledTensor
     b: ScaledTensor
@@ -228,21 +231,23 @@ class Casts:
 
 @dataclass
 class SampledGemm:
-    """A product, its sampled rows, and what was already made of it."""
+    """A GEMM with sampled rows of its operands, and a cache of their quantized forms."""
 
     captured: CapturedGemm
     rows_a: Tensor
     rows_b: Tensor
     exact: Tensor
-    casts: dict[tuple[object, ...], Casts] = field(default_factory=dict)
+    cache: dict[tuple[object, ...], QuantizedSample] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, captured: CapturedGemm, sample: int, seed: int) -> SampledGemm:
-        """Draws the rows: all of an operand that has no more."""
+    def draw(cls, captured: CapturedGemm, sample: int, seed: int) -> SampledGemm:
+        """Draw `sample` rows of each operand, or all rows of an operand that has fewer."""
         for operand in (captured.a, captured.b):
             if not operand.isfinite().all():
-                place = f"{captured.product} of {captured.layer}"
-                raise ValueError(f"{place} has operands that are not finite: leave it out with --layers or --products")
+                raise ValueError(
+                    f"{captured.gemm} of {captured.layer} has operands that are not finite: leave it out with --layers"
+                    " or --products"
+                )
         random = torch.Generator().manual_seed(seed)
         rows_a, rows_b = (
             torch.randperm(len(t), generator=random)[:sample].sort().values for t in (captured.a, captured.b)
@@ -250,44 +255,44 @@ class SampledGemm:
         exact = captured.a[rows_a].double() @ captured.b[rows_b].double().mT
         return cls(captured, rows_a, rows_b, exact)
 
-    def casts_for(self, v: Variant) -> Casts:
-        """The operands in one combination's format, blocks and scales; made once."""
-        block_a, block_b = blocks_of(v, self.captured.product)
+    def quantized(self, v: Variant) -> QuantizedSample:
+        """Return the operands in one combination's format, blocks and scales, from the cache if possible."""
+        block_a, block_b = operand_blocks(v, self.captured.gemm)
         key = v.fmt, block_a, block_b, v.scale
-        if key not in self.casts:
-            whole_a = cast(self.captured.a, v.fmt, block_a, v.scale)
-            whole_b = cast(self.captured.b, v.fmt, block_b, v.scale)
-            a, b = sampled(whole_a, self.rows_a), sampled(whole_b, self.rows_b)
-            self.casts[key] = Casts(a, b, values(a) @ values(b).mT, bits_per_value(v, whole_a, whole_b))
-        return self.casts[key]
+        if key not in self.cache:
+            whole_a = quantize_as(self.captured.a, v.fmt, block_a, v.scale)
+            whole_b = quantize_as(self.captured.b, v.fmt, block_b, v.scale)
+            a, b = sample_rows(whole_a, self.rows_a), sample_rows(whole_b, self.rows_b)
+            self.cache[key] = QuantizedSample(a, b, values(a) @ values(b).mT, bits_per_value(v, whole_a, whole_b))
+        return self.cache[key]
 
     def row(self, v: Variant) -> Row:
-        """The product in one combination, which must apply."""
-        made = self.casts_for(v)
-        sums = summed(v, made.a, made.b, made.quantized)
+        """Measure the GEMM in one combination, which must apply."""
+        q = self.quantized(v)
+        sums = accumulated(v, q.a, q.b, q.quantized)
         return Row(
             self.captured.layer,
-            self.captured.product,
+            self.captured.gemm,
             v,
-            Error.between(made.quantized, self.exact),
-            Error.between(sums, made.quantized),
+            Error.between(q.quantized, self.exact),
+            Error.between(sums, q.quantized),
             Error.between(sums, self.exact),
-            made.bits,
+            q.bits,
         )
 
 
-def sampled(q: ScaledTensor, rows: Tensor) -> ScaledTensor:
-    """Some rows of an operand, each with scales of its own."""
+def sample_rows(q: ScaledTensor, rows: Tensor) -> ScaledTensor:
+    """Select rows of an operand, each with its own scales."""
     return ScaledTensor(q.data[rows], q.scale[rows // q.block[0]], (1, q.block[1]))
 
 
 def values(q: ScaledTensor) -> Tensor:
-    """data · scale of an operand in blocks of 1×C, float64."""
+    """Return data · scale of an operand with 1×C blocks, float64."""
     return decode(q.data).double() * q.scale.repeat_interleave(q.block[1], dim=1)[:, : q.data.shape[1]].double()
 
 
-def summed(v: Variant, a: ScaledTensor, b: ScaledTensor, quantized: Tensor) -> Tensor:
-    """a · bᵀ as the combination's architecture sums it, float64 [M, N]; quantized is the exact sum."""
+def accumulated(v: Variant, a: ScaledTensor, b: ScaledTensor, quantized: Tensor) -> Tensor:
+    """Compute a · bᵀ as the combination's architecture sums it, float64 [M, N]; quantized is the exact result."""
     if v.arch == "exact":
         return quantized
     if v.arch == "fp32":
@@ -299,8 +304,8 @@ def summed(v: Variant, a: ScaledTensor, b: ScaledTensor, quantized: Tensor) -> T
 
 
 def _rank(variant: Variant, rows: list[Row]) -> Rank:
-    def mean(of: Callable[[Row], float]) -> float:
-        return math.fsum(of(row) for row in rows) / len(rows)
+    def mean(statistic: Callable[[Row], float]) -> float:
+        return math.fsum(statistic(row) for row in rows) / len(rows)
 
     hardest = max(rows, key=lambda row: row.total.noise)
     return Rank(
@@ -311,6 +316,6 @@ def _rank(variant: Variant, rows: list[Row]) -> Rank:
         mean(lambda row: row.total.noise),
         max(row.total.worst for row in rows),
         mean(lambda row: row.total.bias),
-        (hardest.layer, hardest.product),
+        (hardest.layer, hardest.gemm),
         mean(lambda row: row.bits),
     )

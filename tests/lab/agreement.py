@@ -37,7 +37,7 @@ def rows_of(model, device):
 
 
 def assert_agree(one, other):
-    """Errors within 1 dB, and of sums within 3; not the figures that a single number decides.
+    """ErrorSums within 1 dB, and of sums within 3; not the figures that a single number decides.
 
     A cast that is nearly exact, as that of an input which was quantized by powers of two before, errs in a handful of
     subnormal values only: 130 dB are two or three of them. Each errs by half a step times its scale at most, and a sum

@@ -44,7 +44,7 @@ def captured(tmp_path, *batches, recipe="deepseek_v3", **options):
 
 
 def by_place(capture):
-    return {(p.layer, p.product): p for p in capture.products}
+    return {(p.layer, p.gemm): p for p in capture.gemms}
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "float32"])
@@ -68,7 +68,7 @@ def test_a_product_of_the_operands_is_the_layers(tmp_path):
 
 
 def test_experts_with_tokens_are_products_of_their_own(tmp_path):
-    model, capture, _ = captured(tmp_path, layers="experts.down", products=["fprop"])
+    model, capture, _ = captured(tmp_path, layers="experts.down", gemms=["fprop"])
     found = by_place(capture)
     assert set(found) == {("experts.down.0", "fprop"), ("experts.down.2", "fprop")}
     assert found["experts.down.2", "fprop"].a.shape == (14, 24)
@@ -98,7 +98,7 @@ def test_a_forward_pass_alone_is_not_kept(tmp_path):
     ("product", "operands"), [("fprop", {"x", "w"}), ("dgrad", {"dy", "w"}), ("wgrad", {"dy", "x"})]
 )
 def test_a_file_holds_what_its_products_need_and_no_more(tmp_path, product, operands):
-    *_, path = captured(tmp_path, layers="first", products=[product])
+    *_, path = captured(tmp_path, layers="first", gemms=[product])
     assert set(TensorFile(path).specs) == {f"first.{operand}" for operand in operands} | {"tokens"}
 
 
@@ -117,7 +117,7 @@ def test_any_reader_of_safetensors_opens_it(tmp_path):
 def test_what_was_not_made_cannot_be_saved(tmp_path):
     with capturing(apply_recipe(Block()), "first") as recorder:
         pass
-    with pytest.raises(RuntimeError, match="dgrad of first was not made"):
+    with pytest.raises(RuntimeError, match="dgrad of first did not run"):
         recorder.save(tmp_path / "c.safetensors", 1, "deepseek_v3", "run")
     assert not list(tmp_path.iterdir())
 
@@ -134,19 +134,19 @@ def change_metadata(path, change):
 
 
 BAD = {
-    "no capture": (lambda about: None, "is no capture: octile lab capture writes them"),
+    "no capture": (lambda about: None, "is not a capture: write one with octile lab capture"),
     "version": (
         lambda about: about | {"version": 99, "octile": "9.0"},
         "a capture of version 99, written by octile 9.0",
     ),
-    "no JSON": (lambda about: "{", "is damaged: its note octile_capture cannot be read"),
-    "list": (lambda about: "[]", "is damaged: its note octile_capture cannot be read"),
+    "no JSON": (lambda about: "{", "is damaged: its metadata octile_capture cannot be read"),
+    "list": (lambda about: "[]", "is damaged: its metadata octile_capture cannot be read"),
     "layer": (lambda about: about | {"products": [["last", "fprop"]]}, "is damaged: it has no last.x"),
     "field": (lambda about: {k: v for k, v in about.items() if k != "step"}, "is damaged: it has no step"),
     "step": (lambda about: about | {"step": "x"}, "is damaged: its step is 'x'"),
     "products": (lambda about: about | {"products": 3}, "is damaged: its products is 3"),
     "pair": (lambda about: about | {"products": [["first"]]}, "is damaged: its products hold \\['first'\\]"),
-    "product": (lambda about: about | {"products": [["first", "gelu"]]}, "which is no layer and product"),
+    "product": (lambda about: about | {"products": [["first", "gelu"]]}, "which is not a pair of layer and GEMM"),
 }
 
 
@@ -165,7 +165,7 @@ def test_a_changed_bit_is_noticed(tmp_path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: its tensors fail their checksum"):
+    with pytest.raises(ValueError, match="is damaged: its tensors do not match their checksum"):
         load(path)
 
 
@@ -186,7 +186,7 @@ def test_a_capture_under_autocast_has_the_dtype_that_came():
     w = nn.Parameter(torch.randn(2, 8, D))
     model = nn.Module()
     model.recipe, model.weight = Recipe.deepseek_v3(), w
-    with capturing(model, products=GEMMS) as recorder:
+    with capturing(model, gemms=GEMMS) as recorder:
         x = batch().bfloat16()
         grouped_linear(x, w, torch.tensor([5, 20], dtype=torch.int32), model.recipe).sum().backward()
     assert recorder.tensors["weight.x"].dtype == torch.bfloat16

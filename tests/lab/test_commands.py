@@ -9,7 +9,8 @@ from rich.console import Console
 from octile.lab.accumulate import accumulate
 from octile.lab.commands import COMMANDS
 from octile.lab.pages import accumulate as pages_accumulate
-from octile.lab.pages.formats import formats_table, screen_table
+from octile.lab.pages.formats import formats_table
+from octile.lab.pages.page import screen_table
 from tests.report.conftest import read_page
 from tests.test_cli import call, refused
 
@@ -95,8 +96,11 @@ def test_accumulates_json_is_the_experiments(capsys, folder):
         (("--data", "negative"), "data must be 'normal' or 'positive', not 'negative'"),
         (("--promote", "33"), "promote_every must be a multiple of the 32 products a step, not 33"),
         (("--arch", "sm_70"), "sm_70"),
-        (("--arch", "sm_80"), "arch 'sm_80' multiplies no E4M3"),
-        (("--arch", "sm_90_mma"), "promote must be never for sm_90_mma: its mma.sync.m16n8k32 adds every 32 in FP32"),
+        (("--arch", "sm_80"), "arch 'sm_80' does not support E4M3"),
+        (
+            ("--arch", "sm_90_mma"),
+            "promote must be never for sm_90_mma: its mma.sync.m16n8k32 itself adds every 32 products in FP32",
+        ),
     ],
 )
 def test_accumulate_refuses(capsys, folder, options, message):
@@ -108,12 +112,12 @@ def test_accumulate_refuses(capsys, folder, options, message):
 def test_sums_too_long_for_the_machine_are_refused_before_any_work(capsys, folder, k):
     said = refused(capsys, "lab", "accumulate", "--k", k)
     assert f"k is {int(k.split(',')[-1]):,}, whose operands of 256 rows need about" in said
-    assert "it holds k up to" in said
+    assert "k can be at most" in said
     assert not list(folder.iterdir())
 
 
 def test_what_is_said_to_fit_is_not_refused(monkeypatch):
-    monkeypatch.setattr(pages_accumulate, "memory", lambda device: 1 << 30)
+    monkeypatch.setattr(pages_accumulate, "device_memory", lambda device: 1 << 30)
     with pytest.raises(
         ValueError, match=r"k is 90,000, .* need about 1\.11 GB, but the machine has 1\.07 GB .* 87,381"
     ):
@@ -132,12 +136,12 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys,
     named = [] if command in ("formats", "accumulate") else ["nowhere"]  # looked at later
     assert "out 'there' is a folder: name a file" in refused(capsys, "lab", command, *named, "--out", "there")
     said = refused(capsys, "lab", command, *named, "--out", "file/x/page.html")
-    assert "out 'file/x/page.html' cannot be written: 'file' is no folder" in said
+    assert "out 'file/x/page.html' cannot be written: 'file' is not a folder" in said
 
 
 def test_a_folder_that_is_not_ours_is_refused_before_any_work(capsys, folder, monkeypatch):
     monkeypatch.setattr("octile.lab.commands.os.access", lambda path, mode: False)  # root may write everywhere
-    assert "out 'x/page.html' cannot be written: '.' is not yours" in refused(
+    assert "out 'x/page.html' cannot be written: no write permission for '.'" in refused(
         capsys, "lab", "formats", "--out", "x/page.html"
     )
 
@@ -155,9 +159,11 @@ def test_what_cannot_be_a_seed_is_refused(capsys, folder, command, seed):
 
 @pytest.mark.parametrize("command", ["what-if", "hardware"])
 def test_what_is_no_capture_is_refused(capsys, folder, command):
-    assert "there is no capture nowhere: octile lab capture writes them" in refused(capsys, "lab", command, "nowhere")
+    assert "capture nowhere does not exist: write one with octile lab capture" in refused(
+        capsys, "lab", command, "nowhere"
+    )
     (folder / "there").mkdir()
-    assert "there is a folder, no capture" in refused(capsys, "lab", command, "there")
+    assert "there is a folder, not a capture" in refused(capsys, "lab", command, "there")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octile.formats import INT8
-from octile.lab.gemm_stats import OperandSample, gemm_errors, spread
+from octile.lab.gemm_stats import OperandSample, evenly_spaced, gemm_errors
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.scaled import quantize
 
@@ -46,7 +46,7 @@ def as_rows(errors, prefix):
 
 def test_both_errors_of_whole_products():
     a, q_a, b, q_b = operands()
-    rows_a, rows_b = spread(40), spread(10)
+    rows_a, rows_b = evenly_spaced(40), evenly_spaced(10)
     quantization, accumulation = gemm_errors(
         OperandSample.of(a[rows_a], q_a, rows_a), OperandSample.of(b[rows_b], q_b, rows_b)
     )
@@ -73,7 +73,7 @@ def _codes_and_scales(q, rows):
 @pytest.mark.parametrize("columns", [range(128), range(128, 300), range(37, 200), range(130, 140)])
 def test_a_group_of_columns_is_a_product_of_its_own(columns):
     a, q_a, b, q_b = operands()
-    rows_a, rows_b = spread(40), spread(10)
+    rows_a, rows_b = evenly_spaced(40), evenly_spaced(10)
     window = slice(columns.start, columns.stop)
     found, _ = gemm_errors(
         OperandSample.of(a[rows_a], q_a, rows_a, columns), OperandSample.of(b[rows_b], q_b, rows_b, columns)
@@ -86,7 +86,7 @@ def test_a_group_of_columns_is_a_product_of_its_own(columns):
 
 def test_integers_have_no_accumulation_error():
     a, q_a, b, q_b = operands("int8")
-    rows_a, rows_b = spread(40), spread(10)
+    rows_a, rows_b = evenly_spaced(40), evenly_spaced(10)
     assert gemm_errors(OperandSample.of(a[rows_a], q_a, rows_a), OperandSample.of(b[rows_b], q_b, rows_b))[1] is None
 
 
@@ -94,7 +94,7 @@ def test_integers_have_no_accumulation_error():
     ("n", "start", "first", "last", "count"), [(5, 0, 0, 4, 5), (1000, 10, 10, 978, 32), (0, 3, None, None, 0)]
 )
 def test_samples_are_spread_over_all_rows(n, start, first, last, count):
-    found = spread(n, start).tolist()
+    found = evenly_spaced(n, start).tolist()
     assert len(set(found)) == len(found) == count
     if count:
         assert (found[0], found[-1]) == (first, last)

@@ -16,18 +16,18 @@ FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: wha
 def test_the_model_gives_what_the_hardware_gave():
     outputs = 0
     for case, a, b, c, d in replay(FILE):
-        assert torch.equal(bits(modeled(a, b, c, case.row)), bits(d)), case
+        assert torch.equal(bits(modeled(a, b, c, case.instruction)), bits(d)), case
         outputs += d.numel()
     assert outputs >= 20_000
 
 
 def test_so_does_plain_torch():
     for case, a, b, c, d in replay(FILE):
-        x, y = decode(a, case.row), decode(b, case.row)
+        x, y = decode(a, case.instruction), decode(b, case.instruction)
         how = Summation(
-            case.row,
-            case.row.promotes_every or x.value.shape[1],
-            case.row.promotes_every is not None,
+            case.instruction,
+            case.instruction.promotes_every or x.value.shape[1],
+            case.instruction.promotes_every is not None,
             fp16_accumulator=case.fp16_accumulator,
         )
         assert torch.equal(bits(vectorized.sum_products(x, y, c.float(), how).to(d.dtype)), bits(d)), case

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.lab.guards import FIGURES, Guards, Rule, read_rules
+from octile.lab.guards import STATISTICS, Guards, Rule, read_rules
 
 GOOD = '[[rule]]\nwhen = "flushed > 5%"\nthen = "warn"\n'
 
@@ -16,7 +16,7 @@ def row(step, value, figure="underflows%", product="wgrad", layer="mlp.up_proj",
 def fired(rule, *rows):
     """The steps at which a rule fires, each row shown for itself."""
     guards = Guards([rule])
-    return [event.step for row in rows for event in guards.look([row])]
+    return [event.step for row in rows for event in guards.check([row])]
 
 
 def test_a_rule_fires_where_its_figure_passes_its_bound():
@@ -34,7 +34,7 @@ def test_a_rule_fires_where_its_figure_passes_its_bound():
 )
 def test_comparisons(when, value):
     rule = Rule(when, "warn")
-    assert fired(rule, row(1, value, rule.figure)) == [1]
+    assert fired(rule, row(1, value, rule.statistic)) == [1]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_comparisons(when, value):
     ],
 )
 def test_names_of_figures(name, figure):
-    assert Rule(f"{name} > 1%", "warn").figure == figure
+    assert Rule(f"{name} > 1%", "warn").statistic == figure
 
 
 def test_it_fires_once_and_again_after_it_has_ceased_to_hold():
@@ -68,8 +68,8 @@ def test_a_measurement_in_between_that_does_not_hold_begins_anew():
 
 def test_layers_and_operands_are_watched_each_for_itself():
     guards = Guards([Rule("flushed > 5%", "warn", for_steps=2)])
-    guards.look([row(1, 6, layer="a"), row(1, 6, layer="b", operand="x"), row(1, 6, layer="b", operand="dy")])
-    events = guards.look([row(2, 6, layer="a"), row(2, 1, layer="b", operand="x"), row(2, 6, layer="b", operand="dy")])
+    guards.check([row(1, 6, layer="a"), row(1, 6, layer="b", operand="x"), row(1, 6, layer="b", operand="dy")])
+    events = guards.check([row(2, 6, layer="a"), row(2, 1, layer="b", operand="x"), row(2, 6, layer="b", operand="dy")])
     assert [(event.layer, event.operand, event.since) for event in events] == [("a", "x", 1), ("b", "dy", 1)]
 
 
@@ -94,7 +94,7 @@ def test_rows_without_the_figure_say_nothing(value):
 
 
 def test_an_event_says_what_where_and_since_when():
-    (event,) = Guards([Rule("flushed > 5%", "bf16")]).look([row(7, 6.25)])
+    (event,) = Guards([Rule("flushed > 5%", "bf16")]).check([row(7, 6.25)])
     assert str(event) == "guard at step 7: flushed > 5% holds since step 7 in wgrad of mlp.up_proj, operand x (6.25)"
     assert event.record() == {
         "when": "flushed > 5%",
@@ -118,7 +118,7 @@ def test_every_figure_is_one_that_telemetry_has(tmp_path):
     with telemetry(model) as t:
         model(torch.randn(4, 40, requires_grad=True)).sum().backward()
         names = {name for row in t.step() for name in row}
-    assert set(FIGURES) <= names
+    assert set(STATISTICS) <= names
 
 
 def test_a_file_of_rules(tmp_path):
@@ -146,10 +146,13 @@ BAD = {
     "steps": (GOOD + "for_steps = 0\n", "rule 1: for_steps must be a whole number of at least 1, not 0"),
     "true steps": (GOOD + "for_steps = true\n", "for_steps must be a whole number of at least 1, not True"),
     "number": (GOOD + "layers = 3\n", "rule 1: layers must be text, not 3"),
-    "sentence": (GOOD.replace("> 5%", "is large"), "rule 1: when must be a figure, one of > >= < <=, and a number"),
-    "figure": (GOOD.replace("flushed", "vanished"), "rule 1: when names 'vanished'; there are flushed, saturated"),
-    "bound": (GOOD.replace("5%", "5.1.2%"), "rule 1: when has no number in"),
-    "unit": (GOOD.replace("5%", "5"), "rule 1: when compares flushed, which is in per cent: write 5%"),
+    "sentence": (GOOD.replace("> 5%", "is large"), "rule 1: when must be a statistic, one of > >= < <=, and a number"),
+    "figure": (
+        GOOD.replace("flushed", "vanished"),
+        "rule 1: when names the unknown statistic 'vanished'; there are flushed, saturated",
+    ),
+    "bound": (GOOD.replace("5%", "5.1.2%"), "rule 1: when must contain a number"),
+    "unit": (GOOD.replace("5%", "5"), "rule 1: when compares flushed, which is in percent: write 5%"),
 }
 
 
@@ -169,11 +172,13 @@ def test_the_documented_rule_is_one_and_every_figure_is_documented(tmp_path):
     path = tmp_path / "rules.toml"
     path.write_text(documented.split("```toml\n")[1].split("```")[0], encoding="utf-8")
     assert read_rules(path) == (Rule("flushed > 5%", "warn", "wgrad", "*.experts.*", 50),)
-    assert all(name in documented for name in FIGURES if not name.startswith(("quantization", "accumulation", "mean_")))
+    assert all(
+        name in documented for name in STATISTICS if not name.startswith(("quantization", "accumulation", "mean_"))
+    )
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no file of rules .*none\.toml"):
+    with pytest.raises(FileNotFoundError, match=r"the file of rules .*none\.toml.* does not exist"):
         read_rules(tmp_path / "none.toml")
 
 
@@ -190,6 +195,6 @@ def test_a_rule_on_scales_looks_past_tiles_of_zeros(when):
     model = apply_recipe(nn.Sequential(nn.Linear(256, 8)))
     with telemetry(model) as t:
         model(x.requires_grad_()).sum().backward()
-        events = Guards([Rule(when, "warn", "fprop")]).look(t.step())
+        events = Guards([Rule(when, "warn", "fprop")]).check(t.step())
     fires = [event.value for event in events if event.operand == "x"]
     assert fires == ([2.0**-9] if when == "scale_inv_max < 0.9" else [])

@@ -9,7 +9,7 @@ import torch
 
 from octile.formats import E4M3, E5M2, INT8
 from octile.lab import operand_stats
-from octile.lab.operand_stats import measure
+from octile.lab.operand_stats import measure_operand
 from octile.ops.quantize import decode
 from octile.scaled import ScaledTensor, quantize
 
@@ -27,9 +27,9 @@ def operand(seed: int = 0) -> torch.Tensor:
 
 
 def row_of(x, q, *more):
-    stats = measure(x, q)
+    stats = measure_operand(x, q)
     for other in more:
-        stats.add(measure(*other))
+        stats.add(measure_operand(*other))
     return stats.row(stats.packed().tolist())
 
 

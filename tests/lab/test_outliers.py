@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octile.lab.capture import Capture, CapturedGemm, load
-from octile.lab.outliers import MASSIVE, SCHEMES, gemms_by_token, most_outlying, outliers, token_kinds
+from octile.lab.outliers import MASSIVE, SCHEMES, find_outliers, gemms_by_token, most_outlying, token_kinds
 from octile.scaled import quantize
 from tests.lab.captures import write_capture
 
@@ -21,7 +21,7 @@ def layer(outlier=3000.0, seed=0) -> CapturedGemm:
 
 
 def by_kind(p, **options):
-    return {row.kind: row for row in outliers(p, KINDS, 6, **options).without}
+    return {row.kind: row for row in find_outliers(p, KINDS, 6, **options).without}
 
 
 def test_kinds_of_tokens():
@@ -99,8 +99,11 @@ def test_rows_are_tokens_outside_of_experts(tmp_path):
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        (Capture((layer(),), 1, "r", "run", "0"), "does not say which tokens"),
-        (Capture((layer(),), 1, "r", "run", "0", torch.zeros(2, 2)), "no fprop whose rows are the tokens"),
+        (Capture((layer(),), 1, "r", "run", "0"), "the capture has no token ids"),
+        (
+            Capture((layer(),), 1, "r", "run", "0", torch.zeros(2, 2)),
+            "no fprop outside experts, whose rows are the tokens",
+        ),
     ],
 )
 def test_captures_without_tokens_are_refused(capture, message):

@@ -8,7 +8,7 @@ from torch import nn
 
 from octile.lab.capture import CapturedGemm
 from octile.lab.preflight import error_by_channel, model_loss, preflight, quantize_as_recipe
-from octile.lab.preflight_check import measured, watched
+from octile.lab.preflight_check import measure_step, observe_step
 from octile.lab.tensor_core import tensor_core, tensor_core_scaled_matmul
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
@@ -57,7 +57,7 @@ def test_the_bad_layer_is_named(found):
 
 
 def test_the_operand_to_blame_is_named(found):
-    risks = {(risk.layer, risk.product): risk for risk in found.risks}
+    risks = {(risk.layer, risk.gemm): risk for risk in found.risks}
     bad = [risks[f"layers.{BAD}", product] for product in ("fprop", "dgrad", "wgrad")]
     assert [risk.blame for risk in bad] == ["x", "w", "x"]
     assert bad[0].flushed > 0.5  # nearly all values but the large channels'
@@ -72,22 +72,22 @@ def test_a_model_without_a_bad_layer_needs_no_exception():
 def test_a_real_step_loses_what_was_predicted(recipe):
     named = Recipe.named(recipe)
     risks = preflight(Net(BAD), [batch()], named).risks
-    real = measured(Net(BAD), batch(), named)
+    real = measure_step(Net(BAD), batch(), named)
     assert len(real) == 15
-    pairs = torch.tensor([(r.total.snr_db, real[r.layer, r.product].snr_db) for r in risks], dtype=torch.float64)
+    pairs = torch.tensor([(r.total.snr_db, real[r.layer, r.gemm].snr_db) for r in risks], dtype=torch.float64)
     assert (pairs[:, 0] - pairs[:, 1]).abs().max() < 3
     assert torch.corrcoef(pairs.T)[0, 1] > 0.98
 
 
 def test_with_the_advice_the_bad_layer_is_as_good_as_any(found):
-    spared = measured(Net(BAD), batch(), found.recipe)
+    spared = measure_step(Net(BAD), batch(), found.recipe)
     assert min(error.snr_db for error in spared.values()) > 20
 
 
 def test_the_predicted_error_is_the_kernels():
     """fprop of the first layer, whose input is the same in any recipe, multiplied on the modeled tensor core."""
     model, (x, y) = Net(), batch()
-    first = {r.product: r for r in preflight(model, [(x, y)], sample=1000).risks if r.layer == "layers.0"}["fprop"]
+    first = {r.gemm: r for r in preflight(model, [(x, y)], sample=1000).risks if r.layer == "layers.0"}["fprop"]
     h = nn.functional.layer_norm(x, (D,)).detach()
     w = model.layers[0].weight.detach()
     a, b = quantize(h, (1, 128), scale="power_of_2"), quantize(w, (128, 128))
@@ -96,9 +96,9 @@ def test_the_predicted_error_is_the_kernels():
 
 
 def test_the_real_step_is_summed_as_its_surroundings_say():
-    real = measured(Net(), batch(), Recipe.per_tensor())
+    real = measure_step(Net(), batch(), Recipe.per_tensor())
     with tensor_core("sm_90", promote_every=None):
-        hopper = measured(Net(), batch(), Recipe.per_tensor())
+        hopper = measure_step(Net(), batch(), Recipe.per_tensor())
     assert real["layers.0", "fprop"].noise != hopper["layers.0", "fprop"].noise
 
 
@@ -138,10 +138,10 @@ def test_the_model_stays_as_it_is():
 
 def test_of_several_batches_the_worst_counts():
     one, two, both = (preflight(Net(), batches).risks for batches in ([batch(0)], [batch(1)], [batch(0), batch(1)]))
-    worst = {(r.layer, r.product): r.total.noise for r in one}
+    worst = {(r.layer, r.gemm): r.total.noise for r in one}
     for r in two:
-        worst[r.layer, r.product] = max(worst[r.layer, r.product], r.total.noise)
-    assert {(r.layer, r.product): r.total.noise for r in both} == worst
+        worst[r.layer, r.gemm] = max(worst[r.layer, r.gemm], r.total.noise)
+    assert {(r.layer, r.gemm): r.total.noise for r in both} == worst
     assert {r.batch for r in both} == {0, 1}
 
 
@@ -149,7 +149,7 @@ def test_the_bound_decides():
     risks = preflight(Net(), [batch()]).risks
     bound = sum(r.total.snr_db for r in risks[4:6]) / 2
     found = preflight(Net(), [batch()], least_snr_db=bound)
-    assert [found.excepted(r) for r in found.risks] == [True] * 5 + [False] * 10
+    assert [found.is_excepted(r) for r in found.risks] == [True] * 5 + [False] * 10
 
 
 class Mixture(nn.Module):
@@ -176,7 +176,7 @@ def test_of_experts_the_one_that_loses_most_speaks_for_all():
 
 
 def test_weight_gradients_of_experts_are_measured():
-    real = measured(Mixture(), (batch()[0],), Recipe.deepseek_v3())
+    real = measure_step(Mixture(), (batch()[0],), Recipe.deepseek_v3())
     assert set(real) == {(f"experts.{name}.{g}", "wgrad") for name in ("down", "gate_up") for g in (0, 1)}
     assert all(25 < error.snr_db < 35 for error in real.values())
 
@@ -185,9 +185,9 @@ def test_weight_gradients_of_experts_are_measured():
 @pytest.mark.parametrize(("model", "given"), [(Net(BAD), batch()), (Mixture(), (batch()[0],))])
 def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, recipe):
     named = Recipe.named(recipe)
-    results = measured(model, given, named)
+    results = measure_step(model, given, named)
     training = apply_recipe(copy.deepcopy(model), named)
-    with watched(training) as seen:
+    with observe_step(training) as seen:
         model_loss(training, given).backward()
     assert results.keys() <= seen.keys()
     for place, error in results.items():
@@ -196,14 +196,14 @@ def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, reci
 
 def test_every_product_of_every_expert_is_watched():
     training = apply_recipe(Mixture(), Recipe.deepseek_v3())
-    with watched(training) as seen:
+    with observe_step(training) as seen:
         model_loss(training, (batch()[0],)).backward()
     assert set(seen) == {(f"experts.{w}.{g}", p) for w in ("down", "gate_up") for g in (0, 1) for p in GEMMS}
 
 
 def test_products_that_are_not_in_8_bits_are_not_watched(found):
     training = apply_recipe(Net(BAD), found.recipe)
-    with watched(training) as seen:
+    with observe_step(training) as seen:
         model_loss(training, batch()).backward()
     assert {layer for layer, _ in seen} == {f"layers.{i}" for i in range(4) if i != BAD} | {"out"}
 
@@ -231,9 +231,7 @@ def test_what_a_batch_may_be(what, given):
 
 
 def test_a_model_without_a_loss_is_refused():
-    with pytest.raises(
-        TypeError, match=r"must return a loss, a scalar, or something with .loss, not \[3\]: give loss="
-    ):
+    with pytest.raises(TypeError, match=r"must return a scalar loss, or an object with .loss, not \[3\]: pass loss="):
         model_loss(Returns(lambda a, b: a), torch.ones(3))
 
 
@@ -245,9 +243,9 @@ def test_a_loss_may_be_given():
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (Recipe.bf16(), "recipe 'bf16' makes no product in 8 bits"),
-        (Recipe.delayed(), "recipe 'delayed' scales by past steps"),
-        (Recipe.global_scale(), "recipe 'global_scale' scales the loss"),
+        (Recipe.bf16(), "recipe 'bf16' has no GEMM in 8 bits"),
+        (Recipe.delayed(), "recipe 'delayed' has delayed scaling"),
+        (Recipe.global_scale(), "recipe 'global_scale' has dynamic loss scaling"),
         (Recipe.deepseek_v3().without("wgrad"), "has exceptions already"),
     ],
 )

@@ -4,7 +4,7 @@ import inspect
 import pytest
 import torch
 
-from octile.lab.promotion import run, sums_of
+from octile.lab.promotion import accumulators, run
 from octile.train.data import prepare
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
@@ -20,7 +20,7 @@ def store(tmp_path_factory):
 
 def test_models_differ_in_their_sums_alone(store):
     config = micro(recipe="per_tensor", steps=3)
-    runs = [run(config, name, context, store) for name, context in sums_of("sm_90").items()]
+    runs = [run(config, name, context, store) for name, context in accumulators("sm_90").items()]
     assert [trained.steps for trained in runs] == [(3,)] * 3
     losses = [trained.val_loss[0] for trained in runs]
     assert len(set(losses)) > 1
@@ -30,6 +30,6 @@ def test_models_differ_in_their_sums_alone(store):
 def test_outside_of_it_nothing_is_modelled(store):
     config = micro(recipe="per_tensor", steps=1)
     plain = Trainer(config, store, torch.device("cpu")).step()["main_loss"]
-    name, context = "never promoted", sums_of("sm_90")["never promoted"]
+    name, context = "never promoted", accumulators("sm_90")["never promoted"]
     run(config, name, context, store)
     assert Trainer(config, store, torch.device("cpu")).step()["main_loss"] == plain

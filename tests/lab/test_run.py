@@ -109,7 +109,7 @@ def test_what_a_guard_does_is_said_in_the_log(run_with, caplog):
     said = [record.getMessage() for record in caplog.records]
     guard = f"guard at step 1: {ALWAYS} holds since step 1 in wgrad of {LAYER}"
     assert any(message.startswith(guard) for message in said)
-    assert f"from step 2 on wgrad of {LAYER} is made in bfloat16" in said
+    assert f"from step 2 on wgrad of {LAYER} is computed in bfloat16" in said
 
 
 def test_a_guards_capture_is_of_the_next_step_and_equals_one_made_afterwards(switched, tmp_path):
@@ -117,8 +117,8 @@ def test_a_guards_capture_is_of_the_next_step_and_equals_one_made_afterwards(swi
     found = load(path)
     assert found.step == 3  # the rule held from step 1 to 2
     again = load(capture_run(switched, 3, LAYER, ("dgrad",), tmp_path / "again.safetensors", say=lambda line: None))
-    assert torch.equal(found.products[0].a, again.products[0].a)
-    assert torch.equal(found.products[0].b, again.products[0].b)
+    assert torch.equal(found.gemms[0].a, again.gemms[0].a)
+    assert torch.equal(found.gemms[0].b, again.gemms[0].b)
     assert torch.equal(found.tokens, again.tokens)
 
 
@@ -154,7 +154,7 @@ def test_a_capture_that_no_step_follows_is_said_to_be_missing(run_with, caplog):
     out = run_with(1, LAYER, SWITCHING[1:], steps=2)
     said = [record.getMessage() for record in caplog.records]
     how = f"octile lab capture {out} --step 3 --layers {LAYER} --products dgrad"
-    assert f"no step follows; to capture the next: {how}" in said
+    assert f"this was the last step; to capture the next one: {how}" in said
     assert not (out / "captures").exists()
 
 
@@ -167,19 +167,19 @@ def test_a_capture_needs_no_older_checkpoint(plain, tmp_path):
     said = []
     path = capture_run(plain, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=said.append)
     assert load(path).step == 1
-    assert said == ["step 1: from the beginning, since no checkpoint is older, 0 steps before it are done again"]
+    assert said == ["step 1: from the beginning, since no checkpoint is older, 0 steps before it are repeated"]
 
 
 def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(plain, tmp_path):
     said = []
     capture_run(plain, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=said.append)
-    assert said == ["step 4: from step_00000002, 1 steps before it are done again"]
+    assert said == ["step 4: from step_00000002, 1 steps before it are repeated"]
 
 
 def test_a_capture_is_of_the_next_step_if_none_is_named_and_lies_in_the_run(plain):
     path = capture_run(plain, None, LAYER, say=lambda line: None)
     assert path == plain / "captures" / "step_00000005.safetensors"
-    assert {product.product for product in load(path).products} == {"fprop", "dgrad", "wgrad"}
+    assert {captured.gemm for captured in load(path).gemms} == {"fprop", "dgrad", "wgrad"}
 
 
 @pytest.mark.parametrize("step", [0, 6])
@@ -203,8 +203,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     [
         ((-1,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not -1"),
         ((7,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not 7"),
-        ((0, "*.down"), "telemetry_layers says of what telemetry is taken: add --telemetry-every N"),
-        ((0, "*", (Rule(ALWAYS, "warn"),)), "guards look at telemetry: add --telemetry-every N"),
+        ((0, "*.down"), "telemetry_layers has no effect without telemetry: add --telemetry-every N"),
+        ((0, "*", (Rule(ALWAYS, "warn"),)), "guards need telemetry: add --telemetry-every N"),
         ((1, "nothing"), "no layer matches 'nothing'"),
         ((1, LAYER, (Rule(ALWAYS, "warn", layers="model.layers.1.*"),)), r"no layer matches 'model\.layers\.1"),
     ],
@@ -220,5 +220,5 @@ def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
 
 
 def test_a_run_without_8_bit_products_has_nothing_to_measure():
-    with pytest.raises(ValueError, match="telemetry measures products in 8 bits, and recipe 'bf16' makes none"):
+    with pytest.raises(ValueError, match="telemetry measures GEMMs in 8 bits, and recipe 'bf16' has none"):
         observer(micro(recipe="bf16"), 1)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octile
 from octile.lab import telemetry
-from octile.lab.operand_stats import measure
+from octile.lab.operand_stats import measure_operand
 from octile.nn import observer
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
@@ -81,7 +81,7 @@ def test_there_is_a_row_for_every_operand_and_every_product():
 
 def test_an_operands_row_is_what_measuring_it_gives():
     model, x = convert(nn.Sequential(nn.Linear(D, 40))), batch()
-    stats = measure(x, quantize(x, (1, 128), scale="power_of_2"))
+    stats = measure_operand(x, quantize(x, (1, 128), scale="power_of_2"))
     row = find(rows_of(model, x), "0", "fprop", "x")
     assert row == {"step": 1, "layer": "0", "product": "fprop", "operand": "x", **stats.row(stats.packed().tolist())}
 

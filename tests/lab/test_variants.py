@@ -1,4 +1,4 @@
-"""Casts by every rule: against octile.quantize where it has them, against exact fractions everywhere."""
+"""QuantizedSample by every rule: against octile.quantize where it has them, against exact fractions everywhere."""
 
 from fractions import Fraction
 from itertools import product as every_combination
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from octile.formats import E2M1, E4M3, E5M6
 from octile.lab.variants import (
     BLOCKS,
+    FIXED_SCALES,
     FORMATS,
-    OWN_SCALES,
     PUBLISHED,
     SCALES,
-    STORED,
-    Choice,
+    STORAGE_DTYPE,
+    SearchSpace,
     Variant,
     bits_per_value,
-    blocks_of,
-    cast,
+    operand_blocks,
+    quantize_as,
     why_not_applicable,
 )
 from octile.scaled import quantize
@@ -62,7 +62,7 @@ def power_at_or_below(x: Fraction) -> Fraction:
 @pytest.mark.parametrize("scale", ["float32", "up"])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e5m6", "int8"])
 def test_the_librarys_own_casts_are_the_librarys(fmt, block, scale):
-    mine = cast(matrix(), fmt, BLOCKS[block], scale)
+    mine = quantize_as(matrix(), fmt, BLOCKS[block], scale)
     theirs = quantize(matrix(), BLOCKS[block], FORMATS[fmt], "power_of_2" if scale == "up" else "float32")
     assert mine.block == theirs.block
     assert torch.equal(mine.scale, theirs.scale)
@@ -76,7 +76,7 @@ def test_the_librarys_own_casts_are_the_librarys(fmt, block, scale):
 @settings(max_examples=60, deadline=None)
 @given(amax=st.floats(2.0**-60, 2.0**60, width=32))
 def test_scales_that_are_powers_of_two_are_those_of_the_rule(fmt, rule, amax):
-    scale = cast(torch.tensor([[amax]]), fmt, (1, 1), rule).scale.item()
+    scale = quantize_as(torch.tensor([[amax]]), fmt, (1, 1), rule).scale.item()
     # amax / max is rounded to FP32 first, as octile.quantize does it
     quotient = Fraction((torch.tensor(amax) / FORMATS[fmt].max).item())
     largest = Fraction(FORMATS[fmt].max)
@@ -85,7 +85,7 @@ def test_scales_that_are_powers_of_two_are_those_of_the_rule(fmt, rule, amax):
 
 def test_mxs_own_rule_lies_between_up_and_nearest_for_e4m3():
     amax = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0)).T + 0.01
-    up, ocp, nearest = (cast(amax, "mx", (1, 1), rule).scale for rule in ("up", "ocp", "nearest"))
+    up, ocp, nearest = (quantize_as(amax, "mx", (1, 1), rule).scale for rule in ("up", "ocp", "nearest"))
     assert (nearest <= ocp).all()
     assert (ocp <= up).all()
     assert (nearest < ocp).any()
@@ -96,7 +96,7 @@ def test_mxs_own_rule_lies_between_up_and_nearest_for_e4m3():
 @pytest.mark.parametrize("rule", SCALES[1:])
 def test_every_value_is_the_nearest_that_the_format_has(fmt, rule):
     x = matrix(1, 4, 40)
-    q = cast(x, fmt, (1, 32), rule)
+    q = quantize_as(x, fmt, (1, 32), rule)
     numbers = sorted({Fraction(v) for v in possible(fmt)})
     for row, column in every_combination(range(4), range(40)):
         exact = Fraction(x[row, column].item()) / Fraction(q.scale[row, column // 32].item())
@@ -113,7 +113,7 @@ def possible(fmt):
 
 def test_nvfp4_is_the_formula():
     x = matrix(2, 3, 40)
-    q = cast(x, "nvfp4", BLOCKS["1x16"], "e4m3")
+    q = quantize_as(x, "nvfp4", BLOCKS["1x16"], "e4m3")
     whole = x.abs().max().div(6 * 448).item()
     for row, block in every_combination(range(3), range(3)):
         part = x[row, 16 * block : 16 * block + 16]
@@ -128,14 +128,14 @@ def test_nvfp4_is_the_formula():
 def test_a_block_of_nvfp4_too_small_for_its_scale_is_zero():
     x = torch.ones(1, 32)
     x[0, 16:] = 1e-6
-    q = cast(x, "nvfp4", BLOCKS["1x16"], "e4m3")
+    q = quantize_as(x, "nvfp4", BLOCKS["1x16"], "e4m3")
     assert q.scale[0, 1] == 0
     assert not q.data[0, 16:].float().any()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_zeros_stay_zeros(fmt):
-    q = cast(torch.zeros(3, 40), fmt, (1, 16), OWN_SCALES.get(fmt, ("float32",))[0])
+    q = quantize_as(torch.zeros(3, 40), fmt, (1, 16), FIXED_SCALES.get(fmt, ("float32",))[0])
     assert not q.data.float().any()
     assert q.scale.isfinite().all()
 
@@ -148,9 +148,9 @@ def test_fp16_holds_every_number_of_e5m6():
 
 def test_only_a_weight_has_square_blocks():
     square, tile = BLOCKS["128x128"], BLOCKS["1x128"]
-    assert blocks_of(PUBLISHED, "fprop") == (tile, square)
-    assert blocks_of(PUBLISHED, "dgrad") == (tile, square)
-    assert blocks_of(PUBLISHED, "wgrad") == (tile, tile)
+    assert operand_blocks(PUBLISHED, "fprop") == (tile, square)
+    assert operand_blocks(PUBLISHED, "dgrad") == (tile, square)
+    assert operand_blocks(PUBLISHED, "wgrad") == (tile, tile)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +164,21 @@ def test_only_a_weight_has_square_blocks():
     ids=str,
 )
 def test_bits_a_value(variant, bits):
-    a, _ = blocks_of(variant, "fprop")
-    assert bits_per_value(variant, cast(matrix(0, 8, 256), variant.fmt, a, variant.scale)) == bits
+    a, _ = operand_blocks(variant, "fprop")
+    assert bits_per_value(variant, quantize_as(matrix(0, 8, 256), variant.fmt, a, variant.scale)) == bits
 
 
 @pytest.mark.parametrize(
     ("variant", "reason"),
     [
         (Variant("e4m3", "1x32", "up", None, "exact"), "is mx"),
-        (Variant("mx", "1x32", "float32", None, "exact"), "mx has scales that are powers of two"),
+        (Variant("mx", "1x32", "float32", None, "exact"), "mx has power-of-two scales, so float32 does not apply"),
         (Variant("int8", "row", "up", 128, "sm_90"), "tensor cores sum INT8 as exact integers"),
-        (Variant("nvfp4", "1x16", "e4m3", None, "sm_100"), "is not among the modeled ones"),
+        (Variant("nvfp4", "1x16", "e4m3", None, "sm_100"), "the model has no instruction for NVFP4"),
         (Variant("e4m3", "row", "up", 128, "sm_80"), "sm_80 has no instruction"),
         (Variant("e4m3", "1x32", "float32", 128, "sm_90"), "1x32 has a new scale every 32 products"),
-        (Variant("e4m3", "row", "up", 128, "sm_90_mma"), "promotes every 32 products by itself"),
-        (Variant("e4m3", "row", "up", 48, "sm_90"), "sums 32 products a step, and 48 is no multiple"),
+        (Variant("e4m3", "row", "up", 128, "sm_90_mma"), "itself promotes every 32"),
+        (Variant("e4m3", "row", "up", 48, "sm_90"), "sums 32 products a step; 48 is not a multiple"),
         (Variant("mx", "1x32", "up", 128, "sm_90"), "1x32 has a new scale every 32 products"),
     ],
     ids=str,
@@ -203,7 +203,7 @@ def test_what_applies_is_not_refused(variant):
 
 
 def test_all_combinations_come_once_and_controls_are_not_promoted():
-    every = list(Choice(archs=("sm_90", "fp32", "exact")).combinations())
+    every = list(SearchSpace(archs=("sm_90", "fp32", "exact")).combinations())
     assert len(every) == len(set(every))
     assert len([v for v in every if v.fmt == "e4m3"]) == 5 * 5 * (3 + 1 + 1)
     assert len([v for v in every if v.fmt == "mx"]) == 5 * 5
@@ -222,7 +222,7 @@ def test_all_combinations_come_once_and_controls_are_not_promoted():
 )
 def test_what_does_not_exist_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Choice(**options)
+        SearchSpace(**options)
 
 
 def test_every_format_is_stored_exactly():
@@ -230,4 +230,4 @@ def test_every_format_is_stored_exactly():
         if name != "int8":
             values = fmt.values()
             values = values[values.isfinite()]
-            assert torch.equal(values.to(STORED[name]).float(), values)
+            assert torch.equal(values.to(STORAGE_DTYPE[name]).float(), values)

@@ -9,10 +9,10 @@ import torch
 from octile.checkpoint.hugging_face import save
 from octile.lab.capture import Recorder, load
 from octile.lab.hardware import hardware
-from octile.lab.outliers import outliers
+from octile.lab.outliers import find_outliers
 from octile.lab.pages.what_if import best
-from octile.lab.variants import Choice
-from octile.lab.what_if import chosen, decibels, what_if
+from octile.lab.variants import SearchSpace
+from octile.lab.what_if import noise_to_db, select_gemms, what_if
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import GEMMS, Recipe
@@ -42,8 +42,8 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     assert code == 0
     assert "E4M3 1×128" in out
     assert "MXFP8" in out
-    assert "Measured on 12 products, 8 rows of each operand drawn with seed 0" in out
-    assert "left out, 12 combinations: tensor cores sum INT8 as exact integers: exact says it all" in out
+    assert "Measured on 12 GEMMs with complete sums, and 8 rows of each operand, drawn with seed 0" in out
+    assert "left out, 12 combinations: tensor cores sum INT8 as exact integers: use exact" in out
     assert "pictures: lab/what_if.html" in out
 
 
@@ -70,18 +70,18 @@ def test_what_ifs_json_is_what_was_found(capsys, folder):
     code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL, "--seed", "5", "--top", "2", "--json")
     assert code == 0
     capture = load(folder / "c.safetensors")
-    choice = Choice(("e4m3", "int8", "mx"), ("1x128", "128x128"), ("float32", "up"))
-    found = what_if(chosen(capture), choice, sample=8, seed=5)
+    choice = SearchSpace(("e4m3", "int8", "mx"), ("1x128", "128x128"), ("float32", "up"))
+    found = what_if(select_gemms(capture), choice, sample=8, seed=5)
     said = json.loads(out)
     assert [(row["fmt"], row["total_snr_db"]) for row in said["ranking"]] == [
-        (rank.variant.fmt, decibels(rank.total)) for rank in best(found.ranking(), 2)
+        (rank.variant.fmt, noise_to_db(rank.total)) for rank in best(found.ranking(), 2)
     ]
-    row = found.of(best(found.ranking(), 2)[0].variant)[0]
-    assert said["products"][0]["quantization"].keys() == row.quantization.figures().keys()
-    assert row.total.figures() in [each["total"] for each in said["products"]]
-    first = next(p for p in capture.products if (p.layer, p.product) == ("first", "fprop"))
+    row = found.rows_of(best(found.ranking(), 2)[0].variant)[0]
+    assert said["products"][0]["quantization"].keys() == row.quantization.statistics().keys()
+    assert row.total.statistics() in [each["total"] for each in said["products"]]
+    first = next(p for p in capture.gemms if (p.layer, p.gemm) == ("first", "fprop"))
     kinds = ["first token" if token % 12 == 0 else "other tokens" for token in range(24)]
-    expected = outliers(first, kinds, 12, 8, 5).without
+    expected = find_outliers(first, kinds, 12, 8, 5).without
     assert said["outliers"]["layer"] == "first"
     assert [row["output"] for row in said["outliers"]["without"]] == [row.output for row in expected]
     assert not (folder / "lab").exists()
@@ -123,7 +123,10 @@ def test_tokens_are_told_apart_by_the_runs_own_tokenizer(capsys, folder):
         (("c.safetensors", "--scales", "round"), "scale must be one of float32"),
         (("c.safetensors", "--promote", "often"), "promote must be whole numbers of at least 1"),
         (("c.safetensors", "--arch", "sm_70"), "arch must be one of sm_80"),
-        (("c.safetensors", "--formats", "nvfp4", "--arch", "sm_90"), "no combination applies: the instruction"),
+        (
+            ("c.safetensors", "--formats", "nvfp4", "--arch", "sm_90"),
+            "no combination applies: the model has no instruction",
+        ),
         (("c.safetensors", "--sample", "0"), "sample must be at least 1"),
         (("c.safetensors", "--top", "0"), "top must be at least 1"),
         (("c.safetensors", "--tokenizer", "nowhere"), "tokenizer 'nowhere': there is no file"),
@@ -143,7 +146,7 @@ def test_a_capture_of_another_version_is_refused(capsys, folder, command):
 @pytest.mark.parametrize("command", ["what-if", "hardware"])
 def test_a_file_that_is_no_capture_is_refused(capsys, folder, command):
     change_metadata(folder / "c.safetensors", lambda about: None)
-    assert "is no capture" in refused(capsys, "lab", command, "c.safetensors")
+    assert "is not a capture" in refused(capsys, "lab", command, "c.safetensors")
 
 
 def test_hardware_prints_a_table_and_leaves_a_page(capsys, folder):
@@ -161,20 +164,20 @@ def test_hardware_prints_a_table_and_leaves_a_page(capsys, folder):
 def test_hardwares_json_is_what_was_found(capsys, folder):
     code, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--layers", "second", "--sample", "6", "--json")
     assert code == 0
-    own = [p for p in load(folder / "c.safetensors").products if p.layer == "second"]
+    own = [p for p in load(folder / "c.safetensors").gemms if p.layer == "second"]
     found = hardware(own, own, 6)
     said = json.loads(out)
     assert [row["bytes"]["today"] for row in said["suggestions"]] == [s.bytes.today for s in found.suggestions]
     assert [a["accumulation_snr_db"] for a in said["accumulators"]] == [
-        decibels(a.accumulation) for a in found.accumulators
+        noise_to_db(a.accumulation) for a in found.accumulators
     ]
     assert not (folder / "lab").exists()
 
 
 def test_hardware_counts_the_bytes_of_all_experts(capsys, folder):
     _, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--layers", "experts.*", "--json")
-    own = [p for p in load(folder / "c.safetensors").products if p.expert is not None]
-    busiest = chosen(load(folder / "c.safetensors"), "experts.*")
+    own = [p for p in load(folder / "c.safetensors").gemms if p.expert is not None]
+    busiest = select_gemms(load(folder / "c.safetensors"), "experts.*")
     assert len(own) > len(busiest)
     assert json.loads(out)["suggestions"][0]["bytes"]["today"] == hardware(own, busiest).suggestions[0].bytes.today
 
@@ -212,7 +215,7 @@ def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder):
     assert recipe.exceptions
     assert recipe.for_layer(recipe.exceptions[0][0]).high_precision == recipe.exceptions[0][1]
     page = (folder / "lab" / "preflight.html").read_text()
-    assert "Was it right?" in page
+    assert "Prediction vs. measurement" in page
     assert all(address.startswith("#") for address in read_page(folder / "lab" / "preflight.html").loads)
 
 

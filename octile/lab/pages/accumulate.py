@@ -1,97 +1,237 @@
-"""`octile lab accumulate`: the experiment as a table in the terminal and as a page."""
+"""`octile lab accumulate`: the error of long FP8 sums, as a table in the terminal and as a page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from octile.formats import FloatFormat, by_name
-from octile.lab.accumulate import Row
-from octile.lab.accumulate import accumulate as experiment
-from octile.lab.pages.accumulate_figures import draw_accumulate, say_accumulate, short_table, table
-from octile.lab.pages.formats import screen_table
-from octile.lab.pages.page import Section, write_lab_page
+from octile.lab.accumulate import Row, accumulate
+from octile.lab.pages.page import (
+    Section,
+    Table,
+    parse_counts,
+    parse_intervals,
+    parse_words,
+    screen_table,
+    write_lab_page,
+)
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.report.page import format_bytes
-from octile.report.style import PHONE, WIDE
-from octile.report.svg import Chart, make_chart
+from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
+from octile.report.svg import make_chart
 from octile.train.memory import device_memory
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SIDE = 256  # rows of each operand
-BYTES = 24  # a value of the operands takes at most, measured as the process's peak on every architecture
+BYTES_PER_VALUE = (
+    24  # maximum memory per value of an operand, measured as the peak of the process on every architecture
+)
+COLUMNS = ("data", "K", "promoted", "RMS error", "worst error", "bias")
+FLAT = 1.1  # the worst of some ten thousand sums varies by this factor between draws
+DATA = {"normal": "both signs, N(0, 1)", "positive": "one sign, |N(0, 1)|"}
+INTERVAL_COLOR = {None: "vermilion", 128: "blue", 32: "green", 64: "cyan", 256: "purple"}
+Key = tuple[str, int | None, int]  # data, promote_every, K
 
 
-def show_accumulate(
-    ks: Sequence[int],
-    data: Sequence[str],
-    intervals: Sequence[int | None],
-    arch: str,
-    fmt_name: str,
-    out: Path,
-    as_json: bool,
-) -> None:
-    """Runs the experiment and shows it.
+@dataclass(frozen=True)
+class Options:
+    """Measure the error of long FP8 sums in a tensor core, by their length, their data and the promotion interval.
+
+    Attributes:
+        k: lengths of the sums, separated by commas.
+        data: normal (both signs), positive (one sign), or both, separated by a comma.
+        promote: promotion intervals, separated by commas; never for no promotion.
+        arch: the tensor core: sm_80, sm_89, sm_90, sm_90_mma or sm_100.
+        fmt: e4m3 or e5m2.
+        out: the page to write.
+        json: print JSON and write no page.
+    """
+
+    k: str = "256,512,1024,2048,4096,8192,16384"
+    data: str = "normal,positive"
+    promote: str = "32,64,128,256,never"
+    arch: str = "sm_90"
+    fmt: Literal["e4m3", "e5m2"] = "e4m3"
+    out: Path = Path("lab/accumulate.html")
+    json: bool = False
+
+
+def run(options: Options) -> None:
+    """Run the experiment, and show its results.
 
     Raises:
-        ValueError: as `octile.lab.accumulate.accumulate`, before any work; the architecture multiplies no such format
-            or promotes by itself; the operands of the longest sums do not fit into memory.
+        ValueError: an option is invalid (see `octile.lab.accumulate.accumulate`); the architecture has no instruction
+            for the format, or promotes itself; the operands of the longest sums do not fit into memory.
     """
+    intervals = parse_intervals(options.promote)
+    ks, kinds, arch = parse_counts("k", options.k), parse_words(options.data), options.arch
     _check_memory(max(ks))
-    fmt = by_name[fmt_name]
+    fmt = by_name[options.fmt]
     assert isinstance(fmt, FloatFormat)
     assert fmt.dtype is not None
     try:
         core = find_instruction(arch, fmt.dtype, fmt.dtype)
     except TypeError as error:
-        raise ValueError(f"arch {arch!r} multiplies no {fmt_name.upper()}: {error}") from None
+        raise ValueError(f"arch {arch!r} does not support {options.fmt.upper()}: {error}") from None
     if core.promotes_every and any(intervals):
         raise ValueError(
-            f"promote must be never for {arch}: its {core.name} adds every {core.promotes_every} in FP32 by itself"
+            f"promote must be never for {arch}: its {core.name} itself adds every {core.promotes_every} products in"
+            " FP32"
         )
-    experiment([1], data, intervals, arch, fmt, rows=1, columns=1)  # refuses what does not go
+    accumulate([1], kinds, intervals, arch, fmt, rows=1, columns=1)  # raises an error for invalid options
     console = Console(stderr=True)
-    cases = [(kind, k) for kind in data for k in ks]
+    cases = [(kind, k) for kind in kinds for k in ks]
     steps = track(cases, "summing", console=console, transient=True, disable=not console.is_terminal)
-    rows: list[Row] = [row for kind, k in steps for row in experiment([k], [kind], intervals, arch, fmt, SIDE, SIDE)]
-    if as_json:
+    rows: list[Row] = [row for kind, k in steps for row in accumulate([k], [kind], intervals, arch, fmt, SIDE, SIDE)]
+    if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    sentence = say_accumulate(rows, arch)
+    caption = describe_errors(rows, arch)
+    chart = make_chart("Worst error against K", caption, lambda f: draw_errors(f, rows), (WIDE, 340), (PHONE, 620))
     lead = (
-        f"Products of random {fmt_name.upper()} matrices as {core.name} of {arch} sums them, {core.terms} products a"
-        f" step with {core.fraction_bits} fraction bits, beside the exact results and in units of their RMS. The model"
+        f"GEMMs of random {options.fmt.upper()} matrices, summed as by {core.name} of {arch}: {core.terms} products per"
+        f" step with {core.fraction_bits} fraction bits. Errors are relative to the RMS of the exact results. The model"
         f" of this instruction: {EVIDENCE[core.evidence]}."
     )
-    page = write_lab_page(
-        out,
-        "Accumulation",
-        lead,
-        [
-            Section("The error of a long sum", [_chart(sentence, rows)]),
-            Section("In figures", table=table(rows), note="Bias is the mean error: below zero, results are too small."),
-        ],
-    )
-    shown = Console()
-    shown.print(screen_table(short_table(rows)))
-    shown.print(sentence, highlight=False)
-    shown.print(f"picture: {page}", highlight=False, soft_wrap=True)
+    note = "Bias is the mean error; it is negative if results are too small."
+    sections = [Section("The error of a long sum", [chart]), Section("In figures", table=table(rows), note=note)]
+    page = write_lab_page(options.out, "Accumulation", lead, sections)
+    screen = Console()
+    screen.print(screen_table(short_table(rows)))
+    screen.print(caption, highlight=False)
+    screen.print(f"picture: {page}", highlight=False, soft_wrap=True)
 
 
 def _check_memory(k: int) -> None:
-    there = device_memory(torch.device("cpu"))
-    needed, fits = 2 * SIDE * BYTES * k, there // (2 * SIDE * BYTES)
-    if needed > there:
+    available = device_memory(torch.device("cpu"))
+    needed, max_k = 2 * SIDE * BYTES_PER_VALUE * k, available // (2 * SIDE * BYTES_PER_VALUE)
+    if needed > available:
         raise ValueError(
             f"k is {k:,}, whose operands of {SIDE} rows need about {format_bytes(needed)}, but the machine has"
-            f" {format_bytes(there)} of memory: it holds k up to {fits:,}"
+            f" {format_bytes(available)} of memory: k can be at most {max_k:,}"
         )
 
 
-def _chart(sentence: str, rows: Sequence[Row]) -> Chart:
-    return make_chart("Worst error against K", sentence, lambda f: draw_accumulate(f, rows), (WIDE, 340), (PHONE, 620))
+def table(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table."""
+    cells = [(DATA.get(r.data, r.data), f"{r.k:,}", interval_name(r.promote_every), *_errors(r)) for r in rows]
+    return Table(COLUMNS, cells)
+
+
+def short_table(rows: Sequence[Row]) -> Table:
+    """Return the worst errors as a table with one column per promotion interval."""
+    intervals = list(dict.fromkeys(row.promote_every for row in rows))
+    worst = {(row.data, row.k, row.promote_every): share(row.worst) for row in rows}
+    cases = dict.fromkeys((row.data, row.k) for row in rows)
+    cells = [(DATA.get(data, data), f"{k:,}", *(worst[data, k, i] for i in intervals)) for data, k in cases]
+    return Table(("worst error, promoted", "K", *map(interval_name, intervals)), cells)
+
+
+def interval_name(interval: int | None) -> str:
+    """Return a promotion interval as text."""
+    return "never" if interval is None else f"every {interval}"
+
+
+def _errors(row: Row) -> tuple[str, str, str]:
+    return share(row.error), share(row.worst), share(row.bias, "+").replace("-", "−")
+
+
+def share(value: float, sign: str = "") -> str:
+    """Format a share as a percentage with two significant digits: 0.0203 → "2.0%", 0.00007 → "0.007%"."""
+    percent = 100 * value
+    digits = next((d for d in range(6) if abs(percent) >= 10.0 ** (1 - d)), 6)
+    return f"{percent:{sign}.{digits}f}%"
+
+
+def draw_errors(figure: Figure, rows: Sequence[Row]) -> None:
+    """Draw the worst error against K, with one line per interval and one panel per kind of data."""
+    kinds = list(dict.fromkeys(row.data for row in rows))
+    is_wide = figure.get_figwidth() > 1.5 * figure.get_figheight()
+    shape = (1, len(kinds)) if is_wide else (len(kinds), 1)
+    panels = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).flat
+    ks = sorted({row.k for row in rows})
+    low = min((row.worst for row in rows if row.worst), default=1e-8) / 2  # an error of zero is drawn on the axis
+    top = max(4 * max(row.worst for row in rows), 10 * low)
+    for axes, kind in zip(panels, kinds, strict=True):
+        style_axes(axes, "K, the number of products", f"worst error / RMS: {DATA.get(kind, kind)}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylim(low, top)
+        axes.set_xlim(ks[0] / 1.1, ks[-1] * 1.1)
+        shown = ks[:: 1 if len(ks) < 6 else 2]
+        axes.set_xticks(shown, [f"{k:,}" for k in shown])
+        ticks = [t for t in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) if low <= t <= top]
+        axes.set_yticks(ticks, [f"{100 * t:g}%" for t in ticks])
+        axes.minorticks_off()
+        labels = []
+        for interval in dict.fromkeys(row.promote_every for row in rows):
+            own = [row for row in rows if (row.data, row.promote_every) == (kind, interval)]
+            points = sorted((row.k, max(row.worst, low)) for row in own)
+            color = COLOR[INTERVAL_COLOR.get(interval, "muted")]
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3.5)
+            labels.append((points[-1][1], interval_name(interval), color))
+        label_ends(figure, axes, labels)
+
+
+def describe_errors(rows: Sequence[Row], arch: str) -> str:
+    """Describe the worst errors at K = 4096, or else the largest K, and their change from the smallest K on."""
+    ks = {row.k for row in rows}
+    k = 4096 if 4096 in ks else max(ks)
+    intervals = {row.promote_every for row in rows}
+    shortest = min((interval for interval in intervals if interval is not None), default=None)
+    compared = [i for i in dict.fromkeys((128 if 128 in intervals else shortest, None)) if i in intervals]
+    worst = {(row.data, row.promote_every, row.k): row.worst for row in rows}
+    errors = [
+        f"the worst error of sums of {signs} is"
+        f" {' and '.join(f'{share(worst[kind, i, k])} {_when(i)}' for i in compared)}"
+        for kind, signs in _signs(rows).items()
+    ]
+    return f"On {arch}, K = {k:,}: {'; '.join(errors)}.{_describe_trends(rows, worst, compared, min(ks), max(ks))}"
+
+
+def _describe_trends(
+    rows: Sequence[Row], worst: Mapping[Key, float], compared: Sequence[int | None], first: int, last: int
+) -> str:
+    if first == last:
+        return ""
+    trends = [
+        f"{'that' if number else 'the worst error'} of sums of {signs} "
+        + " and ".join(f"{_trend(worst[kind, i, first], worst[kind, i, last])} {_when(i)}" for i in compared)
+        for number, (kind, signs) in enumerate(_signs(rows).items())
+    ]
+    text = f" From K = {first:,} to {last:,} {'; '.join(trends)}."
+    promoted = [
+        (worst[kind, i, first], worst[kind, i, last]) for kind in _signs(rows) for i in compared if i is not None
+    ]
+    if promoted and all(end <= FLAT * begin for begin, end in promoted):
+        text += " With promotion it does not grow, because the tensor core sums only one interval at a time."
+    return text
+
+
+def _signs(rows: Sequence[Row]) -> dict[str, str]:
+    return {row.data: "both signs" if row.data == "normal" else "one sign" for row in rows}
+
+
+def _when(interval: int | None) -> str:
+    return "without promotion" if interval is None else f"with promotion {interval_name(interval)}"
+
+
+def _trend(begin: float, end: float) -> str:
+    """Describe the change of an error."""
+    if not begin:
+        return f"goes from 0 to {share(end)}" if end else "stays 0"
+    if begin / FLAT <= end <= FLAT * begin:
+        return "stays the same"
+    if end < begin:
+        return f"falls by {1 - end / begin:.0%}"
+    return f"grows {end / begin:.0f}-fold" if end >= 2 * begin else f"grows by {end / begin - 1:.0%}"

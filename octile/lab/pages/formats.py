@@ -1,16 +1,16 @@
-"""`octile lab formats`: the figures of every format, as a table in the terminal and as a page of pictures."""
+"""`octile lab formats`: the properties of every number format, as a table in the terminal and as a page of figures."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.cells import cell_len
+import tyro
 from rich.console import Console
-from rich.table import Table as ScreenTable
 
 from octile.formats import BF16, E2M1, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0
 from octile.lab.formats import (
@@ -28,8 +28,8 @@ from octile.lab.formats import (
 )
 from octile.lab.pages import formats_figures as draw
 from octile.lab.pages import real_tensors_figures as real
-from octile.lab.pages.page import Section, Table, power, write_lab_page
-from octile.lab.real_tensors import RealTensors
+from octile.lab.pages.page import Section, Table, power, screen_table, write_lab_page
+from octile.lab.real_tensors import RealTensors, real_tensors
 from octile.report.page import format_quantity
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -40,41 +40,57 @@ LOSS_SCALE = 2.0**16
 COLUMNS = ("format", "bits", "largest", "normal ≥", "smallest", "epsilon", "values", "in 1…2", "octaves", "of FP32")
 
 
+@dataclass(frozen=True)
+class Options:
+    """Show the values, gaps and ranges of every number format, as a table and as figures.
+
+    Attributes:
+        run: a finished run, whose activations and gradients the figures use; by default an untrained tiny model's.
+        out: the page to write.
+        json: print JSON and write no page.
+    """
+
+    run: tyro.conf.Positional[Path | None] = None
+    out: Path = Path("lab/formats.html")
+    json: bool = False
+
+
+def run(options: Options) -> None:
+    """Print the table, and write the page.
+
+    Raises:
+        FileNotFoundError, ValueError: the run is not the folder of a finished run, or is damaged.
+    """
+    if options.json:
+        print(json.dumps([asdict(facts(fmt)) for fmt in ALL], indent=2))
+        return
+    console = Console()
+    tensors = real_tensors(options.run)  # raises an error for a bad run before anything is printed
+    console.print(screen_table(formats_table()))
+    console.print(f"pictures: {write_formats_page(options.out, tensors)}", highlight=False, soft_wrap=True)
+
+
 def formats_table() -> Table:
-    """Every format's figures as text."""
+    """Return the properties of every format as a table."""
     return Table(COLUMNS, [_as_text(facts(fmt)) for fmt in ALL])
 
 
-def screen_table(content: Table) -> ScreenTable:
-    """A table for this terminal. Two spaces stand between columns, one where two have no room; then words break."""
-    columns = zip(content.columns, *content.rows, strict=True)
-    narrow = sum(max(map(cell_len, column)) + 2 for column in columns) - 2 > Console().width
-    table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
-    for column in table.columns:
-        column.overflow = "fold"
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in content.rows:
-        table.add_row(*row)
-    return table
-
-
 def write_formats_page(path: Path, tensors: RealTensors) -> Path:
-    """Writes the page; the figures that need real tensors take those given."""
+    """Write the page, with the given activations and gradients."""
     rows: list[draw.Facts] = [asdict(facts(fmt)) for fmt in ALL]
     return write_lab_page(
         path,
         "Number formats",
-        "What a floating-point number of few bits can say, where its values lie, and what that does to training."
-        f" Real tensors here come from {tensors.where_from}.",
+        "The values of floating-point formats with few bits, the gaps between them, and their effects on training."
+        f" Activations and gradients come from {tensors.source}.",
         [
             Section("In figures", table=formats_table(), note=_note()),
             Section(
-                "Where the values lie", [_ranges(rows), _number_line(), _log_line(rows), _gaps(rows), _relative_error()]
+                "Values and gaps", [_ranges(rows), _number_line(), _log_line(rows), _gaps(rows), _relative_error()]
             ),
-            Section("What they cost", [_bytes()]),
-            Section("What goes wrong", [_staircase(), _lost_update(rows), _underflow(tensors)]),
-            Section("Why 8 bits are a float and no integer", _int8(tensors)),
+            Section("Memory", [_bytes()]),
+            Section("Underflow and lost updates", [_staircase(), _lost_update(rows), _underflow(tensors)]),
+            Section("E4M3 vs. INT8", _int8(tensors)),
         ],
     )
 
@@ -96,17 +112,18 @@ def _as_text(f: Facts) -> tuple[str, ...]:
 
 def _note() -> str:
     return (
-        "From “normal” on a value has all its bits; “smallest” is the smallest positive one, subnormal where the format"
-        " has such. Epsilon is the gap between 1 and the next value; “in 1…2” counts the values strictly between."
-        " “Octaves” are doublings from the smallest to the largest value; “of FP32” is the share of its bytes. UE8M0"
-        " holds scales: powers of two only, no sign, no zero. E2M1 is the FP4 of NVFP4 and MX."
+        "Values from “normal” on have full precision. “smallest” is the smallest positive value, which is subnormal if"
+        " the format has subnormal numbers. Epsilon is the gap between 1 and the next value; “in 1…2” counts the values"
+        " strictly between 1 and 2. “octaves” counts the doublings from the smallest to the largest value; “of FP32” is"
+        " the size relative to FP32. UE8M0 is a format for scales: powers of two without sign or zero. E2M1 is the FP4"
+        " format of NVFP4 and MX."
     )
 
 
 def _ranges(rows: list[draw.Facts]) -> Chart:
     return make_chart(
         "Range",
-        draw.say_ranges(rows),
+        draw.describe_ranges(rows),
         lambda f: draw.draw_ranges(f, rows),
         (WIDE, 300),
         (PHONE, 300),
@@ -117,7 +134,7 @@ def _number_line() -> Chart:
     values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8, E2M1)}
     return make_chart(
         "The number line of a tile",
-        draw.say_number_line(values),
+        draw.describe_number_line(values),
         lambda f: draw.draw_number_line(f, values),
         (WIDE, 240),
         (PHONE, 240),
@@ -128,7 +145,7 @@ def _log_line(rows: list[draw.Facts]) -> Chart:
     values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8, E2M1)}
     return make_chart(
         "The number line in doublings",
-        draw.say_log_line(rows),
+        draw.describe_log_line(rows),
         lambda f: draw.draw_log_line(f, values, rows),
         (WIDE, 270),
         (PHONE, 270),
@@ -139,7 +156,7 @@ def _gaps(rows: list[draw.Facts]) -> Chart:
     found = {fmt.name: gaps(fmt) for fmt in (FP16, E5M6, E4M3, E5M2, INT8, E2M1)}
     return make_chart(
         "The gap to the next value",
-        draw.say_gaps(rows),
+        draw.describe_gaps(rows),
         lambda f: draw.draw_gaps(f, found),
         (WIDE, 300),
         (PHONE, 300),
@@ -150,7 +167,7 @@ def _relative_error() -> Chart:
     errors = {f.name: worst_relative_error(f, OCTAVES) for f in (INT8, E2M1, E5M2, E4M3, E5M6, BF16, FP16)}
     return make_chart(
         "Relative error against magnitude",
-        draw.say_relative_error(errors),
+        draw.describe_relative_error(errors),
         lambda f: draw.draw_relative_error(f, OCTAVES, errors),
         (WIDE, 340),
         (PHONE, 340),
@@ -169,7 +186,7 @@ def _bytes() -> Chart:
     }
     return make_chart(
         "Memory, scales included",
-        draw.say_bytes(shares),
+        draw.describe_bytes(shares),
         lambda f: draw.draw_bytes(f, shares),
         (WIDE, 300),
         (PHONE, 300),
@@ -181,7 +198,7 @@ def _staircase() -> Chart:
     rounded = {fmt.name: fmt.round(x).double().numpy() for fmt in (FP16, BF16, E4M3, E5M2)}
     return make_chart(
         "Between 1 and 2",
-        draw.say_staircase(rounded),
+        draw.describe_staircase(rounded),
         lambda f: draw.draw_staircase(f, x.double().numpy(), rounded),
         (WIDE, 280),
         (PHONE, 900),
@@ -193,7 +210,7 @@ def _lost_update(rows: list[draw.Facts]) -> Chart:
     epsilon = {fmt.name: fmt.epsilon for fmt in (FP32, FP16, BF16, E4M3)}
     return make_chart(
         "The lost update",
-        draw.say_lost_update(weights, UPDATE, epsilon),
+        draw.describe_lost_update(weights, UPDATE, epsilon),
         lambda f: draw.draw_lost_update(f, weights),
         (WIDE, 280),
         (PHONE, 280),
@@ -201,22 +218,22 @@ def _lost_update(rows: list[draw.Facts]) -> Chart:
 
 
 def _underflow(tensors: RealTensors) -> Chart:
-    """Of the layer that loses most in FP16."""
+    """Make the chart of the layer that loses most gradients in FP16."""
     lost = {layer: underflow(dy, 1.0).lost for layer, dy in tensors.dy.items()}
     layer = max(lost, key=lambda name: lost[name])
     dy = tensors.dy[layer].abs().double().flatten()
     edges = torch.arange(-60.0, 41.0, dtype=torch.float64)
     count = torch.histogram(dy[dy > 0].log2().clamp(-60, 39.5), edges).hist.numpy()
-    kept = np.flatnonzero(count)
-    kept = np.arange(kept[0], kept[-1] + 1)
+    filled = np.flatnonzero(count)
+    shown = np.arange(filled[0], filled[-1] + 1)
     scaled = underflow(tensors.dy[layer], LOSS_SCALE)
     in_tiles = tile_errors(tensors.dy[layer], E4M3).flushed
     data = real.Gradients(
-        layer, edges.numpy()[kept], count[kept], LOSS_SCALE, lost[layer], scaled.lost, scaled.overflowed, in_tiles
+        layer, edges.numpy()[shown], count[shown], LOSS_SCALE, lost[layer], scaled.lost, scaled.overflowed, in_tiles
     )
     return make_chart(
         "FP16's underflow, and loss scaling",
-        real.say_underflow(data),
+        real.describe_underflow(data),
         lambda f: real.draw_underflow(f, data),
         (WIDE, 280),
         (PHONE, 300),
@@ -239,15 +256,15 @@ def _int8(tensors: RealTensors) -> list[Chart]:
     height = 60 + 18 * len(data.flushed)
     return [
         make_chart(
-            "INT8 against E4M3, by size",
-            real.say_int8(data),
+            "INT8 vs. E4M3, by magnitude",
+            real.describe_int8(data),
             lambda f: real.draw_int8(f, data),
             (WIDE, 400),
             (PHONE, 400),
         ),
         make_chart(
             "What INT8 flushes to zero",
-            real.say_flushed(data),
+            real.describe_flushed(data),
             lambda f: real.draw_flushed(f, data),
             (WIDE, height),
             (PHONE, height),

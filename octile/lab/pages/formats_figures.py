@@ -1,7 +1,4 @@
-"""The pictures of `octile lab formats`: where the numbers of each format lie.
-
-Each has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see.
-"""
+"""Figures of `octile lab formats` that need no tensors: values, gaps, rounding errors and sizes of each format."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Facts = Mapping[str, Any]  # one row of the table: name, bits, largest, smallest_normal, smallest, epsilon, …
+Facts = Mapping[str, Any]  # `octile.lab.formats.Facts` as a dictionary
 
 FORMAT_COLOR = {
     "fp32": "ink",
@@ -42,7 +39,7 @@ def color(name: str) -> str:
 
 
 def _octave_axis(axes: Axes, low: int, high: int, name: str, every: int) -> None:
-    """An x axis over exponents of two, labelled as powers."""
+    """Set up an x axis over log₂ values, with powers of two as labels."""
     axes.set_xlim(low, high)
     ticks = range(low + -low % every, high + 1, every)
     axes.set_xticks(list(ticks), [power(2.0**tick) for tick in ticks])
@@ -50,7 +47,7 @@ def _octave_axis(axes: Axes, low: int, high: int, name: str, every: int) -> None
 
 
 def _rows(axes: Axes, names: list[str], size: float = 11) -> None:
-    """One row a format, the first on top, its name in its color."""
+    """Set up one row per format, the first at the top, with names in the formats' colors."""
     axes.set_ylim(len(names) - 0.4, -0.7)
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=size)
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):
@@ -70,16 +67,16 @@ def draw_ranges(figure: Figure, rows: list[Facts]) -> None:
     _rows(axes, [row["name"] for row in rows])
 
 
-def say_ranges(rows: list[Facts]) -> str:
+def describe_ranges(rows: list[Facts]) -> str:
     by_name = {row["name"]: row for row in rows}
     return (
-        f"See how little of FP32's range ({by_name['fp32']['octaves']:.0f} doublings) E4M3 covers"
-        f" ({by_name['e4m3']['octaves']:.1f}): enough for the values of one tile, which is why every tile has a scale."
+        f"E4M3 covers {by_name['e4m3']['octaves']:.1f} doublings of the {by_name['fp32']['octaves']:.0f} that FP32"
+        " covers. That is enough for the values of one tile, which is why every tile has a scale."
     )
 
 
 def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
-    """Each format stretched so that its largest value is 1, as a scale does it."""
+    """Draw each format scaled so that its largest value is 1, as in a tile with a scale."""
     axes = figure.subplots()
     style_axes(axes, "share of the tile's largest value", "every positive value, largest value = 1")
     axes.set_xlim(-0.005, 1.005)
@@ -88,10 +85,10 @@ def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
     _rows(axes, list(values))
 
 
-def say_number_line(values: Mapping[str, Floats]) -> str:
+def describe_number_line(values: Mapping[str, Floats]) -> str:
     below = [f"{label(name)} has {int((points < points[-1] / 16).sum())}" for name, points in values.items()]
     return (
-        "INT8's values are evenly spaced; a float's crowd towards zero. Of values below a sixteenth of the largest"
+        "INT8 values are evenly spaced; values of a float are denser near zero. Below a sixteenth of the largest value,"
         f" {', '.join(below)}."
     )
 
@@ -107,18 +104,18 @@ def draw_log_line(figure: Figure, values: Mapping[str, Floats], rows: list[Facts
     _rows(axes, list(values))
 
 
-def say_log_line(rows: list[Facts]) -> str:
+def describe_log_line(rows: list[Facts]) -> str:
     by_name = {row["name"]: row for row in rows}
     e4m3, e5m2 = by_name["e4m3"], by_name["e5m2"]
     return (
-        f"On a scale of doublings a float has the same number of values in each: E4M3 {e4m3['between_1_and_2'] + 1},"
-        f" E5M2 {e5m2['between_1_and_2'] + 1}, down to its subnormals, which thin out until nothing is left below"
-        f" {power(e4m3['smallest'])} and {power(e5m2['smallest'])}. INT8 ends at 1."
+        f"A float has the same number of values in every doubling: E4M3 has {e4m3['between_1_and_2'] + 1} and E5M2"
+        f" {e5m2['between_1_and_2'] + 1}. Among the subnormal numbers there are fewer, down to the smallest,"
+        f" {power(e4m3['smallest'])} and {power(e5m2['smallest'])}. The smallest positive value of INT8 is 1."
     )
 
 
 def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None:
-    """gaps: format → its positive values, and how far it is from each to the next."""
+    """Draw gaps: format → its positive values, and the gap from each to the next."""
     axes = figure.subplots()
     narrow = figure.get_figwidth() * 72 < 600
     style_axes(axes, None, "from a value to the next one")
@@ -131,22 +128,22 @@ def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None
     axes.set_yticks(list(ticks), [power(2.0**tick) for tick in ticks])
     ends = {name: (float(np.log2(values[-1])), float(np.log2(gap[-1]))) for name, (values, gap) in gaps.items()}
     for name, end in ends.items():
-        if name == "e2m1":  # among the other lines where it ends
+        if name == "e2m1":  # its line ends among the others, so the label stands at its start
             start = float(np.log2(gaps[name][0][0])), float(np.log2(gaps[name][1][0]))
             axes.annotate(label(name), start, (-5, 0), textcoords="offset points", ha="right", va="center",
                           color=color(name))  # fmt: skip
-        elif end[0] < 12:  # it ends within the figure
-            below = 0 if name == "e4m3" else 6  # where no other line is
+        elif end[0] < 12:  # its line ends inside the figure
+            below = 0 if name == "e4m3" else 6  # free of other lines
             axes.annotate(label(name), end, (6, -below), textcoords="offset points", va="center", color=color(name))
     label_ends(figure, axes, [(y, label(name), color(name)) for name, (x, y) in ends.items() if x >= 12])
 
 
-def say_gaps(rows: list[Facts]) -> str:
+def describe_gaps(rows: list[Facts]) -> str:
     epsilon = {row["name"]: row["epsilon"] for row in rows}
     return (
         f"Between 1 and 2 the gap is epsilon: {power(epsilon['fp16'])} in FP16, {power(epsilon['e4m3'])} in E4M3 and"
-        f" {power(epsilon['e5m2'])} in E5M2. It doubles with every doubling of a float's value; among the subnormals on"
-        " the left, and everywhere for INT8, it stays the same."
+        f" {power(epsilon['e5m2'])} in E5M2. It doubles with every doubling of the value. For subnormal numbers, on"
+        " the left, and for INT8 it is constant."
     )
 
 
@@ -169,19 +166,19 @@ def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str,
                       color=color(name), ha="center", va="bottom")  # fmt: skip
 
 
-def say_relative_error(errors: Mapping[str, Floats]) -> str:
+def describe_relative_error(errors: Mapping[str, Floats]) -> str:
     e2m1, e4m3, e5m2, bf16 = (float(errors[name].min()) for name in ("e2m1", "e4m3", "e5m2", "bf16"))
     return (
-        f"Inside its range a float's rounding error is a constant share: at most {e2m1:.1%} for E2M1, {e5m2:.1%} for"
-        f" E5M2, {e4m3:.1%} for E4M3, {bf16:.2%} for BF16; it grows to 100% where values underflow or overflow. INT8's"
-        " share halves with every doubling: it is precise near its largest value only."
+        f"Within its range, a float's relative rounding error has a constant bound: {e2m1:.1%} for E2M1, {e5m2:.1%} for"
+        f" E5M2, {e4m3:.1%} for E4M3 and {bf16:.2%} for BF16. It grows to 100% where values underflow or overflow. The"
+        " bound for INT8 halves with every doubling, so INT8 is precise only near its largest value."
     )
 
 
 def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
-    """shares: text → (format, bits a value)."""
+    """Draw shares: label → (format, bits per value)."""
     axes = figure.subplots()
-    style_axes(axes, None, "bits a value, and the share of FP32")
+    style_axes(axes, None, "bits per value, and the share of FP32")
     axes.set_ylim(len(shares) - 0.4, -0.6)
     axes.set_yticks(range(len(shares)), list(shares))
     axes.grid(axis="y", visible=False)
@@ -193,17 +190,18 @@ def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
         axes.annotate(text, (bits, at), (6, 0), textcoords="offset points", va="center")
 
 
-def say_bytes(shares: Mapping[str, tuple[str, float]]) -> str:
+def describe_bytes(shares: Mapping[str, tuple[str, float]]) -> str:
     tile, nvfp4 = (shares[name][1] for name in ("E4M3, 1×128 tiles", "E2M1, 1×16 (NVFP4)"))
     return (
-        f"A scale for every 128 values costs a quarter of a bit each ({tile:.2f} instead of 8); one for 128×128"
-        f" weights costs next to nothing. Four bits need more of them: NVFP4's for every 16 makes {nvfp4:.4g}."
+        f"One scale per 128 values adds a quarter of a bit to each ({tile:.2f} bits instead of 8); one scale per"
+        " 128×128 block adds almost nothing. 4-bit formats need more scales: with one per 16 values, NVFP4 has"
+        f" {nvfp4:.4g} bits."
     )
 
 
 def draw_staircase(figure: Figure, x: Floats, rounded: Mapping[str, Floats]) -> None:
-    many = figure.get_figwidth() * 72 >= 600
-    panels = figure.subplots(*((1, len(rounded)) if many else (len(rounded), 1)), sharex=True, sharey=True)
+    wide = figure.get_figwidth() * 72 >= 600
+    panels = figure.subplots(*((1, len(rounded)) if wide else (len(rounded), 1)), sharex=True, sharey=True)
     for axes, (name, y) in zip(panels, rounded.items(), strict=True):
         n = len(np.unique(y[(y > 1) & (y < 2)]))
         style_axes(axes, None, f"{label(name)}: {n:,} between 1 and 2")
@@ -214,11 +212,11 @@ def draw_staircase(figure: Figure, x: Floats, rounded: Mapping[str, Floats]) -> 
         axes.title.set_color(color(name))
 
 
-def say_staircase(rounded: Mapping[str, Floats]) -> str:
+def describe_staircase(rounded: Mapping[str, Floats]) -> str:
     n = {name: len(np.unique(y[(y > 1) & (y < 2)])) for name, y in rounded.items()}
     return (
-        f"10,000 numbers between 1 and 2, each rounded to the nearest value of the format: E5M2 has {n['e5m2']} steps"
-        f" strictly between, E4M3 {n['e4m3']}, BF16 {n['bf16']}, FP16 {n['fp16']:,}."
+        f"10,000 numbers between 1 and 2, rounded to each format. Strictly between 1 and 2, E5M2 has {n['e5m2']}"
+        f" values, E4M3 {n['e4m3']}, BF16 {n['bf16']} and FP16 {n['fp16']:,}."
     )
 
 
@@ -228,7 +226,7 @@ def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
     style_axes(axes, "updates", "the weight")
     labels: dict[float, list[str]] = {}
     for name, path in weights.items():
-        dashed = name == "bf16"  # it lies on another line
+        dashed = name == "bf16"  # its line coincides with another
         axes.plot(path, color=color(name), linestyle="--" if dashed else "-", zorder=3 if dashed else 2)
         labels.setdefault(float(path[-1]), []).append(name)
     axes.set_xlim(0, times)
@@ -240,11 +238,11 @@ def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
     )
 
 
-def say_lost_update(weights: Mapping[str, Floats], update: float, epsilon: Mapping[str, float]) -> str:
+def describe_lost_update(weights: Mapping[str, Floats], update: float, epsilon: Mapping[str, float]) -> str:
     times = len(next(iter(weights.values()))) - 1
     return (
-        f"A weight of 1 gets {update:g} added {times:,} times. In BF16, whose next value after 1 is"
-        f" 1 + {power(epsilon['bf16'])}, each sum rounds back to 1 and training would stand still; FP16 takes part of"
-        f" each update (it arrives at {weights['fp16'][-1]:.4g}); FP32 arrives at {weights['fp32'][-1]:.4g}: hence"
-        " FP32 masters."
+        f"{update:g} is added {times:,} times to a weight of 1. In BF16, whose next value after 1 is 1 +"
+        f" {power(epsilon['bf16'])}, each sum is rounded back to 1, so training would make no progress. FP16 loses part"
+        f" of each update and reaches {weights['fp16'][-1]:.4g}; FP32 reaches {weights['fp32'][-1]:.4g}. That is why"
+        " master weights are FP32."
     )

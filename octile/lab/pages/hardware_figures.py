@@ -1,4 +1,4 @@
-"""The pictures of `octile lab hardware`: what the suggestions to hardware makers would bring on a captured run."""
+"""Figures of `octile lab hardware`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octile.lab.pages.what_if_figures import LARGE
+from octile.lab.pages.figures import is_wide
 from octile.report.page import format_bytes
 from octile.report.style import COLOR, label_ends, style_axes
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Curve:
-    """SNR (dB) of the sums alone by fraction bits, never promoted; None where no sum is off.
+    """SNR (dB) of the sums alone by fraction bits, without promotion; None where all sums are exact.
 
     Attributes:
-        bits, snr_db: of the curve.
-        promoted_db: of the first of these bits promoted every 128; cast_db: of the casts alone; None where exact.
-        longest: products in the longest sum.
+        bits, snr_db: the points of the curve.
+        promoted_db: the SNR with the first of these bits and promotion every 128; None if exact.
+        cast_db: the SNR of quantization alone; None if exact.
+        longest: the number of products in the longest sum.
     """
 
     bits: Sequence[int]
@@ -33,17 +34,17 @@ class Curve:
 
 def draw_bits(figure: Figure, curve: Curve) -> None:
     axes = figure.subplots()
-    style_axes(axes, "fraction bits that the tensor core keeps", "SNR of the sums alone (dB); higher is better")
+    style_axes(axes, "fraction bits of the tensor core", "SNR of the sums alone (dB); higher is better")
     known = [(bits, snr) for bits, snr in zip(curve.bits, curve.snr_db, strict=True) if snr is not None]
     bits, snr = zip(*known, strict=True)
     axes.plot(bits, snr, color=COLOR["blue"], marker="o", markersize=5)
     axes.set_xlim(curve.bits[0] - 0.4, curve.bits[-1] + 0.4)
-    axes.set_xticks(curve.bits[:: 1 if figure.get_figwidth() * 72 > LARGE else 3])
-    labels = [(snr[-1], "never promoted", COLOR["blue"])]
+    axes.set_xticks(curve.bits[:: 1 if is_wide(figure) else 3])
+    labels = [(snr[-1], "without promotion", COLOR["blue"])]
     low = snr[0]
     if curve.cast_db is not None:
         axes.axhline(curve.cast_db, color=COLOR["muted"], linewidth=1, linestyle=":")
-        labels.append((curve.cast_db, "the casts alone", COLOR["muted"]))
+        labels.append((curve.cast_db, "quantization alone", COLOR["muted"]))
         low = min(low, curve.cast_db)
     if curve.promoted_db is not None:
         axes.axhline(curve.promoted_db, color=COLOR["green"], linewidth=1, linestyle="--")
@@ -52,11 +53,11 @@ def draw_bits(figure: Figure, curve: Curve) -> None:
     label_ends(figure, axes, labels)
 
 
-def say_bits(curve: Curve) -> str:
+def describe_bits(curve: Curve) -> str:
     first, second = curve.snr_db[0], curve.snr_db[1]
     if first is None:
-        return "No sum of these products is off by a single bit, however few the tensor core keeps."
-    gain = "" if second is None else f" and each further one is worth {second - first:.0f} dB at first"
+        return "All sums of these GEMMs are exact with any of these numbers of fraction bits."
+    gain = "" if second is None else f", and the next bit adds {second - first:.0f} dB"
     enough = next(
         (
             bits
@@ -65,19 +66,21 @@ def say_bits(curve: Curve) -> str:
         ),
         None,
     )
-    matches = f" With {enough} bits it would match today's promotion every 128." if enough else ""
-    lost = curve.cast_db
-    casts = "" if lost is None else f" The casts alone leave {lost:.0f} dB: sums far above that do not matter."
+    matches = f" {enough} bits would match promotion every 128." if enough else ""
+    cast = curve.cast_db
+    limit = (
+        "" if cast is None else f" Quantization alone has {cast:.0f} dB; a much higher SNR of the sums has no benefit."
+    )
     return (
-        f"One scale a tensor, so that a sum may stay in the tensor core. With Hopper's {curve.bits[0]} bits the sums"
-        f" have {first:.0f} dB{gain}.{matches}{casts} The longest sum here has {curve.longest:,} products; longer ones"
-        " lose more."
+        f"With per-tensor scaling, a sum can stay in the tensor core. With Hopper's {curve.bits[0]} fraction bits the"
+        f" sums have {first:.0f} dB{gain}.{matches}{limit} The longest sum here has {curve.longest:,} products; longer"
+        " sums lose more."
     )
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Bytes that a suggestion concerns, today and then; snr_db likewise, or None where no value changes."""
+class Change:
+    """The bytes that a suggestion affects, today and then, and the SNR today and then, or None if no value changes."""
 
     name: str
     moved: str
@@ -86,42 +89,42 @@ class Moved:
     snr_db: tuple[float, float] | None
 
 
-def draw_moved(figure: Figure, rows: Sequence[Moved]) -> None:
-    """Two bars a suggestion."""
+def draw_bytes(figure: Figure, rows: Sequence[Change]) -> None:
+    """Draw two bars per suggestion."""
     axes = figure.subplots()
-    desk = figure.get_figwidth() * 72 > LARGE
-    style_axes(axes, "bytes today (grey) and then (blue)", "in one step")
+    wide = is_wide(figure)
+    style_axes(axes, "bytes today (gray) and then (blue)", "in one step")
     for at, row in enumerate(rows):
         axes.barh(at - 0.17, row.today, height=0.3, color=COLOR["muted"], alpha=0.55)
         axes.barh(at + 0.17, row.then, height=0.3, color=COLOR["blue"])
         saved = f"−{1 - row.then / row.today:.0%}" if row.today else ""
-        text = f"{format_bytes(row.then)}, {saved}" if desk else saved
+        text = f"{format_bytes(row.then)}, {saved}" if wide else saved
         axes.annotate(text, (row.then, at + 0.17), (5, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.15 * max(row.today for row in rows))
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
-    axes.locator_params(axis="x", nbins=6 if desk else 3)
+    axes.locator_params(axis="x", nbins=6 if wide else 3)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
 
 
-def say_moved(rows: Sequence[Moved], memory: str) -> str:
+def describe_bytes(rows: Sequence[Change], memory: str) -> str:
     own = [row for row in rows if row.moved == memory and row.today]
     best = max(own, key=lambda row: row.today - row.then, default=None)
     if best is None:
-        return "These products cast nothing, so there is nothing to save."
+        return "These GEMMs move no bytes that a suggestion would save."
     return (
-        f"Counted from the shapes of the captured products. Most is saved by “{best.name}”:"
-        f" {format_bytes(best.today)} of memory traffic become {format_bytes(best.then)}. The last two bars are sums"
-        " that leave the tensor core for ordinary registers, no memory traffic."
+        f"Counted from the shapes of the captured GEMMs. “{best.name}” saves most: memory traffic falls from"
+        f" {format_bytes(best.today)} to {format_bytes(best.then)}. The last two pairs of bars are accumulators that"
+        " move from the tensor core to registers, not memory traffic."
     )
 
 
-def draw_errors(figure: Figure, rows: Sequence[Moved]) -> None:
-    """From today's SNR to then's, of suggestions that have both."""
+def draw_errors(figure: Figure, rows: Sequence[Change]) -> None:
+    """Draw the SNR today and then, for suggestions that change it."""
     axes = figure.subplots()
-    style_axes(axes, "SNR (dB) today (grey) and then (blue)", "right is better")
+    style_axes(axes, "SNR (dB) today (gray) and then (blue)", "right is better")
     for at, row in enumerate(rows):
         assert row.snr_db is not None
         today, then = row.snr_db
@@ -137,9 +140,9 @@ def draw_errors(figure: Figure, rows: Sequence[Moved]) -> None:
     axes.grid(axis="x")
 
 
-def say_errors(rows: Sequence[Moved]) -> str:
+def describe_errors(rows: Sequence[Change]) -> str:
     parts = [f"{row.name} {row.snr_db[1] - row.snr_db[0]:+.2f} dB".replace("-", "−") for row in rows if row.snr_db]
     return (
-        f"What would change in the values: {', '.join(parts)}. Casting in the load changes no value. Where the grey dot"
-        " hides behind the blue one, today's software already loses nothing, and the gain is in bytes alone."
+        f"Change of the SNR: {', '.join(parts)}. Quantization fused with the load changes no value. Where the gray dot"
+        " is hidden by the blue one, the SNR does not change, and the suggestion only saves bytes."
     )

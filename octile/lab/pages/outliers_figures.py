@@ -1,17 +1,20 @@
-"""The pictures of `octile lab what-if` about outliers: where a layer's input is large, and what would be without."""
+"""Figures of `octile lab what-if` about outliers: where a layer's input is large, and the effect of their removal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octile.lab.pages.what_if_figures import LARGE, legend
+from octile.lab.outliers import MASSIVE, Outliers, Removal
+from octile.lab.pages.figures import is_wide, legend
+from octile.lab.pages.page import Section
 from octile.report.run.metrics import Floats
-from octile.report.style import COLOR, style_axes
+from octile.report.style import COLOR, PHONE, WIDE, style_axes
+from octile.report.svg import make_chart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,18 +23,18 @@ Indices = NDArray[np.intp]
 
 KIND_COLOR = {"first token": "vermilion", ".": "purple", "newline": "green", "other tokens": "blue"}
 SCHEME_COLOR = ("vermilion", "amber", "blue")
-DOTS = 800  # at most: the largest values
+MAX_DOTS = 800  # the largest values are drawn
 
 
 @dataclass(frozen=True)
 class Map:
-    """One sequence of a layer's input.
+    """The input of a layer for one sequence.
 
     Attributes:
-        layer: its name.
+        layer: the layer's name.
         size: |x| over the median of the whole input, [tokens, channels].
-        kinds: of each token.
-        massive: from which size on a value counts as massive.
+        kinds: the kind of each token.
+        massive: the size from which a value is massive.
     """
 
     layer: str
@@ -40,32 +43,36 @@ class Map:
     massive: float
 
 
-class Without(Protocol):
-    """What changes when the massive values of some tokens are zero."""
+def outlier_section(outliers: Outliers, has_texts: bool) -> Section:
+    """Make the section about the sequence that holds the largest value, and about the removal of outliers."""
+    token = int(outliers.size.amax(1).argmax())
+    start = token // outliers.sequence * outliers.sequence
+    part = slice(start, start + outliers.sequence)
+    data = Map(outliers.layer, outliers.size[part].double().numpy(), outliers.kinds[part], MASSIVE)
+    removals = outliers.without
+    charts = [
+        make_chart("Tokens and channels", describe_map(data), lambda f: draw_map(f, data), (WIDE, 460), (PHONE, 520)),
+        make_chart(
+            "Without the outliers",
+            describe_removal(removals, MASSIVE),
+            lambda f: draw_removal(f, removals),
+            (WIDE, 270),
+            (PHONE, 520),
+        ),
+    ]
+    note = "" if has_texts else "Without a tokenizer, “.” and newlines cannot be recognized: name one with --tokenizer."
+    return Section("Outliers", charts, note=note)
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def massive(self) -> int: ...
-    @property
-    def output(self) -> float: ...
-    @property
-    def error(self) -> Mapping[str, float]: ...
-    @property
-    def others(self) -> Mapping[str, float]: ...
 
-
-def in_words(kind: str) -> str:
-    """A kind of token within a sentence."""
+def kind_name(kind: str) -> str:
+    """Return a kind of token as it appears in a sentence."""
     return "“.”" if kind == "." else kind
 
 
 def draw_map(figure: Figure, data: Map) -> None:
-    """A dot a large value, in the color of its token's kind; its area grows with its size."""
+    """Draw a dot per large value, in the color of its token's kind; its area grows with the value."""
     axes = figure.subplots()
-    style_axes(axes, "channel", "token, the first on top")
+    style_axes(axes, "channel", "token, the first at the top")
     token, channel = _largest(data)
     size = data.size[token, channel]
     area = 2 + 40 * np.log2(size / size.min()) / max(np.log2(size.max() / size.min()), 1)
@@ -76,40 +83,40 @@ def draw_map(figure: Figure, data: Map) -> None:
     axes.set_xlim(-1, data.size.shape[1])
     axes.set_ylim(data.size.shape[0] - 0.5, -1.5)
     axes.grid(visible=False)
-    there = {data.kinds[t] for t in token}
-    used = {in_words(kind): name for kind, name in KIND_COLOR.items() if kind in there}
-    legend(figure, used, figure.get_figwidth() * 72 > LARGE)
+    present = {data.kinds[t] for t in token}
+    used = {kind_name(kind): name for kind, name in KIND_COLOR.items() if kind in present}
+    legend(figure, used, is_wide(figure))
 
 
 def _largest(data: Map) -> tuple[Indices, Indices]:
-    """Tokens and channels of the values that are drawn: massive ones, and if these are few, a fifth of that size."""
+    """Return tokens and channels of the values to draw: those of at least a fifth of the massive size."""
     flat = data.size.ravel()
-    order = np.argsort(flat)[::-1][:DOTS]
+    order = np.argsort(flat)[::-1][:MAX_DOTS]
     shown = order[flat[order] >= min(data.massive, flat.max()) / 5]
     return shown // data.size.shape[1], shown % data.size.shape[1]
 
 
-def say_map(data: Map) -> str:
+def describe_map(data: Map) -> str:
     token, channel = _largest(data)
     channels, counts = np.unique(channel, return_counts=True)
     top = channels[np.argsort(counts)[::-1][:3]]
     share = np.isin(channel, top).mean()
-    place = divmod(int(data.size.argmax()), data.size.shape[1])
+    token_of_max, channel_of_max = divmod(int(data.size.argmax()), data.size.shape[1])
     return (
-        f"The input of {data.layer}. A column of dots is a channel that is large in many tokens, a row a token that is"
-        f" large in many channels. The largest value is {data.size.max():,.0f} times the median, in channel"
-        f" {place[1]} of token {place[0]} ({in_words(data.kinds[place[0]])}); channels {', '.join(map(str, top))} hold"
-        f" {share:.0%} of the {len(token):,} dots."
+        f"The input of {data.layer}. A column of dots is a channel that is large for many tokens; a row is a token that"
+        f" is large in many channels. The largest value is {data.size.max():,.0f} times the median, in channel"
+        f" {channel_of_max} of token {token_of_max} ({kind_name(data.kinds[token_of_max])}). Channels"
+        f" {', '.join(map(str, top))} hold {share:.0%} of the {len(token):,} dots."
     )
 
 
-def draw_without(figure: Figure, rows: Sequence[Without]) -> None:
-    """A row a kind of token: what of the error remains where nothing was zeroed, and how far the output moves."""
-    desk = figure.get_figwidth() * 72 > LARGE
-    left, right = figure.subplots(*((1, 2) if desk else (2, 1)), sharey=desk, squeeze=True)
-    names = [f"{in_words(row.kind)} ({row.massive:,})" for row in rows]
-    style_axes(left, "share of the error that remains", "error of all other tokens")
-    style_axes(right, "‖Δy‖ / ‖y‖", "how far the layer's output moves")
+def draw_removal(figure: Figure, rows: Sequence[Removal]) -> None:
+    """Draw for each kind of token the error that remains in unchanged tokens, and the change of the output."""
+    wide = is_wide(figure)
+    left, right = figure.subplots(*((1, 2) if wide else (2, 1)), sharey=wide, squeeze=True)
+    names = [f"{kind_name(row.kind)} ({row.massive:,})" for row in rows]
+    style_axes(left, "share of the error that remains", "error of tokens without massive values")
+    style_axes(right, "‖Δy‖ / ‖y‖", "change of the layer's output")
     schemes = list(rows[0].others)
     for at, row in enumerate(rows):
         for scheme, color in zip(schemes, SCHEME_COLOR, strict=True):
@@ -124,20 +131,21 @@ def draw_without(figure: Figure, rows: Sequence[Without]) -> None:
     largest = max((v for row in rows for v in row.others.values() if np.isfinite(v)), default=1.0)
     left.set_xlim(0, 110 * max(1.0, largest))
     right.set_xlim(0, 125 * max(max(row.output for row in rows), 0.01))
-    legend(figure, dict(zip(schemes, SCHEME_COLOR, strict=True)), desk)
+    legend(figure, dict(zip(schemes, SCHEME_COLOR, strict=True)), wide)
 
 
-def say_without(rows: Sequence[Without], massive: float) -> str:
-    everything = rows[-1]
-    if not everything.massive:
-        return f"No value is {massive:g} times the median or more: this input has no massive activations to remove."
-    first, *_, last = everything.others
-    apart = everything.others[last] > 0.95 > everything.others[first]
-    parts = [f"{in_words(row.kind)}: {row.massive:,} in {row.tokens:,}" for row in rows[:-1]]
+def describe_removal(rows: Sequence[Removal], massive: float) -> str:
+    all_tokens = rows[-1]
+    if not all_tokens.massive:
+        return f"No value is {massive:g} times the median or more, so this input has no massive activations to remove."
+    first, *_, last = all_tokens.others
+    is_confined = all_tokens.others[last] > 0.95 > all_tokens.others[first]
+    confined = ", since a tile confines an outlier to its own token" if is_confined else ""
+    informative = ", so the outliers carry much of the information" if all_tokens.output > 0.1 else ""
+    parts = [f"{kind_name(row.kind)}: {row.massive:,} in {row.tokens:,}" for row in rows[:-1]]
     return (
-        f"Values of {massive:g} times the median or more are set to zero, kind by kind (values in tokens:"
-        f" {'; '.join(parts)}). Without any of them, the tokens that never had one keep {everything.others[first]:.0%}"
-        f" of their error with {first}, and {everything.others[last]:.0%} with {last}"
-        f"{': a tile keeps an outlier to its own token' if apart else ''}. The layer's output moves by"
-        f" {everything.output:.0%}{': the outliers are much of what it says' if everything.output > 0.1 else ''}."
+        f"Values of {massive:g} times the median or more are set to zero, by kind of token (values in tokens:"
+        f" {'; '.join(parts)}). With all of them set to zero, the tokens without such values keep"
+        f" {all_tokens.others[first]:.0%} of their error with {first}, and {all_tokens.others[last]:.0%} with"
+        f" {last}{confined}. The layer's output changes by {all_tokens.output:.0%}{informative}."
     )

@@ -1,4 +1,4 @@
-"""The pages of the numerics lab: a heading, sections of tables and figures, one file."""
+"""Shared parts of the lab's commands: tables, sections, the HTML page, and lists on the command line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from math import frexp
 from pathlib import Path
 
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as ScreenTable
+
 from octile.checkpoint.files import write_text
 from octile.report.page import render
 from octile.report.svg import Chart
@@ -14,7 +18,7 @@ from octile.report.svg import Chart
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is names, the others are numbers."""
+    """A table of text. The first column holds names, the others hold values."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -22,7 +26,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: any of a table, a note and figures."""
+    """A section of a page: a heading with charts, a table or a note."""
 
     heading: str
     charts: Sequence[Chart] = ()
@@ -31,21 +35,56 @@ class Section:
 
 
 def write_lab_page(path: Path, title: str, lead: str, sections: Sequence[Section], notices: Sequence[str] = ()) -> Path:
-    """Writes the page; it needs no network. Its folder is made if it is not there."""
+    """Write a page as one HTML file without external resources, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, render("lab.html.jinja", title=title, lead=lead, sections=sections, notices=notices))
     return path
 
 
+def screen_table(content: Table) -> ScreenTable:
+    """Format a table for the terminal, with narrow gaps and broken words if the terminal is too narrow."""
+    columns = zip(content.columns, *content.rows, strict=True)
+    is_narrow = sum(max(map(cell_len, column)) + 2 for column in columns) - 2 > Console().width
+    table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False, collapse_padding=is_narrow)
+    for column in table.columns:
+        column.overflow = "fold"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in content.rows:
+        table.add_row(*row)
+    return table
+
+
 def power(value: float) -> str:
-    """A number as people write it in this field: 448, 57344, 2⁻⁹, 1.2e-07, 3.4e+38."""
-    exponent = _log2(value)
-    if exponent is not None and not 0 <= exponent < 10:
-        return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    """Format a value as usual for number formats: 448, 57344, 2⁻⁹, 1.2e-07, 3.4e+38."""
+    mantissa, exponent = frexp(value)
+    if mantissa == 0.5 and not 1 <= exponent < 11:  # a power of two below 1 or from 1024 on
+        return "2" + str(exponent - 1).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{value:,.0f}" if value < 1e6 and value == int(value) else f"{value:.2e}".replace("e+", "e")
 
 
-def _log2(value: float) -> int | None:
-    """The exponent of a power of two; None for other numbers."""
-    mantissa, exponent = frexp(value)
-    return exponent - 1 if mantissa == 0.5 else None
+def parse_words(text: str) -> list[str]:
+    """Parse an option of words that are separated by commas."""
+    return [word.strip() for word in text.split(",")]
+
+
+def parse_counts(name: str, text: str) -> tuple[int, ...]:
+    """Parse an option of whole numbers that are separated by commas.
+
+    Raises:
+        ValueError: a word is not a whole number of at least 1.
+    """
+    words = parse_words(text)
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise ValueError(f"{name} must be whole numbers of at least 1, separated by commas, not {word!r}")
+    return tuple(int(word) for word in words)
+
+
+def parse_intervals(text: str) -> tuple[int | None, ...]:
+    """Parse promotion intervals: "128,never" → (128, None).
+
+    Raises:
+        ValueError: a word is neither "never" nor a whole number of at least 1.
+    """
+    return tuple(None if word == "never" else parse_counts("promote", word)[0] for word in parse_words(text))

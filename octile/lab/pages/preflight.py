@@ -1,4 +1,4 @@
-"""`octile lab preflight`: a table in the terminal, a page of pictures, and a recipe."""
+"""`octile lab preflight`: predicted errors of a model's GEMMs, as a table and a page, and a recipe with exceptions."""
 
 from __future__ import annotations
 
@@ -7,101 +7,147 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import tyro
 from rich.console import Console
 from torch import Tensor
 
-from octile.lab.pages import preflight_figures as draw
-from octile.lab.pages.formats import screen_table
-from octile.lab.pages.page import Section, Table, write_lab_page
-from octile.lab.pages.what_if_figures import draw_heat
-from octile.lab.preflight import Place, Preflight, preflight
-from octile.lab.preflight_check import measured
+from octile.lab.pages.figures import GEMM_COLOR, Heat, draw_heat, is_wide, legend, short_names
+from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
+from octile.lab.preflight import GemmKey, Preflight, preflight
+from octile.lab.preflight_check import measure_step
 from octile.lab.what_if import Error
 from octile.recipe import Recipe
 from octile.report.page import format_count
-from octile.report.style import PHONE, WIDE
+from octile.report.style import COLOR, PHONE, WIDE, style_axes
 from octile.report.svg import make_chart
 
-SHOWN = 12  # products in the terminal's table
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_ROWS = 12  # of the table in the terminal
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line asks for; see `octile.lab.commands.Preflight`."""
+class Options:
+    """Predict which layers of a model lose too much in 8 bits, and write a recipe that leaves them in BF16.
 
-    recipe: str
-    text: str
-    batches: int
-    batch_size: int
-    sequence_length: int
-    least_snr: float
-    sample: int
-    seed: int
-    write: Path
-    out: Path
-    json: bool
+    Attributes:
+        model: a run folder, or the Hugging Face folder of a DeepSeek model.
+        recipe: the recipe to check.
+        text: the text that the model reads: a text file, a folder, hf:NAME, or stdlib.
+        batches: the number of batches.
+        batch_size: the number of sequences in a batch.
+        sequence_length: the number of tokens in a sequence.
+        least_snr: a GEMM with a lower signal-to-noise ratio, in dB, is advised to stay in BF16.
+        sample: the number of rows of each operand to multiply.
+        seed: the seed with which the rows are drawn.
+        write: the recipe to write, for octile train --recipe.
+        out: the page to write.
+        json: print JSON and write no page.
+    """
+
+    model: tyro.conf.Positional[Path]
+    recipe: str = "deepseek_v3"
+    text: str = "stdlib"
+    batches: int = 2
+    batch_size: int = 4
+    sequence_length: int = 128
+    least_snr: float = 20.0
+    sample: int = 32
+    seed: int = 0
+    write: Path = Path("lab/recipe.toml")
+    out: Path = Path("lab/preflight.html")
+    json: bool = False
 
 
-def show_preflight(folder: Path, asked: Asked) -> None:
-    """Loads a model, looks at its products on a text, and shows and writes what is advised.
+def run(options: Options) -> None:
+    """Load a model, predict the errors of its GEMMs on a text, and show and write the advice.
 
     Raises:
-        FileNotFoundError, ValueError: the model, its tokenizer, the text, the recipe or a number is refused.
+        FileNotFoundError, ValueError: the model, its tokenizer, the text or the recipe cannot be read, or an option is
+            invalid.
     """
     for name in ("batches", "batch_size", "sequence_length", "sample"):
-        if getattr(asked, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(asked, name)}")
-    if not math.isfinite(asked.least_snr):
-        raise ValueError(f"least_snr must be a number of dB, not {asked.least_snr}")
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(options, name)}")
+    if not math.isfinite(options.least_snr):
+        raise ValueError(f"least_snr must be a number of dB, not {options.least_snr}")
     from octile.checkpoint.hugging_face import load
 
-    recipe = Recipe.named(asked.recipe)
-    batches = list(_batches(folder, asked))
-    model = load(folder).train()
+    recipe = Recipe.named(options.recipe)
+    batches = list(_batches(options))
+    model = load(options.model).train()
     found = preflight(
         model,
         [(tokens, tokens) for tokens in batches],
         recipe,
-        least_snr_db=asked.least_snr,
-        sample=asked.sample,
-        seed=asked.seed,
+        least_snr_db=options.least_snr,
+        sample=options.sample,
+        seed=options.seed,
     )
-    real = [measured(model, (tokens, tokens), recipe, sample=asked.sample, seed=asked.seed) for tokens in batches]
-    found.recipe.write(asked.write)
-    rows = predictions(found, real)
-    if asked.json:
+    measured = [
+        measure_step(model, (tokens, tokens), recipe, sample=options.sample, seed=options.seed) for tokens in batches
+    ]
+    found.recipe.write(options.write)
+    rows = predictions(found, measured)
+    if options.json:
         print(json.dumps([vars(row) for row in rows], indent=1, allow_nan=False))
         return
-    sentence = draw.say_risk(rows, recipe.name, asked.least_snr)
-    page = _write_page(folder, asked, rows, sentence)
+    caption = describe_risk(rows, recipe.name, options.least_snr)
+    page = _write_page(options, rows, caption)
     console = Console()
-    console.print(screen_table(table(rows[:SHOWN])))
-    console.print(sentence, highlight=False)
-    console.print(f"recipe:   {asked.write}", highlight=False, soft_wrap=True)
+    console.print(screen_table(table(rows[:MAX_ROWS])))
+    console.print(caption, highlight=False)
+    console.print(f"recipe:   {options.write}", highlight=False, soft_wrap=True)
     console.print(f"pictures: {page}", highlight=False, soft_wrap=True)
 
 
-def predictions(found: Preflight, real: Sequence[Mapping[Place, Error]]) -> list[draw.Predicted]:
-    """Every product's risk beside what was measured in its batch, the riskiest first; one without error is left out."""
+@dataclass(frozen=True)
+class Predicted:
+    """The SNR (dB) of a GEMM as predicted, and as measured in a real step, if it was.
+
+    Attributes:
+        layer: the layer's name, for experts with an expert's number.
+        weight: the layer's name without an expert's number.
+        product: fprop, dgrad or wgrad.
+        snr_db, measured_db: predicted and measured SNR.
+        blame: the operand whose quantization causes more error.
+        flushed: the share of that operand's nonzero values that become zero.
+        excepted: whether the advice is to leave the GEMM in BF16.
+    """
+
+    layer: str
+    weight: str
+    product: str
+    snr_db: float
+    measured_db: float | None
+    blame: str
+    flushed: float
+    excepted: bool
+
+
+def predictions(found: Preflight, measured: Sequence[Mapping[GemmKey, Error]]) -> list[Predicted]:
+    """Return predicted and measured SNR of every GEMM, lowest first, without GEMMs that have no error."""
     rows = []
     for risk in found.risks:
-        snr, there = risk.total.snr_db, real[risk.batch].get((risk.layer, risk.product))
+        snr, error = risk.total.snr_db, measured[risk.batch].get((risk.layer, risk.gemm))
         if snr is None:
             continue
-        after = there.snr_db if there else None
+        measured_db = error.snr_db if error else None
         rows.append(
-            draw.Predicted(
-                risk.layer, risk.weight, risk.product, snr, after, risk.blame, risk.flushed, found.excepted(risk)
+            Predicted(
+                risk.layer, risk.weight, risk.gemm, snr, measured_db, risk.blame, risk.flushed, found.is_excepted(risk)
             )
         )
     return rows
 
 
-def table(rows: list[draw.Predicted]) -> Table:
-    """As text."""
-    columns = ("product", "predicted", "measured", "blame", "zeroed", "advice")
+def table(rows: Sequence[Predicted]) -> Table:
+    """Return the predictions as a table."""
+    columns = ("GEMM", "predicted", "measured", "blame", "zeroed", "advice")
     cells = [
         (
             f"{row.product} {row.layer.removeprefix('model.layers.')}",
@@ -116,53 +162,112 @@ def table(rows: list[draw.Predicted]) -> Table:
     return Table(columns, cells)
 
 
-def _write_page(folder: Path, asked: Asked, rows: list[draw.Predicted], sentence: str) -> Path:
+def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Path:
     charts = []
     if rows:
-        heat = draw.heat_of(rows)
+        heat = heat_of(rows)
         size = 80 + 19 * len(heat.rows)
-        what = "predicted SNR (dB), orange is worse"
+        title = "predicted SNR (dB), deeper is worse"
         charts.append(
-            make_chart("Risk by layer", sentence, lambda f: draw_heat(f, heat, what), (WIDE, size), (PHONE, size))
+            make_chart("Risk by layer", caption, lambda f: draw_heat(f, heat, title), (WIDE, size), (PHONE, size))
         )
     if any(row.measured_db is not None for row in rows):
         charts.append(
             make_chart(
-                "Was it right?",
-                draw.say_check(rows),
-                lambda f: draw.draw_check(f, rows, asked.least_snr),
+                "Prediction vs. measurement",
+                describe_check(rows),
+                lambda f: draw_check(f, rows, options.least_snr),
                 (WIDE, 460),
                 (PHONE, 420),
             )
         )
     lead = (
-        f"The products of {folder.name} in {'1 batch' if asked.batches == 1 else f'{asked.batches:,} batches'} of"
-        f" {asked.batch_size} × {asked.sequence_length} tokens, made in high precision, cast as recipe {asked.recipe}"
-        f" would and multiplied on the model of Hopper's tensor core, {format_count(asked.sample, 'row')} of each"
-        f" operand drawn with seed {asked.seed}."
+        f"The GEMMs of {options.model.name} in {'1 batch' if options.batches == 1 else f'{options.batches:,} batches'}"
+        f" of {options.batch_size} × {options.sequence_length} tokens. Their operands were captured in high precision,"
+        f" quantized as in recipe {options.recipe}, and multiplied on the model of Hopper's tensor core, with"
+        f" {format_count(options.sample, 'row')} of each operand, drawn with seed {options.seed}."
     )
-    note = f"The recipe with the advised exceptions is {asked.write}: octile train --recipe {asked.write}."
+    note = f"The recipe with the advised exceptions is {options.write}: octile train --recipe {options.write}."
     return write_lab_page(
-        asked.out,
+        options.out,
         "Preflight",
         lead,
         [Section("Layer by layer", charts), Section("In figures", table=table(rows), note=note)],
     )
 
 
-def _batches(folder: Path, asked: Asked) -> Iterator[Tensor]:
-    """Batches [B, S] of a text in the model's tokens."""
+def _batches(options: Options) -> Iterator[Tensor]:
+    """Yield batches [B, S] of token ids of the text."""
     from octile.checkpoint.hugging_face import checkpoint_folder
     from octile.train.corpus import open_corpus
     from octile.train.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(checkpoint_folder(folder))
-    needed = asked.batches * asked.batch_size * asked.sequence_length
+    tokenizer = Tokenizer.load(checkpoint_folder(options.model))
+    needed = options.batches * options.batch_size * options.sequence_length
     ids: list[int] = []
-    for text in open_corpus(asked.text).texts():
+    for text in open_corpus(options.text).texts():
         ids += [tokenizer.begin, *tokenizer.encode(text), tokenizer.end]
         if len(ids) >= needed:
             break
     if len(ids) < needed:
-        raise ValueError(f"text {asked.text!r} has {len(ids):,} tokens, and {needed:,} are needed")
-    yield from torch.tensor(ids[:needed]).view(asked.batches, asked.batch_size, asked.sequence_length)
+        raise ValueError(f"text {options.text!r} has {len(ids):,} tokens, and {needed:,} are needed")
+    yield from torch.tensor(ids[:needed]).view(options.batches, options.batch_size, options.sequence_length)
+
+
+def heat_of(rows: Sequence[Predicted]) -> Heat:
+    """Return the predicted SNR by layer and GEMM, the layer with the lowest at the top."""
+    layers = list(dict.fromkeys(row.weight for row in rows))
+    gemms = [g for g in GEMM_COLOR if any(row.product == g for row in rows)]
+    snr = {(row.weight, row.product): row.snr_db for row in rows}
+    return Heat(layers, gemms, [[snr.get((layer, g)) for g in gemms] for layer in layers])
+
+
+def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
+    if not rows:
+        return f"Every GEMM is exact under {recipe}, so none needs to stay in BF16."
+    worst = rows[0]
+    below, excepted = sum(row.snr_db < least_db for row in rows), sum(row.excepted for row in rows)
+    shared = " (the two weights of experts share one recipe)" if excepted > below else ""
+    found = (
+        f"{below} of {format_count(len(rows), 'GEMM')} {'is' if below == 1 else 'are'} below {least_db:g} dB;"
+        f" {excepted} {'is' if excepted == 1 else 'are'} advised to stay in BF16{shared}."
+        if below
+        else f"None is below {least_db:g} dB, so none needs to stay in BF16."
+    )
+    flushed = f", where {worst.flushed:.0%} of the values become zero" if worst.flushed >= 0.005 else ""
+    return (
+        f"Predicted SNR in dB under {recipe}, with equal weight for every channel; a deeper orange is a lower SNR."
+        f" {found} The lowest is in {worst.product} of {short_names([worst.layer])[0]}, {worst.snr_db:.1f} dB, caused"
+        f" by the quantization of {worst.blame}{flushed}."
+    )
+
+
+def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> None:
+    """Draw the measured against the predicted SNR, with a dot per GEMM."""
+    axes = figure.subplots()
+    style_axes(axes, "predicted (dB)", "measured in a real step in 8 bits (dB)")
+    known = [row for row in rows if row.measured_db is not None]
+    ends = [v for row in known for v in (row.snr_db, row.measured_db) if v is not None]
+    low, high = min([*ends, least_db]) - 1, max(ends) + 1
+    axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
+    axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
+    axes.annotate(" stays in BF16", (low, high), va="top", color=COLOR["muted"])
+    for gemm, color in GEMM_COLOR.items():
+        own = [row for row in known if row.product == gemm]
+        x, y = [row.snr_db for row in own], [row.measured_db or 0.0 for row in own]
+        axes.plot(x, y, "o", color=COLOR[color], markersize=5.5, alpha=0.75)
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.grid(axis="x")
+    legend(figure, {g: c for g, c in GEMM_COLOR.items() if any(row.product == g for row in known)},
+           is_wide(figure))  # fmt: skip
+
+
+def describe_check(rows: Sequence[Predicted]) -> str:
+    pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
+    rms = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
+    return (
+        f"Measured SNR of {format_count(len(pairs), 'GEMM')} in real steps in 8 bits on the same batches, against the"
+        f" predicted SNR. On the dotted line both are equal; the RMS difference is {rms:.1f} dB. In a real step the"
+        " operands of a layer carry the errors of the layers before it."
+    )

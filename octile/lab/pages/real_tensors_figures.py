@@ -1,14 +1,15 @@
-"""The pictures of `octile lab formats` that need real tensors: FP16's underflow, and INT8 beside E4M3."""
+"""Figures of `octile lab formats` that need activations and gradients: underflow in FP16, and INT8 vs. E4M3."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octile.lab.pages.figures import short_names
 from octile.lab.pages.formats_figures import color, label
 from octile.lab.pages.page import power
 from octile.report.run.metrics import Floats
@@ -19,20 +20,24 @@ if TYPE_CHECKING:
 
 Indices = NDArray[np.intp]
 
-FP16_ZERO, FP16_NORMAL, FP16_MAX = -25, -14, 16  # log₂: below the first values become 0, below the second lose bits
+FP16_ZERO, FP16_NORMAL, FP16_MAX = (
+    -25,
+    -14,
+    16,
+)  # log₂ of magnitudes: smaller values become 0, are subnormal, or larger ones overflow
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """A layer's output gradients in FP16, as they are and with a loss scale.
+    """A layer's output gradients in FP16, without and with a loss scale.
 
     Attributes:
-        layer: its name.
-        log2, count: histogram of log₂|dy|: lower edge of each bin of one octave, number of values.
+        layer: the layer's name.
+        log2, count: a histogram of log₂|dy|: the lower edge of each bin of one octave, and its number of values.
         scale: the loss scale.
-        lost, lost_scaled: share that FP16 makes 0 without and with the scale.
-        overflowed_scaled: share that overflows with it.
-        lost_in_tiles: share that E4M3 in tiles of 1×128 makes 0, without any loss scale.
+        lost, lost_scaled: the share that becomes 0 in FP16, without and with the loss scale.
+        overflowed_scaled: the share that overflows with the loss scale.
+        lost_in_tiles: the share that becomes 0 in E4M3 with 1×128 tiles, without a loss scale.
     """
 
     layer: str
@@ -47,12 +52,12 @@ class Gradients:
 
 def draw_underflow(figure: Figure, data: Gradients) -> None:
     axes = figure.subplots()
-    style_axes(axes, "magnitude of a gradient", "share of the gradients an octave (%)")
+    style_axes(axes, "magnitude of a gradient", "share of the gradients per octave (%)")
     share = 100 * data.count / data.count.sum()
-    moved = np.log2(data.scale)
+    shift = np.log2(data.scale)
     axes.bar(data.log2 + 0.5, share, width=0.9, color=COLOR["vermilion"], alpha=0.75)
-    axes.bar(data.log2 + 0.5 + moved, share, width=0.9, color=COLOR["blue"], alpha=0.75)
-    low, high = min(data.log2[0], FP16_ZERO - 3), max(data.log2[-1] + moved, FP16_MAX) + 2
+    axes.bar(data.log2 + 0.5 + shift, share, width=0.9, color=COLOR["blue"], alpha=0.75)
+    low, high = min(data.log2[0], FP16_ZERO - 3), max(data.log2[-1] + shift, FP16_MAX) + 2
     axes.set_xlim(low, high)
     top = share.max() * 1.3
     axes.set_ylim(0, top)
@@ -61,36 +66,36 @@ def draw_underflow(figure: Figure, data: Gradients) -> None:
     axes.axvline(FP16_NORMAL, color=COLOR["muted"], linewidth=1, linestyle=":")
     for at, text, side in (
         (FP16_ZERO, "0 in FP16 ", "right"),
-        (FP16_NORMAL, " all bits kept", "left"),
+        (FP16_NORMAL, " full precision", "left"),
         (FP16_MAX, " Inf", "left"),
     ):
         axes.annotate(text, (at, top), va="top", ha=side, color=COLOR["muted"])
     ticks = [tick for tick in range(-60, 61, 10) if low <= tick <= high]
     axes.set_xticks(ticks, [power(2.0**tick) for tick in ticks])
     peak = int(np.argmax(share))
-    for shift, text, name in ((0.0, "as they are", "vermilion"), (moved, f"× {power(data.scale)}", "blue")):
-        axes.annotate(text, (data.log2[peak] + 0.5 + shift, share[peak]), (0, 3), textcoords="offset points",
+    for offset, text, name in ((0.0, "without scale", "vermilion"), (shift, f"× {power(data.scale)}", "blue")):
+        axes.annotate(text, (data.log2[peak] + 0.5 + offset, share[peak]), (0, 3), textcoords="offset points",
                       ha="center", va="bottom", color=COLOR[name])  # fmt: skip
 
 
-def say_underflow(data: Gradients) -> str:
+def describe_underflow(data: Gradients) -> str:
     overflow = f" {data.overflowed_scaled:.1%} overflow." if data.overflowed_scaled else " None overflows."
     return (
-        f"FP16 turns {data.lost:.1%} of the gradients of {data.layer} into zero. Multiplying the loss by"
-        f" {power(data.scale)} moves all of them to the right, where {data.lost_scaled:.2%} are lost.{overflow}"
-        f" E4M3 in tiles of 1×128, each with its own scale, loses {data.lost_in_tiles:.2%} of them without that."
+        f"In FP16, {data.lost:.1%} of the gradients of {data.layer} become zero. Multiplying the loss by"
+        f" {power(data.scale)} shifts all gradients to the right, where {data.lost_scaled:.2%} become zero.{overflow}"
+        f" In E4M3 with 1×128 tiles, {data.lost_in_tiles:.2%} become zero without a loss scale."
     )
 
 
 @dataclass(frozen=True)
 class Int8AgainstE4M3:
-    """One activation in tiles of 1×128, in both formats; and all layers' shares of values that become 0.
+    """The errors of one activation in 1×128 tiles of both formats, and the values that become 0 in all layers.
 
     Attributes:
-        layer: whose input is drawn.
-        share: of its values, by octaves below the tile's largest.
-        errors: format → mean relative error by octave, NaN where there is no value.
-        flushed: layer → (E4M3, INT8), shares of the non-zero values.
+        layer: the layer whose input is drawn.
+        share: the share of its values by octaves below the tile's largest value.
+        errors: format → mean relative error by octave, NaN for octaves without values.
+        flushed: layer → (E4M3, INT8), the share of the nonzero values that become 0.
         snr_db: layer → (E4M3, INT8).
     """
 
@@ -119,40 +124,44 @@ def draw_int8(figure: Figure, data: Int8AgainstE4M3) -> None:
     label_ends(figure, above, labels)
 
 
-def say_int8(data: Int8AgainstE4M3) -> str:
+def describe_int8(data: Int8AgainstE4M3) -> str:
     e4m3, int8 = data.errors["e4m3"], data.errors["int8"]
     known = np.flatnonzero(np.isfinite(e4m3) & np.isfinite(int8))
     crossing = _better_from(e4m3, int8, known)
     snr_e4m3, snr_int8 = data.snr_db[data.layer]
-    said = f"The input of {data.layer}. {_say_crossing(crossing, known)}{_say_zeroed(int8, known)}"
-    said += f" Over all values INT8's SNR is {snr_int8:.1f} dB and E4M3's {snr_e4m3:.1f} dB"
-    sees = snr_int8 > snr_e4m3 and crossing is not None
-    return said + (": the sum of squares sees the large values." if sees else ".")
+    text = f"The input of {data.layer}. {_describe_crossing(crossing, known)}{_describe_flushed_octaves(int8, known)}"
+    text += f" Over all values, the SNR is {snr_int8:.1f} dB for INT8 and {snr_e4m3:.1f} dB for E4M3"
+    is_dominated = snr_int8 > snr_e4m3 and crossing is not None
+    return text + (", since the SNR is dominated by large values." if is_dominated else ".")
 
 
 def _better_from(e4m3: Floats, int8: Floats, known: Indices) -> int | None:
-    """The octave from which on E4M3 is never worse than INT8 and somewhere better; None where there is none."""
+    """Return the octave from which on E4M3 is never worse than INT8 and sometimes better, or None."""
     worse = known[int8[known] < e4m3[known]]
     after = known[known > worse[-1]] if len(worse) else known
     return int(after[0]) if (e4m3[after] < int8[after]).any() else None
 
 
-def _say_crossing(crossing: int | None, known: Indices) -> str:
+def _describe_crossing(crossing: int | None, known: Indices) -> str:
     if crossing is None:
-        return "INT8 is as good as E4M3 or better for values of every size."
+        return "INT8 is at least as good as E4M3 for values of every magnitude."
     if crossing == known[0]:
-        return "E4M3 is as good as INT8 or better for values of every size."
+        return "E4M3 is at least as good as INT8 for values of every magnitude."
     return (
-        f"INT8 is better for some of the values less than {octaves(crossing)} below the largest of their tile, E4M3 for"
-        " all the smaller ones."
+        f"INT8 is better for some values less than {octaves(crossing)} below the largest of their tile, and E4M3 is"
+        " better for all smaller values."
     )
 
 
-def _say_zeroed(int8: Floats, known: Indices) -> str:
-    """From where on INT8 keeps nothing."""
-    kept = known[int8[known] < 1]
-    zeroed = known[known > kept[-1]] if len(kept) else known
-    return f" From {octaves(int(zeroed[0]))} below the largest on INT8 makes zero of all." if len(zeroed) else ""
+def _describe_flushed_octaves(int8: Floats, known: Indices) -> str:
+    """Describe from which octave on all values become zero in INT8."""
+    nonzero = known[int8[known] < 1]
+    flushed = known[known > nonzero[-1]] if len(nonzero) else known
+    return (
+        f" From {octaves(int(flushed[0]))} below the largest on, all values become zero in INT8."
+        if len(flushed)
+        else ""
+    )
 
 
 def octaves(count: int) -> str:
@@ -161,8 +170,8 @@ def octaves(count: int) -> str:
 
 def draw_flushed(figure: Figure, data: Int8AgainstE4M3) -> None:
     axes = figure.subplots()
-    names = shortened(list(data.flushed))
-    style_axes(axes, None, "% of the input made zero")
+    names = short_names(list(data.flushed))
+    style_axes(axes, None, "% of the input that becomes zero")
     at = np.arange(len(names))
     for name, values in (
         ("e4m3", [pair[0] for pair in data.flushed.values()]),
@@ -181,28 +190,23 @@ def draw_flushed(figure: Figure, data: Int8AgainstE4M3) -> None:
         )
 
 
-def say_flushed(data: Int8AgainstE4M3) -> str:
+def describe_flushed(data: Int8AgainstE4M3) -> str:
     worst = max(data.flushed, key=lambda layer: data.flushed[layer][1])
     e4m3, int8 = data.flushed[worst]
     down = [pair[1] for layer, pair in data.flushed.items() if is_down(layer)]
     others = [pair[1] for layer, pair in data.flushed.items() if not is_down(layer)]
     means = (
-        f" Inputs of down projections, which are SwiGLU's outputs, lose {np.mean(down):.1%} to INT8 on average, the"
-        f" others {np.mean(others):.1%}."
+        f" On average, {np.mean(down):.1%} of the inputs of down projections (SwiGLU outputs) become zero in INT8, and"
+        f" {np.mean(others):.1%} of the others."
         if down and others
         else ""
     )
     return (
-        f"In tiles of 1×128, INT8 turns up to {int8:.1%} of a layer's input into zero, E4M3 {e4m3:.2%} of the same one"
-        f" ({worst}).{means}"
+        f"With 1×128 tiles, up to {int8:.1%} of a layer's input become zero in INT8, and {e4m3:.2%} of the same input"
+        f" in E4M3 ({worst}).{means}"
     )
 
 
 def is_down(layer: str) -> bool:
-    """Whether a layer is a down projection, of an MLP or of experts."""
+    """Whether a layer is a down projection of an MLP or of experts."""
     return layer.rpartition(".")[2] in ("down_proj", "down")
-
-
-def shortened(names: Sequence[str]) -> list[str]:
-    """Module paths without the parts that all share: model.layers.0.mlp.up_proj → 0 · mlp.up_proj."""
-    return [name.removeprefix("model.layers.").replace(".", " · ", 1) for name in names]

@@ -1,4 +1,4 @@
-"""`octile lab what-if`: a ranked table in the terminal, and a page of pictures."""
+"""`octile lab what-if`: the GEMMs of a capture in other formats, as a ranked table and as a page."""
 
 from __future__ import annotations
 
@@ -10,140 +10,166 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from rich.console import Console
 from rich.progress import track
 
-from octile.lab.capture import Capture, CapturedGemm, load
-from octile.lab.outliers import Outliers, gemms_by_token, most_outlying, outliers, token_kinds
+from octile.lab.capture import Capture, CapturedGemm, load, parse_gemm_names
+from octile.lab.outliers import Outliers, find_outliers, gemms_by_token, most_outlying, token_kinds
 from octile.lab.pages import what_if_figures as draw
-from octile.lab.pages.formats import screen_table
-from octile.lab.pages.page import Section, Table, write_lab_page
-from octile.lab.pages.what_if_charts import main_sections, outlier_sections, steps_section
+from octile.lab.pages.figures import Heat
+from octile.lab.pages.outliers_figures import outlier_section
+from octile.lab.pages.page import Section, Table, parse_intervals, parse_words, screen_table, write_lab_page
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
-from octile.lab.variants import CONTROLS, PUBLISHED, Choice, Variant
-from octile.lab.what_if import Rank, WhatIf, chosen, decibels, what_if
+from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
+from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
 from octile.recipe import GemmName
 from octile.report.page import format_count
 
 COLUMNS = (
-    "format",
-    "block",
-    "scale",
-    "promoted",
-    "sums",
-    "bits",
-    "SNR (dB)",
-    "cast",
-    "sums alone",
-    "worst/RMS",
-    "bias",
+    *("format", "block", "scale", "promoted", "sums", "bits"),
+    *("SNR (dB)", "quantization", "accumulation", "worst/RMS", "bias"),
 )
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line asks for; see `octile.lab.commands.WhatIf`."""
+class Options:
+    """Compute a captured step's GEMMs in every combination of format, block, scale rule, promotion and tensor core.
 
-    layers: str
-    products: tuple[GemmName, ...] | None
-    choice: Choice
-    sample: int
-    seed: int
-    top: int
-    tokenizer: Path | None
-    out: Path
-    json: bool
+    Attributes:
+        captures: files that octile lab capture wrote. The first is computed in all combinations; the others show how
+            the error of its layers changes between steps.
+        layers: patterns of layer names, separated by commas. Of a layer's experts, the one with most tokens is used.
+        products: the GEMMs, fprop, dgrad or wgrad, separated by commas; by default all in the capture.
+        formats: e4m3, e5m2, e5m6, int8, mx (with 1×32 blocks) or nvfp4 (with its own blocks and scales).
+        blocks: tensor, row, 1x128, 128x128 (for weights; other operands have 1x128) or 1x32.
+        scales: float32, up, nearest, down (powers of two) or ocp (the rule of MX).
+        promote: intervals after which the tensor core's sum is promoted to FP32; never for no promotion.
+        arch: sm_80, sm_89, sm_90, sm_90_mma, sm_100, fp32 or exact.
+        sample: the number of rows of each operand to multiply.
+        seed: the seed with which the rows are drawn.
+        top: the number of combinations to list for each format.
+        tokenizer: a tokenizer's file or folder; by default the run's own, if the capture is in its folder.
+        out: the page to write.
+        json: print JSON and write no page.
+    """
+
+    captures: tyro.conf.Positional[tuple[Path, ...]]
+    layers: str = "*"
+    products: str | None = None
+    formats: str = "e4m3,e5m2,e5m6,int8,mx,nvfp4"
+    blocks: str = "tensor,row,1x128,128x128,1x32"
+    scales: str = "float32,up,nearest,down,ocp"
+    promote: str = "32,128,never"
+    arch: str = "sm_90,exact"
+    sample: int = 32
+    seed: int = 0
+    top: int = 4
+    tokenizer: Path | None = None
+    out: Path = Path("lab/what_if.html")
+    json: bool = False
 
 
-def show_what_if(paths: Sequence[Path], asked: Asked) -> None:
-    """Reads the captures, makes their products in every combination, and shows what was found.
+def run(options: Options) -> None:
+    """Read the captures, compute their GEMMs in every combination, and show the results.
 
-    The first capture is looked at in all of them; of the others only the published combination, step by step.
+    The first capture is computed in all combinations, the others in the published one only.
 
     Raises:
-        FileNotFoundError: there is no such capture, or no such tokenizer.
-        ValueError: a capture or a choice is refused; see `octile.lab.capture.load` and `octile.lab.what_if`.
+        FileNotFoundError: a capture or the tokenizer does not exist.
+        ValueError: a capture is damaged or an option is invalid; see `octile.lab.capture.load` and
+            `octile.lab.what_if`.
     """
-    if asked.top < 1:
-        raise ValueError(f"top must be at least 1, not {asked.top}")
-    captures = [load(path) for path in paths]
-    text_of = token_texts(asked.tokenizer, paths[0])
-    picked = [chosen(capture, asked.layers, asked.products) for capture in captures]
+    if not options.captures:
+        raise ValueError("name a capture: write one with octile lab capture")
+    space = SearchSpace(
+        parse_words(options.formats),
+        parse_words(options.blocks),
+        parse_words(options.scales),
+        parse_intervals(options.promote),
+        parse_words(options.arch),
+    )
+    names = parse_gemm_names(options.products) if options.products else None
+    if options.top < 1:
+        raise ValueError(f"top must be at least 1, not {options.top}")
+    captures = [load(path) for path in options.captures]
+    text_of = token_texts(options.tokenizer, options.captures[0])
+    selected = [select_gemms(capture, options.layers, names) for capture in captures]
     console = Console(stderr=True)
 
-    def progress(products: Iterable[CapturedGemm]) -> Iterable[CapturedGemm]:
-        return track(list(products), "multiplying", console=console, transient=True, disable=not console.is_terminal)
+    def progress(gemms: Iterable[CapturedGemm]) -> Iterable[CapturedGemm]:
+        return track(list(gemms), "multiplying", console=console, transient=True, disable=not console.is_terminal)
 
-    found = what_if(picked[0], asked.choice, asked.sample, asked.seed, progress)
+    found = what_if(selected[0], space, options.sample, options.seed, progress)
     ranking = found.ranking()
-    listed, reference = best(ranking, asked.top), shown_variant(ranking)
-    steps = steps_of(captures, picked, reference, asked) if len(captures) > 1 else None
-    seen, why_unseen = look_at_outliers(captures[0], picked[0], text_of, asked)
-    if asked.json:
-        print(json.dumps(as_json(found, listed, reference, seen, steps), indent=1, allow_nan=False))
+    listed, reference = best(ranking, options.top), reference_variant(ranking)
+    steps = heat_by_step(captures, selected, reference, options) if len(captures) > 1 else None
+    outliers, why_no_outliers = analyze_outliers(captures[0], selected[0], text_of, options)
+    if options.json:
+        print(json.dumps(as_json(found, listed, reference, outliers, steps), indent=1, allow_nan=False))
         return
-    sections = [*main_sections(found, reference, picked[0]), *steps_section(steps, reference)]
-    sections += outlier_sections(seen, text_of is not None) if seen else []
-    sections.append(Section(f"The {asked.top} best of each format", table=ranked_table(listed), note=_note(found)))
-    about = captures[0]
+    sections = [*draw.main_sections(found, reference, selected[0]), *draw.steps_section(steps, reference)]
+    sections += [outlier_section(outliers, text_of is not None)] if outliers else []
+    sections.append(Section(f"The {options.top} best of each format", table=ranked_table(listed), note=_note(found)))
+    first = captures[0]
     lead = (
-        f"The products of step {about.step} of the run {about.run} ({about.recipe}), as they were captured, multiplied"
-        f" again in {len(ranking)} ways. {_sample_words(found)}"
+        f"The GEMMs of step {first.step} of the run {first.run} ({first.recipe}), computed from their captured operands"
+        f" in {len(ranking)} combinations. {_describe_sample(found)}"
     )
-    page = write_lab_page(asked.out, "What if", lead, sections, [why_unseen] if why_unseen else [])
-    shown = Console()
-    shown.print(screen_table(short_table(listed)))
-    for line in (_sample_words(found), *refusals(found), *unchecked(found)):
-        shown.print(line, highlight=False, markup=False, soft_wrap=True)
-    shown.print(f"pictures: {page}", highlight=False, soft_wrap=True)
+    page = write_lab_page(options.out, "What if", lead, sections, [why_no_outliers] if why_no_outliers else [])
+    screen = Console()
+    screen.print(screen_table(short_table(listed)))
+    for line in (_describe_sample(found), *refusals(found), *unchecked(found)):
+        screen.print(line, highlight=False, markup=False, soft_wrap=True)
+    screen.print(f"pictures: {page}", highlight=False, soft_wrap=True)
 
 
 def token_texts(tokenizer: Path | None, capture: Path) -> Callable[[int], str] | None:
-    """What a token says: by the tokenizer named, or that of the run in whose folder the capture lies; else None.
+    """Return a function from token ids to text, with the given tokenizer or that of the capture's run; None without.
 
     Raises:
-        FileNotFoundError, ValueError: a tokenizer was named and cannot be read.
+        FileNotFoundError, ValueError: the tokenizer cannot be read.
     """
     from octile.train.tokenizer import Tokenizer
 
-    beside = capture.resolve().parent.parent / "data" / "tokenizer.json"
-    if tokenizer is None and not beside.is_file():
+    own = capture.resolve().parent.parent / "data" / "tokenizer.json"
+    if tokenizer is None and not own.is_file():
         return None
-    backend = Tokenizer.load(tokenizer or beside)
+    backend = Tokenizer.load(tokenizer or own)
     return lambda token: backend.decode([token])
 
 
-def shown_variant(ranking: Sequence[Rank]) -> Variant:
-    """The combination that layers are compared in: the published one, or if it was not asked for, the best."""
+def reference_variant(ranking: Sequence[Rank]) -> Variant:
+    """Return the combination in which layers are compared: the published one, or the best if that was not computed."""
     return PUBLISHED if any(rank.variant == PUBLISHED for rank in ranking) else ranking[0].variant
 
 
 def best(ranking: Sequence[Rank], top: int) -> list[Rank]:
-    """The ranking, no more than `top` of a format."""
-    seen: Counter[str] = Counter()
+    """Return the ranking with at most `top` combinations per format."""
+    count: Counter[str] = Counter()
     shown = []
     for rank in ranking:
-        seen[rank.variant.fmt] += 1
-        if seen[rank.variant.fmt] <= top:
+        count[rank.variant.fmt] += 1
+        if count[rank.variant.fmt] <= top:
             shown.append(rank)
     return shown
 
 
 def ranked_table(ranking: Sequence[Rank]) -> Table:
-    """The ranking as text."""
+    """Return the ranking as a table."""
     return Table(COLUMNS, [_cells(rank) for rank in ranking])
 
 
 def _cells(rank: Rank) -> tuple[str, ...]:
     v = rank.variant
-    promoted = "–" if v.arch in CONTROLS else "never" if v.promote is None else f"every {v.promote}"
+    promoted = "–" if v.arch in REFERENCES else "never" if v.promote is None else f"every {v.promote}"
     snr = [_db(noise) for noise in (rank.total, rank.quantization, rank.accumulation)]
     head = draw.format_label(v.fmt), draw.block_label(v.block), v.scale, promoted, v.arch
     return (*head, f"{rank.bits:.2f}", *snr, f"{rank.worst:.3g}", f"{rank.bias:+.1e}".replace("-", "−"))
 
 
 def short_table(ranking: Sequence[Rank]) -> Table:
-    """The ranking as a terminal of 80 columns shows it."""
+    """Return the ranking as a table for a terminal of 80 columns."""
     cells = [_cells(rank) for rank in ranking]
     rows = [
         (f"{c[0]} {c[1]}", c[2], f"{c[4]} {c[3].removeprefix('every ')}".removesuffix(" –"), *c[5:10]) for c in cells
@@ -152,89 +178,83 @@ def short_table(ranking: Sequence[Rank]) -> Table:
 
 
 def _db(noise: float) -> str:
-    db = decibels(noise)
+    db = noise_to_db(noise)
     return "exact" if noise == 0 else "–" if db is None else f"{db:.1f}"
 
 
 def refusals(found: WhatIf) -> list[str]:
-    """A line for each reason why combinations do not apply."""
+    """Return a line for each reason why combinations do not apply."""
     left_out = [(format_count(len(variants), "combination"), reason) for reason, variants in found.refused.items()]
     return [f"left out, {how_many}: {reason}" for how_many, reason in left_out] + (
-        [f"left out, products that are all zeros: {', '.join(found.silent)}"] if found.silent else []
+        [f"left out, GEMMs that are all zeros: {', '.join(found.silent)}"] if found.silent else []
     )
 
 
-def _sample_words(found: WhatIf) -> str:
-    n = len({(row.layer, row.product) for row in found.rows})
+def _describe_sample(found: WhatIf) -> str:
+    gemms = len({(row.layer, row.gemm) for row in found.rows})
     return (
-        f"Measured on {format_count(n, 'product')}, {format_count(found.sample, 'row')} of each operand drawn with seed"
-        f" {found.seed}, whole sums; of experts the busiest of each layer."
+        f"Measured on {format_count(gemms, 'GEMM')} with complete sums, and {format_count(found.sample, 'row')} of each"
+        f" operand, drawn with seed {found.seed}; of each layer's experts, the one with most tokens."
     )
 
 
 def _note(found: WhatIf) -> str:
     return (
-        "SNR is that of all errors together, noise averaged over the products; beside it the cast's alone (sums exact)"
-        " and the sums' alone (operands as cast). Worst/RMS is the largest single error of any product over its RMS;"
-        " bias is the mean error away from zero, below 0 where results are too small. Bits a value count the scales. "
+        "SNR is the SNR of all errors, with noise averaged over the GEMMs. Quantization is the SNR of quantization"
+        " alone (exact sums), and accumulation that of the sums alone (quantized operands). Worst/RMS is the largest"
+        " error of any output over its GEMM's RMS; bias is the mean error away from zero, negative if results are too"
+        " small. Bits per value include the scales. "
         + " ".join(f"{line[0].upper()}{line[1:]}." for line in [*refusals(found), *unchecked(found)])
     )
 
 
 def unchecked(found: WhatIf) -> list[str]:
-    """The tensor cores among the combinations that are modeled as published, and no more."""
+    """Return a line about tensor cores whose model follows publications and was not checked on hardware."""
     archs = [arch for arch in ARCHITECTURES if any(row.variant.arch == arch for row in found.rows)]
-    only = [arch for arch in archs if all(row.evidence == "published" for row in ARCHITECTURES[arch])]
-    return [f"{', '.join(only)}: {EVIDENCE['published']}"] if only else []
+    published = [arch for arch in archs if all(i.evidence == "published" for i in ARCHITECTURES[arch])]
+    return [f"{', '.join(published)}: {EVIDENCE['published']}"] if published else []
 
 
-def steps_of(
-    captures: Sequence[Capture], picked: Sequence[Sequence[CapturedGemm]], reference: Variant, asked: Asked
-) -> tuple[GemmName, draw.Heat]:
-    """Total SNR of one product in the reference's combination, layers × steps; a layer's experts are one row."""
-    choice = Choice(
-        (reference.fmt,), _own_block(reference), _own_scale(reference), (reference.promote,), (reference.arch,)
-    )
-    product: GemmName = next(p for p in ("fprop", "wgrad", "dgrad") if any(each.product == p for each in picked[0]))
+def heat_by_step(
+    captures: Sequence[Capture], selected: Sequence[Sequence[CapturedGemm]], reference: Variant, options: Options
+) -> tuple[GemmName, Heat]:
+    """Return the total SNR of one GEMM in the reference's combination, by layer and step, with one row for experts."""
+    block = "1x128" if reference.block == "1x16" else reference.block  # nvfp4 has fixed blocks and scales
+    scale = "float32" if reference.scale == "e4m3" else reference.scale
+    space = SearchSpace((reference.fmt,), (block,), (scale,), (reference.promote,), (reference.arch,))
+    name: GemmName = next(n for n in ("fprop", "wgrad", "dgrad") if any(g.gemm == n for g in selected[0]))
     columns: dict[str, dict[str, float | None]] = {}
-    for capture, products in sorted(zip(captures, picked, strict=True), key=lambda pair: pair[0].step):
-        rows = what_if([p for p in products if p.product == product], choice, asked.sample, asked.seed).rows
-        experts = {p.layer: p.layer.rpartition(".")[0] for p in products if p.expert is not None}
+    for capture, gemms in sorted(zip(captures, selected, strict=True), key=lambda pair: pair[0].step):
+        rows = what_if([g for g in gemms if g.gemm == name], space, options.sample, options.seed).rows
+        experts = {g.layer: g.layer.rpartition(".")[0] for g in gemms if g.expert is not None}
         columns[f"step {capture.step}"] = {experts.get(row.layer, row.layer): row.total.snr_db for row in rows}
     layers = list(dict.fromkeys(layer for column in columns.values() for layer in column))
-    return product, draw.Heat(layers, list(columns), [[c.get(layer) for c in columns.values()] for layer in layers])
+    return name, Heat(layers, list(columns), [[c.get(layer) for c in columns.values()] for layer in layers])
 
 
-def _own_block(v: Variant) -> tuple[str, ...]:
-    return ("1x128",) if v.block == "1x16" else (v.block,)  # nvfp4 brings its own
-
-
-def _own_scale(v: Variant) -> tuple[str, ...]:
-    return ("float32",) if v.scale == "e4m3" else (v.scale,)
-
-
-def look_at_outliers(
-    capture: Capture, picked: Sequence[CapturedGemm], text_of: Callable[[int], str] | None, asked: Asked
+def analyze_outliers(
+    capture: Capture, selected: Sequence[CapturedGemm], text_of: Callable[[int], str] | None, options: Options
 ) -> tuple[Outliers | None, str | None]:
-    """The most outlying input among the products that were picked; or why there is none to look at."""
+    """Analyze the input with the largest outliers among the selected GEMMs; or return the reason why there is none."""
     try:
-        there = [p for p in gemms_by_token(capture) if any(p is each for each in picked)]
+        candidates = [g for g in gemms_by_token(capture) if any(g is each for each in selected)]
     except ValueError as error:
         return None, f"No picture of outliers: {error}."
-    if not there or capture.tokens is None:
-        return None, "No picture of outliers: no fprop was asked for whose rows are the tokens."
+    if not candidates or capture.tokens is None:
+        return None, "No picture of outliers: no fprop whose rows are the tokens was selected."
     kinds = token_kinds(capture.tokens, text_of)
-    return outliers(most_outlying(there), kinds, capture.tokens.shape[1], asked.sample, asked.seed), None
+    length = capture.tokens.shape[1]
+    return find_outliers(most_outlying(candidates), kinds, length, options.sample, options.seed), None
 
 
 def as_json(
     found: WhatIf,
     listed: Sequence[Rank],
     reference: Variant,
-    seen: Outliers | None,
-    steps: tuple[GemmName, draw.Heat] | None,
+    outliers: Outliers | None,
+    steps: tuple[GemmName, Heat] | None,
 ) -> dict[str, Any]:
-    """The best combinations, and the products of these and of the reference."""
+    """Return the best combinations, and the GEMMs of these and of the reference, as JSON values."""
     shown = {rank.variant for rank in listed} | {reference}
     return {
         "sample": found.sample,
@@ -242,10 +262,10 @@ def as_json(
         "ranking": [
             {
                 **asdict(rank.variant),
-                "products": rank.products,
+                "products": rank.gemms,
                 "bits": rank.bits,
                 **{
-                    f"{part}_snr_db": decibels(getattr(rank, part))
+                    f"{part}_snr_db": noise_to_db(getattr(rank, part))
                     for part in ("total", "quantization", "accumulation")
                 },
                 "worst_over_rms": rank.worst,
@@ -257,22 +277,26 @@ def as_json(
         "products": [
             {
                 "layer": row.layer,
-                "product": row.product,
+                "product": row.gemm,
                 **asdict(row.variant),
-                **{part: getattr(row, part).figures() for part in ("total", "quantization", "accumulation")},
+                **{part: getattr(row, part).statistics() for part in ("total", "quantization", "accumulation")},
             }
             for row in found.rows
             if row.variant in shown
         ],
-        "refused": [{"why": why, "combinations": [asdict(v) for v in all_of]} for why, all_of in found.refused.items()],
+        "refused": [
+            {"why": why, "combinations": [asdict(v) for v in variants]} for why, variants in found.refused.items()
+        ],
         "silent": list(found.silent),
-        "outliers": {"layer": seen.layer, "without": [_finite(asdict(w)) for w in seen.without]} if seen else None,
+        "outliers": {"layer": outliers.layer, "without": [_finite(asdict(w)) for w in outliers.without]}
+        if outliers
+        else None,
         "steps": {"product": steps[0], **asdict(steps[1])} if steps else None,
     }
 
 
 def _finite(value: Any) -> Any:
-    """NaN as None, throughout."""
+    """Replace NaN and infinities with None, in nested dictionaries too."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,21 +1,26 @@
-"""The pictures of `octile lab what-if`: which combination loses how much, where in the model, and by which tokens.
+"""Figures of `octile lab what-if`: errors by format, by accumulation, by layer, and by training step.
 
-Each has two functions: `draw_…` puts it on a figure, `say_…` writes the sentence that says what to see. SNR is a
-signal-to-noise ratio in dB: 6 dB more is half the error.
+SNR is the signal-to-noise ratio in dB: 6 dB more is half the error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octile.lab.pages.real_tensors_figures import shortened
+from octile.lab.capture import CapturedGemm
+from octile.lab.pages.figures import GEMM_COLOR, Heat, draw_heat, is_wide, legend, short_names
+from octile.lab.pages.page import Section
+from octile.lab.variants import REFERENCES, Variant
+from octile.lab.what_if import Row, WhatIf, noise_to_db
+from octile.recipe import GEMMS, GemmName
 from octile.report.page import format_count
-from octile.report.style import COLOR, style_axes
+from octile.report.style import COLOR, PHONE, WIDE, style_axes
+from octile.report.svg import Chart, make_chart
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SCALE_COLOR = {
@@ -30,25 +35,82 @@ SCALE_LABEL = {
     "float32": "FP32 scale",
     "up": "power of two, up",
     "nearest": "nearest power of two",
-    "ocp": "MX's rule",
+    "ocp": "MX rule",
     "down": "power of two, down",
     "e4m3": "E4M3 scale",
 }
-PRODUCT_COLOR = {"fprop": "blue", "dgrad": "green", "wgrad": "vermilion"}
-LARGE = 980 * 0.7  # pixels: a wider figure is a desk's
 
 
 def format_label(fmt: str) -> str:
+    """Return the name of a format for pages."""
     return {"mx": "MXFP8", "nvfp4": "NVFP4"}.get(fmt, fmt.upper())
 
 
 def block_label(block: str) -> str:
+    """Return the name of a block for pages."""
     return block.replace("x", "×")
 
 
+def main_sections(found: WhatIf, reference: Variant, gemms: Sequence[CapturedGemm]) -> list[Section]:
+    """Make the sections about quantization, sums and layers; without a chart where nothing has an error."""
+    losses = quantization_losses(found)
+    sections = [Section("Quantization", [_quantization_chart(found, losses)])] if losses else []
+    sums = sum_losses(found, reference)
+    quantization = _mean_db(found.rows_of(reference), "quantization")
+    if sums and quantization is not None:
+        longest = max(g.a.shape[1] for g in gemms)
+        name = f"{format_label(reference.fmt)} {block_label(reference.block)}"
+        size = 130 + 26 * len(sums)
+        chart = make_chart(
+            "How the tensor core sums",
+            describe_sums(sums, name, quantization, longest),
+            lambda f: draw_sums(f, sums, quantization),
+            (WIDE, size),
+            (PHONE, size),
+        )
+        sections.append(Section("Accumulation", [chart]))
+    heat = heat_by_layer(found.rows_of(reference))
+    if not heat.known:
+        return [*sections, Section("Layers", note=f"{reference} is exact for all layers of these GEMMs.")]
+    return [*sections, Section("Layers", [_heat_chart("Layer by layer", describe_heat(heat, str(reference)), heat)])]
+
+
+def steps_section(steps: tuple[GemmName, Heat] | None, reference: Variant) -> list[Section]:
+    """Make the section that compares layers between steps, if there are several."""
+    if steps is None or not steps[1].known:
+        return []
+    gemm, heat = steps
+    caption = describe_steps(heat, gemm, str(reference))
+    return [Section("During training", [_heat_chart("Layer by step", caption, heat)])]
+
+
+def _heat_chart(title: str, caption: str, heat: Heat) -> Chart:
+    size = 80 + 19 * len(heat.rows)
+    return make_chart(
+        title, caption, lambda f: draw_heat(f, heat, "SNR (dB), deeper is worse"), (WIDE, size), (PHONE, size)
+    )
+
+
+def _quantization_chart(found: WhatIf, losses: Sequence[QuantizationLoss]) -> Chart:
+    rows = len({(loss.fmt, loss.block) for loss in losses})
+    gemms = len({(row.layer, row.gemm) for row in found.rows})
+    return make_chart(
+        "Formats, blocks and scales",
+        describe_quantization(losses, gemms),
+        lambda f: draw_quantization(f, losses),
+        (WIDE, 130 + 22 * rows),
+        (PHONE, 170 + 22 * rows),
+    )
+
+
+def _mean_db(rows: Iterable[Row], part: str) -> float | None:
+    noise = [getattr(row, part).noise for row in rows]
+    return noise_to_db(math.fsum(noise) / len(noise)) if noise else None
+
+
 @dataclass(frozen=True)
-class CastLoss:
-    """Mean SNR over the products of one cast, sums exact; bits a value with its share of the scales."""
+class QuantizationLoss:
+    """Mean SNR of one way to quantize over all GEMMs, with exact sums; bits per value, scales included."""
 
     fmt: str
     block: str
@@ -57,70 +119,77 @@ class CastLoss:
     bits: float
 
 
-def draw_casts(figure: Figure, casts: Sequence[CastLoss]) -> None:
-    """One row a format and block, a dot a scale rule."""
+def quantization_losses(found: WhatIf) -> list[QuantizationLoss]:
+    """Return the loss of each way to quantize, formats in the requested order, and best blocks first."""
+    rows: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
+    for row in found.rows:  # one row per GEMM: the quantization error is the same for all accumulators
+        v = row.variant
+        rows.setdefault((v.fmt, v.block, v.scale), {})[row.layer, row.gemm] = row
+    losses = [
+        QuantizationLoss(*key, db, math.fsum(row.bits for row in own.values()) / len(own))
+        for key, own in rows.items()
+        if (db := _mean_db(own.values(), "quantization")) is not None
+    ]
+    formats = list(dict.fromkeys(loss.fmt for loss in losses))
+    best: dict[tuple[str, str], float] = {}
+    for loss in losses:
+        best[loss.fmt, loss.block] = max(best.get((loss.fmt, loss.block), -math.inf), loss.snr_db)
+    return sorted(losses, key=lambda loss: (formats.index(loss.fmt), -best[loss.fmt, loss.block]))
+
+
+def draw_quantization(figure: Figure, losses: Sequence[QuantizationLoss]) -> None:
+    """Draw a row per format and block, with a dot per scale rule."""
     axes = figure.subplots()
-    desk = figure.get_figwidth() * 72 > LARGE
-    rows = list(dict.fromkeys((cast.fmt, cast.block) for cast in casts))
-    style_axes(axes, "SNR of the products (dB)", "right is better")
-    for cast in casts:
-        row = rows.index((cast.fmt, cast.block))
-        axes.plot(cast.snr_db, row, "o", color=COLOR[SCALE_COLOR[cast.scale]], markersize=6.5, alpha=0.85)
-    bits = {(cast.fmt, cast.block): cast.bits for cast in casts}
+    wide = is_wide(figure)
+    rows = list(dict.fromkeys((loss.fmt, loss.block) for loss in losses))
+    style_axes(axes, "SNR of the GEMMs (dB)", "right is better")
+    for loss in losses:
+        row = rows.index((loss.fmt, loss.block))
+        axes.plot(loss.snr_db, row, "o", color=COLOR[SCALE_COLOR[loss.scale]], markersize=6.5, alpha=0.85)
+    bits = {(loss.fmt, loss.block): loss.bits for loss in losses}
     names = [f"{format_label(fmt)} {block_label(block)}" for fmt, block in rows]
     axes.set_yticks(
-        range(len(rows)), [f"{n}, {bits[r]:.3g} bits" if desk else n for n, r in zip(names, rows, strict=True)]
+        range(len(rows)), [f"{n}, {bits[r]:.3g} bits" if wide else n for n, r in zip(names, rows, strict=True)]
     )
     axes.set_ylim(len(rows) - 0.4, -0.7)
     axes.grid(axis="x")
     for at in range(1, len(rows)):
         if rows[at][0] != rows[at - 1][0]:
             axes.axhline(at - 0.5, color=COLOR["muted"], linewidth=0.6)
-    legend(figure, {SCALE_LABEL[s]: SCALE_COLOR[s] for s in SCALE_COLOR if any(c.scale == s for c in casts)}, desk)
-
-
-def legend(figure: Figure, colors: Mapping[str, str], desk: bool) -> None:
-    """Names in their colors under a figure, for dots that stand in no line that could end in a name."""
-    from matplotlib.lines import Line2D
-
-    marks = [Line2D([], [], color=COLOR[color], marker="o", linestyle="") for color in colors.values()]
-    place = figure.legend(
-        marks, list(colors), loc="outside lower left", ncols=len(colors) if desk else 2, frameon=False, fontsize=10,
-        handletextpad=0.2, columnspacing=1.2,
-    )  # fmt: skip
-    for text, color in zip(place.get_texts(), colors.values(), strict=True):
-        text.set_color(COLOR[color])
-
-
-def say_casts(casts: Sequence[CastLoss], products: int) -> str:
-    eight = [cast for cast in casts if cast.fmt not in ("e5m6", "nvfp4")]
-    best = max(eight or casts, key=lambda cast: cast.snr_db)
-    worst = min(eight or casts, key=lambda cast: cast.snr_db)
-    said = (
-        f"Each dot is one way to cast, averaged over {format_count(products, 'product')} of the run, sums exact. The"
-        f" best of those in 8 bits is {_cast_name(best)} at {best.snr_db:.1f} dB, the worst {_cast_name(worst)} at"
-        f" {worst.snr_db:.1f}."
+    legend(
+        figure, {SCALE_LABEL[s]: SCALE_COLOR[s] for s in SCALE_COLOR if any(loss.scale == s for loss in losses)}, wide
     )
-    drop = _drop(casts, "up", "down")
+
+
+def describe_quantization(losses: Sequence[QuantizationLoss], gemms: int) -> str:
+    in_8_bits = [loss for loss in losses if loss.fmt not in ("e5m6", "nvfp4")]
+    best = max(in_8_bits or losses, key=lambda loss: loss.snr_db)
+    worst = min(in_8_bits or losses, key=lambda loss: loss.snr_db)
+    text = (
+        f"Each dot is one way to quantize, averaged over {format_count(gemms, 'GEMM')} of the run, with exact sums. The"
+        f" best 8-bit one is {_name(best)} with {best.snr_db:.1f} dB, and the worst is {_name(worst)} with"
+        f" {worst.snr_db:.1f} dB."
+    )
+    drop = _drop(losses, "up", "down")
     if drop is not None:
-        moves = "costs" if drop >= 0 else "brings"
-        why = ", since the largest values of most blocks then saturate: the orange dots" if drop >= 3 else ""
-        said += f" Rounding a power-of-two scale down instead of up {moves} {abs(drop):.0f} dB on average{why}."
-    int8, e4m3 = (max((c.snr_db for c in casts if c.fmt == fmt), default=None) for fmt in ("int8", "e4m3"))
+        verb = "costs" if drop >= 0 else "gains"
+        why = ", since the largest values of most blocks saturate (orange dots)" if drop >= 3 else ""
+        text += f" Rounding a power-of-two scale down instead of up {verb} {abs(drop):.0f} dB on average{why}."
+    int8, e4m3 = (max((c.snr_db for c in losses if c.fmt == fmt), default=None) for fmt in ("int8", "e4m3"))
     if int8 is not None and e4m3 is not None and int8 > e4m3:
-        said += (
-            f" The best INT8 cast stands {int8 - e4m3:.1f} dB before the best of E4M3: SNR sees the large values, not"
-            " the small ones that an integer makes zero."
+        text += (
+            f" The best INT8 dot is {int8 - e4m3:.1f} dB above the best E4M3 dot. The SNR is dominated by large values,"
+            " and hides the small values that become zero in INT8."
         )
-    return said
+    return text
 
 
-def _cast_name(cast: CastLoss) -> str:
-    return f"{format_label(cast.fmt)} {block_label(cast.block)} with {SCALE_LABEL[cast.scale]}"
+def _name(loss: QuantizationLoss) -> str:
+    return f"{format_label(loss.fmt)} {block_label(loss.block)} with {SCALE_LABEL[loss.scale]}"
 
 
-def _drop(casts: Sequence[CastLoss], better: str, worse: str) -> float | None:
-    snr = {(cast.fmt, cast.block, cast.scale): cast.snr_db for cast in casts}
+def _drop(losses: Sequence[QuantizationLoss], better: str, worse: str) -> float | None:
+    snr = {(loss.fmt, loss.block, loss.scale): loss.snr_db for loss in losses}
     pairs = [
         snr[fmt, block, better] - db
         for (fmt, block, scale), db in snr.items()
@@ -131,112 +200,90 @@ def _drop(casts: Sequence[CastLoss], better: str, worse: str) -> float | None:
 
 @dataclass(frozen=True)
 class SumLoss:
-    """Mean accumulation SNR of one way to sum, by product; None where no sum was off."""
+    """Mean accumulation SNR of one accumulator by GEMM; None where all sums are exact."""
 
     name: str
     snr_db: Mapping[str, float | None]
 
 
+def sum_losses(found: WhatIf, reference: Variant) -> list[SumLoss]:
+    """Return the loss of each accumulator with the reference's quantization, by GEMM."""
+    losses = []
+    for variant in dict.fromkeys(row.variant for row in found.rows):
+        same = (variant.fmt, variant.block, variant.scale) == (reference.fmt, reference.block, reference.scale)
+        if not same or variant.arch == "exact":
+            continue
+        rows = found.rows_of(variant)
+        snr = {g: _mean_db([row for row in rows if row.gemm == g], "accumulation") for g in GEMMS}
+        promoted = "" if variant.arch in REFERENCES else f", every {variant.promote}" if variant.promote else ", never"
+        measured = {row.gemm for row in rows}
+        losses.append(SumLoss(variant.arch + promoted, {g: db for g, db in snr.items() if g in measured}))
+    return losses
+
+
 def draw_sums(figure: Figure, sums: Sequence[SumLoss], quantization_db: float) -> None:
     axes = figure.subplots()
-    style_axes(axes, "accumulation SNR (dB), the cast apart", "right is better")
+    style_axes(axes, "SNR of accumulation alone (dB)", "right is better")
     for row, loss in enumerate(sums):
-        for product, snr in loss.snr_db.items():
+        for gemm, snr in loss.snr_db.items():
             if snr is not None:
-                axes.plot(snr, row, "o", color=COLOR[PRODUCT_COLOR[product]], markersize=7, alpha=0.85)
+                axes.plot(snr, row, "o", color=COLOR[GEMM_COLOR[gemm]], markersize=7, alpha=0.85)
     axes.axvline(quantization_db, color=COLOR["muted"], linewidth=1, linestyle=":")
-    axes.annotate(" the cast's", (quantization_db, len(sums) - 0.45), va="bottom", color=COLOR["muted"])
+    axes.annotate(" quantization", (quantization_db, len(sums) - 0.45), va="bottom", color=COLOR["muted"])
     axes.set_yticks(range(len(sums)), [loss.name for loss in sums])
     axes.set_ylim(len(sums) - 0.4, -0.8)
     axes.grid(axis="x")
-    desk = figure.get_figwidth() * 72 > LARGE
-    legend(figure, {p: c for p, c in PRODUCT_COLOR.items() if any(p in loss.snr_db for loss in sums)}, desk)
+    wide = is_wide(figure)
+    legend(figure, {g: c for g, c in GEMM_COLOR.items() if any(g in loss.snr_db for loss in sums)}, wide)
 
 
-def say_sums(sums: Sequence[SumLoss], cast: str, quantization_db: float, longest: int) -> str:
-    known = [(snr, loss.name, product) for loss in sums for product, snr in loss.snr_db.items() if snr is not None]
+def describe_sums(sums: Sequence[SumLoss], operands: str, quantization_db: float, longest: int) -> str:
+    known = [(snr, loss.name, gemm) for loss in sums for gemm, snr in loss.snr_db.items() if snr is not None]
     if not known:
-        return f"With {cast} no sum of these products was off by a single bit."
-    snr, name, product = min(known)
-    close = abs(snr - quantization_db) < 3
-    verdict = "about as much as" if close else "less than" if snr > quantization_db else "more than"
+        return f"With {operands}, all sums of these GEMMs are exact."
+    snr, name, gemm = min(known)
+    is_close = abs(snr - quantization_db) < 3
+    verdict = (
+        "about as much error as" if is_close else "less error than" if snr > quantization_db else "more error than"
+    )
     return (
-        f"What the sums alone lose, operands {cast}. The dotted line is what the cast had lost before"
-        f" ({quantization_db:.1f} dB). The worst way to sum here is {name}, {snr:.0f} dB in {product}, and harms"
-        f" {verdict} the cast. The longest sum of this run has {longest:,} products; the gap narrows as sums grow"
+        f"SNR of accumulation alone, with operands in {operands}. The dotted line is the SNR of quantization alone"
+        f" ({quantization_db:.1f} dB). The worst accumulator is {name}, with {snr:.0f} dB in {gemm}; it causes"
+        f" {verdict} quantization. The longest sum of this run has {longest:,} products; longer sums lose more"
         " (octile lab accumulate)."
     )
 
 
-@dataclass(frozen=True)
-class Heat:
-    """A table of figures to be shaded: cells[row][column], None where there is none. Orange is the smallest."""
-
-    rows: Sequence[str]
-    columns: Sequence[str]
-    cells: Sequence[Sequence[float | None]]
-
-    @property
-    def known(self) -> list[tuple[float, str, str]]:
-        """Figures with the names of their row and column."""
-        return [
-            (value, row, column)
-            for row, cells in zip(self.rows, self.cells, strict=True)
-            for column, value in zip(self.columns, cells, strict=True)
-            if value is not None
-        ]
+def heat_by_layer(rows: Sequence[Row]) -> Heat:
+    """Return the total SNR by layer and GEMM."""
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    gemms = [g for g in GEMMS if any(row.gemm == g for row in rows)]
+    db = {(row.layer, row.gemm): row.total.snr_db for row in rows}
+    return Heat(layers, gemms, [[db.get((layer, g)) for g in gemms] for layer in layers])
 
 
-def draw_heat(figure: Figure, heat: Heat, what: str) -> None:
-    """Cells shaded from the best (pale) to the worst (full), each with its figure."""
-    axes = figure.subplots()
-    style_axes(axes, None, what)
-    axes.grid(visible=False)
-    _shade(axes, heat)
-    axes.set_yticks(range(len(heat.rows)), shortened(heat.rows), fontsize=10)
-    axes.set_ylim(len(heat.rows) - 0.5, -0.5)
-    axes.set_xticks(range(len(heat.columns)), heat.columns)
-    axes.set_xlim(-0.5, len(heat.columns) - 0.5)
-    axes.tick_params(axis="x", length=0, top=False)
-    axes.spines["bottom"].set_visible(False)
-
-
-def _shade(axes: Axes, heat: Heat) -> None:
-    from matplotlib.patches import Rectangle
-
-    low, high = min(heat.known)[0], max(heat.known)[0]
-    for y, row in enumerate(heat.cells):
-        for x, value in enumerate(row):
-            if value is None:
-                continue
-            share = (high - value) / (high - low) if high > low else 0.0
-            cell = Rectangle((x - 0.48, y - 0.45), 0.96, 0.9, facecolor=COLOR["vermilion"], alpha=0.06 + 0.64 * share)
-            axes.add_patch(cell)
-            axes.annotate(f"{value:.1f}", (x, y), ha="center", va="center", fontsize=10)
-
-
-def say_heat(heat: Heat, cast: str) -> str:
+def describe_heat(heat: Heat, variant: str) -> str:
     worst, best = min(heat.known), max(heat.known)
     return (
-        f"SNR in dB of every layer's products, {cast}; the deeper the orange, the more is lost. Most in {worst[2]} of"
-        f" {shortened([worst[1]])[0]} ({worst[0]:.1f} dB), least in {best[2]} of {shortened([best[1]])[0]}"
+        f"SNR in dB of every layer's GEMMs with {variant}; a deeper orange is a lower SNR. The lowest is in {worst[2]}"
+        f" of {short_names([worst[1]])[0]} ({worst[0]:.1f} dB), the highest in {best[2]} of {short_names([best[1]])[0]}"
         f" ({best[0]:.1f} dB)."
     )
 
 
-def say_steps(heat: Heat, product: str, cast: str) -> str:
-    moved = [
+def describe_steps(heat: Heat, gemm: str, variant: str) -> str:
+    changes = [
         (cells[-1] - cells[0], row)
         for row, cells in zip(heat.rows, heat.cells, strict=True)
         if cells[0] is not None and cells[-1] is not None
     ]
-    if not moved:
-        return f"The same products as training goes on: SNR in dB of {product}, {cast}."
-    change, layer = min(moved)
+    if not changes:
+        return f"SNR in dB of {gemm} during training, with {variant}."
+    change, layer = min(changes)
     first, last = heat.columns[0], heat.columns[-1]
-    mean = sum(each for each, _ in moved) / len(moved)
-    least = "loses most" if change < 0 else "gains least"
+    mean = sum(each for each, _ in changes) / len(changes)
+    verb = "loses most" if change < 0 else "gains least"
     return (
-        f"The same products as training goes on: SNR in dB of {product}, {cast}, at {first} to {last}. It moves by"
-        f" {mean:+.1f} dB on average; {shortened([layer])[0]} {least} ({change:+.1f} dB)."
+        f"SNR in dB of {gemm} during training, with {variant}, from {first} to {last}. It changes by {mean:+.1f} dB on"
+        f" average; {short_names([layer])[0]} {verb} ({change:+.1f} dB)."
     ).replace("-", "−")

@@ -1,11 +1,12 @@
-"""Asks a Hopper GPU what it computes, and compares the answers with the model of its tensor cores, bit for bit.
+"""Compare a Hopper GPU with the tensor core model, bit for bit.
 
-    probe_wgmma.cu, probe_mma.cu    one chain of raw instructions
-    kernels                         the two as functions
-    tiles                           operands that find a wrong model
-    compare                         mismatches by hypothesis
-    golden                          results that the tests replay
-    products                        whole products of octile's own kernels
+    probe_wgmma.cu, probe_mma.cu    kernels that run one chain of instructions
+    kernels.py                      the two kernels as functions
+    tiles.py                        operands that expose a wrong model
+    compare.py                      mismatches of the model and of alternative hypotheses
+    golden.py                       hardware results in a file, which the tests replay
+    products.py                     octile's GEMM kernels compared with the model
 
-`python -m octile.lab.probe --golden FILE` on an H100 or H200; `python -m octile.lab.probe.products` for the last.
+On an H100 or H200, `python -m octile.lab.probe --golden FILE` compares instructions, and
+`python -m octile.lab.probe.products` compares GEMMs.
 """

@@ -1,4 +1,4 @@
-"""`python -m octile.lab.probe`: the tensor cores of this machine's GPU against the model."""
+"""`python -m octile.lab.probe`: compare the tensor cores of this machine's GPU with the model."""
 
 import argparse
 import json
@@ -10,15 +10,17 @@ from pathlib import Path
 import torch
 
 from octile.lab.probe import golden, kernels
-from octile.lab.probe.compare import Found, cases, compare
+from octile.lab.probe.compare import CaseResult, cases, compare
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compares, prints a line a case and every mismatch's share by hypothesis. Returns 1 where the table is wrong."""
+    """Compare, and print each case with its mismatches by hypothesis. Return 1 if the table is wrong."""
     parser = argparse.ArgumentParser(prog="python -m octile.lab.probe", description=__doc__)
-    parser.add_argument("--outputs", type=float, default=1e9, help="to compare in all (default: %(default)g)")
-    parser.add_argument("--golden", type=Path, metavar="FILE", help="keep some 30,000 results, as .safetensors")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument(
+        "--outputs", type=float, default=1e9, help="how many outputs to compare in total (default: %(default)g)"
+    )
+    parser.add_argument("--golden", type=Path, metavar="FILE", help="write some 30,000 results to a .safetensors file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     todo = list(cases())
-    report: dict[str, Found] = {}
+    report: dict[str, CaseResult] = {}
     for case in todo:
         start = time.perf_counter()
         found = report[str(case)] = compare(case, int(chosen.outputs / len(todo)), kernels.run, device, chosen.seed)
@@ -41,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     about = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "cuda": str(torch.version.cuda)}
     if chosen.golden:
-        kept = golden.record(chosen.golden, todo, kernels.run, device, about, chosen.seed)
-        print(f"{kept:,} results kept in {chosen.golden}")
+        recorded = golden.record(chosen.golden, todo, kernels.run, device, about, chosen.seed)
+        print(f"{recorded:,} results written to {chosen.golden}")
     if chosen.json:
         text = json.dumps({**about, "cases": {name: asdict(found) for name, found in report.items()}}, indent=1)
         chosen.json.write_text(text)

@@ -1,7 +1,7 @@
-"""Counts where a tensor core and its model differ, for the model of the table and for others that were thought of.
+"""Count the outputs in which a tensor core differs from its model and from alternative hypotheses.
 
-A hypothesis that fits as well as the table's says that the operands cannot tell them apart; one that fits better says
-what the table should be.
+If a hypothesis fits as well as the table, the operands cannot distinguish them. If one fits better, it shows what the
+table should be.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,17 +17,17 @@ from octile.lab.tensor_core.architectures import Instruction, find_instruction
 from octile.lab.tensor_core.operand import decode
 from octile.lab.tensor_core.vectorized import Summation
 
-Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # an instruction's name, a, b and c: what the hardware gives
+Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # (instruction name, a, b, c) → the hardware's result
 ARCHITECTURE = {"wgmma": "sm_90", "mma": "sm_90_mma"}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHERS = (torch.float16, torch.bfloat16, torch.float32)
-SIDE = 4096  # of the matrices of a batch
-EXAMPLES = 8  # mismatches that are kept
+SIDE = 4096  # M and N of a batch
+EXAMPLES = 8  # mismatches to report
 
 
 @dataclass(frozen=True)
 class Case:
-    """An instruction, the dtypes of its operands, how many of it are chained, and whether the sums are FP16."""
+    """An instruction, the dtypes of its operands, the length of its chain, and whether its accumulator is FP16."""
 
     name: str
     a: torch.dtype
@@ -36,7 +36,7 @@ class Case:
     fp16_accumulator: bool = False
 
     @property
-    def row(self) -> Instruction:
+    def instruction(self) -> Instruction:
         return find_instruction(ARCHITECTURE[self.name], self.a, self.b)
 
     @property
@@ -49,15 +49,15 @@ class Case:
 
 
 @dataclass
-class Found:
-    """What came out of one case.
+class CaseResult:
+    """The result of one case.
 
     Attributes:
-        outputs: compared.
-        mismatches: by hypothesis; the first is the table's. Others are counted on the first batch, and on those where
-            the table's fails.
-        tried: outputs that each hypothesis was compared on.
-        examples: of the table's mismatches, in words.
+        outputs: the number of outputs compared.
+        mismatches: hypothesis → mismatches; the table's hypothesis is first. The others are tested on the first batch,
+            and on batches in which the table's fails.
+        tried: hypothesis → outputs on which it was tested.
+        examples: descriptions of some of the table's mismatches.
     """
 
     outputs: int = 0
@@ -67,41 +67,41 @@ class Found:
 
 
 def cases() -> Iterable[Case]:
-    """Both instructions, all pairs of dtypes, sums in FP32 and where the table has them in FP16, alone and in fours."""
+    """Yield both instructions with all pairs of dtypes, FP32 and FP16 accumulators, and chains of 1 and 4."""
     pairs = [*product(FP8, FP8), *((dtype, dtype) for dtype in OTHERS)]
     for fp16_accumulator, name, (a, b), steps in product((False, True), ARCHITECTURE, pairs, (1, 4)):
         case = Case(name, a, b, steps, fp16_accumulator)
-        if not fp16_accumulator or case.row.fp16_floor is not None:
+        if not fp16_accumulator or case.instruction.fp16_floor is not None:
             yield case
 
 
 def hypotheses(case: Case) -> dict[str, Instruction]:
-    """The table's row, and what else it might have been."""
-    row = case.row
-    kept = row.fraction_bits
+    """Return the table's instruction and plausible alternatives, by name."""
+    instruction = case.instruction
+    fraction_bits = instruction.fraction_bits
     others = {
-        "as in the table": row,
-        "negative terms cut toward −∞": replace(row, truncation="down"),
-        f"F = {kept - 1}": replace(row, fraction_bits=kept - 1),
-        f"F = {kept + 1}": replace(row, fraction_bits=kept + 1),
+        "as in the table": instruction,
+        "negative terms cut toward −∞": replace(instruction, truncation="down"),
+        f"F = {fraction_bits - 1}": replace(instruction, fraction_bits=fraction_bits - 1),
+        f"F = {fraction_bits + 1}": replace(instruction, fraction_bits=fraction_bits + 1),
     }
     if case.fp16_accumulator:
         return others
-    if row.output_bits < 23:
-        others["a result of 23 fraction bits"] = replace(row, output_bits=23)
-        others["F = 25, a result of 23 fraction bits"] = replace(row, fraction_bits=25, output_bits=23)
-    if row.via_fp16:
-        others["K in order"] = replace(row, via_fp16=False)
-        others["C among the aligned terms"] = replace(row, promotes_every=None)
+    if instruction.output_bits < 23:
+        others["a result of 23 fraction bits"] = replace(instruction, output_bits=23)
+        others["F = 25, a result of 23 fraction bits"] = replace(instruction, fraction_bits=25, output_bits=23)
+    if instruction.via_fp16:
+        others["K in order"] = replace(instruction, via_fp16=False)
+        others["C among the aligned terms"] = replace(instruction, promotes_every=None)
     return others
 
 
-def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int = 0, side: int = SIDE) -> Found:
-    """Compares at least so many outputs of the hardware with the models, bit for bit.
+def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int = 0, side: int = SIDE) -> CaseResult:
+    """Compare at least `outputs` outputs of the hardware with the models, bit for bit.
 
     The second of every eight batches has NaN and Inf among its operands.
     """
-    found = Found()
+    found = CaseResult()
     generator = torch.Generator(device).manual_seed(seed)
     models = hypotheses(case)
     while found.outputs < outputs:
@@ -111,10 +111,10 @@ def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int 
         c = accumulator(a, b, generator, special, case.fp16_accumulator)
         actual = bits(run(case.name, a, b, c))
         failed = False
-        for name, row in models.items():
+        for name, instruction in models.items():
             if found.outputs and not failed and name != "as in the table":
                 continue
-            wrong = actual != bits(modeled(a, b, c, row))
+            wrong = actual != bits(modeled(a, b, c, instruction))
             found.mismatches[name] = found.mismatches.get(name, 0) + int(wrong.sum())
             found.tried[name] = found.tried.get(name, 0) + side**2
             if name == "as in the table" and bool(wrong.any()):
@@ -124,23 +124,26 @@ def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int 
     return found
 
 
-def modeled(a: Tensor, b: Tensor, c: Tensor, row: Instruction) -> Tensor:
-    """c + a · bᵀ in c's dtype as a row of the table says; `tensor_core_matmul` for a row that is not in it."""
-    x, y = decode(a, row), decode(b, row)
+def modeled(a: Tensor, b: Tensor, c: Tensor, instruction: Instruction) -> Tensor:
+    """Compute c + a · bᵀ in c's dtype with any instruction, in the table or not."""
+    x, y = decode(a, instruction), decode(b, instruction)
     fp16_accumulator = c.dtype == torch.float16
     how = Summation(
-        row, row.promotes_every or x.value.shape[1], row.promotes_every is not None, fp16_accumulator=fp16_accumulator
+        instruction,
+        instruction.promotes_every or x.value.shape[1],
+        instruction.promotes_every is not None,
+        fp16_accumulator=fp16_accumulator,
     )
     return sum_products(x, y, c.float(), how).to(c.dtype)
 
 
 def bits(x: Tensor) -> Tensor:
-    """The codes of FP32 or FP16 numbers."""
+    """Return the bits of FP32 or FP16 numbers as integers."""
     return x.view(torch.int16 if x.dtype == torch.float16 else torch.int32)
 
 
 def _examples(a: Tensor, b: Tensor, c: Tensor, actual: Tensor, wrong: Tensor, case: Case) -> list[str]:
-    expected = bits(modeled(a, b, c, case.row))
+    expected = bits(modeled(a, b, c, case.instruction))
     return [
         f"{KINDS[m % len(KINDS)]} × {KINDS[n % len(KINDS)]}: a {_hex(a[m])}, b {_hex(b[n])}, c {_hex(c[m, n])}, "
         f"hardware {_hex(actual[m, n])}, model {_hex(expected[m, n])}"
@@ -149,5 +152,5 @@ def _examples(a: Tensor, b: Tensor, c: Tensor, actual: Tensor, wrong: Tensor, ca
 
 
 def _hex(x: Tensor) -> str:
-    """The bytes as they lie in memory."""
+    """Return the bytes in memory order as hexadecimal digits."""
     return x.reshape(-1).view(torch.uint8).cpu().numpy().tobytes().hex()

@@ -1,7 +1,7 @@
-"""Some thousand results of a real tensor core, kept: the tests replay them where there is none.
+"""Record some thousand results of a real tensor core, which the tests replay on machines without one.
 
-A file holds for each case the tensors `CASE.a` [32, K], `CASE.b` [24, K], `CASE.c` and `CASE.d` [32, 24], and as
-metadata the GPU that gave them.
+A file holds for each case the tensors `CASE.a` [32, K], `CASE.b` [24, K], `CASE.c` and `CASE.d` [32, 24], and in its
+metadata the GPU that computed them.
 """
 
 import os
@@ -17,21 +17,24 @@ from octile.lab.probe.compare import Case, Run
 from octile.lab.probe.tiles import accumulator, operand
 
 ROWS, COLUMNS = 32, 24
-FINITE_ROWS, FINITE_COLUMNS = 26, 20  # operands without NaN and Inf; one such operand hides what all others do
-SIDE = 64  # the least that the kernels take
+FINITE_ROWS, FINITE_COLUMNS = (
+    26,
+    20,
+)  # operands without NaN and Inf, since one such operand hides the effect of all others
+SIDE = 64  # the smallest size that the kernels take
 DTYPES = {str(d)[6:]: d for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)}
 
 
 def record(path: Path, cases: list[Case], run: Run, device: torch.device, about: dict[str, str], seed: int) -> int:
-    """Writes the file and returns how many outputs it holds."""
+    """Write the file, and return the number of outputs in it."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for case in cases:
         a = _operand(case.a, FINITE_ROWS, case.k, generator, opposite=False)
         b = _operand(case.b, FINITE_COLUMNS, case.k, generator, opposite=True)
         c = accumulator(a, b, generator, special=True, fp16_accumulator=case.fp16_accumulator)
-        kept = a[:ROWS], b[:COLUMNS], c[:ROWS, :COLUMNS], run(case.name, a, b, c)[:ROWS, :COLUMNS]
-        tensors |= {f"{_key(case)}.{name}": t.cpu().contiguous() for name, t in zip("abcd", kept, strict=True)}
+        recorded = a[:ROWS], b[:COLUMNS], c[:ROWS, :COLUMNS], run(case.name, a, b, c)[:ROWS, :COLUMNS]
+        tensors |= {f"{_key(case)}.{name}": t.cpu().contiguous() for name, t in zip("abcd", recorded, strict=True)}
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata=about)
     os.replace(partial, path)
@@ -39,17 +42,17 @@ def record(path: Path, cases: list[Case], run: Run, device: torch.device, about:
 
 
 def _operand(dtype: torch.dtype, finite: int, k: int, generator: torch.Generator, opposite: bool) -> Tensor:
-    """[SIDE, k], from row `finite` on with NaN and Inf."""
+    """Draw an operand [SIDE, k] whose rows from `finite` on hold NaN and Inf."""
     plain, special = (operand(dtype, SIDE, k, generator, opposite, special) for special in (False, True))
     return torch.cat((plain[:finite], special[finite:]))
 
 
 def replay(path: Path) -> Iterator[tuple[Case, Tensor, Tensor, Tensor, Tensor]]:
-    """Each case with a, b, c and the d that the hardware gave."""
+    """Yield each case with a, b, c, and the d that the hardware computed."""
     with safe_open(path, "pt") as file:
-        for key in sorted({name.rpartition(".")[0] for name in file.keys()}):  # noqa: SIM118, it is no mapping
-            name, a, b, steps, *half = key.split(" ")
-            case = Case(name, DTYPES[a], DTYPES[b], int(steps), bool(half))
+        for key in sorted({name.rpartition(".")[0] for name in file.keys()}):  # noqa: SIM118, it is not a mapping
+            name, a, b, steps, *suffix = key.split(" ")
+            case = Case(name, DTYPES[a], DTYPES[b], int(steps), bool(suffix))
             yield case, *(file.get_tensor(f"{key}.{x}") for x in "abcd")
 
 

@@ -1,13 +1,14 @@
-"""Whole products of octile's Hopper kernels beside the model on the CPU, bit for bit in FP32.
+"""Compare octile's Hopper GEMM kernels with the tensor core model on the CPU, bit for bit in FP32.
 
-`compare` proves one instruction; this proves what is built of it: the order along K, promotion and its scales, the
-parts of a sum that is cut, groups, and the addition to what is there already.
+`compare` tests single instructions; this module tests what the kernels build from them: the order along K, promotion
+with scales, split-K, groups, and the accumulate epilogue.
 
-    make        the operands of a case, on the CPU
-    modeled    the product as the model computes it
-    compare     how many numbers of the kernel's result are others
+    make       the operands of a case, on the CPU
+    modeled    the GEMM as the model computes it
+    compare    how many outputs of the kernel differ
 
-`python -m octile.lab.probe.products` on an H100 or H200 prints a line a case. Shapes: a [M, K], b [N, K], out [M, N].
+On an H100 or H200, `python -m octile.lab.probe.products` prints a line per case. Shapes: a [M, K], b [N, K],
+out [M, N].
 """
 
 import argparse
@@ -35,7 +36,7 @@ from octile.lab.tensor_core.operand import FORMATS
 from octile.ops import accumulator
 from octile.ops.quantize import quantize
 
-Run = Callable[[GemmRequest], int]  # makes a product; returns the parts that its sum over K was cut into
+Run = Callable[[GemmRequest], int]  # runs a GEMM; returns its number of split-K partials
 Data = Literal["random", "one sign", "ugly"]
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, BLOCK, TENSOR = Scales.PER_ROW, Scales.PER_BLOCK, Scales.PER_TENSOR
@@ -43,19 +44,19 @@ ROW, BLOCK, TENSOR = Scales.PER_ROW, Scales.PER_BLOCK, Scales.PER_TENSOR
 
 @dataclass(frozen=True)
 class Case:
-    """One product.
+    """One GEMM.
 
     Attributes:
-        m, n, k: its sides. Grouped: m rows of all groups; masked: m rows that each group has room for; groups along K:
-            k tokens of all groups.
-        b_scales: 1D1D where they are of rows (1×128), 1D2D where of blocks (128×128); where b has one scale, a has too.
-        data: "random", N(0, 1) with a scale of its own for each row; "one sign", the same without signs; "ugly",
-            every finite code, zeros of both signs, subnormal numbers, scales from 2⁻³⁷ to 2²³ and in a row of a
-            2⁻¹⁰⁰ of that, and in other rows of a NaN and, in E5M2, Inf.
+        m, n, k: its shape. Grouped: m rows of all groups together; masked: m rows of capacity per group; groups along
+            K: k tokens of all groups together.
+        b_scales: per row (1×128) for 1D1D, per block (128×128) for 1D2D; per tensor, then for a as well.
+        data: "random": N(0, 1), each row with a random factor; "one sign": the magnitudes of these; "ugly": all finite
+            values, zeros of both signs, subnormal numbers and scales from 2⁻³⁷ to 2²³; one row of a has scales smaller
+            by 2⁻¹⁰⁰, others hold a NaN or, in E5M2, Inf.
         a, b: dtypes.
-        sizes: where the groups end, or how many rows of each are in use.
-        accumulate: the product is added to what the result holds.
-        promote: every 128 products; otherwise never.
+        sizes: the ends of the groups, or the number of used rows per group.
+        accumulate: whether the GEMM adds to its output.
+        promote: whether the accumulator is promoted every 128 products or never.
     """
 
     m: int
@@ -127,8 +128,8 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came out of one case: numbers compared, those that differ, and the parts of the kernel's sum over K."""
+class CaseResult:
+    """The result of one case: outputs compared, outputs that differ, and the kernel's number of split-K partials."""
 
     outputs: int
     differ: int
@@ -136,77 +137,77 @@ class Found:
 
 
 def make(case: Case, seed: int = 0) -> GemmRequest:
-    """A product with its operands, laid out as octile's casts do, on the CPU; the result is float32."""
+    """Make a GEMM request on the CPU whose operands are laid out as octile's quantization lays them out."""
     generator = torch.Generator().manual_seed(seed)
     groups = () if case.schedule in (Schedule.DENSE, Schedule.ALONG_K) else (len(case.sizes),)
     a_shape = (*(groups if case.schedule is Schedule.MASKED else ()), case.m, case.k)
     a_scales = TENSOR if case.b_scales is TENSOR else ROW
     a = Operand(*_operand(a_shape, a_scales, case.a, case.data, generator, special=True))
     b = Operand(*_operand((*groups, case.n, case.k), case.b_scales, case.b, case.data, generator, special=False))
-    along = (len(case.sizes),) if case.schedule is Schedule.ALONG_K else ()
-    out = torch.randn((*a_shape[:-2], *along, case.m, case.n), generator=generator)
+    wgrad_groups = (len(case.sizes),) if case.schedule is Schedule.ALONG_K else ()
+    out = torch.randn((*a_shape[:-2], *wgrad_groups, case.m, case.n), generator=generator)
     sizes = torch.tensor(case.sizes, dtype=torch.int32) if case.sizes else None
     operands = (a.mT, b.mT) if case.schedule is Schedule.ALONG_K else (a, b)
     return GemmRequest(case.schedule, *operands, out.dtype, out, sizes, case.accumulate, case.promote)
 
 
 def modeled(p: GemmRequest, parts: int) -> Tensor:
-    """What p.out should hold afterwards, of a product on the CPU; its sum over K is cut into so many parts."""
+    """Compute the expected output of a request on the CPU, for a given number of split-K partials."""
     assert p.out is not None
-    one = p.scale_kinds()[0] is TENSOR  # multiplied in at the end
-    a, b = (x._replace(scale=torch.ones_like(x.scale)) if one else x for x in p.nt_operands())
-    as_a_kernel = partial(tensor_core_scaled_matmul, promote_every=BLOCK_K if p.promote else None)
+    is_per_tensor = p.scale_kinds()[0] is TENSOR  # such scales are applied at the end
+    a, b = (x._replace(scale=torch.ones_like(x.scale)) if is_per_tensor else x for x in p.nt_operands())
+    model = partial(tensor_core_scaled_matmul, promote_every=BLOCK_K if p.promote else None)
     if p.schedule is Schedule.DENSE:
         k = p.a.data.shape[1]
         part = math.ceil(math.ceil(k / BLOCK_K) / parts) * BLOCK_K
         result = torch.zeros_like(p.out)
         for i, first in enumerate(range(0, k, part)):
-            summed = as_a_kernel(*_between(*a, first, first + part), *_between(*b, first, first + part))
+            summed = model(*_between(*a, first, first + part), *_between(*b, first, first + part))
             result = result + summed if i else summed
-        result = result * (p.a.scale * p.b.scale) if one else result
+        result = result * (p.a.scale * p.b.scale) if is_per_tensor else result
     elif p.schedule is Schedule.MASKED:
-        result = accumulator.masked(as_a_kernel, *a, *b)
+        result = accumulator.masked(model, *a, *b)
     else:
         assert p.sizes is not None
         ends = p.sizes.tolist()
         rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         if p.schedule is Schedule.GROUPED:
-            result = accumulator.grouped(as_a_kernel, *a, *b, rows)
+            result = accumulator.grouped(model, *a, *b, rows)
         else:
-            result = accumulator.wgrad(as_a_kernel, *a.mT, *b.mT, rows)
+            result = accumulator.wgrad(model, *a.mT, *b.mT, rows)
     return p.out + result if p.accumulate else result
 
 
-def compare(case: Case, run: Run, device: torch.device) -> Found:
-    """Makes a case's product on a device, poisoned before, and counts the numbers that are not the model's."""
+def compare(case: Case, run: Run, device: torch.device) -> CaseResult:
+    """Run a case on a device, its output filled with NaN first, and count outputs that differ from the model."""
     p = make(case)
     assert p.out is not None
     out = _on(device, p.out if p.accumulate else torch.full_like(p.out, math.nan))
     a, b = (Operand(_on(device, x.data), _on(device, x.scale), x.block) for x in (p.a, p.b))
     parts = run(p._replace(a=a, b=b, out=out, sizes=None if p.sizes is None else _on(device, p.sizes)))
     out, expected = out.cpu(), modeled(p, parts)
-    if p.schedule is Schedule.MASKED:  # other rows may hold anything
+    if p.schedule is Schedule.MASKED:  # unused rows may hold anything
         assert p.sizes is not None
         used = torch.arange(case.m) < p.sizes[:, None]
         out, expected = out[used], expected[used]
     same = (out.view(torch.int32) == expected.view(torch.int32)) | (out.isnan() & expected.isnan())
-    return Found(out.numel(), int((~same).sum()), parts)
+    return CaseResult(out.numel(), int((~same).sum()), parts)
 
 
 def on_gpu(p: GemmRequest) -> int:
-    """As `Run`, with the kernel that octile takes for the product."""
+    """Run a request with the kernel that octile chooses for it; see `Run`."""
     launch_cache.launch(p)
     return plan_launch(p, Chip(num_sms.num_sms(p.a.data.device))).config.split_k
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compares and prints a line a case. Returns 1 where a number differs."""
+    """Compare, and print a line per case. Return 1 if any output differs."""
     parser = argparse.ArgumentParser(prog="python -m octile.lab.probe.products", description=main.__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     chosen = parser.parse_args(arguments)
 
     if reason := why_not_on(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-        print(f"the product kernels do not run here: {reason}", file=sys.stderr)
+        print(f"the GEMM kernels do not run here: {reason}", file=sys.stderr)
         return 2
     start, report = time.perf_counter(), {}
     device = torch.device("cuda", torch.cuda.current_device())
@@ -216,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{found.differ:6,}  {found.outputs:9,}  {found.parts:5}  {case}", flush=True)
     wrong = sum(found.differ for found in report.values())
     outputs = sum(found.outputs for found in report.values())
-    print(f"{len(report)} products, {outputs:,} numbers, {wrong:,} differ, {time.perf_counter() - start:.0f} s")
+    print(f"{len(report)} GEMMs, {outputs:,} outputs, {wrong:,} differ, {time.perf_counter() - start:.0f} s")
     if chosen.json:
         about = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
         rows = {name: asdict(found) for name, found in report.items()}
@@ -227,11 +228,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _operand(
     shape: tuple[int, ...], scales: Scales, dtype: torch.dtype, data: Data, generator: torch.Generator, special: bool
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Codes [..., R, K] in rows of whole 16 bytes, and scales as octile's casts store them."""
+    """Draw data [..., R, K] with rows padded to 16 bytes, their scales as octile stores them, and the block."""
     x = torch.randn(shape, generator=generator)
     block = _block(x, scales)
     if data == "ugly":
-        codes = _ugly(shape, dtype, generator, special)
+        data_bits = _all_values(shape, dtype, generator, special)
         _, scale = quantize(x, *block, FORMATS[dtype].name, False)
         exponent = torch.rand(scale.shape, generator=generator) * 60 - 30
         scale *= torch.exp2(exponent)
@@ -240,23 +241,23 @@ def _operand(
     else:
         x = x.abs() if data == "one sign" else x
         x *= torch.exp2(torch.randn(*shape[:-1], 1, generator=generator))
-        codes, scale = quantize(x, *block, FORMATS[dtype].name, False)
-    room = torch.zeros((*shape[:-1], padded(shape[-1])), dtype=torch.uint8).view(dtype)
-    return room[..., : shape[-1]].copy_(codes), new_scale(x, *block).copy_(scale), block
+        data_bits, scale = quantize(x, *block, FORMATS[dtype].name, False)
+    padded_data = torch.zeros((*shape[:-1], padded(shape[-1])), dtype=torch.uint8).view(dtype)
+    return padded_data[..., : shape[-1]].copy_(data_bits), new_scale(x, *block).copy_(scale), block
 
 
-def _ugly(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, special: bool) -> Tensor:
-    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    finite = codes.view(dtype).float().isfinite()
-    codes[~finite] = 1
+def _all_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, special: bool) -> Tensor:
+    data_bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    finite = data_bits.view(dtype).float().isfinite()
+    data_bits[~finite] = 1
     for row, fill in ((1, 0x00), (2, 0x80)):  # zeros of both signs
-        codes[..., row : row + 1, :] = fill
-    codes[..., 3:4, :] &= 0x80 | (1 << FORMATS[dtype].mantissa_bits) - 1  # subnormal numbers
+        data_bits[..., row : row + 1, :] = fill
+    data_bits[..., 3:4, :] &= 0x80 | (1 << FORMATS[dtype].mantissa_bits) - 1  # subnormal numbers
     if special:
-        codes[..., 4:5, -1] = 0x7F  # NaN
+        data_bits[..., 4:5, -1] = 0x7F  # NaN
         if dtype == E5:
-            codes[..., 5:7, 0] = 0x7C  # Inf
-    return codes.view(dtype)
+            data_bits[..., 5:7, 0] = 0x7C  # Inf
+    return data_bits.view(dtype)
 
 
 def _block(x: Tensor, scales: Scales) -> tuple[int, int]:
@@ -264,14 +265,14 @@ def _block(x: Tensor, scales: Scales) -> tuple[int, int]:
 
 
 def _on(device: torch.device, x: Tensor) -> Tensor:
-    """A copy with the same strides, which `to` does not keep where there is room behind rows."""
+    """Copy a tensor to a device with its strides, which `Tensor.to` does not keep for padded rows."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
 def _between(
     data: Tensor, scale: Tensor, block: tuple[int, int], first: int, last: int
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Columns of an operand, from a multiple of 128 on."""
+    """Slice columns of an operand; first is a multiple of 128."""
     if block[1] == BLOCK_K:
         scale = scale[:, first // BLOCK_K : -(-last // BLOCK_K)]
     return data[:, first:last], scale, block

@@ -1,6 +1,6 @@
-"""Operands that find a wrong model of a tensor core: cancellation, subnormal numbers, exponents at both ends.
+"""Draw operands that expose a wrong tensor core model: cancellation, subnormal numbers, extreme exponents.
 
-Each row of a matrix is of one kind, so that the product of two matrices pairs every kind with every kind.
+Each row of a matrix is of one kind, so the product of two matrices combines every kind with every kind.
 """
 
 import math
@@ -15,15 +15,15 @@ KINDS = ("normal", "any code", "any exponent", "both ends", "sparse", "cancellin
 
 
 def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, opposite: bool, special: bool) -> Tensor:
-    """[rows, k], row i of kind i modulo the number of kinds.
+    """Draw an operand [rows, k] whose row i is of kind i modulo the number of kinds.
 
     Args:
-        opposite: cancelling rows are pairs (x, −x) instead of (x, x): the two sides of a product differ in this.
-        special: one number in 64 is NaN or Inf.
+        opposite: whether cancelling rows are pairs (x, −x) instead of (x, x); a and b differ in this.
+        special: whether one value in 64 is NaN or Inf.
     """
     shape, device = (rows, k), generator.device
-    codes = _codes(dtype, shape, generator)
-    finite = torch.where(codes.float().isfinite(), codes.float(), 1.0)
+    encoded = _random_bits(dtype, shape, generator)
+    finite = torch.where(encoded.float().isfinite(), encoded.float(), 1.0)
     fmt = FORMATS[dtype]
     least, greatest = 1 - fmt.bias - fmt.mantissa_bits, math.frexp(fmt.max)[1] - 1
     sign = torch.randint(0, 2, shape, generator=generator, device=device) * 2.0 - 1.0
@@ -51,13 +51,13 @@ def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, o
 def accumulator(
     a: Tensor, b: Tensor, generator: torch.Generator, special: bool, fp16_accumulator: bool = False
 ) -> Tensor:
-    """Accumulators [M, N]: zeros, random bits, values as large as the result, and values that cancel it.
+    """Draw accumulators [M, N]: zeros, random bits, values as large as the result, and values that cancel it.
 
     float32, or float16 with fp16_accumulator.
     """
     shape, device, fmt = (len(a), len(b)), generator.device, FP16 if fp16_accumulator else FP32
     dtype = torch.float16 if fp16_accumulator else torch.float32
-    any_code = _codes(dtype, shape, generator).float()
+    any_code = _random_bits(dtype, shape, generator).float()
     product = torch.nan_to_num(a.float() @ b.float().T).clamp(-fmt.max, fmt.max)
     nearby = product * torch.randn(shape, generator=generator, device=device)
     kind = torch.randint(0, 5, shape, generator=generator, device=device)
@@ -65,11 +65,11 @@ def accumulator(
     return (c if special else torch.nan_to_num(c).clamp(-fmt.max, fmt.max)).to(dtype)
 
 
-def _codes(dtype: torch.dtype, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Every code with the same probability."""
+def _random_bits(dtype: torch.dtype, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Draw uniformly distributed bits."""
     size = (*shape, dtype.itemsize)
-    codes = torch.randint(0, 256, size, generator=generator, device=generator.device, dtype=torch.uint8)
-    return codes.view(dtype).squeeze(2)
+    encoded = torch.randint(0, 256, size, generator=generator, device=generator.device, dtype=torch.uint8)
+    return encoded.view(dtype).squeeze(2)
 
 
 def _chance(p: float, shape: tuple[int, int], generator: torch.Generator) -> Tensor:

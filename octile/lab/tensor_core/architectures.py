@@ -1,9 +1,9 @@
-"""What each tensor core does with the bits that do not fit: one row an architecture and an instruction.
+"""Table of tensor core instructions: how many products each sums in a step, and to how many bits it truncates.
 
-All NVIDIA tensor cores follow one algorithm (`octile.lab.tensor_core.reference` spells it out): a step aligns some
-exact products
-and the accumulator at the largest exponent among them, cuts every term to F fraction bits, adds what is left exactly,
-and cuts the sum to the output's bits. They differ in the numbers of this table alone.
+All NVIDIA tensor cores follow one algorithm, which `octile.lab.tensor_core.reference` specifies. A step aligns some
+exact products and the accumulator at the largest exponent among them, truncates every term to F fraction bits, adds the
+truncated terms exactly, and truncates the sum to the bits of the output. The architectures differ only in the
+parameters in this table.
 
 Sources:
     MMA-Sim: Xie et al., "Bit-Accurate Modeling of GPU Matrix Multiply-Accumulate Units" (arXiv 2511.10909), table 4,
@@ -24,26 +24,26 @@ FP8 = (E4M3, E5M2)
 
 @dataclass(frozen=True)
 class Instruction:
-    """How one tensor core instruction sums.
+    """How one tensor core instruction sums products.
 
     Attributes:
-        name: what it is called in the GPU's assembly language.
-        formats: of its operands; where there are two, each operand may have either. FP32 is read as TF32.
-        terms: products that are added to the accumulator in one step.
-        fraction_bits: F; a term keeps what lies above 2^(e_max − F).
-        cut: toward zero as published, or toward −∞: DeepSeek-V3 (arXiv 2412.19437 §3.5.2) describes a shift that
-            fills in the sign, and only hardware can tell.
-        output_bits: fraction bits of the FP32 result, 23 or fewer.
-        floor: no alignment exponent e_max is below this, even if every term is.
-        fp16_floor: the same where the instruction has an FP16 accumulator and result; None where it has none.
-        scaled: takes one UE8M0 scale for 32 operands along K.
-        pairs: operands become FP16 first, and have its exponents; and K is not taken in order: of every four operands
-            the first two go into the first step, the others into the second.
-        promotes: the instruction itself starts from zero and adds its result to C in FP32, to nearest, every so many
-            products; None where C is one of the aligned terms.
-        evidence: "published": by the sources above; "H200": compared with one, bit for bit, by `octile.lab.probe`
-            (benchmarks/results/h200_tensor_core.txt, and with sums in FP16 h200_tensor_core_40.txt): none of 3 · 10⁹
-            outputs differed.
+        name: the instruction's name in PTX.
+        formats: the formats of the operands. Where there are two, each operand has either. FP32 stands for TF32.
+        terms: the number of products that one step adds to the accumulator.
+        fraction_bits: F. Bits of a term below 2^(e_max − F) are truncated.
+        truncation: the direction, toward "zero" as published, or "down", toward −∞. DeepSeek-V3 (arXiv 2412.19437
+            §3.5.2) describes an arithmetic shift, which would truncate down; a probe of the hardware decides.
+        output_bits: fraction bits of the FP32 result, at most 23.
+        floor: the minimum of the alignment exponent e_max.
+        fp16_floor: the minimum of e_max with an FP16 accumulator; None if the instruction has no FP16 accumulator.
+        scaled: whether the instruction takes one UE8M0 scale for each 32 operands along K.
+        via_fp16: whether operands are converted to FP16 first and have its exponents. Such an instruction does not
+            take K in order: of every four operands the first two go into the first step, the others into the second.
+        promotes_every: the number of products after which the instruction itself adds its result to C in FP32, rounded
+            to nearest, and starts again from zero; None if C is one of the aligned terms.
+        evidence: "published": stated by the sources above. "H200": compared bit for bit with an H200 by
+            `octile.lab.probe`; none of 3 · 10⁹ outputs differed (benchmarks/results/h200_tensor_core.txt, with FP16
+            accumulators h200_tensor_core_40.txt).
     """
 
     name: str
@@ -60,13 +60,13 @@ class Instruction:
     evidence: str = "published"
 
 
-EVIDENCE = {  # in words
+EVIDENCE = {  # as a phrase for pages and the terminal
     "published": "as published, not checked on hardware",
-    "H200": "checked on an H200 with all others of sm_90, 3 · 10⁹ outputs, and none differed",
+    "H200": "checked on an H200 with all other sm_90 instructions: none of 3 · 10⁹ outputs differed",
 }
-NAN = 0x7FFFFFFF  # the one NaN that a tensor core writes; 0x7FFF in FP16
+NAN = 0x7FFFFFFF  # the bits of the only NaN that a tensor core writes; 0x7FFF in FP16
 
-# sm_80 and sm_89 execute an instruction in two halves along K, each a step of its own
+# sm_80 and sm_89 execute an instruction as two steps along K
 _SM_80 = (
     Instruction("mma.sync.m16n8k16", (FP16,), terms=8, fraction_bits=24, floor=-132, fp16_floor=-21),
     Instruction("mma.sync.m16n8k16", (BF16,), terms=8, fraction_bits=24, floor=-132),
@@ -86,8 +86,8 @@ ARCHITECTURES: dict[str, tuple[Instruction, ...]] = {
         Instruction("wgmma.m64nNk16", (BF16,), terms=16, fraction_bits=25, evidence="H200"),
         Instruction("wgmma.m64nNk8", (FP32,), terms=8, fraction_bits=25, evidence="H200"),
     ),
-    # Hopper's mma.sync has no FP8 unit: operands become FP16, two HMMA start from zero, an FADD adds C. What it gives
-    # says nothing about wgmma.
+    # Hopper executes mma.sync without an FP8 unit: operands are converted to FP16, two HMMA instructions start from
+    # zero, and an FADD adds C. Its results differ from those of wgmma.
     "sm_90_mma": (
         Instruction(
             "mma.sync.m16n8k32", FP8, terms=16, fraction_bits=25, via_fp16=True, promotes_every=32, evidence="H200"
@@ -107,17 +107,22 @@ ARCHITECTURES: dict[str, tuple[Instruction, ...]] = {
 
 
 def find_instruction(arch: str, a: torch.dtype, b: torch.dtype, scaled: bool = False) -> Instruction:
-    """The instruction of an architecture that multiplies operands of these dtypes, UE8M0 scales with them or not.
+    """Find the instruction of an architecture for operands of these dtypes.
+
+    Args:
+        arch: a key of `ARCHITECTURES`.
+        a, b: dtypes of the operands.
+        scaled: whether the instruction takes UE8M0 scales.
 
     Raises:
         ValueError: the architecture is not in the table.
-        TypeError: it has no such instruction.
+        TypeError: the architecture has no such instruction.
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, not {arch!r}")
-    for row in ARCHITECTURES[arch]:
-        dtypes = [f.dtype for f in row.formats]
-        if a in dtypes and b in dtypes and row.scaled == scaled:
-            return row
+    for instruction in ARCHITECTURES[arch]:
+        dtypes = [f.dtype for f in instruction.formats]
+        if a in dtypes and b in dtypes and instruction.scaled == scaled:
+            return instruction
     scales = " with UE8M0 scales" if scaled else ""
     raise TypeError(f"{arch} has no instruction for a of {a} and b of {b}{scales}")

@@ -1,16 +1,16 @@
-// Products as a tensor core sums them, in vector instructions of the CPU.
+// Tensor core arithmetic in vector instructions of the CPU.
 //
-// Cutting a term toward zero at 2^(e - F), e the largest exponent of a step, is what an addition does by itself when the
-// FPU rounds toward zero and the sum lies in [B, 2B) with B = 2^(e + P - F), P = 23 fraction bits of a float or 52 of a
-// double: there the numbers are spaced by 2^(e - F). A negative term would be cut the wrong way, so positive and negative
-// terms go into two such sums, which start at B and whose difference is the exact sum of the cut terms. A product of two
-// operands is exact, so it does not matter whether multiplication and addition are fused.
+// A term is truncated toward zero at 2^(e - F), where e is the largest exponent of a step, by an addition that rounds
+// toward zero and whose sum lies in [B, 2B) with B = 2^(e + P - F), P = 23 fraction bits of a float or 52 of a double:
+// numbers there are spaced by 2^(e - F). A negative term would be truncated in the wrong direction. Positive and negative
+// terms are therefore added to two such sums, which start at B; their difference is the exact sum of the truncated
+// terms. The product of two operands is exact, so multiplication and addition may be fused.
 //
-// b is stored as its positive part and its negative part; a negative a swaps them. Both are laid out so that the columns
-// of a panel lie side by side in vectors.
+// b is stored as its positive part and its negative part; a negative a swaps them. Columns of a panel are adjacent in
+// both, so that they fill vectors.
 //
-// The rounding mode belongs to the thread and changes between functions that are never inlined. NaN, Inf and sums too
-// large for B are the caller's: the rows they are in are reported in `bad`.
+// The rounding mode belongs to the thread and changes only between functions that are never inlined. Rows of outputs
+// that meet NaN, Inf or sums too large for B are reported in `bad` and left to the caller.
 
 #include <algorithm>
 #include <atomic>
@@ -32,25 +32,25 @@ constexpr int vector_bytes = 32;
 #else
 constexpr int vector_bytes = 16;
 #endif
-constexpr int most_rows = 128;  // of a piece of work
+constexpr int max_rows = 128;  // of a work item
 
 struct Problem {
     const void *a, *a_exponent;               // [K / terms, M, terms], float or double and int8 or int16
     const void *b, *b_exponent;               // [K, N]
-    float* out;                               // [M, N], holds what the sums start from
+    float* out;                               // [M, N], holds the initial sums
     const float *a_scale, *b_scale;           // [M, intervals], [N, intervals], or null
     uint8_t* bad;                             // [M]
     int64_t M, N, K, interval;
     int32_t terms, fraction_bits, output_bits, floor;
-    int32_t nothing;                          // the exponent of zero
+    int32_t zero_exponent;                    // the exponent of zero
     int32_t promote;
 };
 
-// One thread's panel of b and the rows that it works on.
+// One thread's panel of b and its rows of accumulators.
 template <class Real, class Exponent> struct Worker {
     static constexpr int lanes = vector_bytes / sizeof(Real);
-    static constexpr int columns = 256 / sizeof(Real);  // of a panel, whose parts so stay in the L1 cache
-    static constexpr int group = 4;  // vectors that are summed at once: with two sums each they stay in registers
+    static constexpr int columns = 256 / sizeof(Real);  // of a panel, so that its parts stay in the L1 cache
+    static constexpr int group = 4;  // vectors that are summed together: with two sums each they fit in registers
     static constexpr int digits = std::numeric_limits<Real>::digits - 1;
     static constexpr int bias = std::numeric_limits<Real>::max_exponent - 1;
 
@@ -62,19 +62,19 @@ template <class Real, class Exponent> struct Worker {
     static constexpr int bytes = columns * sizeof(Exponent);
     typedef Exponent Exponents __attribute__((vector_size(std::min(bytes, vector_bytes))));
 
-    static constexpr float greatest = std::numeric_limits<float>::max();
+    static constexpr float largest_float = std::numeric_limits<float>::max();
 
     const Problem& p;
     const int64_t intervals = (p.K + p.interval - 1) / p.interval;
     std::vector<Real> parts;                  // [terms, 2, columns]: positive, negative
     std::vector<Exponent> exponent;           // [terms, columns]
-    alignas(64) float accumulator[most_rows][columns];
-    alignas(64) float total[most_rows][columns];
+    alignas(64) float accumulator[max_rows][columns];
+    alignas(64) float total[max_rows][columns];
 
     explicit Worker(const Problem& problem) : p(problem), parts(2 * p.terms * columns),
-        exponent(p.terms * columns, Exponent(p.nothing)) {}
+        exponent(p.terms * columns, Exponent(p.zero_exponent)) {}
 
-    // Columns from n on, products from k on; past the last column everything is zero.
+    // Packs columns of b from n and rows from k; past the last column everything is zero.
     void pack(int64_t n, int64_t k, int width) {
         for (int t = 0; t < p.terms; ++t) {
             const Real* b = static_cast<const Real*>(p.b) + (k + t) * p.N + n;
@@ -88,15 +88,15 @@ template <class Real, class Exponent> struct Worker {
         }
     }
 
-    // One step of one row, FPU toward zero.
+    // Takes one step for one row. The rounding mode is toward zero.
     void step(const Real* a, const Exponent* a_exponent, float* c) {
         Exponents largest[bytes / sizeof(Exponents)];
-        for (auto& e : largest) e = Exponents{} + Exponent(2 * p.nothing);
+        for (auto& e : largest) e = Exponents{} + Exponent(2 * p.zero_exponent);
         for (int t = 0; t < p.terms; ++t) {
             const Exponent* e = &exponent[t * columns];
-            for (auto& most : largest) {
+            for (auto& maximum : largest) {
                 const Exponents sum = load<Exponents>(e) + a_exponent[t];
-                most = sum > most ? sum : most;
+                maximum = sum > maximum ? sum : maximum;
                 e += sizeof(Exponents) / sizeof(Exponent);
             }
         }
@@ -109,7 +109,7 @@ template <class Real, class Exponent> struct Worker {
             Reals up[group], down[group];
             for (int v = 0; v < group; ++v) {
                 const Floats x = load<Floats>(c + first + v * lanes);
-                const Reals base = begin(load<Words>(e_max + first + v * lanes), x);
+                const Reals base = base_of(load<Words>(e_max + first + v * lanes), x);
                 const Reals term = __builtin_convertvector(x, Reals);
                 up[v] = base + (term < 0 ? Reals{} : term);  // a NaN goes into both
                 down[v] = base + (term > 0 ? Reals{} : -term);
@@ -125,32 +125,32 @@ template <class Real, class Exponent> struct Worker {
                 }
             }
             for (int v = 0; v < group; ++v) {
-                const Floats x = end(up[v] - down[v]);
+                const Floats x = rounded(up[v] - down[v]);
                 std::memcpy(c + first + v * lanes, &x, sizeof x);
             }
         }
     }
 
-    // B of some columns, from the largest exponents of their products and from their accumulators.
-    Reals begin(Words e, Floats c) const {
+    // Returns B of some columns, from the largest exponents of their products and from their accumulators.
+    Reals base_of(Words e, Floats c) const {
         const Words floor = Words{} + p.floor, bits = reinterpret_cast<Words>(c), field = bits >> 23 & 0xFF;
         const Words of_c = (bits & 0x7FFFFFFF) == 0 ? floor : (field > 1 ? field : Words{} + 1) - 127;
-        e = e > p.nothing / 2 ? e : floor;
+        e = e > p.zero_exponent / 2 ? e : floor;
         e = e > of_c ? e : of_c;
         e = e > floor ? e : floor;
         const Integers exponent_of_B = __builtin_convertvector(e, Integers) + (digits - p.fraction_bits);
         return reinterpret_cast<Reals>((exponent_of_B + bias) << digits);
     }
 
-    // Sums as accumulators, FPU toward zero.
-    Floats end(Reals x) const {
-        if (sizeof(Real) > sizeof(float)) {  // what exceeds the range is Inf, which is not what this mode gives
+    // Converts sums to accumulators. The rounding mode is toward zero.
+    Floats rounded(Reals x) const {
+        if (sizeof(Real) > sizeof(float)) {  // a sum beyond the range is Inf, which this rounding mode does not give
             const Reals limit = Reals{} + Real(0x1p128);
             x = ((x >= limit) | (x <= -limit)) ? x * std::numeric_limits<Real>::infinity() : x;
         }
-        const Floats cut = __builtin_convertvector(x, Floats);
-        const Words bits = reinterpret_cast<Words>(cut) & int32_t(~0u << (23 - p.output_bits));
-        return reinterpret_cast<Floats>((bits & 0x7FFFFFFF) == 0 ? Words{} : bits);  // there is no -0
+        const Floats truncated = __builtin_convertvector(x, Floats);
+        const Words bits = reinterpret_cast<Words>(truncated) & int32_t(~0u << (23 - p.output_bits));
+        return reinterpret_cast<Floats>((bits & 0x7FFFFFFF) == 0 ? Words{} : bits);  // -0 becomes +0
     }
 
     template <class Vector> static Vector load(const void* from) {
@@ -159,8 +159,8 @@ template <class Real, class Exponent> struct Worker {
         return x;
     }
 
-    // An interval of products for rows m … m + rows, FPU toward zero.
-    __attribute__((noinline)) void tensor_cores(int64_t m, int rows, int64_t n, int width, int64_t first,
+    // Sums an interval of products for rows m to m + rows. Rounds toward zero.
+    __attribute__((noinline)) void sum_interval(int64_t m, int rows, int64_t n, int width, int64_t first,
                                                 int64_t last) {
         std::fesetround(FE_TOWARDZERO);
         for (int64_t k = first; k < last; k += p.terms) {
@@ -172,8 +172,8 @@ template <class Real, class Exponent> struct Worker {
         }
     }
 
-    // What happens to the accumulators before (enter) and after (leave) an interval, FPU to nearest.
-    __attribute__((noinline)) void enter(int64_t m, int rows, int64_t n, int64_t interval) {
+    // Prepares the accumulators for an interval: zero with promotion, otherwise rescaled. Rounds to nearest.
+    __attribute__((noinline)) void prepare(int64_t m, int rows, int64_t n, int64_t interval) {
         std::fesetround(FE_TONEAREST);
         if (p.promote) {
             std::memset(accumulator, 0, sizeof accumulator);
@@ -187,11 +187,12 @@ template <class Real, class Exponent> struct Worker {
                 const float row_last = row_scale(m + i, interval - 1), row_next = row_scale(m + i, interval);
                 for (int j = 0; j < columns; ++j) accumulator[i][j] *= row_last * last[j] / (row_next * next[j]);
             }
-            if (!within(accumulator[i], columns, sizeof(Real) == 4 ? 0x1p100f : greatest)) give_up(m + i);
+            if (!all_within(accumulator[i], columns, sizeof(Real) == 4 ? 0x1p100f : largest_float)) mark_bad(m + i);
         }
     }
 
-    __attribute__((noinline)) void leave(int64_t m, int rows, int64_t n, int64_t interval) {
+    // Promotes the accumulators after an interval. Rounds to nearest.
+    __attribute__((noinline)) void promote(int64_t m, int rows, int64_t n, int64_t interval) {
         std::fesetround(FE_TONEAREST);
         float scale[columns];
         column_scales(n, interval, scale);
@@ -201,7 +202,7 @@ template <class Real, class Exponent> struct Worker {
         }
     }
 
-    // 1 where there are no scales, and past the last column.
+    // Loads scales of columns; 1 without scales and past the last column.
     void column_scales(int64_t n, int64_t interval, float* scale) const {
         for (int j = 0; j < columns; ++j)
             scale[j] = p.b_scale && n + j < p.N ? p.b_scale[(n + j) * intervals + interval] : 1.0f;
@@ -211,13 +212,13 @@ template <class Real, class Exponent> struct Worker {
         return p.a_scale ? p.a_scale[m * intervals + interval] : 1.0f;
     }
 
-    static bool within(const float* sums, int count, float limit) {
+    static bool all_within(const float* sums, int count, float limit) {
         bool all = true;
         for (int j = 0; j < count; ++j) all &= std::fabs(sums[j]) <= limit;
         return all;
     }
 
-    void give_up(int64_t m) { __atomic_store_n(p.bad + m, 1, __ATOMIC_RELAXED); }
+    void mark_bad(int64_t m) { __atomic_store_n(p.bad + m, 1, __ATOMIC_RELAXED); }
 
     void work(int64_t m, int rows, int64_t n) {
         const int width = int(p.N - n < columns ? p.N - n : columns);
@@ -228,33 +229,33 @@ template <class Real, class Exponent> struct Worker {
         if (!p.promote) std::memcpy(accumulator, total, sizeof total);
         for (int64_t interval = 0; interval < intervals; ++interval) {
             const int64_t k = interval * p.interval;
-            enter(m, rows, n, interval);
-            tensor_cores(m, rows, n, width, k, k + p.interval < p.K ? k + p.interval : p.K);
-            if (p.promote) leave(m, rows, n, interval);
+            prepare(m, rows, n, interval);
+            sum_interval(m, rows, n, width, k, k + p.interval < p.K ? k + p.interval : p.K);
+            if (p.promote) promote(m, rows, n, interval);
         }
         if (!p.promote) {
-            for (auto& sums : total) std::fill(sums, sums + columns, -0.0f);  // x + -0 is x, for x = -0 too
-            leave(m, rows, n, intervals - 1);
+            for (auto& sums : total) std::fill(sums, sums + columns, -0.0f);  // x + -0 is x, also for x = -0
+            promote(m, rows, n, intervals - 1);
         }
         for (int i = 0; i < rows; ++i) {
             std::memcpy(p.out + (m + i) * p.N + n, total[i], width * sizeof(float));
-            if (!within(total[i], width, greatest)) give_up(m + i);
+            if (!all_within(total[i], width, largest_float)) mark_bad(m + i);
         }
     }
 };
 
 template <class Real, class Exponent> void run(const Problem& p, int threads) {
     constexpr int columns = Worker<Real, Exponent>::columns;
-    const int64_t panels = (p.N + columns - 1) / columns, pieces = (p.M + most_rows - 1) / most_rows;
+    const int64_t panels = (p.N + columns - 1) / columns, row_blocks = (p.M + max_rows - 1) / max_rows;
     std::atomic<int64_t> next{0};
     auto loop = [&] {
         std::fenv_t before;
         std::fegetenv(&before);
-        std::fesetenv(FE_DFL_ENV);  // also: subnormal numbers are kept
+        std::fesetenv(FE_DFL_ENV);  // also keeps subnormal numbers
         auto* worker = new Worker<Real, Exponent>(p);
-        for (int64_t item; (item = next++) < panels * pieces;) {
-            const int64_t m = item % pieces * most_rows;
-            worker->work(m, int(p.M - m < most_rows ? p.M - m : most_rows), item / pieces * columns);
+        for (int64_t item; (item = next++) < panels * row_blocks;) {
+            const int64_t m = item % row_blocks * max_rows;
+            worker->work(m, int(p.M - m < max_rows ? p.M - m : max_rows), item / row_blocks * columns);
         }
         delete worker;
         std::fesetenv(&before);

@@ -1,4 +1,4 @@
-"""Operands of a tensor core as values and exponents, which is how its algorithm sees them."""
+"""Decode operands of a tensor core into values and exponents, the form in which its algorithm uses them."""
 
 from dataclasses import dataclass
 
@@ -17,52 +17,45 @@ class DecodedOperand:
     """A matrix [R, K] of values with their exponents.
 
     Attributes:
-        value: float32, or float64 where the instruction keeps more bits of a sum than FP32 has.
-        exponent: int16, ⌊log2 |value|⌋ or the format's smallest exponent if that is larger; ZERO_EXPONENT for zero.
+        value: float32; float64 if the instruction's sums have more bits than FP32.
+        exponent: int16, ⌊log2 |value|⌋, at least the format's smallest exponent; `ZERO_EXPONENT` for zero.
     """
 
     value: Tensor
     exponent: Tensor
 
 
-ZERO_EXPONENT = -4096  # below the exponent of any product, also when added to another exponent
+ZERO_EXPONENT = -4096  # plus any exponent, it is below the exponent of every product
 
 
-def decode(x: Tensor, row: Instruction, scale: Tensor | None = None) -> DecodedOperand:
-    """[R, K] FP8, FP16, BF16 or FP32 (cut to TF32) → DecodedOperand, K padded with zeros to whole steps.
+def decode(x: Tensor, instruction: Instruction, scale: Tensor | None = None) -> DecodedOperand:
+    """Decode a matrix into values and exponents, with K padded with zeros to whole steps.
 
     Args:
+        x: [R, K] in FP8, FP16, BF16, or FP32, which is truncated to TF32.
+        instruction: the instruction that takes the operand.
         scale: float8_e8m0fnu [R, ⌈K/32⌉], multiplied into the values.
     """
-    if row.via_fp16:
+    if instruction.via_fp16:
         x = x.half()
     fmt = FORMATS[x.dtype]
     value = decode_e4m3(x) if x.dtype == torch.float8_e4m3fn else x.float()
     bits = value.view(torch.int32)
     if fmt is FP32:
-        bits = bits & ~0x1FFF  # TF32: an FP32 with ten fraction bits
+        bits = bits & ~0x1FFF  # TF32 has ten fraction bits
         value = bits.view(torch.float32)
     exponent = ((bits >> 23 & 0xFF) - 127).clamp_(min=1 - fmt.bias).to(torch.int16)
-    if row.fraction_bits > 13:
+    if instruction.fraction_bits > 13:
         value = value.double()
     if scale is not None:
         per_column = scale.view(torch.uint8).repeat_interleave(32, dim=1)[:, : x.shape[1]]
-        value = value * per_column_value(per_column)
+        scale_value = (per_column.long() - 127 + 1023 << 52).view(torch.float64)
+        value = value * scale_value.masked_fill(per_column == 0xFF, torch.nan)  # 2^(encoded − 127); 0xFF is NaN
         exponent += per_column.to(torch.int16) - 127
     exponent.masked_fill_(value == 0, ZERO_EXPONENT)
-    return _in_steps(DecodedOperand(value, exponent), 32 if row.via_fp16 else row.terms, row.via_fp16)
-
-
-def per_column_value(codes: Tensor) -> Tensor:
-    """2^(code − 127) of UE8M0 codes, float64; the last code is NaN."""
-    value = (codes.long() - 127 + 1023 << 52).view(torch.float64)
-    return value.masked_fill(codes == 0xFF, torch.nan)
-
-
-def _in_steps(x: DecodedOperand, group: int, pairs: bool) -> DecodedOperand:
-    missing = -x.value.shape[1] % group
-    value = torch.nn.functional.pad(x.value, (0, missing))
-    exponent = torch.nn.functional.pad(x.exponent, (0, missing), value=ZERO_EXPONENT)
-    if pairs:  # k = 0 1 4 5 8 9 … of every 32, then 2 3 6 7 …
+    padding = -x.shape[1] % (32 if instruction.via_fp16 else instruction.terms)
+    value = torch.nn.functional.pad(value, (0, padding))
+    exponent = torch.nn.functional.pad(exponent, (0, padding), value=ZERO_EXPONENT)
+    if instruction.via_fp16:  # k = 0 1 4 5 8 9 … of every 32, then 2 3 6 7 …
         value, exponent = (t.unflatten(1, (-1, 8, 2, 2)).transpose(2, 3).flatten(1) for t in (value, exponent))
     return DecodedOperand(value, exponent)

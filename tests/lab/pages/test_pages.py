@@ -7,16 +7,16 @@ import pytest
 
 from octile.formats import E4M3, E5M2, INT8
 from octile.lab.formats import facts, positive_values
-from octile.lab.pages import accumulate_figures, formats_figures
+from octile.lab.pages import accumulate, formats_figures
+from octile.lab.pages.figures import short_names
 from octile.lab.pages.formats import write_formats_page
 from octile.lab.pages.page import Section, Table, power, write_lab_page
 from octile.lab.pages.real_tensors_figures import (
     Gradients,
     Int8AgainstE4M3,
-    say_flushed,
-    say_int8,
-    say_underflow,
-    shortened,
+    describe_flushed,
+    describe_int8,
+    describe_underflow,
 )
 from octile.lab.real_tensors import real_tensors
 from octile.report.style import drawing
@@ -48,7 +48,7 @@ PICTURES = (
     "Between 1 and 2",
     "The lost update",
     "FP16's underflow, and loss scaling",
-    "INT8 against E4M3, by size",
+    "INT8 vs. E4M3, by magnitude",
     "What INT8 flushes to zero",
 )
 
@@ -67,7 +67,7 @@ def test_every_picture_is_drawn_for_desk_and_telephone(page):
 
 
 def test_the_page_says_where_its_tensors_come_from(page):
-    assert "Real tensors here come from an untrained model of the preset tiny, on random tokens." in page.words
+    assert "Activations and gradients come from an untrained model of the preset tiny, on random tokens." in page.words
 
 
 def test_the_table_has_the_figures(page):
@@ -79,41 +79,41 @@ def test_sentences_carry_the_figures():
     rows = [vars(facts(fmt)) for fmt in (E4M3, E5M2, INT8)]
     values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
     below = {name: sum(v < v_all[-1] / 16 for v in v_all) for name, v_all in values.items()}
-    said = formats_figures.say_number_line(values)
+    said = formats_figures.describe_number_line(values)
     assert f"E4M3 has {below['e4m3']}, E5M2 has {below['e5m2']}, INT8 has {below['int8']}." in said
-    assert "E4M3 8, E5M2 4" in formats_figures.say_log_line(rows)
+    assert "E4M3 has 8 and E5M2 4." in formats_figures.describe_log_line(rows)
 
 
 def test_the_lost_update_says_where_each_weight_arrives():
     weights = {"fp32": np.array([1.0, 2.0]), "fp16": np.array([1.0, 1.5]), "bf16": np.array([1.0, 1.0])}
-    said = formats_figures.say_lost_update(weights, 0.5, {"bf16": 2.0**-7})
+    said = formats_figures.describe_lost_update(weights, 0.5, {"bf16": 2.0**-7})
     assert "1 + 2⁻⁷" in said
-    assert "it arrives at 1.5" in said
+    assert "reaches 1.5; FP32 reaches 2" in said
 
 
 def int8_against_e4m3(e4m3, int8, snr_db=(31.0, 43.0)):
     errors = {"e4m3": np.array(e4m3), "int8": np.array(int8)}
-    return say_int8(Int8AgainstE4M3("a", np.ones(len(e4m3)), errors, {"a": (0.0, 0.1)}, {"a": snr_db}))
+    return describe_int8(Int8AgainstE4M3("a", np.ones(len(e4m3)), errors, {"a": (0.0, 0.1)}, {"a": snr_db}))
 
 
 def test_int8s_sentence_names_where_e4m3_becomes_better_and_where_int8_keeps_nothing():
     said = int8_against_e4m3([0.03, 0.03, 0.03, np.nan, 0.03], [0.01, 0.02, 0.2, np.nan, 1.0])
-    assert "INT8 is better for some of the values less than 2 octaves below the largest of their tile" in said
-    assert "From 4 octaves below the largest on INT8 makes zero of all." in said
-    assert "INT8's SNR is 43.0 dB and E4M3's 31.0 dB: the sum of squares sees the large values." in said
+    assert "INT8 is better for some values less than 2 octaves below the largest of their tile" in said
+    assert "From 4 octaves below the largest on, all values become zero in INT8." in said
+    assert "the SNR is 43.0 dB for INT8 and 31.0 dB for E4M3, since the SNR is dominated by large values." in said
 
 
 def test_int8s_sentence_when_the_figures_say_the_opposite():
     said = int8_against_e4m3([0.03, 0.03, 0.2], [0.01, 0.02, 0.03])
-    assert said.startswith("The input of a. INT8 is as good as E4M3 or better for values of every size. Over all")
-    assert "makes zero" not in said
-    assert said.endswith("E4M3's 31.0 dB.")
+    assert said.startswith("The input of a. INT8 is at least as good as E4M3 for values of every magnitude. Over all")
+    assert "become zero" not in said
+    assert said.endswith("and 31.0 dB for E4M3.")
 
 
 def test_int8s_sentence_when_e4m3_is_better_throughout():
     said = int8_against_e4m3([0.01, 0.01, 1.0], [0.02, 1.0, 1.0], (43.0, 31.0))
-    assert "E4M3 is as good as INT8 or better for values of every size. From 1 octave below" in said
-    assert said.endswith("INT8's SNR is 31.0 dB and E4M3's 43.0 dB.")
+    assert "E4M3 is at least as good as INT8 for values of every magnitude. From 1 octave below" in said
+    assert said.endswith("the SNR is 31.0 dB for INT8 and 43.0 dB for E4M3.")
 
 
 def test_a_size_at_which_int8_is_better_again_is_not_passed_over():
@@ -124,28 +124,36 @@ def test_a_size_at_which_int8_is_better_again_is_not_passed_over():
 @pytest.mark.parametrize(
     ("flushed", "words"),
     [
-        ({"a.down_proj": (0.001, 0.2), "a.up_proj": (0.0, 0.01), "b.experts.down": (0.0, 0.1)}, "15.0% to INT8 on"),
-        ({"a.down_proj": (0.001, 0.01), "a.up_proj": (0.0, 0.3)}, "lose 1.0% to INT8 on average, the others 30.0%"),
+        (
+            {"a.down_proj": (0.001, 0.2), "a.up_proj": (0.0, 0.01), "b.experts.down": (0.0, 0.1)},
+            "On average, 15.0% of the inputs of down",
+        ),
+        (
+            {"a.down_proj": (0.001, 0.01), "a.up_proj": (0.0, 0.3)},
+            "(SwiGLU outputs) become zero in INT8, and 30.0% of the others",
+        ),
     ],
 )
 def test_what_int8_zeroes_is_said_of_down_projections_and_of_others(flushed, words):
-    said = say_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
+    said = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
     worst = max(pair[1] for pair in flushed.values())
     assert f"up to {worst:.1%} of a layer's input" in said
     assert words in said
 
 
 def test_without_other_layers_there_is_nothing_to_compare():
-    said = say_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
-    assert "on average" not in said
+    said = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
+    assert "n average" not in said
 
 
-@pytest.mark.parametrize(("in_tiles", "words"), [(0.0, "loses 0.00% of them"), (0.75, "loses 75.00% of them")])
+@pytest.mark.parametrize(
+    ("in_tiles", "words"), [(0.0, "1×128 tiles, 0.00% become zero"), (0.75, "1×128 tiles, 75.00% become zero")]
+)
 def test_what_tiles_lose_of_the_gradients_is_measured(in_tiles, words):
     data = Gradients("a", np.zeros(1), np.ones(1), 2.0**16, 0.9, 0.01, 0.002, in_tiles)
-    said = say_underflow(data)
-    assert "FP16 turns 90.0% of the gradients of a into zero" in said
-    assert "where 1.00% are lost. 0.2% overflow." in said
+    said = describe_underflow(data)
+    assert "In FP16, 90.0% of the gradients of a become zero" in said
+    assert "where 1.00% become zero. 0.2% overflow." in said
     assert words in said
 
 
@@ -158,7 +166,7 @@ def test_powers(value, text):
 
 
 def test_layers_are_named_without_what_all_share():
-    assert shortened(["model.layers.0.mlp.up_proj"]) == ["0 · mlp.up_proj"]
+    assert short_names(["model.layers.0.mlp.up_proj"]) == ["0 · mlp.up_proj"]
 
 
 def row(k, data, promote_every, worst):
@@ -172,34 +180,32 @@ ROWS = [
 
 
 def test_the_accumulation_sentence_is_about_4096():
-    said = accumulate_figures.say_accumulate(ROWS, "sm_90")
+    said = accumulate.describe_errors(ROWS, "sm_90")
     assert said.startswith(
-        "On sm_90, K = 4,096: sums of both signs are off by up to 0.060% when promoted every 128 and"
+        "On sm_90, K = 4,096: the worst error of sums of both signs is 0.060% with promotion every 128 and"
     )
-    assert "6.2% when never promoted" in said
+    assert "6.2% without promotion" in said
 
 
 @pytest.mark.parametrize("interval", [None, 128])
 def test_the_accumulation_sentence_with_one_interval_speaks_of_no_other(interval):
-    said = accumulate_figures.say_accumulate([r for r in ROWS if r.promote_every == interval], "sm_90")
-    assert ("never promoted" in said) == (interval is None)
+    said = accumulate.describe_errors([r for r in ROWS if r.promote_every == interval], "sm_90")
+    assert ("without promotion" in said) == (interval is None)
     assert ("every 128" in said) == (interval == 128)
 
 
 def test_the_course_of_the_accumulation_error_is_that_of_the_figures():
-    said = accumulate_figures.say_accumulate(ROWS, "sm_90")
-    both = "the worst error of sums of both signs stays the same when promoted every 128 and grows 16-fold when never"
-    assert f"From K = 256 to 4,096 {both} promoted; that of sums of one sign stays" in said
-    assert said.endswith(
-        "With promotion it does not grow: the tensor core never holds more than one interval of a sum."
-    )
+    said = accumulate.describe_errors(ROWS, "sm_90")
+    both = "the worst error of sums of both signs stays the same with promotion every 128 and grows 16-fold without"
+    assert f"From K = 256 to 4,096 {both} promotion; that of sums of one sign stays" in said
+    assert said.endswith("With promotion it does not grow, because the tensor core sums only one interval at a time.")
 
 
 def test_a_promoted_error_that_grows_is_said_to_grow():
     grows = [row(k, "normal", 128, k * 1e-5) for k in (256, 1024, 2048)]
     falls = [row(k, "normal", None, 1 / k) for k in (256, 1024, 2048)]
-    said = accumulate_figures.say_accumulate([*grows, *falls], "sm_90")
-    assert "grows 8-fold when promoted every 128 and falls by 88% when never promoted" in said
+    said = accumulate.describe_errors([*grows, *falls], "sm_90")
+    assert "grows 8-fold with promotion every 128 and falls by 88% without promotion" in said
     assert "does not grow" not in said
 
 
@@ -217,17 +223,17 @@ def test_a_promoted_error_that_grows_is_said_to_grow():
 )
 def test_courses(begin, end, words):
     rows = [row(256, "positive", 64, begin), row(512, "positive", 64, end)]
-    assert f"the worst error of sums of one sign {words} when promoted every 64" in accumulate_figures.say_accumulate(
+    assert f"the worst error of sums of one sign {words} with promotion every 64" in accumulate.describe_errors(
         rows, "sm_90"
     )
 
 
 def test_one_length_has_no_course():
-    assert "From K" not in accumulate_figures.say_accumulate([row(256, "normal", 64, 0.01)], "sm_90")
+    assert "From K" not in accumulate.describe_errors([row(256, "normal", 64, 0.01)], "sm_90")
 
 
 def test_the_short_table_has_a_column_an_interval():
-    table = accumulate_figures.short_table(ROWS)
+    table = accumulate.short_table(ROWS)
     assert table.columns == ("worst error, promoted", "K", "never", "every 128")
     assert table.rows[1] == ("both signs, N(0, 1)", "4,096", "6.2%", "0.060%")
 
@@ -236,12 +242,12 @@ def test_the_short_table_has_a_column_an_interval():
     ("value", "text"), [(0.0203, "2.0%"), (0.00007, "0.0070%"), (0.14, "14%"), (0.0, "0.000000%"), (-0.07, "-7.0%")]
 )
 def test_shares(value, text):
-    assert accumulate_figures.share(value) == text
+    assert accumulate.share(value) == text
 
 
 def test_a_line_of_zeros_can_be_drawn():
     with drawing(400, 300) as figure:
-        accumulate_figures.draw_accumulate(figure, [row(256, "normal", 32, 0.0), row(512, "normal", 32, 0.0)])
+        accumulate.draw_errors(figure, [row(256, "normal", 32, 0.0), row(512, "normal", 32, 0.0)])
 
 
 def test_a_page_of_sections(tmp_path):

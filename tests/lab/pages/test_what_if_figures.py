@@ -6,65 +6,74 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from octile.lab.pages import hardware_figures, outliers_figures, preflight_figures, what_if_figures
-from octile.lab.pages.hardware_figures import Curve, Moved
+from octile.lab.pages import hardware_figures, outliers_figures, preflight, what_if_figures
+from octile.lab.pages.figures import Heat, draw_heat
+from octile.lab.pages.hardware_figures import Change, Curve
 from octile.lab.pages.outliers_figures import Map
-from octile.lab.pages.preflight_figures import Predicted
-from octile.lab.pages.what_if_figures import CastLoss, Heat, SumLoss
+from octile.lab.pages.preflight import Predicted
+from octile.lab.pages.what_if_figures import QuantizationLoss, SumLoss
 from octile.report.style import drawing
 
-CASTS = [
-    CastLoss("e4m3", "1x128", "up", 32.0, 8.25),
-    CastLoss("e4m3", "1x128", "down", 12.0, 8.25),
-    CastLoss("int8", "tensor", "up", 30.0, 8.0),
-    CastLoss("int8", "tensor", "down", 20.0, 8.0),
-    CastLoss("e5m6", "row", "float32", 50.0, 12.1),
+LOSSES = [
+    QuantizationLoss("e4m3", "1x128", "up", 32.0, 8.25),
+    QuantizationLoss("e4m3", "1x128", "down", 12.0, 8.25),
+    QuantizationLoss("int8", "tensor", "up", 30.0, 8.0),
+    QuantizationLoss("int8", "tensor", "down", 20.0, 8.0),
+    QuantizationLoss("e5m6", "row", "float32", 50.0, 12.1),
 ]
 
 
 def test_the_best_and_the_worst_cast_in_8_bits_are_named():
-    said = what_if_figures.say_casts(CASTS, 7)
-    assert "averaged over 7 products" in said
-    assert "E4M3 1×128 with power of two, up at 32.0 dB, the worst E4M3 1×128 with power of two, down at 12.0" in said
+    said = what_if_figures.describe_quantization(LOSSES, 7)
+    assert "averaged over 7 GEMMs" in said
+    assert "is E4M3 1×128 with power of two, up with 32.0 dB, and the worst is" in said
+    assert "E4M3 1×128 with power of two, down with 12.0 dB" in said
 
 
 def test_what_rounding_down_costs_is_the_mean_over_casts():
-    assert "down instead of up costs 15 dB on average, since the largest values" in what_if_figures.say_casts(CASTS, 7)
+    assert (
+        "down instead of up costs 15 dB on average, since the largest values"
+        in what_if_figures.describe_quantization(LOSSES, 7)
+    )
 
 
 def test_rounding_down_is_not_blamed_where_it_does_no_harm():
-    other_way = [replace(CASTS[0], snr_db=12.0), replace(CASTS[1], snr_db=32.0)]
-    said = what_if_figures.say_casts(other_way, 7)
-    assert "down instead of up brings 20 dB on average." in said
+    other_way = [replace(LOSSES[0], snr_db=12.0), replace(LOSSES[1], snr_db=32.0)]
+    said = what_if_figures.describe_quantization(other_way, 7)
+    assert "down instead of up gains 20 dB on average." in said
     assert "saturate" not in said
 
 
 @pytest.mark.parametrize(("snr", "warned"), [(30.0, False), (36.5, True)])
 def test_int8_is_warned_of_where_it_stands_first(snr, warned):
-    said = what_if_figures.say_casts([*CASTS, CastLoss("int8", "row", "float32", snr, 8.0)], 7)
-    assert ("The best INT8 cast stands 4.5 dB before the best of E4M3" in said) == warned
-    assert ("SNR sees the large values" in said) == warned
+    said = what_if_figures.describe_quantization([*LOSSES, QuantizationLoss("int8", "row", "float32", snr, 8.0)], 7)
+    assert ("The best INT8 dot is 4.5 dB above the best E4M3 dot" in said) == warned
+    assert ("SNR is dominated by large values" in said) == warned
 
 
-@pytest.mark.parametrize(("snr", "verdict"), [(60.0, "less than"), (31.0, "about as much as"), (20.0, "more than")])
+@pytest.mark.parametrize(
+    ("snr", "verdict"), [(60.0, "less error than"), (31.0, "about as much error as"), (20.0, "more error than")]
+)
 def test_sums_are_weighed_against_the_cast(snr, verdict):
     sums = [SumLoss("sm_90, never", {"fprop": snr, "wgrad": None}), SumLoss("sm_90, every 32", {"fprop": 90.0})]
-    said = what_if_figures.say_sums(sums, "in E4M3", 30.0, 4096)
-    assert f"sm_90, never, {snr:.0f} dB in fprop, and harms {verdict} the cast" in said
+    said = what_if_figures.describe_sums(sums, "E4M3", 30.0, 4096)
+    assert f"sm_90, never, with {snr:.0f} dB in fprop; it causes {verdict} quantization" in said
     assert "4,096 products" in said
 
 
 def test_sums_without_any_error():
-    assert "not" not in what_if_figures.say_sums([SumLoss("a", {"fprop": 50.0})], "in E4M3", 30.0, 4)
-    assert "no sum of these" in what_if_figures.say_sums([SumLoss("a", {"fprop": None})], "in E4M3", 30.0, 4)
+    assert "all sums" not in what_if_figures.describe_sums([SumLoss("a", {"fprop": 50.0})], "E4M3", 30.0, 4)
+    assert "all sums of these GEMMs are exact" in what_if_figures.describe_sums(
+        [SumLoss("a", {"fprop": None})], "E4M3", 30.0, 4
+    )
 
 
 HEAT = Heat(["model.layers.0.up", "model.layers.1.up"], ["fprop", "wgrad"], [[30.0, None], [25.0, 35.0]])
 
 
 def test_the_worst_and_the_best_product_are_named():
-    said = what_if_figures.say_heat(HEAT, "so")
-    assert "Most in fprop of 1 · up (25.0 dB), least in wgrad of 1 · up (35.0 dB)" in said
+    said = what_if_figures.describe_heat(HEAT, "so")
+    assert "The lowest is in fprop of 1 · up (25.0 dB), the highest in wgrad of 1 · up (35.0 dB)" in said
 
 
 @pytest.mark.parametrize(
@@ -76,17 +85,17 @@ def test_the_worst_and_the_best_product_are_named():
 )
 def test_how_layers_move_from_step_to_step(cells, words):
     heat = Heat(HEAT.rows, ["step 1", "step 9"], cells)
-    assert words in what_if_figures.say_steps(heat, "fprop", "so")
+    assert words in what_if_figures.describe_steps(heat, "fprop", "so")
 
 
 def test_layers_that_have_no_two_steps_do_not_move():
     heat = Heat(HEAT.rows, ["step 1", "step 9"], [[30.0, None], [None, 26.0]])
-    assert "moves" not in what_if_figures.say_steps(heat, "fprop", "so")
+    assert "changes" not in what_if_figures.describe_steps(heat, "fprop", "so")
 
 
 def test_the_worst_cell_is_the_deepest():
     with drawing(400, 200) as figure:
-        what_if_figures.draw_heat(figure, HEAT, "SNR")
+        draw_heat(figure, HEAT, "SNR")
         alpha = {round(p.get_x() + 0.48): {} for p in figure.axes[0].patches}
         for p in figure.axes[0].patches:
             alpha[round(p.get_x() + 0.48)][round(p.get_y() + 0.45)] = p.get_alpha()
@@ -99,9 +108,9 @@ SIZE[0, 2], SIZE[3, 2], SIZE[3, 5] = 500.0, 300.0, 2.0
 
 
 def test_the_largest_value_is_placed():
-    said = outliers_figures.say_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
+    said = outliers_figures.describe_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
     assert "500 times the median, in channel 2 of token 0 (first token)" in said
-    assert "channels 2 hold 100% of the 2 dots" in said
+    assert "Channels 2 hold 100% of the 2 dots" in said
 
 
 def without(kind, massive, output, others):
@@ -113,35 +122,37 @@ def without(kind, massive, output, others):
 
 def test_what_is_without_outliers_is_said():
     rows = [without("first token", 3, 0.2, (0.5, 1.0)), without("all tokens", 3, 0.25, (0.4, 1.0))]
-    said = outliers_figures.say_without(rows, 100.0)
+    said = outliers_figures.describe_removal(rows, 100.0)
     assert "first token: 3 in 4" in said
     assert "keep 40% of their error with INT8, one scale a tensor, and 100% with E4M3, tiles of 1×128" in said
-    assert "output moves by 25%: the outliers are much of what it says." in said
-    assert "a tile keeps an outlier to its own token" in said
+    assert "output changes by 25%, so the outliers carry much of the information." in said
+    assert "a tile confines an outlier to its own token" in said
 
 
 def test_outliers_that_do_not_matter_are_not_said_to():
     rows = [without("first token", 3, 0.001, (0.99, 0.5)), without("all tokens", 3, 0.002, (0.99, 0.5))]
-    said = outliers_figures.say_without(rows, 100.0)
-    assert said.endswith("and 50% with E4M3, tiles of 1×128. The layer's output moves by 0%.")
+    said = outliers_figures.describe_removal(rows, 100.0)
+    assert said.endswith("and 50% with E4M3, tiles of 1×128. The layer's output changes by 0%.")
 
 
 def test_an_input_without_outliers_says_so():
-    assert "No value is 100 times" in outliers_figures.say_without([without("all tokens", 0, 0.0, (1.0, 1.0))], 100.0)
+    assert "No value is 100 times" in outliers_figures.describe_removal(
+        [without("all tokens", 0, 0.0, (1.0, 1.0))], 100.0
+    )
 
 
 CURVE = Curve([13, 14, 15], [60.0, 68.0, 76.0], 70.0, 30.0, 1024)
 
 
 def test_how_many_bits_match_promotion():
-    said = hardware_figures.say_bits(CURVE)
-    assert "13 bits the sums have 60 dB and each further one is worth 8 dB" in said
-    assert "With 15 bits it would match" in said
-    assert "The casts alone leave 30 dB: sums far above that do not matter." in said
+    said = hardware_figures.describe_bits(CURVE)
+    assert "13 fraction bits the sums have 60 dB, and the next bit adds 8 dB" in said
+    assert "15 bits would match promotion every 128." in said
+    assert "Quantization alone has 30 dB; a much higher SNR of the sums has no benefit." in said
 
 
 def test_casts_that_lose_nothing_are_not_spoken_of():
-    assert "casts" not in hardware_figures.say_bits(replace(CURVE, cast_db=None))
+    assert "Quantization" not in hardware_figures.describe_bits(replace(CURVE, cast_db=None))
 
 
 @pytest.mark.parametrize("cast", [None, 30.0])
@@ -153,12 +164,12 @@ def test_the_curve_is_drawn_with_its_casts_or_without(cast):
 
 def test_what_saves_most_memory_traffic():
     rows = [
-        Moved("a", "HBM", 100, 60, None),
-        Moved("b", "HBM", 100, 30, None),
-        Moved("c", "core", 900, 1, (30.0, 29.5)),
+        Change("a", "HBM", 100, 60, None),
+        Change("b", "HBM", 100, 30, None),
+        Change("c", "core", 900, 1, (30.0, 29.5)),
     ]
-    assert "“b”: 100 B of memory traffic become 30 B" in hardware_figures.say_moved(rows, "HBM")
-    assert "c −0.50 dB" in hardware_figures.say_errors(rows[2:])
+    assert "“b” saves most: memory traffic falls from 100 B to 30 B" in hardware_figures.describe_bytes(rows, "HBM")
+    assert "c −0.50 dB" in hardware_figures.describe_errors(rows[2:])
 
 
 def predicted(snr=10.0, measured=12.0, excepted=True):
@@ -166,26 +177,26 @@ def predicted(snr=10.0, measured=12.0, excepted=True):
 
 
 def test_the_riskiest_product_is_named():
-    said = preflight_figures.say_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
-    assert "1 of 2 products falls below 20 dB; 1 is advised to stay in BF16." in said
-    assert "wgrad of 0 · e.3, 10.0 dB, by the cast of x, 25% of whose values become zero" in said
+    said = preflight.describe_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
+    assert "1 of 2 GEMMs is below 20 dB; 1 is advised to stay in BF16." in said
+    assert "wgrad of 0 · e.3, 10.0 dB, caused by the quantization of x, where 25% of the values become zero" in said
 
 
 def test_what_is_kept_for_another_products_sake_is_told_apart():
-    said = preflight_figures.say_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
-    assert "1 of 2 products falls below 20 dB; 2 are advised to stay in BF16 (an expert's two weights share" in said
+    said = preflight.describe_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
+    assert "1 of 2 GEMMs is below 20 dB; 2 are advised to stay in BF16 (the two weights of experts share" in said
 
 
 def test_without_a_risk_nothing_is_kept():
-    assert "None falls below 20 dB" in preflight_figures.say_risk([predicted(30.0, None, False)], "deepseek_v3", 20.0)
-    assert "Every product is exact" in preflight_figures.say_risk([], "deepseek_v3", 20.0)
+    assert "None is below 20 dB" in preflight.describe_risk([predicted(30.0, None, False)], "deepseek_v3", 20.0)
+    assert "Every GEMM is exact" in preflight.describe_risk([], "deepseek_v3", 20.0)
 
 
 def test_how_far_predictions_are_off():
-    said = preflight_figures.say_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
-    assert "2 measured products" in said
-    assert "3.5 dB apart (RMS)" in said  # √((9 + 16) / 2)
+    said = preflight.describe_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
+    assert "Measured SNR of 2 GEMMs" in said
+    assert "the RMS difference is 3.5 dB" in said  # √((9 + 16) / 2)
 
 
 def test_an_experts_risk_stands_in_its_layers_row():
-    assert preflight_figures.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])
+    assert preflight.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])

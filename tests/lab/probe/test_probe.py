@@ -22,7 +22,7 @@ SHORT = [case for case in cases() if case.steps == 1]
 
 def pretended(row_of):
     """A tensor core that does what a model says."""
-    return lambda name, a, b, c: modeled(a, b, c, row_of(Case(name, a.dtype, b.dtype, 1).row))
+    return lambda name, a, b, c: modeled(a, b, c, row_of(Case(name, a.dtype, b.dtype, 1).instruction))
 
 
 TRUE = pretended(lambda row: row)
@@ -39,7 +39,7 @@ def test_the_wgmma_kernel_gives_what_the_emulators_tensor_core_gives(case):
     a = tiles.operand(case.a, 64, case.k, generator, opposite=False, special=True)
     b = tiles.operand(case.b, 128, case.k, generator, opposite=True, special=True)
     c, d = tiles.accumulator(a, b, generator, special=True), torch.empty(64, 128)
-    name, constants, headers = kernels.text("wgmma", case.a, case.b, case.steps)
+    name, constants, headers = kernels.source_of("wgmma", case.a, case.b, case.steps)
     emulator.run(
         name,
         constants,
@@ -50,7 +50,7 @@ def test_the_wgmma_kernel_gives_what_the_emulators_tensor_core_gives(case):
         headers=headers,
         arithmetic="hopper",
     )
-    assert same_bits(d, modeled(a, b, c, case.row))
+    assert same_bits(d, modeled(a, b, c, case.instruction))
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.steps == 4], ids=str)
@@ -97,7 +97,7 @@ def test_operands_are_finite_unless_asked_for(dtype):
     generator = torch.Generator().manual_seed(0)
     x = tiles.operand(dtype, 60, 64, generator, opposite=False, special=False)
     assert x.float().isfinite().all()
-    exponent = decode(x, Case("wgmma", dtype, dtype, 1).row).exponent
+    exponent = decode(x, Case("wgmma", dtype, dtype, 1).instruction).exponent
     assert exponent[x != 0].max() - exponent[x != 0].min() >= 14
 
 
@@ -115,7 +115,7 @@ def test_golden_results_are_read_as_they_were_written(tmp_path):
     assert count == len(SHORT) * 768
     assert {case for case, *_ in read} == set(SHORT)
     for case, a, b, c, d in read:
-        assert torch.equal(bits(modeled(a, b, c, case.row)), bits(d))
+        assert torch.equal(bits(modeled(a, b, c, case.instruction)), bits(d))
 
 
 def test_most_golden_results_are_finite(tmp_path):
