@@ -90,12 +90,12 @@ class GemmFormats:
     wgrad_dy: OperandFormat
 
     @cached_property
-    def routed(self) -> tuple[OperandFormat, OperandFormat]:
+    def routed_dy(self) -> tuple[OperandFormat, OperandFormat]:
         """dy and wgrad_dy of experts, whose rows travel in 8 bits and are cast again: scaled as x is."""
         return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
 
     def __post_init__(self) -> None:
-        assert self.routed  # made now: the compiler of torch 2.11 cannot make a cast
+        assert self.routed_dy  # made now: the compiler of torch 2.11 cannot make a cast
         if self.is_delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
             raise ValueError("wgrad_x and wgrad_dy must be x and dy where a scale is delayed: a history has no others")
 

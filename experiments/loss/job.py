@@ -180,7 +180,9 @@ def _copies(trainer: Trainer) -> int:
             if formats is None:
                 total += weight.numel() * layer.recipe.compute.itemsize
                 continue
-            both = quantize_weight(weight.detach(), replace(formats.w, amax="current"), None, keep=False, turned=True)
+            both = quantize_weight(
+                weight.detach(), replace(formats.w, amax="current"), None, cache=False, needs_dgrad=True
+            )
             parts = (t.untyped_storage() for q in both for t in (q.data, q.scale))
             total += sum({part.data_ptr(): part.nbytes() for part in parts}.values())
     return total

@@ -25,7 +25,7 @@ from octile.lab.layers import layer_weights
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.lab.what_if import SAMPLE, Error, SampledGemm, sample_rows, values
 from octile.nn.conversion import apply_recipe
-from octile.nn.delayed_scaling import unscaled
+from octile.nn.delayed_scaling import quantize_unscaled
 from octile.recipe import GemmName, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
@@ -247,4 +247,4 @@ def quantize_as_recipe(recipe: Recipe, captured: CapturedGemm) -> tuple[ScaledTe
 
 def _quantize(t: Tensor, fmt: OperandFormat) -> ScaledTensor:
     t = t.contiguous()
-    return unscaled(t, fmt) if fmt.amax == "unscaled" else quantize(t, fmt.block, fmt.fmt, fmt.scale)
+    return quantize_unscaled(t, fmt) if fmt.amax == "unscaled" else quantize(t, fmt.block, fmt.fmt, fmt.scale)

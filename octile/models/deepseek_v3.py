@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
 from octile.nn.functional import result_dtype
+from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.mla import MLA, LatentCache, LayerCache
 from octile.nn.mlp import MLP
@@ -40,8 +41,10 @@ class Block(nn.Module):
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
-        x_BSD = self.self_attn(x_BSD, cos_sin, cache, norm=self.input_layernorm, residual=True)
-        return self.mlp(x_BSD, norm=self.post_attention_layernorm, residual=True)
+        x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn, fuse=cache is None)
+        x_BSD = x_BSD + self.self_attn(normed, cos_sin, cache)
+        x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
+        return x_BSD + self.mlp(normed)
 
 
 class MTPBlock(Block):

@@ -1,8 +1,9 @@
-"""Layers with autograd: what a model is built of. Their products as functions are in `functional`."""
+"""Layers with autograd, of which a model is built; `functional` has the linear layers as functions."""
 
 from octile.nn import functional
 from octile.nn.conversion import convert
 from octile.nn.delayed_scaling import end_step
+from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.linear import Linear
 from octile.nn.mha import MHA
@@ -25,4 +26,5 @@ __all__ = [
     "end_step",
     "frozen_weights",
     "functional",
+    "pre_norm",
 ]

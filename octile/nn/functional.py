@@ -17,9 +17,8 @@ from torch import Tensor
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused.high_precision import HighPrecisionLinear
 from octile.nn.fused.linear import QuantizedLinear
-from octile.nn.fused.quantize import observe_quantization as observe_quantization
 from octile.nn.fused.shared_quantization import shared_by_layers
-from octile.nn.weight_cache import may_be_kept
+from octile.nn.weight_cache import can_cache
 from octile.ops.grouped import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
 from octile.recipe import GEMMS, Recipe
@@ -117,7 +116,7 @@ def _weight_use(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, bool]:
     Inside of an autograd function grad mode is always off, so this is asked before.
     """
     assert recipe.formats is not None
-    return may_be_kept(weight, recipe.formats.w), torch.is_grad_enabled() and x.requires_grad
+    return can_cache(weight, recipe.formats.w), torch.is_grad_enabled() and x.requires_grad
 
 
 def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:

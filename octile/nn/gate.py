@@ -1,8 +1,8 @@
 """The expert gates of DeepSeek-V3 and V2: which experts a token goes to, and with what weight.
 
-A token has an affinity to every expert.  To spare the network between nodes it may only go to experts of a few groups,
-so the best groups are found first and then the best experts within them.  V3 balances the experts without a loss that
-pulls at the model: a bias for each expert steers the choice and never touches the weights.
+A token has an affinity to every expert.  To limit the traffic between nodes it may only go to experts of a few groups,
+so the best groups are chosen first and then the best experts within them.  V3 balances the experts without an auxiliary
+loss: a bias for each expert steers the choice and does not affect the weights.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, DeepSeek-V2 (arXiv 2405.04434) §2.2.2.
 Shapes: T tokens, D model, E experts, K chosen experts, G groups of e experts.
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from octile.nn.fused.block_input import BlockInput, Source
+from octile.nn.fused.block_input import BlockInput, Saved
 from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 
 class Routing(NamedTuple):
-    """What a gate decides: weights [T, K] float32, experts [T, K] int64, affinity [T, E] float32."""
+    """The result of a gate: weights [T, K] float32, experts [T, K] int64, affinity [T, E] float32."""
 
     weights_TK: Tensor
     experts_TK: Tensor
@@ -33,17 +33,17 @@ class Gate(nn.Module):
     The two generations differ in four settings:
 
         topk_method            noaux_tc (V3)            group_limited_greedy, greedy (V2)
-        a group is as good as  its two best experts     its best expert; greedy knows no groups
+        score of a group       its two best experts     its best expert; greedy has no groups
         scoring_func           sigmoid                  softmax
         norm_topk_prob         True                     False
         balance by             a bias on the choice     the balance loss alone
 
     Args:
         n_chosen: K.
-        routed_scaling_factor: what the weights are multiplied by in the end.
+        routed_scaling_factor: by which the weights are finally multiplied.
 
     Raises:
-        ValueError: a setting is unknown, or the numbers do not fit together.
+        ValueError: a setting is unknown, or the sizes do not fit together.
     """
 
     e_score_correction_bias: Tensor | None
@@ -69,13 +69,13 @@ class Gate(nn.Module):
         self.topk_method, self.scoring_func = topk_method, scoring_func
         self.norm_topk_prob, self.routed_scaling_factor = norm_topk_prob, routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(n_experts, hidden_size).normal_(std=0.006))
-        steered = topk_method == "noaux_tc"
-        self.register_buffer("e_score_correction_bias", torch.zeros(n_experts) if steered else None)
+        has_bias = topk_method == "noaux_tc"
+        self.register_buffer("e_score_correction_bias", torch.zeros(n_experts) if has_bias else None)
 
     def forward(self, x: Tensor | BlockInput) -> Routing:
-        """x [T, D], or what other layers read as well and which is kept as they keep it."""
-        read = (x.x, x.kept, x.source) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
-        logit_TE = _Logits.apply(self.weight, *read)
+        """Choose experts for x [T, D], or for an input that fused layers read and save as well."""
+        inputs = (x.x, x.saved, x.how_saved) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
+        logit_TE = _Logits.apply(self.weight, *inputs)
         affinity_TE = logit_TE.sigmoid() if self.scoring_func == "sigmoid" else logit_TE.softmax(-1)
         score_TE = affinity_TE.detach()
         if self.e_score_correction_bias is not None:
@@ -88,7 +88,7 @@ class Gate(nn.Module):
         return Routing(weights_TK * self.routed_scaling_factor, experts_TK, affinity_TE)
 
     def _within_best_groups(self, score_TE: Tensor) -> Tensor:
-        """Every score outside the token's best groups becomes −inf: a bias may make scores negative, 0 would win."""
+        """Set every score outside the token's best groups to −inf: a bias may make scores negative, so 0 would win."""
         if self.topk_method == "greedy" or self.topk_group == self.n_group:
             return score_TE
         score_TGe = score_TE.unflatten(-1, (self.n_group, -1))
@@ -100,9 +100,9 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def balance(self, load_E: Tensor, speed: float) -> None:
-        """After a step: experts that got fewer tokens than the mean become easier to choose.
+        """Raise the bias of experts that got fewer tokens than the mean, lower the others': call it after each step.
 
-        A gate of V2 has no bias, is balanced by its loss alone, and stays as it is.
+        A gate of V2 has no bias and is not changed; it is balanced by its loss alone.
 
         Args:
             load_E: how many tokens went to each expert in the step.
@@ -114,27 +114,29 @@ class Gate(nn.Module):
         self.e_score_correction_bias += speed * torch.sign(load_E.mean() - load_E)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves with the model, but the bias stays FP32: a step of 0.001 is lost in BF16."""
-        exact = self.e_score_correction_bias
+        """Apply fn as `nn.Module` does, but keep the bias in FP32: BF16 would lose a step of 0.001."""
+        before = self.e_score_correction_bias
         super()._apply(fn, recurse)
-        moved = self.e_score_correction_bias
-        if exact is not None and moved is not None and moved.dtype != exact.dtype:
-            self.e_score_correction_bias = exact.to(moved.device)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.e_score_correction_bias = before.to(after.device)
         return self
 
 
 class _Logits(torch.autograd.Function):
-    """x · wᵀ in FP32, of an input that is not kept in FP32; without a source it is kept as it is."""
+    """Compute x · wᵀ in FP32 of an input in another dtype, which is saved as it is or as fused layers save it."""
 
     @staticmethod
-    def forward(ctx: Any, weight_ED: Tensor, x_TD: Tensor, kept: tuple[Tensor, ...], source: Source | None) -> Tensor:
-        ctx.save_for_backward(weight_ED, *kept)
-        ctx.source = source
+    def forward(
+        ctx: Any, weight_ED: Tensor, x_TD: Tensor, saved: tuple[Tensor, ...], how_saved: Saved | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight_ED, *saved)
+        ctx.how_saved = how_saved
         return gate_logits(x_TD, weight_ED)
 
     @staticmethod
     def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
-        weight_ED, *kept = ctx.saved_tensors
-        x_TD = kept[0] if ctx.source is None else ctx.source.values_again(tuple(kept))
+        weight_ED, *saved = ctx.saved_tensors
+        x_TD = saved[0] if ctx.how_saved is None else ctx.how_saved.values(tuple(saved))
         dx_TD, dweight_ED = gate_logits_backward(dy_TE, x_TD, weight_ED)
         return dweight_ED.to(weight_ED.dtype), dx_TD, None, None

@@ -5,11 +5,12 @@ from torch import Tensor, nn
 
 from octile.nn import functional
 from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.recipe_holder import RecipeHolder
 from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, RecipeHolder[Recipe]):
     """A linear layer in 8 bits with the interface, the parameters and the `state_dict` of `torch.nn.Linear`.
 
     fprop, dgrad and wgrad take operands as `recipe` casts them and sum in FP32. Of the input only its 8-bit form is

@@ -1,9 +1,9 @@
-"""DeepSeekMoE: every token is sent to a few of many small experts, and to the shared ones.
+"""DeepSeekMoE: every token is sent to a few of many small experts, and to the shared experts.
 
-    gate       affinity of every token to every expert, and which K it goes to         gate.py
-    dispatch   the tokens' rows, sorted by expert; the counts stay on the device       dispatch.py
-    experts    one product for all of them: an expert without tokens costs nothing
-    combine    the K results of a token, weighted and summed                           dispatch.py
+    gate       the affinity of every token to every expert, and which K experts it is sent to     gate.py
+    dispatch   the tokens' rows, sorted by expert; the counts stay on the device                  dispatcher.py
+    experts    grouped GEMMs: an expert without tokens costs nothing                              Experts
+    combine    the K results of a token, weighted and summed                                      dispatcher.py
 
 No token is ever dropped, and none is padded.  Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
 Shapes: B batch, S sequence, T = B·S tokens, D model, E experts, K chosen experts, I intermediate, R = T·K rows.
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.functional import grouped_linear, result_dtype
-from octile.nn.fused import feed_forward
-from octile.nn.fused.block_input import BlockInput, read
-from octile.nn.fused.layers import fusable_norm, unobserved
+from octile.nn.fused.block_input import BlockInput
+from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
+from octile.nn.fused.fusion import FusableModule, Fusion, has_hooks
 from octile.nn.gate import Gate, Routing
 from octile.nn.linear import history_for
 from octile.nn.mlp import MLP
-from octile.nn.norm import RMSNorm
-from octile.nn.smooth_swiglu import power_of_2, scale_columns
+from octile.nn.recipe_holder import RecipeHolder
+from octile.nn.smooth_swiglu import power_of_2_at_least, scale_columns
 from octile.recipe import Recipe
 
 
-class Experts(nn.Module):
+class Experts(nn.Module, RecipeHolder[Recipe | None]):
     """E SwiGLU layers in two stacked weights: gate_up [E, 2I, D], the gates' rows first, and down [E, D, I]."""
 
     def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int):
@@ -41,12 +41,12 @@ class Experts(nn.Module):
         return 3 * len(self.down)
 
     def use_recipe(self, recipe: Recipe | None) -> None:
-        """Changes the formats of the products; what a delayed recipe has seen so far is forgotten."""
+        """Change the recipe, and clear the amax history that delayed scaling has collected."""
         self.recipe = recipe
         self.gate_up_history, self.down_history = history_for(recipe, self.gate_up), history_for(recipe, self.down)
 
     def forward(self, x_RD: Tensor, offs_E: Tensor) -> Tensor:
-        """Rows sorted by expert, offs_E int32 the end of each expert's rows: [R, D] → [R, D]."""
+        """Compute rows [R, D] sorted by expert; offs_E int32 [E] is the end of each expert's rows: [R, D]."""
         gate_RI, up_RI = grouped_linear(x_RD, self.gate_up, offs_E, self.recipe, self.gate_up_history).chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         down_EDI: Tensor = self.down
@@ -54,32 +54,28 @@ class Experts(nn.Module):
             h_RI, down_EDI = _smooth(h_RI, down_EDI, offs_E)
         return grouped_linear(h_RI, down_EDI, offs_E, self.recipe, self.down_history)
 
-    def fused_recipe(self) -> Recipe | None:
-        """The recipe, where these layers and the way to them and back are one function under it."""
-        fuses = self.recipe is not None and self.recipe.can_fuse_swiglu and feed_forward.takes(self.down.shape[-1])
-        return self.recipe if fuses and type(self) is Experts and unobserved(self) else None
-
 
 def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves each expert's channel sizes from h into the weight; see `smooth.py`."""
+    """Move the scale of each expert's channels from h into the weight; see `octile.nn.smooth_swiglu`."""
     expert_R = torch.searchsorted(offs_E, torch.arange(len(h_RI), device=h_RI.device, dtype=offs_E.dtype), right=True)
-    amax_EI = h_RI.new_zeros(len(down_EDI) + 1, h_RI.shape[-1])  # the last for rows that belong to no expert
+    amax_EI = h_RI.new_zeros(len(down_EDI) + 1, h_RI.shape[-1])  # the last row is for rows that belong to no expert
     amax_EI.scatter_reduce_(0, expert_R[:, None].expand_as(h_RI), h_RI.detach().abs(), "amax")
-    scale_EI = power_of_2(amax_EI)
+    scale_EI = power_of_2_at_least(amax_EI)
     smooth_RI = (h_RI / scale_EI[expert_R]).to(h_RI.dtype)
     return smooth_RI, scale_columns(down_EDI, scale_EI[:-1, None])
 
 
-class MoE(nn.Module):
-    """A mixture of experts of which each token uses a few, and shared ones that all use: x [B, S, D] → [B, S, D].
+class MoE(FusableModule):
+    """A mixture of experts: each token uses a few of them, and all tokens use the shared ones: [B, S, D] → [B, S, D].
 
-    For any model (`docs/moe.md`): any number of tokens, experts and chosen ones, any sizes. No token is dropped and
+    For any model (`docs/moe.md`): any number of tokens, experts and chosen experts, any sizes. No token is dropped and
     none is padded, an expert without tokens costs nothing, nothing waits for the host, and the same tokens give the
     same bits, on a GPU in deterministic mode (`torch.use_deterministic_algorithms`).
 
     It computes in the input's dtype, or autocast's, until `octile.convert` or `use_recipe` of its experts gives it a
-    recipe. Under one that says how SwiGLU's inputs are kept, and with intermediate sizes that are multiples of 128,
-    the input is quantised once, travels to the experts in 8 bits, and comes back in BF16 (`feed_forward.py`).
+    recipe. Under a recipe that says how SwiGLU's inputs are saved, and with intermediate sizes that are multiples of
+    128, the input is quantized once, travels to the experts in 8 bits, and the results come back in BF16
+    (`octile.nn.fused.feed_forward`).
 
     In training mode a forward pass leaves two things behind:
 
@@ -87,9 +83,9 @@ class MoE(nn.Module):
         balance_loss    α · Σ f_i · P_i, the mean over the sequences, for the model to add to its loss (or None)
 
     Args:
-        gate: chooses the experts; their number is its.
-        hidden_size, intermediate_size: D, and I of an expert.
-        shared_intermediate_size: of the shared experts, which are one SwiGLU layer together; 0: there are none.
+        gate: chooses the experts, and has their number.
+        hidden_size, intermediate_size: D, and I of one expert.
+        shared_intermediate_size: I of the shared experts, which are one SwiGLU layer together; 0: there are none.
         alpha: weight α of the balance loss.
 
     Raises:
@@ -98,6 +94,8 @@ class MoE(nn.Module):
     Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.3.3.
     """
 
+    fusable_layers = ("experts",)
+    reads_high_precision = True  # the gate does
     last_load_E: Tensor
 
     def __init__(
@@ -111,7 +109,7 @@ class MoE(nn.Module):
         if intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, not {intermediate_size}")
         for name, value in (("shared_intermediate_size", shared_intermediate_size), ("alpha", alpha)):
-            if not value >= 0:  # NaN is refused too
+            if not value >= 0:  # rejects NaN, too
                 raise ValueError(f"{name} must be at least 0, not {value}")
         n_experts, of_gate = gate.weight.shape
         if of_gate != hidden_size:
@@ -125,47 +123,52 @@ class MoE(nn.Module):
         self.register_buffer("last_load_E", torch.zeros(n_experts, dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
-    def forward(self, x_BSD: Tensor, norm: RMSNorm | None = None, residual: bool = False) -> Tensor:
-        """The mixture's result for x, or for norm(x), of which only x is then kept for the backward pass.
-
-        Args:
-            residual: adds x to the result.
+    def forward(self, x_BSD: Tensor | BlockInput) -> Tensor:
+        """Compute the mixture of x, or of the second result of `octile.nn.pre_norm`: [B, S, D].
 
         Raises:
             ValueError: x is not [B, S, D].
         """
-        width = self.gate.weight.shape[1]
-        if x_BSD.dim() != 3 or x_BSD.shape[-1] != width:
-            raise ValueError(f"x must be [batch, sequence, {width}], not {tuple(x_BSD.shape)}")
-        recipe = self.experts.fused_recipe()
-        if recipe is not None and recipe.formats is not None and fusable_norm(norm):
-            return self._fused(x_BSD, norm, residual, recipe)
-        x_TD = (x_BSD if norm is None else norm(x_BSD)).flatten(0, 1)
-        routing, plan = self._route(x_TD, len(x_BSD))
+        shape, width = x_BSD.shape, self.gate.weight.shape[1]
+        if len(shape) != 3 or shape[-1] != width:
+            raise ValueError(f"x must be [batch, sequence, {width}], not {tuple(shape)}")
+        x = self.fused_input(x_BSD)
+        if isinstance(x, BlockInput):
+            return self._fused(x).view(shape)
+
+        x_TD = x.flatten(0, 1)
+        routing, plan = self._route(x_TD, shape[0])
         y_RD = self.experts(self.dispatcher.dispatch(x_TD, plan), plan.offs_E)
         y_TD = self.dispatcher.combine(y_RD, routing.weights_TK, plan)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        y_BSD = y_TD.view_as(x_BSD)
-        return x_BSD + y_BSD if residual else y_BSD
+        return y_TD.view(shape)
 
-    def _fused(self, x_BSD: Tensor, norm: RMSNorm | None, residual: bool, recipe: Recipe) -> Tensor:
-        assert recipe.formats is not None
-        x = read(x_BSD.flatten(0, 1), recipe.formats.x, norm, values=True)  # the gate reads the values
-        routing, plan = self._route(x, len(x_BSD))
+    def decide_fusion(self) -> Fusion | None:
+        recipe = self.experts.recipe if type(self.experts) is Experts else None
+        if recipe is None or recipe.formats is None or not recipe.can_fuse_swiglu:
+            return None
+        return Fusion(recipe, recipe.formats) if can_fuse_size(self.experts.down.shape[-1]) else None
+
+    def _fused(self, x: BlockInput) -> Tensor:
+        routing, plan = self._route(x, x.shape[0])
         shared = None
         if self.shared_experts is not None:
-            alike = self.shared_experts.fused_recipe() == recipe and unobserved(self.shared_experts)
-            shared = self.shared_experts.fused(x, recipe) if alike else self.shared_experts(x.x)
-        routed = feed_forward.Routed(self.dispatcher, plan)
-        weights = (self.experts.gate_up, self.experts.down)
-        y_TD = feed_forward.experts(x, *weights, routing.weights_TK, shared, routed, recipe, result_dtype(x.x))
-        return (x.residual + y_TD if residual else y_TD).view_as(x_BSD)
+            shares_input = self._shares_input(self.shared_experts, x.recipe)
+            shared = self.shared_experts(x if shares_input else x.x).view(x.x.shape)
+        weights = (self.experts.gate_up, self.experts.down, routing.weights_TK)
+        return experts_feed_forward(x, *weights, shared, Routed(self.dispatcher, plan), result_dtype(x.x))
+
+    def _shares_input(self, shared_experts: MLP, recipe: Recipe) -> bool:
+        """Whether the shared experts read the same quantized input as the experts: fused by an equal recipe."""
+        fusion = None if has_hooks(shared_experts) else shared_experts.fusion()
+        return fusion is not None and (fusion.recipe is recipe or fusion.recipe == recipe)
 
     def _route(self, x: Tensor | BlockInput, batch: int) -> tuple[Routing, RoutingPlan]:
-        """Which token goes where; notes the load and its loss."""
-        own_gate = type(self.gate) is Gate and unobserved(self.gate)
-        routing = self.gate(x if own_gate or not isinstance(x, BlockInput) else x.x)
+        """Choose each token's experts and plan the way of the rows; store the load and its loss."""
+        if isinstance(x, BlockInput) and (type(self.gate) is not Gate or has_hooks(self.gate)):
+            x = x.x
+        routing = self.gate(x)
         load_BE = self._load(routing.experts_TK, batch)
         if self.training:
             self.last_load_E = load_BE.sum(0)
@@ -173,21 +176,21 @@ class MoE(nn.Module):
         return routing, self.dispatcher.plan(routing.experts_TK, load_BE.sum(0))
 
     def pop_balance_loss(self) -> Tensor | float:
-        """The balance loss of the last forward pass in training mode, once; 0 if there was none."""
+        """Return the balance loss of the last forward pass in training mode, once; 0 if there was none."""
         loss, self.balance_loss = self.balance_loss, None
         return 0.0 if loss is None else loss
 
     def _load(self, experts_TK: Tensor, batch: int) -> Tensor:
-        """How many tokens of each sequence go to each expert: int64 [B, E]."""
+        """Count the tokens of each sequence that go to each expert: int64 [B, E]."""
         tokens, n_experts = len(experts_TK), len(self.gate.weight)
         sequence_T = torch.arange(tokens, device=experts_TK.device) // max(tokens // max(batch, 1), 1)
-        index_X = (experts_TK + sequence_T[:, None] * n_experts).flatten()  # one dimension: added up in a fixed order
+        index_X = (experts_TK + sequence_T[:, None] * n_experts).flatten()  # one dimension: summed in a fixed order
         zeros_X = experts_TK.new_zeros(batch * n_experts)
         return zeros_X.scatter_add_(0, index_X, torch.ones_like(index_X)).view(batch, n_experts)
 
 
 def sequence_balance(affinity_TE: Tensor, load_BE: Tensor) -> Tensor:
-    """Σ_i f_i · P_i of each sequence, averaged over the batch; 1 if every expert is used alike.
+    """Compute Σ_i f_i · P_i of each sequence, averaged over the batch; 1 if all experts are used equally.
 
         f_i = E / (K · S) · how many tokens chose expert i        P_i = mean over tokens of s_i / Σ_j s_j
 

@@ -1,4 +1,4 @@
-"""Root mean square normalisation.  Source: Zhang and Sennrich (arXiv 1910.07467)."""
+"""Root mean square normalization.  Source: Zhang and Sennrich (arXiv 1910.07467)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,16 +1,21 @@
-"""Where one may look on while products are made: what `octile.lab` measures and captures.
+"""Observers: functions that see what layers quantize and multiply, for `octile.lab`, reports of a run and tests.
 
-Nobody looks on as a rule, and then a product costs one look at an empty list.
+There are two events, and one list of observers:
 
-A layer's three products belong together: what watches fprop gives back a function for the other two, which can so
-keep of fprop whatever it needs and no more. A forward pass that is never followed by a backward pass (a validation,
-the first pass of a checkpointed block) is told apart by that function not being called.
+    quantization    an operand was quantized; nothing is returned
+    GEMM            fprop of a layer is about to run; the observer may return a function for the layer's dgrad and wgrad
+
+Because fprop's observer returns the function that sees the other two GEMMs, it can hold whatever it needs of fprop in a
+closure. For a forward pass that has no backward pass (a validation, the first pass of a checkpointed block) that
+function is never called.
+
+Usually there is no observer, and an event costs one look at an empty list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +27,13 @@ from octile.scaled import ScaledTensor
 
 @dataclass(frozen=True, eq=False)
 class ObservedGemm:
-    """One product a · bᵀ as it is made.
+    """One GEMM a · bᵀ of a layer.
 
     Attributes:
         name: fprop (a: x, b: w), dgrad (dy, wᵀ) or wgrad (dyᵀ, xᵀ).
-        before: what a was before its cast: x, dy or dyᵀ.
-        a, b: the operands as they are multiplied, or None where the product is not made in 8 bits.
-        offs: of experts, int32 [G]: the end of each group of tokens.
+        before: a before it was quantized: x, dy or dyᵀ.
+        a, b: the quantized operands, or None where the GEMM runs in high precision.
+        offs: int32 [G], for a grouped GEMM: the end of each group of tokens.
     """
 
     name: GemmName
@@ -39,35 +44,68 @@ class ObservedGemm:
 
 
 Backward = Callable[[ObservedGemm], None]
-Observer = Callable[[Tensor, ObservedGemm], Backward | None]
-_watchers: list[Observer] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Observer:
+    """What is called at each of the two events; None: nothing.
+
+    Attributes:
+        gemm: called with a layer's weight, [N, K] or of experts [G, N, K] in high precision, and its fprop. What it
+            returns, if anything, is called with the same layer's dgrad and wgrad, as far as they run.
+        quantization: called with the name of an operand, "x", "w", "dy", "wgrad_x" or "wgrad_dy", and its quantized
+            values.
+    """
+
+    gemm: Callable[[Tensor, ObservedGemm], Backward | None] | None = None
+    quantization: Callable[[str, ScaledTensor], None] | None = None
+
+
+_observers: list[Observer] = []
 
 
 @contextmanager
-def observe_gemms(watcher: Observer) -> Iterator[None]:
-    """Calls watcher(weight, fprop) for every product made inside of operands that may have a gradient.
-
-    weight is the layer's, [N, K] or of experts [G, N, K], before its cast. What the watcher returns, if anything, is
-    called with the same layer's dgrad and wgrad, as far as they are made.
-    """
-    _watchers.append(watcher)
+def observe(observer: Observer) -> Iterator[None]:
+    """Report to the observer what runs inside."""
+    _observers.append(observer)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        _observers.remove(observer)
+
+
+def observe_gemms(gemm: Callable[[Tensor, ObservedGemm], Backward | None]) -> AbstractContextManager[None]:
+    """Call gemm(weight, fprop) for every layer that runs inside, if its operands require gradients; see `Observer`."""
+    return observe(Observer(gemm=gemm))
+
+
+def observe_quantization(quantization: Callable[[str, ScaledTensor], None]) -> AbstractContextManager[None]:
+    """Call quantization(operand, quantized) for everything that layers quantize inside; see `Observer`."""
+    return observe(Observer(quantization=quantization))
+
+
+def has_gemm_observers() -> bool:
+    """Whether GEMMs are reported to anyone. Inside `torch.compile` they are not."""
+    if not _observers or torch.compiler.is_compiling():
+        return False
+    return any(observer.gemm is not None for observer in _observers)
+
+
+def report_quantization(operand: str, quantized: ScaledTensor) -> ScaledTensor:
+    """Report a quantized operand to the observers, and return it."""
+    for observer in _observers:
+        if observer.quantization is not None:
+            observer.quantization(operand, quantized)
+    return quantized
 
 
 def report_fprop(weight: Tensor, fprop: ObservedGemm) -> list[Backward]:
-    """Shows fprop to those who watch; returns who wants to see its dgrad and wgrad."""
-    return [backward for watcher in _watchers if (backward := watcher(weight, fprop)) is not None]
+    """Report fprop to the observers, and return those functions that want to see its dgrad and wgrad."""
+    called = [observer.gemm(weight, fprop) for observer in _observers if observer.gemm is not None]
+    return [backward for backward in called if backward is not None]
 
 
-def report(seen: list[Backward], product: ObservedGemm) -> None:
-    """Shows a dgrad or a wgrad."""
-    for see in seen:
-        see(product)
-
-
-def is_observed() -> bool:
-    """Whether anyone looks on. Inside `torch.compile` nobody does."""
-    return bool(_watchers) and not torch.compiler.is_compiling()
+def report_backward(backwards: list[Backward], gemm: ObservedGemm) -> None:
+    """Report a dgrad or a wgrad to what `report_fprop` returned."""
+    for backward in backwards:
+        backward(gemm)

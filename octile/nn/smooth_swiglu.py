@@ -1,8 +1,8 @@
-"""Smooth-SwiGLU: channel sizes go from an activation into the weight that it meets, before both are quantised.
+"""Smooth-SwiGLU: the scale of each channel moves from an activation into the weight, before both are quantized.
 
 The product of SwiGLU's two projections has rare, very large values in a few channels, which cost every other value of
-an FP8 tensor its precision.  Each channel is divided by its largest value and the down-projection's weight multiplied
-by the same number: the product is the same and both operands are tame.
+an FP8 tensor its precision.  Each channel is divided by its largest value, and the column of the down-projection's
+weight is multiplied by the same number: the result is the same, and neither operand has outliers.
 
 Source: arXiv 2409.12517.
 """
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from octile.ops.quantize import round_up_to_power_of_2
 
-LARGEST = 2.0**127  # power of two in FP32
+MAX_POWER_OF_2 = 2.0**127  # in FP32
 
 
-def power_of_2(amax: Tensor) -> Tensor:
-    """The power of two at or above each number (2¹²⁷ at most), float32; 1 for 0. NaN and Inf stay."""
+def power_of_2_at_least(amax: Tensor) -> Tensor:
+    """Return the power of two at or above each value (2¹²⁷ at most), float32; 1 for 0. NaN and Inf stay."""
     amax = amax.float()
-    finite = round_up_to_power_of_2(amax.clamp(max=LARGEST))
+    finite = round_up_to_power_of_2(amax.clamp(max=MAX_POWER_OF_2))
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), finite, amax))
 
 
 def scale_columns(weight: Tensor, scale: Tensor) -> Tensor:
-    """weight · scale in float32, differentiable in the weight; its gradient goes to `main_grad` where it has one."""
+    """Return weight · scale in float32, differentiable in the weight; its gradient is added to `main_grad` if any."""
     return _ScaleColumns.apply(weight, scale)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from octile.nn.functional import observe_quantization
+from octile.nn.observer import observe_quantization
 from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
 

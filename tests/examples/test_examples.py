@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from octile.checkpoint import convert_checkpoint, load, save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.functional import observe_quantization
 from octile.nn.linear import Linear
+from octile.nn.observer import observe_quantization
 from octile.recipe import Recipe
 from octile.train.data import prepare
 from tests.examples.conftest import FOLDER

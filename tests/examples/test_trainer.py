@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Trainer, TrainerCallback, TrainingArguments
 
 from octile.nn.conversion import apply_recipe
-from octile.nn.functional import observe_quantization
 from octile.nn.linear import Linear
+from octile.nn.observer import observe_quantization
 
 TEXT = Path(argparse.__file__).read_bytes()
 EXAMPLES = [{"input_ids": list(TEXT[n : n + 48]), "labels": list(TEXT[n : n + 48])} for n in range(0, 48 * 16, 48)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import Block, DeepseekV3
-from octile.nn import MHA, MoE, RMSNorm
+from octile.nn import MHA, MoE, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
@@ -358,7 +358,7 @@ def _attention_block(again: str, device: str) -> list[Tensor]:
     x.requires_grad_()
     cos_sin = Rope(128).cos_sin(torch.arange(S, device=device))
     with torch.autocast(device, torch.bfloat16):
-        y = attention(x, cos_sin, norm=norm)
+        y = attention(pre_norm(x, norm, attention)[1], cos_sin)
     y.backward(dy)
     return [y.detach(), x.grad, norm.weight.grad, *(p.grad for p in attention.parameters())]
 

@@ -14,7 +14,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
-from octile.nn.weight_cache import may_be_kept
+from octile.nn.weight_cache import can_cache
 from octile.recipe import BLOCK, OperandFormat, Recipe
 
 WORST = 0.03  # of a tensor's norm
@@ -74,9 +74,9 @@ def test_a_weight_is_not_cached_while_a_graph_is_captured():
     weight, cast = nn.Parameter(torch.randn(N, K, device="cuda")), OperandFormat(block=BLOCK)
     torch.optim.SGD([weight], lr=0.0).step()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        captured = may_be_kept(weight, cast)
+        captured = can_cache(weight, cast)
         weight.detach().clone()  # an empty graph warns
-    assert (captured, may_be_kept(weight, cast)) == (False, True)
+    assert (captured, can_cache(weight, cast)) == (False, True)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor", "int8_tiles", "bf16"])

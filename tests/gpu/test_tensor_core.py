@@ -12,7 +12,7 @@ from octile.lab import tensor_core, tensor_core_matmul, tensor_core_scaled_matmu
 from octile.lab.probe import kernels, products
 from octile.lab.probe.compare import cases, compare
 from octile.lab.tensor_core.architectures import ARCHITECTURES
-from octile.nn.functional import observe_quantization
+from octile.nn.observer import observe_quantization
 from octile.scaled import ScaledTensor
 from tests.lab.products import normal, products_of_a_layer, random_bits, same_bits
 

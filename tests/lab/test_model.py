@@ -5,7 +5,7 @@ import torch
 
 import octile
 from octile.lab import tensor_core, tensor_core_matmul
-from octile.nn.functional import observe_quantization
+from octile.nn.observer import observe_quantization
 from octile.scaled import ScaledTensor
 from tests.lab.products import products_of_a_layer
 

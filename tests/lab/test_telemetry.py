@@ -188,7 +188,7 @@ def attached(model) -> int:
         if name.endswith("hooks") and isinstance(value, dict)
     )
     on_parameters = sum(len(p._backward_hooks or ()) for p in model.parameters())
-    return hooks + on_parameters + len(observer._watchers)
+    return hooks + on_parameters + len(observer._observers)
 
 
 def test_between_measured_steps_and_afterwards_nothing_is_attached():

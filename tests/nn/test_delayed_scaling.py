@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.formats import E4M3, E5M2
-from octile.nn.delayed_scaling import AmaxHistory, end_step, unscaled
+from octile.nn.delayed_scaling import AmaxHistory, end_step, quantize_unscaled
 from octile.nn.linear import Linear
 from octile.recipe import AMAX_HISTORY, TENSOR, OperandFormat, Recipe
 
@@ -136,17 +136,20 @@ def test_a_history_moves_with_its_layer():
 
 
 def test_without_a_scale_e4m3_saturates():
-    q = unscaled(LARGE, OperandFormat(E4M3, TENSOR, amax="unscaled"))
+    q = quantize_unscaled(LARGE, OperandFormat(E4M3, TENSOR, amax="unscaled"))
     assert (q.data.float().tolist(), q.scale.item()) == ([[1, 448]], 1)
 
 
 def test_without_a_scale_the_largest_e5m2_number_is_kept():
-    q = unscaled(torch.tensor([[57344.0, -57344.0]]), OperandFormat(E5M2, TENSOR, amax="unscaled"))
+    q = quantize_unscaled(torch.tensor([[57344.0, -57344.0]]), OperandFormat(E5M2, TENSOR, amax="unscaled"))
     assert q.dequantize().tolist() == [[57344, -57344]]
 
 
 @pytest.mark.parametrize("number", [57345.0, torch.inf, torch.nan])
 def test_without_a_scale_what_is_too_large_for_e5m2_is_seen(number):
     assert (
-        unscaled(torch.tensor([[1.0, number]]), OperandFormat(E5M2, TENSOR, amax="unscaled")).dequantize().isnan().all()
+        quantize_unscaled(torch.tensor([[1.0, number]]), OperandFormat(E5M2, TENSOR, amax="unscaled"))
+        .dequantize()
+        .isnan()
+        .all()
     )

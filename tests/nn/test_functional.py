@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
 from octile.nn.delayed_scaling import AmaxHistory
-from octile.nn.functional import grouped_linear, linear, observe_quantization
-from octile.nn.observer import observe_gemms
+from octile.nn.functional import grouped_linear, linear
+from octile.nn.observer import observe_gemms, observe_quantization
 from octile.recipe import TILE, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
@@ -96,7 +96,7 @@ def delayed(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
     return x, w, dy, x, dy
 
 
-def unscaled(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+def quantize_unscaled(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
     x, w, dy = E4M3.round(x), E4M3.round(w), E5M2.round(dy)
     return x, w, dy, x, dy
 
@@ -107,7 +107,7 @@ SLOW = {
     "int8_tiles": tiles(INT8, INT8),
     "per_tensor": tensors(E4M3, E4M3),
     "fp8_lm": tensors(E4M3, E5M2),
-    "global_scale": unscaled,
+    "global_scale": quantize_unscaled,
     "delayed": delayed,
     "smooth_swiglu": delayed,  # what it smooths belongs to SwiGLU
 }

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from octile.nn import MHA, RMSNorm
+from octile.nn import MHA, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
@@ -35,7 +35,7 @@ def gradients(attention, norm, x, dy):
     x.grad = None
     norm.zero_grad()
     attention.zero_grad()
-    y = attention(x, cos_sin(attention), norm=norm)
+    y = attention(pre_norm(x, norm, attention)[1], cos_sin(attention))
     y.backward(dy)
     return [y.detach(), x.grad, norm.weight.grad.clone(), *(p.grad for p in attention.parameters())]
 
@@ -105,7 +105,7 @@ def test_it_keeps_what_the_formula_says(formula, recipe):  # noqa: F811
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-        result = attention(x, angles, norm=norm)
+        result = attention(pre_norm(x, norm, attention)[1], angles)
     assert result.dtype == torch.bfloat16
     a_token = formula["multi_head_attention"](D, H, D // H, recipe.attention_inputs == "recomputed")
     assert sum(kept.values()) == B * S * a_token + sum(t.nbytes for t in angles)

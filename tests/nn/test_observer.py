@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octile.nn import observer
 from octile.nn.functional import grouped_linear, linear
-from octile.nn.observer import ObservedGemm, observe_gemms
+from octile.nn.observer import ObservedGemm, Observer, observe, observe_gemms, observe_quantization
 from octile.recipe import GEMMS, Recipe
 from octile.scaled import matmul_nt, quantize
 
@@ -107,7 +107,22 @@ def test_a_repeated_forward_pass_has_one_backward_pass(x, w, reentrant):
 def test_nobody_looks_on_once_the_context_is_left(x, w):
     seen = Seen()
     with observe_gemms(seen):
-        assert observer.is_observed()
-    assert not observer.is_observed()
+        assert observer.has_gemm_observers()
+    assert not observer.has_gemm_observers()
     linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
     assert not seen
+
+
+def test_both_events_have_one_list_of_observers(x, w):
+    events: list[str] = []
+    both = Observer(
+        gemm=lambda weight, fprop: events.append(fprop.name), quantization=lambda operand, q: events.append(operand)
+    )
+    with observe(both):
+        linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
+    assert events == ["x", "w", "fprop", "dy", "wgrad_dy", "wgrad_x"]
+
+
+def test_quantization_alone_asks_for_no_gemms(x, w):
+    with observe_quantization(lambda operand, q: None):
+        assert not observer.has_gemm_observers()

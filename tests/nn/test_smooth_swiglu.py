@@ -7,28 +7,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.nn.smooth_swiglu import power_of_2, scale_columns
+from octile.nn.smooth_swiglu import power_of_2_at_least, scale_columns
 
 
 @given(st.floats(2.0**-100, 2.0**100, width=32))
 def test_power_of_2_is_the_next_one_up(value):
-    scale = power_of_2(torch.tensor(value)).item()
+    scale = power_of_2_at_least(torch.tensor(value)).item()
     assert math.frexp(scale)[0] == 0.5
     assert scale / 2 < value <= scale
 
 
 def test_power_of_2_of_zero_is_one():
-    assert power_of_2(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+    assert power_of_2_at_least(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_power_of_2_leaves_a_power_of_two():
     exact = 2.0 ** torch.arange(-120, 120)
-    assert torch.equal(power_of_2(exact), exact)
+    assert torch.equal(power_of_2_at_least(exact), exact)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_power_of_2_does_not_hide(bad):
-    assert not power_of_2(torch.tensor([bad])).isfinite().any()
+    assert not power_of_2_at_least(torch.tensor([bad])).isfinite().any()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_power_of_2_does_not_hide(bad):
     ids=["fp16", "fp32"],
 )
 def test_power_of_2_of_a_dtypes_largest_numbers_is_finite(amax, expected):
-    assert power_of_2(amax).item() == expected
+    assert power_of_2_at_least(amax).item() == expected
 
 
 def test_scaled_columns_are_the_products_in_fp32():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn import Linear, frozen_weights
-from octile.nn.weight_cache import may_be_kept, quantized_weight
+from octile.nn.weight_cache import can_cache, quantized_weight
 from octile.optim import AdamW
 from octile.recipe import BLOCK, TENSOR, OperandFormat
 from octile.scaled import ScaledTensor, quantize
@@ -128,25 +128,25 @@ def step(*weights: Tensor) -> None:
 
 def test_a_weight_that_an_optimizer_steps_may_be_kept(weight):
     step(weight)
-    assert may_be_kept(weight, CAST)
+    assert can_cache(weight, CAST)
 
 
 def test_a_weight_that_no_optimizer_has_stepped_may_not_be_kept(weight):
-    assert not may_be_kept(weight, CAST)
+    assert not can_cache(weight, CAST)
 
 
 def test_without_gradients_a_weight_may_not_be_kept(weight):
     step(weight)
     with torch.no_grad():
-        assert not may_be_kept(weight, CAST)
+        assert not can_cache(weight, CAST)
 
 
 def test_frozen_weights_may_be_kept(weight):
     layer = Linear(7, 5)
     with frozen_weights(layer), torch.no_grad():
-        assert may_be_kept(layer.weight, CAST)
-        assert not may_be_kept(weight, CAST)  # of another model
-    assert not may_be_kept(layer.weight, CAST)
+        assert can_cache(layer.weight, CAST)
+        assert not can_cache(weight, CAST)  # of another model
+    assert not can_cache(layer.weight, CAST)
 
 
 def test_freezing_begins_anew(counter):
@@ -164,24 +164,24 @@ def test_freezing_twice_ends_with_the_outer_one():
     with frozen_weights(layer):
         with frozen_weights(layer):
             pass
-        assert may_be_kept(layer.weight, CAST)
+        assert can_cache(layer.weight, CAST)
 
 
 def test_what_is_computed_from_a_weight_may_not_be_kept(weight):
     step(weight)
-    assert not may_be_kept(weight * 2, CAST)
+    assert not can_cache(weight * 2, CAST)
 
 
 def test_weights_whose_writes_are_not_counted_may_not_be_kept():
     with torch.inference_mode():
         layer = Linear(7, 5)
     with frozen_weights(layer):
-        assert not may_be_kept(layer.weight, CAST)
+        assert not can_cache(layer.weight, CAST)
 
 
 def test_a_delayed_scale_is_not_the_weights_own(weight):
     step(weight)
-    assert not may_be_kept(weight, OperandFormat(block=TENSOR, amax="delayed"))
+    assert not can_cache(weight, OperandFormat(block=TENSOR, amax="delayed"))
 
 
 def test_a_write_through_data_is_seen_by_the_next_forward_pass():
@@ -248,7 +248,7 @@ def test_a_step_invalidates_a_frozen_weight_that_its_optimizer_holds(weight, cou
 
 def test_a_weight_is_not_kept_while_a_graph_is_captured(weight, monkeypatch):
     step(weight)
-    assert may_be_kept(weight, CAST)
+    assert can_cache(weight, CAST)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not may_be_kept(weight, CAST)
+    assert not can_cache(weight, CAST)

@@ -6,7 +6,7 @@ from torch import nn
 
 from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
-from octile.nn.fused.quantize import _watchers
+from octile.nn.observer import _observers, report_quantization
 from octile.scaled import quantize
 from octile.train.diagnostics import first_non_finite, tile_scales, zero_blocks
 
@@ -31,7 +31,7 @@ def test_scales_that_are_no_numbers_are_left_out():
 def test_nobody_watches_afterwards():
     with tile_scales():
         pass
-    assert _watchers == []
+    assert _observers == []
 
 
 def test_a_healthy_model_blames_the_loss():
@@ -50,8 +50,7 @@ def test_blocks_of_zeros_have_no_scale_to_count(block):
     x = torch.zeros(300, 200)
     x[0, 0] = 448.0  # scale 1, as those of zeros: only its own block counts
     with tile_scales() as histograms:
-        for watcher in _watchers:
-            watcher("x", quantize(x, block))
+        report_quantization("x", quantize(x, block))
     assert histograms()["x"] == {"log2": [0], "count": [1]}
 
 

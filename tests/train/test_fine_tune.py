@@ -16,7 +16,7 @@ from octile.cli import main
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
-from octile.nn.functional import observe_quantization
+from octile.nn.observer import observe_quantization
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
 from octile.train.console import RunConsole

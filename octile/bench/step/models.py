@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import Block
-from octile.nn import MHA, MLP, Experts, MoE, RMSNorm
+from octile.nn import MHA, MLP, Experts, MoE, RMSNorm, pre_norm
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.rope import CosSin, Rope
 
@@ -58,8 +58,10 @@ class DecoderBlock(nn.Module):
         self.mlp = MLP(s.hidden, s.intermediate)
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
-        x_BSD = self.self_attn(x_BSD, cos_sin, norm=self.input_layernorm, residual=True)
-        return self.mlp(x_BSD, norm=self.post_attention_layernorm, residual=True)
+        x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn)
+        x_BSD = x_BSD + self.self_attn(normed, cos_sin)
+        x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
+        return x_BSD + self.mlp(normed)
 
 
 class RankDispatcher(LocalDispatcher):

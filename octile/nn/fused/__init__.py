@@ -1,0 +1,16 @@
+"""The autograd functions behind the modules of `octile.nn`, one data flow a file.
+
+linear.py                one linear layer, or those of all experts, and its GEMMs
+high_precision.py        the same in BF16, FP16 or FP32
+projections.py           linear layers that read one input
+feed_forward.py          SwiGLU, dense or of experts: behind `MLP` and `MoE`
+mla.py, mha.py           attention with its projections: behind `MLA` and `MHA`
+attention_output.py      attention with its output projection; q, k and v are saved
+pre_norm.py              the norm before a layer, with the residual addition
+
+fusion.py                whether the layers of a module are one function
+block_input.py           an input that is quantized and saved once for several layers
+shared_quantization.py   the same for layers that are called one after the other
+layers.py                weights of a function's layers, and what it saves for backward
+quantize.py              the operands of a layer's GEMMs
+"""

@@ -1,12 +1,11 @@
-"""Attention and the layer that reads its output, as one function that keeps that output once, in E5M6.
+"""Attention and the layer that reads its output as one function, which saves that output once, in E5M6.
 
-    forward     o = softmax(q · kᵀ) · v in BF16        o → 1×128 for the product, and → E5M6, kept with q, k and v
+    forward     o = softmax(q · kᵀ) · v in BF16        o → 1×128 for the GEMM, and → E5M6, saved with q, k and v
                 y = o · wᵀ
-    backward    dy → 1×128 and 128×1, do = dy · w      dq, dk, dv from q, k, v and the kept o
-                dw = dyᵀ · o, the kept o → 128×1
+    backward    dy → 1×128 and 128×1, do = dy · w      dq, dk, dv from q, k, v and the saved o
+                dw = dyᵀ · o, the saved o → 128×1
 
-For attention whose queries, keys and values are made without a compression that would be cheap to repeat; where they
-are made again as well, see `latent_attention`.
+This function saves queries, keys and values. `rotary_attention` and `latent_attention` can recompute them.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
 Shapes: B batch, S sequence, T = B·S tokens, H heads, X channels of a query and a key, V of a value, N outputs.
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt
-from octile.nn.fused.quantize import Weight, quantize_gradient, quantize_operand, requantize
+from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, quantize_operand, requantize
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
@@ -30,7 +29,7 @@ from octile.scaled import ScaledTensor, quantize
 def attention_linear(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, softmax_scale: float, recipe: Recipe, dtype: torch.dtype
 ) -> Tensor:
-    """Causal attention, and a linear layer of its output: [B, S, N] in dtype.
+    """Compute causal attention and a linear layer of its output: [B, S, N] in dtype.
 
     Args:
         q, k: [B, S, H, X]; v: [B, S, H, V]; all of one dtype.
@@ -45,42 +44,46 @@ class _AttentionLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, s: Settings, weight: Tensor) -> Tensor:
         layers = FusedLayers((weight,), ctx.needs_input_grad[5:], s)
-        (w,) = layers.cast((weight,))
+        (w,) = layers.quantize((weight,))
         o_BSHV, lse_BHS = attention(q, k, v, softmax_scale)
-        y_TN, kept_o = output(o_BSHV, layers, 0, weight, w)
-        save(ctx, layers, [w], q=q, k=k, v=v, o=kept_o, lse=lse_BHS)
+        y_TN, saved_o = output(o_BSHV, layers, 0, weight, w)
+        save_for_backward(ctx, layers, [w], q=q, k=k, v=v, o=saved_o, lse=lse_BHS)
         ctx.softmax_scale = softmax_scale
         return y_TN.unflatten(0, q.shape[:2])
 
     @staticmethod
     def backward(ctx: Any, dy_BSN: Tensor) -> tuple[Tensor | None, ...]:
-        layers, (w,), kept = saved(ctx)
-        q, k, v = kept["q"], kept["k"], kept["v"]
-        do_BSHV, dw = output_backward(dy_BSN.flatten(0, 1), v.shape, kept["o"], layers, 0, w)
-        o_BSHV = kept["o"].dequantize(v.dtype).view(v.shape)
+        layers, (w,), saved = load_saved(ctx)
+        q, k, v = saved["q"], saved["k"], saved["v"]
+        do_BSHV, dw = output_backward(dy_BSN.flatten(0, 1), v.shape, saved["o"], layers, 0, w)
+        o_BSHV = saved["o"].dequantize(v.dtype).view(v.shape)
         do_BSHV = do_BSHV.to(v.dtype)
-        return *attention_backward(do_BSHV, q, k, v, o_BSHV, kept["lse"], ctx.softmax_scale), None, None, dw
+        return *attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], ctx.softmax_scale), None, None, dw
 
 
-def output(o_BSHV: Tensor, layers: FusedLayers, i: int, weight: Tensor, w: Weight) -> tuple[Tensor, ScaledTensor]:
-    """y = o · wᵀ [T, N], and o as it is kept; weight is the i-th of layers, w its cast."""
+def output(
+    o_BSHV: Tensor, layers: FusedLayers, i: int, weight: Tensor, w: QuantizedWeight
+) -> tuple[Tensor, ScaledTensor]:
+    """Compute y = o · wᵀ [T, N], and o as it is saved.
+
+    Args:
+        i: the number of the layer among layers, with its weight and w, the quantized weight.
+    """
     s = layers.settings
-    formats, how = s.recipe.formats, s.recipe.attention_output
-    assert formats is not None
-    assert how is not None
+    format_of_o = s.recipe.attention_output
+    assert format_of_o is not None
     o_TX = o_BSHV.flatten(2).flatten(0, 1)
-    o = quantize_operand(o_TX, formats.x, "x")
-    layers.show_fprop(i, weight, lambda: o_TX, o, w)
-    return nt(o, w.w, None, s.dtype), quantize(o_TX, how.block, how.fmt, how.scale)
+    o = quantize_operand(o_TX, s.formats.x, "x")
+    layers.report_fprop(i, weight, lambda: o_TX, o, w)
+    return nt(o, w.w, None, s.dtype), quantize(o_TX, format_of_o.block, format_of_o.fmt, format_of_o.scale)
 
 
 def output_backward(
-    dy_TN: Tensor, shape: torch.Size, kept_o: ScaledTensor, layers: FusedLayers, i: int, w: Weight
+    dy_TN: Tensor, shape: torch.Size, saved_o: ScaledTensor, layers: FusedLayers, i: int, w: QuantizedWeight
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of o, [B, S, H, V], and of the weight."""
-    formats = layers.settings.recipe.formats
-    assert formats is not None
+    """Compute the gradients of o, in the shape [B, S, H, V], and of the weight."""
+    formats = layers.settings.formats
     dy, dy_t = quantize_gradient(dy_TN, formats)
-    layers.show_dgrad(i, lambda: dy_TN, dy, w)
+    layers.report_dgrad(i, lambda: dy_TN, dy, w)
     do_TX = nt(dy, w.w_t, None, layers.settings.dtype)
-    return do_TX.view(shape), layers.wgrad(i, lambda: dy_TN, dy_t, requantize(kept_o, formats.wgrad_x))
+    return do_TX.view(shape), layers.wgrad(i, lambda: dy_TN, dy_t, requantize(saved_o, formats.wgrad_x))

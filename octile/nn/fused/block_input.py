@@ -1,10 +1,10 @@
-"""What the layers of a block read: an activation, or its norm, cast once for all of them and kept once.
+"""The input of a block: quantized once for all layers that read it, and saved for backward once.
 
-wgrad needs the cast again. How it is had decides what is kept:
+wgrad needs the quantized input a second time. How it is obtained decides what is saved:
 
-    itself     the cast, one byte a value, where nobody else keeps the activation
-    values     made again from the activation, where a layer that is not cast, an expert gate, keeps that anyway
-    norm       made again from what was normalised, which the norm's own backward pass keeps: nothing more is kept
+    quantized   the quantized input itself is saved, one byte a value: nothing else needs the activation
+    values      it is quantized again from the activation, which a layer in high precision, an expert gate, saves anyway
+    norm        it is recomputed from the norm's input, which the norm's own backward saves: nothing more is saved
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 (norms are recomputed) and §3.3.3.  Shapes: T tokens, K channels.
 """
@@ -12,96 +12,74 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 (norms are recomputed) and §3.3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octile.formats import TILE
-from octile.nn.fused.quantize import quantize_operand, seen
-from octile.nn.norm import RMSNorm
-from octile.nn.observer import is_observed
-from octile.ops.norm import rms_norm_backward, rms_norm_quantize
-from octile.recipe import OperandFormat
+from octile.nn.fused.quantize import quantize_operand
+from octile.ops.norm import rms_norm_quantize
+from octile.recipe import OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 
 @dataclass(frozen=True)
-class Source:
-    """How a kept input becomes the cast again; see the head of this file."""
+class Saved:
+    """What is saved of a block's input, and how the input is recomputed from it; see the head of this file."""
 
-    how: Literal["itself", "values", "norm"]
-    cast: OperandFormat
+    what: Literal["quantized", "values", "norm"]
+    operand_format: OperandFormat
     eps: float = 0.0
 
-    def again(self, kept: tuple[Tensor, ...]) -> ScaledTensor:
-        """The cast, bit for bit as it was."""
-        if self.how == "values":
-            return quantize(kept[0], TILE, self.cast.fmt, self.cast.scale)
-        data, scale = kept if self.how == "itself" else self._norm(kept, values=False)[:2]
+    def quantized(self, saved: tuple[Tensor, ...]) -> ScaledTensor:
+        """Recompute the quantized input [T, K], bit for bit."""
+        if self.what == "values":
+            return quantize(saved[0], TILE, self.operand_format.fmt, self.operand_format.scale)
+        data, scale = saved if self.what == "quantized" else self._norm(saved, values=False)[:2]
         return ScaledTensor(data, scale, TILE)
 
-    def values_again(self, kept: tuple[Tensor, ...]) -> Tensor:
-        """The activation or the norm itself, which a cast that was kept does not give."""
-        return kept[0] if self.how == "values" else self._norm(kept, values=True)[3]
+    def values(self, saved: tuple[Tensor, ...]) -> Tensor:
+        """Recompute the input [T, K] in high precision; impossible where only the quantized input was saved."""
+        return saved[0] if self.what == "values" else self._norm(saved, values=True)[3]
 
-    def _norm(self, kept: tuple[Tensor, ...], values: bool) -> tuple[Tensor, ...]:
-        x_TK, weight_K = kept
-        return rms_norm_quantize(x_TK, weight_K, self.eps, self.cast.fmt.name, self.cast.scale == "power_of_2", values)
+    def _norm(self, saved: tuple[Tensor, ...], values: bool) -> tuple[Tensor, ...]:
+        x_TK, weight_K = saved
+        power_of_2 = self.operand_format.scale == "power_of_2"
+        return rms_norm_quantize(x_TK, weight_K, self.eps, self.operand_format.fmt.name, power_of_2, values)
 
 
 class BlockInput(NamedTuple):
-    """An input of several layers.
+    """An input that several layers of a block read.
 
     Attributes:
-        x: [T, K], the activation or its norm; the layers' gradients go here. A norm has numbers only where they were
-            asked for, or somebody looks on.
-        q: its cast.
-        kept: what the layers keep of it, all of them the same tensors; `source` says what they are.
-        residual: what was read, before a norm. Whoever adds it to the layers' result takes it from here: the norm's
-            backward pass then adds the two gradients as it writes its own.
+        x: [T, K], the activation or its norm, which the layers' gradients go to. A norm holds values only where they
+            were asked for or GEMMs are observed.
+        q: x quantized.
+        saved: the tensors that the layers save of it, all of them the same; `how_saved` says what they are.
+        recipe: of the layers that read it.
+        shape: [..., K], of the activation before its leading dimensions were flattened.
     """
 
     x: Tensor
     q: ScaledTensor
-    kept: tuple[Tensor, ...]
-    source: Source
-    residual: Tensor
+    saved: tuple[Tensor, ...]
+    how_saved: Saved
+    recipe: Recipe
+    shape: torch.Size
 
 
-def read(x: Tensor, how: OperandFormat, norm: RMSNorm | None = None, values: bool = False) -> BlockInput:
-    """x [T, K], or its norm, as an input of layers that take it as `how` casts it, in 1×128 tiles.
+def quantize_block_input(x: Tensor, recipe: Recipe, values: bool = False) -> BlockInput:
+    """Quantize an activation [..., K] once for all fused layers that read it; for its norm see `pre_norm`.
 
     Args:
-        values: a layer reads x as it is, not cast, and keeps it.
+        recipe: of these layers; one with `formats`.
+        values: whether another layer reads and saves x in high precision.
     """
-    if norm is not None:
-        y, data, scale, residual = _NormAndCast.apply(x, norm.weight, norm.eps, how, values or is_observed())
-        q = seen("x", ScaledTensor(data, scale, TILE))
-        return BlockInput(y, q, (x.detach(), norm.weight.detach()), Source("norm", how, norm.eps), residual)
-    q = quantize_operand(x, how, "x")
+    assert recipe.formats is not None
+    of_x, shape = recipe.formats.x, x.shape
+    x = x.reshape(-1, x.shape[-1])
+    q = quantize_operand(x, of_x, "x")
     if values:
-        return BlockInput(x, q, (x.detach(),), Source("values", how), x)
-    return BlockInput(x, q, (q.data, q.scale), Source("itself", how), x)
-
-
-class _NormAndCast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, how: OperandFormat, values: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, how.fmt.name, how.scale == "power_of_2", values)
-        if not values:
-            y = x_TK.new_empty(()).expand(x_TK.shape)  # a place for the gradient
-        ctx.save_for_backward(x_TK, weight_K, rstd)
-        ctx.mark_non_differentiable(data, scale)
-        ctx.set_materialize_grads(False)
-        return y, data, scale, x_TK.view_as(x_TK)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TK: Tensor | None, _: None, __: None, dx_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy_TK is None:
-            return dx_TK, None, None, None, None
-        x_TK, weight_K, rstd_T = ctx.saved_tensors
-        dx_TK, dweight_K = rms_norm_backward(dy_TK, x_TK, weight_K, rstd_T, dx_TK)
-        return dx_TK, dweight_K.to(weight_K.dtype), None, None, None
+        return BlockInput(x, q, (x.detach(),), Saved("values", of_x), recipe, shape)
+    return BlockInput(x, q, (q.data, q.scale), Saved("quantized", of_x), recipe, shape)

@@ -1,18 +1,19 @@
 """A feed-forward layer as one function, dense or of experts: down(silu(gate(x)) · up(x)).
 
-    forward     x → 1×128, once                        and to the experts: codes with their scales
+                every layer                            experts
+    forward     x → 1×128, once                        dispatched as FP8 data with its scales
                 gate, up = x · wᵀ in BF16
-                h = silu(gate) · up → 1×128            and gate, up → 1×128 to be kept, unless they are made again
-                y = h · wᵀ in BF16                     and from the experts: a token's rows are summed
-    backward    dy → 1×128 and 128×1                   or to the experts: 1×128, once, which become 128×1 there
+                h = silu(gate) · up → 1×128            and gate, up → 1×128, saved unless they are recomputed
+                y = h · wᵀ in BF16                     combined: a token's rows are summed
+    backward    dy → 1×128 and 128×1                   dispatched in 1×128, and requantized to 128×1 there
                 dh = dy · w in BF16
                 d(gate), d(up) → 1×128 and 128×1       and h → 128×1, all from dh and gate and up
-                dx = d(gate) · w + d(up) · w in BF16   and from the experts: a token's rows are summed
-                x again → 128×1
-                dw = d(…)ᵀ · x and dyᵀ · h, summed in FP32
+                dx = d(gate) · w + d(up) · w in BF16   combined: a token's rows are summed
+                x recomputed → 128×1
+                dw = d(gate)ᵀ · x, d(up)ᵀ · x and dyᵀ · h, summed in FP32
 
-The weight of an expert's result multiplies h (`octile.ops.swiglu`). What travels to the experts and is quantised again
-there has scales by the rule of x, powers of two, both ways; what comes back is BF16. An expert without tokens has no
+The weight of an expert's result multiplies h (`octile.ops.swiglu`). What is dispatched to experts and requantized there
+has the scale rule of x, powers of two, in both directions; what is combined is BF16. An expert without tokens has no
 rows, and its weights get a gradient of zeros.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
@@ -32,56 +33,60 @@ from torch import Tensor
 from octile.formats import TILE
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
-from octile.nn.fused.quantize import Weight, from_turned, quantize_gradient, quantize_operand, requantize, seen
+from octile.nn.fused.quantize import (
+    QuantizedWeight,
+    column_tiles,
+    quantize_gradient,
+    quantize_operand,
+    requantize,
+)
+from octile.nn.observer import report_quantization
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
-from octile.recipe import GemmFormats, OperandFormat, Recipe
+from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor
 
-WHOLE_TILES = 128  # d(gate) and d(up) lie side by side: their widths must be multiples of it
+
+def can_fuse_size(intermediate_size: int) -> bool:
+    """Whether a layer of this size can be one function: d(gate) and d(up) are adjacent, so each has whole tiles."""
+    return intermediate_size % TILE[1] == 0
 
 
-def takes(intermediate_size: int) -> bool:
-    """Whether a layer of this size can be one function."""
-    return intermediate_size % WHOLE_TILES == 0
-
-
-def feed_forward(x: BlockInput, gate: Tensor, up: Tensor, down: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """A dense layer: weights gate and up [I, D], down [D, I] → [T, D] in dtype."""
-    s = settings(recipe, dtype, (gate, up, down), x.x)
+def feed_forward(x: BlockInput, gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute a dense layer with weights gate and up [I, D] and down [D, I]: [T, D] in dtype."""
+    s = settings(x.recipe, dtype, (gate, up, down), x.x)
     return _FeedForward.apply(x.x, None, None, x, None, s, gate, up, down)
 
 
 class Routed(NamedTuple):
-    """The way of tokens to their experts and back."""
+    """How tokens get to their experts and back."""
 
     dispatcher: LocalDispatcher
     plan: RoutingPlan
 
 
-def experts(
+def experts_feed_forward(
     x: BlockInput,
     gate_up: Tensor,
     down: Tensor,
     weights_TK: Tensor,
     add: Tensor | None,
     routed: Routed,
-    recipe: Recipe,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A mixture: weights gate_up [E, 2I, D], the gates' rows first, and down [E, D, I] → [T, D] in dtype.
+    """Compute a mixture with weights gate_up [E, 2I, D], the gates' rows first, and down [E, D, I]: [T, D] in dtype.
 
     Args:
-        weights_TK: float32, of the results of each token's experts.
-        add: [T, D] in dtype, what the sum of a token's results begins with; None: zeros.
+        weights_TK: float32, by which the results of each token's experts are summed.
+        add: [T, D] in dtype, added to each token's sum; None: zeros.
     """
-    s = settings(recipe, dtype, (gate_up, down), x.x)
+    s = settings(x.recipe, dtype, (gate_up, down), x.x)
     return _FeedForward.apply(x.x, weights_TK, add, x, routed, s, gate_up, down)
 
 
 class _FeedForward(torch.autograd.Function):
-    """Its weights are gate and up, or both in one, and down."""
+    """A dense layer, whose weights are gate, up and down, or experts, whose weights are gate_up and down."""
 
     @staticmethod
     def forward(
@@ -94,97 +99,101 @@ class _FeedForward(torch.autograd.Function):
         s: Settings,
         *weights: Tensor,
     ) -> Tensor:
-        way = _Way(routed)
+        route = _Route(routed)
         layers = FusedLayers(weights, ctx.needs_input_grad[6:], s)
-        *into, down = all_cast = layers.cast(weights)
-        rows = way.there(x.q)
-        gate, up = _gate_and_up(rows, into, way.offs, s.dtype)
-        weight_R = way.weights(weights_TK)
-        h, kept = _swiglu(gate, up, weight_R, s.recipe)
-        y = nt(h, down.w, way.offs, s.dtype)
+        *up_projections, down = quantized = layers.quantize(weights)
+        rows = route.dispatch(x.q)
+        gate, up = _gate_and_up(rows, up_projections, route.offs, s.dtype)
+        weight_R = route.row_weights(weights_TK)
+        h, saved_gate_up = _swiglu(gate, up, weight_R, s)
+        y = nt(h, down.w, route.offs, s.dtype)
 
-        for i, w in enumerate(into):
-            layers.show_fprop(i, weights[i], lambda: way.values_there(x_TD), rows, w, way.offs)
-        layers.show_fprop(-1, weights[-1], lambda: _h(gate, up, weight_R), h, down, way.offs)
-        save(ctx, layers, all_cast, x=x.kept, halves=kept, weight_R=weight_R, plan=routed and tuple(routed.plan))
-        ctx.source, ctx.x_dtype, ctx.dispatcher = x.source, x_TD.dtype, routed and routed.dispatcher
-        return way.back(y, add)
+        for i, w in enumerate(up_projections):
+            layers.report_fprop(i, weights[i], lambda: route.dispatch_values(x_TD), rows, w, route.offs)
+        layers.report_fprop(-1, weights[-1], lambda: _h_values(gate, up, weight_R), h, down, route.offs)
+        plan = routed and tuple(routed.plan)
+        save_for_backward(ctx, layers, quantized, x=x.saved, gate_up=saved_gate_up, weight_R=weight_R, plan=plan)
+        ctx.how_saved, ctx.x_dtype, ctx.dispatcher = x.how_saved, x_TD.dtype, routed and routed.dispatcher
+        return route.combine(y, add)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        layers, weights, kept = saved(ctx)
-        s, weight_R = layers.settings, kept["weight_R"]
-        way = _Way(None if kept["plan"] is None else Routed(ctx.dispatcher, RoutingPlan(*kept["plan"])))
-        *into, down = weights
-        formats = s.recipe.formats
-        assert formats is not None
+        layers, weights, saved = load_saved(ctx)
+        s, formats, weight_R = layers.settings, layers.settings.formats, saved["weight_R"]
+        route = _Route(None if saved["plan"] is None else Routed(ctx.dispatcher, RoutingPlan(*saved["plan"])))
+        *up_projections, down = weights
 
-        dy, dy_t = way.gradient_there(dy_TD, formats)
-        dh = nt(dy, down.w_t, way.offs, s.dtype)
-        x = ctx.source.again(kept["x"])
-        halves = kept["halves"] or _Halves(*_gate_and_up(way.there(x), into, way.offs, s.dtype))
-        d, d_t, h_t, dweight_R = _swiglu_backward(dh, halves, weight_R, formats)
-        ds, ds_t = (_parts(t, len(into)) for t in (d, d_t))
+        dy, dy_t = route.dispatch_gradient(dy_TD, formats)
+        dh = nt(dy, down.w_t, route.offs, s.dtype)
+        x = ctx.how_saved.quantized(saved["x"])
+        gate_up = saved["gate_up"]
+        if gate_up is None:  # recomputed
+            gate_up = _GateUp(*_gate_and_up(route.dispatch(x), up_projections, route.offs, s.dtype))
+        d, d_t, h_t, dweight_R = _swiglu_backward(dh, gate_up, weight_R, formats)
+        ds, ds_t = (_split(t, len(up_projections)) for t in (d, d_t))
 
-        def dy_R() -> Tensor:
-            return way.values_there(dy_TD)
+        def dy_values() -> Tensor:
+            return route.dispatch_values(dy_TD)
 
-        def d_part(i: int) -> Tensor:
-            return _gradients(dh, halves, weight_R, len(into))[i]
+        def d_values(i: int) -> Tensor:
+            return _gradient_values(dh, gate_up, weight_R, len(up_projections))[i]
 
-        layers.show_dgrad(-1, dy_R, dy, down, way.offs)
-        dws = [layers.wgrad(-1, dy_R, dy_t, h_t, way.offs)]
-        x_t = way.again_there(x, formats.wgrad_x)
-        for i in reversed(range(len(into))):
-            before = partial(d_part, i)
-            layers.show_dgrad(i, before, ds[i], into[i], way.offs)
-            dws.insert(0, layers.wgrad(i, before, ds_t[i], x_t, way.offs))
+        layers.report_dgrad(-1, dy_values, dy, down, route.offs)
+        dws = [layers.wgrad(-1, dy_values, dy_t, h_t, route.offs)]
+        x_t = route.dispatch_requantized(x, formats.wgrad_x)
+        for i in reversed(range(len(up_projections))):
+            before = partial(d_values, i)
+            layers.report_dgrad(i, before, ds[i], up_projections[i], route.offs)
+            dws.insert(0, layers.wgrad(i, before, ds_t[i], x_t, route.offs))
         dx = None
         if ctx.needs_input_grad[0]:
-            pairs = [(part, w.w_t) for part, w in zip(ds, into, strict=True)]
-            dx = way.back(nt_sum(pairs, way.offs, ctx.x_dtype))
-        dweights_TK = None if way.routed is None else dweight_R[way.routed.plan.place_TK]
+            pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]
+            dx = route.combine(nt_sum(pairs, route.offs, ctx.x_dtype))
+        dweights_TK = None if route.routed is None else dweight_R[route.routed.plan.place_TK]
         return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, *dws
 
 
-class _Way:
-    """To the experts and back in 8 bits and in high precision; a dense layer's rows stay where they are."""
+class _Route:
+    """Dispatch to experts and combine, in FP8 and in high precision; a dense layer's rows stay where they are."""
 
     def __init__(self, routed: Routed | None):
         self.routed = routed
         self.offs = None if routed is None else routed.plan.offs_E
 
-    def there(self, x: ScaledTensor) -> ScaledTensor:
+    def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
 
-    def again_there(self, x: ScaledTensor, how: OperandFormat, operand: str = "wgrad_x") -> ScaledTensor:
+    def dispatch_requantized(
+        self, x: ScaledTensor, operand_format: OperandFormat, operand: str = "wgrad_x"
+    ) -> ScaledTensor:
         if self.routed is None:
-            return requantize(x, how, operand)
-        return self.routed.dispatcher.dispatch_requantized(x, self.routed.plan, how, operand)
+            return requantize(x, operand_format, operand)
+        return self.routed.dispatcher.dispatch_requantized(x, self.routed.plan, operand_format, operand)
 
-    def values_there(self, x: Tensor) -> Tensor:
+    def dispatch_values(self, x: Tensor) -> Tensor:
+        """Dispatch rows in high precision, for observers."""
         return x if self.routed is None else x.index_select(0, self.routed.plan.token_R)
 
-    def weights(self, weights_TK: Tensor | None) -> Tensor | None:
-        """Those of the rows."""
+    def dispatch_gradient(self, dy: Tensor, formats: GemmFormats) -> tuple[ScaledTensor, ScaledTensor]:
+        """Quantize dy for dgrad and for wgrad. It is dispatched in tiles that can be requantized."""
+        if self.routed is None:
+            return quantize_gradient(dy, formats)
+        of_dgrad, of_wgrad = formats.routed_dy
+        q = quantize_operand(dy, of_dgrad, "dy")
+        return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, "wgrad_dy")
+
+    def row_weights(self, weights_TK: Tensor | None) -> Tensor | None:
+        """Return the weight of each row."""
         if self.routed is None or weights_TK is None:
             return None
         return weights_TK.flatten().index_select(0, self.routed.plan.order_R)
 
-    def back(self, y: Tensor, add: Tensor | None = None) -> Tensor:
+    def combine(self, y: Tensor, add: Tensor | None = None) -> Tensor:
         return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)
 
-    def gradient_there(self, dy: Tensor, formats: GemmFormats) -> tuple[ScaledTensor, ScaledTensor]:
-        """dy as dgrad and as wgrad take it. To the experts it goes in tiles that can be cast again."""
-        if self.routed is None:
-            return quantize_gradient(dy, formats)
-        of_dgrad, of_wgrad = formats.routed
-        q = quantize_operand(dy, of_dgrad, "dy")
-        return self.there(q), self.again_there(q, of_wgrad, "wgrad_dy")
 
-
-class _Halves(NamedTuple):
-    """gate and up [R, I]: values, or kept in 1×128 tiles with their scales."""
+class _GateUp(NamedTuple):
+    """gate and up [R, I]: in high precision, or saved in 1×128 tiles with their scales."""
 
     gate: Tensor
     up: Tensor
@@ -192,7 +201,7 @@ class _Halves(NamedTuple):
     up_scale: Tensor | None = None
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Both in float32."""
+        """Return both in float32."""
         if self.gate_scale is None or self.up_scale is None:
             return self.gate.float(), self.up.float()
         gate, up = ScaledTensor(self.gate, self.gate_scale, TILE), ScaledTensor(self.up, self.up_scale, TILE)
@@ -200,55 +209,60 @@ class _Halves(NamedTuple):
 
 
 def _gate_and_up(
-    x: ScaledTensor, weights: Sequence[Weight], offs: Tensor | None, dtype: torch.dtype
+    x: ScaledTensor, weights: Sequence[QuantizedWeight], offs: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     results = [nt(x, w.w, offs, dtype) for w in weights]
     gate, up = results if len(results) == 2 else results[0].chunk(2, dim=-1)
     return gate, up
 
 
-def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, recipe: Recipe) -> tuple[ScaledTensor, _Halves | None]:
-    """h as the down-projection takes it, and gate and up as they are kept."""
-    assert recipe.formats is not None
-    how, keep = recipe.formats.x, recipe.swiglu_inputs
-    of_h = (how.fmt.name, how.scale == "power_of_2")
-    if not isinstance(keep, OperandFormat):
+def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, s: Settings) -> tuple[ScaledTensor, _GateUp | None]:
+    """Compute h quantized for the down-projection, and gate and up as they are saved."""
+    of_h, of_gate_up = _kernel_format(s.formats.x), s.recipe.swiglu_inputs
+    if not isinstance(of_gate_up, OperandFormat):
         data, scale = swiglu_quantize(gate, up, *of_h, weight_R)
-        return seen("x", ScaledTensor(data, scale, TILE)), None
-    data, scale, kept, kept_scale = swiglu_quantize_and_save(
-        gate, up, *of_h, keep.fmt.name, keep.scale == "power_of_2", weight_R
-    )
-    return seen("x", ScaledTensor(data, scale, TILE)), _Halves(*kept, *kept_scale)
+        return report_quantization("x", ScaledTensor(data, scale, TILE)), None
+    data, scale, saved, saved_scale = swiglu_quantize_and_save(gate, up, *of_h, *_kernel_format(of_gate_up), weight_R)
+    return report_quantization("x", ScaledTensor(data, scale, TILE)), _GateUp(*saved, *saved_scale)
 
 
 def _swiglu_backward(
-    dh: Tensor, halves: _Halves, weight_R: Tensor | None, formats: GemmFormats
+    dh: Tensor, gate_up: _GateUp, weight_R: Tensor | None, formats: GemmFormats
 ) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor, Tensor]:
-    """Of gate and up, side by side, the gradients as dgrad and as wgrad take them; h as wgrad does; d(weight)."""
-    of_d, of_h = ((how.fmt.name, how.scale == "power_of_2") for how in (formats.dy, formats.wgrad_x))
+    """Compute the gradients of gate and up.
+
+    Returns:
+        d(gate) and d(up), adjacent, [R, 2I], quantized for dgrad; the same for wgrad; h quantized for wgrad; d(weight).
+    """
     data, scale, data_t, scale_t, h_t, h_scale_t, dweight_R = swiglu_backward_quantize(
-        dh, *halves, weight_R, *of_d, *of_h
+        dh, *gate_up, weight_R, *_kernel_format(formats.dy), *_kernel_format(formats.wgrad_x)
     )
-    rows, columns = seen("dy", ScaledTensor(data, scale, TILE)), seen("wgrad_dy", from_turned(data_t, scale_t))
-    return rows, columns, seen("wgrad_x", from_turned(h_t, h_scale_t)), dweight_R
+    rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
+    columns = report_quantization("wgrad_dy", column_tiles(data_t, scale_t))
+    return rows, columns, report_quantization("wgrad_x", column_tiles(h_t, h_scale_t)), dweight_R
 
 
-def _parts(d: ScaledTensor, count: int) -> list[ScaledTensor]:
-    """What belongs to each of so many weights, side by side in d [R, 2I]."""
+def _kernel_format(operand_format: OperandFormat) -> tuple[str, bool]:
+    """Return the arguments fmt and power_of_2 of an operator."""
+    return operand_format.fmt.name, operand_format.scale == "power_of_2"
+
+
+def _split(d: ScaledTensor, count: int) -> list[ScaledTensor]:
+    """Split d [R, 2I] into the gradients that belong to each of `count` weights."""
     pairs = zip(d.data.chunk(count, dim=1), d.scale.chunk(count, dim=1), strict=True)
     return [ScaledTensor(data, scale, d.block) for data, scale in pairs]
 
 
-# What the operators above cast as they make it, as values, for who looks on
+# For observers: in high precision, what the kernels above quantize as they compute it
 
 
-def _h(gate: Tensor, up: Tensor, weight_R: Tensor | None) -> Tensor:
+def _h_values(gate: Tensor, up: Tensor, weight_R: Tensor | None) -> Tensor:
     h = F.silu(gate.float()) * up.float()
     return h if weight_R is None else h * weight_R[:, None]
 
 
-def _gradients(dh: Tensor, halves: _Halves, weight_R: Tensor | None, count: int) -> list[Tensor]:
-    gate, up = halves.values()
+def _gradient_values(dh: Tensor, gate_up: _GateUp, weight_R: Tensor | None, count: int) -> list[Tensor]:
+    gate, up = gate_up.values()
     dh = dh.float() if weight_R is None else dh.float() * weight_R[:, None]
     both = [torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)]
     return both if count == 2 else [torch.cat(both, dim=1)]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.nn.fused.shared_quantization import Shared, once
-from octile.nn.observer import ObservedGemm, is_observed, report, report_fprop
+from octile.nn.fused.shared_quantization import Shared, compute_once
+from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import without_autocast
 
@@ -33,12 +33,12 @@ class HighPrecisionLinear(torch.autograd.Function):
         out_dtype: torch.dtype,
         shared: Shared | None = None,
     ) -> Tensor:
-        x, w = once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
+        x, w = compute_once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
         ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
-        observed = is_observed() and (x_has_gradient or w_has_gradient)
+        observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
         y = nt(x, w, offs)
         return y if y.dtype == out_dtype else y.to(out_dtype)  # see `octile.nn.fused.linear.nt`
@@ -49,10 +49,10 @@ class HighPrecisionLinear(torch.autograd.Function):
         dy = dy_TN.to(ctx.compute)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            report(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
+            report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
             dx = nt(dy, w.mT, offs).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
+            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
             dw = tn(dy, x, offs).to(ctx.w_dtype if ctx.main_grad is None else torch.float32)
         if dw is not None and ctx.main_grad is not None:
             ctx.main_grad.add_(dw)

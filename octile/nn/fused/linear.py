@@ -18,8 +18,8 @@ from torch import Tensor
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused import high_precision
 from octile.nn.fused.quantize import quantize_gradient, quantize_operand, quantize_weight, requantize
-from octile.nn.fused.shared_quantization import Shared, once
-from octile.nn.observer import ObservedGemm, is_observed, report, report_fprop
+from octile.nn.fused.shared_quantization import Shared, compute_once
+from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.recipe import GemmFormats, Recipe
@@ -92,7 +92,7 @@ class QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         formats, in_high_precision, compute = recipe.formats, recipe.high_precision, recipe.compute
         assert formats is not None
-        x = once(
+        x = compute_once(
             None if formats.is_delayed else shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history)
         )
         weights = quantize_weight(weight, formats.w, history, can_cache_weight, needs_dgrad)
@@ -108,7 +108,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
         a, b = (x, w) if "fprop" not in in_high_precision else (None, None)
-        observed = is_observed() and (x_has_gradient or w_has_gradient)
+        observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if observed else []
         if "fprop" in in_high_precision:
             return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
@@ -124,19 +124,19 @@ class QuantizedLinear(torch.autograd.Function):
         dgrad_dy, wgrad_dy = _quantize_gradient(dy_TN, formats, ctx.history, *in_fp8)
         if dgrad_dy is not None:
             w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
-            report(ctx.seen, ObservedGemm("dgrad", dy_TN, dgrad_dy, w_t, offs))
+            report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, dgrad_dy, w_t, offs))
             dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
         elif x_has_gradient:
-            report(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
+            report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
             dx = high_precision.nt(dy_TN.to(compute), high_precision_w.mT, offs).to(ctx.x_dtype)
         if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
             if formats.wgrad_x != formats.x:
                 x = requantize(x, formats.wgrad_x)
-            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
+            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
-            report(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
+            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
             dw = high_precision.tn(dy_TN.to(compute), high_precision_x, offs)
             dw = into_main_grad(dw, ctx.w_dtype, ctx.main_grad)
         return dx, dw, None, None, None, None, None, None, None

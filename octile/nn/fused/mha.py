@@ -1,14 +1,14 @@
-"""Multi-head attention with rotary positions, with the four layers around it, as one function that keeps little.
+"""Multi-head attention with rotary positions, with the four layers around it, as one function.
 
-    forward     q, k, v = x · wᵀ in BF16, q and k turned by their positions
+    forward     q, k, v = x · wᵀ in BF16, q and k rotated by their positions
                 o = softmax(q · kᵀ) · v
-                o → 1×128 for the product, and → E5M6, once, to be kept
+                o → 1×128 for the GEMM, and → E5M6, saved once
                 y = o · w_oᵀ
     backward    dy → 1×128 and 128×1, do = dy · w_o
-                q, k, v as they were kept, or three products more, where the recipe's `attention_inputs` says so
-                dq, dk, dv from q, k, v and the kept o, turned back → 1×128 and 128×1
+                q, k, v as saved, or recomputed by three more GEMMs, as the recipe's `attention_inputs` says
+                dq, dk, dv from q, k, v and the saved o, rotated back → 1×128 and 128×1
                 dx = dq · w_q + dk · w_k + dv · w_v
-                dw: four products; the kept o → 128×1, x again → 128×1
+                dw: four GEMMs; the saved o → 128×1, x recomputed → 128×1
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.3; RoFormer (arXiv 2104.09864).
 Shapes: B batch, S sequence, T = B·S tokens, D model, H heads, X channels of a head.
@@ -25,13 +25,12 @@ from torch import Tensor
 
 from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
-from octile.nn.fused.quantize import Weight, quantize_gradient, requantize
+from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import rotate_
-from octile.recipe import Recipe
 from octile.scaled import ScaledTensor
 
 
@@ -42,16 +41,15 @@ def rotary_attention(
     batch: int,
     heads: int,
     softmax_scale: float,
-    recipe: Recipe,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Causal attention: [T, D] in dtype.
+    """Compute causal attention: [T, D] in dtype.
 
     Args:
         cos_sin: of the S positions, each [S, X/2].
         weights: of queries, keys and values [H·X, D], and of the output [D, H·X].
     """
-    s = settings(recipe, dtype, weights, x.x)
+    s = settings(x.recipe, dtype, weights, x.x)
     return _RotaryAttention.apply(x.x, x, cos_sin, (batch, heads, softmax_scale), s, *weights)
 
 
@@ -67,52 +65,55 @@ class _RotaryAttention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         layers = FusedLayers(weights, ctx.needs_input_grad[5:], s)
-        *into, w_o = all_cast = layers.cast(weights)
-        qkv = _queries_keys_values(x.q, into, cos_sin, shape, s.dtype)
+        *w_qkv, w_o = quantized = layers.quantize(weights)
+        qkv = _queries_keys_values(x.q, w_qkv, cos_sin, shape, s.dtype)
         o_BSHX, lse_BHS = attention(*qkv, shape[2])
-        y_TD, kept_o = output(o_BSHX, layers, 3, weights[3], w_o)
+        y_TD, saved_o = output(o_BSHX, layers, 3, weights[3], w_o)
 
-        for i, w in enumerate(into):
-            layers.show_fprop(i, weights[i], lambda: x_TD, x.q, w)
-        kept_qkv = None if s.recipe.attention_inputs == "recomputed" else qkv
-        save(ctx, layers, all_cast, x=x.kept, cos_sin=cos_sin, qkv=kept_qkv, o=kept_o, lse=lse_BHS)
-        ctx.source, ctx.shape, ctx.x_dtype = x.source, shape, x_TD.dtype
+        for i, w in enumerate(w_qkv):
+            layers.report_fprop(i, weights[i], lambda: x_TD, x.q, w)
+        saved_qkv = None if s.recipe.attention_inputs == "recomputed" else qkv
+        save_for_backward(ctx, layers, quantized, x=x.saved, cos_sin=cos_sin, qkv=saved_qkv, o=saved_o, lse=lse_BHS)
+        ctx.how_saved, ctx.shape, ctx.x_dtype = x.how_saved, shape, x_TD.dtype
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        layers, (*into, w_o), kept = saved(ctx)
-        s, cos_sin = layers.settings, kept["cos_sin"]
-        formats = s.recipe.formats
-        assert formats is not None
+        layers, (*w_qkv, w_o), saved = load_saved(ctx)
+        s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats
 
-        x = ctx.source.again(kept["x"])
-        q, k, v = kept["qkv"] or _queries_keys_values(x, into, cos_sin, ctx.shape, s.dtype)
-        do_BSHX, dw_o = output_backward(dy_TD, v.shape, kept["o"], layers, 3, w_o)
-        o_BSHX = kept["o"].dequantize(s.dtype).view(v.shape)
-        gradients = attention_backward(do_BSHX, q, k, v, o_BSHX, kept["lse"], ctx.shape[2])
+        x = ctx.how_saved.quantized(saved["x"])
+        q, k, v = saved["qkv"] or _queries_keys_values(x, w_qkv, cos_sin, ctx.shape, s.dtype)
+        do_BSHX, dw_o = output_backward(dy_TD, v.shape, saved["o"], layers, 3, w_o)
+        o_BSHX = saved["o"].dequantize(s.dtype).view(v.shape)
+        gradients = attention_backward(do_BSHX, q, k, v, o_BSHX, saved["lse"], ctx.shape[2])
         cos_SX, minus_sin_SX = cos_sin[0], -cos_sin[1]
         for d in gradients[:2]:
             rotate_(d, cos_SX, minus_sin_SX)
 
         ds_TX = [d.flatten(2).flatten(0, 1) for d in gradients]
-        both = [quantize_gradient(d, formats) for d in ds_TX]
+        quantized_ds = [quantize_gradient(d, formats) for d in ds_TX]
         x_t = requantize(x, formats.wgrad_x)
         dws = []
-        for i, (rows, columns) in enumerate(both):
+        for i, (of_dgrad, of_wgrad) in enumerate(quantized_ds):
             before = partial(ds_TX.__getitem__, i)
-            layers.show_dgrad(i, before, rows, into[i])
-            dws.append(layers.wgrad(i, before, columns, x_t))
+            layers.report_dgrad(i, before, of_dgrad, w_qkv[i])
+            dws.append(layers.wgrad(i, before, of_wgrad, x_t))
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = nt_sum([(rows, w.w_t) for (rows, _), w in zip(both, into, strict=True)], None, ctx.x_dtype)
+            pairs = [(of_dgrad, w.w_t) for (of_dgrad, _), w in zip(quantized_ds, w_qkv, strict=True)]
+            dx = nt_sum(pairs, None, ctx.x_dtype)
         return dx, None, None, None, None, *dws, dw_o
 
 
 def _queries_keys_values(
-    x: ScaledTensor, weights: Sequence[Weight], cos_sin: CosSin, shape: tuple[int, int, float], dtype: torch.dtype
+    x: ScaledTensor,
+    weights: Sequence[QuantizedWeight],
+    cos_sin: CosSin,
+    shape: tuple[int, int, float],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """q, k, v [B, S, H, X], q and k turned."""
+    """Compute q, k, v [B, S, H, X], q and k rotated."""
     batch, heads, _ = shape
     q, k, v = (nt(x, w.w, None, dtype).unflatten(0, (batch, -1)).unflatten(-1, (heads, -1)) for w in weights)
     rotate_(q, *cos_sin)

@@ -1,16 +1,16 @@
-"""Multi-head latent attention from its two compressed inputs to its result, as one function that keeps little.
+"""Multi-head latent attention, from its two compressed inputs to its result, as one function.
 
-    forward     q = x_q · w_qᵀ, its rotary part turned         k, v = x_kv · w_kvᵀ, beside k the rotary key, turned
+    forward     q = x_q · w_qᵀ, its rotary part rotated        k, v = x_kv · w_kvᵀ, k followed by the rotated key
                 o = softmax(q · kᵀ) · v                        in BF16
-                o → 1×128 for the product, and → E5M6, once, to be kept
+                o → 1×128 for the GEMM, and → E5M6, saved once
                 y = o · w_oᵀ
     backward    dy → 1×128 and 128×1, do = dy · w_o
-                q, k, v again                                  two products more, and no BF16 copy of any was kept
-                dq, dk, dv from q, k, v and the kept o → 1×128 and 128×1
+                q, k, v recomputed                             by two more GEMMs; none of them was saved
+                dq, dk, dv from q, k, v and the saved o → 1×128 and 128×1
                 dx_q = dq · w_q, dx_kv = (dk, dv) · w_kv
-                dw: three products; the kept o → 128×1, x_q and x_kv again → 128×1
+                dw: three GEMMs; the saved o → 128×1, x_q and x_kv recomputed → 128×1
 
-The kept o has power-of-two scales: in its new tiles the values are only shifted and rounded once, to 8 bits.
+The saved o has power-of-two scales, so its values are only shifted in the new tiles, and rounded once to 8 bits.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 (up-projections are recomputed) and §3.3.3.
 Shapes: B batch, S sequence, T = B·S tokens, H heads, R rotary key, N the rest of a head's key, V a head's value,
@@ -27,19 +27,18 @@ from torch import Tensor
 
 from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.layers import FusedLayers, Settings, save, saved, settings
+from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt
-from octile.nn.fused.quantize import Weight, quantize_gradient, requantize
+from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
-from octile.recipe import Recipe
 from octile.scaled import ScaledTensor
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of the heads: batch B and sequence S of the tokens, H, N, R, V, and the scale of the scores."""
+    """The shape of the heads: batch B of the tokens, H, N, R, V, and the scale of the scores."""
 
     batch: int
     count: int
@@ -58,19 +57,18 @@ def latent_attention(
     w_kv: Tensor,
     w_o: Tensor,
     heads: Heads,
-    recipe: Recipe,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Causal attention: [T, D] in dtype.
+    """Compute causal attention: [T, D] in dtype.
 
     Args:
-        x_q, x_kv: what the queries, and what keys and values are made of.
-        k_rope_TR: [T, R], the rotary key of all heads, not yet turned.
+        x_q, x_kv: the input of the queries, and that of keys and values; both of one recipe.
+        k_rope_TR: [T, R], the rotary key of all heads, not yet rotated.
         cos_sin: of the S positions, each [S, R/2].
         w_q [H·X, ·], w_kv [H·(N+V), ·], w_o [D, H·V].
     """
     weights = (w_q, w_kv, w_o)
-    s = settings(recipe, dtype, weights, x_q.x, x_kv.x, k_rope_TR)
+    s = settings(x_q.recipe, dtype, weights, x_q.x, x_kv.x, k_rope_TR)
     return _LatentAttention.apply(x_q.x, x_kv.x, k_rope_TR, x_q, x_kv, cos_sin, heads, s, *weights)
 
 
@@ -89,40 +87,38 @@ class _LatentAttention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         layers = FusedLayers(weights, ctx.needs_input_grad[8:], s)
-        w_q, w_kv, w_o = all_cast = layers.cast(weights)
+        w_q, w_kv, w_o = quantized = layers.quantize(weights)
         q, k, v = _queries_keys_values(x_q.q, x_kv.q, k_rope_TR, cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV, lse_BHS = attention(q, k, v, heads.softmax_scale)
-        y_TD, kept_o = output(o_BSHV, layers, 2, weights[2], w_o)
+        y_TD, saved_o = output(o_BSHV, layers, 2, weights[2], w_o)
 
-        layers.show_fprop(0, weights[0], lambda: x_q_TK, x_q.q, w_q)
-        layers.show_fprop(1, weights[1], lambda: x_kv_TK, x_kv.q, w_kv)
-        inputs = {"x_q": x_q.kept, "x_kv": x_kv.kept, "k_rope": k_rope_TR, "cos_sin": cos_sin}
-        save(ctx, layers, all_cast, **inputs, o=kept_o, lse=lse_BHS)
-        ctx.sources, ctx.heads = (x_q.source, x_kv.source), heads
+        layers.report_fprop(0, weights[0], lambda: x_q_TK, x_q.q, w_q)
+        layers.report_fprop(1, weights[1], lambda: x_kv_TK, x_kv.q, w_kv)
+        inputs = {"x_q": x_q.saved, "x_kv": x_kv.saved, "k_rope": k_rope_TR, "cos_sin": cos_sin}
+        save_for_backward(ctx, layers, quantized, **inputs, o=saved_o, lse=lse_BHS)
+        ctx.how_saved, ctx.heads = (x_q.how_saved, x_kv.how_saved), heads
         ctx.x_dtypes = x_q_TK.dtype, x_kv_TK.dtype
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        layers, (w_q, w_kv, w_o), kept = saved(ctx)
-        heads, (source_q, source_kv) = ctx.heads, ctx.sources
-        s, cos_sin = layers.settings, kept["cos_sin"]
-        formats = s.recipe.formats
-        assert formats is not None
+        layers, (w_q, w_kv, w_o), saved = load_saved(ctx)
+        heads, (of_q, of_kv) = ctx.heads, ctx.how_saved
+        s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats
 
         shape = torch.Size((heads.batch, len(dy_TD) // max(heads.batch, 1), heads.count, heads.v_dim))
-        do_BSHV, dw_o = output_backward(dy_TD, shape, kept["o"], layers, 2, w_o)
+        do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
 
-        x_q, x_kv = source_q.again(kept["x_q"]), source_kv.again(kept["x_kv"])
-        q, k, v = _queries_keys_values(x_q, x_kv, kept["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
-        o_BSHV = kept["o"].dequantize(s.dtype).view(v.shape)
-        dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, kept["lse"], heads.softmax_scale)
-        dq_TX, dkv_TX, dk_rope_TR = _of_projections(dq, dk, dv, cos_sin)
+        x_q, x_kv = of_q.quantized(saved["x_q"]), of_kv.quantized(saved["x_kv"])
+        q, k, v = _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
+        o_BSHV = saved["o"].dequantize(s.dtype).view(v.shape)
+        dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale)
+        dq_TX, dkv_TX, dk_rope_TR = _projection_gradients(dq, dk, dv, cos_sin)
 
         dq, dq_t = quantize_gradient(dq_TX, formats)
         dkv, dkv_t = quantize_gradient(dkv_TX, formats)
-        layers.show_dgrad(0, lambda: dq_TX, dq, w_q)
-        layers.show_dgrad(1, lambda: dkv_TX, dkv, w_kv)
+        layers.report_dgrad(0, lambda: dq_TX, dq, w_q)
+        layers.report_dgrad(1, lambda: dkv_TX, dkv, w_kv)
         dx_q, dx_kv = (
             nt(d, w.w_t, None, dtype) if needed else None
             for d, w, dtype, needed in zip((dq, dkv), (w_q, w_kv), ctx.x_dtypes, ctx.needs_input_grad, strict=False)
@@ -137,12 +133,12 @@ def _queries_keys_values(
     x_kv: ScaledTensor,
     k_rope_TR: Tensor,
     cos_sin: CosSin,
-    w_q: Weight,
-    w_kv: Weight,
+    w_q: QuantizedWeight,
+    w_kv: QuantizedWeight,
     heads: Heads,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, S, H, X] and v [B, S, H, V]."""
+    """Compute q, k [B, S, H, X] and v [B, S, H, V]."""
     q_BSHX, kv_BSHX = (
         nt(x, w.w, None, dtype).unflatten(0, (heads.batch, -1)).unflatten(-1, (heads.count, -1))
         for x, w in ((x_q, w_q), (x_kv, w_kv))
@@ -152,8 +148,11 @@ def _queries_keys_values(
     return q_BSHX, k_BSHX, kv_BSHX[..., heads.nope_dim :]
 
 
-def _of_projections(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the projections' results [T, H·X] and [T, H·(N+V)] and of the rotary key [T, R]; dq is used up."""
+def _projection_gradients(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of both projections, [T, H·X] and [T, H·(N+V)], and of the rotary key [T, R].
+
+    Overwrites dq.
+    """
     cos_SR, sin_SR = cos_sin
     rotate_(dq, cos_SR, -sin_SR)
     dkv, dk_rope = latent_keys_backward(dk, dv, cos_SR, sin_SR)

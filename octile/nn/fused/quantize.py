@@ -1,132 +1,128 @@
-"""How layers cast what they multiply, and who looks on.
+"""Quantize the operands of a layer's three GEMMs, and report each to observers.
 
-What a product of the forward pass takes along its channels, one of the backward pass takes along its tokens. Where a
-recipe cuts both in tiles of 128, one read makes both (`octile.ops.transpose`), bit for bit as two casts would. So is a
-weight cast once where dgrad reads its columns.
+fprop reads an operand along its channels, wgrad reads it along its tokens. Where a recipe has tiles of 128 for both,
+one kernel reads a gradient once and writes both forms (`octile.ops.transpose`), bit for bit what two quantizations
+would give. The same holds for a weight, which dgrad reads transposed.
 
-Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.  Shapes: T tokens, K channels.
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.  Shapes: T tokens, K channels, N outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
-from octile.nn.delayed_scaling import AmaxHistory, unscaled
+from octile.formats import BLOCK, COLUMN_TILE, TILE
+from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
+from octile.nn.observer import report_quantization
 from octile.nn.weight_cache import quantized_weight
-from octile.ops.transpose import (
-    BLOCK,
-    COLUMN_TILE,
-    TILE,
-    quantize_and_transpose,
-    quantize_rows_and_columns,
-    requantize_transposed,
-)
+from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor, quantize
 
-Observer = Callable[[str, ScaledTensor], None]
-_watchers: list[Observer] = []
 
-
-@contextmanager
-def observe_quantization(watcher: Observer) -> Iterator[None]:
-    """Calls watcher(operand, quantised) for all that is cast inside: "x", "w", "dy", "wgrad_x", "wgrad_dy"."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def seen(operand: str, q: ScaledTensor) -> ScaledTensor:
-    """q, which was cast as that operand, shown to those who watch."""
-    for watcher in _watchers:
-        watcher(operand, q)
-    return q
-
-
-class Weight(NamedTuple):
-    """A weight in 8 bits: w [..., N, K] as fprop reads it and w_t [..., K, N] as dgrad does."""
+class QuantizedWeight(NamedTuple):
+    """A quantized weight: w [..., N, K] as fprop reads it, and w_t [..., K, N] as dgrad reads it."""
 
     w: ScaledTensor
     w_t: ScaledTensor
 
 
-def quantize_operand(t: Tensor, how: OperandFormat, operand: str, history: AmaxHistory | None = None) -> ScaledTensor:
-    """t as the recipe casts this operand."""
-    if how.amax == "delayed":
-        assert history is not None  # checked before the forward pass
-        return seen(operand, history.quantize(t, operand, how))
-    return seen(operand, _quantize(t.detach(), how))
+def quantize_operand(
+    t: Tensor, operand_format: OperandFormat, operand: str, history: AmaxHistory | None = None
+) -> ScaledTensor:
+    """Quantize one operand.
+
+    Args:
+        t: [..., M, K] in high precision.
+        operand: its name, for observers and for the amax history: "x", "w", "dy", "wgrad_x" or "wgrad_dy".
+        history: needed where the format has delayed scaling.
+    """
+    if operand_format.amax == "delayed":
+        assert history is not None  # functional.linear checks it before the forward pass
+        return report_quantization(operand, history.quantize(t, operand, operand_format))
+    return report_quantization(operand, _quantize(t.detach(), operand_format))
 
 
 def quantize_weight(
-    weight: Tensor, how: OperandFormat, history: AmaxHistory | None, keep: bool, turned: bool
-) -> Weight:
-    """A layer's weight.
+    weight: Tensor, operand_format: OperandFormat, history: AmaxHistory | None, cache: bool, needs_dgrad: bool
+) -> QuantizedWeight:
+    """Quantize a layer's weight [..., N, K] for fprop and dgrad.
 
     Args:
-        keep: the result is kept until the weight is written again.
-        turned: dgrad will read w_t, so on a GPU it lies in memory as its products read it.
+        history: needed where the format has delayed scaling.
+        cache: whether the result may be taken from, and stored in, the weight cache.
+        needs_dgrad: whether dgrad will read w_t. On a GPU it is then laid out as dgrad's GEMM reads it.
     """
-    if how.amax == "delayed":
-        w = quantize_operand(weight, how, "w", history)
-        return Weight(w, w.mT)
-    turned = turned and weight.is_cuda and how.block == BLOCK
-    make = _both_ways if turned else _one_way
-    found = quantized_weight(weight, how, make, turned) if keep else make(weight.detach(), how)
-    seen("w", found.w)
-    return found
+    if operand_format.amax == "delayed":
+        w = quantize_operand(weight, operand_format, "w", history)
+        return QuantizedWeight(w, w.mT)
+    transpose = needs_dgrad and weight.is_cuda and operand_format.block == BLOCK
+    make = _quantize_both_layouts if transpose else _quantize_one_layout
+    if cache:
+        quantized = quantized_weight(weight, operand_format, make, transpose)
+    else:
+        quantized = make(weight.detach(), operand_format)
+    report_quantization("w", quantized.w)
+    return quantized
 
 
-def _one_way(weight: Tensor, how: OperandFormat) -> Weight:
-    w = _quantize(weight, how)
-    # tiles lie along what is summed over: along the inputs for fprop, along the outputs for dgrad
-    return Weight(w, _quantize(weight.mT, how) if how.block == TILE else w.mT)
+def _quantize_one_layout(weight: Tensor, operand_format: OperandFormat) -> QuantizedWeight:
+    w = _quantize(weight, operand_format)
+    # a tile lies along the dimension that the GEMM sums over: the inputs in fprop, the outputs in dgrad
+    return QuantizedWeight(w, _quantize(weight.mT, operand_format) if operand_format.block == TILE else w.mT)
 
 
-def _both_ways(weight: Tensor, how: OperandFormat) -> Weight:
-    data, scale, data_t = quantize_and_transpose(weight, how.fmt.name, how.scale == "power_of_2")
-    return Weight(ScaledTensor(data, scale, BLOCK), ScaledTensor(data_t, scale.mT, BLOCK))
+def _quantize_both_layouts(weight: Tensor, operand_format: OperandFormat) -> QuantizedWeight:
+    power_of_2 = operand_format.scale == "power_of_2"
+    data, scale, data_t = quantize_and_transpose(weight, operand_format.fmt.name, power_of_2)
+    return QuantizedWeight(ScaledTensor(data, scale, BLOCK), ScaledTensor(data_t, scale.mT, BLOCK))
 
 
-def _quantize(t: Tensor, how: OperandFormat) -> ScaledTensor:
-    return unscaled(t, how) if how.amax == "unscaled" else quantize(t, how.block, how.fmt, how.scale)
+def _quantize(t: Tensor, operand_format: OperandFormat) -> ScaledTensor:
+    if operand_format.amax == "unscaled":
+        return quantize_unscaled(t, operand_format)
+    return quantize(t, operand_format.block, operand_format.fmt, operand_format.scale)
 
 
 def quantize_gradient(
     dy: Tensor, formats: GemmFormats, history: AmaxHistory | None = None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """dy [T, K] as dgrad and as wgrad take it; the same tensor where they are cast alike."""
-    rows, columns = formats.dy, formats.wgrad_dy
-    if rows == columns:
-        both = quantize_operand(dy, rows, "dy", history)
+    """Quantize an output gradient dy [T, N] for dgrad and for wgrad; one tensor serves both where the formats agree."""
+    of_dgrad, of_wgrad = formats.dy, formats.wgrad_dy
+    if of_dgrad == of_wgrad:
+        both = quantize_operand(dy, of_dgrad, "dy", history)
         return both, both
     if not formats.is_tiled:
-        return quantize_operand(dy, rows, "dy"), quantize_operand(dy, columns, "wgrad_dy")
-    data, scale, *turned = quantize_rows_and_columns(dy.detach(), rows.fmt.name, rows.scale == "power_of_2")
-    return seen("dy", ScaledTensor(data, scale, TILE)), seen("wgrad_dy", from_turned(*turned))
+        return quantize_operand(dy, of_dgrad, "dy"), quantize_operand(dy, of_wgrad, "wgrad_dy")
+    power_of_2 = of_dgrad.scale == "power_of_2"
+    data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), of_dgrad.fmt.name, power_of_2)
+    rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
+    return rows, report_quantization("wgrad_dy", column_tiles(data_t, scale_t))
 
 
 def requantize(
-    q: ScaledTensor, how: OperandFormat, operand: str = "wgrad_x", rows: Tensor | None = None
+    q: ScaledTensor, operand_format: OperandFormat, operand: str = "wgrad_x", rows: Tensor | None = None
 ) -> ScaledTensor:
-    """An operand as wgrad takes it, made from a cast and not from the original: of an input that was kept as one.
+    """Quantize a quantized operand again, as wgrad reads it.
 
     Args:
-        rows: int32 [R], which rows of q, in which order; all of them if not given.
+        q: [T, K], saved for backward; the original is gone.
+        operand: its name, for observers.
+        rows: int32 [R], the rows of q that the result has, in their order; None: all of them.
+
+    Returns:
+        [T, K], or [R, K].
     """
-    if q.block == TILE and how.block == COLUMN_TILE:
-        turned = requantize_transposed(q.data, q.scale, how.scale == "power_of_2", how.fmt.name, rows)
-        return seen(operand, from_turned(*turned))
+    if q.block == TILE and operand_format.block == COLUMN_TILE:
+        power_of_2 = operand_format.scale == "power_of_2"
+        data_t, scale_t = requantize_transposed(q.data, q.scale, power_of_2, operand_format.fmt.name, rows)
+        return report_quantization(operand, column_tiles(data_t, scale_t))
     values = q.dequantize()
-    return quantize_operand(values if rows is None else values.index_select(0, rows), how, operand)
+    return quantize_operand(values if rows is None else values.index_select(0, rows), operand_format, operand)
 
 
-def from_turned(data_t: Tensor, scale_t: Tensor) -> ScaledTensor:
-    """[T, K] in 128×1 tiles from its transpose [K, T] in 1×128 tiles: a view."""
+def column_tiles(data_t: Tensor, scale_t: Tensor) -> ScaledTensor:
+    """View the transpose [K, T] in 1×128 tiles as [T, K] in 128×1 tiles."""
     return ScaledTensor(data_t.mT, scale_t.mT, COLUMN_TILE)

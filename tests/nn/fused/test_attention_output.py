@@ -8,8 +8,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from octile.formats import E5M6
 from octile.nn.fused.attention_output import attention_linear
-from octile.nn.fused.block_input import read
 from octile.nn.fused.mla import Heads, latent_attention
+from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.linear import Linear
 from octile.nn.norm import RMSNorm
@@ -90,14 +90,14 @@ def test_a_block_without_compression_is_built_of_the_same_functions(recomputed: 
     norm, x = RMSNorm(d), torch.randn(B * S, d, requires_grad=True)
     w_q, w_o = (Linear(*sides, bias=False).weight for sides in ((d, heads * width), (heads * width, d)))
     w_kv = Linear(d, 2 * heads * width, bias=False).weight
-    inside = read(x, RECIPE.formats.x, norm)
+    _, inside = norm_block_input(x, norm, RECIPE)
     if recomputed:
         shape = Heads(B, heads, width, 0, width, SCALE)
         no_rope = Rope(0).cos_sin(torch.arange(S))
-        arguments = (w_q, w_kv, w_o, shape, RECIPE, torch.float32)
+        arguments = (w_q, w_kv, w_o, shape, torch.float32)
         y = latent_attention(inside, inside, x.new_empty(B * S, 0), no_rope, *arguments)
     else:
-        q, kv = (t.view(B, S, heads, -1) for t in projections(inside, [w_q, w_kv], RECIPE, torch.float32))
+        q, kv = (t.view(B, S, heads, -1) for t in projections(inside, [w_q, w_kv], torch.float32))
         k, v = kv.split(width, dim=-1)
         y = attention_linear(q, k, v, w_o, SCALE, RECIPE, torch.float32).flatten(0, 1)
     y.sum().backward()

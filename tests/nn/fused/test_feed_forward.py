@@ -6,6 +6,7 @@ Shapes: T tokens, D model, I intermediate, E experts, K chosen experts.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import linear
-from octile.nn.fused.block_input import read
-from octile.nn.fused.feed_forward import Routed, experts
-from octile.nn.fused.quantize import observe_quantization
+from octile.nn.fused.block_input import quantize_block_input
+from octile.nn.fused.feed_forward import Routed, experts_feed_forward
+from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.mlp import MLP
 from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
-from octile.nn.observer import ObservedGemm, observe_gemms
+from octile.nn.observer import ObservedGemm, observe_gemms, observe_quantization
 from octile.recipe import GEMMS, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
@@ -66,6 +67,11 @@ def x_of(dtype: torch.dtype = torch.float32) -> Tensor:
     x = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(1))
     x[..., 7] *= 30
     return x.to(dtype).requires_grad_()
+
+
+def after_norm(m: nn.Module, x: Tensor, norm: RMSNorm) -> Tensor:
+    """The module of norm(x), which is fused with it where it can be."""
+    return m(pre_norm(x, norm, m)[1])
 
 
 def gradients(module: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None, *more: object) -> list[Tensor]:
@@ -172,8 +178,8 @@ def test_results_of_experts_are_the_products_of_the_operands_that_they_show(reci
     add, dy = torch.randn(T, D, generator=generator).requires_grad_(), torch.randn(T, D, generator=generator)
     plan = way.plan(experts_TK, experts_TK.flatten().bincount(minlength=E))
     with observe_gemms(seen := Seen()):
-        arguments = (weights_TK, add, Routed(way, plan), recipe, torch.float32)
-        y = experts(read(x, recipe.formats.x), m.gate_up, m.down, *arguments)
+        arguments = (weights_TK, add, Routed(way, plan), torch.float32)
+        y = experts_feed_forward(quantize_block_input(x, recipe), m.gate_up, m.down, *arguments)
     y.backward(dy)
 
     up, down = seen.of(m.gate_up), seen.of(m.down)
@@ -246,7 +252,7 @@ def test_an_expert_without_tokens_gets_a_gradient_of_zeros_and_no_token_is_dropp
 @both_settings
 def test_nothing_is_read_back_to_the_host(recipe):
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):  # a fake tensor has no value: reading one raises
-        moe(recipe)(torch.randn(2, 9, D), layer_norm()).sum().backward()
+        after_norm(moe(recipe), torch.randn(2, 9, D), layer_norm()).sum().backward()
 
 
 def test_no_tokens_at_all():
@@ -266,7 +272,7 @@ def test_a_norm_in_front_is_the_same_as_one_before(recipe):
     """But that the cast is of the norm in FP32, which here it is anyway."""
     for m in modules(recipe):
         norm, x = layer_norm(), x_of()
-        found = gradients(m, x, lambda x, m=m, norm=norm: m(x, norm))
+        found = gradients(m, x, lambda x, m=m, norm=norm: after_norm(m, x, norm))
         of_norm, norm.weight.grad = norm.weight.grad, None
         expected = gradients(m, x, lambda x, m=m, norm=norm: m(norm(x)))
         for ours, theirs in zip([*found, of_norm], [*expected, norm.weight.grad], strict=True):
@@ -300,18 +306,18 @@ def test_a_hook_is_called_and_changes_little(recipe):
 def test_recomputing_activations_changes_no_bit(recipe, use_reentrant):
     for m in modules(recipe):
         norm, x = layer_norm(), x_of()
-        expected = gradients(m, x, lambda x, m=m, norm=norm: m(x, norm))
-        again = lambda x, m=m, norm=norm: checkpoint(m, x, norm, use_reentrant=use_reentrant)  # noqa: E731
+        expected = gradients(m, x, lambda x, m=m, norm=norm: after_norm(m, x, norm))
+        again = lambda x, m=m, norm=norm: checkpoint(after_norm, m, x, norm, use_reentrant=use_reentrant)  # noqa: E731
         assert same(gradients(m, x, again), expected)
 
 
 @both_settings
 def test_compiled_without_a_graph_break_they_compute_the_same(recipe):
     for m in modules(recipe):
-        compiled = torch.compile(copy.deepcopy(m), fullgraph=True, backend="aot_eager")
-        norm, x = layer_norm(), x_of()
-        expected = gradients(m, x, lambda x, m=m, norm=norm: m(x, norm))
-        assert same(gradients(compiled, x, lambda x, c=compiled, norm=norm: c(x, norm)), expected)
+        own, norm, x = copy.deepcopy(m), layer_norm(), x_of()
+        compiled = torch.compile(partial(after_norm, own), fullgraph=True, backend="aot_eager")
+        expected = gradients(m, x, lambda x, m=m, norm=norm: after_norm(m, x, norm))
+        assert same(gradients(own, x, lambda x, c=compiled, norm=norm: c(x, norm)), expected)
 
 
 @both_settings
@@ -383,7 +389,7 @@ def test_every_cast_is_shown_once():
 
 def test_a_size_that_is_no_multiple_of_128_goes_in_steps():
     m, x = apply_recipe(randomised(MLP(D, 200)), KEPT), x_of()
-    assert m.fused_recipe() is None
+    assert m.fusion() is None
     h = F.silu(linear(x, m.gate_proj.weight, None, KEPT)) * linear(x, m.up_proj.weight, None, KEPT)
     assert torch.equal(m(x), linear(h, m.down_proj.weight, None, KEPT))
 
@@ -391,6 +397,6 @@ def test_a_size_that_is_no_multiple_of_128_goes_in_steps():
 def test_layers_of_different_recipes_go_in_steps():
     m = mlp(KEPT)
     m.up_proj.use_recipe(Recipe.per_tensor())
-    assert m.fused_recipe() is None
-    assert mlp(KEPT.without("wgrad")).fused_recipe() is None
-    assert mlp(KEPT).fused_recipe() == KEPT
+    assert m.fusion() is None
+    assert mlp(KEPT.without("wgrad")).fusion() is None
+    assert mlp(KEPT).fusion().recipe == KEPT

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from octile.nn.conversion import convert
-from octile.nn.functional import observe_quantization
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.linear import Linear
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
+from octile.nn.observer import observe_quantization
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
 

@@ -1,0 +1,109 @@
+"""Fusion: whether one autograd function takes the place of several layers of a module.
+
+Half a transformer block is one function where the data flow of DeepSeek-V3 needs it: what lies between two GEMMs is
+quantized as it is computed, and what is not saved for backward is recomputed (`docs/data_flow.md`).
+
+What can be fused is decided once, after a recipe was applied: the layers must be exactly `octile.nn.Linear`, without
+biases and with one recipe. Two questions are left to each forward pass: whether these layers are still the module's own
+(somebody may have replaced one), and whether one of them has hooks. A layer with a hook is called, so that the hook is;
+the module then runs its layers one after the other. (A bias that was added to a layer since has the same effect.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octile.nn.fused.block_input import BlockInput, quantize_block_input
+from octile.nn.linear import Linear
+from octile.nn.norm import RMSNorm
+from octile.nn.recipe_holder import recipe_changes
+from octile.recipe import GemmFormats, Recipe
+
+
+class Fusion(NamedTuple):
+    """The recipe by which layers are fused, and its formats."""
+
+    recipe: Recipe
+    formats: GemmFormats
+
+
+class _Decision(NamedTuple):
+    """What was decided, for which layers, and how many changes of recipes there had been by then."""
+
+    fusion: Fusion | None
+    layers: tuple[nn.Module | None, ...]
+    recipe_changes: int
+
+
+class FusableModule(nn.Module):
+    """A module some of whose layers can run as one autograd function.
+
+    A subclass names these layers in `fusable_layers`, and says in `decide_fusion` when they are fused.
+
+    Attributes:
+        fusable_layers: the names of the layers that the function takes the place of.
+        reads_high_precision: whether a layer outside of the function reads the module's input in high precision.
+    """
+
+    fusable_layers: tuple[str, ...] = ()
+    reads_high_precision = False
+    _decision: _Decision | None = None
+
+    def decide_fusion(self) -> Fusion | None:
+        """Decide by the recipes and types of the layers whether they are fused, regardless of hooks."""
+        raise NotImplementedError
+
+    def fusion(self) -> Fusion | None:
+        """Return how the layers are fused in this forward pass; None: they run one after the other."""
+        layers = tuple([self._modules.get(name) for name in self.fusable_layers])
+        if torch.compiler.is_compiling():  # decided once: while the graph is traced
+            fusion = self.decide_fusion()
+        else:
+            decision, changes = self._decision, recipe_changes()
+            if decision is None or decision.recipe_changes != changes or decision.layers != layers:
+                self._decision = decision = _Decision(self.decide_fusion(), layers, changes)
+            fusion = decision.fusion
+        return None if fusion is None or has_hooks(*layers) or _has_bias(*layers) else fusion
+
+    def fused_input(self, x: Tensor | BlockInput) -> Tensor | BlockInput:
+        """Return the module's input [..., K] as it reads it: quantized where its layers are fused, else as it is."""
+        if isinstance(x, BlockInput):  # `pre_norm` has asked
+            return x
+        fusion = self.fusion()
+        if fusion is None:
+            return x
+        return quantize_block_input(x, fusion.recipe, values=self.reads_high_precision)
+
+
+def fuse_linear(*layers: nn.Module, can_fuse: Callable[[Recipe], bool]) -> Fusion | None:
+    """Return the fusion of linear layers: all of them `octile.nn.Linear` without a bias, of one recipe that can."""
+    first = layers[0]
+    if not isinstance(first, Linear):
+        return None
+    recipe = first.recipe
+    alike = (type(layer) is Linear and layer.bias is None and layer.recipe == recipe for layer in layers)
+    if recipe.formats is None or not can_fuse(recipe) or not all(alike):
+        return None
+    return Fusion(recipe, recipe.formats)
+
+
+def is_fusable_norm(norm: nn.Module) -> bool:
+    """Whether a fused kernel computes this norm: exactly `octile.nn.RMSNorm`, without hooks."""
+    return type(norm) is RMSNorm and not has_hooks(norm)
+
+
+def has_hooks(*modules: nn.Module | None) -> bool:
+    """Whether one of the modules has a forward or backward hook of its own."""
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
+        if module is not None
+    )
+
+
+def _has_bias(*modules: nn.Module | None) -> bool:
+    return any(module._parameters.get("bias") is not None for module in modules if module is not None)

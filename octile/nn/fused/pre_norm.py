@@ -1,0 +1,92 @@
+"""The norm before a layer, fused with the quantization of the layer's input and with the residual addition.
+
+Each half of a transformer block computes x + layer(norm(x)). With
+
+    x, normed = pre_norm(x, norm, layer)
+    x = x + layer(normed)
+
+the norm and both uses of x are one autograd function where the layer is fused:
+
+    forward     norm(x) → 1×128 in one kernel; only x and one value a token are saved for backward
+    backward    dx = the norm's gradient + the residual's gradient, added in FP32 as the norm's kernel writes dx
+
+Everywhere else the results are x itself and norm(x).
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 and §3.3.3.  Shapes: T tokens, K channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octile.formats import TILE
+from octile.nn.fused.block_input import BlockInput, Saved
+from octile.nn.fused.fusion import FusableModule, has_hooks, is_fusable_norm
+from octile.nn.norm import RMSNorm
+from octile.nn.observer import has_gemm_observers, report_quantization
+from octile.ops.norm import rms_norm_backward, rms_norm_quantize
+from octile.recipe import OperandFormat, Recipe
+from octile.scaled import ScaledTensor
+
+
+def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module, fuse: bool = True) -> tuple[Tensor, Tensor | BlockInput]:
+    """Return x for the residual addition, and norm(x) as the layer reads it.
+
+    Args:
+        x: [..., K].
+        norm: fused if it is an `octile.nn.RMSNorm` without hooks.
+        layer: the module that is called with the second result, and with nothing else in between. The norm is fused
+            into an `MLA`, `MHA`, `MLP` or `MoE` whose layers are fused, unless it has hooks itself, which see tensors.
+        fuse: False where the layer needs a tensor, as attention with a cache does.
+    """
+    fusion = layer.fusion() if fuse and isinstance(layer, FusableModule) and not has_hooks(layer) else None
+    if fusion is None or not is_fusable_norm(norm):
+        return x, norm(x)
+    assert isinstance(layer, FusableModule)
+    assert isinstance(norm, RMSNorm)
+    residual, normed = norm_block_input(x, norm, fusion.recipe, layer.reads_high_precision)
+    return residual.view_as(x), normed
+
+
+def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = False) -> tuple[Tensor, BlockInput]:
+    """Return x [..., K] as [T, K] for a residual addition, and norm(x), quantized once for all layers that read it.
+
+    Args:
+        recipe: of these layers; one with `formats`.
+        values: whether another layer reads and saves norm(x) in high precision.
+    """
+    assert recipe.formats is not None
+    of_x, x_TK = recipe.formats.x, x.reshape(-1, x.shape[-1])
+    values = values or has_gemm_observers()
+    y, data, scale, residual = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, of_x, values)
+    q = report_quantization("x", ScaledTensor(data, scale, TILE))
+    saved, how_saved = (x_TK.detach(), norm.weight.detach()), Saved("norm", of_x, norm.eps)
+    return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape)
+
+
+class _NormAndQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, of_x: OperandFormat, values: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        power_of_2 = of_x.scale == "power_of_2"
+        data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, of_x.fmt.name, power_of_2, values)
+        if not values:
+            y = x_TK.new_empty(()).expand(x_TK.shape)  # no values, but autograd sends the layers' gradients here
+        ctx.save_for_backward(x_TK, weight_K, rstd)
+        ctx.mark_non_differentiable(data, scale)
+        ctx.set_materialize_grads(False)
+        return y, data, scale, x_TK.view_as(x_TK)
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy_TK: Tensor | None, _: None, __: None, dresidual_TK: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if dy_TK is None:
+            return dresidual_TK, None, None, None, None
+        x_TK, weight_K, rstd_T = ctx.saved_tensors
+        dx_TK, dweight_K = rms_norm_backward(dy_TK, x_TK, weight_K, rstd_T, dresidual_TK)
+        return dx_TK, dweight_K.to(weight_K.dtype), None, None, None

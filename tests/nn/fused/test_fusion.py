@@ -1,0 +1,161 @@
+"""What is fused is decided once, and never by a recipe or a layer that has changed since."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.nn import MHA, MLA, MLP, Gate, Linear, MoE, RMSNorm, pre_norm
+from octile.nn.conversion import apply_recipe
+from octile.nn.fused.block_input import BlockInput
+from octile.nn.fused.fusion import FusableModule
+from octile.nn.rope import Rope
+from octile.recipe import Recipe
+
+D, S = 128, 6
+RECIPE = Recipe.deepseek_v3()
+ANGLES = Rope(16).cos_sin(torch.arange(S))
+
+
+def mla() -> MLA:
+    return MLA(D, 2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+
+
+MODULES: dict[str, tuple[Callable[[], FusableModule], str, tuple[object, ...]]] = {  # built; a fused layer; arguments
+    "MLP": (lambda: MLP(D, 128), "up_proj", ()),
+    "MHA": (lambda: MHA(D, 2, 16), "k_proj", (ANGLES,)),
+    "MLA": (mla, "kv_b_proj", (ANGLES,)),
+    "MoE": (lambda: MoE(Gate(D, 4, 2), D, 128, 128), "experts", ()),
+}
+every_module = pytest.mark.parametrize("name", MODULES)
+
+
+def built(name: str) -> tuple[FusableModule, nn.Module, Callable[[FusableModule], Tensor]]:
+    """A converted module, one of its fused layers, and how it is called."""
+    torch.manual_seed(0)
+    make, layer, arguments = MODULES[name]
+    module = apply_recipe(make(), RECIPE)
+    x = torch.randn(2, S, D)
+    return module, module.get_submodule(layer), lambda m: m(x, *arguments)
+
+
+@every_module
+def test_it_is_decided_once(name, monkeypatch):
+    module, _, call = built(name)
+    decide, calls = type(module).decide_fusion, []
+    monkeypatch.setattr(type(module), "decide_fusion", lambda self: calls.append(self) or decide(self))
+    for _ in range(3):
+        call(module)
+    assert calls.count(module) == 1
+
+
+@every_module
+def test_a_recipe_that_a_layer_gets_later_counts(name):
+    module, layer, call = built(name)
+    fused = call(module)
+    assert module.fusion().recipe == RECIPE
+    layer.use_recipe(Recipe.bf16())
+    assert module.fusion() is None
+    assert not torch.equal(call(module), fused)
+    layer.use_recipe(RECIPE)
+    assert module.fusion().recipe == RECIPE
+    assert torch.equal(call(module), fused)
+
+
+@every_module
+def test_an_assigned_recipe_counts_as_well(name):
+    module, layer, call = built(name)
+    call(module)
+    layer.recipe = RECIPE.without("wgrad")
+    assert module.fusion() is None
+
+
+@every_module
+def test_recipes_of_other_modules_change_nothing(name):
+    module, _, call = built(name)
+    fused = call(module)
+    Linear(2, 2).use_recipe(Recipe.bf16())
+    assert module.fusion().recipe == RECIPE
+    assert torch.equal(call(module), fused)
+
+
+@pytest.mark.parametrize("name", ["MLP", "MHA", "MLA"])
+def test_a_replaced_layer_is_called(name):
+    module, layer, call = built(name)
+    fused, called = call(module), []
+
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(x)
+            return super().forward(x)
+
+    other = Other(layer.in_features, layer.out_features, bias=False)
+    setattr(module, MODULES[name][1], other)
+    assert module.fusion() is None
+    call(module)
+    assert len(called) == 1
+    setattr(module, MODULES[name][1], layer)
+    assert module.fusion().recipe == RECIPE
+    assert torch.equal(call(module), fused)
+
+
+def test_a_bias_that_a_layer_gets_later_is_added():
+    module, layer, call = built("MLP")
+    fused = call(module)
+    layer.bias = nn.Parameter(torch.ones(layer.out_features))
+    assert module.fusion() is None
+    assert not torch.allclose(call(module), fused)
+
+
+@every_module
+def test_a_layer_with_a_hook_is_called_as_long_as_it_has_one(name):
+    module, layer, call = built(name)
+    call(module)
+    calls: list[int] = []
+    hook = layer.register_forward_hook(lambda *_: calls.append(1))
+    call(module)
+    hook.remove()
+    call(module)
+    assert calls == [1]
+
+
+@every_module
+def test_a_copy_decides_by_its_own_layers(name):
+    module, layer, call = built(name)
+    with torch.no_grad():
+        call(module)
+    other = copy.deepcopy(module)
+    layer.use_recipe(Recipe.bf16())
+    assert module.fusion() is None
+    assert other.fusion().recipe == RECIPE
+
+
+@every_module
+def test_a_norm_is_fused_where_its_layer_is(name):
+    module, layer, _ = built(name)
+    x, norm = torch.randn(2, S, D), RMSNorm(D)
+    residual, normed = pre_norm(x, norm, module)
+    assert torch.equal(residual, x)
+    assert isinstance(normed, BlockInput)
+    assert isinstance(pre_norm(x, norm, module, fuse=False)[1], Tensor)
+    layer.use_recipe(Recipe.bf16())
+    assert torch.equal(pre_norm(x, norm, module)[1], norm(x))
+
+
+@every_module
+def test_hooks_of_the_layer_and_of_its_norm_see_tensors(name):
+    module, _, _ = built(name)
+    x, norm, seen = torch.randn(2, S, D), RMSNorm(D), []
+    for hooked in (module, norm):
+        hook = hooked.register_forward_hook(lambda m, args, y: seen.extend((*args, y)))
+        x, normed = pre_norm(x, norm, module)
+        module(normed, *MODULES[name][2])
+        hook.remove()
+    assert sum(isinstance(t, Tensor) and t.shape == x.shape for t in seen) == 4
+
+
+def test_a_norm_before_any_other_layer_is_a_norm():
+    x, norm = torch.randn(3, D), RMSNorm(D)
+    assert torch.equal(pre_norm(x, norm, nn.Linear(D, D))[1], norm(x))
