@@ -1,28 +1,47 @@
-"""What a user runs to measure their machine; the figures in the README come from here."""
+"""Benchmarks of this machine: `octile bench`, `octile doctor`. The figures in the README are measured with them.
+
+gemm.py            `octile bench gemm`: octile's GEMMs vs. other libraries'
+casts.py           `octile bench casts`: quantization and other memory-bound operators vs. a copy
+step/              `octile bench step`: a training step's speed and memory
+lab.py             `octile bench lab`: the tensor core model and telemetry
+tune.py            `octile bench tune`: a search for the fastest GEMM kernels
+tune_casts.py      `octile bench tune-casts`: a search for the fastest quantization kernels
+doctor.py          `octile doctor`: this machine and which kernels it uses
+
+goals.py           floors and aims for the benchmarks' results
+rows.py            a result and how it is printed and written
+shapes.py          the GEMMs that are measured
+gemm_case.py       their operands, calls and checks
+gemm_peers.py      the same GEMMs by other libraries
+gemm_table.py      their results as a table
+kernel_time.py     times of GPU kernels
+timing.py          times of calls
+subprocess_call.py a call in a process of its own
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
 
-TITLES = {"gemm": "products", "casts": "casts", "step": "a training step", "lab": "the model of the tensor core"}
+TITLES = {"gemm": "GEMMs", "casts": "quantization", "step": "a training step", "lab": "the tensor core model"}
 
 
 def run(what: str, json: Path | None = None) -> None:
-    """Measures, prints a table, and writes the rows to a file if asked. Stopped by Ctrl-C, it does so with what it has.
+    """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
         what: "gemm", "casts", "step" or "lab".
-        json: file for the rows, with machine, versions and commit.
+        json: file for the rows, with machine, versions and commit; None: no file.
 
     Raises:
-        FileNotFoundError: there is no folder for the file; nothing was measured then.
+        FileNotFoundError: the folder for the file does not exist; nothing is measured then.
     """
     from octile.bench.rows import Row, write
     from octile.report.machine import describe_machine, machine
 
     if json and not json.parent.is_dir():
-        raise FileNotFoundError(f"json must lie in a folder that exists: {json.parent} does not")
+        raise FileNotFoundError(f"json must be in a folder that exists: {json.parent} does not")
     bench, rows, measured_on = import_module(f"octile.bench.{what}"), list[Row](), machine()
     try:
         for row in bench.rows():
@@ -38,14 +57,14 @@ def run(what: str, json: Path | None = None) -> None:
 
 
 def search(shape: str | None, minutes: float | None) -> None:
-    """Searches the fastest kernels; see `octile.bench.tune`.
+    """Search for the fastest GEMM kernels; see `octile.bench.tune`.
 
     Args:
-        shape: "M,N,K", or None for every shape of gemm.
-        minutes: 10 where they are not given.
+        shape: "M,N,K", or None for every shape of `octile bench gemm`.
+        minutes: the time after which no further shape is begun; None: 10.
 
     Raises:
-        ValueError: shape is not three whole numbers, or as in `octile.bench.tune.run`.
+        ValueError: shape is not three integers, or as in `octile.bench.tune.run`.
     """
     from octile.bench.tune import run as tune
 
@@ -57,7 +76,7 @@ def search(shape: str | None, minutes: float | None) -> None:
 
 
 def search_casts() -> None:
-    """Searches the fastest settings of casts; see `octile.bench.tune_casts`."""
+    """Search for the fastest settings of quantization kernels; see `octile.bench.tune_casts`."""
     from octile.bench.tune_casts import run as tune
 
     tune()

@@ -1,6 +1,6 @@
-"""`octile bench casts`: every cast beside a copy of as many bytes in the same run, which does nothing but move them.
+"""`octile bench casts`: quantization and other memory-bound operators vs. a copy of the same number of bytes.
 
-Bytes are counted once: what a cast reads and what it writes, however often the kernel does.
+The bytes are those of inputs and outputs, each counted once, however often the kernel reads or writes them.
 """
 
 from __future__ import annotations
@@ -23,52 +23,53 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 GPU_SHAPES, CPU_SHAPES = ((4096, 7168), (8192, 7168), (16384, 7168)), ((2048, 1024),)
-CHOSEN, EXPERTS = 8, 64  # of a token, and of a layer
-ALIGNMENT = 2**21  # bytes; where a copy's halves lie at multiples of 512 alone, an H200 took up to 15% longer
+CHOSEN, EXPERTS = 8, 64  # experts per token, and per layer
+ALIGNMENT = 2**21  # bytes; with source and target aligned to 512 only, a copy took up to 15% longer on an H200
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
 
 Case = tuple[str, Callable[..., Tensor | Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def rows() -> Iterator[Row]:
-    """Measures each cast; input is BF16 on a GPU, FP32 on a CPU."""
+    """Measure each operator and yield its row; inputs are BF16 on a GPU, FP32 on a CPU."""
     gpu = torch.cuda.is_available()
     device, dtype, shapes = ("cuda", torch.bfloat16, GPU_SHAPES) if gpu else ("cpu", torch.float32, CPU_SHAPES)
     for m, k in shapes:
         torch.manual_seed(0)
-        for what, cast, inputs in _cases(torch.randn(m, k, device=device, dtype=dtype)):
-            made = cast(*inputs)
-            moved = sum(t.nbytes for t in (*inputs, *([made] if isinstance(made, Tensor) else made)))
+        for what, operator, inputs in _cases(torch.randn(m, k, device=device, dtype=dtype)):
+            outputs = operator(*inputs)
+            moved = sum(t.nbytes for t in (*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)))
             source, target = _halves(moved, device)
             copy = partial(target.copy_, source)
-            times = work_seconds({"cast": partial(cast, *inputs), "copy": copy}, rounds=20)
-            speed, peer = (n / times[name] / 1e9 for name, n in (("cast", moved), ("copy", 2 * source.nbytes)))
+            times = work_seconds({"operator": partial(operator, *inputs), "copy": copy}, rounds=20)
+            speed, peer = (n / times[name] / 1e9 for name, n in (("operator", moved), ("copy", 2 * source.nbytes)))
             yield compare(f"{m}×{k}", what, speed, "GB/s", "copy", peer)
 
 
 def _halves(moved: int, device: str) -> tuple[Tensor, Tensor]:
-    """What a copy of so many bytes reads and writes: both as large, and where memory is fastest."""
+    """Allocate the source and the target of a copy that moves this many bytes: of equal size and aligned."""
     half = -(-moved // 2 // ALIGNMENT) * ALIGNMENT
-    room = torch.empty(2 * half + ALIGNMENT, dtype=torch.uint8, device=device)
-    first = -room.data_ptr() % ALIGNMENT
-    return room[first : first + half], room[first + half : first + 2 * half]
+    buffer = torch.empty(2 * half + ALIGNMENT, dtype=torch.uint8, device=device)
+    first = -buffer.data_ptr() % ALIGNMENT
+    return buffer[first : first + half], buffer[first + half : first + 2 * half]
 
 
 def show(rows: Sequence[Row]) -> str:
-    """The table, and on a GPU how the goals are met."""
-    met = goals.casts_in_words(rows) if torch.cuda.is_available() else ""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, met)))
+    """Format the table, and on a GPU the verdicts on the goals."""
+    verdicts = goals.casts_verdicts(rows) if torch.cuda.is_available() else ""
+    return "\n\n".join(filter(None, (table(rows), LEGEND, verdicts)))
 
 
 def _cases(x: Tensor) -> list[Case]:
+    """Return the operators with their inputs, by the names that committed results have in `what`."""
     cases: list[Case] = []
     for name, block in {**BLOCKS, "all×all": tuple(x.shape)}.items():
-        cases += _there_and_back(name, x, block, "e4m3")
-    cases += _there_and_back("1×128 E5M6", x, BLOCKS["1×128"], "e5m6")
+        cases += _both_ways(name, x, block, "e4m3")
+    cases += _both_ways("1×128 E5M6", x, BLOCKS["1×128"], "e5m6")
     tiles = quantize(x, 1, 128, "e4m3", False)
     scale = torch.ones(1, device=x.device)
     gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
-    kept = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
+    saved = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
     weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
     place = _places(len(x) // CHOSEN, x.device)
     tokens = quantize(x[: len(place)], 1, 128, "e4m3", True)
@@ -89,31 +90,33 @@ def _cases(x: Tensor) -> list[Case]:
         (
             "SwiGLU backward, 1×128 and turned",
             lambda d, k, s: swiglu_backward_quantize(d, *k, *s, None, "e4m3", False, "e4m3", True),
-            (dh, *kept),
+            (dh, *saved),
         ),
         ("RMSNorm, 1×128", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False), (x, weight)),
         ("RMSNorm, 1×128 and as it is", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False, True), (x, weight)),
         ("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd)),
         (f"permute to {CHOSEN} places", permute, (*tokens, place)),
         (f"unpermute, sums of {CHOSEN}", unpermute, (x, place)),
-        ("AdamW, BF16 moments", _step, (x.float(), dh.float(), *moments, corrections)),
+        ("AdamW, BF16 moments", _adamw_step, (x.float(), dh.float(), *moments, corrections)),
     ]
 
 
 def _places(tokens: int, device: torch.device) -> Tensor:
-    """Of the rows of tokens that choose experts at random, sorted by expert: [T, K]."""
+    """Return the position of each token's rows among all rows sorted by expert, for random experts: [T, K]."""
     experts = torch.rand(tokens, EXPERTS, device=device).topk(CHOSEN).indices
     return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS)).place_TK
 
 
-def _step(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor) -> list[Tensor]:
-    """A step of the optimizer, and what it writes."""
+def _adamw_step(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor
+) -> list[Tensor]:
+    """Make a step of the optimizer and return the tensors that it writes."""
     adamw(weight, gradient, exp_avg, exp_avg_sq, corrections, 0.9, 0.95, 1e-8)
     return [weight, exp_avg, exp_avg_sq]
 
 
-def _there_and_back(name: str, x: Tensor, block: Sequence[int], fmt: str) -> list[Case]:
-    power_of_2 = fmt == "e5m6"  # what the recipe casts to E5M6 has such scales
+def _both_ways(name: str, x: Tensor, block: Sequence[int], fmt: str) -> list[Case]:
+    power_of_2 = fmt == "e5m6"  # as in the recipe
     return [
         (f"quantize {name}", lambda x: quantize(x, *block, fmt, power_of_2), (x,)),
         (f"dequantize {name}", lambda *q: dequantize(*q, *block, x.dtype), quantize(x, *block, fmt, power_of_2)),

@@ -1,8 +1,8 @@
-"""`octile bench gemm`: octile's products beside those of other libraries, on the same operands, by turns.
+"""`octile bench gemm`: octile's GEMMs vs. other libraries', on the same operands, interleaved.
 
-On a GPU every case first runs once in a process of its own, several at a time: that compiles all kernels, and a
-kernel that hangs, fails or computes something else is told of and left out. On a CPU it measures the reference beside
-torch's FP32 product, its fastest exact one. Operands are cast beforehand; x in tiles of 1×128.
+On a GPU, every case runs once in a process of its own first, several at a time. That compiles all kernels; a case whose
+kernel hangs, fails or computes a wrong result is reported and left out. On a CPU, the reference is compared with
+torch's FP32 GEMM, the fastest exact one there. Operands are quantized beforehand, x in 1×128 tiles.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ import torch
 from octile.bench import goals, shapes
 from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
 from octile.bench.gemm_peers import peer_calls
-from octile.bench.gemm_table import gemm_table, legend
-from octile.bench.kernel_time import finish, graph_seconds, host_seconds, work_seconds
+from octile.bench.gemm_table import (
+    COMPILED,
+    DIFFERENCE,
+    GRAPH,
+    HOST,
+    REGISTERS,
+    SHARED,
+    gemm_table,
+    legend,
+)
+from octile.bench.kernel_time import graph_seconds, host_seconds, wait_for_gpu, work_seconds
 from octile.bench.rows import Row, compare
 from octile.bench.shapes import Case
 from octile.bench.subprocess_call import call_in_subprocess
@@ -32,15 +41,13 @@ from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.gemm.problem import Chip, rounded
 
-AT_ONCE = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
-TRIAL_SECONDS = 150.0  # for one: start, compile its kernel and its peers', run them
-ALL_SECONDS = 280.0  # after which no other is begun
-HOST, GRAPH, DIFFERENCE = "µs of host", "µs in a graph", "difference"  # units
-REGISTERS, SHARED, COMPILED = "registers", "KiB of shared memory", "s to compile"
+MAX_PROCESSES = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
+TRIAL_SECONDS = 150.0  # for one case: start, compile its kernel and its peers', run them
+ALL_SECONDS = 280.0  # after which no further case is tried
 
 
 def rows() -> Iterator[Row]:
-    """Measures every shape, row by row; data are random normal numbers."""
+    """Measure every shape, with random normal values, and yield its rows."""
     if not torch.cuda.is_available():
         for case in shapes.CPU:
             yield from _rows(case, "cpu")
@@ -54,12 +61,12 @@ def rows() -> Iterator[Row]:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """The table, what its columns mean, and on a GPU how the goals are met."""
-    return "\n\n".join(filter(None, (gemm_table(rows), legend(rows), goals.in_words(rows))))
+    """Format the table, the meaning of its columns, and on a GPU the verdicts on the goals."""
+    return "\n\n".join(filter(None, (gemm_table(rows), legend(rows), goals.gemm_verdicts(rows))))
 
 
 def draw(json: Path) -> str:
-    """Draws recorded rows beside their file; says where, or why not."""
+    """Draw a roofline of the rows in a file, next to it. Return a line that says where, or why there is none."""
     from octile.report.roofline import save_roofline
 
     try:
@@ -69,9 +76,9 @@ def draw(json: Path) -> str:
 
 
 def tried(cases: Sequence[Case]) -> list[Case]:
-    """The cases whose product ends and is right."""
+    """Return the cases whose GEMM ends and is right."""
     end = time.monotonic() + ALL_SECONDS
-    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as pool:
         reasons = pool.map(lambda case: why_not(case, end), cases)
         good = []
         for case, reason in zip(cases, reasons, strict=True):
@@ -87,7 +94,7 @@ def _leave_out(case: Case, reason: object) -> None:
 
 
 def why_not(case: Case, end: float = math.inf) -> str | None:
-    """What keeps a case from being measured, tried in a process of its own unless it is too late; None: nothing."""
+    """Try a case in a process of its own, unless `end` is over. Return why it cannot be measured, or None."""
     if time.monotonic() > end:
         return "no time was left to try it"
     try:
@@ -98,25 +105,25 @@ def why_not(case: Case, end: float = math.inf) -> str | None:
 
 
 def rehearse(case: Case) -> None:
-    """Runs a case's product and its peers once on the GPU.
+    """Run a case and its peers once on the GPU.
 
     Raises:
-        TimeoutError: octile's product does not end.
-        ArithmeticError: it is wrong.
+        TimeoutError: octile's GEMM does not end.
+        ArithmeticError: its result is wrong.
     """
     setup = prepare_case(case, "cuda")
     setup.call()
-    finish()
+    wait_for_gpu()
     expected = setup.high_precision()
     setup.check(setup.call, expected, setup.out, MAX_DIFFERENCE)
     peer_calls(setup, expected)
-    finish()
+    wait_for_gpu()
 
 
 def _rows(case: Case, device: str) -> Iterator[Row]:
     setup = prepare_case(case, device)
     expected = setup.high_precision()
-    far = setup.check(setup.call, expected, setup.out, MAX_DIFFERENCE)
+    measured = setup.check(setup.call, expected, setup.out, MAX_DIFFERENCE)
     others = peer_calls(setup, expected)
     calls = {"octile": setup.call, **others}
     times = work_seconds(calls, rounds=20)
@@ -128,7 +135,7 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
         yield Row(name, what, speed, "TFLOP/s")
     yield Row(name, what, setup.bytes / ours / 1e9, "GB/s")
     yield Row(name, what, ours * 1e6, "µs")
-    yield Row(name, what, far, DIFFERENCE)
+    yield Row(name, what, measured, DIFFERENCE)
     if device == "cuda":
         yield Row(name, what, host_seconds(setup.call) * 1e6, HOST)
         yield Row(name, what, graph_seconds(setup.call) * 1e6, GRAPH)
@@ -140,7 +147,7 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
 
 
 def kernel_of(case: Case) -> GemmConfig | None:
-    """Hopper's kernel for a case, None on another GPU."""
+    """Return the configuration of Hopper's kernel for a case; None on another GPU."""
     if request.why_not_on(torch.device("cuda", torch.cuda.current_device())):
         return None
     return choose(rounded(problem(case)), Chip(num_sms.num_sms()))

@@ -1,4 +1,4 @@
-"""A product of `bench.shapes` with its operands: what octile calls, what the result should be, what it moves."""
+"""A GEMM of `bench.shapes` with its operands: octile's call, the expected result, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from octile.ops.grouped import grouped_matmul_nt_out, grouped_wgrad_out, masked_
 from octile.ops.matmul import matmul_nt_out
 from octile.scaled import ScaledTensor, quantize
 
-MAX_DIFFERENCE = 1e-3  # from the product of the numbers before they were quantised, see `difference`
+MAX_DIFFERENCE = 1e-3  # from the GEMM of the values before quantization, see `difference`
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedCase:
-    """Operands of a case: random normal numbers.
+    """A case with its operands, random normal values.
 
     Attributes:
-        x, w: as they were before they were quantised: x[M, K] · w[N, K]ᵀ, with groups as `case.kind` has them: grouped
-            x[T, K], w[G, N, K]; masked x[G, MASKED_ROWS, K]; wgrad x[M, T], w[N, T], so groups are columns of both.
-        a, b: x and w quantised along K (of wgrad: T).
-        sizes: int32 [G]: offsets of the groups' ends, of a masked case the counts; None where it is dense.
-        out: what every call writes into.
+        case: the GEMM.
+        x, w: the values before quantization: x[M, K] · w[N, K]ᵀ. Grouped: x[T, K], w[G, N, K]. Masked:
+            x[G, MASKED_ROWS, K]. Wgrad: x[M, T], w[N, T], whose groups are ranges of columns.
+        a, b: x and w quantized along K (wgrad: along T).
+        sizes: int32 [G]: the ends of the groups, in a masked case the counts; None if dense.
+        out: the output of every call.
     """
 
     case: Case
@@ -41,8 +42,8 @@ class PreparedCase:
 
     @cached_property
     def call(self) -> Callable[[], Tensor]:
-        """octile's product, dispatch included, into out."""
-        a, b, out, sizes = _parts(self.a), _parts(self.b), self.out, self.sizes
+        """octile's GEMM through torch's dispatcher, into `out`."""
+        a, b, out, sizes = _flat(self.a), _flat(self.b), self.out, self.sizes
         add = self.case.accumulate
         if self.case.kind == "dense":
             return lambda: matmul_nt_out(out, *a, *b, add) or out
@@ -50,11 +51,11 @@ class PreparedCase:
             return lambda: grouped_matmul_nt_out(out, *a, *b, sizes) or out
         if self.case.kind == "masked":
             return lambda: masked_grouped_matmul_nt_out(out, *a, *b, sizes, self.case.expected_rows) or out
-        dy, x = _parts(self.a.mT), _parts(self.b.mT)
+        dy, x = _flat(self.a.mT), _flat(self.b.mT)
         return lambda: grouped_wgrad_out(out, *dy, *x, sizes, add) or out
 
     def high_precision(self) -> Tensor:
-        """The product of x and w, by torch."""
+        """Compute the GEMM of x and w with torch."""
         if self.case.kind == "dense":
             return self.x @ self.w.mT
         if self.case.kind == "grouped":
@@ -62,19 +63,28 @@ class PreparedCase:
         if self.case.kind == "wgrad":
             return F.grouped_mm(self.x, self.w.mT, offs=self.sizes)
         rows = zip(self.x, self.w, self.case.sizes, strict=True)
-        return torch.cat([x[:count] @ w.mT for x, w, count in rows])  # torch has no masked product
+        return torch.cat([x[:count] @ w.mT for x, w, count in rows])  # torch has no masked GEMM
 
     def used(self, out: Tensor) -> Tensor:
-        """Of a result what counts: of a masked one, the rows in use."""
+        """Return the part of a result that is defined: in a masked case the rows in use."""
         if self.case.kind != "masked":
             return out
         return torch.cat([rows[:count] for rows, count in zip(out, self.case.sizes, strict=True)])
 
     def check(self, call: Callable[[], Tensor | None], expected: Tensor, out: Tensor, limit: float) -> float:
-        """How far what `call` writes into out, which is poisoned before, or returns, is from the expected.
+        """Call a GEMM and compare its result with the expected one.
+
+        Args:
+            call: writes into `out`, or returns its result.
+            expected: the result of `high_precision`.
+            out: filled with NaN before, or with random values if the case accumulates.
+            limit: for `difference`.
+
+        Returns:
+            The `difference`.
 
         Raises:
-            ArithmeticError: farther than the limit.
+            ArithmeticError: it exceeds the limit.
         """
         if out.dtype == torch.float32 and self.case.accumulate:
             before = out.normal_().clone()
@@ -84,28 +94,28 @@ class PreparedCase:
             out.fill_(torch.nan)
             result = call()
             found = out if result is None else result
-        far = difference(self.used(found), expected)
-        if not far < limit:  # NaN is not
-            raise ArithmeticError(f"the result differs from that of plain numbers by {far:.1e}, more than {limit:g}")
-        return far
+        measured = difference(self.used(found), expected)
+        if not measured < limit:  # also for NaN
+            raise ArithmeticError(f"the result differs from the high-precision GEMM by {measured:.1e} > {limit:g}")
+        return measured
 
     @property
     def bytes(self) -> int:
-        """Read and written: operands with their scales, and the result, read as well where it is added to."""
+        """Bytes of the operands with their scales and of the output, which counts twice if it is added to."""
         case, scale = self.case, 4 / 128
         rows = case.m if case.kind == "dense" else sum(case.sizes)
         if case.kind == "wgrad":
             operands = (case.m + case.n) * rows * (1 + scale)
             written = case.groups * case.m * case.n
         else:
-            of_b = scale if case.tiles else scale / 128
-            operands = rows * case.k * (1 + scale) + case.groups * case.n * case.k * (1 + of_b)
+            scale_b = scale if case.tiles else scale / 128
+            operands = rows * case.k * (1 + scale) + case.groups * case.n * case.k * (1 + scale_b)
             written = rows * case.n
         return int(operands + written * self.out.itemsize * (2 if case.accumulate else 1))
 
 
 def prepare_case(case: Case, device: str, seed: int = 0) -> PreparedCase:
-    """Makes the operands; plain ones are BF16 on a GPU and FP32 on a CPU, whose fastest exact product that is."""
+    """Make the operands of a case. x and w are BF16 on a GPU and FP32 on a CPU, where that GEMM is the fastest."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -135,15 +145,15 @@ def prepare_case(case: Case, device: str, seed: int = 0) -> PreparedCase:
 
 
 def group_slices(case: Case) -> list[slice]:
-    """Where each group lies among all rows, or tokens."""
+    """Return the rows (wgrad: tokens) of each group."""
     return [slice(start, end) for start, end in pairwise([0, *accumulate(case.sizes)])]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """1 − 2Σxy / Σ(x²+y²): 0 for equal matrices; of products in E4M3 of random normal numbers some 7e-4."""
+    """Compute 1 − 2Σxy / Σ(x²+y²): 0 for equal matrices, some 7e-4 for E4M3 GEMMs of random normal values."""
     x, y = found.double(), expected.double()
     return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
 
 
-def _parts(q: ScaledTensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+def _flat(q: ScaledTensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     return q.data, q.scale, q.block

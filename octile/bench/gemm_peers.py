@@ -1,10 +1,10 @@
-"""Other libraries' products of a `PreparedCase`'s operands, each in the layout that it wants, which is made beforehand.
+"""The same GEMMs by other libraries, on the operands of a `PreparedCase`, in the layouts that they need.
 
-BF16                    torch's product of the plain numbers (on a CPU FP32)
-cuBLASLt fast · slow    one scale a tensor; sums kept in the tensor cores, or promoted
+BF16                    torch's GEMM of the values before quantization (FP32 on a CPU)
+cuBLASLt fast · slow    per-tensor scales; accumulated in the tensor cores, or promoted
 cuBLASLt blockwise      1×128 with 128×128 or 1×128 (CUDA 12.9 and later)
 DeepGEMM                where it can be imported
-octile 1D2D             beside our own 1D1D store
+octile 1D2D             octile itself, compared with its 1D1D GEMM that stores BF16
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ from octile.bench.gemm_case import PreparedCase, group_slices
 from octile.ops.matmul import matmul_nt_out
 from octile.scaled import quantize
 
-WRONG = 1e-2  # a difference, see `setup.difference`: the library read the operands otherwise than meant
+MAX_PEER_DIFFERENCE = 1e-2  # see `gemm_case.difference`; beyond it the library did not read the operands as intended
 Call = Callable[[], Tensor]
 
 
 def peer_calls(setup: PreparedCase, expected: Tensor) -> dict[str, Call]:
-    """The peers that compute this case here; each has been run once. Why one does not is told on stderr."""
+    """Return the peers that can compute a case on this machine, after one call each.
+
+    Args:
+        setup: the case.
+        expected: its high-precision result.
+
+    Returns:
+        name → call. Why a peer is missing is printed to stderr.
+    """
     found = {}
-    for name, prepare in _all(setup).items():
+    for name, prepare in _candidates(setup).items():
         try:
             call, out = prepare()
-            setup.check(call, expected, out, WRONG)
+            setup.check(call, expected, out, MAX_PEER_DIFFERENCE)
             found[name] = call
         except Exception as error:
             why = " ".join(str(error).split())[:160]
@@ -41,25 +49,25 @@ def peer_calls(setup: PreparedCase, expected: Tensor) -> dict[str, Call]:
     return found
 
 
-def _all(s: PreparedCase) -> dict[str, Callable[[], tuple[Call, Tensor]]]:
-    # torch has no masked product
+def _candidates(s: PreparedCase) -> dict[str, Callable[[], tuple[Call, Tensor]]]:
+    # torch has no masked GEMM
     found = {} if s.case.kind == "masked" else {"BF16" if s.x.is_cuda else "torch FP32": lambda: _high_precision(s)}
     if not s.x.is_cuda:
         return found
     if s.case.kind == "dense":
-        if not s.case.accumulate:  # the library's FP8 products cannot add to an FP32 result that they read
+        if not s.case.accumulate:  # cuBLASLt's FP8 GEMMs cannot accumulate into an FP32 output
             found |= {"cuBLASLt fast": lambda: _per_tensor(s, True), "cuBLASLt slow": lambda: _per_tensor(s, False)}
             found["cuBLASLt blockwise"] = lambda: _blockwise(s)
         if s.case.tiles and not s.case.accumulate:
-            found["octile 1D2D"] = lambda: _blocks_of_b(s)
-            return found  # DeepGEMM has no such product on Hopper
+            found["octile 1D2D"] = lambda: _octile_1d2d(s)
+            return found  # DeepGEMM has no such GEMM on Hopper
     if find_spec("deep_gemm"):
         found["DeepGEMM"] = lambda: _deep_gemm(s)
     return found
 
 
 def deep_gemm_call(s: PreparedCase) -> Call:
-    """DeepGEMM's product of a case; needs it to be installed."""
+    """Return DeepGEMM's call for a case; DeepGEMM must be installed."""
     return _deep_gemm(s)[0]
 
 
@@ -77,21 +85,29 @@ def _per_tensor(s: PreparedCase, fast: bool) -> tuple[Call, Tensor]:
 
 
 def _blockwise(s: PreparedCase) -> tuple[Call, Tensor]:
-    kind, plain = F.ScalingType, F.SwizzleType.NO_SWIZZLE
-    of_a, of_b = s.a.scale.mT.contiguous().mT, s.b.scale.mT.contiguous().mT
-    if not s.case.tiles:  # [K blocks, N blocks], of which the library reads K blocks in fours
-        of_b = F.pad(s.b.scale, (0, -s.b.scale.shape[1] % 4))[:, : s.b.scale.shape[1]].mT
+    kind, unswizzled = F.ScalingType, F.SwizzleType.NO_SWIZZLE
+    scale_a, scale_b = s.a.scale.mT.contiguous().mT, s.b.scale.mT.contiguous().mT
+    if not s.case.tiles:  # [K blocks, N blocks]; cuBLASLt needs a multiple of 4 K blocks
+        scale_b = F.pad(s.b.scale, (0, -s.b.scale.shape[1] % 4))[:, : s.b.scale.shape[1]].mT
     b_kind = kind.BlockWise1x128 if s.case.tiles else kind.BlockWise128x128
 
     def call() -> Tensor:
         return F.scaled_mm(
-            s.a.data, s.b.data.mT, of_a, kind.BlockWise1x128, of_b, b_kind, plain, plain, output_dtype=torch.bfloat16
+            s.a.data,
+            s.b.data.mT,
+            scale_a,
+            kind.BlockWise1x128,
+            scale_b,
+            b_kind,
+            unswizzled,
+            unswizzled,
+            output_dtype=torch.bfloat16,
         )
 
     return call, torch.empty(0, device=s.x.device)
 
 
-def _blocks_of_b(s: PreparedCase) -> tuple[Call, Tensor]:
+def _octile_1d2d(s: PreparedCase) -> tuple[Call, Tensor]:
     b, out = quantize(s.w, (128, 128)), torch.empty_like(s.out)
 
     def call() -> Tensor:
@@ -102,7 +118,7 @@ def _blocks_of_b(s: PreparedCase) -> tuple[Call, Tensor]:
 
 
 def _deep_gemm(s: PreparedCase) -> tuple[Call, Tensor]:
-    """Signatures of DeepGEMM 2.6.1."""
+    """Prepare DeepGEMM's call, with the signatures of DeepGEMM 2.6.1."""
     deep_gemm, out = import_module("deep_gemm"), torch.empty_like(s.out)
     if s.case.kind == "wgrad":
         return _deep_gemm_wgrad(deep_gemm, s, out), out
@@ -128,7 +144,7 @@ def _deep_gemm(s: PreparedCase) -> tuple[Call, Tensor]:
 
 
 def _deep_gemm_wgrad(deep_gemm: Any, s: PreparedCase, out: Tensor) -> Call:
-    """Each group's data transposed by itself, one group after the other."""
+    """Prepare DeepGEMM's weight gradients: each group's data transposed separately, one group after another."""
     slices = group_slices(s.case)
     a, b = (
         (torch.cat([q.data.view(torch.uint8)[:, part].reshape(-1) for part in slices]).view(q.data.dtype), q.scale)

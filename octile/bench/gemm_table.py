@@ -1,4 +1,4 @@
-"""Rows of `octile bench gemm` as a table for a person: one line a product, what was measured of it beside another."""
+"""The table of `octile bench gemm`: one line per GEMM, its results in columns."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from collections.abc import Sequence
 
 from octile.bench.rows import Row, align_columns
 
-EVERYWHERE = """\
-case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (of wgrad, K is the tokens of a group)
-× a peer: octile's speed over its speed, more is better. GB/s: operands and result, each once
-difference: 1 − 2Σxy / Σ(x²+y²) from the product of plain numbers"""
-ON_A_GPU = {  # by the unit of what it explains
-    "µs of host": "host: until a call returns, the mean of 100, the least of ten such means; graph: a replay",
-    "registers": "registers of a thread, shared memory of a block, seconds that NVRTC took "
-    "(`octile doctor --kernels`: NVCC beside it)",
+HOST, GRAPH, DIFFERENCE = "µs of host", "µs in a graph", "difference"  # units
+REGISTERS, SHARED, COMPILED = "registers", "KiB of shared memory", "s to compile"
+LEGEND = """\
+case: M×N×K of x[M, K] · w[N, K]ᵀ, with the number of groups before it (wgrad: K is the tokens of a group)
+× peer: octile's speed / the peer's speed, higher is better. GB/s: bytes of operands and output, each once
+difference: 1 − 2Σxy / Σ(x²+y²) from the high-precision GEMM"""
+GPU_LEGEND = {  # unit: what its column means
+    HOST: "host: until a call returns, the mean of 100 calls, the minimum of ten such means; graph: a replay",
+    REGISTERS: "registers per thread, shared memory per block, seconds of compilation by NVRTC "
+    "(`octile doctor --kernels` also times NVCC)",
 }
 FIGURES = {"µs": "µs", "TFLOP/s": "TFLOP/s", "GB/s": "GB/s"}  # unit: title
 LAST = {
-    "µs of host": "host µs",
-    "µs in a graph": "graph µs",
-    "difference": "difference",
-    "registers": "registers",
-    "KiB of shared memory": "shared KiB",
-    "s to compile": "compiled in s",
+    HOST: "host µs",
+    GRAPH: "graph µs",
+    DIFFERENCE: "difference",
+    REGISTERS: "registers",
+    SHARED: "shared KiB",
+    COMPILED: "compiled in s",
 }
 
 
 def gemm_table(rows: Sequence[Row]) -> str:
-    """The table; a product's peers are columns of ratios."""
+    """Format the table; each peer has a column of ratios."""
     peers = list(dict.fromkeys(row.against.peer for row in rows if row.against))
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -43,12 +45,12 @@ def gemm_table(rows: Sequence[Row]) -> str:
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """What the table's columns mean; of those that a CPU has not, only where they are."""
+    """Explain the table's columns, those of a GPU only where they are present."""
     units = {row.unit for row in rows}
-    return "\n".join([EVERYWHERE, *(said for unit, said in ON_A_GPU.items() if unit in units)])
+    return "\n".join([LEGEND, *(text for unit, text in GPU_LEGEND.items() if unit in units)])
 
 
 def _figure(row: Row) -> str:
-    if row.unit == "difference":
+    if row.unit == DIFFERENCE:
         return f"{row.value:.1e}"
     return f"{row.value:,.0f}" if row.value >= 100 else f"{row.value:.3g}"

@@ -1,22 +1,22 @@
-"""What `octile bench gemm` is measured against: a floor and an aim for each kind of product, as ratios to a peer.
+"""Goals: the floor and the aim that octile's benchmarks are judged by, and the lines that say whether they are met.
 
-A goal that names shapes which were not measured is missed: nothing is proved by what could not run.
+A goal is missed if some of its cases were not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
 from octile.bench import shapes
+from octile.bench.gemm_table import HOST
 from octile.bench.rows import Row
 from octile.bench.shapes import Case
 
-HOST_UNIT, HOST_FLOOR, HOST_AIM = "µs of host", 25.0, 10.0
+# octile bench casts: the operators of training and serving, by their names in committed results
 
-# The casts of training and serving, as `octile bench casts` names them.
-ONCE = {
+WRITE_ONCE = {
     "quantize 1×128",
     "quantize 128×128",
     "quantize 1×128 E5M6",
@@ -24,7 +24,7 @@ ONCE = {
     "SwiGLU, 1×128",
     "RMSNorm, 1×128",
 }
-TWICE = {
+WRITE_TWICE = {  # or transpose
     "1×128 and turned",
     "requantize 1×128 turned",
     "128×128 and turned",
@@ -33,18 +33,28 @@ TWICE = {
     "RMSNorm, 1×128 and as it is",
 }
 MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments"}
+CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
+    ("quantization that writes once", WRITE_ONCE, 0.80, 0.92),
+    ("quantization that transposes or writes twice", WRITE_TWICE, 0.70, 0.85),
+    ("permutation and optimizer", MOVES, 0.80, None),
+)
+
+# octile bench gemm
+
+HOST_FLOOR, HOST_AIM = 25.0, 10.0  # µs until a warm call returns
+DEEP_GEMM = "DeepGEMM"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Ratios to a peer, ours over theirs, over several cases.
+    """Floor and aim of ratios ours / theirs over several GEMMs.
 
     Attributes:
-        title: of the cases.
-        cases: that count.
+        title: the name of the cases.
+        cases: the GEMMs.
         peer: as in a row.
-        mean: what the geometric mean must reach, and what it should; None: nothing is asked.
-        each: likewise for the smallest ratio.
+        mean: (floor, aim) of the geometric mean; None: no bound.
+        each: (floor, aim) of the smallest ratio.
     """
 
     title: str
@@ -56,17 +66,19 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a goal was met.
+    """Whether a goal was met.
 
     Attributes:
-        measured: ratios that there are, of `asked`.
+        goal: the goal.
+        measured, needed: number of cases that were measured, and of those that the goal has.
+        mean, smallest: the geometric mean of the ratios, and the smallest.
         worst: the case with the smallest ratio.
-        floor, aim: whether all of it is met; None where nothing is asked.
+        floor, aim: whether it is met; None where there is no bound.
     """
 
     goal: Goal
     measured: int
-    asked: int
+    needed: int
     mean: float
     smallest: float
     worst: str
@@ -74,7 +86,6 @@ class Verdict:
     aim: bool | None
 
 
-DEEP_GEMM = "DeepGEMM"
 GOALS = (
     Goal("dense, large", shapes.LARGE, DEEP_GEMM, mean=(0.97, 1.06), each=(0.93, 1.00)),
     Goal("dense, large", shapes.LARGE, "cuBLASLt fast", each=(None, 0.97)),
@@ -89,70 +100,149 @@ GOALS = (
 
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
-    """A verdict on each goal of whose ratios there is at least one."""
+    """Judge every goal that has at least one of its ratios among the rows."""
     ratios = {(row.case, row.what, row.against.peer): row.against.ratio for row in rows if row.against}
     verdicts = []
     for goal in GOALS:
-        asked = list(dict.fromkeys((case.name, case.what, goal.peer) for case in goal.cases))
-        found = {key[0]: ratios[key] for key in asked if key in ratios}
+        needed = list(dict.fromkeys((case.name, case.what, goal.peer) for case in goal.cases))
+        found = {key[0]: ratios[key] for key in needed if key in ratios}
         if not found:
             continue
         worst = min(found, key=found.__getitem__)
-        mean, complete = geometric_mean(found.values()), len(found) == len(asked)
-        floor, aim = (_met([(goal.mean[i], mean), (goal.each[i], found[worst])], complete) for i in (0, 1))
-        verdicts.append(Verdict(goal, len(found), len(asked), mean, found[worst], worst, floor, aim))
+        mean, is_complete = geometric_mean(found.values()), len(found) == len(needed)
+        floor, aim = (_all_met([(goal.mean[i], mean), (goal.each[i], found[worst])], is_complete) for i in (0, 1))
+        verdicts.append(Verdict(goal, len(found), len(needed), mean, found[worst], worst, floor, aim))
     return verdicts
 
 
-def in_words(rows: Sequence[Row]) -> str:
-    """A line a goal: the mean and smallest ratio, what is asked of them, and whether it is met."""
-    lines = [_line(verdict) for verdict in judge(rows)]
-    if host := {f"{row.case} {row.what}": row.value for row in rows if row.unit == HOST_UNIT}:
+def gemm_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench gemm` in a line: mean, smallest ratio, bounds, and whether they are met."""
+    lines = [_gemm_line(verdict) for verdict in judge(rows)]
+    if host := {f"{row.case} {row.what}": row.value for row in rows if row.unit == HOST}:
         slowest = max(host, key=host.__getitem__)
-        met = f"floor ≤ {HOST_FLOOR:g} {_word(host[slowest] <= HOST_FLOOR)}, aim ≤ {HOST_AIM:g} "
-        lines.append(f"host time of a warm call: at most {host[slowest]:.1f} µs ({slowest}): {met}"
-                     f"{_word(host[slowest] <= HOST_AIM)}")  # fmt: skip
+        bounds = ", ".join(f"{name} ≤ {limit:g} {_met(host[slowest] <= limit)}" for name, limit in
+                           (("floor", HOST_FLOOR), ("aim", HOST_AIM)))  # fmt: skip
+        lines.append(f"host time of a warm call: at most {host[slowest]:.1f} µs ({slowest}): {bounds}")
     return "\n".join(lines)
 
 
-def casts_in_words(rows: Sequence[Row]) -> str:
-    """A line for casts that write once as they read, one for those that transpose or write twice, one for the rest."""
+def casts_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench casts` in a line."""
     lines = []
-    for title, casts, floor, aim in (
-        ("casts", ONCE, 0.80, 0.92),
-        ("casts that turn or write twice", TWICE, 0.70, 0.85),
-        ("permutation and optimizer", MOVES, 0.80, None),
-    ):
-        ratios = {(row.what, row.case): row.against.ratio for row in rows if row.against and row.what in casts}
+    for title, operators, floor, aim in CASTS:
+        ratios = {(row.what, row.case): row.against.ratio for row in rows if row.against and row.what in operators}
         if ratios:
             worst = min(ratios, key=ratios.__getitem__)
             bounds = [
-                f"{n} each ≥ {b:.2f}× {_word(ratios[worst] >= b)}" for n, b in (("floor", floor), ("aim", aim)) if b
+                f"{n} each ≥ {b:.2f}× {_met(ratios[worst] >= b)}" for n, b in (("floor", floor), ("aim", aim)) if b
             ]
             lines.append(
-                f"{title}, beside a copy: smallest {ratios[worst]:.3f}× ({', '.join(worst)}): {', '.join(bounds)}"
+                f"{title}, vs. a copy: smallest {ratios[worst]:.3f}× ({', '.join(worst)}): {', '.join(bounds)}"
             )
     return "\n".join(lines)
 
 
-def _met(asked: list[tuple[float | None, float]], complete: bool) -> bool | None:
-    bounds = [(bound, value) for bound, value in asked if bound is not None]
-    return complete and all(value >= bound for bound, value in bounds) if bounds else None
+def _all_met(bounds: list[tuple[float | None, float]], is_complete: bool) -> bool | None:
+    bounded = [(bound, value) for bound, value in bounds if bound is not None]
+    return is_complete and all(value >= bound for bound, value in bounded) if bounded else None
 
 
-def _line(v: Verdict) -> str:
-    asked = [
-        f"{name} {' and '.join(f'{what} ≥ {bound:.2f}×' for what, bound in bounds if bound)} {_word(met)}"
+def _gemm_line(v: Verdict) -> str:
+    bounds = [
+        f"{name} {' and '.join(f'{what} ≥ {bound:.2f}×' for what, bound in bounds if bound)} {_met(met)}"
         for name, bounds, met in (
             ("floor", (("mean", v.goal.mean[0]), ("each", v.goal.each[0])), v.floor),
             ("aim", (("mean", v.goal.mean[1]), ("each", v.goal.each[1])), v.aim),
         )
         if met is not None
     ]
-    measured = f"{v.measured} shapes" if v.measured == v.asked else f"only {v.measured} of {v.asked} shapes"
+    measured = f"{v.measured} shapes" if v.measured == v.needed else f"only {v.measured} of {v.needed} shapes"
     found = f"mean {v.mean:.3f}×, smallest {v.smallest:.3f}× ({v.worst})"
-    return f"{v.goal.title}, beside {v.goal.peer}, {measured}: {found}: {', '.join(asked)}"
+    return f"{v.goal.title}, vs. {v.goal.peer}, {measured}: {found}: {', '.join(bounds)}"
 
 
-def _word(met: bool | None) -> str:
+def _met(met: bool | None) -> str:
     return "met" if met else "MISSED"
+
+
+# octile bench step: cases and results by their names in committed results
+
+DENSE, SLICE = "dense decoder", "V3 rank slice"
+STEP, OPTIMIZED = "forward + backward", "forward + backward + AdamW"
+BF16, EAGER = "compiled BF16", "BF16"
+OUTSIDE, OUTSIDE_LAYERS = "outside the products, attention's among them", "outside the products of layers"
+SAVED, SAVED_LESS = "saved, octile", "saved, octile, q k v again"
+OF_A_PARAMETER = "of a parameter"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Floor and aim of one result.
+
+    Attributes:
+        title: how the verdict names it.
+        case, what: as in a row.
+        peers: the worst ratio to one of them is judged; (): the value itself.
+        floor, aim: the bounds; None: no bound.
+        higher_is_better: whether higher is better.
+    """
+
+    title: str
+    case: str
+    what: str
+    peers: Sequence[str]
+    floor: float | None
+    aim: float | None
+    higher_is_better: bool = True
+
+
+TORCHAO = tuple(f"torchao {name}" for name in ("tensorwise", "blockwise", "rowwise"))
+BOUNDS = (
+    Bound("dense, speed vs. compiled BF16", DENSE, STEP, (BF16,), 1.25, 1.50),
+    Bound("dense with AdamW, speed vs. compiled BF16", DENSE, OPTIMIZED, (BF16,), 1.25, 1.50),
+    Bound("V3 rank slice, speed vs. BF16, compiled or not", SLICE, STEP, (BF16, EAGER), 1.25, 1.60),
+    Bound("dense, speed vs. torchao blockwise", DENSE, STEP, ("torchao blockwise",), 1.0, None),
+    Bound("dense, speed vs. the fastest of torchao", DENSE, STEP, TORCHAO, None, 1.0),
+    Bound("dense, bytes saved vs. compiled BF16", DENSE, SAVED, (BF16,), 0.56, 0.50, higher_is_better=False),
+    Bound("dense, bytes saved with q, k, v recomputed", DENSE, SAVED_LESS, (BF16,), None, 0.36, higher_is_better=False),
+    Bound("dense, % outside GEMMs and attention", DENSE, OUTSIDE, (), 35.0, 25.0, higher_is_better=False),
+    Bound("V3 rank slice, % outside GEMMs and attention", SLICE, OUTSIDE, (), 35.0, 25.0, higher_is_better=False),
+    Bound("dense, % outside GEMMs", DENSE, OUTSIDE_LAYERS, (), None, None),
+    Bound("V3 rank slice, % outside GEMMs", SLICE, OUTSIDE_LAYERS, (), None, None),
+)
+
+
+def step_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench step` that has a result in a line, and the bytes per parameter."""
+    lines = [line for bound in BOUNDS if (line := _step_line(bound, rows))]
+    sizes = {row.what: row.value for row in rows if row.what.endswith(OF_A_PARAMETER) and "cached" not in row.what}
+    if sizes:
+        total = sum(sizes.values())
+        lines.append(f"bytes per parameter, without cached FP8 weights: {total:.2f}: floor ≤ 12 {_met(total <= 12.01)}")
+    return "\n".join(lines)
+
+
+def _step_line(bound: Bound, rows: Sequence[Row]) -> str:
+    found = [row for row in rows if (row.case, row.what) == (bound.case, bound.what)]
+    if bound.peers:
+        peers = [row.against for row in found if row.against]
+        values = {against.peer: against.ratio for against in peers if against.peer in bound.peers}
+    else:
+        values = {row.what: row.value for row in found}
+    if not values:
+        return ""
+    is_complete = len(values) >= len(bound.peers)
+    find_worst: Callable[..., str] = min if bound.higher_is_better else max
+    worst = find_worst(values, key=values.__getitem__)
+    value, sign = values[worst], "≥" if bound.higher_is_better else "≤"
+
+    def is_met(limit: float) -> bool:
+        return is_complete and (value >= limit if bound.higher_is_better else value <= limit)
+
+    bounds = ", ".join(
+        f"{name} {sign} {limit:g} {_met(is_met(limit))}"
+        for name, limit in (("floor", bound.floor), ("aim", bound.aim))
+        if limit is not None
+    )
+    peer = f" ({worst})" if len(bound.peers) > 1 else ""
+    return f"{bound.title}: {value:.3f}{peer}{f': {bounds}' if bounds else ''}"

@@ -1,12 +1,12 @@
-"""Times of GPU kernels: what the device itself spends on them, as the profiler (CUPTI) records it, and around them.
+"""Times of GPU kernels, as the profiler (CUPTI) records them on the device, and of the host's part of a call.
 
-    work_seconds     what the calls cost where they run: kernel_seconds on a GPU
-    kernel_seconds   of the kernels that a call launches, without the gaps before and between them
-    host_seconds     of the host, until a call that has been made before returns
-    graph_seconds    of a replay of the call captured in a CUDA graph
+    work_seconds     kernel_seconds on a GPU, wall-clock time on a CPU
+    kernel_seconds   the kernels that a call launches, without the gaps before and between them
+    host_seconds     the host, until a warm call returns
+    graph_seconds    a replay of the call captured in a CUDA graph
 
-Before each measured call the L2 cache is flushed by one kernel, which also marks, in the profiler's record, where the
-next call begins.
+Before each measured call, one kernel flushes the L2 cache. In the profiler's record this kernel marks the beginning of
+the next call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Calls = Mapping[str, Callable[[], object]]
 
 
 class Kernel(NamedTuple):
-    """A kernel, a copy or a memset in the profiler's record; times in µs."""
+    """A kernel, copy or memset in the profiler's record; times in µs."""
 
     name: str
     start: float
@@ -33,34 +33,34 @@ class Kernel(NamedTuple):
 
 
 def kernel_seconds(calls: Calls, rounds: int = 20) -> dict[str, float]:
-    """The median of each call's kernel time; the calls take turns, so that heat and clocks are alike for all.
+    """Measure the median kernel time of each call. Calls are interleaved, so that heat and clocks affect all of them.
 
     Raises:
-        RuntimeError: the profiler has not recorded every kernel; on some machines it may not read the device.
+        RuntimeError: the profiler did not record every kernel; on some machines it has no access to the device.
     """
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for _ in range(2):
         for call in calls.values():
             call()
-    marker = {kernel.name for kernel in _recorded(lambda: [flush.bitwise_not_() for _ in range(3)])}
+    marker = {kernel.name for kernel in record_kernels(lambda: [flush.bitwise_not_() for _ in range(3)])}
     if len(marker) != 1:
-        raise RuntimeError(f"the profiler recorded {len(marker)} kernels where there is one")
+        raise RuntimeError(f"the profiler recorded {len(marker)} kernels instead of one")
 
-    def all_in_turns() -> None:
+    def interleaved() -> None:
         for _ in range(rounds):
             for call in calls.values():
                 flush.bitwise_not_()
                 call()
 
-    times = between(_recorded(all_in_turns), marker.pop(), rounds * len(calls))
+    times = seconds_between(record_kernels(interleaved), marker.pop(), rounds * len(calls))
     return {name: statistics.median(times[i :: len(calls)]) for i, name in enumerate(calls)}
 
 
-def between(kernels: Iterable[Kernel], marker: str, count: int) -> list[float]:
-    """Seconds of the kernels after each marker, up to the next one.
+def seconds_between(kernels: Iterable[Kernel], marker: str, count: int) -> list[float]:
+    """Sum the kernel times after each marker, up to the next one, in seconds.
 
     Raises:
-        RuntimeError: there are not `count` markers, or nothing between two of them.
+        RuntimeError: there are not `count` markers, or no kernel between two of them.
     """
     parts: list[list[float]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
@@ -74,21 +74,24 @@ def between(kernels: Iterable[Kernel], marker: str, count: int) -> list[float]:
 
 
 def work_seconds(calls: Calls, rounds: int) -> dict[str, float]:
-    """Kernel times on a GPU, the clock's on a CPU; where the profiler may not read the GPU, times between events."""
+    """Measure kernel times on a GPU, and wall-clock times on a CPU.
+
+    Where the profiler has no access to the GPU, times between CUDA events are measured, and a warning says so.
+    """
     if not torch.cuda.is_available():
         return seconds(calls, rounds)
     try:
         return kernel_seconds(calls, rounds)
     except RuntimeError as error:
-        warnings.warn(f"times are those between events, some µs longer than the kernels': {error}", stacklevel=2)
+        warnings.warn(f"times are between CUDA events, some µs longer than the kernels: {error}", stacklevel=2)
         return seconds(calls, rounds)
 
 
 def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 10) -> float:
-    """The least over repeats of the mean over calls; so few calls that the launch queue is never full.
+    """Measure the host's time for a call: the minimum over repeats of the mean over calls.
 
-    The least, since what else a machine does only adds to it: where a call took up to twice as long for some
-    milliseconds, a loop of plain Python beside it mostly did, too (benchmarks/LOG.md).
+    There are so few calls that the launch queue is never full. The minimum is taken since other load only adds time:
+    where a call took up to twice as long for some milliseconds, a loop in Python did, too (benchmarks/LOG.md).
     """
     call()
     times = []
@@ -103,7 +106,7 @@ def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 10
 
 
 def graph_seconds(call: Callable[[], object], rounds: int = 20) -> float:
-    """The median time of a replay between two events: the kernels, the gaps between them, and the start of a graph."""
+    """Measure the median time of a graph replay between two events: the kernels, their gaps, and the graph's start."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -112,11 +115,11 @@ def graph_seconds(call: Callable[[], object], rounds: int = 20) -> float:
     return seconds({"graph": graph.replay}, rounds)["graph"]
 
 
-def finish(seconds: float = 10.0) -> None:
-    """Waits for the GPU, but not for ever.
+def wait_for_gpu(seconds: float = 10.0) -> None:
+    """Wait for the GPU, for a limited time.
 
     Raises:
-        TimeoutError: what runs there has not ended in time. The process cannot use the GPU any more.
+        TimeoutError: its kernels have not ended in time. The process can no longer use the GPU.
     """
     event = torch.cuda.Event()
     event.record()
@@ -127,8 +130,8 @@ def finish(seconds: float = 10.0) -> None:
         time.sleep(1e-3)
 
 
-def _recorded(work: Callable[[], object]) -> Sequence[Kernel]:
-    """What runs on the GPU because of `work`."""
+def record_kernels(work: Callable[[], object]) -> Sequence[Kernel]:
+    """Return the kernels, copies and memsets that `work` runs on the GPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

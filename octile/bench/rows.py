@@ -1,4 +1,4 @@
-"""What a benchmark finds: rows of one form, for a person's screen and for a file."""
+"""A benchmark's results: rows that are printed as a table and written to a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from octile.checkpoint.files import write_json
 
 COLUMNS = ("case", "what", "ours", "theirs", "ratio", "unit", "peer")
 RIGHT = {"ours", "theirs", "ratio"}
-LEGEND = "ratio: ours over theirs; of a speed more is better, of bytes less."
+LEGEND = "ratio: ours / theirs. Higher is better for speeds, lower is better for bytes."
 
 
 @dataclass(frozen=True)
 class Against:
-    """The peer measured in the same run, and how many times its value ours is."""
+    """The value of a peer that was measured in the same run, and the ratio ours / theirs."""
 
     peer: str
     value: float
@@ -25,7 +25,7 @@ class Against:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: of `case`, `what` has this `value` in `unit`."""
+    """One result: in `case`, `what` has this `value` in `unit`."""
 
     case: str
     what: str
@@ -35,21 +35,21 @@ class Row:
 
 
 def compare(case: str, what: str, value: float, unit: str, peer: str, peer_value: float) -> Row:
-    """A row with its peer."""
+    """Make a row with the value of a peer and the ratio ours / theirs."""
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text; the ratio is ours over theirs."""
+    """Format rows as a table with aligned columns."""
     return align_columns([COLUMNS, *map(_cells, rows)], RIGHT)
 
 
 def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
-    """Cells under one another, one line each however wide the screen is, so that it reads the same in a pipe.
+    """Format cells in aligned columns, whatever the width of the terminal, so that pipes get the same text.
 
     Args:
-        lines: the first has the columns' names.
-        right: columns that end at the same place, as numbers do.
+        lines: the cells of each line; the first line has the columns' names.
+        right: names of the columns that are right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     ends = [name in right for name in lines[0]]
@@ -62,16 +62,16 @@ def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
 
 
 def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
-    """Writes rows and what they were measured on."""
+    """Write rows, and the machine that they were measured on, as JSON."""
     write_json(path, {"machine": machine, "rows": [asdict(row) for row in rows]})
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     theirs, ratio, peer = "", "", ""
     if row.against:
-        theirs, ratio, peer = _figure(row.against.value), f"{row.against.ratio:.3f}", row.against.peer
-    return row.case, row.what, _figure(row.value), theirs, ratio, row.unit, peer
+        theirs, ratio, peer = _format(row.against.value), f"{row.against.ratio:.3f}", row.against.peer
+    return row.case, row.what, _format(row.value), theirs, ratio, row.unit, peer
 
 
-def _figure(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

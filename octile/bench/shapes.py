@@ -1,6 +1,6 @@
-"""The products that `octile bench gemm` measures: those of DeepSeek-V3, and of DeepGEMM's own tests.
+"""The GEMMs that `octile bench gemm` measures: those of DeepSeek-V3, and of DeepGEMM's own tests.
 
-On a CPU, where the reference is measured, they are of the tiny preset's size.
+On a CPU, where the reference implementation is measured, they have the sizes of the tiny preset.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-ALIGNMENT = 128  # rows or tokens: the sizes of groups that DeepGEMM takes without padding
-MASKED_ROWS = 4096  # that a masked group has room for
+ALIGNMENT = 128  # rows or tokens; DeepGEMM takes groups of multiples of it without padding
+MASKED_ROWS = 4096  # capacity of a masked group
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product a · bᵀ, or one for each group.
+    """One GEMM a · bᵀ, or one for each group.
 
     Attributes:
-        kind: dense; grouped (rows sorted by group); masked; wgrad (groups along the summed dimension).
-        m, n, k: of one group; where the groups differ in size, the size that is drawn around.
-        groups: how many.
-        tiles: b has one scale for each 1×128, like a; otherwise one for each 128×128.
-        accumulate: the result is FP32 and added to; otherwise BF16 and stored.
+        kind: dense; grouped (rows sorted by group); masked; wgrad (groups along K).
+        m, n, k: the size of a group; where the groups differ in size, the mean of the sizes that are drawn.
+        groups: number of groups.
+        tiles: whether b has one scale per 1×128 tile, as a has; otherwise one per 128×128 block.
+        accumulate: whether the output is FP32 and added to; otherwise it is BF16 and overwritten.
     """
 
     kind: Literal["dense", "grouped", "masked", "wgrad"]
@@ -36,20 +36,22 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its sides, with the number of groups before them."""
+        """The sizes, with the number of groups before them."""
         sides = f"{self.m}×{self.n}×{self.k}"
         return sides if self.kind == "dense" else f"{self.groups}×{sides}"
 
     @property
     def what(self) -> str:
-        """What is computed."""
+        """The kind of GEMM, as rows have it in `what`."""
         kind = "" if self.kind == "dense" else f", {self.kind}"
         return "FP8" + " 1D1D" * (self.tiles and self.kind == "dense") + kind + " +=" * self.accumulate
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Rows of each group (of wgrad: tokens), 0.7 to 1.3 of what is expected, always the same; whole tiles of
-        rows except where they are masked, so that nobody has to pad and all compute the same."""
+        """The rows of each group (wgrad: tokens), drawn from 0.7 to 1.3 times the mean, always the same.
+
+        Except in masked cases they are multiples of ALIGNMENT, so that no library pads and all compute the same.
+        """
         draw = random.Random(f"{self.groups} groups")
         expected = self.k if self.kind == "wgrad" else self.m
         drawn = [max(1, int(expected * draw.uniform(0.7, 1.3))) for _ in range(self.groups)]
@@ -57,12 +59,12 @@ class Case:
 
     @property
     def expected_rows(self) -> int:
-        """What is said of a masked group's rows before they are counted: as in DeepGEMM's tests, a fifth too many."""
+        """The rows of a masked group that callers announce: 1.2 times the mean, as in DeepGEMM's tests."""
         return int(1.2 * self.m)
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition for each term."""
+        """Multiplications and additions."""
         if self.kind == "dense":
             return 2 * self.m * self.n * self.k
         return 2 * sum(self.sizes) * self.n * (self.m if self.kind == "wgrad" else self.k)

@@ -1,4 +1,4 @@
-"""Calls in a process of their own: a kernel that never ends, or writes where it may not, takes only that process."""
+"""Calls in a process of their own, so that a kernel that hangs or corrupts memory ends only that process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ Result = TypeVar("Result")
 
 
 def call_in_subprocess(function: Callable[..., Result], *arguments: object, seconds: float) -> Result:
-    """function(*arguments) in a new process, which is killed when the time is over.
+    """Return function(*arguments), called in a new process, which is killed when the time is over.
 
     Args:
-        function: of a module, so that the other process can import it; its result and arguments can be pickled.
+        function: defined in a module, so that the other process can import it.
+        arguments: can be pickled, as the result can.
+        seconds: the time limit.
 
     Raises:
-        TimeoutError: it took longer.
-        RuntimeError: it raised an exception, whose message this has, or the process died.
+        TimeoutError: the call took longer.
+        RuntimeError: the call raised an exception, whose message this one has, or the process died.
     """
     context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     receiver, sender = context.Pipe(duplex=False)

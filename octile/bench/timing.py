@@ -1,4 +1,4 @@
-"""Times that can be compared: alternating candidates, medians, a cold cache on a GPU."""
+"""Comparable times of calls: interleaved candidates, medians, a cold L2 cache on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ FLUSH_BYTES = 512 * 2**20  # several times a GPU's L2
 
 
 def seconds(candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, float]:
-    """The median time of each candidate in seconds; they take turns, so that what slows the machine slows all alike."""
+    """Measure the median time of each candidate in seconds.
+
+    Candidates are interleaved, so that whatever slows down the machine affects all of them.
+
+    Args:
+        candidates: name → the call.
+        rounds: number of measurements of each.
+        warm_up: number of calls of each before the first measurement.
+    """
     for candidate in candidates.values():
         for _ in range(warm_up):
             candidate()

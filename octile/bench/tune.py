@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octile.bench import shapes
 from octile.bench.gemm_case import MAX_DIFFERENCE, PreparedCase, prepare_case
-from octile.bench.kernel_time import finish, work_seconds
+from octile.bench.kernel_time import wait_for_gpu, work_seconds
 from octile.bench.shapes import Case
 from octile.bench.subprocess_call import call_in_subprocess
 from octile.kernels.cuda.gemm import num_sms, tuned
@@ -168,7 +168,7 @@ def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str])
         try:
             call = launcher(setup, config)
             call()
-            finish()
+            wait_for_gpu()
             setup.check(call, expected, setup.out, MAX_DIFFERENCE)
             calls[str(i)] = call
         except ArithmeticError as error:

@@ -1,4 +1,4 @@
-"""The copy that casts stand beside."""
+"""The copy that operators are compared with."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from octile.bench.casts import ALIGNMENT, _halves
 
 
 @pytest.mark.parametrize("moved", [1, 2 * ALIGNMENT, 2 * ALIGNMENT + 1, 89_026_560])
-def test_a_copy_moves_as_much_between_aligned_places(moved: int):
+def test_a_copy_moves_as_much_between_aligned_buffers(moved: int):
     source, target = _halves(moved, "cpu")
     assert source.nbytes == target.nbytes
     assert moved <= 2 * source.nbytes < moved + 2 * ALIGNMENT

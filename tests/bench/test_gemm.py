@@ -1,10 +1,11 @@
-"""`octile bench gemm` on a GPU, which is made up: every case is tried first, and what is wrong is left out and told."""
+"""`octile bench gemm` on a GPU, which is simulated: every case is tried first; wrong ones are left out and reported."""
 
 import pytest
 import torch
 
-from octile.bench import gemm, goals, shapes
+from octile.bench import gemm, shapes
 from octile.bench.gemm_case import prepare_case
+from octile.bench.gemm_table import HOST
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
 from octile.kernels.cuda.gemm.candidates import choose
@@ -15,7 +16,7 @@ CASES = [Case("dense", 32, 16, 128), Case("dense", 48, 16, 128), Case("dense", 6
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU that is a CPU and takes 1 ms for each product."""
+    """A GPU that is a CPU and takes 1 ms for each GEMM."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(shapes, "GPU", CASES)
@@ -27,23 +28,23 @@ def gpu(monkeypatch):
     monkeypatch.setattr(gemm, "kernel_of", lambda case: choose(rounded(problem(case)), Chip(132)))
 
 
-def test_a_product_has_all_its_figures(gpu):
+def test_a_gemm_has_all_its_figures(gpu):
     rows = [row for row in gemm.rows() if row.case == "32×16×128"]
     figures = {row.unit: row.value for row in rows}
-    of_kernel = {gemm.REGISTERS, gemm.SHARED, gemm.COMPILED}
-    assert set(figures) == {"TFLOP/s", "GB/s", "µs", "difference", "µs of host", "µs in a graph"} | of_kernel
+    kernel_units = {gemm.REGISTERS, gemm.SHARED, gemm.COMPILED}
+    assert set(figures) == {"TFLOP/s", "GB/s", "µs", "difference", "µs of host", "µs in a graph"} | kernel_units
     assert 0 < figures[gemm.REGISTERS] <= 255
     assert 0 < figures[gemm.SHARED] <= 227
     assert figures[gemm.COMPILED] > 0
 
 
-def test_a_case_that_hangs_is_left_out_and_told(gpu, monkeypatch, capsys):
+def test_a_case_that_hangs_is_left_out_and_reported(gpu, monkeypatch, capsys):
     monkeypatch.setattr(gemm, "why_not", lambda case, end: "it hangs" if case is CASES[1] else None)
     assert {row.case for row in gemm.rows()} == {"32×16×128", "64×16×128"}
     assert "left out: 48×16×128 FP8: it hangs" in capsys.readouterr().err
 
 
-def test_a_case_that_is_wrong_when_it_is_measured_is_left_out_and_told(gpu, monkeypatch, capsys):
+def test_a_case_that_is_wrong_when_it_is_measured_is_left_out_and_reported(gpu, monkeypatch, capsys):
     def measure(case, device):
         if case is CASES[0]:
             raise ArithmeticError("wrong")
@@ -64,5 +65,5 @@ def test_it_ends_with_the_goals(gpu):
 
 def test_the_goals_read_the_rows_that_are_made(gpu):
     rows = list(gemm.rows())
-    assert goals.HOST_UNIT in {row.unit for row in rows}
+    assert HOST in {row.unit for row in rows}
     assert {row.against.peer for row in rows if row.against} == {"torch FP32"}

@@ -1,4 +1,4 @@
-"""A product to measure: its operands, what is called, and that a wrong one is found out."""
+"""A GEMM to measure: its operands, what is called, and that a wrong result is detected."""
 
 import sys
 
@@ -30,7 +30,7 @@ def made(request):
     return prepare_case(request.param, "cpu")
 
 
-def test_octiles_product_is_right(made):
+def test_octiles_gemm_is_right(made):
     assert made.check(made.call, made.high_precision(), made.out, MAX_DIFFERENCE) > 0
 
 
@@ -57,9 +57,9 @@ def test_deep_gemm_is_called_as_it_wants_to_be(case, monkeypatch):
     made.check(call, made.high_precision(), out, MAX_DIFFERENCE)
 
 
-def test_our_1d2d_beside_1d1d_is_a_product_of_the_same():
+def test_our_1d2d_peer_of_1d1d_has_the_same_operands():
     made = prepare_case(CASES[1], "cpu")
-    call, out = gemm_peers._blocks_of_b(made)
+    call, out = gemm_peers._octile_1d2d(made)
     made.check(call, made.high_precision(), out, MAX_DIFFERENCE)
 
 

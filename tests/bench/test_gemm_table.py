@@ -1,4 +1,4 @@
-"""The table of products."""
+"""The table of GEMMs."""
 
 from octile.bench.gemm_table import gemm_table, legend
 from octile.bench.rows import Row, compare
@@ -12,7 +12,7 @@ ROWS = [
 ]
 
 
-def test_a_product_is_a_line_and_a_peer_a_column():
+def test_a_gemm_is_a_line_and_a_peer_a_column():
     assert gemm_table(ROWS).splitlines() == [
         "case   what        µs  TFLOP/s    × A    × B  difference",
         "1×2×3  FP8       12.3    1,250  1.250  0.500",

@@ -1,5 +1,7 @@
 """Verdicts: a goal is met only by all of its shapes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_a_floor_and_an_aim_are_bounds(ratio, floor, aim):
     assert (verdict(rows(ratio)).floor, verdict(rows(ratio)).aim) == (floor, aim)
 
 
-def test_one_slow_shape_misses_what_is_asked_of_each():
+def test_one_slow_shape_misses_the_bound_of_each():
     measured = [*rows(1.2)[1:], *rows(0.9)[:1]]
     found = verdict(measured)
     assert found.mean > 1.06
@@ -34,7 +36,7 @@ def test_one_slow_shape_misses_what_is_asked_of_each():
 
 def test_a_shape_that_could_not_be_measured_misses_the_goal():
     found = verdict(rows(2.0)[1:])
-    assert (found.measured, found.asked, found.floor) == (7, 8, False)
+    assert (found.measured, found.needed, found.floor) == (7, 8, False)
 
 
 def test_what_is_only_an_aim_has_no_floor():
@@ -52,7 +54,7 @@ def test_the_mean_is_geometric():
 
 
 def test_a_line_says_what_was_missed():
-    assert "floor mean ≥ 0.97× and each ≥ 0.93× met, aim mean ≥ 1.06× and each ≥ 1.00× MISSED" in goals.in_words(
+    assert "floor mean ≥ 0.97× and each ≥ 0.93× met, aim mean ≥ 1.06× and each ≥ 1.00× MISSED" in goals.gemm_verdicts(
         rows(1.01)
     )
 
@@ -60,29 +62,62 @@ def test_a_line_says_what_was_missed():
 def test_the_slowest_call_of_the_host_is_judged():
     times = {("a", "FP8"): 8.0, ("b", "FP8"): 12.0, ("b", "FP8 1D1D"): 9.0}  # of one shape, too
     measured = [Row(case, what, time, "µs of host") for (case, what), time in times.items()]
-    assert goals.in_words(measured).endswith("at most 12.0 µs (b FP8): floor ≤ 25 met, aim ≤ 10 MISSED")
+    assert goals.gemm_verdicts(measured).endswith("at most 12.0 µs (b FP8): floor ≤ 25 met, aim ≤ 10 MISSED")
 
 
 def casts(**ratios):
     return [compare("m", what, ratio, "GB/s", "copy", 1.0) for what, ratio in ratios.items()]
 
 
-def test_casts_that_turn_have_bounds_of_their_own():
+def test_operators_that_transpose_have_bounds_of_their_own():
     measured = casts(**{"quantize 1×128": 0.9, "1×128 and turned": 0.86})
-    once, twice = goals.casts_in_words(measured).splitlines()
+    once, twice = goals.casts_verdicts(measured).splitlines()
     assert once.endswith("floor each ≥ 0.80× met, aim each ≥ 0.92× MISSED")
     assert twice.endswith("floor each ≥ 0.70× met, aim each ≥ 0.85× met")
 
 
-def test_of_permutation_and_optimizer_a_floor_is_asked_only():
-    assert goals.casts_in_words(casts(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
+def test_permutation_and_optimizer_have_only_a_floor():
+    assert goals.casts_verdicts(casts(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
 
 
-def test_the_slowest_cast_of_all_shapes_is_judged():
+def test_the_slowest_operator_of_all_shapes_is_judged():
     measured = [*casts(**{"RMSNorm, 1×128": 0.7}), compare("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
-    assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_in_words(measured)
+    assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_verdicts(measured)
 
 
-def test_every_cast_that_is_judged_is_measured():
+def test_every_operator_that_is_judged_is_measured():
     what = {name for name, _, _ in _cases(torch.randn(128, 256))}
-    assert what >= goals.ONCE | goals.TWICE | goals.MOVES
+    assert what >= goals.WRITE_ONCE | goals.WRITE_TWICE | goals.MOVES
+
+
+# octile bench step
+
+
+def verdicts(*rows: Row) -> list[str]:
+    return goals.step_verdicts(rows).splitlines()
+
+
+def speeds(*ratios: float) -> list[Row]:
+    peers = zip(goals.TORCHAO, ratios, strict=False)
+    return [compare(goals.DENSE, goals.STEP, ratio, "tokens/s", peer, 1.0) for peer, ratio in peers]
+
+
+def test_the_fastest_peer_decides():
+    blockwise, every = verdicts(*speeds(0.9, 1.1, 1.2))
+    assert blockwise.endswith("1.100: floor ≥ 1 met")
+    assert every.endswith("0.900 (torchao tensorwise): aim ≥ 1 MISSED")
+
+
+def test_a_peer_that_was_not_measured_misses_the_bound():
+    assert verdicts(*speeds(1.3, 1.3))[-1].endswith("aim ≥ 1 MISSED")
+
+
+def test_of_bytes_less_is_better():
+    saved = compare(goals.DENSE, goals.SAVED, 0.52, "bytes", goals.BF16, 1.0)
+    assert verdicts(saved) == ["dense, bytes saved vs. compiled BF16: 0.520: floor ≤ 0.56 met, aim ≤ 0.5 MISSED"]
+
+
+def test_a_share_is_judged_alone():
+    share = Row(goals.SLICE, goals.OUTSIDE, 30.0, "% of a step")
+    assert verdicts(share)[0].endswith("30.000: floor ≤ 35 met, aim ≤ 25 MISSED")
+    assert verdicts(replace(share, value=36.0))[0].endswith("floor ≤ 35 MISSED, aim ≤ 25 MISSED")

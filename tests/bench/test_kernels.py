@@ -11,7 +11,7 @@ OURS, PEER = 1e-3, 2e-3  # seconds
 
 @pytest.fixture
 def results(monkeypatch):
-    """[(our result, the peer's)] of each measurement; every time is made up and nothing is timed."""
+    """[(our result, the peer's)] of each measurement; every time is simulated."""
     found = []
 
     def seconds(candidates, rounds):
@@ -26,47 +26,47 @@ def results(monkeypatch):
     return found
 
 
-def test_a_product_and_its_peer_compute_the_same(results):
+def test_a_gemm_and_its_peer_compute_the_same(results):
     list(gemm.rows())
     for ours, theirs in results:
         assert (ours.float() - theirs).norm() < 0.05 * theirs.norm()
 
 
-def test_a_product_counts_a_multiplication_and_an_addition(results):
+def test_a_gemm_counts_a_multiplication_and_an_addition(results):
     speed = next(row for row in gemm.rows() if row.unit == "TFLOP/s")
     assert speed.value == 2 * 32 * 16 * 128 / OURS / 1e12
     assert speed.against.ratio == PEER / OURS
 
 
-def test_a_product_on_a_cpu_has_no_times_of_a_gpu(results):
+def test_a_gemm_on_a_cpu_has_no_times_of_a_gpu(results):
     assert {row.unit for row in gemm.rows()} == {"TFLOP/s", "GB/s", "µs", "difference"}
 
 
-def test_a_wrong_product_is_not_measured(results, monkeypatch):
+def test_a_wrong_gemm_is_not_measured(results, monkeypatch):
     monkeypatch.setattr("octile.bench.gemm_case.matmul_nt_out", lambda out, *_: print(out.fill_(1.0)))
-    with pytest.raises(ArithmeticError, match="differs from that of plain numbers"):
+    with pytest.raises(ArithmeticError, match="differs from the high-precision GEMM"):
         next(gemm.rows())
 
 
-def test_a_cast_counts_the_bytes_that_it_reads_and_writes(results):
+def test_quantization_counts_the_bytes_that_it_reads_and_writes(results):
     values, tiles = 128 * 256, 128 * 2
     row = next(row for row in casts.rows() if row.what == "quantize 1×128")
     assert row.value == (4 * values + values + 4 * tiles) / OURS / 1e9
 
 
-def test_a_copy_moves_what_the_cast_does_in_aligned_halves(results):
+def test_a_copy_moves_what_the_operator_does_in_aligned_halves(results):
     for row in casts.rows():
         cast, copy = round(row.value * 1e9 * OURS), round(row.against.value * 1e9 * PEER)
         assert copy == -(-cast // 2 // casts.ALIGNMENT) * casts.ALIGNMENT * 2, row.what
 
 
-def test_a_cast_that_writes_twice_counts_both(results):
+def test_an_operator_that_writes_twice_counts_both(results):
     values, tiles = 128 * 256, 128 * 2 + 256
     row = next(row for row in casts.rows() if row.what == "1×128 and turned")
     assert row.value == (4 * values + 2 * values + 4 * tiles) / OURS / 1e9
 
 
-def test_every_cast_is_measured(results):
+def test_every_operator_is_measured(results):
     blocks = ("1×128", "128×1", "128×128", "all×all", "1×128 E5M6")
     assert [row.what for row in casts.rows()] == [
         *(f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")),

@@ -54,7 +54,7 @@ def test_a_shape_that_is_no_shape_is_refused(shape):
         bench.search(shape, None)
 
 
-def test_a_missing_folder_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+def test_a_missing_folder_is_reported_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("octile.bench.gemm.rows", lambda: pytest.fail("it was measured"))
-    with pytest.raises(FileNotFoundError, match="json must lie in a folder that exists"):
+    with pytest.raises(FileNotFoundError, match="json must be in a folder that exists"):
         bench.run("gemm", tmp_path / "none" / "rows.json")

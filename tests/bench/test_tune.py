@@ -109,7 +109,7 @@ def test_all_shapes_are_searched():
     assert set(tune.ORDER) == set(shapes.GPU)
 
 
-def test_an_entry_is_what_the_products_look_up(configs):
+def test_an_entry_is_what_the_gemms_look_up(configs):
     keep(configs, {0: 1e-6})
     assert tuned.lookup(rounded(tune.problem(shapes.LARGE[0])), H200) == configs[0]
 
@@ -172,7 +172,7 @@ def candidates(monkeypatch):
         made = prepare_case(CASES[0], "cpu")
         monkeypatch.setattr(tune, "prepare_case", lambda case, device: made)
         monkeypatch.setattr(tune, "launcher", lambda setup, call: lambda: call(setup))
-        monkeypatch.setattr(tune, "finish", lambda: None)
+        monkeypatch.setattr(tune, "wait_for_gpu", lambda: None)
         monkeypatch.setattr(tune, "work_seconds", lambda calls, rounds: {i: 1e-6 * (1 + int(i)) for i in calls})
         return tune.measure(CASES[0], calls, {})
 

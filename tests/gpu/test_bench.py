@@ -6,7 +6,7 @@ import torch
 from octile.bench import gemm, tune
 from octile.bench.gemm_case import prepare_case
 from octile.bench.gemm_peers import peer_calls
-from octile.bench.kernel_time import finish, graph_seconds, host_seconds, kernel_seconds
+from octile.bench.kernel_time import graph_seconds, host_seconds, kernel_seconds, wait_for_gpu
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm.problem import Chip
 
@@ -45,7 +45,7 @@ def test_times_around_a_kernel_are_there():
 def test_a_kernel_that_does_not_end_is_not_waited_for():
     torch.cuda._sleep(2_000_000_000)
     with pytest.raises(TimeoutError, match="has not ended within"):
-        finish(0.05)
+        wait_for_gpu(0.05)
     torch.cuda.synchronize()
 
 
@@ -55,7 +55,7 @@ def test_a_case_is_rehearsed(case: Case):
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.what)
-def test_the_vendors_product_is_among_the_peers(hopper, case: Case):
+def test_cublaslt_is_among_the_peers(hopper, case: Case):
     setup = prepare_case(case, "cuda")
     assert "BF16" in peer_calls(setup, setup.high_precision())
 

@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from octile.bench import step
-from octile.bench.step import goals
+from octile.bench import goals, step
 from octile.bench.step.models import Sizes
 from octile.bench.step.profile import Peak, measured_peak
 from octile.models.config import ModelConfig

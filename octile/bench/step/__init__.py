@@ -1,7 +1,11 @@
-"""`octile bench step`: what FP8 training costs and saves on this machine.
+"""`octile bench step`: the speed and memory of FP8 training on this machine, vs. BF16 and torchao.
 
-Speed is measured by turns, a step of each model after the other; bytes are counted where autograd saves them, and on a
-GPU by its allocator, too. A model that does not run here is left out, which is told on stderr.
+models.py     the models that are trained
+memory.py     bytes saved for backward, bytes per parameter, bytes of a checkpoint
+profile.py    where the time of a step goes
+
+Steps of the models are interleaved. Bytes saved for backward are counted where autograd saves tensors, and on a GPU
+also by its allocator. A model that does not run on this machine is left out, and stderr says why.
 """
 
 from __future__ import annotations
@@ -18,11 +22,26 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from octile.bench.goals import (
+    BF16,
+    DENSE,
+    EAGER,
+    OPTIMIZED,
+    OUTSIDE,
+    OUTSIDE_LAYERS,
+    SLICE,
+    STEP,
+    step_verdicts,
+)
 from octile.bench.rows import LEGEND, Row, compare, table
-from octile.bench.step import goals as goals
 from octile.bench.step import profile as profile
-from octile.bench.step.goals import BF16, DENSE, EAGER, OPTIMIZED, OUTSIDE, OUTSIDE_LAYERS, SLICE, STEP
-from octile.bench.step.memory import allocated_by, cache_weights, checkpoint_bytes, kept_for_backward, of_a_parameter
+from octile.bench.step.memory import (
+    allocated_by,
+    bytes_per_parameter,
+    bytes_saved_for_backward,
+    cache_weights,
+    checkpoint_bytes,
+)
 from octile.bench.step.models import Sizes, Work, captured, compiled, decoder, rank_slice, torchao
 from octile.bench.timing import seconds
 from octile.models.config import ModelConfig
@@ -35,12 +54,12 @@ from octile.train.loop import pick_device, prepare_tokens
 from octile.train.trainer import Trainer
 
 ROUNDS = 9
-TIME = 300.0  # seconds, after which no further peer is prepared
+MAX_SECONDS = 300.0  # after which no further model is prepared
 IN_A_GRAPH = ", in a CUDA graph"
 OCTILE, COMPILED, MAIN_GRAD = "octile", "octile, compiled", "octile, main_grad"
 
 V3 = Recipe.deepseek_v3()
-SETTINGS = {
+SETTINGS = {  # names as in committed results
     OCTILE: V3,
     "octile, q k v again": replace(V3, attention_inputs="recomputed"),
     "octile, gate and up again": replace(V3, swiglu_inputs="recomputed"),
@@ -49,91 +68,97 @@ Candidates = dict[str, Work]
 
 
 def rows() -> Iterator[Row]:
-    """Speed of a training step, bytes kept for the backward pass, bytes of a checkpoint."""
+    """Measure the speed of a training step, the bytes saved for backward and the bytes of a checkpoint."""
     if torch.cuda.is_available():
         begin = time.monotonic()
         yield from mixture(ModelConfig(), 32, 4096, "cuda", begin)
         yield from dense(Sizes(), "cuda", begin)
     else:
         yield _speed()
-        yield from _kept_bytes()
+        yield from _saved_bytes()
     yield checkpoint_bytes()
 
 
 def show(rows: Sequence[Row]) -> str:
-    """The table, and on a GPU how the goals are met."""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, goals.in_words(rows))))
+    """Format the table, and on a GPU the verdicts on the goals."""
+    return "\n\n".join(filter(None, (table(rows), LEGEND, step_verdicts(rows))))
 
 
 def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
-    """The dense decoder; begin: when the benchmark did, by time.monotonic()."""
+    """Measure the dense decoder.
+
+    Args:
+        sizes: of the decoder and its batch.
+        device: "cuda" or "cpu".
+        begin: when the benchmark began, by time.monotonic().
+    """
     case, tokens = DENSE, sizes.batch * sizes.sequence
     makers: dict[str, Callable[[], Work]] = {BF16: lambda: compiled(decoder(sizes, device))}
-    makers |= {name: lambda recipe=recipe: _converted(decoder(sizes, device), recipe)  # type: ignore[misc]
+    makers |= {name: lambda recipe=recipe: _convert(decoder(sizes, device), recipe)  # type: ignore[misc]
                for name, recipe in SETTINGS.items()}  # fmt: skip
-    makers[COMPILED] = lambda: compiled(_converted(decoder(sizes, device), V3))
-    makers |= {f"torchao {name}": lambda name=name: _of_torchao(decoder(sizes, device), name)  # type: ignore[misc]
+    makers[COMPILED] = lambda: compiled(_convert(decoder(sizes, device), V3))
+    makers |= {f"torchao {name}": lambda name=name: _convert_with_torchao(decoder(sizes, device), name)  # type: ignore[misc]
                for name in ("tensorwise", "rowwise", "blockwise")}  # the last takes minutes to compile  # fmt: skip
     works = _prepare(case, makers, begin)
     yield from _times(case, STEP, works, tokens, graphs=works)
     if OCTILE in works:
         yield from _profiled(case, works)
-    yield from _activations(case, works, tokens * sizes.layers, of_torchao=True)
+    yield from _activations(case, works, tokens * sizes.layers, with_torchao=True)
 
     for name, work in works.items():
         work.optimizer = _adamw(work.model) if name in (BF16, COMPILED) or name.startswith("torchao") else None
     masters = {
-        OCTILE: lambda: _optimized(_converted(decoder(sizes, device, torch.float32), V3)),
-        MAIN_GRAD: lambda: _optimized(_converted(decoder(sizes, device, torch.float32), V3), main_grad=True),
+        OCTILE: lambda: _optimized(_convert(decoder(sizes, device, torch.float32), V3)),
+        MAIN_GRAD: lambda: _optimized(_convert(decoder(sizes, device, torch.float32), V3), main_grad=True),
     }
     works = {name: work for name, work in works.items() if work.optimizer is not None and name != COMPILED}
     _clean()
     works |= _prepare(f"{case} + AdamW", masters, begin)
     yield from _times(case, OPTIMIZED, works, tokens, graphs=(BF16, OCTILE, MAIN_GRAD))
-    if BF16 in works:  # without masters, moments in BF16: the fastest that there is, and not what keeps the loss
+    if BF16 in works:  # no masters, moments in BF16: the fastest optimizer, but it does not preserve the loss
         works[BF16].optimizer = torch.optim.AdamW(works[BF16].model.parameters(), lr=1e-5, fused=True)
         both = {name: works[name] for name in (BF16, OCTILE) if name in works}
         yield from _times(case, f"{OPTIMIZED}, the peer's all in BF16", both, tokens, graphs=both)
     if MAIN_GRAD in works:
-        for what, size in of_a_parameter(works[MAIN_GRAD]).items():
+        for what, size in bytes_per_parameter(works[MAIN_GRAD]).items():
             yield Row(case, f"{what}, of a parameter", size, "bytes")
     del works
     _clean()
 
 
 def mixture(config: ModelConfig, ranks: int, sequence: int, device: str, begin: float) -> Iterator[Row]:
-    """The rank's share of a block with experts."""
+    """Measure one rank's share of a block with experts. Arguments as in `rank_slice` and `dense`."""
     case = SLICE
     makers = {
         EAGER: lambda: rank_slice(config, ranks, sequence, device),
         BF16: lambda: compiled(rank_slice(config, ranks, sequence, device)),
-        OCTILE: lambda: _converted(rank_slice(config, ranks, sequence, device), V3),
-        "octile, gate and up again": lambda: _converted(
+        OCTILE: lambda: _convert(rank_slice(config, ranks, sequence, device), V3),
+        "octile, gate and up again": lambda: _convert(
             rank_slice(config, ranks, sequence, device), SETTINGS["octile, gate and up again"]
         ),
-        COMPILED: lambda: compiled(_converted(rank_slice(config, ranks, sequence, device), V3)),
+        COMPILED: lambda: compiled(_convert(rank_slice(config, ranks, sequence, device), V3)),
     }
     works = _prepare(case, makers, begin)
     yield from _times(case, STEP, works, sequence, graphs=works)
     if OCTILE in works:
         yield from _profiled(case, works)
-    yield from _activations(case, works, sequence, of_torchao=False)
+    yield from _activations(case, works, sequence, with_torchao=False)
     del works
     _clean()
 
 
-def _converted(work: Work, recipe: Recipe) -> Work:
+def _convert(work: Work, recipe: Recipe) -> Work:
     apply_recipe(work.model, recipe)
     return work
 
 
-def _of_torchao(work: Work, recipe: str) -> Work:
+def _convert_with_torchao(work: Work, recipe: str) -> Work:
     torchao(recipe)(work.model)
     return compiled(work)
 
 
 def _adamw(model: nn.Module) -> AdamW:
-    """FP32 masters and moments in BF16, whatever the model's own dtype."""
+    """Make octile's AdamW: FP32 masters and BF16 moments, whatever the model's dtype."""
     return AdamW(param_groups(model, 0.1), lr=1e-5)
 
 
@@ -146,11 +171,11 @@ def _optimized(work: Work, main_grad: bool = False) -> Work:
 
 
 def _prepare(case: str, makers: dict[str, Callable[[], Work]], begin: float) -> Candidates:
-    """Those of the models that run here, after a first step, which compiles."""
+    """Make the models and run a first step of each, which compiles. Models that fail are left out."""
     works: Candidates = {}
     for name, make in makers.items():
-        if time.monotonic() - begin > TIME:
-            _left_out(case, name, f"{TIME:g} s are over")
+        if time.monotonic() - begin > MAX_SECONDS:
+            _left_out(case, name, f"{MAX_SECONDS:g} s are over")
             continue
         start = time.monotonic()
         try:
@@ -179,10 +204,13 @@ def _clean() -> None:
 
 
 def _times(case: str, what: str, works: Candidates, tokens: int, graphs: Container[str] = ()) -> Iterator[Row]:
-    """Milliseconds of each model, and ours in tokens a second beside each peer, each in its fastest form.
+    """Measure milliseconds of each model, and tokens per second of octile vs. each peer, each in its fastest form.
 
     Args:
-        graphs: which of the models are captured as well.
+        case, what: of the rows.
+        works: name → model.
+        tokens: of a step.
+        graphs: names of the models that are also captured in a CUDA graph.
     """
     forms = works | _graphs(case, {name: work for name, work in works.items() if name in graphs})
     with torch._dynamo.config.patch(recompile_limit=64):
@@ -198,7 +226,7 @@ def _times(case: str, what: str, works: Candidates, tokens: int, graphs: Contain
 
 
 def _graphs(case: str, works: Candidates) -> Candidates:
-    """The models that a CUDA graph can hold: it takes the host out of a step."""
+    """Capture the models in CUDA graphs, so that the host takes no part in a step. Models that fail are left out."""
     if not torch.cuda.is_available():
         return {}
     pool, found = torch.cuda.graph_pool_handle(), {}
@@ -211,7 +239,7 @@ def _graphs(case: str, works: Candidates) -> Candidates:
 
 
 def _profiled(case: str, works: Candidates) -> Iterator[Row]:
-    """Of octile's step every call, and of all models' the shares of products, attention and the rest."""
+    """Measure every call of octile's step, and the shares of GEMMs, attention and the rest in each model's step."""
     try:
         peak = profile.measured_peak()
         yield Row(case, "peak, FP8 product with a scale a tensor", peak.fp8 / 1e12, "TFLOP/s")
@@ -243,14 +271,14 @@ def _profiled(case: str, works: Candidates) -> Iterator[Row]:
             yield Row(case, OUTSIDE_LAYERS, 100 * outside, "% of a step")
 
 
-def _activations(case: str, works: Candidates, tokens: int, of_torchao: bool) -> Iterator[Row]:
-    """Bytes kept a token and layer, by what autograd is given and by what the allocator holds."""
+def _activations(case: str, works: Candidates, tokens: int, with_torchao: bool) -> Iterator[Row]:
+    """Measure the bytes saved for backward per token and layer, by autograd's tensors and by the allocator."""
     found: dict[str, dict[str, float]] = {}
     for name, work in works.items():
-        if name.startswith("torchao") and not of_torchao:
+        if name.startswith("torchao") and not with_torchao:
             continue
         try:
-            found[name] = _kept(work, name)
+            found[name] = _saved(work, name)
         except Exception as error:
             _left_out(case, f"bytes of {name}", f"{type(error).__name__}: {error}")
     base = BF16 if BF16 in found else EAGER
@@ -263,20 +291,21 @@ def _activations(case: str, works: Candidates, tokens: int, of_torchao: bool) ->
                 yield compare(case, f"{what}, {name}", size / tokens, "bytes a token and layer", base, peer / tokens)
 
 
-def _kept(work: Work, name: str) -> dict[str, float]:
+def _saved(work: Work, name: str) -> dict[str, float]:
+    """Return the bytes of a forward pass that backward needs: "saved" by autograd, and on a GPU "allocated"."""
     work.forget_gradients()
     for p in work.model.parameters():
         p.grad = None
     if name.startswith(OCTILE):
         cache_weights(work)
     else:
-        work.forward()  # the first call of a form may allocate what stays
+        work.forward()  # the first call may allocate memory that stays
     work.pop_losses()
     found: dict[str, float] = {}
     if torch.cuda.is_available():
         found["allocated"] = allocated_by(work.forward)
         work.pop_losses()
-    found["saved"] = kept_for_backward(work.model, work.forward)
+    found["saved"] = bytes_saved_for_backward(work.model, work.forward)
     work.pop_losses()
     return found
 
@@ -297,17 +326,17 @@ def _speed() -> Row:
     return compare(config.preset, "train deepseek_v3", speeds["deepseek_v3"], "tokens/s", baseline, speeds[baseline])
 
 
-def _kept_bytes() -> list[Row]:
-    """2048 tokens through a stack of linear layers, before and after `convert`.
+def _saved_bytes() -> list[Row]:
+    """Measure the bytes that a stack of linear layers saves for backward, before and after conversion to FP8.
 
-    A BF16 model keeps its inputs; under autocast FP32 weights are cast as well, and the copies are kept. FP8 stands
-    beside the first with its inputs alone and beside the second with its cached weights, one byte each.
+    A BF16 model saves its inputs. Under autocast an FP32 model also saves BF16 copies of its weights. FP8 is compared
+    with the first without its cached weights, and with the second with them, one byte each.
     """
     tokens, width, depth = 2048, 1024, 8
-    plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
-    bf16 = copy.deepcopy(plain).bfloat16()
-    fp8 = apply_recipe(copy.deepcopy(plain), Recipe.deepseek_v3())
-    torch.optim.SGD(fp8.parameters()).step()  # as in training: an optimizer holds the weights, so copies are cached
+    fp32 = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    bf16 = copy.deepcopy(fp32).bfloat16()
+    fp8 = apply_recipe(copy.deepcopy(fp32), Recipe.deepseek_v3())
+    torch.optim.SGD(fp8.parameters()).step()  # FP8 weights are cached if an optimizer holds the parameters
     x = torch.randn(tokens, width, dtype=torch.bfloat16)
 
     def autocast(model: nn.Module) -> Callable[[], Tensor]:
@@ -317,8 +346,9 @@ def _kept_bytes() -> list[Row]:
 
         return forward
 
-    inputs, with_copies = kept_for_backward(bf16, lambda: bf16(x)), kept_for_backward(plain, autocast(plain))
-    ours, weights = kept_for_backward(fp8, autocast(fp8)), sum(p.numel() for p in fp8.parameters())
+    inputs = bytes_saved_for_backward(bf16, lambda: bf16(x))
+    with_copies = bytes_saved_for_backward(fp32, autocast(fp32))
+    ours, weights = bytes_saved_for_backward(fp8, autocast(fp8)), sum(p.numel() for p in fp8.parameters())
     case, mib = f"{depth} Linear {width}", 2**20
     return [
         compare(case, "kept for backward", ours / mib, "MiB", "bf16", inputs / mib),

@@ -1,7 +1,7 @@
-"""Bytes of a training step: kept for the backward pass, of a parameter, and of a checkpoint on disk.
+"""Memory of a training step: bytes saved for backward, bytes per parameter, and bytes of a checkpoint.
 
-What is kept is counted in two ways: by the tensors that autograd is given to keep, each memory once, and by what the
-GPU's allocator holds after the forward pass and did not before.
+Bytes saved for backward are counted in two ways: by the storages of the tensors that autograd saves, each once, and by
+the difference of the GPU allocator's memory after and before the forward pass.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from octile.optim import AdamW
 from octile.train.config import preset
 
 
-def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps between forward and backward, without the parameters themselves."""
+def bytes_saved_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Count the bytes that autograd saves from forward to backward, without the parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def keep(t: Tensor) -> Tensor:
+    def count(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         output = forward()
-    total = sum(kept.values())
+    total = sum(saved.values())
     del output
     return total
 
 
 def allocated_by(forward: Callable[[], Tensor]) -> int:
-    """Bytes of the GPU that a forward pass leaves allocated, without its result."""
+    """Count the bytes of GPU memory that a forward pass leaves allocated, without its output."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     output = forward()
@@ -48,18 +48,18 @@ def allocated_by(forward: Callable[[], Tensor]) -> int:
 
 
 def cache_weights(work: Work) -> None:
-    """As in training: an optimizer holds the weights, so their casts are made once a step and not kept by layers.
+    """Let a model cache its FP8 weights, as it does in training, where an optimizer holds the parameters.
 
-    From then on the casts are made again only after an optimizer's step: for counting, not for timing.
+    From then on weights are quantized only after an optimizer's step. This is for counting bytes, not for timing.
     """
     torch.optim.SGD(work.model.parameters(), lr=0.0).step()
     work.forward()
 
 
-def of_a_parameter(work: Work) -> dict[str, float]:
-    """Bytes of a parameter, by what they are, of a model that has made a step with octile's AdamW and holds gradients.
+def bytes_per_parameter(work: Work) -> dict[str, float]:
+    """Count the bytes per parameter by their use, after a step with octile's AdamW, with gradients.
 
-    "cached FP8" is what the next forward pass leaves behind besides what the one after it does.
+    "cached FP8" is what the first forward pass after the step leaves allocated more than the second.
     """
     assert isinstance(work.optimizer, AdamW)
     parameters = list(work.model.parameters())
@@ -77,7 +77,7 @@ def of_a_parameter(work: Work) -> dict[str, float]:
 
 
 def checkpoint_bytes() -> Row:
-    """A model on disk: what its quantised weights and their scales take."""
+    """Measure the bytes that quantized weights and their scales take on disk."""
     from safetensors import safe_open
 
     model = DeepseekV3(preset("tiny").model)

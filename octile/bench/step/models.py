@@ -1,8 +1,8 @@
-"""What `octile bench step` trains: blocks at the sizes of published models, in BF16, by octile and by torchao.
+"""The models that `octile bench step` trains: blocks at the sizes of published models, in BF16, octile and torchao.
 
     dense decoder    4 blocks of attention and SwiGLU, 2 × 4096 tokens, hidden 4096
-    V3 rank slice    one of DeepSeek-V3's blocks as a rank of 32 computes it: attention, gate and shared expert for its
-                     own 4096 tokens, 8 of the 256 experts for the rows that all ranks send them
+    V3 rank slice    one of DeepSeek-V3's blocks as one of 32 ranks computes it: attention, gate and shared expert for
+                     its own 4096 tokens, 8 of the 256 experts for the rows that all ranks send them
 
 Shapes: B batch, S sequence, D model, T tokens, K chosen experts, E experts.
 """
@@ -26,7 +26,7 @@ from octile.nn.rope import CosSin, Rope
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a dense decoder and its tokens."""
+    """The sizes of a dense decoder and its batch."""
 
     layers: int = 4
     hidden: int = 4096
@@ -65,9 +65,10 @@ class DecoderBlock(nn.Module):
 
 
 class RankDispatcher(LocalDispatcher):
-    """One rank of expert parallelism, alone: what its tokens choose at any rank comes to the same place of this one.
+    """The dispatcher of one rank of expert parallelism, simulated alone.
 
-    With as many tokens at each rank, alike, that is what a rank gets from all of them, and as unevenly.
+    Rows for an expert of any rank go to the expert of the same index on this rank. If all ranks have similar batches of
+    the same size, this rank then gets as many rows as it would from all of them, distributed as unevenly.
     """
 
     def __init__(self, local_experts: int):
@@ -79,13 +80,18 @@ class RankDispatcher(LocalDispatcher):
 
 @dataclass
 class Work:
-    """A model with one batch; a step is its forward and backward pass, and the optimizer's step if there is one.
+    """A model with one batch. A step is its forward and backward pass, and the optimizer's step if there is one.
 
     Attributes:
+        model: the model.
         call: the model, or its compiled form.
-        autocast: to BF16, for a model whose parameters are FP32.
-        graph: the forward and backward pass as a CUDA graph, which a step replays.
-        gradients: where it writes them.
+        x, dy: the batch and the gradient of its output.
+        cos_sin: rotary embeddings of the positions.
+        autocast: whether to autocast to BF16, for a model whose parameters are FP32.
+        optimizer: or None.
+        mixtures: the model's MoE layers.
+        graph: the forward and backward pass as a CUDA graph, which a step replays, or None.
+        gradients: the parameters' gradients in the graph's memory.
     """
 
     model: nn.Module
@@ -109,7 +115,7 @@ class Work:
             p.grad = None
 
     def pop_losses(self) -> list[Tensor]:
-        """Those of the mixtures, which hold what their gates keep until they are taken away."""
+        """Return the balance losses of the MoE layers, which hold their gates' graph until they are popped."""
         return [loss for moe in self.mixtures if isinstance(loss := moe.pop_balance_loss(), Tensor)]
 
     def forward_and_backward(self) -> None:
@@ -133,7 +139,7 @@ class Work:
 
 
 def decoder(s: Sizes, device: str, dtype: torch.dtype = torch.bfloat16) -> Work:
-    """The same numbers at each call."""
+    """Make the dense decoder, with the same values at each call."""
     with torch.device("meta"):
         model = Decoder(s)
     return _work(model, s.hidden // s.heads, (s.batch, s.sequence, s.hidden), device, dtype)
@@ -142,7 +148,15 @@ def decoder(s: Sizes, device: str, dtype: torch.dtype = torch.bfloat16) -> Work:
 def rank_slice(
     config: ModelConfig, ranks: int, sequence: int, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> Work:
-    """The first block with experts, of which one rank of so many has its share."""
+    """Make the first block with experts, with one rank's share of them.
+
+    Args:
+        config: of the whole model.
+        ranks: number of ranks that share the experts.
+        sequence: tokens of the batch.
+        device: "cuda" or "cpu".
+        dtype: of the parameters.
+    """
     local = config.n_routed_experts // ranks
     with torch.device("meta"):
         block = Block(config, config.first_k_dense_replace)
@@ -158,10 +172,11 @@ def compiled(work: Work) -> Work:
 
 
 def captured(work: Work, pool: Any) -> Work:
-    """The same model and batch, its forward and backward pass in a CUDA graph.
+    """Capture the forward and backward pass of a model in a CUDA graph.
 
     Args:
-        pool: of `torch.cuda.graph_pool_handle`. Graphs that share it write over one another's activations.
+        work: the model and its batch.
+        pool: from `torch.cuda.graph_pool_handle`. Graphs with the same pool overwrite each other's activations.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -178,10 +193,13 @@ def captured(work: Work, pool: Any) -> Work:
 
 
 def torchao(recipe: str) -> Callable[[nn.Module], object]:
-    """torchao's conversion of linear layers, in place: "tensorwise", "rowwise" or "blockwise".
+    """Return torchao's in-place conversion of linear layers.
+
+    Args:
+        recipe: "tensorwise", "rowwise" or "blockwise".
 
     Raises:
-        ImportError: torchao, or the prototype of blockwise training, is not installed.
+        ImportError: torchao is not installed, or has no prototype of blockwise training.
     """
     if recipe == "blockwise":
         quantize = import_module("torchao.quantization").quantize_

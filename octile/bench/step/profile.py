@@ -1,11 +1,11 @@
-"""Where the time of a training step goes: each product and cast beside what it would take at the peak.
+"""Where the time of a training step goes: each operator's time vs. its time at the GPU's peak.
 
-    calls       every operator of a step as it is called, timed between two events; the GPU sleeps first, so that the
-                host is ahead and no gap is counted
-    timeline    the kernels of a step as the profiler records them: what runs, and how long nothing does
+    calls       the time of every operator that a step calls, between two CUDA events. The GPU sleeps first, so that the
+                host is ahead and gaps are not counted.
+    timeline    the kernels of a step as the profiler records them, and the time in which the GPU idles
 
-At the peak a product takes its operations at the speed that torch's own large product reaches in the same run (FP8
-with one scale a tensor, BF16), and everything else the time to copy its bytes, each read and written once.
+The peak is measured in the same run. For a GEMM it is the speed of a large GEMM of torch (FP8 with per-tensor scales,
+BF16), for everything else the time of a copy of the bytes that it reads and writes, each once.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octile.bench.kernel_time import Kernel, _recorded
+from octile.bench.kernel_time import Kernel, record_kernels
 from octile.bench.rows import Against, Row
 from octile.bench.timing import seconds
 
-SLEEP = 1_000_000_000  # cycles: the host is ahead from then on
-STEPS = 4  # one after the other, of which the last counts: a GPU that has rested is faster
-PRODUCTS = ("matmul_nt", "grouped_matmul_nt", "grouped_wgrad")
-FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # by inductor, named after all that is around
+SLEEP = 1_000_000_000  # cycles, in which the host gets ahead
+STEPS = 4  # in sequence; only the last counts, since a GPU that has rested is faster
+GEMMS = ("matmul_nt", "grouped_matmul_nt", "grouped_wgrad")
+FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # kernels of inductor, whose names also list operators around them
 ATTENTION = re.compile(r"sdpa|flash|fmha|attention", re.IGNORECASE)
-PRODUCT = re.compile(r"gemm|nvjet|cutlass|matmul|xmma|_mm_", re.IGNORECASE)
+GEMM = re.compile(r"gemm|nvjet|cutlass|matmul|xmma|_mm_", re.IGNORECASE)
 
 
 class Peak(NamedTuple):
-    """What this GPU reaches: operations and bytes a second."""
+    """The measured peak of this GPU: FLOP/s of FP8 and BF16 GEMMs, bytes/s of a copy."""
 
     fp8: float
     bf16: float
@@ -46,9 +46,12 @@ class Call(NamedTuple):
     """One call of an operator.
 
     Attributes:
-        kind: "product" of octile's formats, "attention", "plain product", "other".
-        operations: of a product.
-        bytes: read and written.
+        name: the operator and the shapes of its inputs.
+        kind: "product" (a quantized GEMM), "attention", "plain product" (a high-precision GEMM) or "other", as in
+            committed results.
+        operations: floating-point operations, if it is a GEMM or attention.
+        bytes: bytes read and written.
+        seconds: its time.
     """
 
     name: str
@@ -58,20 +61,20 @@ class Call(NamedTuple):
     seconds: float
 
     def at(self, peak: Peak) -> float:
-        """Seconds at the peak."""
+        """Return the seconds that the call would take at the peak."""
         speed = peak.fp8 if self.kind == "product" else peak.bf16
         return max(self.operations / speed, self.bytes / peak.copy)
 
 
 def measured_peak(side: int = 8192, bytes: int = 2**30) -> Peak:
-    """By torch's products of matrices of this side, and by a copy."""
-    bf16, plain, one = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    a, b, scale = bf16.to(torch.float8_e4m3fn), plain.to(torch.float8_e4m3fn), one.new_ones((), dtype=torch.float32)
+    """Measure the peak with torch's GEMMs of square matrices of this side, and with a copy of this many bytes."""
+    bf16, other, one = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    a, b, scale = bf16.to(torch.float8_e4m3fn), other.to(torch.float8_e4m3fn), one.new_ones((), dtype=torch.float32)
     source, target = torch.empty(2, bytes // 2, dtype=torch.uint8, device="cuda")
     times = seconds(
         {
             "fp8": lambda: torch._scaled_mm(a, b.mT, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True),
-            "bf16": lambda: bf16 @ plain.mT,
+            "bf16": lambda: bf16 @ other.mT,
             "copy": lambda: target.copy_(source),
         },
         rounds=20,
@@ -80,7 +83,7 @@ def measured_peak(side: int = 8192, bytes: int = 2**30) -> Peak:
 
 
 def calls(step: Callable[[], object]) -> list[Call]:
-    """The operators that a step calls; views and empty tensors are left out."""
+    """Time the operators that a step calls, without views and allocations."""
     with _Clock() as clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -92,7 +95,7 @@ def calls(step: Callable[[], object]) -> list[Call]:
 
 
 def table(case: str, found: Sequence[Call], peak: Peak) -> Iterator[Row]:
-    """A row for all calls, and one for those of each name, those first that lose most to the peak."""
+    """Yield a row for all calls, and one for the calls of each name, in descending order of time lost to the peak."""
     groups: dict[str, list[Call]] = defaultdict(list)
     for call in found:
         groups[call.name].append(call)
@@ -105,7 +108,7 @@ def table(case: str, found: Sequence[Call], peak: Peak) -> Iterator[Row]:
 
 
 def shares(found: Sequence[Call]) -> dict[str, float]:
-    """What part of the time each kind of call takes."""
+    """Return each kind of call's share of the time."""
     total = sum(call.seconds for call in found)
     parts: dict[str, float] = defaultdict(float)
     for call in found:
@@ -114,25 +117,25 @@ def shares(found: Sequence[Call]) -> dict[str, float]:
 
 
 def timeline(step: Callable[[], object]) -> tuple[float, dict[str, float]]:
-    """What part of a step the GPU idles, and what part of the rest its kernels take by their kind.
+    """Measure the share of a step in which the GPU idles, and each kind of kernel's share of the rest.
 
     Raises:
-        RuntimeError: the profiler may not read the GPU.
+        RuntimeError: the profiler has no access to the GPU.
     """
     step()
-    kernels = sorted(_recorded(step), key=lambda kernel: kernel.start)
+    kernels = sorted(record_kernels(step), key=lambda kernel: kernel.start)
     if not kernels:
         raise RuntimeError("the profiler recorded no kernel")
     return split(kernels)
 
 
 def split(kernels: Sequence[Kernel]) -> tuple[float, dict[str, float]]:
-    """`timeline` of kernels in the order of their starts."""
+    """Return `timeline` of recorded kernels, which are in the order of their starts."""
     busy, end = 0.0, kernels[0].start
     by_kind: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         until = kernel.start + kernel.duration
-        new = max(until - max(kernel.start, end), 0.0)  # what runs beside another is counted once
+        new = max(until - max(kernel.start, end), 0.0)  # time of concurrent kernels is counted once
         busy, end = busy + new, max(end, until)
         by_kind[_kind_of_kernel(kernel.name)] += new
     return 1 - busy / (end - kernels[0].start), {kind: t / busy for kind, t in by_kind.items()}
@@ -143,29 +146,29 @@ def _kind_of_kernel(name: str) -> str:
         return "other"
     if ATTENTION.search(name):
         return "attention"
-    return "product" if PRODUCT.search(name) else "other"
+    return "product" if GEMM.search(name) else "other"
 
 
 class _Clock(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[tuple[tuple[str, str, int, int], Any, Any]] = []
+        self._calls: list[tuple[tuple[str, str, int, int], Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach")):
             return func(*args, **(kwargs or {}))
         start = _now()
         result = func(*args, **(kwargs or {}))
-        self._made.append((_describe(func, args, kwargs or {}, result), start, _now()))
+        self._calls.append((_describe(func, args, kwargs or {}, result), start, _now()))
         return result
 
     def forget(self) -> None:
-        self._made.clear()
+        self._calls.clear()
 
     def calls(self) -> list[Call]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return [Call(*what, _between(start, end)) for what, start, end in self._made]
+        return [Call(*what, _between(start, end)) for what, start, end in self._calls]
 
 
 def _now() -> Any:
@@ -181,7 +184,7 @@ def _between(start: Any, end: Any) -> float:
 
 
 def _describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, str, int, int]:
-    """Name, kind, operations and bytes of a call."""
+    """Return the name, kind, operations and bytes of a call."""
     name = func._schema.name.rpartition("::")[2]
     tensors = _tensors((args, kwargs))
     written = [a for spec, a in zip(func._schema.arguments, args, strict=False) if spec.alias_info is not None]
@@ -193,7 +196,7 @@ def _describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, str,
 
 
 def _touched(name: str, args: Sequence[Any], tensors: list[Tensor]) -> list[Tensor]:
-    """What of an operator's tensors it reads or writes; the rotary ones leave channels alone."""
+    """Return the parts of an operator's tensors that it reads or writes; rotary operators skip some channels."""
     if name == "rotate_":
         return [t if t.dim() == 2 else t[..., : 2 * args[1].shape[1]] for t in tensors]
     if name == "latent_keys":
@@ -202,7 +205,8 @@ def _touched(name: str, args: Sequence[Any], tensors: list[Tensor]) -> list[Tens
 
 
 def _work_of(name: str, args: Sequence[Any]) -> tuple[str, int]:
-    if name.startswith(PRODUCTS):
+    """Return the kind and the floating-point operations of a call."""
+    if name.startswith(GEMMS):
         a, b = (t for t in _tensors(args[1:] if name.endswith("out") else args) if t.itemsize == 1)
         shared = a.shape[0] if "wgrad" in name else a.shape[1]  # summed over tokens, or over channels
         sides = a.shape[1] * b.shape[1] if "wgrad" in name else a.shape[0] * b.shape[-2]
