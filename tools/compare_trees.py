@@ -117,7 +117,7 @@ class Server:
     def prepare(self, cases: list[dict[str, Any]]) -> None:
         """Choose and compile the kernels of these GEMMs."""
         from octile.bench.shapes import Case
-        from octile.bench.tune import compiles, problem
+        from octile.bench.tune import problem, why_not_usable
         from octile.kernels.cuda.gemm.candidates import choose
         from octile.kernels.cuda.gemm.num_sms import num_sms
         from octile.kernels.cuda.gemm.problem import Chip
@@ -127,7 +127,7 @@ class Server:
         self.chosen = [choose(problem(case), chip) for case in self.cases]
         if not self.peer:
             with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-                failed = [reason for reason in pool.map(compiles, set(self.chosen)) if reason]
+                failed = [reason for reason in pool.map(why_not_usable, set(self.chosen)) if reason]
             if failed:
                 raise RuntimeError(failed[0])
 

@@ -1,4 +1,4 @@
-"""`octile doctor`: this machine, its versions, and which kernel serves which operator, and why."""
+"""`octile doctor`: this machine, its versions, and which kernels each operator uses, and why."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from octile import __version__
+from octile.extras import require
+from octile.kernels import backends
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
 
@@ -63,18 +64,22 @@ OPERATORS = (
     "grouped_wgrad",
     "grouped_wgrad_out",
 )
-PRODUCTS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
-CASTS = [name for name in OPERATORS if "quantize" in name]
+GEMMS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
+QUANTIZATIONS = [name for name in OPERATORS if name in backends.TABLE]
 ATTENTION = ("attention", "attention_backward")
 GATE = ("gate_logits", "gate_logits_backward")
 STACK = (
-    "stack bytes: local memory of a thread, for registers that did not fit or for arrays; "
-    "spill bytes: loads and stores of such registers, which Triton does not tell"
+    "stack bytes: local memory per thread, for spilled registers or arrays; "
+    "spill bytes: loads and stores of spilled registers, which Triton does not report"
 )
 
 
 def examine() -> dict[str, Any]:
-    """{"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "advice": [line]}."""
+    """Examine this machine.
+
+    Returns:
+        {"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "advice": [line]}.
+    """
     return {
         "octile": __version__,
         "machine": {
@@ -90,27 +95,27 @@ def examine() -> dict[str, Any]:
 
 
 def compile_kernels(architecture: str | None) -> dict[str, Any]:
-    """{"architecture", "compilers", "rows": [what a kernel uses]}; needs no GPU.
-
-    A row has "kernel", "case", "registers", "stack_bytes" and "shared_bytes". Those for Hopper in CUDA C++ have what
-    the compiler tells besides: "spill_bytes", "warnings", and the seconds that it took while others ran beside it,
-    "nvrtc_seconds" and, where there is an NVCC, "nvcc_seconds".
+    """Compile the kernels and list the resources that they use. Needs no GPU.
 
     Args:
-        architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100"; None is the GPU here, else sm_90.
+        architecture: "sm_80", "sm_86", "sm_89", "sm_90" or "sm_100"; None: that of the GPU, or sm_90 without one.
+
+    Returns:
+        {"architecture", "compilers", "rows"}. A row has "kernel", "case", "registers", "stack_bytes" and
+        "shared_bytes". Rows of Hopper's CUDA C++ kernels also have "spill_bytes", "warnings", and the seconds of
+        compilation, in parallel with others: "nvrtc_seconds" and, where NVCC is installed, "nvcc_seconds".
 
     Raises:
         ImportError: Triton or NVRTC is not installed.
         ValueError: the architecture is none of these.
     """
-    if find_spec("triton") is None:
-        raise ImportError('compiling the kernels needs Triton: pip install "octile[cuda]"')
+    require("triton", extra="cuda")
     from octile.kernels.triton.compile_all import compile_all
 
     if architecture is None and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         architecture = f"sm_{major}{minor}"
-    generation = (architecture or "sm_90").removesuffix("a")  # sm_90a is sm_90, with all that only Hopper has
+    generation = (architecture or "sm_90").removesuffix("a")  # sm_90a has all that sm_90 has
     rows = [asdict(kernel) for kernel in compile_all(generation)]
     compilers = [f"Triton {version_of('triton')}"]
     if generation == "sm_90":
@@ -120,7 +125,7 @@ def compile_kernels(architecture: str | None) -> dict[str, Any]:
 
 
 def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of the kernels in CUDA C++, compiled by NVRTC and, to know how long it takes, by NVCC; and the compilers."""
+    """Compile the CUDA C++ kernels with NVRTC and, to time it, with NVCC. Return their rows and the compilers."""
     from octile.kernels.cuda import compile_all
     from octile.kernels.cuda.jit import compiler
 
@@ -130,7 +135,7 @@ def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
         with _environment(compiler.SETTING, name):
             try:
                 used.append(compiler.compiler())
-            except FileNotFoundError:  # there is no NVCC, and nothing needs one
+            except FileNotFoundError:  # NVCC is optional
                 break
             found = [asdict(kernel) for kernel in compile_all.compile_all("sm_90a")]
         rows = rows or found
@@ -152,10 +157,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
-    """Prints what `examine` found, for a person or as JSON."""
+    """Print what `examine` found, as tables or as JSON."""
     if as_json:
         print(json.dumps(found, indent=2))
         return
+    from rich.table import Table
+
     console = Console()
     for title in ("machine", "packages"):
         table = Table(title=title, show_header=False, title_justify="left")
@@ -163,7 +170,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
             table.add_row(name, "–" if value is None else str(value))
         console.print(table)
     table = Table(title="operators", title_justify="left")
-    table.add_column("operator", overflow="fold")  # a name that is cut is no name
+    table.add_column("operator", overflow="fold")  # names are not truncated
     table.add_column("kernel")
     for row in found["operators"]:
         table.add_row(row["operator"], row["kernel"])
@@ -177,6 +184,8 @@ def show(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
+    from rich.table import Table
+
     table = Table(title=f"kernels, compiled for {kernels['architecture']}", title_justify="left")
     columns = dict.fromkeys(name for row in kernels["rows"] for name in row if row[name] != "")
     for name in columns:
@@ -191,35 +200,35 @@ def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
 
 
 def _operators() -> list[dict[str, str]]:
-    served = dict.fromkeys(OPERATORS, _kernel())
-    if served["matmul_nt"][0] == "Triton" and torch.cuda.get_device_capability() == (9, 0):
-        served |= dict.fromkeys([*PRODUCTS, *CASTS], _of_hopper())
-    if served["attention"][0] == "Triton":
-        served |= dict.fromkeys(ATTENTION, ("torch", "attention takes cuDNN or FlashAttention, as torch's own does"))
-        served |= dict.fromkeys(GATE, ("torch", "FP32 numbers are multiplied as three BF16 parts each"))
-    return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(served.items())]
+    chosen = dict.fromkeys(OPERATORS, _default_kernels())
+    if chosen["matmul_nt"][0] == "Triton" and torch.cuda.get_device_capability() == (9, 0):
+        chosen |= dict.fromkeys([*GEMMS, *QUANTIZATIONS], _hopper_kernels())
+    if chosen["attention"][0] == "Triton":
+        chosen |= dict.fromkeys(ATTENTION, ("torch", "attention uses cuDNN or FlashAttention, as torch's own does"))
+        chosen |= dict.fromkeys(GATE, ("torch", "FP32 values are multiplied as three BF16 parts each"))
+    return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(chosen.items())]
 
 
-def _kernel() -> tuple[str, str]:
-    """The kernels that the operators take on tensors of the best device here, and the reason."""
+def _default_kernels() -> tuple[str, str]:
+    """Return the kernels that operators use on this machine's best device, and the reason."""
     if not torch.cuda.is_available():
-        return "reference (torch, CPU)", "torch finds no GPU: products run on the CPU reference (slow, exact)"
+        return "reference (torch, CPU)", "torch finds no GPU: GEMMs run on the CPU reference (slow, exact)"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
     if find_spec("triton") is None:
         return "none", 'Triton is not installed: pip install "octile[cuda]"'
     if (major, minor) >= (8, 9):
-        return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128"
-    return "Triton", f"sm_{major}{minor} has no FP8 product: operands are converted to FP16, exactly"
+        return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128 along K"
+    return "Triton", f"sm_{major}{minor} has no FP8 tensor cores: operands are converted to FP16, exactly"
 
 
-def _of_hopper() -> tuple[str, str]:
-    """The kernels of products and casts on Hopper, which has its own."""
+def _hopper_kernels() -> tuple[str, str]:
+    """Return the kernels of GEMMs and quantization on Hopper, and the reason."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return "Triton", 'Hopper\'s own kernels need cuda-bindings and NVRTC: pip install "octile[cuda]"'
-    rest = "products of INT8, say, or casts of rows that do not begin at multiples of 16 bytes"
-    return "CUDA C++", f"sm_90 has kernels of its own; what they do not take goes to Triton's: {rest}"
+    unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
+    return "CUDA C++", f"sm_90 has its own kernels; what they do not support runs in Triton: {unsupported}"
 
 
 def _advice() -> list[str]:
@@ -232,5 +241,5 @@ def _advice() -> list[str]:
 
 
 def _cores() -> int:
-    """The cores that this process may use; where the system does not tell, as on macOS, all that there are."""
+    """Return the cores that this process may use; all cores where the system does not say, as on macOS."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

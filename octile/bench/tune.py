@@ -1,9 +1,9 @@
-"""`octile bench tune`: measures the kernels that might be fastest for a shape, and keeps what it finds.
+"""`octile bench tune`: a search for the fastest GEMM kernel of each shape by measurement, whose results are stored.
 
-`kernels.cuda.choose` picks by arithmetic. Here its most promising candidates are compiled on all cores, each result is
-compared with the product of plain numbers before it is timed, and the fastest is stored for this user
-(`kernels.cuda.tuned`). A shape that has been measured is not measured again, so a search may be done in pieces;
-deleting the file starts anew.
+`kernels.cuda.gemm.candidates` chooses a kernel by a cost model. Here the best candidates of that model are compiled on
+all cores, each one's result is compared with the high-precision GEMM before it is timed, and the fastest is stored for
+this user (`kernels.cuda.gemm.tuned`). Shapes that are stored are not measured again, so a search can be interrupted;
+deleting the file starts over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, fields
 from multiprocessing import get_context
 
@@ -44,8 +44,8 @@ ORDER = [
     *shapes.MASKED,
     *shapes.BOTH_TILES,
 ]
-MOST, ALIKE = 64, 3  # candidates of a shape, and of those with the same tile
-WITHIN = 1.6  # times the best estimate
+MAX_CANDIDATES, MAX_SAME_TILE = 64, 3  # of a shape, and among them with the same tile
+MAX_ESTIMATE = 1.6  # times the best estimate
 SCHEDULES = {
     "dense": Schedule.DENSE,
     "grouped": Schedule.GROUPED,
@@ -53,18 +53,18 @@ SCHEDULES = {
     "wgrad": Schedule.ALONG_K,
 }
 SHAPE_SECONDS = 90.0
-RESTARTS = 4  # candidates that may break a process, before the shape is given up
-GAIN = 0.99  # of the chosen kernel's time: less than that is noise
+MAX_RESTARTS = 4  # candidates that may crash a process before the shape is given up
+MIN_GAIN = 0.99  # times the chosen kernel's time; a smaller gain is noise
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of a shape.
+    """The measurements of a shape.
 
     Attributes:
-        seconds: of the candidates that are right, by their place.
-        failed: why the others are not there.
-        broke: the last of `failed` took the process with it, and nothing was timed.
+        seconds: index → time of the best candidates whose results are right.
+        failed: index → why a candidate was left out.
+        broke: whether the last of `failed` crashed or hung the process, so that nothing was timed.
     """
 
     seconds: dict[int, float]
@@ -73,11 +73,11 @@ class Found:
 
 
 def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
-    """Tunes the shapes of `octile bench gemm`, or one dense product, and prints what changed.
+    """Tune the shapes of `octile bench gemm`, or one dense GEMM, and print what changed.
 
     Args:
-        shape: M, N, K; None: all of the benchmark's that have not been measured.
-        minutes: after which no other shape is begun.
+        shape: M, N, K; None: all shapes of the benchmark that are not stored.
+        minutes: the time after which no further shape is begun.
 
     Raises:
         ValueError: there is no Hopper GPU; shape or minutes are not positive.
@@ -88,11 +88,11 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
         raise ValueError(f"shape and minutes must be positive, not {shape} and {minutes:g}")
     end, chip = time.monotonic() + 60 * minutes, Chip(num_sms.num_sms())
     cases = [Case("dense", *shape)] if shape else _unknown(ORDER, chip)
-    print(f"{len(cases)} shapes, kept in {tuned.path()}", flush=True)
+    print(f"{len(cases)} shapes, stored in {tuned.path()}", flush=True)
     pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn"))
     try:
         lists = {case: shortlist(problem(case), chip) for case in cases}
-        compiling = {case: [pool.submit(compiles, config) for config in lists[case]] for case in cases}
+        compiling = {case: [pool.submit(why_not_usable, config) for config in lists[case]] for case in cases}
         for number, case in enumerate(cases):
             if time.monotonic() > end:
                 print(f"the time is over; {len(cases) - number} shapes are left")
@@ -103,23 +103,25 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
 
 
 def shortlist(p: Problem, chip: Chip) -> list[GemmConfig]:
-    """The candidates worth measuring, of various tiles, the best of each with bands both ways; the first is what
-    arithmetic chooses."""
+    """Select the candidates to be measured: various tiles, the best of each with both rasterization orders.
+
+    The first one is the choice of the cost model.
+    """
     p = rounded(p)
     estimates = {config: cycles(p, config, chip) for config in candidates(p, chip)}
-    best, alike, kept = min(estimates.values()), Counter[tuple[object, ...]](), []
+    best, same_tile, selected = min(estimates.values()), Counter[tuple[object, ...]](), []
     for config in sorted(estimates, key=estimates.__getitem__):
         tile = (config.tile_m, config.tile_n, config.warpgroups, config.ping_pong, config.transposed)
-        alike[tile] += 1
-        if alike[tile] <= ALIKE and estimates[config] <= WITHIN * best:
-            kept.append(config)
-            if alike[tile] == 1 and (other := other_rasterization(p, config, chip)):
-                kept.append(other)
-    return kept[:MOST]
+        same_tile[tile] += 1
+        if same_tile[tile] <= MAX_SAME_TILE and estimates[config] <= MAX_ESTIMATE * best:
+            selected.append(config)
+            if same_tile[tile] == 1 and (other := other_rasterization(p, config, chip)):
+                selected.append(other)
+    return selected[:MAX_CANDIDATES]
 
 
 def problem(case: Case) -> Problem:
-    """What decides on a case's kernel, without its operands."""
+    """Return the problem by which a case's kernel is chosen, without its operands."""
     total, kind = sum(case.sizes), case.kind
     return Problem(
         m={"dense": case.m, "grouped": total, "masked": case.expected_rows, "wgrad": case.m}[kind],
@@ -149,8 +151,8 @@ def request(s: PreparedCase) -> GemmRequest:
     )
 
 
-def compiles(config: GemmConfig) -> str | None:
-    """Compiles a kernel for later; returns why it is not worth running, or None."""
+def why_not_usable(config: GemmConfig) -> str | None:
+    """Compile a kernel into the cache. Return why it should not be run, or None."""
     try:
         cubin = specialize.compile("gemm", config.constants(), "sm_90a", config.headers())
     except RuntimeError as error:
@@ -159,7 +161,15 @@ def compiles(config: GemmConfig) -> str | None:
 
 
 def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str]) -> Found:
-    """Runs the candidates on the GPU: each once, compared, then the right ones by turns, and the best of them again."""
+    """Measure candidates on the GPU.
+
+    Each runs once and its result is checked. Those that are right are timed, interleaved, and the best of them again.
+
+    Args:
+        case: the GEMM.
+        configs: the candidates, of which the first is the choice of the cost model.
+        left_out: index → why a candidate is not run.
+    """
     setup = prepare_case(case, "cuda")
     expected, failed, calls = setup.high_precision(), dict(left_out), {}
     for i, config in enumerate(configs):
@@ -173,7 +183,7 @@ def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str])
             calls[str(i)] = call
         except ArithmeticError as error:
             failed[i] = str(error)
-        except Exception as error:  # it hangs, or has written where it may not: this process is lost
+        except Exception as error:  # it hangs or corrupted memory: this process cannot go on
             return Found({}, failed | {i: f"{type(error).__name__}: {error}"}, broke=True)
     if not calls:
         return Found({}, failed)
@@ -184,8 +194,7 @@ def measure(case: Case, configs: Sequence[GemmConfig], left_out: dict[int, str])
 
 
 def launcher(setup: PreparedCase, config: GemmConfig) -> Callable[[], Tensor]:
-    """A call of one kernel."""
-
+    """Return a call of a case with one kernel."""
     gemm, device = make_tma_readable(request(setup)), setup.out.device
     kernel = specialize.load("gemm", config.constants(), device, config.headers())
     prepared = PreparedGemm(plan_launch(gemm, Chip(num_sms.num_sms(device)), config), kernel)
@@ -205,11 +214,11 @@ def _tune(
     for i, future in enumerate(compiling):
         try:
             reason = future.result(max(0.0, end - time.monotonic()))
-        except NotInTime:
+        except FutureTimeoutError:
             return f"{name}: not compiled in time"
         if reason:
             failed[i] = reason
-    for _ in range(RESTARTS):
+    for _ in range(MAX_RESTARTS):
         try:
             found = call_in_subprocess(measure, case, configs, failed, seconds=SHAPE_SECONDS)
         except (TimeoutError, RuntimeError) as error:
@@ -217,31 +226,32 @@ def _tune(
         failed = found.failed
         if not found.broke:
             break
-    reasons = "".join(f"\n    {_differs(configs[i], configs[0])}: {why}" for i, why in failed.items())
+    reasons = "".join(f"\n    {_describe_difference(configs[i], configs[0])}: {why}" for i, why in failed.items())
     if not found.seconds:
         return f"{name}: no kernel is right{reasons}"
-    return f"{name}: {_keep(case, configs, found.seconds, chip)}{reasons}"
+    return f"{name}: {_store(case, configs, found.seconds, chip)}{reasons}"
 
 
-def _keep(case: Case, configs: Sequence[GemmConfig], seconds: dict[int, float], chip: Chip) -> str:
-    """Stores the fastest; the chosen one where nothing is clearly faster."""
+def _store(case: Case, configs: Sequence[GemmConfig], seconds: dict[int, float], chip: Chip) -> str:
+    """Store the fastest kernel, or the chosen one where no other is clearly faster. Return a line about it."""
     best = min(seconds, key=seconds.__getitem__)
-    if 0 in seconds and seconds[best] > GAIN * seconds[0]:
+    if 0 in seconds and seconds[best] > MIN_GAIN * seconds[0]:
         best = 0
     tuned.store(rounded(problem(case)), chip, configs[best], 1e6 * seconds[best])
     speed = f"{1e6 * seconds[best]:.1f} µs, {case.flops / seconds[best] / 1e12:.0f} TFLOP/s"
     if best == 0:
         return f"{speed}, the chosen kernel"
     before = f" instead of {1e6 * seconds[0]:.1f} µs" if 0 in seconds else ""
-    return f"{speed}{before}, with {_differs(configs[best], configs[0])}"
+    return f"{speed}{before}, with {_describe_difference(configs[best], configs[0])}"
 
 
-def _differs(config: GemmConfig, chosen: GemmConfig) -> str:
-    """What a kernel has that the chosen one has not."""
+def _describe_difference(config: GemmConfig, chosen: GemmConfig) -> str:
+    """List the settings in which a kernel differs from the chosen one."""
     pairs = ((f.name, getattr(config, f.name), getattr(chosen, f.name)) for f in fields(GemmConfig))
     return " ".join(f"{name}={int(ours)}" for name, ours, theirs in pairs if ours != theirs) or "the chosen kernel"
 
 
 def _unknown(cases: Sequence[Case], chip: Chip) -> list[Case]:
-    once = {rounded(problem(case)): case for case in reversed(cases)}  # of several that share a kernel the first
+    """Return the cases without a stored kernel, one for each kernel that would be stored."""
+    once = {rounded(problem(case)): case for case in reversed(cases)}
     return [case for p, case in reversed(once.items()) if tuned.lookup(p, chip) is None]

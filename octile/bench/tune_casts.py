@@ -1,8 +1,8 @@
-"""`octile bench tune-casts`: which settings of Hopper's casts are the fastest on this GPU.
+"""`octile bench tune-casts`: a search for the fastest settings of Hopper's quantization kernels on this GPU.
 
-For each kind of cast all candidates are compiled, on all cores. Those that need more registers than there are are left
-out; the others give the same bits as the chosen one, and then run by turns. What is better than the chosen one for all
-shapes together belongs into `octile.kernels.cuda.quantize.launcher.SETTINGS`: it is printed, not kept.
+For each kind of kernel, all candidates are compiled on all cores. Those that spill registers are left out. The others
+must give the same bits as the chosen settings, and are timed, interleaved. Settings that are better over all shapes are
+printed, not stored: they belong into `octile.kernels.cuda.quantize.launcher.SETTINGS`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from octile.kernels.cuda.quantize import launcher
 from octile.kernels.cuda.quantize.catalog import Launched, noted
 
 Settings = Mapping[str, int]
-Cast = Callable[[], tuple[Tensor, ...]]
+Call = Callable[[], tuple[Tensor, ...]]
 DEVICE, SHAPES = "cuda", ((4096, 7168), (16384, 7168))
-MOST_THREADS = 2048  # of a multiprocessor
-CHOICES = {  # of each setting that a kind has
+MAX_THREADS = 2048  # per SM
+CHOICES = {  # values of each setting, by the settings that a kind has
     "tiles": {"rows": (2, 4, 8), "warps": (4, 8), "blocks": (2, 3, 4, 5, 6, 8)},
     "blocks": {"raster_height": (1, 2, 4, 8, 16, 32), "blocks": (1, 2, 3, 4)},
     "rms_norm": {"rows": (1, 2, 4, 8, 16), "blocks": (1, 2, 3, 4)},
 }
-GAIN = 0.99  # of the chosen settings' time: less than that is noise
+MIN_GAIN = 0.99  # times the chosen settings' time; a smaller gain is noise
 E4M3 = torch.float8_e4m3fn
 
 
 def run() -> None:
-    """Searches all kinds, and prints what it finds of each.
+    """Search all kinds and print the results.
 
     Raises:
         ValueError: there is no Hopper GPU.
@@ -49,16 +49,16 @@ def run() -> None:
 
 
 def candidates(kind: str) -> list[Settings]:
-    """The settings of a kind to be tried, the chosen ones first."""
+    """Return the settings of a kind to be tried, the chosen ones first."""
     chosen = launcher.SETTINGS[kind]
     choices = CHOICES["blocks" if "raster_height" in chosen else "tiles" if "warps" in chosen else "rms_norm"]
     found = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-    fitting = [s for s in found if 32 * s.get("warps", 8) * s["blocks"] <= MOST_THREADS]
+    fitting = [s for s in found if 32 * s.get("warps", 8) * s["blocks"] <= MAX_THREADS]
     return [chosen, *(s for s in fitting if s != chosen)]
 
 
 def search(kind: str) -> str:
-    """Measures the candidates of a kind on the GPU; a table, the fastest first.
+    """Measure the candidates of a kind on the GPU; return a table, the fastest first.
 
     Raises:
         ArithmeticError: one gives other bits than the chosen settings.
@@ -69,40 +69,40 @@ def search(kind: str) -> str:
     fit = [settings for settings, lost in zip(tried, spilled, strict=True) if not lost or settings is tried[0]]
     times: list[list[float]] = [[] for _ in fit]
     for shape in SHAPES:
-        cast = prepared(kind, torch.randn(shape, device=DEVICE, dtype=torch.bfloat16))
-        calls = {str(i): partial(_with, kind, settings, cast) for i, settings in enumerate(fit)}
+        call = prepared(kind, torch.randn(shape, device=DEVICE, dtype=torch.bfloat16))
+        calls = {str(i): partial(_with, kind, settings, call) for i, settings in enumerate(fit)}
         expected = calls["0"]()
         for i, settings in enumerate(fit):
             if not all(map(_same, calls[str(i)](), expected)):
-                raise ArithmeticError(f"{kind} with {_words(settings)} gives other bits than with {_words(fit[0])}")
+                raise ArithmeticError(f"{kind} with {_format(settings)} gives other bits than with {_format(fit[0])}")
         for name, seconds in work_seconds(calls, rounds=20).items():
             times[int(name)].append(seconds)
     ratios = [geometric_mean([t / c for t, c in zip(found, times[0], strict=True)]) for found in times]
     order = sorted(range(len(fit)), key=ratios.__getitem__)
     lines = [[kind, *(f"{m}×{k}, µs" for m, k in SHAPES), "of the chosen"]]
-    lines += [[_words(fit[i]), *(f"{1e6 * t:.1f}" for t in times[i]), f"{ratios[i]:.3f}"] for i in order]
+    lines += [[_format(fit[i]), *(f"{1e6 * t:.1f}" for t in times[i]), f"{ratios[i]:.3f}"] for i in order]
     best = order[0]
-    said = "the chosen settings are the fastest" if ratios[best] > GAIN else f"better: {_words(fit[best])}"
-    return f"{align_columns(lines, set(lines[0][1:]))}\n{said}\n"
+    verdict = "the chosen settings are the fastest" if ratios[best] > MIN_GAIN else f"better: {_format(fit[best])}"
+    return f"{align_columns(lines, set(lines[0][1:]))}\n{verdict}\n"
 
 
 def kernel(kind: str, settings: Settings) -> Launched:
-    """What a cast of this kind launches with these settings."""
-    with noted():  # what makes its inputs is not launched either
-        cast = prepared(kind, torch.empty(SHAPES[0], dtype=torch.bfloat16, device="meta"))
+    """Return the kernel that a kind launches with these settings."""
+    with noted():  # the kernels that make its inputs are not launched either
+        call = prepared(kind, torch.empty(SHAPES[0], dtype=torch.bfloat16, device="meta"))
     with noted() as launched:
-        _with(kind, settings, cast)
+        _with(kind, settings, call)
     (found,) = launched
     return found
 
 
 def spills(found: Launched) -> int:
-    """Bytes of registers that do not fit; compiles the kernel, which needs no GPU."""
+    """Compile a kernel, which needs no GPU, and return its spilled bytes."""
     return specialize.compile(found.name, found.constants, "sm_90a").spill_bytes
 
 
-def prepared(kind: str, x: Tensor) -> Cast:
-    """A cast of this kind, with its inputs made of x [M, K], bfloat16."""
+def prepared(kind: str, x: Tensor) -> Call:
+    """Return a call of a kind of kernel, with inputs made of x [M, K], bfloat16."""
     if kind in ("dequantize", "transposed_only"):
         data, scale = launcher.quantize(x, 1, 128, E4M3, False)
         if kind == "dequantize":
@@ -110,8 +110,8 @@ def prepared(kind: str, x: Tensor) -> Cast:
         return lambda: launcher.requantize(data, scale, E4M3, False)
     if kind.startswith("swiglu_backward"):
         data, scale = launcher.quantize(x, 1, 128, E4M3, False)
-        dh, kept = x.float() if kind.endswith("wide") else x, (data, data, scale, scale)
-        return lambda: launcher.swiglu_backward(dh, *kept, None, E4M3, False, E4M3, True)[:6]
+        dh, saved = x.float() if kind.endswith("wide") else x, (data, data, scale, scale)
+        return lambda: launcher.swiglu_backward(dh, *saved, None, E4M3, False, E4M3, True)[:6]
     wide = x.float() if kind == "tiles, 32 bits" else x
     one = torch.ones(1, device=x.device)
     return {
@@ -130,19 +130,19 @@ def prepared(kind: str, x: Tensor) -> Cast:
     }[kind]
 
 
-def _with(kind: str, settings: Settings, cast: Cast) -> tuple[Tensor, ...]:
+def _with(kind: str, settings: Settings, call: Call) -> tuple[Tensor, ...]:
     chosen = launcher.SETTINGS[kind]
     launcher.SETTINGS[kind] = dict(settings)
     try:
-        return cast()
+        return call()
     finally:
         launcher.SETTINGS[kind] = chosen
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """The same bits; sums whose order is open, such as RMSNorm's, have one order whatever the settings."""
+    """Whether two results have the same bits. The order of sums, as in RMSNorm, does not depend on the settings."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.element_size() == 1 else torch.equal(a, b)
 
 
-def _words(settings: Settings) -> str:
+def _format(settings: Settings) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())

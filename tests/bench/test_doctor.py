@@ -1,4 +1,4 @@
-"""What `octile doctor` says of a machine."""
+"""What `octile doctor` prints about a machine."""
 
 import os
 
@@ -30,13 +30,13 @@ def test_every_operator_is_listed():
 def pretend(monkeypatch):
     """pretend(capability, triton): a GPU of that compute capability, or none, and whether Triton is installed."""
 
-    def set_up(capability, triton=True):
+    def simulate(capability, triton=True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(doctor, "find_spec", lambda _: triton or None)
 
-    return set_up
+    return simulate
 
 
 def kernels():
@@ -60,18 +60,18 @@ def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys([*doctor.ATTENTION, *doctor.GATE], "torch")
 
 
-def test_on_hopper_products_and_casts_have_kernels_of_their_own(pretend):
+def test_on_hopper_gemms_and_quantization_have_kernels_of_their_own(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == {*doctor.PRODUCTS, *doctor.CASTS}
+    assert own == {*doctor.GEMMS, *doctor.QUANTIZATIONS}
     assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed"} < own
     assert kernels()["packed_matmul_nt"] == "Triton"
 
 
-def test_gpus_without_fp8_products_are_told_apart(pretend):
+def test_gpus_without_fp8_tensor_cores_are_named(pretend):
     pretend((8, 0))
     why = {row["operator"]: row["why"] for row in examine()["operators"]}
-    assert "sm_80 has no FP8 product" in why["octile::matmul_nt"]
+    assert "sm_80 has no FP8 tensor cores" in why["octile::matmul_nt"]
 
 
 def test_more_threads_than_cores_is_advised_against(monkeypatch):
@@ -105,7 +105,7 @@ def with_kernels():
     return examine() | {"kernels": {"architecture": "sm_90", "compilers": ["Triton 3", "nvrtc 13"], "rows": rows}}
 
 
-def test_kernels_in_triton_and_in_cuda_stand_in_one_table(monkeypatch, capsys, with_kernels):
+def test_kernels_in_triton_and_in_cuda_are_in_one_table(monkeypatch, capsys, with_kernels):
     monkeypatch.setenv("COLUMNS", "200")
     show(with_kernels, as_json=False)
     shown = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_the_table_of_kernels_says_for_which_architecture_and_by_which_compilers
 
 
 @pytest.fixture
-def catalogue(monkeypatch):
+def compilers_used(monkeypatch):
     """The CUDA kernels' compile_all, which compiles nothing; returns the compilers that were asked."""
     from octile.kernels.cuda import compile_all
     from octile.kernels.cuda.jit import compiler
@@ -139,14 +139,14 @@ def catalogue(monkeypatch):
     return asked
 
 
-def test_both_compilers_are_timed(catalogue):
+def test_both_compilers_are_timed(compilers_used):
     (row,), compilers = doctor._compile_cuda()
     assert (row["nvrtc_seconds"], row["nvcc_seconds"]) == (1.0, 2.0)
-    assert compilers == catalogue == ["nvrtc", "nvcc"]
+    assert compilers == compilers_used == ["nvrtc", "nvcc"]
     assert "OCTILE_CUDA_COMPILER" not in os.environ
 
 
-def test_without_nvcc_only_nvrtc_is_timed(catalogue, monkeypatch):
+def test_without_nvcc_only_nvrtc_is_timed(compilers_used, monkeypatch):
     from octile.kernels.cuda.jit import compiler
 
     def find():

@@ -34,12 +34,12 @@ def test_octiles_gemm_is_right(made):
     assert made.check(made.call, made.high_precision(), made.out, MAX_DIFFERENCE) > 0
 
 
-def test_a_result_that_is_not_written_is_found_out(made):
+def test_a_result_that_is_not_written_is_detected(made):
     with pytest.raises(ArithmeticError, match="differs"):
         made.check(lambda: None, made.high_precision(), made.out, MAX_DIFFERENCE)
 
 
-def test_a_part_that_is_not_written_is_found_out(made):
+def test_a_part_that_is_not_written_is_detected(made):
     def call():
         before = made.out.clone()
         made.call()
@@ -50,7 +50,7 @@ def test_a_part_that_is_not_written_is_found_out(made):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.accumulate or not case.tiles], ids=lambda c: c.what)
-def test_deep_gemm_is_called_as_it_wants_to_be(case, monkeypatch):
+def test_deep_gemm_is_called_with_its_layouts(case, monkeypatch):
     made = prepare_case(case, "cpu")
     monkeypatch.setitem(sys.modules, "deep_gemm", octile.compat.deep_gemm)
     call, out = gemm_peers._deep_gemm(made)

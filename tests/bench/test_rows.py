@@ -37,7 +37,7 @@ def test_a_narrow_screen_breaks_no_row(capsys, monkeypatch):
     assert table(ROWS) in capsys.readouterr().out
 
 
-def test_what_was_measured_before_it_was_stopped_is_kept(tmp_path, monkeypatch, capsys):
+def test_what_was_measured_before_it_was_stopped_is_written(tmp_path, monkeypatch, capsys):
     def rows():
         yield ROWS[0]
         raise KeyboardInterrupt

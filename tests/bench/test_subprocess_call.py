@@ -25,6 +25,6 @@ def test_what_never_ends_is_killed():
     assert time.monotonic() - start < 60
 
 
-def test_a_process_that_dies_is_told():
+def test_a_process_that_dies_is_reported():
     with pytest.raises(RuntimeError, match="died with exit code 3"):
         call_in_subprocess(os._exit, 3, seconds=60)

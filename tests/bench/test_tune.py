@@ -47,11 +47,11 @@ def test_the_first_candidate_is_the_chosen_kernel():
 
 def test_candidates_are_of_various_tiles():
     configs = tune.shortlist(tune.problem(shapes.LARGE[0]), H200)
-    assert len(configs) <= tune.MOST
+    assert len(configs) <= tune.MAX_CANDIDATES
     assert len({(c.tile_m, c.tile_n, c.ping_pong) for c in configs}) >= 5
 
 
-def test_the_best_of_each_tile_has_its_bands_both_ways():
+def test_the_best_of_each_tile_has_both_rasterization_orders():
     problem = rounded(tune.problem(shapes.LARGE[0]))
     configs = tune.shortlist(problem, H200)
     best = {(c.tile_m, c.tile_n, c.warpgroups, c.ping_pong, c.transposed): c for c in reversed(configs)}
@@ -63,7 +63,7 @@ def test_the_best_of_each_tile_has_its_bands_both_ways():
         assert other in configs or config in configs[-1:]  # the list ends where it is full
 
 
-def test_tiles_in_one_row_have_their_bands_one_way():
+def test_tiles_in_one_row_have_one_rasterization_order():
     configs = tune.shortlist(tune.problem(Case("dense", 16, 7168, 2048, tiles=True)), H200)
     assert not any(config.raster_along_n for config in configs)
 
@@ -74,7 +74,7 @@ def configs():
 
 
 def keep(configs, seconds):
-    said = tune._keep(shapes.LARGE[0], configs, seconds, H200)
+    said = tune._store(shapes.LARGE[0], configs, seconds, H200)
     return said, choose(tune.problem(shapes.LARGE[0]), H200)
 
 
@@ -158,7 +158,7 @@ def test_a_kernel_that_does_not_compile_well_is_not_run(configs, monkeypatch):
     assert rounds.left_out == [{2: "8 bytes of spills"}]
 
 
-def test_a_shape_without_a_right_kernel_keeps_none(configs, monkeypatch):
+def test_a_shape_without_a_right_kernel_stores_none(configs, monkeypatch):
     said = search(configs, Rounds(tune.Found({}, {0: "differs"})), monkeypatch)
     assert "no kernel is right" in said
     assert not tuned.path().exists()
@@ -202,7 +202,7 @@ def test_a_kernel_that_hangs_ends_the_process(candidates):
     assert (found.seconds, found.broke, list(found.failed)) == ({}, True, [1])
 
 
-def test_the_chosen_kernel_is_timed_again_beside_the_best(candidates, monkeypatch):
+def test_the_chosen_kernel_is_timed_again_with_the_best(candidates, monkeypatch):
     found = candidates(*[right] * 8)
     assert set(found.seconds) == {0, 1, 2, 3}
 

@@ -35,7 +35,7 @@ WRONG = {wrong}
 """,
     "bench/tune.py": """
 def problem(case): return case
-def compiles(config): return None
+def why_not_usable(config): return None
 """,
     "bench/gemm_peers.py": """
 def deep_gemm_call(setup):
