@@ -3,12 +3,12 @@
     octile train --preset tiny --steps 200 --out runs/student
     python examples/fine_tune_on_traces.py runs/student traces.jsonl --out runs/distilled
 
-The student is any folder that `octile.load` reads, in FP8 or in BF16. From FP8 weights the FP32 masters are the
-dequantised weights, so the first forward pass computes with the very FP8 numbers of the folder. Only the response is
-predicted: the prompt's labels are −100. What is saved is FP8 again, with the student's tokenizer, ready for
-`octile generate`, `octile train --init-from`, vLLM or SGLang.
+The student is any folder that `octile.load` reads, in FP8 or BF16. FP32 masters made of FP8 weights are the dequantized
+weights, so the first forward pass computes with the folder's FP8 values. The loss is that of the response only: the
+prompt's labels are −100. The result is saved in FP8 with the student's tokenizer, for `octile generate`,
+`octile train --init-from`, vLLM or SGLang.
 
-Traces are text, so teacher and student need not share a tokenizer.
+Traces are text, so teacher and student may have different tokenizers.
 """
 
 import argparse
@@ -22,24 +22,24 @@ from octile.models.deepseek_v3 import IGNORED, DeepseekV3
 from octile.train.tokenizer import Tokenizer
 
 
-def read_traces(path: Path, tokenizer: Tokenizer, longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and labels, int64 [1, S] each, of every trace that has something to predict."""
+def read_traces(path: Path, tokenizer: Tokenizer, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Read tokens and labels, int64 [1, S] each, of every trace that has tokens to be predicted."""
     traces = []
     for line in path.read_text(encoding="utf-8").splitlines():
         trace = json.loads(line)
         prompt = [tokenizer.begin, *tokenizer.encode(trace["prompt"])]
-        tokens = [*prompt, *tokenizer.encode(trace["response"]), tokenizer.end][:longest]
+        tokens = [*prompt, *tokenizer.encode(trace["response"]), tokenizer.end][:max_length]
         labels = [IGNORED] * len(prompt) + tokens[len(prompt) :]
         if len(tokens) > len(prompt) + 1:  # multi-token prediction looks two tokens ahead
             traces.append((torch.tensor([tokens]), torch.tensor([labels])))
     if len(traces) < 2:
-        raise ValueError(f"{path} has {len(traces)} usable traces: it needs at least 2, one of them to be held out")
+        raise ValueError(f"{path} has {len(traces)} usable traces: at least 2 are needed, one of them to be held out")
     return traces
 
 
 @torch.no_grad()
 def held_out_loss(model: DeepseekV3, traces: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> float:
-    """The mean over traces of the response's loss, nats a token."""
+    """Return the mean loss of the responses, in nats per token."""
     model.eval()
     with octile.nn.frozen_weights(model):
         return sum(model(tokens.to(device), labels.to(device)).item() for tokens, labels in traces) / len(traces)
@@ -51,34 +51,36 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("traces", type=Path, help='lines of {"prompt": …, "response": …}')
     parser.add_argument("--out", type=Path, default=Path("runs/distilled"))
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="traces a step")
+    parser.add_argument("--batch", type=int, default=4, help="traces per step")
     parser.add_argument("--lr", type=float, default=1e-4)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(0)
-    model = octile.convert(octile.load(asked.student)).to(device)
-    folder = asked.student / "model" if (asked.student / "model").is_dir() else asked.student
-    traces = read_traces(asked.traces, Tokenizer.load(folder), model.config.max_position_embeddings)
+    model = octile.convert(octile.load(args.student)).to(device)
+    folder = args.student / "model" if (args.student / "model").is_dir() else args.student
+    traces = read_traces(args.traces, Tokenizer.load(folder), model.config.max_position_embeddings)
     held_out, trained = traces[::8], [trace for number, trace in enumerate(traces) if number % 8]
 
-    optimizer = octile.optim.AdamW(octile.optim.param_groups(model, weight_decay=0.0), lr=asked.lr)
+    optimizer = octile.optim.AdamW(octile.optim.param_groups(model, weight_decay=0.0), lr=args.lr)
     before = held_out_loss(model, held_out, device)
-    for _ in range(asked.epochs):
+    for _ in range(args.epochs):
         order = torch.randperm(len(trained)).tolist()
-        for start in range(0, len(order), asked.batch):
+        for start in range(0, len(order), args.batch):
             model.train()
             optimizer.zero_grad()
-            batch = order[start : start + asked.batch]
-            for index in batch:  # one at a time: no padding, and the weights are quantised once for all of them
+            batch = order[start : start + args.batch]
+            for index in batch:  # one at a time, without padding; the weights are quantized once for all
                 tokens, labels = trained[index]
                 (model(tokens.to(device), labels.to(device)) / len(batch)).backward()
             octile.optim.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
     after = held_out_loss(model, held_out, device)
 
-    octile.save(model, asked.out, "fp8", [folder / "tokenizer.json", folder / "tokenizer_config.json"])
-    print(f"{len(trained)} traces, {len(held_out)} held out: loss {before:.3f} → {after:.3f} nats a token; {asked.out}")
+    octile.save(model, args.out, "fp8", [folder / "tokenizer.json", folder / "tokenizer_config.json"])
+    print(
+        f"{len(trained)} traces, {len(held_out)} held out: loss {before:.3f} → {after:.3f} nats per token; {args.out}"
+    )
     return before, after
 
 

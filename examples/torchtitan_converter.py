@@ -1,14 +1,13 @@
-"""octile as a converter in torchtitan's manner: a function from a model and a configuration to a model.
+"""octile as a model converter for torchtitan: a function of a model and a configuration that returns a model.
 
     python examples/torchtitan_converter.py --steps 50
 
-torchtitan builds a model, lets converters change it, and then parallelises it. `to_octile` is such a change. Releases
-before April 2026 take an object with `convert` and `post_optimizer_hook`, which `OctileConverter` is. Later ones change
-the model's configuration instead, before they build it (pytorch/torchtitan#3032); there `to_octile` comes after that.
+torchtitan builds a model, applies converters to it, and then parallelizes it. `to_octile` is such a converter. Releases
+before April 2026 take an object with `convert` and `post_optimizer_hook`, as `OctileConverter` has. Later releases
+change the model's configuration before they build it (pytorch/torchtitan#3032); call `to_octile` after that.
 
-The decoder below has torchtitan's names (attention.wq, feed_forward.w1, output), so the filter is the one to write
-there: its head is called `output`, which octile does not know for a head by itself. torchtitan is not needed to run
-this file.
+The decoder below has torchtitan's names (attention.wq, feed_forward.w1, output). Its head is called `output`, which
+octile does not recognize as a head, so the filter excludes it. torchtitan is not needed to run this file.
 """
 
 import argparse
@@ -24,23 +23,23 @@ import octile
 
 @dataclass
 class OctileConfig:
-    """recipe: see docs/recipes.md. filter_fqns: layers whose names contain one of these stay as they are."""
+    """recipe: see docs/recipes.md. filter_fqns: layers whose names contain one of these are not converted."""
 
     recipe: str = "deepseek_v3"
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
 
 
 def to_octile(model: nn.Module, config: OctileConfig) -> nn.Module:
-    """The converter: the model's linear layers in FP8, but for those that the configuration names."""
+    """Convert the model's linear layers to FP8, except those that the configuration names."""
 
-    def wanted(fqn: str, layer: nn.Module) -> bool:
+    def is_converted(fqn: str, layer: nn.Module) -> bool:
         return not any(part in fqn for part in config.filter_fqns)
 
-    return octile.convert(model, octile.Recipe.named(config.recipe), filter=wanted)
+    return octile.convert(model, octile.Recipe.named(config.recipe), filter=is_converted)
 
 
 class OctileConverter:
-    """The same with the two methods that torchtitan's trainer called."""
+    """`to_octile` as an object with the two methods that torchtitan's trainer calls in releases before April 2026."""
 
     def __init__(self, config: OctileConfig):
         self.config = config
@@ -50,7 +49,7 @@ class OctileConverter:
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         for part in model if isinstance(model, list) else [model]:
-            octile.nn.end_step(part)  # moves delayed scales on; nothing to do in other recipes
+            octile.nn.end_step(part)  # updates delayed scales; other recipes have none
 
 
 class Layer(nn.Module):
@@ -75,7 +74,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes in, logits of the next byte out; without positions, for brevity."""
+    """A byte-level language model, without positions for brevity: tokens [B, S] → logits [B, S, 256]."""
 
     def __init__(self, dim: int, layers: int):
         super().__init__()
@@ -97,17 +96,17 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--recipe", default="deepseek_v3")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(0)
-    model = Decoder(asked.dim, asked.layers).to(device)
-    converter = OctileConverter(OctileConfig(recipe=asked.recipe))
+    model = Decoder(args.dim, args.layers).to(device)
+    converter = OctileConverter(OctileConfig(recipe=args.recipe))
     converter.convert(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
     losses = []
-    for _ in range(asked.steps):
+    for _ in range(args.steps):
         starts = torch.randint(len(data) - 129, (8,)).tolist()
         tokens = torch.stack([data[start : start + 129] for start in starts]).long().to(device)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -116,7 +115,7 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
         converter.post_optimizer_hook(model)
         optimizer.zero_grad()
         losses.append(loss.item())
-    print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} nats a byte in {asked.steps} steps")
+    print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} nats per byte in {args.steps} steps")
     return model, losses
 
 

@@ -2,12 +2,12 @@
 
     python examples/train_with_trainer.py --model qwen --steps 200 --out runs/qwen
 
-One line makes the difference: `octile.convert`. It replaces the linear layers in place, around the same parameters
-under the same names, so gradient accumulation, BF16 autocast, gradient checkpointing, clipping and checkpoints are the
-Trainer's and stay as they are. What `save_model` writes is a model that transformers loads without octile.
+The only line of octile is `octile.convert`. It replaces the linear layers in place; parameters and their names stay the
+same. Gradient accumulation, BF16 autocast, gradient checkpointing, clipping and checkpoints therefore work as usual,
+and transformers loads what `save_model` writes without octile.
 
-The model is built from a configuration and reads bytes, so nothing is downloaded. Recipes with delayed scaling need one
-thing more: a TrainerCallback that calls `octile.nn.end_step(model)` in `on_optimizer_step`.
+The model is built from a configuration and reads bytes, so nothing is downloaded. Recipes with delayed scaling also
+need a TrainerCallback that calls `octile.nn.end_step(model)` in `on_optimizer_step`.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Trainer
 
 import octile
 
-# those that need neither an optimizer's formats, nor a loss scale, nor `end_step` after each step
+# recipes that do not set the optimizer's formats or a loss scale, and need no `end_step` after each step
 RECIPES = ("deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles", "smooth_swiglu", "bf16")
 
 
 def build(kind: str, hidden: int, layers: int) -> torch.nn.Module:
-    """A Llama or a Qwen3 that predicts bytes."""
+    """Make a Llama or a Qwen3 that predicts bytes."""
     shape = {
         "vocab_size": 256,
         "hidden_size": hidden,
@@ -40,50 +40,50 @@ def build(kind: str, hidden: int, layers: int) -> torch.nn.Module:
 
 
 def examples(path: Path, length: int) -> list[dict[str, list[int]]]:
-    """A file's bytes in pieces of one length; the model shifts the labels itself."""
+    """Split a file's bytes into sequences of one length. The model shifts the labels itself."""
     data = list(path.read_bytes())
-    pieces = [data[start : start + length] for start in range(0, len(data) - length + 1, length)]
-    return [{"input_ids": piece, "labels": piece} for piece in pieces]
+    sequences = [data[start : start + length] for start in range(0, len(data) - length + 1, length)]
+    return [{"input_ids": sequence, "labels": sequence} for sequence in sequences]
 
 
 def main(arguments: list[str] | None = None) -> Trainer:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("llama", "qwen"), default="llama")
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a file to learn")
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="the training text")
     parser.add_argument("--out", type=Path, default=Path("runs/trainer"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256, help="bytes of a sequence")
+    parser.add_argument("--length", type=int, default=256, help="bytes per sequence")
     parser.add_argument("--recipe", choices=RECIPES, default="deepseek_v3")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     torch.manual_seed(0)
-    model = build(asked.model, asked.hidden, asked.layers)
-    model = octile.convert(model, octile.Recipe.named(asked.recipe))  # says what it converted
+    model = build(args.model, args.hidden, args.layers)
+    model = octile.convert(model, octile.Recipe.named(args.recipe))  # prints what it converted
     model.gradient_checkpointing_enable()
 
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(asked.out),
-            max_steps=asked.steps,
+            output_dir=str(args.out),
+            max_steps=args.steps,
             per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,  # the weights are quantised once for both
+            gradient_accumulation_steps=2,  # the weights are quantized once for both
             learning_rate=1e-3,
-            warmup_steps=asked.steps // 10,
+            warmup_steps=args.steps // 10,
             use_cpu=not torch.cuda.is_available(),
-            bf16=True,  # autocast: parameters stay FP32, what is not FP8 computes in BF16
-            logging_steps=max(asked.steps // 10, 1),
-            save_steps=max(asked.steps // 2, 1),
+            bf16=True,  # autocast: parameters stay FP32, operators other than FP8 GEMMs compute in BF16
+            logging_steps=max(args.steps // 10, 1),
+            save_steps=max(args.steps // 2, 1),
             report_to="none",
         ),
-        train_dataset=examples(asked.text, asked.length),
+        train_dataset=examples(args.text, args.length),
     )
-    trainer.train(resume_from_checkpoint=asked.resume)
-    trainer.save_model(str(asked.out / "model"))
-    print(f"{asked.out / 'model'} loads in transformers; `octile convert` makes it FP8")
+    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.save_model(str(args.out / "model"))
+    print(f"{args.out / 'model'} loads in transformers; `octile convert` converts it to FP8")
     return trainer
 
 

@@ -1,10 +1,10 @@
-"""Distillation traces: what a larger model answers to prompts, one JSON object a line.
+"""Write distillation traces: a larger model's answers to prompts, one JSON object per line.
 
     octile train --preset tiny --out runs/teacher          # or any DeepSeek-V2/V3 folder, FP8 or BF16
     python examples/write_traces.py runs/teacher --out traces.jsonl
 
-Each line is {"prompt": TEXT, "response": TEXT}, a form that most fine-tuning tools read, `fine_tune_on_traces.py` here
-among them. A prompt is a line of --prompts, and gets --samples answers drawn with different seeds.
+Each line is {"prompt": TEXT, "response": TEXT}, a format that most fine-tuning tools read, such as
+`fine_tune_on_traces.py`. Each line of --prompts is a prompt with --samples answers, drawn with different seeds.
 """
 
 import argparse
@@ -23,26 +23,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("teacher", type=Path, help="a finished run, or a Hugging Face folder of a DeepSeek model")
     parser.add_argument("--prompts", type=Path, default=Path(__file__).with_name("prompts.txt"))
     parser.add_argument("--out", type=Path, default=Path("traces.jsonl"))
-    parser.add_argument("--samples", type=int, default=4, help="answers to each prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--samples", type=int, default=4, help="answers per prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.8)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
-    teacher = octile.load(asked.teacher).to("cuda" if torch.cuda.is_available() else "cpu")
-    inside = asked.teacher / "model"
-    tokenizer = Tokenizer.load(inside if inside.is_dir() else asked.teacher)
-    prompts = [line for line in asked.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    teacher = octile.load(args.teacher).to("cuda" if torch.cuda.is_available() else "cpu")
+    model_folder = args.teacher / "model"
+    tokenizer = Tokenizer.load(model_folder if model_folder.is_dir() else args.teacher)
+    prompts = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
 
     written = 0
-    with asked.out.open("w", encoding="utf-8") as file:
+    with args.out.open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            for seed in range(asked.samples):
-                sampling = Sampling(asked.tokens, asked.temperature, top_p=0.95, seed=seed)
+            for seed in range(args.samples):
+                sampling = Sampling(args.tokens, args.temperature, top_p=0.95, seed=seed)
                 response = "".join(generate_text(teacher, tokenizer, prompt, sampling))
-                if response:  # a teacher may end at once
+                if response:  # the answer may be empty
                     file.write(json.dumps({"prompt": prompt, "response": response}, ensure_ascii=False) + "\n")
                     written += 1
-    print(f"{written} traces of {asked.teacher} in {asked.out}")
+    print(f"{written} traces of {args.teacher} in {args.out}")
     return written
 
 

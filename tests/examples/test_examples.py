@@ -118,7 +118,7 @@ def qwen(texts, tmp_path):
     return tmp_path / "qwen"
 
 
-def test_masters_of_fp8_weights_are_quantised_to_the_same_numbers(example, qwen, tmp_path):
+def test_masters_of_fp8_weights_are_quantized_to_the_same_numbers(example, qwen, tmp_path):
     convert_checkpoint(qwen, tmp_path / "qwen-fp8", "fp8")
     stored = load_file(tmp_path / "qwen-fp8" / "model.safetensors")
     model = apply_recipe(example("fine_tune_from_fp8").load_in_float32(tmp_path / "qwen-fp8", tmp_path / "start"))
@@ -159,7 +159,7 @@ def test_only_the_response_of_a_trace_is_predicted(example, untrained, tmp_path)
     traces = tmp_path / "traces.jsonl"
     traces.write_text(json.dumps({"prompt": "def add", "response": "return a"}) + "\n")
     traces.write_text(traces.read_text() * 2)
-    (tokens, labels), _ = example("fine_tune_on_traces").read_traces(traces, tokenizer, longest=64)
+    (tokens, labels), _ = example("fine_tune_on_traces").read_traces(traces, tokenizer, max_length=64)
     prompt, response = tokenizer.encode("def add"), tokenizer.encode("return a")
     assert tokens[0].tolist() == [tokenizer.begin, *prompt, *response, tokenizer.end]
     assert labels[0].tolist() == [-100] * (1 + len(prompt)) + [*response, tokenizer.end]

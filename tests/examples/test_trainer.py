@@ -105,7 +105,7 @@ def second_step(model, out, **changes):
     return gradients, casts
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch_and_weights_are_quantised_once(tmp_path):
+def test_accumulated_gradients_are_those_of_the_whole_batch_and_weights_are_quantized_once(tmp_path):
     whole, once = second_step(build(), tmp_path / "whole", per_device_train_batch_size=4)
     pieces, twice = second_step(
         build(), tmp_path / "pieces", per_device_train_batch_size=2, gradient_accumulation_steps=2

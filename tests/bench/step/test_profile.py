@@ -53,10 +53,10 @@ def test_bytes_are_what_is_read_and_written():
     assert (copied.bytes, added.bytes) == (2 * x.nbytes, 2 * x.nbytes)
 
 
-def test_channels_that_are_not_turned_are_not_counted():
+def test_channels_that_are_not_rotated_are_not_counted():
     x, angle = torch.randn(1, 6, 2, 24), torch.randn(6, 4)
-    (turned,) = calls(lambda: rotate_(x, angle, angle))
-    assert turned.bytes == 4 * (2 * 6 * 2 * 8 + 2 * 6 * 4)
+    (rotated,) = calls(lambda: rotate_(x, angle, angle))
+    assert rotated.bytes == 4 * (2 * 6 * 2 * 8 + 2 * 6 * 4)
 
 
 @pytest.mark.parametrize(

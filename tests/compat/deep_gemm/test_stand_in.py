@@ -13,8 +13,8 @@ SCRIPT = """\
 import sys
 import deep_gemm
 from deep_gemm.utils import get_tma_aligned_size, hello
-from neighbour import beside
-print(deep_gemm.fp8_gemm_nt.__module__, get_tma_aligned_size(5, 4), hello(), beside, sys.argv[1])
+from neighbor import constant
+print(deep_gemm.fp8_gemm_nt.__module__, get_tma_aligned_size(5, 4), hello(), constant, sys.argv[1])
 """
 
 
@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
         "deep_gemm/utils/__init__.py": "from .layout import *\ndef hello(): return 'theirs'\n",
         "deep_gemm/utils/layout.py": "from .._C import get_tma_aligned_size\n",
         "deep_gemm/__init__.py": "raise ImportError('needs its compiled module')\n",
-        "tests/neighbour.py": "beside = 'found'\n",
+        "tests/neighbor.py": "constant = 'found'\n",
         "tests/test_something.py": SCRIPT,
     }
     for name, text in files.items():
@@ -64,7 +64,7 @@ def test_the_python_of_a_checkout_is_used_where_it_is_given(checkout):
 
 
 def test_a_script_of_a_checkout_runs_on_octile(checkout):
-    """In a process of its own, with its neighbours and its arguments."""
+    """In a process of its own, with the modules next to it and its arguments."""
     command = [sys.executable, "-m", "octile.compat.deep_gemm", str(checkout / "tests/test_something.py"), "argument"]
     environment = os.environ | {"PYTHONPATH": str(Path(ours.__file__).parents[3])}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=checkout, check=False)
