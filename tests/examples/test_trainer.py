@@ -85,7 +85,7 @@ def test_gradient_checkpointing_changes_no_bit(tmp_path):
 def second_step(model, out, **changes):
     """The gradients of the second step, as the optimizer finds them, and what was cast for it: operand → the casts.
 
-    In the first step no optimizer has stepped yet, so that weights are not kept from one micro-batch to the next.
+    In the first step no optimizer has stepped yet, so that weights are not cached from one micro-batch to the next.
     """
     gradients, casts = {}, {"x": [], "w": [], "dy": []}
 
@@ -116,7 +116,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch_and_weights_are_quan
     assert len({id(q) for q in twice["w"]}) == len({id(q) for q in once["w"]}) == len(once["x"])
 
 
-def test_autocast_makes_products_of_bf16_and_leaves_parameters_in_float32(tmp_path):
+def test_autocast_makes_gemms_bf16_and_leaves_parameters_in_float32(tmp_path):
     model, seen = build(), set()
     layer = model.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
