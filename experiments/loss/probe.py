@@ -44,7 +44,7 @@ KINDS = {  # the first pattern that a kernel's name contains decides
     "FP8 product": r"^product$|^_(matmul|grouped|masked|wgrad)$",
     "BF16 product": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
     "optimizer": r"adamw|multi_tensor|lpnorm|foreach",
-    "cast, fused with what makes it": r"^(tiles|squares|dequantize|rms_norm|swiglu|swiglu_backward|swiglu_turned)$"
+    "cast, fused with what makes it": r"^(tiles|squares|blocks|dequantize|rms_norm|swiglu|swiglu_backward|swiglu_transposed)$"
     r"|quantize|cast_|block_amax|^requantize|^rms_norm|^rotate$|^latent_keys",
     "permute, routing": r"permute|sort|scatter|gather|topk|TopK|index|scan|searchsorted|bitonic",
     "loss": r"softmax|nll",

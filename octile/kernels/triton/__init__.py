@@ -1,21 +1,25 @@
-"""Portable kernels, for every NVIDIA GPU from sm_80 on.
+"""Portable Triton kernels for NVIDIA GPUs from sm_80 on.
 
-Each file has one `launch` function an operator, called with arguments that are checked already. Nothing
-here reads a tensor on the host: grids follow from shapes alone, so every launch can be captured in a CUDA graph.
+Each operator has a `launch` function, which takes checked arguments. No tensor is read on the host: grids follow from
+shapes, so every launch can be captured in a CUDA graph.
 
-    codes       8-bit codes to and from numbers, in integer arithmetic
-    machine     what the GPU can do, and the tile that suits a product
-    quantize    amax, scale and cast in one pass where a block fits into a program, in two where it does not; and back
-    scaling     what every cast shares: a block's scale, and its values divided by it
-    squares     what the casts that turn a matrix share: 128×128 numbers, cast along the rows and the columns
-    transpose   casts along the rows and the columns in one read; requantising for the other side; weights both ways
-    swiglu      SwiGLU and its gradients, cast as they are made
-    norm        RMSNorm, cast as it is made
-    packed12    E5M6: two codes in three bytes
-    tuning      the sizes that the casts' speed depends on
-    product     the sum over K that all products share: the scales applied every 128
-    matmul      x · wᵀ
-    grouped     the same for a mixture of experts: sorted rows, masked rows, tokens summed over
-    tensor_core the sum of one GPU's tensor core, modelled on any other
-    compiled    compiles all of them without a GPU: registers, shared memory, spills
+    fp8_bits          conversion of 8- and 12-bit encoded values in integer arithmetic
+    e5m6_rows         loads and stores of packed E5M6: two values in three bytes
+    device            properties of the GPU, and the tile that suits a GEMM
+    launch_config     sizes and numbers of warps on which the speed of kernels depends
+    layout            copies of operands for GEMMs: contiguous along K
+    scaling           the scale of a block, and the division of its values by the scale
+    blocks            stores of a 128×128 block, quantized along rows and, transposed, along columns
+    quantize          block quantization and dequantization; quantize_kernels has the kernels
+    transpose         quantization along rows and columns in one read; requantization; weights with their transposes
+    swiglu            SwiGLU and its gradients, fused with quantization
+    norm              RMSNorm and its gradients, fused with quantization
+    rope              rotary position embedding of latent attention
+    permute           rows of tokens to their experts and back
+    adamw             AdamW
+    k_loop            the loop over k-blocks of all GEMMs, with scales applied at every k-block
+    matmul            dense GEMM, a · bᵀ
+    grouped           grouped GEMMs of a mixture of experts: contiguous, masked, wgrad
+    tensor_core       bit-exact model of a GPU's tensor core
+    compile_all       compiles all kernels without a GPU: registers, shared memory, spills
 """

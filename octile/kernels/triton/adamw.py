@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""AdamW in one pass over memory; bit for bit what `octile.ops.adamw` specifies."""
+"""AdamW in one pass over memory, bit for bit as `octile.ops.adamw` specifies."""
 
 import torch
 import triton
@@ -19,11 +19,11 @@ def launch(
     beta2: float,
     eps: float,
 ) -> None:
-    """One step of contiguous tensors of one shape; weight and moments are written in place."""
+    """Update weight and moments in place; all are contiguous tensors of one shape. Arguments as `octile.ops.adamw`."""
     n = weight.numel()
     if n:
         with torch.cuda.device_of(weight):
-            adamw[(triton.cdiv(n, ADAMW["NUMBERS"]),)](
+            adamw[(triton.cdiv(n, ADAMW["ELEMENTS"]),)](
                 weight, gradient, exp_avg, exp_avg_sq, corrections, corrections.stride(0), n,
                 1 - beta1, float(beta2), 1 - beta2, float(eps), **ADAMW, **EXACT,
             )  # fmt: skip
@@ -32,10 +32,10 @@ def launch(
 @triton.jit(do_not_specialize=["rest1", "beta2", "rest2", "eps"])
 def adamw(
     weight, gradient, exp_avg, exp_avg_sq, corrections, corrections_step, N,
-    rest1, beta2, rest2, eps, NUMBERS: tl.constexpr,
+    rest1, beta2, rest2, eps, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: NUMBERS numbers; rest1 and rest2 are 1 − β."""
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    """A program updates ELEMENTS elements. rest1 and rest2 are 1 − beta1 and 1 − beta2."""
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < N
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)

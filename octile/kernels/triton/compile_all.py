@@ -1,7 +1,7 @@
-"""Compiles the kernels without a GPU, and says what each one uses.
+"""Compilation of all Triton kernels without a GPU, and the registers and memory that each uses.
 
-The launches are those of training and serving, made with tensors that have a shape but no memory: instead of being
-run, each is compiled to machine code for the architecture asked for.
+The launches are those of training and serving, with meta tensors: instead of being run, each is compiled to machine
+code for a given architecture.
 """
 
 import re
@@ -22,14 +22,14 @@ from triton.runtime.jit import JITFunction, mangle_type
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
-from octile.kernels.triton.device import Machine, assume
+from octile.kernels.triton.device import DeviceProperties, assume_device
 
 ARCHITECTURES = {
-    "sm_80": Machine(multiprocessors=108, shared_bytes=163 * 1024, fp8=False),  # A100
-    "sm_86": Machine(multiprocessors=84, shared_bytes=99 * 1024, fp8=False),  # A40, RTX 3090
-    "sm_89": Machine(multiprocessors=142, shared_bytes=99 * 1024, fp8=True),  # L40, RTX 4090
-    "sm_90": Machine(multiprocessors=132, shared_bytes=227 * 1024, fp8=True),  # H100, H200
-    "sm_100": Machine(multiprocessors=148, shared_bytes=227 * 1024, fp8=True),  # B200
+    "sm_80": DeviceProperties(num_sms=108, shared_bytes=163 * 1024, fp8=False),  # A100
+    "sm_86": DeviceProperties(num_sms=84, shared_bytes=99 * 1024, fp8=False),  # A40, RTX 3090
+    "sm_89": DeviceProperties(num_sms=142, shared_bytes=99 * 1024, fp8=True),  # L40, RTX 4090
+    "sm_90": DeviceProperties(num_sms=132, shared_bytes=227 * 1024, fp8=True),  # H100, H200
+    "sm_100": DeviceProperties(num_sms=148, shared_bytes=227 * 1024, fp8=True),  # B200
 }
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -38,7 +38,7 @@ Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel uses: registers and bytes of stack a thread (the stack holds what did not fit), shared memory."""
+    """The registers and stack bytes (spills) of a thread, and the shared memory, of a compiled kernel."""
 
     kernel: str
     case: str
@@ -48,23 +48,23 @@ class Compiled:
 
 
 def compile_all(architecture: str) -> list[Compiled]:
-    """Compiles every kernel, in each of the forms that training and serving use.
+    """Compile every kernel in all forms that training and serving use.
 
     Args:
         architecture: one of `ARCHITECTURES`, such as "sm_90".
 
     Raises:
-        ValueError: another one.
+        ValueError: architecture is another one.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}, not {architecture!r}")
     compiled = {}
     for case, launch in _cases().items():
-        with assume(ARCHITECTURES[architecture]), _recorded_launches() as launches:
+        with assume_device(ARCHITECTURES[architecture]), _recorded_launches() as launches:
             launch()
         for function, arguments, options in launches:
             usage = _compile(architecture, case, function, arguments, options)
-            compiled[usage.kernel, case] = usage  # both operands of a product may be copied: once is enough
+            compiled[usage.kernel, case] = usage  # a GEMM may copy both operands: one entry is enough
     return list(compiled.values())
 
 
@@ -73,16 +73,16 @@ def _cases() -> dict[str, Callable[[], object]]:
     bf16, fp32 = torch.bfloat16, torch.float32
     offs = _empty(groups, dtype=torch.int32)
     gate, up = _empty(t, 2 * n).chunk(2, dim=1)
-    (kept_gate, kept_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
-    heads, angle = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
-    place, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
-    ragged = _empty(700, 1000, dtype=fp32)  # numbers that lie as these do are loaded one by one
+    (saved_gate, saved_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
+    heads, cos = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
+    rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
+    ragged = _empty(700, 1000, dtype=fp32)  # elements of such a layout are loaded one by one
 
     def dense(block: Sequence[int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
         out = _empty(m, n, dtype=fp32 if accumulate else bf16)
         matmul.launch(out, *_operand(m, k, TILE, dtype), *_operand(n, k, block, dtype), accumulate=accumulate)
 
-    def modelled(dtype: torch.dtype, terms: int, bits: int) -> None:
+    def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
         scales = _empty(t, k // 128, dtype=fp32), _empty(n, k // 128, dtype=fp32)
         tensor_core.launch(_empty(t, n, dtype=fp32), a, b, scales, 128, True, terms, bits, min(bits, 23), -133)
@@ -100,34 +100,36 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "scale given": lambda: quantize.launch_with_scale(_empty(t, k), _empty(1, dtype=fp32), E4M3),
         "rows and columns": lambda: transpose.launch_rows_and_columns(_empty(t, k), E4M3, False),
-        "requantise, turned": lambda: transpose.launch_requantize(*_operand(t, k, TILE)[:2], E4M3, True),
-        "requantise E5M6, turned": lambda: transpose.launch_requantize(
+        "requantize, transposed": lambda: transpose.launch_requantize(*_operand(t, k, TILE)[:2], E4M3, True),
+        "requantize E5M6, transposed": lambda: transpose.launch_requantize(
             _empty(t, k * 3 // 2, dtype=torch.uint8), _empty(t, k // 128, dtype=fp32), E4M3, True
         ),
-        "requantise rows, turned": lambda: transpose.launch_requantize(
+        "requantize rows, transposed": lambda: transpose.launch_requantize(
             *_operand(t, k, TILE)[:2], E4M3, True, _empty(8 * t, dtype=torch.int32)
         ),
-        "weight, both ways": lambda: transpose.launch_block(_empty(n, k, dtype=fp32), E4M3, False),
+        "weight and its transpose": lambda: transpose.launch_block(_empty(n, k, dtype=fp32), E4M3, False),
         "SwiGLU": lambda: swiglu.launch(gate, up, E4M3, False),
-        "SwiGLU, inputs kept": lambda: swiglu.launch_and_save(gate, up, E4M3, True, E4M3, False, of_rows),
+        "SwiGLU, inputs saved": lambda: swiglu.launch_and_save(gate, up, E4M3, True, E4M3, False, of_rows),
         "SwiGLU backward": lambda: swiglu.launch_backward(
             _empty(t, n), gate, up, None, None, None, E4M3, False, E4M3, True
         ),
-        "SwiGLU backward, inputs kept": lambda: swiglu.launch_backward(
-            _empty(t, n), kept_gate, kept_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True
+        "SwiGLU backward, inputs saved": lambda: swiglu.launch_backward(
+            _empty(t, n), saved_gate, saved_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True
         ),
         "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
-        "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], place),
-        "unpermute": lambda: permute.launch_back(_empty(8 * t, k), place, _empty(t, k)),
+        "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
+        "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),
         "ragged: rows and columns": lambda: transpose.launch_rows_and_columns(ragged, E4M3, False),
-        "ragged: weight, both ways": lambda: transpose.launch_block(ragged, E4M3, False),
+        "ragged: weight and its transpose": lambda: transpose.launch_block(ragged, E4M3, False),
         "ragged: quantize to E5M6": lambda: quantize.launch(ragged, *TILE, torch.uint8, True),
-        "ragged: requantise, turned": lambda: transpose.launch_requantize(*_operand(700, 1000, TILE)[:2], E4M3, False),
+        "ragged: requantize, transposed": lambda: transpose.launch_requantize(
+            *_operand(700, 1000, TILE)[:2], E4M3, False
+        ),
         "ragged: RMSNorm": lambda: norm.launch(ragged, _empty(1000), 1e-6, E4M3, False),
-        "rotate": lambda: rope.launch(heads, angle, angle),
-        "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), angle, angle, 128),
-        "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), angle, angle),
+        "rotate": lambda: rope.launch(heads, cos, cos),
+        "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), cos, cos, 128),
+        "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), cos, cos),
         "AdamW": lambda: adamw.launch(
             _empty(n, k, dtype=fp32),
             _empty(n, k, dtype=fp32),
@@ -151,8 +153,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "grouped dyᵀ · x": lambda: grouped.launch_wgrad(
             *_operand(t, n, COLUMN_TILE), *_operand(t, k, COLUMN_TILE), offs, fp32
         ),
-        "Hopper's tensor core, FP8": lambda: modelled(fp32, 32, 13),
-        "Hopper's tensor core, BF16": lambda: modelled(torch.float64, 16, 25),
+        "Hopper's tensor core, FP8": lambda: modeled(fp32, 32, 13),
+        "Hopper's tensor core, BF16": lambda: modeled(torch.float64, 16, 25),
     }
 
 
@@ -170,7 +172,7 @@ def _operand(
 
 @contextmanager
 def _recorded_launches() -> Iterator[list[Launch]]:
-    """Kernels started inside are not run: their function, arguments and compile options are kept."""
+    """A context that records launches, their kernel, arguments and compile options, instead of running them."""
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -192,7 +194,7 @@ def _compile(
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         value, parameter = arguments[name], function.params[index]
-        # Triton compiles anew for an integer 1 and for integers that are multiples of 16, unless told not to
+        # Triton specializes kernels for an integer 1 and for multiples of 16, unless told not to
         specialized = not isinstance(value, Tensor) and not parameter.do_not_specialize
         if parameter.is_constexpr or (specialized and value == 1):
             signature[name], constants[name] = "constexpr", value

@@ -1,6 +1,6 @@
-"""What the GPU can do, and the tile that suits a product.
+"""Properties of the GPU, and the tile of a GEMM that suits them.
 
-The tile follows from arithmetic, not from trials: a trial wants the GPU to itself and cannot be captured in a graph.
+The tile is computed, not found by trials: autotuning needs the GPU for itself and cannot be captured in a CUDA graph.
 """
 
 import functools
@@ -15,25 +15,25 @@ import triton
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Its multiprocessors, the shared memory that a program may use, and whether it casts to FP8 and multiplies FP8."""
+class DeviceProperties:
+    """SMs, shared memory in bytes that a thread block may use, and whether the GPU converts and multiplies FP8."""
 
-    multiprocessors: int
+    num_sms: int
     shared_bytes: int
     fp8: bool
 
 
-_assumed: ContextVar[Machine | None] = ContextVar("the machine that launches are made for", default=None)
+_assumed: ContextVar[DeviceProperties | None] = ContextVar("assumed device properties", default=None)
 
 
-def machine(device: torch.device) -> Machine:
-    """The GPU behind a device, or the one that `assume` says."""
+def device_properties(device: torch.device) -> DeviceProperties:
+    """The properties of a device, or those that `assume_device` sets."""
     return _assumed.get() or _gpu(device)
 
 
 @contextmanager
-def assume(gpu: Machine) -> Iterator[None]:
-    """Launches inside are made for this machine: to compile them without a GPU, and for Triton's interpreter."""
+def assume_device(gpu: DeviceProperties) -> Iterator[None]:
+    """A context in which launches assume this GPU: for compilation without a GPU, and for Triton's interpreter."""
     token = _assumed.set(gpu)
     try:
         yield
@@ -42,31 +42,37 @@ def assume(gpu: Machine) -> Iterator[None]:
 
 
 @functools.cache
-def _gpu(device: torch.device) -> Machine:
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the memory that needs opting in
+def _gpu(device: torch.device) -> DeviceProperties:
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks shared_memory_per_block_optin
     fp8 = (properties.major, properties.minor) >= (8, 9)
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, fp8)
+    return DeviceProperties(properties.multi_processor_count, properties.shared_memory_per_block_optin, fp8)
 
 
-def tile(m: int, n: int, products: int, step: int, one_b_scale: bool, gpu: Machine) -> dict[str, Any]:
-    """What a program takes of `products` results [m, n], and how its kernel is compiled.
+def tile(m: int, n: int, num_gemms: int, block_k: int, one_b_scale: bool, gpu: DeviceProperties) -> dict[str, Any]:
+    """The tile and compile options of a GEMM kernel.
 
-    128×128 gives the least traffic that fits: each byte loaded is used 128 times, and two FP32 sums of that size, the
-    running one and the step's, fill 128 registers a thread with 8 warps. Where the rows of b do not share a scale
-    (`one_b_scale`), or codes have to become FP16 on the way, that takes so many more registers that only half the width
-    fits without spilling. Few rows need a smaller tile, and where there are fewer tiles than multiprocessors narrower
-    ones keep more of them busy.
+    A tile of 128×128 minimizes traffic: each loaded byte is used 128 times, and two FP32 accumulators, of the tile and
+    of the k-block, take 128 registers per thread with 8 warps. If the rows of b do not share a scale, or encoded values
+    are converted to FP16, more registers are needed, and only half the width fits without spills. Few rows take a
+    smaller tile, and with fewer tiles than SMs narrower tiles occupy more SMs.
+
+    Args:
+        m, n: shape of the output of one GEMM.
+        num_gemms: number of GEMMs in the launch.
+        block_k: extent of a k-block.
+        one_b_scale: whether all rows of a tile of b share a scale.
+        gpu: the GPU.
     """
     tile_m = min(max(triton.next_power_of_2(m), 16), 128)
     tile_n = min(max(triton.next_power_of_2(n), 32), 128 if one_b_scale and gpu.fp8 else 64)
-    while tile_n > 32 and products * triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n) < gpu.multiprocessors:
+    while tile_n > 32 and num_gemms * triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n) < gpu.num_sms:
         tile_n //= 2
-    stages = gpu.shared_bytes // ((tile_m + tile_n) * step)
+    stages = gpu.shared_bytes // ((tile_m + tile_n) * block_k)
     return {
         "TILE_M": tile_m,
         "TILE_N": tile_n,
-        "STEP": step,
+        "BLOCK_K": block_k,
         "num_warps": 8 if tile_m * tile_n >= 128 * 64 else 4,
         "num_stages": min(max(stages, 2), 4),
-        "enable_fp_fusion": True,  # a step's sum is scaled and added by one instruction
+        "enable_fp_fusion": True,  # a k-block's sum is scaled and accumulated by one instruction
     }

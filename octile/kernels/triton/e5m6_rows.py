@@ -1,19 +1,20 @@
 # mypy: allow-untyped-defs
-"""Rows of 12-bit codes, two in three bytes as `octile.formats.pack12` lays them out: a stream from the low bits up."""
+"""Loads and stores of packed E5M6 rows: two 12-bit values in three bytes, as `octile.formats.pack12` lays them out."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def store_packed(data, codes, row, cols, row_inside, col_end, K):
-    """codes [R, C], int32, at rows [R] and columns [C]; into int32 data eight codes in three words, else in bytes.
+def store_e5m6(data, encoded, row, cols, row_inside, col_end, K):
+    """Store encoded values [R, C] in int32 at rows [R] and columns [C].
 
-    The first column must be a multiple of 8, or of 2 for bytes, and so must col_end.
+    If data is int32, 8 values are stored as three words, and the first column and col_end must be multiples of 8.
+    Otherwise 2 values are stored as three bytes, and they must be multiples of 2.
     """
-    R: tl.constexpr = codes.shape[0]
-    C: tl.constexpr = codes.shape[1]
-    a, b = tl.split(tl.reshape(codes, [R, C // 2, 2]))
+    R: tl.constexpr = encoded.shape[0]
+    C: tl.constexpr = encoded.shape[1]
+    a, b = tl.split(tl.reshape(encoded, [R, C // 2, 2]))
     pairs = a | (b << 12)  # 24 bits
     if data.dtype.element_ty == tl.int32:
         even, odd = tl.split(tl.reshape(pairs, [R, C // 4, 2]))
@@ -33,8 +34,8 @@ def store_packed(data, codes, row, cols, row_inside, col_end, K):
 
 
 @triton.jit
-def load_packed(base, cols, step, inside):
-    """The codes at columns [C] of rows that begin at base [R, 1], int32: each lies in two bytes of its three."""
+def load_e5m6(base, cols, step, inside):
+    """Load encoded values in int32 at columns [C] of rows that begin at base [R, 1]; each lies in two bytes."""
     at = base + (cols * 3 // 2)[None, :] * step
     low = tl.load(at, mask=inside, other=0).to(tl.int32)
     high = tl.load(at + step, mask=inside, other=0).to(tl.int32)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Operands as tensor cores want them: contiguous along K, rows beginning at multiples of 16 bytes.
+"""Copies of GEMM operands to the layout that tensor cores need: contiguous along K, rows at multiples of 16 bytes.
 
-FP8 tensor cores read K-major operands only, and 16 bytes are the widest load. An operand that lies otherwise, such as
-the transposed views of a weight gradient, is copied first: two bytes of traffic a number, a few percent of a product's
-time, where single-byte loads inside the product would cost a multiple of it.
+FP8 tensor cores read K-major operands only, and 16 bytes are the widest load. An operand of another layout, such as a
+transposed view in wgrad, is copied first. This costs two bytes of traffic per element, a few percent of the time of a
+GEMM; single-byte loads in the GEMM would cost a multiple of its time.
 """
 
 import torch
@@ -14,22 +14,23 @@ from torch import Tensor
 from octile.kernels.memory_layout import VECTOR, padded
 
 
-def in_vectors(x: Tensor) -> bool:
-    """Whether the rows, or the columns, of x [..., M, K] are contiguous and multiples of 16 numbers apart, as K is one.
+def is_vectorizable(x: Tensor) -> bool:
+    """Whether Triton can load x [..., M, K] in vectors of 16 bytes.
 
-    Triton's compiler asks for no more to load and store 16 bytes at once. Where it may not, each number has an address
-    of its own, and a program must hold fewer, or registers spill to memory. That is slow, and ptxas 12.8 then reads
-    codes before it has restored them. (Found by wrong results of an H200, and then in the machine code.)
+    For this, K must be a multiple of 16, and the rows or the columns must be contiguous and multiples of 16 elements
+    apart. Otherwise each element has an address of its own, and a program must hold fewer elements, or registers spill.
+    Spills are slow, and ptxas 12.8 then reads encoded values before it has restored them (seen as wrong results on an
+    H200 and confirmed in the machine code).
     """
     steps = sorted(x.stride()[-2:])
     return x.shape[-1] % VECTOR == 0 and steps[0] == 1 and steps[1] % VECTOR == 0
 
 
-def k_major(data: Tensor) -> Tensor:
-    """data [..., M, K] of one byte a number, as it is or copied: K contiguous and padded with zeros to 16 bytes.
+def to_k_major(data: Tensor) -> Tensor:
+    """Make data [..., M, K] of a one-byte dtype contiguous along K, with rows padded with zeros to 16 bytes.
 
     Returns:
-        [..., M, padded(K)].
+        [..., M, padded(K)], data itself if it has this layout already.
     """
     *batch, m, k = data.shape
     padded_k = padded(k)
@@ -48,13 +49,13 @@ def k_major(data: Tensor) -> Tensor:
 
 @triton.jit
 def _copy(source, target, M, K, PADDED_K, source_batch, source_row, source_col, TILE: tl.constexpr):
-    """One program: TILE×TILE bytes. Triton lays out the loads along the source's rows or columns as its strides say."""
+    """A program copies TILE×TILE bytes. Triton vectorizes the loads along the contiguous dimension of the source."""
     k_tiles = tl.cdiv(PADDED_K, TILE)
     m_tiles = tl.cdiv(M, TILE)
     batch = (tl.program_id(0) // (m_tiles * k_tiles)).to(tl.int64)
     m = (tl.program_id(0) // k_tiles % m_tiles * TILE + tl.arange(0, TILE)).to(tl.int64)
     k = (tl.program_id(0) % k_tiles * TILE + tl.arange(0, TILE)).to(tl.int64)
     at = source + batch * source_batch + m[:, None] * source_row + k[None, :] * source_col
-    codes = tl.load(at, mask=(m < M)[:, None] & (k < K)[None, :], other=0)
+    encoded = tl.load(at, mask=(m < M)[:, None] & (k < K)[None, :], other=0)
     inside = (m < M)[:, None] & (k < PADDED_K)[None, :]
-    tl.store(target + (batch * M + m)[:, None] * PADDED_K + k[None, :], codes, mask=inside)
+    tl.store(target + (batch * M + m)[:, None] * PADDED_K + k[None, :], encoded, mask=inside)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The dense product x[M, K] · w[N, K]ᵀ of block-scaled operands."""
+"""Dense GEMM of block-quantized operands, a[M, K] · b[N, K]ᵀ."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.device import machine
-from octile.kernels.triton.k_loop import choose_tile, operands, store_tile, sum_of_products, tile_of_program
+from octile.kernels.triton.device import device_properties
+from octile.kernels.triton.k_loop import choose_tile, operand_arguments, raster_tile, store_tile, sum_over_k
 
 
 def launch(
@@ -22,13 +22,13 @@ def launch(
     b_block: Sequence[int],
     accumulate: bool,
 ) -> None:
-    """a[M, K] · b[N, K]ᵀ into out [M, N], or added to it in FP32. Any sizes and strides.
+    """Compute a[M, K] · b[N, K]ᵀ into out [M, N], or with accumulate add it in FP32. Any sizes and strides.
 
     Raises:
-        ValueError: the blocks do not suit the kernel; see `choose_tile`.
+        ValueError: the kernel does not support the blocks; see `choose_tile`.
     """
     (m, k), n = a.shape, b.shape[0]
-    gpu = machine(a.device)
+    gpu = device_properties(a.device)
     tile = choose_tile(m, n, k, 1, a_block, b_block, gpu)
     if out.numel() == 0:
         return
@@ -41,7 +41,7 @@ def launch(
             M=m,
             N=n,
             ACCUMULATE=accumulate,
-            **operands(a, a_scale, a_block, b, b_scale, b_block, tile["STEP"], gpu),
+            **operand_arguments(a, a_scale, a_block, b, b_scale, b_block, tile["BLOCK_K"], gpu),
             **tile,
         )
 
@@ -53,16 +53,16 @@ def _matmul(
     b, b_scale, b_group, b_row, b_scale_group, b_scale_row, b_scale_col,
     A_ROWS: tl.constexpr, A_COLS: tl.constexpr, A_MANTISSA: tl.constexpr,
     B_ROWS: tl.constexpr, B_COLS: tl.constexpr, B_MANTISSA: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, PARTIAL_STEPS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, MASK_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_M × TILE_N of the result."""
-    m_tile, n_tile = tile_of_program(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N))
+    """A program computes TILE_M×TILE_N of the output."""
+    m_tile, n_tile = raster_tile(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N))
     m_first = m_tile * TILE_M
     n_first = n_tile * TILE_N
-    total = sum_of_products(
+    total = sum_over_k(
         a, a_row, a_scale, a_scale_row, a_scale_col, m_first, M,
         b, b_row, b_scale, b_scale_row, b_scale_col, n_first, N, K, 0, K,
-        A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, STEP, PARTIAL_STEPS,
+        A_ROWS, A_COLS, A_MANTISSA, B_ROWS, B_COLS, B_MANTISSA, TILE_M, TILE_N, BLOCK_K, MASK_K,
     )  # fmt: skip
     store_tile(out, out_row, out_col, total, m_first, M, n_first, N, ACCUMULATE)

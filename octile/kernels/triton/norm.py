@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""RMSNorm, cast as it is made, and its gradients; `octile.ops.norm` specifies it and says what is bit for bit."""
+"""RMSNorm fused with quantization, and its gradients; `octile.ops.norm` specifies them and what is bit for bit."""
 
 import torch
 import triton
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import launch_config
-from octile.kernels.triton.device import machine
-from octile.kernels.triton.fp8_bits import as_codes, cast_constants
+from octile.kernels.triton.device import device_properties
+from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import EXACT
 from octile.kernels.triton.quantize_kernels import load
-from octile.kernels.triton.scaling import divide, magnitude, scale_of, to_codes
+from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
 
 
 def launch(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, power_of_2: bool, values: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K], any strides → data [M, K], scale in 1×128, rstd [M], and y [M, K] in x's dtype or [0, K]."""
+    """Normalize and quantize x [M, K], any strides → data [M, K], scale for 1×128, rstd [M], y [M, K] or [0, K]."""
     m, k = x.shape
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 1, 128)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
@@ -27,8 +27,8 @@ def launch(
         shape = _rows_of_program(k, launch_config.NORM)
         with torch.cuda.device_of(x):
             rms_norm[(triton.cdiv(m, shape["ROWS"]),)](
-                x, weight, eps, m, k, *x.stride(), weight.stride(0), as_codes(data), scale, rstd, y,
-                VALUES=values, POWER_OF_2=power_of_2, **shape, **cast_constants(dtype), **EXACT,
+                x, weight, eps, m, k, *x.stride(), weight.stride(0), as_encoded(data), scale, rstd, y,
+                VALUES=values, POWER_OF_2=power_of_2, **shape, **quantize_constants(dtype), **EXACT,
             )  # fmt: skip
     return data, scale, rstd, y
 
@@ -36,28 +36,28 @@ def launch(
 def launch_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dy, x, add [M, K], any strides, rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
+    """dy, x, add [M, K], any strides, and rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
     m, k = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     shape = _rows_of_program(k, launch_config.NORM_BACKWARD)
-    # as many programs as run at once: each adds up the weight's gradient over its rows, in order
-    programs = min(triton.cdiv(m, shape["ROWS"]), 2 * machine(x.device).multiprocessors)
-    parts = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
-    added = x if add is None else add  # read only where given
+    # as many programs as run at once; each sums the weight's gradient over its rows, in order
+    programs = min(triton.cdiv(m, shape["ROWS"]), 2 * device_properties(x.device).num_sms)
+    partials = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
+    added = x if add is None else add  # not read without add
     if m and k:
         with torch.cuda.device_of(x):
             rms_norm_backward[(programs,)](
                 dy, x, weight, rstd, added, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0),
-                *added.stride(), dx, parts, ADD=add is not None, **shape, **EXACT,
+                *added.stride(), dx, partials, ADD=add is not None, **shape, **EXACT,
             )  # fmt: skip
-    return dx, parts.sum(0)
+    return dx, partials.sum(0)
 
 
-def _rows_of_program(k: int, sizes: launch_config.Rows) -> dict[str, int]:
-    """How many rows a program takes at a time, of how many tiles each, with how many warps."""
+def _rows_of_program(k: int, sizes: launch_config.RowSizes) -> dict[str, int]:
+    """The rows that a program takes at a time, the tiles of a row, and the warps of a program."""
     tiles = triton.next_power_of_2(triton.cdiv(max(k, 1), 128))
-    rows = max(sizes.numbers // (128 * tiles), 1)
-    warps = min(max(rows * tiles * 128 // sizes.numbers_a_warp, 4), sizes.warps)
+    rows = max(sizes.elements // (128 * tiles), 1)
+    warps = min(max(rows * tiles * 128 // sizes.elements_per_warp, 4), sizes.max_warps)
     return {"ROWS": rows, "TILES": tiles, "num_warps": warps}
 
 
@@ -67,24 +67,25 @@ def rms_norm(
     ROWS: tl.constexpr, TILES: tl.constexpr, VALUES: tl.constexpr, POWER_OF_2: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS whole rows, in TILES tiles each."""
+    """A program takes ROWS whole rows of TILES tiles."""
     first = tl.program_id(0) * ROWS
     m = first + tl.arange(0, ROWS)
     k = tl.arange(0, TILES * 128)
     value = load(x, 0, m, k, M, K, 0, x_row, x_col)
-    factor = tl.rsqrt(tl.sum(value * value, axis=1) / K + eps)
-    tl.store(rstd + m, factor, mask=m < M)
+    rstd_rows = tl.rsqrt(tl.sum(value * value, axis=1) / K + eps)
+    tl.store(rstd + m, rstd_rows, mask=m < M)
     w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
-    value = value * factor[:, None] * w[None, :]
+    value = value * rstd_rows[:, None] * w[None, :]
     at = m.to(tl.int64)[:, None] * K + k[None, :]
     inside = (m < M)[:, None] & (k < K)[None, :]
     if VALUES:
         tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
     tiles = tl.reshape(value, [ROWS, TILES, 128])
-    tile_scale = scale_of(tl.max(magnitude(tiles), axis=2), INVERSE, REST, POWER_OF_2)
-    codes = to_codes(divide(tiles, tile_scale[:, :, None], POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
-    tl.store(data + at, tl.reshape(codes, [ROWS, TILES * 128]), mask=inside)
+    tile_scale = scale_from_amax(tl.max(magnitude(tiles), axis=2), INVERSE, REST, POWER_OF_2)
+    scaled = divide(tiles, tile_scale[:, :, None], POWER_OF_2)
+    encoded = round_to_format(scaled, data.dtype.element_ty, MANTISSA, BIAS)
+    tl.store(data + at, tl.reshape(encoded, [ROWS, TILES * 128]), mask=inside)
     tile = tl.arange(0, TILES)
     at = tile[None, :] * (tl.cdiv(M, 4) * 4) + m[:, None]
     tl.store(scale + at, tile_scale, mask=(m < M)[:, None] & (tile < tl.cdiv(K, 128))[None, :])
@@ -92,43 +93,44 @@ def rms_norm(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_backward(
-    dy, x, weight, rstd, add, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step, add_row, add_col, dx, parts,
+    dy, x, weight, rstd, add, M, K, dy_row, dy_col, x_row, x_col, weight_step, rstd_step, add_row, add_col,
+    dx, partials,
     ADD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program: every so many rows, ROWS at a time, and its part of the weight's gradient."""
+    """A program takes ROWS rows at a time, in steps of the grid, and sums its partial of the weight's gradient."""
     k = tl.arange(0, TILES * 128)
     w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([TILES * 128], tl.float32)
+    dweight = tl.zeros([TILES * 128], tl.float32)
     start = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    next_dy, next_x, next_rstd = _rows(dy, x, rstd, start, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS)
+    next_dy, next_x, next_rstd = _load_rows(dy, x, rstd, start, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS)
     for first in range(start, M, step):
         m = first + tl.arange(0, ROWS)
         inside = (m < M)[:, None] & (k < K)[None, :]
         if ADD:
             other = tl.load(add + m.to(tl.int64)[:, None] * add_row + k.to(tl.int64)[None, :] * add_col, mask=inside)
         gradient = next_dy.to(tl.float32)
-        factor = next_rstd[:, None]
-        unit = next_x.to(tl.float32) * factor
-        # the next rows are on their way while these are summed
-        next_dy, next_x, next_rstd = _rows(
+        rstd_rows = next_rstd[:, None]
+        normalized = next_x.to(tl.float32) * rstd_rows
+        # the loads of the next rows are in flight while these are summed
+        next_dy, next_x, next_rstd = _load_rows(
             dy, x, rstd, first + step, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS
         )
-        of_weight += tl.sum(gradient * unit, axis=0)
-        of_unit = gradient * w[None, :]
-        value = (of_unit - unit * (tl.sum(of_unit * unit, axis=1) / K)[:, None]) * factor
+        dweight += tl.sum(gradient * normalized, axis=0)
+        dnormalized = gradient * w[None, :]
+        value = (dnormalized - normalized * (tl.sum(dnormalized * normalized, axis=1) / K)[:, None]) * rstd_rows
         if ADD:
             value += other.to(tl.float32)
         at = m.to(tl.int64)[:, None] * K + k[None, :]
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=inside)
-    tl.store(parts + tl.program_id(0) * K + k, of_weight, mask=k < K)
+    tl.store(partials + tl.program_id(0) * K + k, dweight, mask=k < K)
 
 
 @triton.jit
-def _rows(
+def _load_rows(
     dy, x, rstd, first, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Rows of dy and x as they lie in memory, zeros past the last, and their rstd."""
+    """Load rows of dy and x in their dtypes, zeros past the last row, and their rstd."""
     m = first + tl.arange(0, ROWS)
     inside = (m < M)[:, None] & (k < K)[None, :]
     row = m.to(tl.int64)[:, None]

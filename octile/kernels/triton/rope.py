@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Rotary positions of latent attention; bit for bit what `octile.ops.rope` specifies, but for the order of one sum."""
+"""Rotary position embedding of latent attention, bit for bit as `octile.ops.rope` except for the order of one sum."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from octile.kernels.triton.launch_config import EXACT, ROPE
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turns the last channels of x [B, S, H, X], any strides, in place."""
+    """Rotate the last channels of x [B, S, H, X], any strides, in place."""
     b, s, h, width = x.shape
     r = 2 * cos.shape[1]
     if x.numel() and r:
@@ -22,7 +22,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def launch_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, n: int) -> Tensor:
-    """kv [B, S, H, N + V], k_rope [B, S, R], any strides → k [B, S, H, N + R]."""
+    """Assemble keys: kv [B, S, H, N + V], k_rope [B, S, R], any strides → k [B, S, H, N + R]."""
     b, s, h, _ = kv.shape
     r = k_rope.shape[-1]
     k = kv.new_empty(b, s, h, n + r)
@@ -36,17 +36,17 @@ def launch_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, n: int) ->
 
 
 def launch_keys_backward(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """dk [B, S, H, N + R], dv [B, S, H, V], any strides → [B, S, H, N + V], [B, S, R]."""
+    """dk [B, S, H, N + R] and dv [B, S, H, V], any strides → gradients of kv [B, S, H, N + V] and k_rope [B, S, R]."""
     b, s, h, width = dk.shape
     r, v = 2 * cos.shape[1], dv.shape[-1]
-    dkv, of_shared = dk.new_empty(b, s, h, width - r + v), dk.new_empty(b, s, r)
+    dkv, dk_rope = dk.new_empty(b, s, h, width - r + v), dk.new_empty(b, s, r)
     if b * s:
         with torch.cuda.device_of(dk):
             latent_keys_backward[(b * s,)](
-                dk, dv, cos, sin, dkv, of_shared, s, h, *dk.stride(), *dv.stride(), *cos.stride(), *sin.stride(),
+                dk, dv, cos, sin, dkv, dk_rope, s, h, *dk.stride(), *dv.stride(), *cos.stride(), *sin.stride(),
                 N=width - r, NS=_columns(width - r), R=r, RS=_columns(r), V=v, VS=_columns(v), **ROPE, **EXACT,
             )  # fmt: skip
-    return dkv, of_shared
+    return dkv, dk_rope
 
 
 def _columns(n: int) -> int:
@@ -58,13 +58,13 @@ def rotate(
     x, cos, sin, S, H, N, x_batch, x_row, x_head, x_col, cos_row, cos_col, sin_row, sin_col,
     R: tl.constexpr, RS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: HEADS heads of a token."""
-    batch, s, h = _place(tl.program_id(0), S, H, HEADS)
+    """A program takes HEADS heads of a token."""
+    batch, s, h = _program_heads(tl.program_id(0), S, H, HEADS)
     r = tl.arange(0, RS)
     at = x + batch * x_batch + s * x_row + h.to(tl.int64)[:, None] * x_head + (N + r)[None, :] * x_col
     inside = (h < H)[:, None] & (r < R)[None, :]
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    value = _turned(value, cos + s * cos_row, sin + s * sin_row, cos_col, sin_col, 1.0, R, RS)
+    value = _rotated(value, cos + s * cos_row, sin + s * sin_row, cos_col, sin_col, 1.0, R, RS)
     tl.store(at, value.to(x.dtype.element_ty), mask=inside)
 
 
@@ -74,8 +74,8 @@ def latent_keys(
     cos_row, cos_col, sin_row, sin_col,
     N: tl.constexpr, NS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: HEADS heads of a token."""
-    batch, s, h = _place(tl.program_id(0), S, H, HEADS)
+    """A program takes HEADS heads of a token."""
+    batch, s, h = _program_heads(tl.program_id(0), S, H, HEADS)
     n = tl.arange(0, NS)
     r = tl.arange(0, RS)
     out = k + ((batch * S + s) * H + h.to(tl.int64))[:, None] * (N + R)
@@ -85,21 +85,21 @@ def latent_keys(
     )
     tl.store(out + n[None, :], own, mask=(h < H)[:, None] & (n < N)[None, :])
     shared = tl.load(k_rope + batch * rope_batch + s * rope_row + r * rope_col, mask=r < R, other=0.0)
-    shared = _turned(
+    shared = _rotated(
         shared.to(tl.float32)[None, :], cos + s * cos_row, sin + s * sin_row, cos_col, sin_col, 1.0, R, RS
     )  # fmt: skip
-    spread = tl.broadcast_to(shared.to(k.dtype.element_ty), [HEADS, RS])
-    tl.store(out + (N + r)[None, :], spread, mask=(h < H)[:, None] & (r < R)[None, :])
+    expanded = tl.broadcast_to(shared.to(k.dtype.element_ty), [HEADS, RS])
+    tl.store(out + (N + r)[None, :], expanded, mask=(h < H)[:, None] & (r < R)[None, :])
 
 
 @triton.jit
 def latent_keys_backward(
-    dk, dv, cos, sin, dkv, of_shared, S, H, dk_batch, dk_row, dk_head, dk_col, dv_batch, dv_row, dv_head, dv_col,
+    dk, dv, cos, sin, dkv, dk_rope, S, H, dk_batch, dk_row, dk_head, dk_col, dv_batch, dv_row, dv_head, dv_col,
     cos_row, cos_col, sin_row, sin_col,
     N: tl.constexpr, NS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, V: tl.constexpr, VS: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token, HEADS heads at a time."""
+    """A program takes a token, HEADS heads at a time."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // S
     s = token % S
@@ -119,22 +119,22 @@ def latent_keys_backward(
         tl.store(out + (N + v)[None, :], value, mask=there & (v < V)[None, :])
         rope = tl.load(keys + (N + r)[None, :] * dk_col, mask=there & (r < R)[None, :], other=0.0)
         total += tl.sum(rope.to(tl.float32), axis=0)
-    back = _turned(total[None, :], cos + s * cos_row, sin + s * sin_row, cos_col, sin_col, -1.0, R, RS)
-    at = of_shared + token * R + r[None, :]
-    tl.store(at, back.to(of_shared.dtype.element_ty), mask=(r < R)[None, :])
+    rotated_back = _rotated(total[None, :], cos + s * cos_row, sin + s * sin_row, cos_col, sin_col, -1.0, R, RS)
+    at = dk_rope + token * R + r[None, :]
+    tl.store(at, rotated_back.to(dk_rope.dtype.element_ty), mask=(r < R)[None, :])
 
 
 @triton.jit
-def _place(program, S, H, HEADS: tl.constexpr):
-    """Batch, position and heads of a program."""
+def _program_heads(program, S, H, HEADS: tl.constexpr):
+    """The batch, position and heads of a program."""
     parts = tl.cdiv(H, HEADS)
     token = (program // parts).to(tl.int64)
     return token // S, token % S, program % parts * HEADS + tl.arange(0, HEADS)
 
 
 @triton.jit
-def _turned(value, cos, sin, cos_col, sin_col, SIGN: tl.constexpr, R: tl.constexpr, RS: tl.constexpr):
-    """The pairs of value [heads, RS], float32, turned by the angles of a position, or back."""
+def _rotated(value, cos, sin, cos_col, sin_col, SIGN: tl.constexpr, R: tl.constexpr, RS: tl.constexpr):
+    """Rotate the pairs of value [heads, RS], float32, by SIGN times the angles of a position."""
     pair = tl.arange(0, RS // 2)
     c = tl.load(cos + pair * cos_col, mask=pair < R // 2, other=0.0)[None, :]
     s = tl.load(sin + pair * sin_col, mask=pair < R // 2, other=0.0)[None, :] * SIGN

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs
-"""One GPU's tensor core modelled on any other, bit for bit: an A100 sums FP8 products as Hopper does.
+"""Bit-exact model of one GPU's tensor core that runs on any other: an A100 can sum FP8 products as Hopper does.
 
-The algorithm is `octile.lab.tensor_core.reference`'s: the terms of a step are cut to F fraction bits below the largest
-exponent and
-added as integers. Nothing here runs on a tensor core, and nothing is fast; it makes experiments possible at the size
-of a model, and ~10⁹ outputs of a real tensor core comparable in minutes.
+The algorithm is that of `octile.lab.tensor_core.reference`: the terms of an instruction are truncated to F fraction
+bits below the largest exponent and added as integers. It does not use tensor cores and is slow, but fast enough for
+experiments with whole models and for comparing 10⁹ outputs of a real tensor core within minutes.
 
-A program sums a tile of outputs. Operands come as values and exponents, [K, M] and [K, N], so that a step's row of
+A program computes a tile of outputs. Operands are given as values and exponents, [K, M] and [K, N], so that a row of
 either is read in whole vectors.
 """
 
@@ -30,13 +29,13 @@ def launch(
     floor: int,
     cut_down: bool = False,
 ) -> None:
-    """Adds a · bᵀ to out [M, N] float32, contiguous, as `octile.lab.tensor_core.vectorized.sum_products` does.
+    """Add a · bᵀ to out [M, N] float32, contiguous, as `octile.lab.tensor_core.vectorized.sum_products` does.
 
     Args:
-        a, b: values (float32, or float64 where fraction_bits > 13) and exponents (int16) [M, K] and [N, K], K whole
-            steps.
-        scales: of a and b, float32 [M, intervals] and [N, intervals], contiguous.
-        cut_down: terms are cut toward −∞ instead of toward zero.
+        a, b: values (float32, or float64 for fraction_bits > 13) and exponents (int16), [M, K] and [N, K]; K must be a
+            multiple of terms.
+        scales: scales of a and b, float32 [M, intervals] and [N, intervals], contiguous; None: 1.
+        cut_down: whether terms are truncated toward −∞ instead of toward zero.
         interval, promote, terms, fraction_bits, output_bits, floor: as in `octile.lab.tensor_core.vectorized.Sum` and
             `octile.lab.tensor_core.architectures.Instruction`.
     """
@@ -117,7 +116,7 @@ def _step(
     FLOOR: tl.constexpr, FRACTION_BITS: tl.constexpr, CUT_BITS: tl.constexpr, CUT_DOWN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """One step of `octile.lab.tensor_core.reference` for a tile of accumulators."""
+    """One instruction of `octile.lab.tensor_core.reference` for a tile of accumulators."""
     c_bits = c.to(tl.int32, bitcast=True)
     e_c = tl.maximum((c_bits >> 23) & 0xFF, 1) - 127
     e_max = tl.maximum(tl.where((c_bits & 0x7FFFFFFF) == 0, -4096, e_c), FLOOR)
@@ -132,7 +131,7 @@ def _step(
         total = _integer(term, CUT_DOWN).to(tl.int64)
         factor = unit
     else:
-        # as FP32 the factor would overflow where e_max is tiny; there all FP8 products are zero
+        # in FP32 the factor would overflow for tiny e_max, where all FP8 products are zero
         total = _integer(term, CUT_DOWN).to(tl.int32)
         factor = tl.minimum(unit, 2.0**100).to(tl.float32)
     ieee = tl.zeros([TILE_M, TILE_N], factor.dtype) + c.to(factor.dtype)
@@ -156,24 +155,25 @@ def _step(
 
 @triton.jit
 def _integer(x, CUT_DOWN: tl.constexpr):
-    """What conversion to an integer, which is toward zero, makes of it is cut the right way."""
+    """Prepare x for conversion to an integer, which truncates toward zero: with CUT_DOWN, round it toward −∞."""
     return tl.floor(x) if CUT_DOWN else x
 
 
 @triton.jit
 def _row(k, columns):
-    """Where row k begins, in 64 bits: the interpreter's loops count in Python's integers, which have no type."""
+    """The offset of row k in int64; the interpreter's loop variables are Python integers without a dtype."""
     return (tl.zeros([1], tl.int64) + k) * columns
 
 
 @triton.jit
 def _power_of_2(exponent):
+    """2^exponent in float64."""
     return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _fma(a, b, c):
-    """a · b + c, rounded once: in FP64 the product is exact, and an inexact sum, made odd, rounds as the exact one."""
+    """a · b + c in FP32, rounded once: the product is exact in FP64, and the sum is rounded to odd before FP32."""
     product = a.to(tl.float64) * b.to(tl.float64)
     c = c.to(tl.float64)
     total = product + c

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Casts that also turn the matrix, in one read of it; bit for bit what `octile.ops.transpose` specifies."""
+"""Quantization that also transposes a matrix, in one read of it, bit for bit as `octile.ops.transpose` specifies."""
 
 from typing import Any
 
@@ -11,64 +11,68 @@ from torch import Tensor
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.kernels.triton import quantize
 from octile.kernels.triton.blocks import (
-    store_codes,
+    store_data,
+    store_data_transposed,
     store_tiles,
-    store_turned_codes,
-    store_turned_tiles,
+    store_tiles_transposed,
 )
-from octile.kernels.triton.fp8_bits import as_codes, cast_constants
-from octile.kernels.triton.launch_config import EXACT, SQUARES
-from octile.kernels.triton.layout import in_vectors
-from octile.kernels.triton.quantize_kernels import load, place
-from octile.kernels.triton.scaling import divide, load_tiles, magnitude, scale_of, to_codes
+from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
+from octile.kernels.triton.launch_config import BLOCK_WARPS, EXACT
+from octile.kernels.triton.layout import is_vectorizable
+from octile.kernels.triton.quantize_kernels import load, program_tile
+from octile.kernels.triton.scaling import divide, load_dequantized, magnitude, round_to_format, scale_from_amax
 
 
 def launch_rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [..., M, K], any strides → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
-    if not in_vectors(x):
-        codes, column_scale = quantize.launch(x, 128, 1, dtype, power_of_2)
-        return *quantize.launch(x, 1, 128, dtype, power_of_2), new_transposed(x, dtype).copy_(codes.mT), column_scale.mT
+    """Quantize x [..., M, K], any strides → data, scale for 1×128; data_t [..., K, M], scale_t for 1×128 along M."""
+    if not is_vectorizable(x):
+        encoded, column_scale = quantize.launch(x, 128, 1, dtype, power_of_2)
+        return (
+            *quantize.launch(x, 1, 128, dtype, power_of_2),
+            new_transposed(x, dtype).copy_(encoded.mT),
+            column_scale.mT,
+        )
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 1, 128)
     data_t, scale_t = new_quantized_transposed(x, dtype)
-    _launch(quantize_both, x, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
+    _launch(quantize_rows_and_columns, x, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
     return data, scale, data_t, scale_t
 
 
 def launch_requantize(
     data: Tensor, scale: Tensor, dtype: torch.dtype, power_of_2: bool, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """data [..., M, K] (E5M6: [..., M, 3K/2]) with scale in 1×128, any strides → data_t [..., K, M], scale_t.
+    """Requantize data [..., M, K] (E5M6: [..., M, 3K/2]), scale for 1×128, any strides → data_t [..., K, M], scale_t.
 
-    With rows [R], those rows of a matrix in that order; R takes M's place.
+    With rows [R], the rows of one matrix with these indices, in this order; R takes the place of M.
     """
     *batch, m, _ = data.shape
     k = data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
     r = m if rows is None else len(rows)
-    like = torch.empty(*batch, r, k, dtype=dtype, device=data.device)  # never touched
+    like = torch.empty(*batch, r, k, dtype=dtype, device=data.device)  # never accessed
     data_t, scale_t = new_quantized_transposed(like, dtype)
     if like.numel() == 0:
         return data_t, scale_t
-    codes = as_codes(data).reshape(-1, *data.shape[-2:])
+    encoded = as_encoded(data).reshape(-1, *data.shape[-2:])
     scale = scale.reshape(-1, *scale.shape[-2:])
-    grid = (len(codes) * triton.cdiv(r, 128) * triton.cdiv(k, 128),)
+    grid = (len(encoded) * triton.cdiv(r, 128) * triton.cdiv(k, 128),)
     with torch.cuda.device_of(data):
         requantize[grid](
-            codes, r, k, *codes.stride(), scale, *scale.stride(), scale if rows is None else rows,
-            0 if rows is None else rows.stride(0), as_codes(data_t), scale_t,
-            OLD_MANTISSA=cast_constants(data.dtype)["MANTISSA"], ROWS=rows is not None, POWER_OF_2=power_of_2,
-            **cast_constants(dtype), **SQUARES["requantize"], **EXACT,
+            encoded, r, k, *encoded.stride(), scale, *scale.stride(), scale if rows is None else rows,
+            0 if rows is None else rows.stride(0), as_encoded(data_t), scale_t,
+            OLD_MANTISSA=quantize_constants(data.dtype)["MANTISSA"], ROWS=rows is not None, POWER_OF_2=power_of_2,
+            **quantize_constants(dtype), **BLOCK_WARPS["requantize"], **EXACT,
         )  # fmt: skip
     return data_t, scale_t
 
 
 def launch_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., M, K], any strides → data, scale in 128×128, and data_t [..., K, M]."""
-    if not in_vectors(x):
+    """Quantize x [..., M, K], any strides → data, scale for 128×128, and data_t [..., K, M]."""
+    if not is_vectorizable(x):
         data, scale = quantize.launch(x, 128, 128, dtype, power_of_2)
         return data, scale, new_transposed(x, dtype).copy_(data.mT)
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 128, 128)
     data_t = new_transposed(x, dtype)
-    _launch(quantize_block, x, power_of_2, data=data, scale=scale, data_t=data_t)
+    _launch(quantize_and_transpose, x, power_of_2, data=data, scale=scale, data_t=data_t)
     return data, scale, data_t
 
 
@@ -78,23 +82,26 @@ def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tens
         return
     x = x.reshape(-1, m, k)
     grid = (len(x) * triton.cdiv(m, 128) * triton.cdiv(k, 128),)
-    constants = cast_constants(data_t.dtype) | SQUARES[kernel.__name__] | EXACT
-    codes = {"data": as_codes(data), "data_t": as_codes(data_t)}
+    constants = quantize_constants(data_t.dtype) | BLOCK_WARPS[kernel.__name__] | EXACT
+    encoded = {"data": as_encoded(data), "data_t": as_encoded(data_t)}
     with torch.cuda.device_of(x):
-        kernel[grid](x, m, k, *x.stride(), **codes, **scales, POWER_OF_2=power_of_2, **constants)
+        kernel[grid](x, m, k, *x.stride(), **encoded, **scales, POWER_OF_2=power_of_2, **constants)
 
 
 @triton.jit(do_not_specialize=["M"])
-def quantize_both(
+def quantize_rows_and_columns(
     x, M, K, x_batch, x_row, x_col, data, scale, data_t, scale_t,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    batch, m_tile, k_tile = place(tl.program_id(0), M, K, 128, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
     m = m_tile * 128 + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
     value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
-    store_turned_tiles(value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
-    value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)  # again, from the L1 cache, rather than held till here
+    store_tiles_transposed(
+        value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+    )
+    # loads again, from the L1 cache, instead of holding the values in registers
+    value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
     store_tiles(value, data, scale, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
 
 
@@ -105,34 +112,36 @@ def requantize(
     OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, POWER_OF_2: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    batch, m_tile, k_tile = place(tl.program_id(0), M, K, 128, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
     m = m_tile * 128 + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
     row = m
     if ROWS:
         row = tl.load(rows + m * rows_step, mask=m < M, other=0)
-    value = load_tiles(
+    value = load_dequantized(
         data + batch * data_batch, scale + batch * scale_batch, row, m < M, k, k_tile, K,
         data_row, data_col, scale_row, scale_col, OLD_MANTISSA,
     )  # fmt: skip
-    store_turned_tiles(value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
+    store_tiles_transposed(
+        value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
-def quantize_block(
+def quantize_and_transpose(
     x, M, K, x_batch, x_row, x_col, data, scale, data_t,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    batch, m_tile, k_tile = place(tl.program_id(0), M, K, 128, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
     m = m_tile * 128 + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
     value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
-    block_scale = scale_of(tl.max(tl.max(magnitude(value), axis=1), axis=0), INVERSE, REST, POWER_OF_2)
-    codes = to_codes(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
-    store_turned_codes(codes, data_t, batch, m_tile, k_tile, M, K)
-    # Loaded and cast again: of codes of FP32 numbers that are stored both ways, ptxas 12.8, which Triton 3.6 has, turns
-    # registers before there are codes in them. (Found in the machine code, after gradients of an H200 that were NaN.)
+    block_scale = scale_from_amax(tl.max(tl.max(magnitude(value), axis=1), axis=0), INVERSE, REST, POWER_OF_2)
+    encoded = round_to_format(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
+    store_data_transposed(encoded, data_t, batch, m_tile, k_tile, M, K)
+    # Loads and quantizes again. If the same registers are stored both ways, ptxas 12.8 (of Triton 3.6) transposes them
+    # before the encoded values of FP32 inputs are in them (seen as NaN gradients on an H200, then in the machine code).
     value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
-    codes = to_codes(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
-    store_codes(codes, data, batch, m_tile, k_tile, M, K)
+    encoded = round_to_format(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
+    store_data(encoded, data, batch, m_tile, k_tile, M, K)
     tl.store(scale + (batch * tl.cdiv(M, 128) + m_tile) * tl.cdiv(K, 128) + k_tile, block_scale)

@@ -19,11 +19,11 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
-from octile.kernels.triton.device import Machine, assume
+from octile.kernels.triton.device import DeviceProperties, assume_device
 
 GPUS = {
-    "sm_80": Machine(multiprocessors=1, shared_bytes=163 * 1024, fp8=False),
-    "sm_90": Machine(multiprocessors=1, shared_bytes=227 * 1024, fp8=True),
+    "sm_80": DeviceProperties(num_sms=1, shared_bytes=163 * 1024, fp8=False),
+    "sm_90": DeviceProperties(num_sms=1, shared_bytes=227 * 1024, fp8=True),
 }
 TORCH = {
     tl.float32: torch.float32,
@@ -35,11 +35,11 @@ TORCH = {
 
 
 @pytest.fixture(params=GPUS)
-def gpu(request: pytest.FixtureRequest) -> Iterator[Machine]:
+def gpu(request: pytest.FixtureRequest) -> Iterator[DeviceProperties]:
     """Launches are made for a GPU without and for one with FP8."""
     if not knobs.runtime.interpret:
         pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` by itself")
-    with assume(GPUS[request.param]), np.errstate(all="ignore"):
+    with assume_device(GPUS[request.param]), np.errstate(all="ignore"):
         yield GPUS[request.param]
 
 

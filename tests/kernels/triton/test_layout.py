@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.kernels.triton.layout import k_major
+from octile.kernels.triton.layout import to_k_major
 
 
 def _codes(*shape: int) -> torch.Tensor:
@@ -12,14 +12,14 @@ def _codes(*shape: int) -> torch.Tensor:
 
 def test_what_lies_well_is_not_copied():
     data = _codes(5, 64)
-    assert k_major(data) is data
+    assert to_k_major(data) is data
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_a_transposed_view_is_copied(dtype: torch.dtype):
     data = _codes(3, 150, 140).view(dtype).mT
-    copy = k_major(data)
+    copy = to_k_major(data)
     assert copy.dtype == dtype
     assert copy.stride() == (140 * 160, 160, 1)
     assert torch.equal(copy.view(torch.uint8)[..., :150], data.view(torch.uint8))
@@ -29,5 +29,5 @@ def test_a_transposed_view_is_copied(dtype: torch.dtype):
 @pytest.mark.usefixtures("gpu")
 def test_a_row_that_does_not_begin_at_a_vector_is_copied():
     data = _codes(5, 65)[:, 1:]
-    assert torch.equal(k_major(data), data)
-    assert k_major(data).stride() == (64, 1)
+    assert torch.equal(to_k_major(data), data)
+    assert to_k_major(data).stride() == (64, 1)

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.formats import E4M3, E5M2, INT8
-from octile.kernels.triton.fp8_bits import cast_constants
-from octile.kernels.triton.scaling import divide, scale_of
+from octile.kernels.triton.fp8_bits import quantize_constants
+from octile.kernels.triton.scaling import divide, scale_from_amax
 
 SIGNIFICANT = 8  # bits of a number halfway between two codes of INT8 or E5M6; E4M3's and E5M2's have fewer
 
@@ -26,7 +26,7 @@ def _divide(x, scale, quotient, N, SIZE: tl.constexpr):
 @triton.jit
 def _scale(amax, scale, SIZE: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(scale + at, scale_of(tl.load(amax + at).to(tl.int32, bitcast=True), INVERSE, REST, False))
+    tl.store(scale + at, scale_from_amax(tl.load(amax + at).to(tl.int32, bitcast=True), INVERSE, REST, False))
 
 
 def _quotient(x: Tensor, scale: Tensor) -> Tensor:
@@ -74,6 +74,6 @@ def test_zeros_keep_their_sign_and_inf_and_nan_are_seen(scale: float):
 def test_scales_are_the_correctly_rounded_quotients_by_the_largest_number(fmt, exponent: int):
     amax = (1 + torch.arange(0, 1 << 23, 37)[: 1 << 17] * 2.0**-23) * 2.0**exponent
     scale = torch.empty_like(amax)
-    inverse = {name: value for name, value in cast_constants(fmt.dtype).items() if name in ("INVERSE", "REST")}
+    inverse = {name: value for name, value in quantize_constants(fmt.dtype).items() if name in ("INVERSE", "REST")}
     _scale[(1,)](amax, scale, SIZE=amax.numel(), **inverse)
     assert torch.equal(scale, (amax / fmt.max).clamp(min=2.0**-126))

@@ -162,9 +162,9 @@ def _is_aligned(t: Tensor) -> bool:
 
 
 def _k_major(data: Tensor) -> Tensor:
-    from octile.kernels.triton.layout import k_major  # late: Triton is there where a GPU is
+    from octile.kernels.triton.layout import to_k_major  # late: Triton is there where a GPU is
 
-    return k_major(data)[..., : data.shape[-1]]
+    return to_k_major(data)[..., : data.shape[-1]]
 
 
 def _rows_first(scale: Tensor) -> Tensor:
