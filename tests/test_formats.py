@@ -1,4 +1,4 @@
-"""Number formats: against ml_dtypes for every code, against exact fractions where it has no such type."""
+"""Number formats: against ml_dtypes for every encoded value, against exact fractions where it has no such type."""
 
 from bisect import bisect_left
 from fractions import Fraction
@@ -48,13 +48,13 @@ def floats(*values: float) -> torch.Tensor:
 
 
 def positive_values(fmt: FloatFormat) -> np.ndarray:
-    """All finite values above zero in rising order, in float64, where sums and halves of neighbours are exact."""
+    """All finite values above zero in rising order, in float64, where sums and halves of neighbors are exact."""
     values = fmt.values().double().numpy()
     return np.unique(values[np.isfinite(values) & (values > 0)])
 
 
 def adversarial(fmt: FloatFormat) -> np.ndarray:
-    """Where rounding goes wrong: values, ties and their FP32 neighbours, the edges of the range, and special values."""
+    """Where rounding goes wrong: values, ties and their FP32 neighbors, the edges of the range, and special values."""
     values = positive_values(fmt)
     spacing = values[-1] - values[-2]
     with np.errstate(over="ignore"):
@@ -71,17 +71,17 @@ def random_bits(n: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
 
 
-def peer_codes(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
-    """The codes that numpy's cast gives; FP16's NaN made the quiet one, whose payload numpy would keep."""
+def encoded_by_peer(fmt: FloatFormat, x: np.ndarray) -> np.ndarray:
+    """The encoded values of numpy's cast, with FP16's quiet NaN for every NaN, whose payload numpy would preserve."""
     with np.errstate(over="ignore", invalid="ignore"):
-        codes = x.astype(PEERS[fmt]).view(np.uint8 if fmt.bits == 8 else np.uint16).astype(np.int64)
-    return np.where(np.isnan(x), np.where(np.signbit(x), 0xFE00, 0x7E00), codes) if fmt is FP16 else codes
+        encoded = x.astype(PEERS[fmt]).view(np.uint8 if fmt.bits == 8 else np.uint16).astype(np.int64)
+    return np.where(np.isnan(x), np.where(np.signbit(x), 0xFE00, 0x7E00), encoded) if fmt is FP16 else encoded
 
 
 def assert_encodes_as_peer(fmt: FloatFormat, x: np.ndarray) -> None:
-    codes = fmt.encode(torch.from_numpy(x), saturate=False).numpy().astype(np.int64)
-    wrong = codes != peer_codes(fmt, x)
-    assert not wrong.any(), f"{x[wrong][:4]} became {codes[wrong][:4]}"
+    encoded = fmt.encode(torch.from_numpy(x), saturate=False).numpy().astype(np.int64)
+    wrong = encoded != encoded_by_peer(fmt, x)
+    assert not wrong.any(), f"{x[wrong][:4]} became {encoded[wrong][:4]}"
 
 
 # What a format is
@@ -111,7 +111,7 @@ def test_limits_are_those_of_finfo(fmt):
 
 
 @every_format
-def test_codes_are_as_wide_as_the_torch_dtype(fmt):
+def test_encoded_values_are_as_wide_as_the_torch_dtype(fmt):
     assert fmt.dtype is None or fmt.bits == 8 * fmt.dtype.itemsize
 
 
@@ -123,9 +123,9 @@ def test_formats_are_found_by_name():
 
 
 @every_peer
-def test_every_code_decodes_as_in_ml_dtypes(fmt):
-    codes = np.arange(2**fmt.bits, dtype=np.uint8 if fmt.bits == 8 else np.uint16)
-    expected = codes.view(PEERS[fmt]).astype(np.float32)
+def test_every_encoded_value_decodes_as_in_ml_dtypes(fmt):
+    encoded = np.arange(2**fmt.bits, dtype=np.uint8 if fmt.bits == 8 else np.uint16)
+    expected = encoded.view(PEERS[fmt]).astype(np.float32)
     np.testing.assert_array_equal(fmt.values().numpy(), expected)
 
 
@@ -135,9 +135,9 @@ def test_zeros_decode_with_their_sign(fmt):
     assert fmt.values()[zeros].signbit().tolist() == ([False, True] if fmt.signed else [])
 
 
-def test_every_e5m6_code_decodes_to_its_fraction():
-    for code, value in enumerate(E5M6.values().tolist()):
-        sign, field, mantissa = code >> 11, code >> 6 & 31, code & 63
+def test_every_encoded_e5m6_decodes_to_its_fraction():
+    for encoded, value in enumerate(E5M6.values().tolist()):
+        sign, field, mantissa = encoded >> 11, encoded >> 6 & 31, encoded & 63
         if field == 31:
             assert np.isnan(value) if mantissa else value == (-np.inf if sign else np.inf)
         else:
@@ -146,12 +146,12 @@ def test_every_e5m6_code_decodes_to_its_fraction():
 
 
 @given(any_float32)
-def test_fp32_codes_are_its_bits(x):
+def test_encoded_fp32_is_its_bits(x):
     x = torch.tensor([x])
-    code = FP32.encode(x, saturate=False)
-    assert x.isnan() or code.item() == x.view(torch.int32).item() % 2**32
+    encoded = FP32.encode(x, saturate=False)
+    assert x.isnan() or encoded.item() == x.view(torch.int32).item() % 2**32
     assert torch.equal(
-        FP32.decode(code).nan_to_num(7.0, torch.inf, -torch.inf), x.nan_to_num(7.0, torch.inf, -torch.inf)
+        FP32.decode(encoded).nan_to_num(7.0, torch.inf, -torch.inf), x.nan_to_num(7.0, torch.inf, -torch.inf)
     )
 
 
@@ -168,11 +168,11 @@ def test_bits_above_the_format_are_ignored():
 
 
 @every_tabled
-def test_every_value_encodes_to_its_own_code(fmt):
+def test_every_value_encodes_to_itself(fmt):
     values = fmt.values()
-    codes = torch.arange(2**fmt.bits)
+    encoded = torch.arange(2**fmt.bits)
     known = ~values.isnan()
-    assert torch.equal(fmt.encode(values, saturate=False)[known].long(), codes[known])
+    assert torch.equal(fmt.encode(values, saturate=False)[known].long(), encoded[known])
 
 
 @every_peer
@@ -193,19 +193,19 @@ def test_any_float_encodes_as_in_ml_dtypes(fmt, x):
 @every_peer
 def test_saturating_is_encoding_what_was_clipped(fmt):
     x = np.concatenate([adversarial(fmt), random_bits(50_000)])
-    codes = fmt.encode(torch.from_numpy(x)).numpy()
-    np.testing.assert_array_equal(codes, peer_codes(fmt, np.clip(x, np.float32(-fmt.max), np.float32(fmt.max))))
+    encoded = fmt.encode(torch.from_numpy(x)).numpy()
+    np.testing.assert_array_equal(encoded, encoded_by_peer(fmt, np.clip(x, np.float32(-fmt.max), np.float32(fmt.max))))
 
 
-E5M6_FRACTIONS = [Fraction(v) for v in [0.0, *positive_values(E5M6), 65536.0]]  # each code's, at last that of Inf
+E5M6_FRACTIONS = [Fraction(v) for v in [0.0, *positive_values(E5M6), 65536.0]]  # by encoded value, the last one of Inf
 
 
 def nearest_e5m6(x: float) -> float:
-    """The specification in exact fractions: the nearest value, of two equally near ones the even code."""
+    """The specification in exact fractions: the nearest value, of two equally near ones the even one."""
     exact = min(abs(Fraction(x)), E5M6_FRACTIONS[-1])
     above = bisect_left(E5M6_FRACTIONS, exact)
-    code = min(range(max(above - 1, 0), above + 1), key=lambda c: (abs(E5M6_FRACTIONS[c] - exact), c % 2))
-    return float(np.copysign(float(E5M6_FRACTIONS[code]) if code < len(E5M6_FRACTIONS) - 1 else np.inf, x))
+    encoded = min(range(max(above - 1, 0), above + 1), key=lambda c: (abs(E5M6_FRACTIONS[c] - exact), c % 2))
+    return float(np.copysign(float(E5M6_FRACTIONS[encoded]) if encoded < len(E5M6_FRACTIONS) - 1 else np.inf, x))
 
 
 def test_adversarial_floats_round_to_the_nearest_e5m6():
@@ -300,9 +300,9 @@ def test_rounding_keeps_the_dtype_and_the_values(dtype):
     assert torch.equal(rounded.float(), E4M3.round(x.float()))
 
 
-def test_meta_tensors_have_codes():
-    codes = E5M6.encode(torch.empty(3, 5, device="meta"))
-    assert (codes.shape, codes.dtype, codes.device.type) == ((3, 5), torch.int32, "meta")
+def test_meta_tensors_are_encoded():
+    encoded = E5M6.encode(torch.empty(3, 5, device="meta"))
+    assert (encoded.shape, encoded.dtype, encoded.device.type) == ((3, 5), torch.int32, "meta")
 
 
 # Integers
@@ -324,17 +324,17 @@ def test_int8_rounding_keeps_nan():
     assert INT8.round(floats(torch.nan)).isnan().all()
 
 
-# Two 12-bit codes in three bytes
+# Two 12-bit values in three bytes
 
 
 @given(st.lists(st.integers(0, 4095), max_size=33), st.integers(1, 3))
-def test_packing_is_undone_by_unpacking(codes, rows):
-    codes = torch.tensor(codes, dtype=torch.int32).expand(rows, -1)
-    assert torch.equal(unpack12(pack12(codes), codes.shape[-1]), codes)
+def test_packing_is_undone_by_unpacking(encoded, rows):
+    encoded = torch.tensor(encoded, dtype=torch.int32).expand(rows, -1)
+    assert torch.equal(unpack12(pack12(encoded), encoded.shape[-1]), encoded)
 
 
 @pytest.mark.parametrize(("n", "size"), [(0, 0), (1, 3), (2, 3), (7, 12), (128, 192)])
-def test_two_codes_take_three_bytes(n, size):
+def test_two_values_take_three_bytes(n, size):
     packed = pack12(torch.zeros(4, n, dtype=torch.int32))
     assert (packed.shape, packed.dtype) == ((4, size), torch.uint8)
 
@@ -354,7 +354,7 @@ def test_only_floats_within_fp32_are_rounded(fmt, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2])
-def test_only_codes_are_decoded(dtype):
+def test_only_integers_are_decoded(dtype):
     with pytest.raises(TypeError, match=f"must hold e4m3 in uint8, int16, int32 or int64, not {dtype}"):
         E4M3.decode(torch.zeros(2, dtype=dtype))
 

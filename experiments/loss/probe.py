@@ -41,11 +41,11 @@ LONGEST = 14.0  # seconds for the steps of one model; fewer steps are measured w
 TOP = 25
 KINDS = {  # the first pattern that a kernel's name contains decides
     "attention": r"flash|fmha|sdpa|mha|attention",
-    "FP8 product": r"^product$|^_(matmul|grouped|masked|wgrad)$",
+    "FP8 product": r"^(product|gemm)$|^_(matmul|grouped|masked|wgrad)$",
     "BF16 product": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
     "optimizer": r"adamw|multi_tensor|lpnorm|foreach",
-    "cast, fused with what makes it": r"^(tiles|squares|blocks|dequantize|rms_norm|swiglu|swiglu_backward|swiglu_transposed)$"
-    r"|quantize|cast_|block_amax|^requantize|^rms_norm|^rotate$|^latent_keys",
+    "cast, fused with what makes it": r"^(tiles|squares|blocks|dequantize|rms_norm|swiglu|swiglu_backward)$"
+    r"|^swiglu_transposed$|quantize|cast_|block_amax|^requantize|^rms_norm|^rotate$|^latent_keys",
     "permute, routing": r"permute|sort|scatter|gather|topk|TopK|index|scan|searchsorted|bitonic",
     "loss": r"softmax|nll",
     "copy": r"^Mem(cpy|set)",

@@ -16,7 +16,7 @@ from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
 from octile.train.config import preset
 
-APPROXIMATE = 1e-3  # of the codes may differ where an exponential, a root or a sum comes first
+APPROXIMATE = 1e-3  # of the encoded values may differ where an exponential, a root or a sum comes first
 LAST_BITS = 1e-3  # of scales and sums there, relative: sums may cancel
 
 

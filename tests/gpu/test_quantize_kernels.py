@@ -1,8 +1,8 @@
-"""The casts that turn, normalise or gate on a GPU: bit for bit the CPU's, or within the stated bound of them.
+"""Fused quantization on a GPU: bit for bit the CPU's, or within the stated bound of it.
 
 A kernel is compiled for each format and way of scaling, and takes longer to compile than to run, so not all pairs are
-tried; of the matrices that Hopper's own kernels leave to Triton's, whose compiler is the slower one, fewer still. All
-pairs run in the interpreter and in the emulator. One matrix for each cast is large.
+tried; fewer still of the matrices that the CUDA kernels leave to Triton, whose compiler is slower. All pairs run in the
+interpreter and in the emulator. One matrix for each operator is large.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
-from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite, ugly
+from tests.kernels.triton.comparison import assert_close_data, assert_same, finite, ugly
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -37,8 +37,8 @@ def _tiles(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, ...]:
     return requantize_transposed(data, scale, power_of_2)
 
 
-every_cast = pytest.mark.parametrize(
-    "cast", [quantize_rows_and_columns, quantize_and_transpose, _tiles], ids=["rows and columns", "blocks", "tiles"]
+every_operator = pytest.mark.parametrize(
+    "operator", [quantize_rows_and_columns, quantize_and_transpose, _tiles], ids=["rows and columns", "blocks", "tiles"]
 )
 
 
@@ -47,28 +47,30 @@ def _cpu(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in tensors]
 
 
-def _assert_as_on_the_cpu(cast: Callable[..., tuple[Tensor, ...]], x: Tensor, fmt: str, power_of_2: bool) -> None:
-    assert_same(_cpu(cast(x.cuda(), fmt, power_of_2)), cast(x, fmt, power_of_2))
+def _assert_as_on_the_cpu(operator: Callable[..., tuple[Tensor, ...]], x: Tensor, fmt: str, power_of_2: bool) -> None:
+    assert_same(_cpu(operator(x.cuda(), fmt, power_of_2)), operator(x, fmt, power_of_2))
 
 
-@every_cast
+@every_operator
 @every_shape
 @formats_and_scales
-def test_turned_casts(cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], fmt: str, power_of_2: bool):
-    _assert_as_on_the_cpu(cast, finite(*shape).bfloat16(), fmt, power_of_2)
-
-
-@every_cast
-@pytest.mark.parametrize("shape", [(4096, 7168), *RAGGED], ids=str)
-def test_turned_casts_of_a_large_matrix_and_of_ragged_ones(
-    cast: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...]
+def test_transposed_quantization(
+    operator: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...], fmt: str, power_of_2: bool
 ):
-    _assert_as_on_the_cpu(cast, finite(*shape).bfloat16(), "e4m3", False)
+    _assert_as_on_the_cpu(operator, finite(*shape).bfloat16(), fmt, power_of_2)
+
+
+@every_operator
+@pytest.mark.parametrize("shape", [(4096, 7168), *RAGGED], ids=str)
+def test_transposed_quantization_of_a_large_matrix_and_of_ragged_ones(
+    operator: Callable[..., tuple[Tensor, ...]], shape: tuple[int, ...]
+):
+    _assert_as_on_the_cpu(operator, finite(*shape).bfloat16(), "e4m3", False)
 
 
 @pytest.mark.parametrize("shape", [(768, 256), (16, 768, 256), (512, 768), (130, 304)], ids=str)
 @both_scales
-def test_weights_and_their_turned_copies(shape: tuple[int, ...], power_of_2: bool):
+def test_weights_and_their_transposes(shape: tuple[int, ...], power_of_2: bool):
     _assert_as_on_the_cpu(quantize_and_transpose, 0.02 * torch.randn(shape), "e4m3", power_of_2)
 
 
@@ -78,21 +80,25 @@ def _all_magnitudes(k: int) -> Tensor:
     return x
 
 
-@every_cast
+@every_operator
 @formats_and_scales
-def test_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool):
-    _assert_as_on_the_cpu(cast, _all_magnitudes(1000), fmt, power_of_2)
+def test_transposed_quantization_of_all_magnitudes(
+    operator: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool
+):
+    _assert_as_on_the_cpu(operator, _all_magnitudes(1000), fmt, power_of_2)
 
 
-@every_cast
+@every_operator
 @pytest.mark.parametrize(("fmt", "power_of_2"), [("e4m3", False), ("int8", True)])
-def test_ragged_turned_casts_of_all_magnitudes(cast: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool):
-    _assert_as_on_the_cpu(cast, _all_magnitudes(1003), fmt, power_of_2)
+def test_ragged_transposed_quantization_of_all_magnitudes(
+    operator: Callable[..., tuple[Tensor, ...]], fmt: str, power_of_2: bool
+):
+    _assert_as_on_the_cpu(operator, _all_magnitudes(1003), fmt, power_of_2)
 
 
 @every_format
 def test_quotients_near_the_middle_between_two_codes(fmt: str):
-    """Scales close to numbers of few bits, where a quotient that is not FP32's own could round to another code."""
+    """Scales close to numbers of few bits, where a quotient other than FP32's could round to another encoded value."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}[fmt]
     scale = (torch.arange(128, 256)[:, None] * 2.0**16 + torch.arange(-16, 17)).flatten()[:, None] * 2.0**-23
     middle = torch.arange(128, 257) * 2.0**-8
@@ -139,17 +145,17 @@ def test_a_given_scale(k: int, fmt: str, scale: float):
 def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2: bool):
     m, h = shape
     dh, (gate, up) = torch.randn(shape).bfloat16(), (4 * torch.randn(m, 2 * h)).bfloat16().chunk(2, 1)
-    assert_close_codes(
+    assert_close_data(
         _cpu(swiglu_quantize(gate.cuda(), up.cuda(), fmt, power_of_2)), swiglu_quantize(gate, up, fmt, power_of_2)
     )
     weight = torch.rand(m)
-    *_, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2, weight)
-    for inputs in ((gate, up, None, None, None), (*kept, *kept_scale, None), (*kept, *kept_scale, weight)):
+    *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2, weight)
+    for inputs in ((gate, up, None, None, None), (*saved, *saved_scale, None), (*saved, *saved_scale, weight)):
         casts = (fmt, power_of_2, fmt, not power_of_2)
         found = _cpu(swiglu_backward_quantize(dh.cuda(), *(None if t is None else t.cuda() for t in inputs), *casts))
         expected = swiglu_backward_quantize(dh, *inputs, *casts)
         for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
-            assert_close_codes(found[pair], expected[pair])
+            assert_close_data(found[pair], expected[pair])
         torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
 
 
@@ -168,7 +174,7 @@ def _assert_inputs_are_kept(shape: tuple[int, int], fmt: str, power_of_2: bool) 
     weight = torch.rand(shape[0])
     found = _cpu(swiglu_quantize_and_save(gate.cuda(), up.cuda(), "e4m3", True, fmt, power_of_2, weight.cuda()))
     expected = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2, weight)
-    assert_close_codes(found[:2], expected[:2])
+    assert_close_data(found[:2], expected[:2])
     assert_same(found[2:], expected[2:])
 
 

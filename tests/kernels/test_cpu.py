@@ -1,4 +1,4 @@
-"""The fast casts on a CPU against the formats' definitions: E4M3 for all its codes, E5M6 for all and about all ties."""
+"""The fast conversions on a CPU against the formats' definitions, for all encoded values and about all ties of E5M6."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ import torch
 from octile.formats import E4M3, E5M6, pack12, unpack12
 from octile.kernels.cpu import decode_e4m3, decode_e5m6, encode_e5m6
 
-CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+ENCODED = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def flushed_denormals() -> Iterator[None]:
 
 
 def test_every_code_is_decoded_to_its_value():
-    np.testing.assert_array_equal(decode_e4m3(CODES).numpy(), E4M3.values().numpy())
+    np.testing.assert_array_equal(decode_e4m3(ENCODED).numpy(), E4M3.values().numpy())
 
 
 def test_zeros_keep_their_sign():
@@ -29,46 +29,46 @@ def test_zeros_keep_their_sign():
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_nan_of_either_sign_is_found_among_numbers(code):
-    codes = torch.tensor([1, code, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    assert decode_e4m3(codes).isnan().tolist() == [False, True, False]
+    encoded = torch.tensor([1, code, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert decode_e4m3(encoded).isnan().tolist() == [False, True, False]
 
 
 def test_subnormal_numbers_survive_a_processor_that_flushes_denormals(flushed_denormals):
-    assert decode_e4m3(CODES[:8]).mul(512).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert decode_e4m3(ENCODED[:8]).mul(512).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_strides_do_not_matter():
-    codes = CODES.view(16, 16).T
-    np.testing.assert_array_equal(decode_e4m3(codes).numpy(), E4M3.values().view(16, 16).T.numpy())
+    encoded = ENCODED.view(16, 16).T
+    np.testing.assert_array_equal(decode_e4m3(encoded).numpy(), E4M3.values().view(16, 16).T.numpy())
 
 
 def test_nothing_is_decoded_to_nothing():
-    assert decode_e4m3(CODES[:0].view(0, 7)).shape == (0, 7)
+    assert decode_e4m3(ENCODED[:0].view(0, 7)).shape == (0, 7)
 
 
 def test_the_data_stay_as_they_were():
-    before = CODES.view(torch.uint8).clone()
-    decode_e4m3(CODES)
-    assert torch.equal(CODES.view(torch.uint8), before)
+    before = ENCODED.view(torch.uint8).clone()
+    decode_e4m3(ENCODED)
+    assert torch.equal(ENCODED.view(torch.uint8), before)
 
 
 # E5M6
 
 
 def assert_encoded_as_defined(x: torch.Tensor) -> None:
-    """The same codes; of a NaN, its being one."""
+    """The same encoded values, and NaN for NaN."""
     found, expected = unpack12(encode_e5m6(x), x.shape[-1]), E5M6.encode(x)
     assert torch.equal(torch.where(x.isnan(), 0, found), torch.where(x.isnan(), 0, expected))
     assert torch.equal(E5M6.decode(found).isnan(), x.isnan())
 
 
 def test_every_e5m6_code_is_decoded_to_its_value():
-    codes = torch.arange(4096, dtype=torch.int32).view(4, 1024)
-    np.testing.assert_array_equal(decode_e5m6(pack12(codes)).numpy(), E5M6.decode(codes).numpy())
+    encoded = torch.arange(4096, dtype=torch.int32).view(4, 1024)
+    np.testing.assert_array_equal(decode_e5m6(pack12(encoded)).numpy(), E5M6.decode(encoded).numpy())
 
 
 @pytest.mark.parametrize("steps", range(-2, 3))
-def test_numbers_about_the_middle_between_two_codes_of_e5m6(steps):
+def test_numbers_about_the_middle_between_two_values_of_e5m6(steps):
     values = E5M6.values()
     values = values[values.isfinite()].sort().values
     middle = (values[1:] + values[:-1]) / 2

@@ -1,4 +1,4 @@
-"""A gate's product in FP32, and the parts in which a GPU makes it."""
+"""A gate's GEMM in FP32, and the BF16 terms from which a GPU computes it."""
 
 import pytest
 import torch

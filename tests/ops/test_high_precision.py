@@ -1,4 +1,4 @@
-"""Grouped products in an ordinary dtype as operators; what they compute is tested in tests/nn/test_plain.py."""
+"""Grouped GEMMs in high precision as operators; tests/nn tests their results."""
 
 import pytest
 import torch

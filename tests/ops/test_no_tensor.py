@@ -42,27 +42,27 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 FLAT, HEADS, ONE = torch.ones(128), torch.ones(1, 1, 1, 4), torch.ones(1, 1)
-X, CODES = torch.ones(2, 128), torch.ones(2, 128, dtype=torch.int8)
+X, ENCODED = torch.ones(2, 128), torch.ones(2, 128, dtype=torch.int8)
 SCALE = torch.ones(2, 1)
 PACKED = pack_ue8m0(SCALE)
-A = (CODES, SCALE, (1, 128))
-STACK = (CODES[None], SCALE[None], (1, 128))
-TURNED = (CODES, torch.ones(1, 128), (128, 1))
+A = (ENCODED, SCALE, (1, 128))
+STACK = (ENCODED[None], SCALE[None], (1, 128))
+TRANSPOSED = (ENCODED, torch.ones(1, 128), (128, 1))
 ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
-F8 = CODES.to(torch.float8_e4m3fn)
-Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TURNED)
+F8 = ENCODED.to(torch.float8_e4m3fn)
+Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
 
 CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     adamw: (FLAT.clone(), FLAT, FLAT.clone(), FLAT.clone(), torch.ones(3), 0.9, 0.9, 1e-8),
     attention: (HEADS, HEADS, HEADS, 1.0),
     attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),
-    dequantize: (CODES, SCALE, 1, 128, torch.float32),
+    dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
     gate_logits: (X, X),
     gate_logits_backward: (torch.ones(2, 2), X, X),
     grouped_matmul_nt: (*A, *STACK, ENDS, torch.float32),
     grouped_matmul_nt_out: (torch.ones(2, 2), *A, *STACK, ENDS),
-    grouped_wgrad: (*TURNED, *TURNED, ENDS, torch.float32),
-    grouped_wgrad_out: (torch.ones(1, 128, 128), *TURNED, *TURNED, ENDS, False),
+    grouped_wgrad: (*TRANSPOSED, *TRANSPOSED, ENDS, torch.float32),
+    grouped_wgrad_out: (torch.ones(1, 128, 128), *TRANSPOSED, *TRANSPOSED, ENDS, False),
     latent_keys: (torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2), ONE, ONE, 2),
     latent_keys_backward: (HEADS, HEADS, ONE, ONE),
     masked_grouped_matmul_nt: (*STACK, *STACK, ENDS, torch.float32),
@@ -70,18 +70,18 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     matmul_nt: (*A, *A, torch.float32),
     matmul_nt_out: (torch.ones(2, 2), *A, *A, False),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
-    permute: (CODES, SCALE, PLACES),
+    permute: (ENCODED, SCALE, PLACES),
     high_precision_grouped_nt: (X, X[None], ENDS),
     high_precision_grouped_tn: (X, X, ENDS),
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
     quantize_rows_and_columns: (X, "int8", False),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
-    requantize_transposed: (CODES, SCALE, False, "int8", ENDS - 1),
+    requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1),
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
-    swiglu_backward_quantize: (X, CODES, CODES, SCALE, SCALE, torch.ones(2), "int8", False, "int8", False),
+    swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), "int8", False, "int8", False),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
     unpermute: (X, PLACES, X),
@@ -97,8 +97,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     unpack_ue8m0: (PACKED, 1),
     pack_grouped_ue8m0: (SCALE, ENDS, 1),
     unpack_grouped_ue8m0: (PACKED, ENDS, 2),
-    tile_128x4: (CODES,),
-    untile_128x4: (tile_128x4(CODES), 2, 128),
+    tile_128x4: (ENCODED,),
+    untile_128x4: (tile_128x4(ENCODED), 2, 128),
 }
 
 
@@ -152,7 +152,7 @@ def test_named_arguments_are_refused_alike():
 
 @pytest.mark.parametrize("name", ["b", "out"])
 def test_a_tensor_on_meta_beside_others_is_refused(name: str):
-    b = octile.ScaledTensor(CODES.to("meta"), SCALE.to("meta"), (1, 128)) if name == "b" else Q
+    b = octile.ScaledTensor(ENCODED.to("meta"), SCALE.to("meta"), (1, 128)) if name == "b" else Q
     out = torch.empty(2, 2, device="meta") if name == "out" else None
     with pytest.raises(ValueError, match=f"lies on (cpu but {name} on meta|meta but a on cpu)"):
         octile.matmul_nt(Q, b, None, out)

@@ -1,4 +1,4 @@
-"""RMSNorm's cast is torch's norm in FP32, then the cast; its gradients are what autograd finds."""
+"""RMSNorm fused with quantization equals torch's norm in FP32, then quantization; its gradients are autograd's."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_norm_rounded_only_to_the_codes(dtype: torch.dtype):
+def test_it_is_the_norm_rounded_only_when_quantized(dtype: torch.dtype):
     x, weight = inputs(dtype)
     data, scale, rstd, y = rms_norm_quantize(x, weight, 1e-6, "e4m3", True)
     expected = quantize(F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6), 1, 128, "e4m3", True)

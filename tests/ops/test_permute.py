@@ -1,4 +1,4 @@
-"""permute and unpermute are gathers and sums in a stated order, and each the other's mirror image."""
+"""permute and unpermute are gathers and sums in a stated order, and each is the gradient of the other."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_each_row_comes_to_all_its_places_with_its_scales(t: int, k: int, fmt: s
     assert torch.equal(dequantize(moved, moved_scale, 1, 128, torch.float32), expected)
 
 
-def test_scales_are_stored_as_those_of_a_cast():
+def test_scales_have_the_layout_of_quantize():
     moved, moved_scale = permute(*tiles(), places())
     assert moved_scale.stride() == quantize(torch.zeros(T * K, D), 1, 128, "e4m3", True)[1].stride()
     assert moved.is_contiguous()

@@ -76,11 +76,11 @@ def test_every_block_is_quantised_as_numpy_does(m, k, seed, block, fmt, power_of
 
 
 @given(**a_matrix, power_of_2=st.booleans())
-def test_e5m6_data_are_packed_codes(m, k, seed, power_of_2):
+def test_e5m6_data_are_packed_encoded_values(m, k, seed, power_of_2):
     x, block = matrix(m, k, seed), (1, 128)
     data, scale = quantize(x, *block, "e5m6", power_of_2)
-    codes = E5M6.encode(x / per_element(scale, block, x.shape))
-    assert torch.equal(unpack12(data, k), codes)
+    encoded = E5M6.encode(x / per_element(scale, block, x.shape))
+    assert torch.equal(unpack12(data, k), encoded)
 
 
 @pytest.mark.parametrize(("block", "strides"), [((1, 128), (1, 132)), ((128, 1), (132, 1)), ((128, 128), (2, 1))])
@@ -237,7 +237,7 @@ def test_values_at_the_end_of_e4m3_stay_where_they_are():
     x = torch.tensor([[448.0, -448.0, 447.0, 432.0, 431.0, 1.0]])
     data, scale = quantize(x, 1, 128, "e4m3", False)
     assert scale.item() == 1
-    assert data.float().tolist() == [[448, -448, 448, 448, 416, 1]]  # 432 lies halfway and goes to the even code
+    assert data.float().tolist() == [[448, -448, 448, 448, 416, 1]]  # 432 lies halfway and goes to the even one
 
 
 # A scale that is given
@@ -267,8 +267,8 @@ def test_a_given_scale_quantises_as_the_same_scale_found(m, k, seed):
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
 def test_every_code_is_decoded_to_its_value(form):
-    codes = torch.arange(256, dtype=torch.uint8).view(form.dtype)
-    np.testing.assert_array_equal(decode(codes).numpy(), form.values().numpy())
+    encoded = torch.arange(256, dtype=torch.uint8).view(form.dtype)
+    np.testing.assert_array_equal(decode(encoded).numpy(), form.values().numpy())
 
 
 def test_decoding_keeps_the_sign_of_zero():

@@ -1,4 +1,4 @@
-"""Rotary operators of latent attention are the single steps that they stand for."""
+"""Rotary operators of latent attention equal the unfused steps."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_last_channels_are_turned_in_place(dtype: torch.dtype):
+def test_the_last_channels_are_rotated_in_place(dtype: torch.dtype):
     x = tensor(B, S, H, N + R, dtype=dtype)
     expected = torch.cat((x[..., :N], rotate(x[..., N:], COS_SIN)), dim=-1)
     rotate_(x, *COS_SIN)

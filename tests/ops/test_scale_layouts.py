@@ -1,4 +1,4 @@
-"""Scales keep their values in every layout, and lie where the hardware looks for them."""
+"""Scales keep their values in every layout, and have the addresses that the hardware reads."""
 
 import pytest
 import torch
@@ -33,13 +33,13 @@ def powers_of_2(*shape: int) -> torch.Tensor:
 
 
 def test_every_code_is_the_number_that_the_format_says():
-    codes = torch.arange(256, dtype=torch.uint8)
-    torch.testing.assert_close(from_ue8m0(codes), UE8M0.decode(codes), rtol=0, atol=0, equal_nan=True)
+    encoded = torch.arange(256, dtype=torch.uint8)
+    torch.testing.assert_close(from_ue8m0(encoded), UE8M0.decode(encoded), rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_number_of_the_format_has_its_code():
-    codes = torch.arange(256, dtype=torch.uint8)
-    assert torch.equal(to_ue8m0(UE8M0.decode(codes)), codes)
+    encoded = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(to_ue8m0(UE8M0.decode(encoded)), encoded)
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0, -2.0, float("inf"), 2.0**-128, 1 + 2.0**-23])
@@ -68,7 +68,7 @@ def test_the_first_of_four_neighbours_is_the_lowest_byte():
 
 
 @given(**sizes)
-def test_packed_columns_begin_at_multiples_of_16_bytes_and_rows_are_neighbours(mn, k):
+def test_packed_columns_begin_at_multiples_of_16_bytes_and_rows_are_neighbors(mn, k):
     packed = pack_ue8m0(powers_of_2(2, mn, k))
     columns, aligned = -(-k // 4), -(-mn // 4) * 4
     assert packed.shape == (2, mn, columns)
@@ -122,7 +122,7 @@ def test_every_group_is_packed_as_if_it_were_alone(counts, mn):
     packed = pack_grouped_ue8m0(scale, sizes, max_packed_rows(sum(counts), len(counts)))
     alone = torch.cat([pack_ue8m0(group.mT).mT for group in scale.split(counts) if len(group)])
     assert torch.equal(packed[: len(alone)], alone)
-    assert not packed[len(alone) :].any(), "rows to spare hold code 0"
+    assert not packed[len(alone) :].any(), "spare rows hold 0"
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6))
@@ -135,17 +135,17 @@ def test_the_most_packed_rows_are_enough(counts):
 
 @given(**sizes)
 def test_tiled_scales_come_back(mn, k):
-    codes = to_ue8m0(powers_of_2(mn, k))
-    assert torch.equal(untile_128x4(tile_128x4(codes), mn, k), codes)
+    encoded = to_ue8m0(powers_of_2(mn, k))
+    assert torch.equal(untile_128x4(tile_128x4(encoded), mn, k), encoded)
 
 
 @given(**sizes)
 def test_every_scale_lies_where_the_library_documents_it(mn, k):
-    codes = torch.randint(1, 256, (mn, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(mn + k))
-    tiles = tile_128x4(codes)
+    encoded = torch.randint(1, 256, (mn, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(mn + k))
+    tiles = tile_128x4(encoded)
     assert tiles.shape == (-(-mn // 128) * -(-k // 4) * 512,)
     i, j = torch.meshgrid(torch.arange(mn), torch.arange(k), indexing="ij")
     tile = i // 128 * -(-k // 4) + j // 4
     at = 512 * tile + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
-    assert torch.equal(tiles[at], codes)
-    assert tiles.count_nonzero() == codes.numel(), "what is filled up has code 0"
+    assert torch.equal(tiles[at], encoded)
+    assert tiles.count_nonzero() == encoded.numel(), "what is padded is 0"

@@ -1,4 +1,4 @@
-"""SwiGLU's casts are torch's functions in FP32, then the cast."""
+"""SwiGLU fused with quantization equals torch's functions in FP32, then quantization."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ M, H = 20, 256
 
 
 def inputs(m: int = M, h: int = H, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """dh, and gate and up as halves of one product's result."""
+    """dh, and gate and up as halves of one GEMM's output."""
     torch.manual_seed(0)
     return [torch.randn(m, h).to(dtype), *(4 * torch.randn(m, 2 * h)).to(dtype).chunk(2, 1)]
 
@@ -29,35 +29,35 @@ def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("h", [256, 100])
-def test_forward_rounds_only_to_the_codes(h: int, dtype: torch.dtype):
+def test_forward_rounds_only_when_it_quantizes(h: int, dtype: torch.dtype):
     _, gate, up = inputs(h=h, dtype=dtype)
     expected = quantize(F.silu(gate.float()) * up.float(), 1, 128, "e4m3", True)
     assert_equal(swiglu_quantize(gate, up, "e4m3", True), expected)
 
 
 @pytest.mark.parametrize("h", [256, 100])
-def test_inputs_are_kept_in_tiles_of_their_own(h: int):
+def test_inputs_are_saved_in_tiles_of_their_own(h: int):
     _, gate, up = inputs(h=h)
     weight = torch.rand(M)
-    *of_h, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "int8", False, weight)
-    assert_equal(tuple(of_h), swiglu_quantize(gate, up, "e4m3", True, weight))
-    assert_equal((kept, kept_scale), quantize(torch.stack([gate, up]), 1, 128, "int8", False))
+    *h_quantized, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "int8", False, weight)
+    assert_equal(tuple(h_quantized), swiglu_quantize(gate, up, "e4m3", True, weight))
+    assert_equal((saved, saved_scale), quantize(torch.stack([gate, up]), 1, 128, "int8", False))
     for half, x in enumerate((gate, up)):
-        assert_equal((kept[half], kept_scale[half]), quantize(x, 1, 128, "int8", False))
+        assert_equal((saved[half], saved_scale[half]), quantize(x, 1, 128, "int8", False))
 
 
-def test_a_rows_weight_multiplies_it_before_the_cast():
+def test_a_rows_weight_multiplies_it_before_quantization():
     _, gate, up = inputs()
     weight = torch.rand(M)
     expected = quantize(F.silu(gate) * up * weight[:, None], 1, 128, "e4m3", True)
     assert_equal(swiglu_quantize(gate, up, "e4m3", True, weight), expected)
 
 
-CASTS = ("e4m3", False, "e4m3", True)  # of the gradients and of h
+QUANTIZATIONS = ("e4m3", False, "e4m3", True)  # of the gradients and of h
 
 
 def columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """Turned, in tiles along the rows that x had."""
+    """x quantized in tiles along its columns, transposed."""
     return quantize_rows_and_columns(x, fmt, power_of_2)[2:]
 
 
@@ -67,10 +67,10 @@ def test_backward_is_what_autograd_finds(dtype: torch.dtype):
     wide = [t.float().detach().requires_grad_() for t in (gate, up)]
     h = F.silu(wide[0]) * wide[1]
     gradients = torch.autograd.grad(h, wide, dh.float())
-    *found, of_weight = swiglu_backward_quantize(dh, gate, up, None, None, None, *CASTS)
+    *found, dweight = swiglu_backward_quantize(dh, gate, up, None, None, None, *QUANTIZATIONS)
     expected = *quantize_rows_and_columns(torch.cat(gradients, 1), "e4m3", False), *columns(h.detach(), "e4m3", True)
     assert_equal(tuple(found), expected)
-    assert of_weight.shape == (0,)
+    assert dweight.shape == (0,)
 
 
 def test_a_rows_weight_has_a_gradient():
@@ -78,30 +78,30 @@ def test_a_rows_weight_has_a_gradient():
     weight = torch.rand(M)
     wide = [t.clone().requires_grad_() for t in (gate, up, weight)]
     h = F.silu(wide[0]) * wide[1] * wide[2][:, None]
-    *gradients, of_weight = torch.autograd.grad(h, wide, dh)
-    *found, found_weight = swiglu_backward_quantize(dh, gate, up, None, None, weight, *CASTS)
+    *gradients, dweight = torch.autograd.grad(h, wide, dh)
+    *found, found_weight = swiglu_backward_quantize(dh, gate, up, None, None, weight, *QUANTIZATIONS)
     both = torch.cat(swiglu_gradients(dh * weight[:, None], gate, up), 1)
     expected = *quantize_rows_and_columns(both, "e4m3", False), *columns(h.detach(), "e4m3", True)
     assert_equal(tuple(found), expected)
     torch.testing.assert_close(both, torch.cat(gradients, 1))
-    torch.testing.assert_close(found_weight, of_weight)
+    torch.testing.assert_close(found_weight, dweight)
 
 
 def swiglu_gradients(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)
 
 
-def test_kept_inputs_stand_for_their_values():
+def test_saved_inputs_stand_for_their_values():
     dh, gate, up = inputs()
-    *_, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "e4m3", False)
-    values = dequantize(kept, kept_scale, 1, 128, torch.float32)
-    found = swiglu_backward_quantize(dh, *kept, *kept_scale, torch.ones(M), *CASTS)
-    assert_equal(found, swiglu_backward_quantize(dh, *values, None, None, torch.ones(M), *CASTS))
+    *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "e4m3", False)
+    values = dequantize(saved, saved_scale, 1, 128, torch.float32)
+    found = swiglu_backward_quantize(dh, *saved, *saved_scale, torch.ones(M), *QUANTIZATIONS)
+    assert_equal(found, swiglu_backward_quantize(dh, *values, None, None, torch.ones(M), *QUANTIZATIONS))
 
 
-def test_each_half_is_the_cast_of_one_gradient():
+def test_each_half_is_one_quantized_gradient():
     dh, gate, up = inputs()
-    data, scale, data_t, scale_t, *_ = swiglu_backward_quantize(dh, gate, up, None, None, None, *CASTS)
+    data, scale, data_t, scale_t, *_ = swiglu_backward_quantize(dh, gate, up, None, None, None, *QUANTIZATIONS)
     d_up = quantize_rows_and_columns(dh * F.silu(gate), "e4m3", False)
     for found, expected in zip((data[:, H:], scale[:, H // 128 :], data_t[H:], scale_t[H:]), d_up, strict=True):
         assert torch.equal(found.float(), expected.float())
@@ -111,7 +111,7 @@ def test_no_rows_give_no_rows():
     dh, gate, up = inputs(0)
     assert swiglu_quantize(gate, up, "e4m3", False)[0].shape == (0, H)
     assert swiglu_quantize_and_save(gate, up, "e4m3", False, "e4m3", False)[2].shape == (2, 0, H)
-    found = swiglu_backward_quantize(dh, gate, up, None, None, torch.ones(0), *CASTS)
+    found = swiglu_backward_quantize(dh, gate, up, None, None, torch.ones(0), *QUANTIZATIONS)
     shapes = [(0, 2 * H), (0, 2 * H // 128), (2 * H, 0), (2 * H, 0), (H, 0), (H, 0), (0,)]
     assert [t.shape for t in found] == shapes
 
@@ -119,9 +119,9 @@ def test_no_rows_give_no_rows():
 CALLS: dict[str, Any] = {
     "forward": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False)),
     "forward, weighted": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False, torch.rand(M))),
-    "forward, kept": lambda: (swiglu_quantize_and_save, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
+    "forward, saved": lambda: (swiglu_quantize_and_save, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
     "backward": lambda: (swiglu_backward_quantize, (*inputs(), None, None, None, "int8", False, "e4m3", True)),
-    "backward of kept": lambda: (
+    "backward of saved": lambda: (
         swiglu_backward_quantize,
         (
             inputs()[0],
@@ -188,4 +188,4 @@ def test_what_does_not_fit_is_refused(gate: Tensor, up: Tensor, fmt: str, error:
 )
 def test_what_has_no_gradients_is_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        swiglu_backward_quantize(*change([*inputs(), None, None, None]), *CASTS)
+        swiglu_backward_quantize(*change([*inputs(), None, None, None]), *QUANTIZATIONS)

@@ -1,4 +1,4 @@
-"""Casts that also turn the matrix are the casts they are made of, laid out as products read them."""
+"""Quantization with a transpose equals quantization followed by a transpose, in the layout that GEMMs read."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def assert_rows_of_whole_vectors(t: Tensor) -> None:
 @every_shape
 @every_format
 @both_scales
-def test_rows_and_columns_are_two_casts(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+def test_rows_and_columns_are_two_quantizations(shape: tuple[int, ...], fmt: str, power_of_2: bool):
     x = matrix(shape)
     data, scale, data_t, scale_t = quantize_rows_and_columns(x, fmt, power_of_2)
     columns, columns_scale = quantize(x, 128, 1, fmt, power_of_2)
@@ -50,7 +50,7 @@ def test_rows_and_columns_are_two_casts(shape: tuple[int, ...], fmt: str, power_
 @every_shape
 @every_format
 @both_scales
-def test_requantising_is_a_cast_of_the_values(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+def test_requantizing_quantizes_the_values(shape: tuple[int, ...], fmt: str, power_of_2: bool):
     data, scale = quantize(matrix(shape), 1, 128, fmt, True)
     data_t, scale_t = requantize_transposed(data, scale, power_of_2)
     columns, columns_scale = quantize(dequantize(data, scale, 1, 128, torch.float32), 128, 1, fmt, power_of_2)
@@ -81,7 +81,7 @@ def test_rows_are_taken_in_the_order_that_is_asked_for(fmt: str):
 @every_shape
 @every_format
 @both_scales
-def test_blocks_are_cast_once_and_turned(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+def test_blocks_are_quantized_once_and_transposed(shape: tuple[int, ...], fmt: str, power_of_2: bool):
     x = matrix(shape)
     data, scale, data_t = quantize_and_transpose(x, fmt, power_of_2)
     for found, expected in zip((data, scale), quantize(x, 128, 128, fmt, power_of_2), strict=True):
@@ -90,7 +90,7 @@ def test_blocks_are_cast_once_and_turned(shape: tuple[int, ...], fmt: str, power
 
 
 @pytest.mark.parametrize("shape", [(130, 300), (3, 5, 77)], ids=str)
-def test_what_is_turned_lies_in_whole_vectors(shape: tuple[int, ...]):
+def test_transposed_rows_begin_at_whole_vectors(shape: tuple[int, ...]):
     _, scale, data_t, scale_t = quantize_rows_and_columns(matrix(shape), "e4m3", False)
     for t in (data_t, scale.mT, scale_t.mT):
         assert_rows_of_whole_vectors(t)
@@ -142,7 +142,7 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     ],
     ids=["dtype", "vector", "format"],
 )
-def test_what_cannot_be_cast_is_refused(operator: Any, x: Tensor, fmt: str, error: type[Exception], message: str):
+def test_unsupported_inputs_are_refused(operator: Any, x: Tensor, fmt: str, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         operator(x, fmt, False)
 

@@ -142,7 +142,7 @@ def launch_wgrad(
     return out
 
 
-@triton.jit(do_not_specialize=["T", "rest", "most_tiles"])
+@triton.jit(do_not_specialize=["T", "rest", "max_tiles"])
 def _grouped(
     out, offs, T, N, K, G, rest, max_tiles,
     a, a_scale, a_group, a_row, a_scale_group, a_scale_row, a_scale_col,

@@ -1,4 +1,4 @@
-"""Numbers that are hard to cast, and what "bit for bit" means."""
+"""Values that are hard to quantize, and comparisons bit for bit."""
 
 from collections.abc import Sequence
 
@@ -31,10 +31,11 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         assert torch.equal(ours.float().signbit()[number], theirs.float().signbit()[number]), "the sign of a zero"
 
 
-def assert_close_codes(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Data and scales of values that differ by 2⁻¹⁶ at most: few codes do, by one step, and scales by as much.
+def assert_close_data(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare data and scales of values that differ by 2⁻¹⁶ at most.
 
-    A power of two may come out as its neighbour, and then all codes of its block; so values are compared instead.
+    Scales may differ by as much, and few encoded values by one step. A power-of-two scale may round to its neighbor,
+    and then all encoded values of its block differ; these blocks are not compared.
     """
     (data, scale), (expected_data, expected_scale) = found, expected
     assert (data.dtype, data.shape, data.stride()) == (
@@ -47,7 +48,7 @@ def assert_close_codes(found: Sequence[Tensor], expected: Sequence[Tensor]) -> N
     same = same.repeat_interleave(128, 1)[:, : data.shape[1]]
     ours, theirs = data.view(torch.int8).int()[same], expected_data.view(torch.int8).int()[same]
     ours, theirs = (torch.where(t < 0, -128 - t, t) if data.dtype != torch.int8 else t for t in (ours, theirs))
-    assert ((ours - theirs).abs() <= 1).all(), "a code is off by more than one step"
+    assert ((ours - theirs).abs() <= 1).all(), "an encoded value is off by more than one step"
     assert (ours != theirs).float().mean() < 1e-3 or same.numel() == 0
 
 

@@ -38,14 +38,14 @@ TORCH = {
 def gpu(request: pytest.FixtureRequest) -> Iterator[DeviceProperties]:
     """Launches are made for a GPU without and for one with FP8."""
     if not knobs.runtime.interpret:
-        pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` by itself")
+        pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` alone")
     with assume_device(GPUS[request.param]), np.errstate(all="ignore"):
         yield GPUS[request.param]
 
 
 @pytest.fixture(autouse=True)
-def exact_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter loses carries, ties, subnormals and NaN when it rounds; torch's casts do what the GPU does."""
+def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter loses carries, ties, subnormals and NaN when it rounds; torch's conversions are the GPU's."""
 
     def convert(numbers: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
         stored = torch.from_numpy(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8))

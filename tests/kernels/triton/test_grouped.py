@@ -1,4 +1,4 @@
-"""Grouped products agree with the reference for any sizes of the groups."""
+"""Grouped GEMMs agree with the reference for any sizes of the groups."""
 
 import pytest
 import torch

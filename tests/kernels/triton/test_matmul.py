@@ -1,4 +1,4 @@
-"""The dense product agrees with the reference: the same exact products, summed in another order."""
+"""The dense GEMM agrees with the reference: the same exact products, summed in another order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The quantising kernels are bit for bit the reference."""
+"""The quantization kernels are bit for bit the reference."""
 
 import pytest
 import torch
@@ -99,12 +99,12 @@ def test_dequantize(block: tuple[int, int], fmt: str, dtype: torch.dtype):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_code_dequantizes(dtype: torch.dtype):
-    codes = torch.arange(256, dtype=torch.uint8).view(1, 256).view(dtype)
-    values = quantize.launch_dequantize(codes, torch.ones(1, 1), 1, 256, torch.float32)
-    torch.testing.assert_close(values, codes.float(), rtol=0, atol=0, equal_nan=True)
+    encoded = torch.arange(256, dtype=torch.uint8).view(1, 256).view(dtype)
+    values = quantize.launch_dequantize(encoded, torch.ones(1, 1), 1, 256, torch.float32)
+    torch.testing.assert_close(values, encoded.float(), rtol=0, atol=0, equal_nan=True)
 
 
-# E5M6: two codes in three bytes
+# E5M6: two values in three bytes
 
 
 def _same_values(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -137,13 +137,13 @@ def test_e5m6_of_ugly_numbers(bad: float):
 
 @pytest.mark.usefixtures("gpu")
 def test_every_e5m6_code_is_written_and_read():
-    codes = torch.arange(4096)
-    x = formats.E5M6.decode(codes)[None]
+    encoded = torch.arange(4096)
+    x = formats.E5M6.decode(encoded)[None]
     x = x.masked_fill(~x.isfinite(), 0.0)
     data, scale = quantize.launch(x, 1, 4096, torch.uint8, False)
     assert scale.item() == 1
     assert torch.equal(reference.decode(data), x)
-    packed = formats.pack12(codes)[None]
+    packed = formats.pack12(encoded)[None]
     values = quantize.launch_dequantize(packed, torch.ones(1, 1), 1, 4096, torch.float32)
     torch.testing.assert_close(values, reference.decode(packed), rtol=0, atol=0, equal_nan=True)
 

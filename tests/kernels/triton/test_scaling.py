@@ -1,4 +1,4 @@
-"""Dividing by a block's scale without a division decides between two codes as the FP32 quotient does."""
+"""Division by a block's reciprocal scale rounds to the same encoded value as the FP32 quotient."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from octile.formats import E4M3, E5M2, INT8
 from octile.kernels.triton.fp8_bits import quantize_constants
 from octile.kernels.triton.scaling import divide, scale_from_amax
 
-SIGNIFICANT = 8  # bits of a number halfway between two codes of INT8 or E5M6; E4M3's and E5M2's have fewer
+SIGNIFICANT = 8  # bits of a number halfway between two values of INT8 or E5M6; E4M3's and E5M2's have fewer
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -36,12 +36,12 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
-    """The FP32 numbers that lie so many steps above positive ones."""
+    """The FP32 numbers that are `steps` steps above positive ones."""
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 
 @pytest.mark.parametrize("binade", [1.0, 0.5])
-def test_quotients_that_lie_nearly_halfway_between_two_codes(binade: float):
+def test_quotients_nearly_halfway_between_two_values(binade: float):
     halfway = torch.arange(1 << SIGNIFICANT - 1, (1 << SIGNIFICANT) + 1) * 2.0 ** (1 - SIGNIFICANT)
     scale = _steps(halfway[:-1, None], torch.arange(-6, 7, dtype=torch.int32)).flatten()[:, None]
     middle = (halfway * binade).expand(len(scale), -1)

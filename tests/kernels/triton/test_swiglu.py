@@ -9,7 +9,7 @@ from octile.kernels.triton import swiglu
 from octile.ops.quantize import DATA_DTYPES, quantize
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
-from tests.kernels.triton.comparison import assert_close_codes, assert_same, finite
+from tests.kernels.triton.comparison import assert_close_data, assert_same, finite
 
 E4M3 = torch.float8_e4m3fn
 
@@ -36,7 +36,7 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
     _, gate, up = _inputs(shape)
     found = swiglu.launch(gate, up, E4M3, power_of_2)
     assert_same(found, quantize(gate * _sigmoid(gate) * up, 1, 128, "e4m3", power_of_2))
-    assert_close_codes(found, swiglu_quantize(gate, up, "e4m3", power_of_2))
+    assert_close_data(found, swiglu_quantize(gate, up, "e4m3", power_of_2))
 
 
 @every_shape
@@ -44,10 +44,10 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
 def test_forward_that_keeps_its_inputs(shape: tuple[int, ...], power_of_2: bool):
     _, gate, up = _inputs(shape)
     weight = torch.rand(2 * shape[0])[::2]
-    *of_h, kept, kept_scale = swiglu.launch_and_save(gate, up, E4M3, False, torch.int8, power_of_2, weight)
-    assert_same(of_h, swiglu.launch(gate, up, E4M3, False, weight))
-    assert_same(of_h, quantize(gate * _sigmoid(gate) * up * weight[:, None], 1, 128, "e4m3", False))
-    assert_same([kept, kept_scale], quantize(torch.stack([gate, up]), 1, 128, "int8", power_of_2))
+    *h_quantized, saved, saved_scale = swiglu.launch_and_save(gate, up, E4M3, False, torch.int8, power_of_2, weight)
+    assert_same(h_quantized, swiglu.launch(gate, up, E4M3, False, weight))
+    assert_same(h_quantized, quantize(gate * _sigmoid(gate) * up * weight[:, None], 1, 128, "e4m3", False))
+    assert_same([saved, saved_scale], quantize(torch.stack([gate, up]), 1, 128, "int8", power_of_2))
 
 
 def _backward(
@@ -69,7 +69,7 @@ def _backward(
 
 def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
-        assert_close_codes(found[pair], expected[pair])
+        assert_close_data(found[pair], expected[pair])
     torch.testing.assert_close(found[6], expected[6], rtol=1e-5, atol=1e-5)
 
 
@@ -93,22 +93,22 @@ def test_backward(shape: tuple[int, ...], weighted: bool):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes(fmt: str, dtype: torch.dtype):
     dh, gate, up = _inputs((20, 128), dtype)
-    assert_close_codes(swiglu.launch(gate, up, DATA_DTYPES[fmt], False), swiglu_quantize(gate, up, fmt, False))
+    assert_close_data(swiglu.launch(gate, up, DATA_DTYPES[fmt], False), swiglu_quantize(gate, up, fmt, False))
     _assert_close(*_backward(dh, gate, up, torch.rand(20), fmt))
     _assert_close(*_backward(dh, gate, up, torch.rand(20), h_fmt=fmt))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("shape", [(130, 256), (5, 128), (0, 128)], ids=str)
-def test_backward_from_kept_inputs(fmt: str, shape: tuple[int, int]):
+def test_backward_from_saved_inputs(fmt: str, shape: tuple[int, int]):
     dh, gate, up = _inputs(shape)
-    *_, kept, kept_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, False)
-    _assert_close(*_backward(dh, *kept, torch.rand(shape[0]), scales=tuple(kept_scale)))
+    *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, False)
+    _assert_close(*_backward(dh, *saved, torch.rand(shape[0]), scales=tuple(saved_scale)))
 
 
 def test_a_ragged_number_of_columns():
     _, gate, up = _inputs((35, 200))
-    assert_close_codes(swiglu.launch(gate, up, E4M3, False), swiglu_quantize(gate, up, "e4m3", False))
+    assert_close_data(swiglu.launch(gate, up, E4M3, False), swiglu_quantize(gate, up, "e4m3", False))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -41,7 +41,7 @@ def launched(a, b, start, how: Summation):
 def interpreter():
     """One GPU is as good as another: the kernel uses nothing that only some have."""
     if not knobs.runtime.interpret:
-        pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` by itself")
+        pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` alone")
     with np.errstate(all="ignore"):
         yield
 

@@ -1,4 +1,4 @@
-"""The kernels that also turn the matrix are bit for bit the reference."""
+"""The kernels that quantize and transpose are bit for bit the reference."""
 
 import pytest
 import torch
@@ -38,34 +38,34 @@ def _again(x: Tensor, fmt: str, power_of_2: bool) -> None:
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2))
 
 
-every_cast = pytest.mark.parametrize("cast", [_both, _block, _again], ids=["both", "block", "again"])
+every_operator = pytest.mark.parametrize("operator", [_both, _block, _again], ids=["both", "block", "again"])
 
 
-@every_cast
+@every_operator
 @every_shape
-def test_any_shape(cast, shape: tuple[int, ...], fmt: str):
-    cast(_ordinary(shape), fmt, False)
+def test_any_shape(operator, shape: tuple[int, ...], fmt: str):
+    operator(_ordinary(shape), fmt, False)
 
 
-@every_cast
+@every_operator
 @both_scales
-def test_magnitudes_of_all_of_fp32(cast, fmt: str, power_of_2: bool):
-    cast(ugly(20, 150), fmt, power_of_2)
+def test_magnitudes_of_all_of_fp32(operator, fmt: str, power_of_2: bool):
+    operator(ugly(20, 150), fmt, power_of_2)
 
 
-@every_cast
+@every_operator
 @both_scales
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_inf_stay_visible(cast, bad: float, fmt: str, power_of_2: bool):
+def test_nan_and_inf_stay_visible(operator, bad: float, fmt: str, power_of_2: bool):
     x = _ordinary((10, 130))
     x[1, 7] = bad
-    cast(x, fmt, power_of_2)
+    operator(x, fmt, power_of_2)
 
 
-@every_cast
+@every_operator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_strides(cast, dtype: torch.dtype, fmt: str):
-    cast(torch.randn(2, 140, 9).to(dtype)[..., 1:].mT, fmt, True)
+def test_half_precision_and_strides(operator, dtype: torch.dtype, fmt: str):
+    operator(torch.randn(2, 140, 9).to(dtype)[..., 1:].mT, fmt, True)
 
 
 @both_scales

@@ -1,4 +1,4 @@
-"""The emulator's conversions, which the casts are tested with, are those of a GPU: torch's, saturating."""
+"""The emulator's conversions, with which the kernels are tested, are those of a GPU: torch's, saturating."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ def test_conversions_are_those_of_torch():
     # every pattern of the upper 16 bits of FP32, and just beside it
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
     x = torch.cat([upper, upper + 1, upper - 1]).view(torch.float32)
-    codes, back = torch.empty(x.numel(), 4, dtype=torch.int32), torch.empty(x.numel(), 4)
-    arguments = [x, codes, back]
+    encoded, back = torch.empty(x.numel(), 4, dtype=torch.int32), torch.empty(x.numel(), 4)
+    arguments = [x, encoded, back]
     emulator.run(
         "conversions", {}, grid=x.numel() // 256, threads=256, shared_bytes=0, arguments=arguments, headers=SOURCES
     )  # fmt: skip
@@ -29,4 +29,4 @@ def test_conversions_are_those_of_torch():
         bits = expected.view(torch.int16 if dtype == torch.float16 else torch.uint8).int() & (
             0xFFFF if i == 3 else 0xFF
         )
-        assert torch.equal(codes[:, i][number], bits[number]), "the bits, a zero's sign too"
+        assert torch.equal(encoded[:, i][number], bits[number]), "the bits, a zero's sign too"

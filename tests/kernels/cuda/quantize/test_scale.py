@@ -1,4 +1,4 @@
-"""The CUDA casts' division decides between two codes as the FP32 quotient does; their scales are the reference's."""
+"""The CUDA kernels' division rounds to the same encoded value as the FP32 quotient; scales are the reference's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tools.emulator.examples import SOURCES
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
-SIGNIFICANT = 8  # bits of a number halfway between two codes of INT8 or E5M6; E4M3's and E5M2's have fewer
+SIGNIFICANT = 8  # bits of a number halfway between two values of INT8 or E5M6; E4M3's and E5M2's have fewer
 BESIDE = 13  # units in the last place: only scales so close to a number with so few bits could decide differently
 DTYPE_OF = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, INT8: torch.int8, E5M6: torch.uint8}
 
@@ -29,12 +29,12 @@ def _run(x: Tensor, scale: Tensor, fmt=E4M3) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
-    """The FP32 numbers that lie so many steps above positive ones."""
+    """The FP32 numbers that are `steps` steps above positive ones."""
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 
 @pytest.mark.parametrize("binade", [1.0, 0.5])
-def test_quotients_that_lie_nearly_halfway_between_two_codes(binade: float):
+def test_quotients_nearly_halfway_between_two_values(binade: float):
     halfway = torch.arange(1 << SIGNIFICANT - 1, (1 << SIGNIFICANT) + 1) * 2.0 ** (1 - SIGNIFICANT)
     beside = torch.arange(-BESIDE, BESIDE + 1, dtype=torch.int32)
     scale = _steps(halfway[:-1, None], beside).flatten()[:, None]
