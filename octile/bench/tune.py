@@ -198,10 +198,10 @@ def launcher(setup: PreparedCase, config: GemmConfig) -> Callable[[], Tensor]:
     gemm, device = make_tma_readable(request(setup)), setup.out.device
     kernel = specialize.load("gemm", config.constants(), device, config.headers())
     prepared = PreparedGemm(plan_launch(gemm, Chip(num_sms.num_sms(device)), config), kernel)
-    pointers = (*launch_key(gemm)[1], setup.out.data_ptr())
+    _, pointers = launch_key(gemm)
 
     def call() -> Tensor:
-        prepared.launch_at(pointers, device)()
+        prepared.launch_at(pointers, setup.out)()
         return setup.out
 
     return call

@@ -56,7 +56,8 @@ def _triton_gemm(request: GemmRequest) -> Tensor:
 
     if not request.promote:
         raise ValueError(f"only Hopper's own kernels sum without promotion: {why_unsupported(request)}")
-    operands, out, sizes = (*request.a, *request.b), request.out, request.sizes
+    operands = (*request.a.parts(), *request.b.parts())
+    out, sizes = request.out, request.sizes
     if request.schedule is Schedule.DENSE:
         out = request.new_out() if out is None else out
         matmul.launch(out, *operands, request.accumulate)

@@ -24,6 +24,8 @@ from octile.ops.matmul import OUT_DTYPES, Block, check_operand, check_pair, in_f
 from octile.ops.operator import operator
 from octile.ops.scale_layouts import refuse_unless
 
+GROUPED, MASKED, ALONG_K = Schedule.GROUPED, Schedule.MASKED, Schedule.ALONG_K
+
 
 @operator()
 def grouped_matmul_nt(
@@ -70,7 +72,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
     if accumulator_for(a, b):
         return grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(Schedule.GROUPED, *operands, out_dtype, sizes=offs)
+    request = GemmRequest(GROUPED, *operands, out_dtype, sizes=offs)
     y = launch_cached(request)
     if y is None:
         _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
@@ -105,7 +107,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
     if accumulator_for(a, b):
         return grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, offs)
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(Schedule.GROUPED, *operands, out.dtype, out, offs, zero_rest=False)
+    request = GemmRequest(GROUPED, *operands, out.dtype, out, offs, zero_rest=False)
     if launch_cached(request) is None:
         _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
         backends.run("gemm", request)
@@ -163,7 +165,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows
     if accumulator_for(a, b):
         return masked_grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(Schedule.MASKED, *operands, out_dtype, sizes=counts, expected_rows=expected_rows)
+    request = GemmRequest(MASKED, *operands, out_dtype, sizes=counts, expected_rows=expected_rows)
     y = launch_cached(request)
     if y is None:
         _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
@@ -203,7 +205,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     if accumulator_for(a, b):
         return masked_grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, counts)
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(Schedule.MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
+    request = GemmRequest(MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
     if launch_cached(request) is None:
         _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
         backends.run("gemm", request)
@@ -252,7 +254,7 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
     if accumulator_for(dy, x):
         return grouped_wgrad.reference(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
     operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
-    request = GemmRequest(Schedule.ALONG_K, *operands, out_dtype, sizes=offs)
+    request = GemmRequest(ALONG_K, *operands, out_dtype, sizes=offs)
     dw = launch_cached(request)
     if dw is None:
         _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
@@ -288,7 +290,7 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
     if accumulator_for(dy, x):
         return grouped_wgrad_out.reference(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate)
     operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
-    request = GemmRequest(Schedule.ALONG_K, *operands, out.dtype, out, offs, accumulate)
+    request = GemmRequest(ALONG_K, *operands, out.dtype, out, offs, accumulate)
     if launch_cached(request) is None:
         _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out)
         backends.run("gemm", request)

@@ -25,6 +25,7 @@ from octile.ops.quantize import check_scale, dequantize
 Block = Sequence[int]
 OPERAND_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 OUT_DTYPES = (torch.bfloat16, torch.float32)
+DENSE = Schedule.DENSE
 
 
 @operator()
@@ -56,7 +57,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
 def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
     if accumulator_for(a, b):
         return matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
-    request = GemmRequest(Schedule.DENSE, Operand(a, a_scale, a_block), Operand(b, b_scale, b_block), out_dtype)
+    request = GemmRequest(DENSE, Operand(a, a_scale, a_block), Operand(b, b_scale, b_block), out_dtype)
     y = launch_cached(request)
     if y is None:
         _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
@@ -91,7 +92,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
     if accumulator_for(a, b):
         return matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, accumulate)
     a_operand, b_operand = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(Schedule.DENSE, a_operand, b_operand, out.dtype, out, accumulate=accumulate)
+    request = GemmRequest(DENSE, a_operand, b_operand, out.dtype, out, accumulate=accumulate)
     if launch_cached(request) is None:
         _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
         backends.run("gemm", request)

@@ -48,10 +48,13 @@ class Operator:
         library.impl(self.name, self._entry(reference), "CompositeExplicitAutograd")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for i, name, kind in self._tensors:
-            if not isinstance(t := args[i] if i < len(args) else kwargs.get(name), kind):
-                check_tensor(name, t)  # torch's own error is a RuntimeError, and of None there is none
-        return self.overload(*args, **kwargs)
+        try:
+            return self.overload(*args, **kwargs)
+        except (RuntimeError, AttributeError, TypeError):  # torch's own error is a RuntimeError, and None passes
+            for i, name, kind in self._tensors:
+                if not isinstance(t := args[i] if i < len(args) else kwargs.get(name), kind):
+                    check_tensor(name, t)
+            raise
 
     def register_fake(self, function: Function) -> Function:
         """Decorates what returns the shapes, dtypes and strides of the reference's results, without numbers."""

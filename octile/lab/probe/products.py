@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -155,26 +155,26 @@ def modeled(p: GemmRequest, parts: int) -> Tensor:
     """Compute the expected output of a request on the CPU, for a given number of split-K partials."""
     assert p.out is not None
     is_per_tensor = p.scale_kinds()[0] is TENSOR  # such scales are applied at the end
-    a, b = (x._replace(scale=torch.ones_like(x.scale)) if is_per_tensor else x for x in p.nt_operands())
+    a, b = (replace(x, scale=torch.ones_like(x.scale)) if is_per_tensor else x for x in p.nt_operands())
     model = partial(tensor_core_scaled_matmul, promote_every=BLOCK_K if p.promote else None)
     if p.schedule is Schedule.DENSE:
         k = p.a.data.shape[1]
         part = math.ceil(math.ceil(k / BLOCK_K) / parts) * BLOCK_K
         result = torch.zeros_like(p.out)
         for i, first in enumerate(range(0, k, part)):
-            summed = model(*_between(*a, first, first + part), *_between(*b, first, first + part))
+            summed = model(*_between(*a.parts(), first, first + part), *_between(*b.parts(), first, first + part))
             result = result + summed if i else summed
         result = result * (p.a.scale * p.b.scale) if is_per_tensor else result
     elif p.schedule is Schedule.MASKED:
-        result = accumulator.masked(model, *a, *b)
+        result = accumulator.masked(model, *a.parts(), *b.parts())
     else:
         assert p.sizes is not None
         ends = p.sizes.tolist()
         rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         if p.schedule is Schedule.GROUPED:
-            result = accumulator.grouped(model, *a, *b, rows)
+            result = accumulator.grouped(model, *a.parts(), *b.parts(), rows)
         else:
-            result = accumulator.wgrad(model, *a.mT, *b.mT, rows)
+            result = accumulator.wgrad(model, *a.mT.parts(), *b.mT.parts(), rows)
     return p.out + result if p.accumulate else result
 
 
@@ -184,7 +184,7 @@ def compare(case: Case, run: Run, device: torch.device) -> CaseResult:
     assert p.out is not None
     out = _on(device, p.out if p.accumulate else torch.full_like(p.out, math.nan))
     a, b = (Operand(_on(device, x.data), _on(device, x.scale), x.block) for x in (p.a, p.b))
-    parts = run(p._replace(a=a, b=b, out=out, sizes=None if p.sizes is None else _on(device, p.sizes)))
+    parts = run(replace(p, a=a, b=b, out=out, sizes=None if p.sizes is None else _on(device, p.sizes)))
     out, expected = out.cpu(), modeled(p, parts)
     if p.schedule is Schedule.MASKED:  # unused rows may hold anything
         assert p.sizes is not None

@@ -145,8 +145,8 @@ def _make(
     )
     made = plan_launch(request, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
     kernel = specialize.load("gemm", made.config.constants(), out.device, made.config.headers())
-    pointers = launch_cache.launch_key(request)[1]
-    launch_cache.PreparedGemm(made, kernel).launch_at((*pointers, out.data_ptr()), out.device)()
+    _, pointers = launch_cache.launch_key(request)
+    launch_cache.PreparedGemm(made, kernel).launch_at(pointers, out)()
     return made.config
 
 

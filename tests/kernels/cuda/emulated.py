@@ -58,7 +58,7 @@ def emulate(
     options = (config.accumulate, config.promote, config.zero_rest)
     request = GemmRequest(config.schedule, *operands, out.dtype, out, sizes, *options)
     made = plan_launch(request, Chip(max(num_sms, config.cluster_size)), config)
-    pointers = (*launch_key(request)[1], out.data_ptr())
+    _, pointers = launch_key(request)
     partials, arrivals = torch.full((made.partials,), math.nan), torch.zeros(made.arrivals, dtype=torch.int32)
     addresses = partials.data_ptr(), arrivals.data_ptr()
     emulator.run(

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ NUM_SMS = 32  # so many that some sums over K are cut into parts
 
 
 def _on_cpu(x: Operand) -> Operand:
-    return x._replace(data=_on(CPU, x.data))
+    return replace(x, data=_on(CPU, x.data))
 
 
 def emulated(p: GemmRequest) -> int:
@@ -70,7 +71,7 @@ def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
 def test_operands_lie_as_the_copy_engine_reads_them(case):
     p = make(case)
     assert is_tma_readable(p)
-    assert is_tma_readable(p._replace(a=_on_cpu(p.a), b=_on_cpu(p.b)))
+    assert is_tma_readable(replace(p, a=_on_cpu(p.a), b=_on_cpu(p.b)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.data == "ugly"], ids=str)
@@ -92,7 +93,7 @@ def test_a_kernel_that_computes_something_else_is_found(wrong):
     case = Case(5, 7, 1000, data="one sign")
 
     def run(p: GemmRequest) -> int:
-        right = modeled(p._replace(promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
+        right = modeled(replace(p, promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
         p.out.copy_(right)
         if wrong == "a bit":
             p.out.view(torch.int32)[2, 3] += 1

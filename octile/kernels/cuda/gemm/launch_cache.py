@@ -6,6 +6,7 @@ so a repeated GEMM costs two dictionary look-ups and one call of the driver.
 """
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from octile.kernels.cuda.jit import specialize, tensor_map
 if TYPE_CHECKING:
     from octile.kernels.cuda.jit.driver import Kernel, Launch
 
-Pointers = tuple[int, ...]  # addresses of a, b, their scales and sizes; for a launch also that of out, at the end
+Pointers = tuple[int, ...]  # addresses of a, b, their scales, sizes and out
 MAX_KEYS = 8192  # some 6 kB each
 MAX_LAUNCHES = 8192  # some 2 kB each; training steps allocate the same addresses again
 
@@ -40,7 +41,8 @@ def launch_cached(request: GemmRequest) -> Tensor | None:
     out = request.out
     if out is None:
         out = request.a.data.new_empty(shape, dtype=request.out_dtype)
-    prepared.launch_at((*pointers, out.data_ptr()), out.device)()
+        pointers = (*pointers[:-1], out.data_ptr())
+    prepared.launch_at(pointers, out)()
     return out
 
 
@@ -52,34 +54,40 @@ def launch(request: GemmRequest) -> Tensor:
     if request.a.data.numel() == 0 or request.b.data.numel() == 0:  # K is empty
         return out if request.accumulate else out.masked_fill_(_written_rows(request, out), 0.0)
     sizes = None if request.sizes is None else request.sizes.contiguous()
-    readable = make_tma_readable(request._replace(out=out, sizes=sizes))
+    readable = make_tma_readable(replace(request, out=out, sizes=sizes))
     key, pointers = launch_key(readable)
     found = _prepared.get(key)
     if found is None:
         found = _prepared[key] = _prepare(readable), out.shape
-    found[0].launch_at((*pointers, out.data_ptr()), out.device)()
+    found[0].launch_at(pointers, out)()
     request_key, request_pointers = launch_key(request)
-    if request_pointers == pointers:  # requests of this key need no copies
+    if request_pointers[:-1] == pointers[:-1]:  # requests of this key need no copies
         _prepared[request_key] = found
     return out
 
 
 def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:
-    """Return what decides on a launch, and the addresses of its operands. Also invalid requests have a key."""
-    schedule, (a, a_scale, a_block), (b, b_scale, b_block), out_dtype, out, sizes, *options = request
-    a_pointer, a_scale_pointer, b_pointer, b_scale_pointer = (
-        a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr(),
-    )  # fmt: skip
+    """Return what decides on a launch, and the addresses of its tensors: 0 where there is none.
+
+    Also invalid requests have a key.
+    """
+    operand, other, out, sizes = request.a, request.b, request.out, request.sizes
+    a, a_scale, b, b_scale = operand.data, operand.scale, other.data, other.scale
+    out_pointer = 0 if out is None else out.data_ptr()
+    a_pointer, a_scale_pointer = a.data_ptr(), a_scale.data_ptr()
+    b_pointer, b_scale_pointer = b.data_ptr(), b_scale.data_ptr()
     key = (
-        schedule, *options, out_dtype, *a_block, "b", *b_block, num_sms.limit(),
+        request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
+        request.expected_rows, tuple(operand.block), tuple(other.block), num_sms.limit,
         a.shape, a.stride(), a.dtype, a_pointer & 15, a.get_device(),
         b.shape, b.stride(), b.dtype, b_pointer & 15, b.get_device(),
         a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale_pointer & 15, a_scale.get_device(),
         b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale_pointer & 15, b_scale.get_device(),
         sizes is not None and (sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()),
-        out is not None and (out.shape, out.stride(), out.dtype, out.data_ptr() & 15, out.get_device()),
+        out is not None and (out.shape, out.stride(), out.dtype, out_pointer & 15, out.get_device()),
     )  # fmt: skip
-    return key, (a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, 0 if sizes is None else sizes.data_ptr())
+    sizes_pointer = 0 if sizes is None else sizes.data_ptr()
+    return key, (a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer, out_pointer)
 
 
 class PreparedGemm:
@@ -89,10 +97,14 @@ class PreparedGemm:
         self.plan, self.kernel, config = plan, kernel, plan.config
         self.shape = (plan.grid, config.cluster_size, config.threads, config.shared_bytes)
 
-    def launch_at(self, pointers: Pointers, device: torch.device) -> "Launch":
-        """Return the launch on the current stream for tensors at these addresses; calling it starts the kernel."""
+    def launch_at(self, pointers: Pointers, out: Tensor) -> "Launch":
+        """Return the launch on the current stream for tensors at these addresses; calling it starts the kernel.
+
+        Args:
+            out: the result, on whose device a workspace is allocated where the kernel needs one.
+        """
         stream = self.kernel.current_stream()
-        workspace = _workspace(self.plan, device, stream) if self.plan.partials else (0, 0)
+        workspace = _workspace(self.plan, out.device, stream) if self.plan.partials else (0, 0)
         key = (self, pointers, workspace, stream)
         launch = _launches.get(key)
         if launch is None:

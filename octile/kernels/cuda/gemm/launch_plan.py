@@ -6,7 +6,7 @@ by one more kernel: two bytes of traffic an element, a few percent of a GEMM's t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = No
         config: the kernel; None: the one that `choose` finds.
     """
     config = config or choose(problem(request), chip)
-    (a, a_scale, _), (b, b_scale, _) = request.nt_operands()
+    (a, a_scale, _), (b, b_scale, _) = (operand.parts() for operand in request.nt_operands())
     out = _out(request)
     (m, k), n = a.shape[-2:], b.shape[-2]
     groups = 1 if request.sizes is None else request.sizes.shape[0]
@@ -105,7 +105,7 @@ def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = No
 
 def problem(request: GemmRequest) -> Problem:
     """Return the problem by which the kernel of a request is chosen."""
-    (a, _, _), (b, _, _) = request.nt_operands()
+    a, b = (operand.data for operand in request.nt_operands())
     a_scales, b_scales = request.scale_kinds()
     out, rows = _out(request), a.shape[-2]
     if request.schedule is Schedule.MASKED:
@@ -142,7 +142,8 @@ def make_tma_readable(request: GemmRequest, copy: Callable[[Tensor], Tensor] | N
     """
     operands = request.nt_operands()
     readable = []
-    for (data, scale, block), kind in zip(operands, request.scale_kinds(), strict=True):
+    for operand, kind in zip(operands, request.scale_kinds(), strict=True):
+        data, scale, block = operand.parts()
         copied_data = data if _is_aligned(data) else (copy or _k_major)(data)
         is_scale_read = kind is not Scales.PER_ROW or _is_aligned(scale.mT)
         readable.append(Operand(copied_data, scale if is_scale_read else (copy or _rows_first)(scale), block))
@@ -150,7 +151,7 @@ def make_tma_readable(request: GemmRequest, copy: Callable[[Tensor], Tensor] | N
     if all(old.data is new.data and old.scale is new.scale for old, new in pairs):
         return request
     a, b = readable
-    return request._replace(a=a.mT, b=b.mT) if request.schedule is Schedule.ALONG_K else request._replace(a=a, b=b)
+    return replace(request, a=a.mT, b=b.mT) if request.schedule is Schedule.ALONG_K else replace(request, a=a, b=b)
 
 
 def _is_aligned(t: Tensor) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-_limit: int | None = None
+limit: int | None = None
 
 
 def set_num_sms(count: int | None) -> None:
@@ -17,24 +17,19 @@ def set_num_sms(count: int | None) -> None:
     Raises:
         TypeError, ValueError: count is no integer, or less than 1.
     """
-    global _limit
+    global limit
     if count is not None:
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"count must be an integer or None, not {count!r}")
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
-    _limit = count
-
-
-def limit() -> int | None:
-    """Return the limit that `set_num_sms` set last."""
-    return _limit
+    limit = count
 
 
 def num_sms(device: torch.device | int | None = None) -> int:
     """The multiprocessors of a GPU that products may use: all of them, or as many as `set_num_sms` said."""
     there = multiprocessors(torch.cuda.current_device() if device is None else device)
-    return there if _limit is None else min(_limit, there)
+    return there if limit is None else min(limit, there)
 
 
 @cache  # every launch asks

@@ -1,5 +1,7 @@
 """From tensors to a launch: how results may lie, which operands are copied, what the kernels do not take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def operand(shape: tuple[int, ...], kind: Scales) -> Operand:
 def _request(out=None, a=None, b=None, **others) -> GemmRequest:
     out = torch.empty(M, N, dtype=torch.bfloat16) if out is None else out
     a, b = a or operand((M, K), ROW), b or operand((N, K), BLOCK)
-    return GemmRequest(Schedule.DENSE, a, b, out.dtype, out)._replace(**others)
+    return replace(GemmRequest(Schedule.DENSE, a, b, out.dtype, out), **others)
 
 
 OUTS = {
@@ -57,7 +59,7 @@ def test_what_the_casts_write_is_readable():
 
 def test_scales_that_lie_row_by_row_are_copied():
     a = operand((M, K), ROW)
-    p = _request(a=a._replace(scale=a.scale.contiguous()))
+    p = _request(a=replace(a, scale=a.scale.contiguous()))
     assert not is_tma_readable(p)
     copied = make_tma_readable(p)
     assert is_tma_readable(copied)
@@ -74,7 +76,7 @@ def test_data_that_the_copy_engine_cannot_read(lies: str):
         "unaligned base": data[:, 1 : K + 1],
         "columns first": torch.empty(K, M, dtype=torch.uint8).view(torch.float8_e4m3fn).mT,
     }[lies]
-    assert not is_tma_readable(_request(a=operand((M, K), ROW)._replace(data=data)))
+    assert not is_tma_readable(_request(a=replace(operand((M, K), ROW), data=data)))
 
 
 def test_the_grid_is_no_larger_than_the_work():
@@ -92,11 +94,11 @@ def test_sums_of_nothing_start_no_kernel():
     empty = GemmRequest(
         Schedule.DENSE, Operand(a, scale, (1, 128)), Operand(b, torch.empty(1, 0), (128, 128)), out.dtype, out
     )
-    launch_cache.launch(empty._replace(accumulate=True))
+    launch_cache.launch(replace(empty, accumulate=True))
     assert out.eq(1).all()
     launch_cache.launch(empty)
     assert not out.any()
-    launch_cache.launch(empty._replace(a=Operand(a[:0], scale[:0], (1, 128)), out=out[:0]))
+    launch_cache.launch(replace(empty, a=Operand(a[:0], scale[:0], (1, 128)), out=out[:0]))
 
 
 def test_a_request_without_promotion_has_one_scale(monkeypatch):
@@ -152,7 +154,7 @@ def test_without_groups_a_given_result_stays_as_it_is():
     out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
     operands = Operand(a, torch.empty(5, 1), (1, 128)), Operand(b, torch.empty(0, 1, 1), (128, 128))
     new = GemmRequest(Schedule.GROUPED, *operands, out.dtype, sizes=offs)
-    assert launch_cache.launch(new._replace(out=out, zero_rest=False)) is out
+    assert launch_cache.launch(replace(new, out=out, zero_rest=False)) is out
     assert out.eq(1).all()
     assert not launch_cache.launch(new).any()
 

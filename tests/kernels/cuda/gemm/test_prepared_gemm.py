@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,9 +102,9 @@ def test_an_operand_that_must_be_copied_does_not_find_the_plan_of_scales_that_li
     """Both are at 4 bytes past a multiple of 16; only scales of blocks may be."""
     p = _request()
     moved = torch.empty(p.b.scale.numel() + 1)[1:].view(p.b.scale.shape).copy_(p.b.scale)
-    launch_cache.launch(p._replace(b=p.b._replace(scale=moved)))
+    launch_cache.launch(replace(p, b=replace(p.b, scale=moved)))
     room = torch.empty(p.a.scale.numel() + 1)[1:].view(p.a.scale.mT.shape).mT.copy_(p.a.scale)
-    launch_cache.launch(p._replace(a=p.a._replace(scale=room)))
+    launch_cache.launch(replace(p, a=replace(p.a, scale=room)))
     assert moved.data_ptr() in kernel.launches[0][4]
     assert room.data_ptr() not in kernel.launches[1][4]
 
@@ -123,7 +124,7 @@ def test_other_alignment_is_another_plan(kernel: FakeKernel):
 
 def test_scales_that_lie_otherwise_are_copied_at_every_launch(kernel: FakeKernel):
     p = _request()
-    p = p._replace(a=p.a._replace(scale=p.a.scale.contiguous()))
+    p = replace(p, a=replace(p.a, scale=p.a.scale.contiguous()))
     for _ in range(2):
         launch_cache.launch(p)
     addresses = [arguments[4][5] for arguments in kernel.launches]
@@ -142,7 +143,7 @@ def test_split_products_of_a_stream_share_their_workspace(kernel: FakeKernel):
 def test_fewer_multiprocessors_are_another_plan(kernel: FakeKernel, monkeypatch):
     p = _request()
     launch_cache.launch(p)
-    monkeypatch.setattr(num_sms, "_limit", 4)
+    monkeypatch.setattr(num_sms, "limit", 4)
     launch_cache.launch(p)
     assert [grid for grid, *_ in kernel.launches][1] <= 4
 
@@ -191,14 +192,14 @@ def _key(p: GemmRequest) -> object:
 def test_what_is_to_be_done_decides_on_the_plan(change: str):
     p = _request()
     assert _key(p) == _key(_request())
-    assert _key(p) != _key(p._replace(**CHANGES[change]))
+    assert _key(p) != _key(replace(p, **CHANGES[change]))
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_blocks_decide_on_the_plan(name: str):
     p = _request()
-    whole = getattr(p, name)._replace(block=(1000, 1024))
-    assert _key(p) != _key(p._replace(**{name: whole}))
+    whole = replace(getattr(p, name), block=(1000, 1024))
+    assert _key(p) != _key(replace(p, **{name: whole}))
 
 
 @pytest.mark.parametrize("name", ["a", "b", "a_scale", "b_scale", "out"])
