@@ -1,7 +1,7 @@
-"""`octile bench lab`: summation fast the model of the tensor core is, and what telemetry costs.
+"""`octile bench lab`: the speed of the tensor core model, and the cost of telemetry.
 
-The model in C++ and in plain torch beside an FP32 product; a training step that telemetry measures beside one that it
-does not, by turns.
+The model in C++ and in plain torch is compared with an FP32 GEMM, and a training step with telemetry with a step
+without it; the steps are interleaved.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from octile.optim import AdamW, param_groups
 from octile.recipe import Recipe
 from octile.train.loop import pick_device
 
-Form = Callable[[DecodedOperand, DecodedOperand, Tensor, Summation], Tensor]
+Implementation = Callable[[DecodedOperand, DecodedOperand, Tensor, Summation], Tensor]
 SIZE = 512
-SEQUENCES, LENGTH = 8, 128  # of a training step
+SEQUENCES, LENGTH = 8, 128  # of a batch
 EVERY = 100
 CASES = (("sm_90", torch.float8_e4m3fn), ("sm_100", torch.float8_e4m3fn), ("sm_90", torch.bfloat16))
 
 
 def rows() -> Iterator[Row]:
-    """The model's speed, then telemetry's cost."""
+    """Yield the speed of the tensor core model, then the cost of telemetry."""
     yield from _tensor_core()
     yield from _telemetry(ModelConfig.tiny())
 
 
 def _tensor_core() -> Iterator[Row]:
-    """GFLOP/s on the CPU, promoted every 128, operands decoded in the time."""
+    """Yield GFLOP/s on the CPU with promotion every 128; the time includes decoding the operands."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
     for arch, dtype in CASES:
-        row = find_instruction(arch, dtype, dtype)
-        a, b, summation = x.to(dtype), w.to(dtype), Summation(row, 128, promote=True)
+        instruction = find_instruction(arch, dtype, dtype)
+        a, b, summation = x.to(dtype), w.to(dtype), Summation(instruction, 128, promote=True)
         start = torch.zeros(SIZE, SIZE)
-        forms = {
-            form.__name__.rpartition(".")[2]: partial(_sum, form.sum_products, a, b, start, summation)
-            for form in (native, vectorized)
+        implementations = {
+            module.__name__.rpartition(".")[2]: partial(_sum, module.sum_products, a, b, start, summation)
+            for module in (native, vectorized)
         }
-        times = seconds({**forms, "FP32": lambda: x @ w.T}, rounds=10)
+        times = seconds({**implementations, "FP32": lambda: x @ w.T}, rounds=10)
         speed = {name: 2 * SIZE**3 / taken / 1e9 for name, taken in times.items()}
-        for name in forms:
-            case = f"{arch} {row.name} {dtype}".replace("torch.", "")
+        for name in implementations:
+            case = f"{arch} {instruction.name} {dtype}".replace("torch.", "")
             yield compare(case, name, speed[name], "GFLOP/s", "torch's FP32 product", speed["FP32"])
 
 
 def _telemetry(config: ModelConfig) -> Iterator[Row]:
-    """Milliseconds of a measured step of a model beside another step of it, and what every 100th adds to a run."""
+    """Yield the milliseconds of a step with telemetry, and what telemetry in every 100th step adds to a run."""
     device = pick_device("auto")
     torch.manual_seed(0)
     model = apply_recipe(DeepseekV3(config), Recipe.deepseek_v3()).to(device)
@@ -72,9 +72,9 @@ def _telemetry(config: ModelConfig) -> Iterator[Row]:
         optimizer.zero_grad()
 
     def measured() -> None:
-        with telemetry(model) as watching:
+        with telemetry(model) as measurement:
             step()
-            watching.step()
+            measurement.step()
 
     times = seconds({"measured": measured, "other": step}, rounds=12)
     case, cost = f"tiny, {SEQUENCES} × {LENGTH} tokens", times["measured"] / times["other"] - 1
@@ -83,9 +83,9 @@ def _telemetry(config: ModelConfig) -> Iterator[Row]:
 
 
 def show(found: Sequence[Row]) -> str:
-    """The table."""
+    """Return the rows as a table."""
     return f"{table(found)}\n\n{LEGEND}"
 
 
-def _sum(form: Form, a: Tensor, b: Tensor, start: Tensor, summation: Summation) -> Tensor:
-    return form(decode(a, summation.instruction), decode(b, summation.instruction), start, summation)
+def _sum(implementation: Implementation, a: Tensor, b: Tensor, start: Tensor, summation: Summation) -> Tensor:
+    return implementation(decode(a, summation.instruction), decode(b, summation.instruction), start, summation)

@@ -1,4 +1,4 @@
-"""Rows of telemetry from two machines that sum in different orders: how far apart they may be."""
+"""Compare telemetry rows of two machines that sum in different orders."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The C++ form of the tensor core is compiled once and kept where these tests alone look for it."""
+"""Compile the C++ tensor core model once, into a cache of these tests' own."""
 
 from collections.abc import Iterator
 

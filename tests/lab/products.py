@@ -1,4 +1,4 @@
-"""Matrices that a tensor core may meet, and its specification applied to whole products."""
+"""Matrices for tests of the tensor core model, and its specification applied to whole GEMMs."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Captures: the operands of the products as they were, and files that are refused."""
+"""Tests of captures: the recorded operands, and files that are rejected."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`octile lab …` as a script calls it."""
+"""Tests of `octile lab …` on the command line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The figures of number formats against ml_dtypes, NumPy and exact rational arithmetic."""
+"""Tests of the properties of number formats against ml_dtypes, NumPy and exact rational arithmetic."""
 
 import math
 from fractions import Fraction

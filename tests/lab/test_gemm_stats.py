@@ -1,4 +1,4 @@
-"""A product's errors against exact rational arithmetic."""
+"""Tests of a GEMM's errors against exact rational arithmetic."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Results that real tensor cores gave, replayed. `python -m octile.lab.probe --golden FILE` writes such a file."""
+"""Replay results of real tensor cores, recorded by `python -m octile.lab.probe --golden FILE`."""
 
 from pathlib import Path
 

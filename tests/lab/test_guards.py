@@ -1,4 +1,4 @@
-"""Guards: which rule fires when, and what a bad file is told."""
+"""Tests of guards: which rule fires when, and error messages for invalid files."""
 
 from pathlib import Path
 

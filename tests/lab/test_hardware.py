@@ -1,4 +1,4 @@
-"""Hardware: bytes against a count tensor by tensor, errors against exact arithmetic."""
+"""Tests of the hardware estimates: bytes against a count per tensor, errors against exact arithmetic."""
 
 from fractions import Fraction
 from itertools import product as every_combination

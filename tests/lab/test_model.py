@@ -1,4 +1,4 @@
-"""A model inside `octile.lab.tensor_core` trains and evaluates on the tensor core that is named."""
+"""Tests of training and evaluating a model inside `octile.lab.tensor_core`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An operand's figures against loops over its values in exact arithmetic."""
+"""Tests of an operand's statistics against loops over its values in exact arithmetic."""
 
 import math
 import statistics

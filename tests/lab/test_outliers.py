@@ -1,4 +1,4 @@
-"""Outliers: kinds of tokens, what is massive, and what zeroing it does, by hand."""
+"""Tests of outliers: kinds of tokens, massive values, and the effect of their removal, by hand."""
 
 import math
 

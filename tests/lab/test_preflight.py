@@ -1,4 +1,4 @@
-"""Preflight: it names the layer that was made bad on purpose, and a real step in 8 bits agrees."""
+"""Tests of preflight: it finds the layer that was made bad on purpose, and agrees with a real step in 8 bits."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The lab beside a run: what is written, what guards do, that a resumed run goes on alike, and captures afterwards."""
+"""Tests of the lab with a training run: telemetry, guards, resumed runs, and captures afterwards."""
 
 import io
 import json

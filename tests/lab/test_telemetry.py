@@ -1,4 +1,4 @@
-"""Telemetry: what rows there are, that they are right, that each product counts once, and that off is off."""
+"""Tests of telemetry: its rows and their values, that each GEMM counts once, and that it detaches."""
 
 import copy
 import json

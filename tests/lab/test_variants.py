@@ -1,4 +1,4 @@
-"""QuantizedSample by every rule: against octile.quantize where it has them, against exact fractions everywhere."""
+"""Tests of quantization with every scale rule, against octile.quantize and exact fractions."""
 
 from fractions import Fraction
 from itertools import product as every_combination

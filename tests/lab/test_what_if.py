@@ -1,4 +1,4 @@
-"""What-if: every figure against exact fractions, on products that are small enough for them."""
+"""Tests of what-if: every statistic against exact fractions, on small GEMMs."""
 
 import math
 from dataclasses import replace

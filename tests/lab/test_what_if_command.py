@@ -1,4 +1,4 @@
-"""`octile lab what-if`, `hardware` and `preflight` as a script calls them."""
+"""Tests of `octile lab what-if`, `hardware` and `preflight` on the command line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The lab's pages: whole in one file, every picture with its sentence, figures as a person writes them."""
+"""Tests of the lab's pages: one file, a caption for every figure, and values as people write them."""
 
 from types import SimpleNamespace
 

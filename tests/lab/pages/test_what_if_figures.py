@@ -1,4 +1,4 @@
-"""The lab's later pictures: sentences that follow from the figures, and drawings of odd cases."""
+"""Tests of the figures of what-if, hardware and preflight: captions written from the data, and unusual data."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The probe without a GPU: its kernels in the emulator, and itself with a model in the hardware's place."""
+"""Tests of the probe without a GPU: its kernels in the emulator, and the model in place of the hardware."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The comparison of whole products without a GPU: the kernels in the emulator, and a model in the hardware's place."""
+"""Tests of the GEMM comparison without a GPU: the kernels in the emulator, and the model in place of the hardware."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The specification against sums worked out by hand."""
+"""Tests of the specification against sums computed by hand."""
 
 import math
 from dataclasses import replace

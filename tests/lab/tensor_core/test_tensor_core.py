@@ -1,4 +1,4 @@
-"""The fast forms against the specification, bit for bit, and what the public functions promise."""
+"""Tests of the fast implementations against the specification, bit for bit, and of the public functions."""
 
 from dataclasses import replace
 from fractions import Fraction
