@@ -1,7 +1,7 @@
 // Probe of mma.sync: each warp runs a chain of instructions, d[16, 8] = c + a[16, K] · b[8, K]ᵀ.
 //
-// Every format has the same register layout in bytes: an instruction takes 32 bytes of K. Constants: `steps`, the length
-// of the chain; `half`, accumulators in FP16 instead of FP32, two neighbors in a word.
+// Every format has the same register layout in bytes: an instruction takes 32 bytes of K. Constants: `steps`, the
+// length of the chain; `half`, accumulators in FP16 instead of FP32, two neighbors in a word.
 #include "mma.cuh"
 
 template <bool half> struct Accumulators { using Word = float; };

@@ -1,7 +1,7 @@
 // Probe of wgmma: each thread block runs a chain of instructions, d[64, columns] = c + a[64, K] · b[columns, K]ᵀ.
 //
-// Constants: `columns`; `steps`, the length of the chain, up to four instructions of 32 bytes of K; `half`, accumulators in
-// FP16 instead of FP32.
+// Constants: `columns`; `steps`, the length of the chain, up to four instructions of 32 bytes of K; `half`,
+// accumulators in FP16 instead of FP32.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 

@@ -104,7 +104,8 @@ void run() {
         for (auto& thread : block->threads) machine.ready.push_back(thread.get()), ++machine.live;
     while (machine.live) {
         const size_t copies = machine.copies.size();
-        if (copies && (machine.ready.empty() || chance(machine.tendencies.copy_early))) advance_copy(random_below(copies));
+        if (copies && (machine.ready.empty() || chance(machine.tendencies.copy_early)))
+            advance_copy(random_below(copies));
         if (machine.ready.empty()) {
             if (machine.copies.empty()) report(deadlock("deadlock: every thread waits"));
             continue;

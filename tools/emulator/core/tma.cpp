@@ -151,7 +151,8 @@ static std::shared_ptr<Copy> new_copy(
     return copy;
 }
 
-void tma_load(void* to, const TensorMap* tensor_map, uint64_t& state, const int* place, int dimensions, uint32_t blocks) {
+void tma_load(
+    void* to, const TensorMap* tensor_map, uint64_t& state, const int* place, int dimensions, uint32_t blocks) {
     may_switch();
     const Map map = checked(tensor_map, dimensions);
     const Block* own = me()->home;

@@ -1,7 +1,7 @@
 // wgmma: the matrix multiply-accumulate of a warpgroup, on tiles in shared memory.
 //
-// A thread's accumulator registers contain `poison` from the instruction until the thread has waited for it, and then the
-// sum. Each warp reads the tiles for its 16 rows at a random moment: when the last of the 128 threads issues the
+// A thread's accumulator registers contain `poison` from the instruction until the thread has waited for it, and then
+// the sum. Each warp reads the tiles for its 16 rows at a random moment: when the last of the 128 threads issues the
 // instruction, or when the warp waits. So a missing wait, or a stage released too early, shows in the result.
 //
 // Source: PTX ISA, "wgmma.mma_async", "Matrix descriptor", "Register fragments and shared memory matrix layouts".
@@ -100,8 +100,8 @@ void execute(const Block* block, const Wgmma& call, int warp) {
     }
 }
 
-// Executes a warp's part of the wgmmas that all 128 threads have issued, up to number `end`; true where all before it are
-// done.
+// Executes a warp's part of the wgmmas that all 128 threads have issued, up to number `end`; true where all before it
+// are done.
 bool execute_until(const Block* block, Warpgroup& group, int warp, size_t end) {
     size_t& done = group.done[warp];
     for (; done < end && done < group.wgmmas.size() && group.wgmmas[done].issued == 128; ++done) {
@@ -182,7 +182,8 @@ void wgmma_commit_group() {
     Thread* thread = me();
     auto& commits = thread->warpgroup->commits;
     if (thread->commits == commits.size()) commits.push_back(thread->issued);
-    if (commits[thread->commits++] != thread->issued) fail("wgmma_commit_group: threads of its warpgroup have other groups");
+    if (commits[thread->commits++] != thread->issued)
+        fail("wgmma_commit_group: threads of its warpgroup have other groups");
 }
 
 void wgmma_wait_group(int groups) {

@@ -1,5 +1,5 @@
-// Emulated octile/kernels/cuda/quantize/convert.cuh: the same functions. What the GPU approximates is exact here, or rounded
-// once.
+// Emulated octile/kernels/cuda/quantize/convert.cuh: the same functions. What the GPU approximates is exact here, or
+// rounded once.
 #pragma once
 #include <ptx.cuh>
 

@@ -1,4 +1,5 @@
-// Emulated octile/kernels/cuda/quantize/vector_io.cuh: the same functions. An unaligned address is an error, as on a GPU.
+// Emulated octile/kernels/cuda/quantize/vector_io.cuh: the same functions. An unaligned address is an error, as on a
+// GPU.
 #pragma once
 #include <ptx.cuh>
 

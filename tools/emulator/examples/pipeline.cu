@@ -1,4 +1,5 @@
-// A small GEMM with TMA, wgmma and a pipeline, and with a mistake for each value of `fault`, which the emulator must find.
+// A small GEMM with TMA, wgmma and a pipeline, and with a mistake for each value of `fault`, which the emulator must
+// find.
 //
 // out[64 · block …, 64] = bfloat16(a[64 · block …, k] · b[64, k]ᵀ + bias). A cluster of two blocks: each loads its rows
 // of a, and half of b for both. Warp 4 is the producer of a pipeline of two stages; warps 0 … 3 are the consumers.

@@ -3,8 +3,8 @@
 //
 // NOTES
 // - TMA can also add FP32 numbers in the L2 cache (store.cuh), but slower than memory is read and written:
-//   4096×32768×512 takes 335 µs with this epilogue instead of 460. With longer sums the L2 cache keeps up, and loading C
-//   to the SMs costs 5 to 18% at K of 1536 and more.
+//   4096×32768×512 takes 335 µs with this epilogue instead of 460. With longer sums the L2 cache keeps up, and loading
+//   C to the SMs costs 5 to 18% at K of 1536 and more.
 // - Only threads can add to BF16. Where consumers read memory themselves, their next wgmma waits: 8192×4096×4096 takes
 //   340 µs, 220 with this epilogue, and 203 without accumulation.
 // - One warp of the producer warpgroup serves each consumer warpgroup and waits in its place: for memory, and until TMA

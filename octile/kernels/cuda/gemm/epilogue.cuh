@@ -1,8 +1,8 @@
 // The epilogue of a consumer warpgroup: it reduces split-K partials, scales by a per-tensor scale, and stores the tile.
 //
 // NOTES
-// - Stores overlap wgmma: each wave of a tile is stored during the next wave's products, and the last one during the first
-//   products of the next tile. It is pending until then.
+// - Stores overlap wgmma: each wave of a tile is stored during the next wave's products, and the last one during the
+//   first products of the next tile. It is pending until then.
 #pragma once
 #include "split_k.cuh"
 #include "accumulate.cuh"
@@ -11,11 +11,12 @@
 constexpr bool overlaps_stores =
     config::store == tma && config::promote && config::accumulators == 1 && config::split_k == 1;
 
-// In the last tile of a group a warpgroup may have one wave of rows instead of two. The other wave is then not computed.
+// The last tile of a group may be a half tile: a warpgroup has one wave of rows instead of two, and computes no other.
 constexpr bool has_half_tiles = m_grouped && waves == 2 && overlaps_stores && !config::load_c;
 
 using Totals = float[waves][num_accum];  // FP32 sums of a thread
 
+// The epilogue of one consumer warpgroup.
 struct Epilogue {
     uint8_t* const shared;
     uint8_t* const staging;
@@ -41,7 +42,8 @@ struct Epilogue {
             for (int i = 0; i < num_accum; ++i) total[i] *= tensor_scale;
         const int row = tile.m + first_row + wave * 64;
         if constexpr (config::load_c) add_to_c(total, staging, c_barriers);
-        else if constexpr (config::store == tma) store_with_tma(total, wave, staging, out, tile, row, columns, warpgroup);
+        else if constexpr (config::store == tma)
+            store_with_tma(total, wave, staging, out, tile, row, columns, warpgroup);
         else store_from_registers(total, out, tile, row, columns);
 #pragma unroll
         for (int i = 0; i < num_accum; ++i) total[i] = 0.0f;

@@ -1,8 +1,8 @@
 // The GEMM kernel for Hopper: a[M, K] · b[N, K]ᵀ of 8-bit floats with scales, dense and grouped.
 //
-// A persistent, warp-specialized kernel. The producer warpgroup loads tiles by TMA, a k-block of 128 bytes at a time, into
-// a pipeline of stages in shared memory. The consumer warpgroups multiply them on the tensor cores (wgmma), promote each
-// k-block's accumulator, times its scales, to FP32, and store the tile.
+// A persistent, warp-specialized kernel. The producer warpgroup loads tiles by TMA, a k-block of 128 bytes at a time,
+// into a pipeline of stages in shared memory. The consumer warpgroups multiply them on the tensor cores (wgmma),
+// promote each k-block's accumulator, times its scales, to FP32, and store the tile.
 //
 //   scheduler   which tile comes next, dense or grouped
 //   pipeline    layout of shared memory, and the pipeline
@@ -27,8 +27,8 @@
 
 // Prefetches tensor maps, initializes mbarriers, reads the groups, and synchronizes.
 __device__ __forceinline__ void prologue(
-    uint8_t* shared, const TensorMaps& maps, const TensorMap* out_map, Groups& groups, const ProblemSize& size, int rank,
-    int warp) {
+    uint8_t* shared, const TensorMaps& maps, const TensorMap* out_map, Groups& groups, const ProblemSize& size,
+    int rank, int warp) {
     if (warp == 0 && ptx::lane_id() == 0) {
         ptx::prefetch_tensormap(maps.a);
         ptx::prefetch_tensormap(maps.b);
@@ -58,9 +58,11 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
     const TensorMaps maps{&a_map, &b_map, &a_scale_map, &b_scale_map};
     prologue(shared, maps, &out_map, groups, size, rank, warp);
 
-    if (warpgroup == config::warpgroups) {  // the producer warpgroup: a warp for each pipeline, then for each consumer's C
+    if (warpgroup == config::warpgroups) {
+        // ---- Producer warpgroup: a warp for each pipeline, and one for each consumer whose C is loaded ----
         if constexpr (config::warpgroups > 1) ptx::setmaxnreg_dec<config::producer_registers>();
-        const BlockScales blocks{config::a_scales == per_block ? a_scale : b_scale, scale_group, scale_row, scale_column};
+        const float* block_scale = config::a_scales == per_block ? a_scale : b_scale;
+        const BlockScales blocks{block_scale, scale_group, scale_row, scale_column};
         const int role = warp % 4;
         if (role < pipelines) {
             run_producer(shared, maps, blocks, size, groups, role);
@@ -70,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
         }
         __syncwarp();
     } else {
+        // ---- Consumer warpgroup ----
         if constexpr (config::warpgroups > 1) ptx::setmaxnreg_inc<config::consumer_registers>();
         const Output out{&out_map, out_data, out_group_stride, out_row_stride, out_column_stride};
         const int pipeline = config::ping_pong ? warpgroup : 0, member = config::ping_pong ? 0 : warpgroup;

@@ -2,17 +2,17 @@
 //
 // NOTES
 // - Consumer warpgroups share the stages of a pipeline but nothing else: each waits, multiplies, promotes and stores on
-//   its own. While one promotes on the CUDA cores, the tensor cores multiply for the other. With `ping_pong` each has its
-//   own tile and pipeline, so that the epilogue of one also overlaps the main loop of the other. With two `accumulators` a
-//   warpgroup begins its next k-block before it promotes the last one.
-// - A k-block in flight at the end of the loop's body would make the compiler run all wgmmas one after the other. So two
-//   accumulators take the k-blocks in pairs, and every second promotion waits.
+//   its own. While one promotes on the CUDA cores, the tensor cores multiply for the other. With `ping_pong` each has
+//   its own tile and pipeline, so that the epilogue of one also overlaps the main loop of the other. With two
+//   `accumulators` a warpgroup begins its next k-block before it promotes the last one.
+// - A k-block in flight at the end of the loop's body would make the compiler run all wgmmas one after the other. So
+//   two accumulators take the k-blocks in pairs, and every second promotion waits.
 // - 1×128 scales of a k-block are in its stage. Of 128×128 scales a k-block needs one or two, which the producer writes
 //   for 32 k-blocks at a time; each thread knows their address before the stage is loaded.
 // - The time between the last wgmma of a k-block and the first one of the next is what counts. So a stage is released
 //   before promotion, and try_wait for the next one is issued then: its result arrives during promotion.
-// - Promotion with one scale of b per column would wait for shared memory, which wgmma keeps busy. As many of these scales
-//   as fit into registers are read once for all waves of a k-block.
+// - Promotion with one scale of b per column would wait for shared memory, which wgmma keeps busy. As many of these
+//   scales as fit into registers are read once for all waves of a k-block.
 #pragma once
 #include "wgmma.cuh"
 #include "epilogue.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t offse
     return descriptor & ~0xFFFFFFFFull | static_cast<uint32_t>(descriptor) + offset;
 }
 
-// The start of ping-pong consumers: the second one begins when the first one has done half of its first tile, so that one
-// stores while the other multiplies.
+// The start of ping-pong consumers: the second one begins when the first one has done half of its first tile, so that
+// one stores while the other multiplies.
 struct PingPongStart {
     bool is_first;  // and has not let the other one begin
 
@@ -47,6 +47,7 @@ struct PingPongStart {
     }
 };
 
+// The main loop of one consumer warpgroup.
 struct MainLoop {
     uint8_t* const shared;
     const int rank, pipeline_index, member;
@@ -89,7 +90,8 @@ struct MainLoop {
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            ptx::wgmma(accum, advanced(a_descriptor, a + 2 * i), advanced(b_descriptor, b + 2 * i), accumulate || i > 0);
+            ptx::wgmma(
+                accum, advanced(a_descriptor, a + 2 * i), advanced(b_descriptor, b + 2 * i), accumulate || i > 0);
         ptx::wgmma_commit_group();
     }
 

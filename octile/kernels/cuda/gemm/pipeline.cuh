@@ -11,12 +11,12 @@ constexpr int warpgroups_per_tile = config::warpgroups / pipelines, threads_per_
 constexpr int waves = config::tile_m / (64 * warpgroups_per_tile);  // of 64 rows that a warpgroup multiplies in turn
 constexpr bool a_row_scales = config::a_scales == per_row, b_row_scales = config::b_scales == per_row;
 constexpr bool has_block_scales = config::a_scales == per_block || config::b_scales == per_block;
-constexpr bool two_b_blocks = config::b_scales == per_block && 128 % config::tile_n != 0;  // that a tile's columns reach
+constexpr bool two_b_blocks = config::b_scales == per_block && 128 % config::tile_n != 0;  // in reach of a tile
 
 __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 __device__ constexpr int round_up(int bytes, int unit) { return ceil_div(bytes, unit) * unit; }
 
-// A store box: 64 rows and as many columns as fit 128 bytes and divide the tile. Transposed: all columns, each a row of 64.
+// A store box: 64 rows and as many columns as fit 128 bytes and divide the tile; transposed, all columns of 64 rows.
 constexpr int out_bytes = config::out_float ? 4 : 2;
 constexpr int store_columns = config::transposed ? config::tile_n : gcd(config::tile_n, 128 / out_bytes);
 constexpr int store_box_bytes = 64 * store_columns * out_bytes;
@@ -84,7 +84,9 @@ struct Pipeline {
     __device__ __forceinline__ void consumer_wait() { full[stage].wait(parity); }
 
     // Whether the stage is loaded; true where `predicate` is false. See ptx::Mbarrier.
-    __device__ __forceinline__ bool consumer_try_wait(bool predicate) { return full[stage].try_wait(parity, predicate); }
+    __device__ __forceinline__ bool consumer_try_wait(bool predicate) {
+        return full[stage].try_wait(parity, predicate);
+    }
 
     // Releases a stage that all lanes of this warp have read. The first thread block of a cluster loads what the blocks
     // share, so it must know of both: `rank` is this block's.
@@ -106,8 +108,8 @@ __device__ __forceinline__ void init_pipelines(uint8_t* shared, int rank) {
     }
 }
 
-// Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is not
-// summed, since NaN times zero is NaN. Called by all threads that share a tile.
+// Sets the bytes outside of [begin, end) to zero in rows of 128 swizzled bytes. Both operands must be zero where K is
+// not summed, since NaN times zero is NaN. Called by all threads that share a tile.
 __device__ __forceinline__ void zero_outside(uint8_t* tile, int rows, int begin, int end, int thread) {
     for (int i = thread; i < rows * 8; i += threads_per_tile) {
         const int first = ((i & 7) ^ (i >> 3 & 7)) * 16;  // of the 16 bytes that the swizzle put here

@@ -3,11 +3,11 @@
 // NOTES
 // - TMA takes any coordinates: a tile begins at its group's first row, and rows that it loads of the next group do no
 //   harm. Along K they do: the consumers set to zero what is not summed.
-// - Small tiles wait for this warp, whose loop is one chain from the release of a stage to its next load. So an iteration
-//   only waits and loads: 128×128 scales are written for 32 k-blocks at a time, the loading lane is elected once, by
-//   elect.sync, after which the compiler needs no loop over lanes, and addresses stay in uniform registers. The loop is
-//   not unrolled, since its code is first read from memory. Kernels with 1×128 scales for both operands gained nothing by
-//   this, and long sums of grouped weight gradients lost 1 to 2%: they keep a plain loop, unrolled.
+// - Small tiles wait for this warp, whose loop is one chain from the release of a stage to its next load. So an
+//   iteration only waits and loads: 128×128 scales are written for 32 k-blocks at a time, the loading lane is elected
+//   once, by elect.sync, after which the compiler needs no loop over lanes, and addresses stay in uniform registers.
+//   The loop is not unrolled, since its code is first read from memory. Kernels with 1×128 scales for both operands
+//   gained nothing by this, and long sums of grouped weight gradients lost 1 to 2%: they keep a plain loop, unrolled.
 #pragma once
 #include "pipeline.cuh"
 
@@ -29,8 +29,8 @@ __device__ __forceinline__ void load_box(
     else if (block_rank_in_cluster() == 0) ptx::tma_load_multicast(to, map, full, x, y, z, 0b11);
 }
 
-// Loads all tiles of a pipeline. One lane issues the TMA loads. All lanes read and write the 128×128 scales: those of 32
-// k-blocks at a time, into slots that are reused like stages, while the tile's next 32 are being read.
+// Loads all tiles of a pipeline. One lane issues the TMA loads. All lanes read and write the 128×128 scales: those of
+// 32 k-blocks at a time, into slots that are reused like stages, while the tile's next 32 are being read.
 __device__ __forceinline__ void run_producer(
     uint8_t* shared, const TensorMaps& maps, const BlockScales& blocks, const ProblemSize& size, const Groups& groups,
     int pipeline_index) {
@@ -82,7 +82,8 @@ __device__ __forceinline__ void run_producer(
                 float2 scales{};
                 if (k_block >= k_blocks) return scales;
                 scales.x = __ldg(scale + (first_k_block(tile) + k_block) * blocks.column);
-                if constexpr (two_rows) scales.y = __ldg(second_scale + (first_k_block(tile) + k_block) * blocks.column);
+                if constexpr (two_rows)
+                    scales.y = __ldg(second_scale + (first_k_block(tile) + k_block) * blocks.column);
                 return scales;
             };
 

@@ -1,7 +1,7 @@
 // Promotion: the accumulator of a k-block, times its scales, is added to FP32 totals on the CUDA cores.
 //
-// Hopper's FP8 tensor cores hold 13 fraction bits of a running sum, so a long sum loses its small terms. The accumulator
-// therefore starts from zero in every k-block. Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.
+// Hopper's FP8 tensor cores hold 13 fraction bits of a running sum, so a long sum loses its small terms. The
+// accumulator therefore starts from zero in every k-block. Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.
 //
 // The order is fixed: scale = a_scale · b_scale, rounded; total = fma(accum, scale, total), rounded once.
 #pragma once
@@ -33,7 +33,8 @@ struct ColumnScales {
     }
 };
 
-// Products of both operands' scales for one wave: two or four with 128×128 scales, one per element with 1×128 scales of b.
+// Products of both operands' scales for one wave: two or four with 128×128 scales; with 1×128 scales of b one per
+// element.
 struct ScaleProducts {
     // `border`: the first column of the tile that belongs to the second block of columns.
     __device__ __forceinline__ ScaleProducts(const WaveScales& scales, const ColumnScales& columns, int border)

@@ -1,26 +1,26 @@
 // The tile scheduler: which output tile a thread block computes next.
 //
-// The kernel is persistent. Each pipeline of a cluster takes every n-th cluster tile, n being the number of pipelines in
-// the grid, and a thread block computes its own tile of it.
+// The kernel is persistent. Each pipeline of a cluster takes every n-th cluster tile, n being the number of pipelines
+// in the grid, and a thread block computes its own tile of it.
 //
 //   dense     one result; with split-K a tile is taken `split_k` times, each time with another part of K
-//   grouped   rows sorted by group; offsets[g] is the end of group g, at any row. Rows after the last group are one more
-//             group with an empty K, so they become zero; without zero_rest they are not written
+//   grouped   rows sorted by group; offsets[g] is the end of group g, at any row. Rows after the last group are one
+//             more group with an empty K, so they become zero; without zero_rest they are not written
 //   masked    [groups, m, …], of which the first offsets[g] rows are computed
 //   along_k   one result per group; group g sums over K up to offsets[g], which is any column
 //
 // NOTES
 // - The thread blocks of a cluster share the rows of one operand, so a cluster takes a cluster tile: two tiles side by
 //   side or one below the other. It may extend past the result: TMA loads zeros there, and nothing is stored.
-// - Tiles that run at the same time should share operands in the L2 cache. The rasterization order goes through strips of
-//   config::raster_width cluster tiles along M, column by column: W pipelines then read `raster_width` row panels and
-//   W / raster_width column panels. Their bytes are least where both are equal: raster_width² = W · cluster_tile_n /
-//   cluster_tile_m. Strips may also lie along N, row by row: the same tiles run together, but what is stored at the same
-//   time lies in the same rows. That is up to 3% faster where there are several strips, and up to 10% slower where there
-//   is one or where the epilogue accumulates. candidates.py chooses.
-// - Groups of rows begin at any row, but TMA loads scales from addresses that are multiples of 16 bytes only (observed on
-//   an H200; it ends in an illegal instruction). A group's first tile therefore begins up to 3 rows before the group;
-//   those rows are not stored.
+// - Tiles that run at the same time should share operands in the L2 cache. The rasterization order goes through strips
+//   of config::raster_width cluster tiles along M, column by column: W pipelines then read `raster_width` row panels
+//   and W / raster_width column panels. Their bytes are least where both are equal: raster_width² = W · cluster_tile_n
+//   / cluster_tile_m. Strips may also lie along N, row by row: the same tiles run together, but what is stored at the
+//   same time lies in the same rows. That is up to 3% faster where there are several strips, and up to 10% slower where
+//   there is one or where the epilogue accumulates. candidates.py chooses.
+// - Groups of rows begin at any row, but TMA loads scales from addresses that are multiples of 16 bytes only (observed
+//   on an H200; it ends in an illegal instruction). A group's first tile therefore begins up to 3 rows before the
+//   group; those rows are not stored.
 // - Offsets are on the device and cannot be checked, but they must not lead outside of the tensors: they are clamped.
 #pragma once
 #include "ptx.cuh"

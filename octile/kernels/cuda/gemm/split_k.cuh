@@ -1,5 +1,5 @@
-// Split-K: the last thread block to finish a tile adds the partials of all splits, in their order, so that the result does
-// not depend on which one is last.
+// Split-K: the last thread block to finish a tile adds the partials of all splits, in their order, so that the result
+// does not depend on which one is last.
 //
 // Each warpgroup reduces its own part of a tile. Partials are stored in the order of registers, so neighboring threads
 // write neighboring words whatever the shape. The arrival counters return to 0, so that a CUDA graph can run again.
@@ -29,7 +29,8 @@ __device__ __forceinline__ bool reduce_splits(
     for (int i = 0; i < waves * num_accum; ++i) {  // loads are issued as early as there are registers for them
         float sum = __ldcg(own + i * 128);
 #pragma unroll
-        for (int split = 1; split < config::split_k; ++split) sum = __fadd_rn(sum, __ldcg(own + split * size + i * 128));
+        for (int split = 1; split < config::split_k; ++split)
+            sum = __fadd_rn(sum, __ldcg(own + split * size + i * 128));
         total[i / num_accum][i % num_accum] = sum;
     }
     return true;

@@ -1,13 +1,13 @@
 // Stores of the epilogue: a warpgroup's totals are rounded and stored in, or added to, the result C in global memory.
 //
-//   tma      store boxes of 64 rows through shared memory, swizzled against bank conflicts. TMA stores them, or adds them
-//            (FP32 only; BF16 is added in shared memory, accumulate.cuh), and leaves out what is outside of the tensor.
-//            It would also store rows of the next group: a box that has some is stored row by row, and not swizzled.
+//   tma      store boxes of 64 rows through shared memory, swizzled against bank conflicts. TMA stores them, or adds
+//            them (FP32 only; BF16 is added in shared memory, accumulate.cuh). Elements outside of the tensor are not
+//            stored, but rows of the next group would be: a box with such rows is stored row by row, not swizzled.
 //   pairs    two neighboring elements at a time, where TMA cannot store
 //   single   one element at a time, any strides
 //
 // The accumulate epilogue has one writer per element, so that the result does not depend on an order. Where C is not
-// loaded (accumulate.cuh) it is added to in the L2 cache, which flushes FP32 numbers below 2⁻¹²⁶ to zero (PTX ISA, "red").
+// loaded (accumulate.cuh), the L2 cache adds, and flushes FP32 numbers below 2⁻¹²⁶ to zero (PTX ISA, "red").
 #pragma once
 #include "promotion.cuh"
 
@@ -75,8 +75,8 @@ __device__ __forceinline__ void store_from_registers(
     }
 }
 
-// The offset at which the swizzle of rows of `row_bytes` puts a byte of a store box: bits 4 … 6, as many as a row has, are
-// XORed with bits 7 … 9.
+// The offset at which the swizzle of rows of `row_bytes` puts a byte of a store box: bits 4 … 6, as many as a row has,
+// are XORed with bits 7 … 9.
 template <int row_bytes>
 __device__ __forceinline__ int swizzled(int at) {
     return at ^ ((at >> 7 & (row_bytes / 16 - 1)) << 4);
@@ -94,10 +94,9 @@ __device__ __forceinline__ void add_pair(uint8_t* to, float x, float y) {
     }
 }
 
-// Writes the columns of a store box, from column 8·`first` on, to shared memory, rounded to BF16 or as FP32; or adds them
-// to C, where it was loaded there.
-// Offsets that differ only in bits which the swizzle does not read differ in the same bits when swizzled. So one offset
-// stays in a register, and an XOR gives the others.
+// Writes the columns of a store box, from column 8·`first` on, to shared memory, rounded to BF16 or as FP32; or adds
+// them to C, where it was loaded there. Offsets that differ only in bits which the swizzle does not read differ in the
+// same bits when swizzled. So one offset stays in a register, and an XOR gives the others.
 __device__ __forceinline__ void stage_box(const float (&total)[num_accum], int first, uint8_t* box, bool swizzle) {
     constexpr int row_bytes = config::transposed ? 128 : store_columns * out_bytes;
     const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane_id();
@@ -143,11 +142,11 @@ __device__ __forceinline__ void stage_box(const float (&total)[num_accum], int f
     }
 }
 
-// Stores a wave by TMA, as many store boxes at a time as there are buffers. Where there are buffers for two waves, one is
-// written while TMA still reads the other; with an odd number of waves a tile would begin with the buffer in use.
+// Stores a wave by TMA, as many store boxes at a time as there are buffers. Where there are buffers for two waves, one
+// is written while TMA still reads the other; with an odd number of waves a tile would begin with the buffer in use.
 __device__ __forceinline__ void store_with_tma(
-    const float (&total)[num_accum], int wave, uint8_t* staging, const Output& out, const Tile& tile, int m, int columns,
-    int warpgroup) {
+    const float (&total)[num_accum], int wave, uint8_t* staging, const Output& out, const Tile& tile, int m,
+    int columns, int warpgroup) {
     constexpr int boxes = store_boxes / waves, at_once = boxes < config::staged_boxes ? boxes : config::staged_boxes;
     constexpr bool two = config::staged_boxes >= 2 * boxes && waves % 2 == 0;
     const int thread = threadIdx.x % 128, first_row = max(tile.m_begin - m, 0), end_row = min(tile.m_end - m, 64);

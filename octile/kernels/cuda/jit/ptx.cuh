@@ -191,8 +191,8 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
 
 // tma_store that adds to the tensor (float32).
 __device__ __forceinline__ void tma_reduce_add(const TensorMap* map, const void* from, int x, int y, int z) {
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 ::"l"(map), "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
@@ -253,8 +253,8 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return pair;
 }
 
-// Stores four 8×8 matrices of 16-bit elements: lane i gives the address of row i%8 of matrix i/8, and register r of lane
-// l holds the elements (l/4, 2·(l%4)) and (l/4, 2·(l%4) + 1) of matrix r.
+// Stores four 8×8 matrices of 16-bit elements: lane i gives the address of row i%8 of matrix i/8, and register r of
+// lane l holds the elements (l/4, 2·(l%4)) and (l/4, 2·(l%4) + 1) of matrix r.
 __device__ __forceinline__ void stmatrix_x4(void* row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(r0),
                  "r"(r1), "r"(r2), "r"(r3)
