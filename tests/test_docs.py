@@ -3,6 +3,7 @@
 import doctest
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,12 @@ def test_the_page_lists_the_files_of_the_kernel() -> None:
     kernel = (CUDA / "gemm" / "gemm.cu").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "hopper_product.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+\.cuh)`", page, re.MULTILINE) == re.findall(r'#include "(.*)"', kernel)
+
+
+def test_the_tour_shows_the_walk_that_a_gemm_takes() -> None:
+    """Compare docs/tour.md with the output of `python -m tools.count_frames`."""
+    pytest.importorskip("cuda.bindings")
+    command = [sys.executable, "-m", "tools.count_frames"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = (DOCS / "tour.md").read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
+    assert shown == printed, "copy the output of `python -m tools.count_frames` to docs/tour.md, and correct the tables"
