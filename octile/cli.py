@@ -192,12 +192,12 @@ class Bench:
     """Measure this machine.
 
     Attributes:
-        what: gemm (products), casts (quantisation), step (training: speed, memory, checkpoint size), lab (the model of
-            the tensor core); tune, which searches the fastest products on a Hopper GPU and keeps them; or tune-casts,
-            which shows the fastest settings of casts there.
+        what: gemm (GEMMs), casts (quantization), step (training: speed, memory, checkpoint size), lab (the tensor core
+            model); tune, which searches for the fastest GEMM kernels on a Hopper GPU and stores them; or tune-casts,
+            which prints the fastest settings of quantization kernels there.
         json: also write the rows to this file.
-        shape: M,N,K of one product to tune; every shape of gemm if not given.
-        minutes: after which tune begins no other shape.
+        shape: M,N,K of one GEMM to tune; all shapes of gemm if not given.
+        minutes: the time after which tune begins no further shape.
     """
 
     what: tyro.conf.Positional[Literal["gemm", "casts", "step", "lab", "tune", "tune-casts"]] = "step"
@@ -207,7 +207,7 @@ class Bench:
 
 
 def bench(arguments: list[str]) -> None:
-    """Measure products, casts or a training step on this machine, beside a peer."""
+    """Measure GEMMs, quantization or a training step on this machine, compared with a peer."""
     asked = _parse(Bench, arguments, "bench")
     from octile.bench import run, search, search_casts
 
