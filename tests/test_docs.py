@@ -108,9 +108,14 @@ def test_the_page_lists_the_files_of_the_kernel() -> None:
 
 
 def test_the_tour_shows_the_walk_that_a_gemm_takes() -> None:
-    """Compare docs/tour.md with the output of `python -m tools.count_frames`."""
+    """Compare the frames in docs/tour.md with those that `python -m tools.count_frames` prints."""
     pytest.importorskip("cuda.bindings")
     command = [sys.executable, "-m", "tools.count_frames"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     shown = (DOCS / "tour.md").read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
-    assert shown == printed, "copy the output of `python -m tools.count_frames` to docs/tour.md, and correct the tables"
+
+    def frames(output: str) -> list[str]:
+        """Return the number of frames and files of each walk, and the walks, without the files that were entered."""
+        return [re.sub(r" +\d+$", "", line) for line in output.partition("\nentered by")[0].splitlines()]
+
+    assert frames(shown) == frames(printed), "copy the output of `python -m tools.count_frames` to docs/tour.md"
