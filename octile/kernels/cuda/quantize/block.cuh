@@ -242,6 +242,7 @@ __device__ __forceinline__ void store_rows_and_transposed(
     for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(transposed + j * side) = make_uint2(words[j][0], words[j][1]);
 }
 
+// Divides, rounds and stores the block as the form says.
 template <int form, int format, int division, class Values>
 __device__ __forceinline__ void store_block(
     const Outputs& to, const BlockCoord& at, const Values (&x)[8], const Divisors& by, uint8_t* transposed) {

@@ -38,12 +38,12 @@ def launches() -> dict[str, Launched]:
 def _cases() -> dict[str, Callable[[], object]]:
     t, k, h = 8192, 7168, 2048
     x, wide = _empty(t, k), _empty(t, k, dtype=torch.float32)
-    codes, packed = _empty(t, k, dtype=E4M3), _empty(t, k * 3 // 2, dtype=E5M6)
-    scale = new_scale(codes, 1, 128)
+    encoded, packed = _empty(t, k, dtype=E4M3), _empty(t, k * 3 // 2, dtype=E5M6)
+    scale = new_scale(encoded, 1, 128)
     gate, up = _empty(t, 2 * h).chunk(2, dim=1)
     dh, weight, rows = _empty(t, h), _empty(t, dtype=torch.float32), _empty(8 * t, dtype=torch.int32)
-    kept, long = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MAX_COLUMNS)
-    kept_scale = new_scale(kept, 1, 128)
+    saved, long = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MAX_COLUMNS)
+    saved_scale = new_scale(saved, 1, 128)
     with_scales: dict[str, Callable[[bool], object]] = {
         "quantize 1×128": lambda p: launcher.quantize(x, 1, 128, E4M3, p),
         "quantize 1×128 of FP32": lambda p: launcher.quantize(wide, 1, 128, E4M3, p),
@@ -52,18 +52,18 @@ def _cases() -> dict[str, Callable[[], object]]:
         "quantize 128×128 of FP32": lambda p: launcher.quantize(wide, 128, 128, E4M3, p),
         "rows and columns": lambda p: launcher.rows_and_columns(x, E4M3, p),
         "rows and columns of FP32": lambda p: launcher.rows_and_columns(wide, E4M3, p),
-        "requantise, turned": lambda p: launcher.requantize(codes, scale, E4M3, p),
-        "requantise rows, turned": lambda p: launcher.requantize(codes, scale, E4M3, p, rows),
-        "requantise E5M6, turned": lambda p: launcher.requantize(packed, scale, E4M3, p),
-        "weight, both ways": lambda p: launcher.quantize_and_transpose(wide, E4M3, p),
+        "requantize, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p),
+        "requantize rows, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows),
+        "requantize E5M6, transposed": lambda p: launcher.requantize(packed, scale, E4M3, p),
+        "weight and its transpose": lambda p: launcher.quantize_and_transpose(wide, E4M3, p),
         "SwiGLU": lambda p: launcher.swiglu(gate, up, E4M3, p, None),
-        "SwiGLU, inputs kept": lambda p: launcher.swiglu(gate, up, E4M3, p, weight, E4M3, p),
+        "SwiGLU, inputs saved": lambda p: launcher.swiglu(gate, up, E4M3, p, weight, E4M3, p),
         "SwiGLU backward": lambda p: launcher.swiglu_backward(dh, gate, up, None, None, None, E4M3, p, E4M3, True),
-        "SwiGLU backward, inputs kept": lambda p: launcher.swiglu_backward(
-            dh, kept[0], kept[1], kept_scale[0], kept_scale[1], weight, E4M3, p, E4M3, True
+        "SwiGLU backward, inputs saved": lambda p: launcher.swiglu_backward(
+            dh, saved[0], saved[1], saved_scale[0], saved_scale[1], weight, E4M3, p, E4M3, True
         ),
         "RMSNorm": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, False),
-        "RMSNorm, and as it is": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),
+        "RMSNorm, and in high precision": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),
         "RMSNorm of the longest row": lambda p: launcher.rms_norm(long, long[0], 1e-6, E4M3, p, False),
     }
     cases: dict[str, Callable[[], object]] = {}
@@ -71,9 +71,11 @@ def _cases() -> dict[str, Callable[[], object]]:
         cases |= {name: partial(cast, False), f"{name}, powers of two": partial(cast, True)}
     return cases | {
         "scale given": lambda: launcher.quantize_with_scale(x, _empty(1, dtype=torch.float32), E4M3),
-        "dequantize 1×128": lambda: launcher.dequantize(codes, scale, 1, 128, torch.bfloat16),
-        "dequantize 128×1": lambda: launcher.dequantize(codes, new_scale(codes, 128, 1), 128, 1, torch.bfloat16),
-        "dequantize 128×128": lambda: launcher.dequantize(codes, new_scale(codes, 128, 128), 128, 128, torch.bfloat16),
+        "dequantize 1×128": lambda: launcher.dequantize(encoded, scale, 1, 128, torch.bfloat16),
+        "dequantize 128×1": lambda: launcher.dequantize(encoded, new_scale(encoded, 128, 1), 128, 1, torch.bfloat16),
+        "dequantize 128×128": lambda: launcher.dequantize(
+            encoded, new_scale(encoded, 128, 128), 128, 128, torch.bfloat16
+        ),
         "dequantize E5M6": lambda: launcher.dequantize(packed, scale, 1, 128, torch.bfloat16),
     }
 

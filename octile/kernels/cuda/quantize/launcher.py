@@ -1,16 +1,16 @@
-"""Casts for Hopper in CUDA C++, with the signatures of those in Triton and bit for bit their results.
+"""Launcher of the quantization kernels for Hopper in CUDA C++; they give bit for bit the results of Triton's kernels.
 
-    tiles.cu            1×128; and by a scale that is given
-    squares.cu          128×128 numbers at once: rows and columns, requantising for the other side, weights both ways
-    swiglu.cu           SwiGLU's result, 1×128
-    swiglu_backward.cu  SwiGLU's gradients and its result, along rows and columns
-    rms_norm.cu         RMSNorm
-    dequantize.cu       codes back to numbers
+    tiles.cu            1×128 tiles; one given scale
+    blocks.cu           128×128 blocks: along rows and columns, requantized and transposed, weights with their transpose
+    swiglu.cu           SwiGLU in 1×128 tiles, and its inputs to be saved for backward
+    swiglu_backward.cu  the gradients of SwiGLU and its recomputed result, along rows and columns
+    rms_norm.cu         RMSNorm in 1×128 tiles
+    dequantize.cu       encoded values to BF16, FP16 or FP32
 
-Why not in Triton, as for every other GPU: what 16 lanes divide by is found by one of them and sent to the others,
-pairs of 16-bit numbers are compared at once, and four numbers of a column are rounded into one word of the transpose.
-Triton's language has no words for the first and the last, and its exponentials and divisions take several times the
-instructions. On an H200 its casts came to 0.16 to 0.80 of a copy's speed (benchmarks/LOG.md).
+They are faster than Triton's for three reasons: one of 16 lanes computes a scale and sends it to the others, pairs of
+16-bit values are compared by one instruction, and four values of a column are rounded into one word of the transpose.
+Triton cannot express the first and the last, and its exponentials and divisions take several times the instructions.
+On an H200 Triton's kernels reach 0.16 to 0.80 of the speed of a copy (benchmarks/LOG.md).
 
 They take what lies as training and serving have it: rows of a multiple of 8 numbers that are contiguous and begin at
 multiples of 16 bytes. `octile.kernels.backends` gives the rest to Triton's kernels.
@@ -36,17 +36,17 @@ DTYPES = {  # enum Dtype of scale.cuh
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
     torch.int8: 5,
-    torch.uint8: 6,  # E5M6, packed: two codes in three bytes
+    torch.uint8: 6,  # E5M6, packed: two values in three bytes
 }
-SIDE, MAX_COLUMNS = 128, 16384  # of a square; of a row that RMSNorm takes
-SQUARE_THREADS, SQUARE_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # place::bytes of square.cuh
-BESIDE_BYTES = 7 * 2 * 16 * SQUARE_THREADS + 4 * 3 * SIDE  # what swiglu_backward.cu keeps besides
+SIDE, MAX_COLUMNS = 128, 16384  # rows and columns of a block; columns that RMSNorm takes at most
+BLOCK_THREADS, BLOCK_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # smem::bytes of block.cuh
+BACKWARD_BYTES = 7 * 2 * 16 * BLOCK_THREADS + 4 * 3 * SIDE  # shared memory of swiglu_backward.cu on top
 
 # What the casts' speed depends on besides their shapes; `octile bench tune-casts` searches better ones on a GPU.
 #   rows     of a thread (tiles, swiglu, dequantize), or of a block one after the other (rms_norm)
 #   warps    of a block
 #   blocks   that must fit into a multiprocessor, which bounds the registers of a thread
-#   band     squares one below the other that run at the same time
+#   raster_height  128×128 blocks along M that consecutive thread blocks take
 SETTINGS: dict[str, dict[str, int]] = {
     "tiles": {"rows": 8, "warps": 8, "blocks": 3},
     "tiles, 32 bits": {"rows": 4, "warps": 8, "blocks": 3},
@@ -65,12 +65,12 @@ SETTINGS: dict[str, dict[str, int]] = {
     "rms_norm, wide": {"rows": 4, "blocks": 2},
     "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
 }
-NORM_BYTES = 2 * 4 * 32  # of shared memory: two rooms of rms_norm.cu
-NORM_UNITS = 4  # times eight columns of a row that a thread of rms_norm holds
+NORM_BYTES = 2 * 4 * 32  # shared memory of rms_norm.cu: two buffers
+NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds
 
 
 class Form(IntEnum):
-    """enum Form of square.cuh."""
+    """enum Form of block.cuh."""
 
     BOTH = 0
     TRANSPOSED_ONLY = 1
@@ -83,8 +83,8 @@ def why_unsupported(*matrices: Tensor, out: torch.dtype | None = None) -> str | 
     """Why these kernels do not cast such matrices [..., M, K]; None: they do.
 
     Args:
-        matrices: numbers, or codes [..., M, K] of 8 bits or [..., M, 3K/2] of 12, on one device.
-        out: dtype of the codes that are made.
+        matrices: elements or 8-bit encoded values [..., M, K], or packed E5M6 [..., M, 3K/2], on one device.
+        out: dtype of the data to be written.
     """
     return request.why_not_on(matrices[0].device) or layout_error(*matrices, out=out)
 
@@ -133,18 +133,18 @@ def quantize(
     if block_rows == 1:
         wide = x.dtype == torch.float32 or (dtype == torch.uint8 and not power_of_2)  # takes more registers
         kind = "tiles, 32 bits" if wide else "tiles, E5M6" if dtype == torch.uint8 else "tiles"
-        _tiles(SETTINGS[kind], x, dtype, power_of_2, data=data, scale=scale)
+        _launch_tiles(SETTINGS[kind], x, dtype, power_of_2, data=data, scale=scale)
     elif block_cols == 1:
-        _squares(Form.COLUMNS, x, dtype, power_of_2, data=data, scale_t=scale)
+        _launch_blocks(Form.COLUMNS, x, dtype, power_of_2, data=data, scale_t=scale)
     else:
-        _squares(Form.BLOCK, x, dtype, power_of_2, data=data, scale=scale)
+        _launch_blocks(Form.BLOCK, x, dtype, power_of_2, data=data, scale=scale)
     return data, scale
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x [..., M, K] in the one scale [1] that is given → data [..., M, K]; saturates, NaN stays."""
     data = x.new_empty(x.shape, dtype=dtype)
-    _tiles(SETTINGS["scale given"], x, dtype, False, data=data, given=scale)
+    _launch_tiles(SETTINGS["scale given"], x, dtype, False, data=data, given=scale)
     return data
 
 
@@ -172,7 +172,7 @@ def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[T
     """x [..., M, K] → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
     data_t, scale_t = new_quantized_transposed(x, dtype)
-    _squares(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
+    _launch_blocks(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
     return data, scale, data_t, scale_t
 
 
@@ -188,14 +188,14 @@ def requantize(
     data_t, scale_t = new_quantized_transposed(like, dtype)
     if like.numel():
         outs = {"data_t": data_t, "scale_t": scale_t}
-        _squares(Form.TRANSPOSED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
+        _launch_blocks(Form.TRANSPOSED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
     return data_t, scale_t
 
 
 def quantize_and_transpose(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., M, K] → data, scale in 128×128, and data_t [..., K, M]."""
     data, scale, data_t = x.new_empty(x.shape, dtype=dtype), new_scale(x, SIDE, SIDE), new_transposed(x, dtype)
-    _squares(Form.WEIGHT, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t)
+    _launch_blocks(Form.WEIGHT, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t)
     return data, scale, data_t
 
 
@@ -208,27 +208,27 @@ def swiglu(
     saved_dtype: torch.dtype | None = None,
     saved_power_of_2: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gate, up [M, H], weight [M] → data [M, H], scale in 1×128; kept [2, M, H], kept_scale, or those again."""
+    """gate, up [M, H], weight [M] → data [M, H], scale for 1×128; saved [2, M, H], saved_scale, or data and scale."""
     data, scale = gate.new_empty(gate.shape, dtype=dtype), new_scale(gate, 1, SIDE)
-    kept, kept_scale = data, scale
+    saved, saved_scale = data, scale
     if saved_dtype is not None:
-        kept = gate.new_empty(2, *gate.shape, dtype=saved_dtype)
-        kept_scale = new_scale(kept, 1, SIDE)
+        saved = gate.new_empty(2, *gate.shape, dtype=saved_dtype)
+        saved_scale = new_scale(saved, 1, SIDE)
     m, h = gate.shape
     lean = saved_dtype is None or gate.dtype == torch.float32  # of more rows the others take too many registers
     settings = SETTINGS["swiglu" if lean else "swiglu, inputs kept"]
     constants = {
         "dtype": DTYPES[gate.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
-        "weighted": weight is not None, "save_inputs": saved_dtype is not None, "saved_format": DTYPES[kept.dtype],
+        "weighted": weight is not None, "save_inputs": saved_dtype is not None, "saved_format": DTYPES[saved.dtype],
         "saved_power_of_2": saved_power_of_2, **settings,
     }  # fmt: skip
     arguments = (
-        *map(_address, (gate, up, weight, data, scale, kept, kept_scale)), gate.stride(0), up.stride(0),
+        *map(_address, (gate, up, weight, data, scale, saved, saved_scale)), gate.stride(0), up.stride(0),
         0 if weight is None else weight.stride(0), m, h, _inverse(_up(h, SIDE)),
     )  # fmt: skip
     blocks = _up(m, 2 * settings["rows"] * settings["warps"]) * _up(h, SIDE)
     _launch("swiglu", constants, gate, blocks, 32 * settings["warps"], 0, *arguments)
-    return data, scale, kept, kept_scale
+    return data, scale, saved, saved_scale
 
 
 def swiglu_backward(
@@ -262,8 +262,8 @@ def swiglu_backward(
         dh.stride(0), gate.stride(0), up.stride(0), *steps_of_scales, 0 if weight is None else weight.stride(0), m, h,
         _inverse(constants["raster_height"] * (h // SIDE)),
     )  # fmt: skip
-    squares, room = _up(m, SIDE) * (h // SIDE), SQUARE_BYTES + BESIDE_BYTES
-    _launch("swiglu_backward", constants, gate, squares, SQUARE_THREADS, room, *arguments)
+    blocks, shared_bytes = _up(m, SIDE) * (h // SIDE), BLOCK_BYTES + BACKWARD_BYTES
+    _launch("swiglu_backward", constants, gate, blocks, BLOCK_THREADS, shared_bytes, *arguments)
     return *results[:-1], parts.sum(1)
 
 
@@ -287,7 +287,7 @@ def rms_norm(
     return data, scale, rstd, y
 
 
-def _tiles(
+def _launch_tiles(
     settings: Mapping[str, int],
     x: Tensor,
     dtype: torch.dtype,
@@ -303,12 +303,12 @@ def _tiles(
     }  # fmt: skip
     arguments = (*map(_address, (x, data, scale, given)), *(_steps(x) or ()), m, k, _inverse(_up(k, SIDE)))
     warp_rows, warps = 2 * settings["rows"], settings["warps"]
-    room = warps * warp_rows * SIDE * 3 // 2 if dtype == torch.uint8 else 0
+    shared_bytes = warps * warp_rows * SIDE * 3 // 2 if dtype == torch.uint8 else 0
     blocks = _batches(x) * _up(m, warp_rows * warps) * _up(k, SIDE)
-    _launch("tiles", constants, x, blocks, 32 * warps, room, *arguments)
+    _launch("tiles", constants, x, blocks, 32 * warps, shared_bytes, *arguments)
 
 
-def _squares(
+def _launch_blocks(
     form: Form,
     x: Tensor,
     dtype: torch.dtype,
@@ -335,7 +335,7 @@ def _squares(
         _inverse(constants["raster_height"] * _up(k, SIDE)),
     )  # fmt: skip
     blocks = _batches(x) * _up(m, SIDE) * _up(k, SIDE)
-    _launch("blocks", constants, x, blocks, SQUARE_THREADS, SQUARE_BYTES, *arguments)
+    _launch("blocks", constants, x, blocks, BLOCK_THREADS, BLOCK_BYTES, *arguments)
 
 
 def _launch(
@@ -379,7 +379,7 @@ def _batches(x: Tensor) -> int:
 
 
 def columns(data: Tensor) -> int:
-    """K of data [..., M, K], or of codes of 12 bits [..., M, 3K/2]."""
+    """K of data [..., M, K], or of packed E5M6 [..., M, 3K/2]."""
     return data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
 
 
