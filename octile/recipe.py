@@ -1,17 +1,16 @@
-"""A recipe says which operand of which product becomes which 8-bit number, and by which scale.
+"""Recipes: which operand of which GEMM gets which 8-bit format, block and scale rule.
 
-A linear layer multiplies three times:
+A linear layer has three GEMMs:
 
     fprop   y  = x · wᵀ          x [T, K]  w [N, K]
     dgrad   dx = dy · w          dy [T, N]
-    wgrad   dw = dyᵀ · x         both operands lie along the tokens T, which are summed over
+    wgrad   dw = dyᵀ · x         sums over the tokens T
 
-Each operand is described by an `OperandFormat` (or None: it stays in the recipe's `compute` dtype).  `deepseek_v3` is
-the recipe that this library exists for; the others are what it is compared with, each one published and each one
-different in one thing that can be named.
+Each operand is described by an `OperandFormat`; a recipe without formats runs its GEMMs in its `compute` dtype.
+`deepseek_v3` is the recipe that this library exists for. The others are published recipes that it is compared with.
 
-A recipe also says what a block keeps for its backward pass besides the inputs of its linear layers, which are kept as
-they are cast (`docs/data_flow.md`).
+A recipe also says what a block saves for backward besides the inputs of its linear layers, which are saved in their
+quantized form (`docs/data_flow.md`).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313); Smooth-SwiGLU (arXiv 2409.12517);
 NVIDIA's hybrid and delayed scaling (arXiv 2209.05433).
@@ -31,7 +30,7 @@ import torch
 
 from octile.formats import BLOCK, COLUMN_TILE, E4M3, E5M2, E5M6, INT8, TILE, FloatFormat, IntFormat
 
-Extent = int | None  # of a block along one side of a matrix; None is the whole side
+Extent = int | None  # the size of a block along one dimension of a matrix; None: the whole dimension
 ScaleRule = Literal["float32", "power_of_2"]
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
@@ -41,10 +40,17 @@ TENSOR: tuple[Extent, Extent] = (None, None)
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """How one operand becomes 8-bit numbers.
+    """How one operand is quantized.
 
-    `amax` says where a block's largest magnitude comes from: the block itself (`current`), the largest one of the
-    last `AMAX_HISTORY` steps (`delayed`, whole tensors only), or nowhere: the scale is 1 (`unscaled`).
+    Attributes:
+        fmt: format of the encoded values.
+        block: the elements that share a scale.
+        scale: how a scale is rounded: not at all beyond FP32, or up to a power of two.
+        amax: where a block's largest magnitude comes from: the block itself (`current`); the largest of the last
+            `AMAX_HISTORY` steps (`delayed`, whole tensors only); or nowhere, the scale is 1 (`unscaled`).
+
+    Raises:
+        ValueError: a block or a scale rule that has no meaning with this amax.
     """
 
     fmt: FloatFormat | IntFormat = E4M3
@@ -60,12 +66,12 @@ class OperandFormat:
 
 
 GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
-AMAX_HISTORY = 16  # steps that delayed scaling looks back
+AMAX_HISTORY = 16  # steps in the amax history of delayed scaling
 
 
 @dataclass(frozen=True)
 class OptimizerFormats:
-    """What the optimizer keeps for each parameter, and the form in which a gradient reaches it."""
+    """The formats of the optimizer's state for each parameter, and of the gradient that it reads."""
 
     master: Literal["float32", "float16"] = "float32"
     gradient: Literal["float32", "float8_e4m3fn"] = "float32"
@@ -75,12 +81,15 @@ class OptimizerFormats:
 
 @dataclass(frozen=True)
 class GemmFormats:
-    """How the operands of the three products become 8-bit numbers.
+    """The formats of the operands of a layer's three GEMMs.
 
     Attributes:
-        x, w: operands of fprop. The input is kept for the backward pass as this cast leaves it.
+        x, w: operands of fprop. The quantized x is what is saved for backward.
         dy: the gradient operand of dgrad; dgrad's other operand is fprop's `w`.
-        wgrad_x, wgrad_dy: operands of wgrad. `wgrad_x` is made from the kept `x`, not from the original.
+        wgrad_x, wgrad_dy: operands of wgrad. `wgrad_x` is requantized from the saved `x`, not from the original.
+
+    Raises:
+        ValueError: a delayed scale where wgrad's formats differ: a layer has no amax history for them.
     """
 
     x: OperandFormat
@@ -91,17 +100,19 @@ class GemmFormats:
 
     @cached_property
     def routed_dy(self) -> tuple[OperandFormat, OperandFormat]:
-        """dy and wgrad_dy of experts, whose rows travel in 8 bits and are cast again: scaled as x is."""
+        """dy and wgrad_dy of experts, scaled as x is: their rows are dispatched in 8 bits and then requantized."""
         return replace(self.dy, scale=self.x.scale), replace(self.wgrad_dy, scale=self.wgrad_x.scale)
 
     def __post_init__(self) -> None:
-        assert self.routed_dy  # made now: the compiler of torch 2.11 cannot make a cast
+        assert self.routed_dy  # computed now: the compiler of torch 2.11 cannot construct an OperandFormat
         if self.is_delayed and (self.wgrad_x, self.wgrad_dy) != (self.x, self.dy):
-            raise ValueError("wgrad_x and wgrad_dy must be x and dy where a scale is delayed: a history has no others")
+            raise ValueError(
+                "wgrad_x and wgrad_dy must be x and dy where a scale is delayed: the amax history has no others"
+            )
 
     @property
     def is_tiled(self) -> bool:
-        """Whether inputs and gradients are cut in tiles of 128, for wgrad along the tokens and else along channels."""
+        """Whether inputs and gradients have tiles of 128: along the tokens for wgrad, along the channels otherwise."""
         blocks = (self.x.block, self.dy.block, self.wgrad_x.block, self.wgrad_dy.block)
         return (
             blocks == (TILE, TILE, COLUMN_TILE, COLUMN_TILE)
@@ -111,34 +122,35 @@ class GemmFormats:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether scales come from past steps, so that a layer must remember what it saw."""
-        return any(cast.amax == "delayed" for cast in (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy))
+        """Whether scales come from past steps, so that a layer needs an amax history."""
+        return any(operand.amax == "delayed" for operand in (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy))
 
     @classmethod
     def per_tensor(cls, forward: OperandFormat, backward: OperandFormat) -> GemmFormats:
-        """One scale a tensor serves both layouts, so wgrad takes the same 8-bit tensors as fprop and dgrad."""
+        """One scale a tensor is the same for both layouts, so wgrad reads the tensors of fprop and dgrad transposed."""
         return cls(x=forward, w=forward, dy=backward, wgrad_x=forward, wgrad_dy=backward)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The casts of the three products of a linear layer, and what else a published recipe changes.
+    """The formats of the three GEMMs of a linear layer, and what else a published recipe changes.
 
     Attributes:
-        name: under which `octile compare --recipes` and a run's configuration know it.
-        formats: of the products' operands; None leaves them in `compute`.
-        compute: type of the products that have no casts.
-        high_precision: products that are made in `compute` although the recipe has casts.
-        exceptions: of single layers, what else is uncast: (pattern of names as of files, products).
+        name: by which `octile compare --recipes` and a run's configuration name it.
+        formats: of the GEMMs' operands; None: they are in `compute`.
+        compute: dtype of the GEMMs that are not quantized.
+        high_precision: the GEMMs that run in `compute` although the recipe has formats.
+        exceptions: further GEMMs in high precision of single layers: (pattern of layer names as of file names, GEMMs).
         loss_scale: "dynamic" multiplies the loss by a power of two that backs off on overflow.
-        has_smooth_swiglu: divides SwiGLU's output by its channels' largest values before it is quantised.
+        has_smooth_swiglu: whether SwiGLU's output is divided by each channel's largest value before it is quantized.
         optimizer: the formats of the optimizer's state.
-        attention_output: how attention's output is kept, once, for its own backward pass and for wgrad of the layer
-            that follows. None: autograd keeps all of attention as it is.
-        attention_inputs: whether queries, keys and values are kept in BF16 or made again where they come straight from
-            the block's input; those that come from a compression (MLA) are made again where `attention_output` is kept.
-        swiglu_inputs: how SwiGLU's inputs are kept, its output being made again; or "recomputed": they are made again
-            too. None: autograd keeps them as they are, and the output's cast.
+        attention_output: how attention's output is saved, once, for its own backward and for wgrad of the layer that
+            follows. None: autograd saves all of attention in high precision.
+        attention_inputs: whether queries, keys and values that come straight from the block's input are saved in BF16
+            ("kept") or "recomputed". Those that come from a compression (MLA) are recomputed wherever
+            `attention_output` is given.
+        swiglu_inputs: how SwiGLU's inputs are saved, its output being recomputed; or "recomputed": they are recomputed,
+            too. None: autograd saves them in high precision, and the quantized output.
     """
 
     name: str
@@ -155,59 +167,59 @@ class Recipe:
 
     @property
     def can_fuse_attention(self) -> bool:
-        """Whether attention and the layers around it are one function that keeps `attention_output`."""
-        return self._fuses and self.attention_output is not None
+        """Whether attention and the layers around it can be one function that saves `attention_output`."""
+        return self._can_fuse and self.attention_output is not None
 
     @property
     def can_fuse_swiglu(self) -> bool:
-        """Whether a feed-forward layer is one function that keeps `swiglu_inputs`."""
-        return self._fuses and self.swiglu_inputs is not None and not self.has_smooth_swiglu
+        """Whether a feed-forward layer can be one function that saves `swiglu_inputs`."""
+        return self._can_fuse and self.swiglu_inputs is not None and not self.has_smooth_swiglu
 
     @property
-    def _fuses(self) -> bool:
+    def _can_fuse(self) -> bool:
         return self.formats is not None and self.formats.is_tiled and not self.high_precision
 
     @property
     def has_delayed_scaling(self) -> bool:
-        """Whether a layer must remember what it saw."""
+        """Whether a layer needs an amax history."""
         return self.formats is not None and self.formats.is_delayed
 
-    def without(self, product: GemmName) -> Recipe:
-        """This recipe with one product made in `compute` instead of in 8 bits.
+    def without(self, gemm: GemmName) -> Recipe:
+        """Return this recipe with one GEMM in `compute` instead of in 8 bits.
 
         Raises:
-            ValueError: there is no such product, or the recipe casts nothing.
+            ValueError: there is no such GEMM, or the recipe quantizes nothing.
         """
-        if product not in GEMMS:
-            raise ValueError(f"product must be one of {', '.join(GEMMS)}, not {product!r}")
+        if gemm not in GEMMS:
+            raise ValueError(f"gemm must be one of {', '.join(GEMMS)}, not {gemm!r}")
         if self.formats is None:
-            raise ValueError(f"recipe {self.name!r} casts nothing, so there is no {product} in 8 bits to leave out")
-        if product in self.high_precision:
+            raise ValueError(f"recipe {self.name!r} quantizes nothing, so there is no {gemm} in 8 bits to leave out")
+        if gemm in self.high_precision:
             return self
-        return replace(self, name=f"{self.name} without {product}", high_precision=self.high_precision | {product})
+        return replace(self, name=f"{self.name} without {gemm}", high_precision=self.high_precision | {gemm})
 
     def for_layer(self, name: str) -> Recipe:
-        """This recipe as it holds for one layer: with its exceptions, and no one else's."""
+        """Return this recipe for the layer of that name: with the exceptions that match it applied, and no others."""
         recipe = replace(self, exceptions=())
-        mine = [products for pattern, products in self.exceptions if fnmatchcase(name, pattern)]
-        for product in GEMMS:
-            if any(product in products for products in mine):
-                recipe = recipe.without(product)
+        matching = [gemms for pattern, gemms in self.exceptions if fnmatchcase(name, pattern)]
+        for gemm in GEMMS:
+            if any(gemm in gemms for gemms in matching):
+                recipe = recipe.without(gemm)
         return recipe
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """A recipe with exceptions, from a TOML file:
+        """Read a recipe with exceptions from a TOML file:
 
             recipe = "deepseek_v3"
-            swiglu_inputs = "recomputed"                # if the recipe keeps them ("kept")
-            [[keep]]                                    # in `compute` instead of 8 bits
-            layers = "model.layers.1.mlp.down_proj"     # a pattern of names, as of files
+            swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
+            [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
+            layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
             products = ["fprop", "wgrad"]
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no such text.
+            ValueError: its text describes no recipe.
         """
         if not path.is_file():
             raise FileNotFoundError(f"there is no recipe file {str(path)!r}")
@@ -219,10 +231,10 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, where: str) -> Recipe:
-        """The recipe that the text of such a file describes; errors say where it comes from.
+        """Parse the text of such a file; `where` it comes from begins the error messages.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: the text describes no recipe.
         """
         try:
             content = tomllib.loads(text)
@@ -238,15 +250,18 @@ class Recipe:
             raise ValueError(f"{where}: keep must be a list, [[keep]], not {keeps!r}")
         exceptions = tuple(_exception(f"{where}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
         if exceptions and recipe.formats is None:
-            raise ValueError(f"{where}: recipe {recipe.name!r} casts nothing, so there is nothing to keep")
+            raise ValueError(f"{where}: recipe {recipe.name!r} quantizes nothing, so there is nothing to keep")
         return replace(recipe, exceptions=exceptions, swiglu_inputs=_swiglu_inputs(where, content, recipe))
 
     def write(self, path: Path) -> Path:
-        """Writes what `read` reads; name must be one that `named` knows. Its folder is made if it is not there."""
+        """Write the file that `read` reads, and return its path. The recipe's name must be one of `names`.
+
+        A folder that does not exist is created.
+        """
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
-        for layers, products in self.exceptions:
-            named = ", ".join(f'"{product}"' for product in GEMMS if product in products)
+        for layers, gemms in self.exceptions:
+            named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -256,69 +271,69 @@ class Recipe:
     def deepseek_v3(cls) -> Recipe:
         """E4M3 everywhere: 1×128 tiles for activations and gradients, 128×128 blocks for weights, 128×1 for wgrad.
 
-        The input's scales are powers of two because it is kept as 1×128 and requantised to 128×1 in the backward
-        pass: the values are then only shifted, and bits are lost only below the normal range of a new tile. So are
-        those of the attention's output, which is kept in E5M6 since its own backward pass reads it.
+        The input's scales are powers of two because it is saved in 1×128 and requantized to 128×1 in backward: the
+        values are then only shifted, and bits are lost only below the normal range of a new tile. The scales of
+        attention's output are powers of two for the same reason; it is saved in E5M6, since its own backward reads it.
         """
-        return cls("deepseek_v3", _fine_grained(), **_kept())
+        return cls("deepseek_v3", _fine_grained(), **_saved())
 
     @classmethod
     def bf16(cls) -> Recipe:
-        """The baseline: products of BF16 operands."""
+        """The baseline: GEMMs of BF16 operands."""
         return cls("bf16")
 
     @classmethod
     def float32(cls) -> Recipe:
-        """Nothing is rounded: what the other formats are an approximation of."""
+        """GEMMs of FP32 operands: the reference that all other recipes approximate."""
         return cls("float32", compute=torch.float32)
 
     @classmethod
     def per_tensor(cls) -> Recipe:
-        """E4M3 with one scale a tensor, from the tensor itself: one outlier sets the scale of everything."""
+        """E4M3 with one scale a tensor, from the tensor itself: one outlier sets the scale of the whole tensor."""
         return cls("per_tensor", GemmFormats.per_tensor(OperandFormat(block=TENSOR), OperandFormat(block=TENSOR)))
 
     @classmethod
     def delayed(cls) -> Recipe:
-        """E4M3 with one scale a tensor, from the largest values of the past steps: a new outlier saturates."""
-        cast = OperandFormat(block=TENSOR, amax="delayed")
-        return cls("delayed", GemmFormats.per_tensor(cast, cast))
+        """E4M3 with one scale a tensor, from the amax of past steps: a new outlier saturates."""
+        operand = OperandFormat(block=TENSOR, amax="delayed")
+        return cls("delayed", GemmFormats.per_tensor(operand, operand))
 
     @classmethod
     def hybrid_e5m2(cls) -> Recipe:
-        """`deepseek_v3` with E5M2 for the gradients of the output: a wider range, one bit of precision less."""
-        return cls("hybrid_e5m2", _fine_grained(gradient=E5M2), **_kept())
+        """`deepseek_v3` with E5M2 for output gradients: a wider range, one bit of precision less."""
+        return cls("hybrid_e5m2", _fine_grained(gradient=E5M2), **_saved())
 
     @classmethod
     def global_scale(cls) -> Recipe:
-        """E4M3 forward and E5M2 backward without any scale but the loss's, as FP16 training does it."""
+        """E4M3 forward and E5M2 backward with no scale but the loss scale, as in FP16 training."""
         forward, backward = OperandFormat(block=TENSOR, amax="unscaled"), OperandFormat(E5M2, TENSOR, amax="unscaled")
         return cls("global_scale", GemmFormats.per_tensor(forward, backward), loss_scale="dynamic")
 
     @classmethod
     def fp16_loss_scaling(cls) -> Recipe:
-        """Products of FP16 operands under a dynamic loss scale."""
+        """GEMMs of FP16 operands with a dynamic loss scale."""
         return cls("fp16_loss_scaling", compute=torch.float16, loss_scale="dynamic")
 
     @classmethod
     def fp8_lm(cls) -> Recipe:
-        """FP8-LM: per-tensor E4M3 and E5M2 products, FP8 gradients, FP16 masters, FP8 and FP16 moments."""
+        """FP8-LM: per-tensor E4M3 and E5M2 GEMMs, FP8 gradients, FP16 master weights, FP8 and FP16 moments."""
         optimizer = OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
         formats = GemmFormats.per_tensor(OperandFormat(block=TENSOR), OperandFormat(E5M2, TENSOR))
         return cls("fp8_lm", formats, optimizer=optimizer)
 
     @classmethod
     def smooth_swiglu(cls) -> Recipe:
-        """`delayed`, with SwiGLU's output smoothed channel by channel before it is quantised."""
+        """`delayed`, with each channel of SwiGLU's output smoothed before it is quantized."""
         return cls("smooth_swiglu", cls.delayed().formats, has_smooth_swiglu=True)
 
     @classmethod
     def int8_tiles(cls) -> Recipe:
         """`deepseek_v3` in INT8: the same tiles, evenly spaced values."""
-        return cls("int8_tiles", _fine_grained(INT8, INT8), **_kept(INT8))
+        return cls("int8_tiles", _fine_grained(INT8, INT8), **_saved(INT8))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The recipes that `named` knows, the library's own first."""
+        """Return the names that `named` accepts, the library's own recipe first."""
         return (
             "deepseek_v3",
             "bf16",
@@ -335,10 +350,10 @@ class Recipe:
 
     @classmethod
     def named(cls, name: str) -> Recipe:
-        """The recipe of that name; a name that ends in .toml is a file's (`read`).
+        """Return the recipe of that name; a name that ends in .toml is that of a file (see `read`).
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such recipe, or the file describes none.
             FileNotFoundError: there is no such file.
         """
         if name.endswith(".toml"):
@@ -358,26 +373,28 @@ def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | I
     )
 
 
-def _kept(fmt: FloatFormat | IntFormat = E4M3) -> dict[str, Any]:
-    """What a fine-grained recipe keeps besides the inputs of linear layers."""
+def _saved(fmt: FloatFormat | IntFormat = E4M3) -> dict[str, Any]:
+    """Return the fields that say what a fine-grained recipe saves besides the inputs of linear layers."""
     return {"attention_output": OperandFormat(E5M6, TILE, "power_of_2"), "swiglu_inputs": OperandFormat(fmt, TILE)}
 
 
 def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> OperandFormat | Literal["recomputed"] | None:
-    """What a file says of SwiGLU's inputs."""
+    """Read `swiglu_inputs` from a file's content."""
     asked = content.get("swiglu_inputs", "kept")
     if asked not in ("kept", "recomputed"):
         raise ValueError(f'{where}: swiglu_inputs must be "kept" or "recomputed", not {asked!r}')
     if asked == "recomputed" and recipe.swiglu_inputs is None:
-        raise ValueError(f"{where}: recipe {recipe.name!r} keeps SwiGLU's inputs as they are, so none are recomputed")
+        raise ValueError(
+            f"{where}: recipe {recipe.name!r} saves SwiGLU's inputs in high precision, so it cannot recompute them"
+        )
     return "recomputed" if asked == "recomputed" else recipe.swiglu_inputs
 
 
 def _exception(where: str, keep: Any) -> tuple[str, frozenset[GemmName]]:
-    """One [[keep]] of a file."""
+    """Read one [[keep]] of a file: a pattern of layer names, and GEMMs."""
     if not isinstance(keep, dict) or keep.keys() != {"layers", "products"} or not isinstance(keep["layers"], str):
         raise ValueError(f"{where} must say layers, a pattern, and products, a list")
-    products = keep["products"]
-    if not isinstance(products, list) or not products or any(product not in GEMMS for product in products):
-        raise ValueError(f"{where}: products must be some of {list(GEMMS)}, not {products!r}")
-    return keep["layers"], frozenset(products)
+    gemms = keep["products"]
+    if not isinstance(gemms, list) or not gemms or any(gemm not in GEMMS for gemm in gemms):
+        raise ValueError(f"{where}: products must be some of {list(GEMMS)}, not {gemms!r}")
+    return keep["layers"], frozenset(gemms)

@@ -1,8 +1,8 @@
-"""Which settings of a gate exist, and which fit together; without torch, for `ModelConfig` and for the gate itself.
+"""The settings of a gate, and which of them fit together; without torch, for `ModelConfig` and for the gate itself.
 
-E experts lie in G groups of the same size. A token may go to the experts of `topk_group` groups and chooses K of them,
-so the groups must divide the experts and as many as it may use must hold K. V3's gate ranks a group by the sum of its
-two best experts, so where it ranks groups each one has two.
+E experts are divided into G groups of one size. A token may go to the experts of `topk_group` groups and chooses K of
+them, so the number of groups must divide E, and `topk_group` groups must hold K experts. V3's gate ranks a group by the
+sum of its two best experts, so each group that it ranks needs two.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, DeepSeek-V2 (arXiv 2405.04434) §2.2.2.
 """
@@ -22,10 +22,10 @@ def check_routing(
     scoring_func: str,
     names: tuple[str, str] = ("n_experts", "n_chosen"),
 ) -> None:
-    """Refuses settings by which no gate can choose.
+    """Check the settings of a gate.
 
     Args:
-        names: what whoever is asked calls the number of experts and of the chosen ones.
+        names: the caller's names for the number of experts and of chosen experts, for error messages.
 
     Raises:
         ValueError: a setting is unknown, or does not fit the others.

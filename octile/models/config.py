@@ -1,7 +1,7 @@
 """The shape of a model, under the names that Hugging Face configurations use.
 
-`ModelConfig` is plain data and imports no torch, so a planner or a command line can read it in a millisecond.  Its
-presets are the published models and two of their shape that fit a laptop (`tiny`) and one GPU (`small`).
+`ModelConfig` imports no torch, so a planner or a command line reads it in a millisecond.  Its presets are the published
+models, and two small models of the same architecture: `tiny` for a laptop, `small` for one GPU.
 
 Sources: the configurations published with DeepSeek-V2, V2-Lite and V3; DeepSeek-V3 (arXiv 2412.19437) §4.2.
 """
@@ -20,10 +20,10 @@ from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN: how a model trained on `original_max_position_embeddings` tokens reads `factor` times as many.
+    """YaRN: extends a model trained on `original_max_position_embeddings` tokens to `factor` times as many.
 
-    Rotary pairs that turn more than `beta_fast` times within the original length keep their speed, those that turn
-    less than `beta_slow` times are slowed down by `factor`, the rest lies between.  Source: arXiv 2309.00071.
+    Rotary pairs with more than `beta_fast` full rotations within the original length keep their frequency, those with
+    less than `beta_slow` are slowed down by `factor`, the others are interpolated.  Source: arXiv 2309.00071.
     """
 
     factor: float = 40.0
@@ -39,16 +39,16 @@ class ModelConfig:
     """A DeepSeek-V2 or V3 model.  The defaults are DeepSeek-V3's.
 
     Attributes:
-        first_k_dense_replace: how many layers, the first ones, have no experts.
+        first_k_dense_replace: how many of the first layers have no experts.
         num_nextn_predict_layers: depth of multi-token prediction, 0 or 1.
         q_lora_rank: rank of the queries' compression; None (V2-Lite) projects them directly.
         topk_method: "noaux_tc" is V3's gate, whose bias steers the choice; the two "greedy" ones are V2's.
         aux_loss_alpha: weight of the sequence-wise balance loss.
         mtp_loss_weight: weight of the multi-token prediction's loss (0.3, and 0.1 late in V3's training).
-        extra: what a configuration file said beyond these fields, written back as it came.
+        extra: further keys of a configuration file, written back unchanged.
 
     Raises:
-        ValueError: the numbers do not fit together.
+        ValueError: the sizes do not fit together.
     """
 
     vocab_size: int = 129280
@@ -93,31 +93,31 @@ class ModelConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Length of a query and of a key of one head."""
+        """Channels of a query and of a key of one head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """What the cache keeps of a token in a layer: the latent and the rotary key."""
+        """Channels that a cache holds per token and layer: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts. The multi-token prediction layer comes last and has them."""
+        """Whether a layer, counted from 0, has experts. The multi-token prediction layer is the last and has them."""
         return layer >= self.first_k_dense_replace
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Reads the content of a Hugging Face `config.json`.
+        """Make a configuration from the content of a Hugging Face `config.json`.
 
         Raises:
-            ValueError: a key that is needed is missing, or asks for what this model does not compute.
+            ValueError: a needed key is missing, or a key asks for what this model does not compute.
         """
         values = hf_config.parse(config, [f.name for f in fields(cls)])
         scaling = values.pop("rope_scaling")
         return cls(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a Hugging Face `config.json`, with everything that was read."""
+        """Return the content of a Hugging Face `config.json`, including the keys in `extra`."""
         v3 = self.topk_method == "noaux_tc"
         config: dict[str, Any] = {
             "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
@@ -133,11 +133,11 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: str | Path) -> ModelConfig:
-        """Reads a `config.json`.
+        """Read a `config.json`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no JSON object, or `from_hf` refuses it.
+            ValueError: it is not a JSON object, or `from_hf` raises it.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
@@ -149,7 +149,7 @@ class ModelConfig:
         return cls.from_hf(config)
 
     def write(self, path: str | Path) -> None:
-        """Writes a `config.json` that transformers, vLLM and SGLang read."""
+        """Write a `config.json` that transformers, vLLM and SGLang read."""
         Path(path).write_text(json.dumps(self.to_hf(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
@@ -247,7 +247,7 @@ class ModelConfig:
 
     @classmethod
     def v3_671b(cls) -> ModelConfig:
-        """DeepSeek-V3: 671.0B parameters, 37.6B active, beside them the multi-token prediction layer."""
+        """DeepSeek-V3: 671.0B parameters, 37.6B active, without the multi-token prediction layer."""
         return cls()
 
 
@@ -262,10 +262,10 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 
 def _check(c: ModelConfig) -> None:
     for name in (f.name for f in fields(c) if f.type == "int"):
-        least = 0 if name in ("first_k_dense_replace", "num_nextn_predict_layers") else 1
-        if getattr(c, name) < least:
-            raise ValueError(f"{name} must be at least {least}, not {getattr(c, name)}")
-    if not c.aux_loss_alpha >= 0:  # NaN is refused too
+        minimum = 0 if name in ("first_k_dense_replace", "num_nextn_predict_layers") else 1
+        if getattr(c, name) < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, not {getattr(c, name)}")
+    if not c.aux_loss_alpha >= 0:  # rejects NaN, too
         raise ValueError(f"aux_loss_alpha must be at least 0, not {c.aux_loss_alpha}")
     if c.num_nextn_predict_layers > 1:
         raise ValueError(f"num_nextn_predict_layers must be 0 or 1, not {c.num_nextn_predict_layers}")

@@ -1,10 +1,10 @@
-"""How many parameters a configuration has, and how many a token uses.
+"""Parameter counts of a configuration: how many it has, and how many a token uses.
 
-Counted on the real modules, on torch's meta device, which holds shapes and no numbers: 671B parameters take a second.
+The real modules are counted, on torch's meta device, which allocates no values: 671B parameters take a second.
 
-    total    the main model as published counts it; the multi-token prediction layer stands beside it
+    total    the main model, as published; the multi-token prediction layer is counted separately
     active   total without the routed experts that a token is not sent to. The embedding counts in full, although a
-             token reads one row of it: so do the published 37.6B, 21.4B and 2.7B
+             token reads one row of it: the published 37.6B, 21.4B and 2.7B count it so
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ import torch
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 
-KINDS = {  # the first part that a parameter's name contains decides
+KINDS = {  # of a parameter, by the first of these parts that its name contains
     "embed_tokens": "embedding",
     "lm_head": "head",
     "norm": "norms",
@@ -34,9 +34,9 @@ class ParameterCount:
     """Parameters by kind of module.
 
     Attributes:
-        main: of the main model.
-        main_active: those of them that a token uses.
-        mtp: of the multi-token prediction layer, without the embedding and the head that it shares.
+        main: parameters of the main model.
+        main_active: those of the main model that a token uses.
+        mtp: parameters of the multi-token prediction layer, without the embedding and the head that it shares.
     """
 
     main: dict[str, int]
@@ -53,7 +53,7 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Counts a configuration's parameters without allocating them."""
+    """Count a configuration's parameters without allocating them."""
     main, mtp = Counter[str](), Counter[str]()
     for layer, kind, numel in _parameters(config):
         (mtp if layer == config.num_hidden_layers else main)[kind] += numel
@@ -61,7 +61,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:
-    """(layer, kind, number of elements) of every parameter."""
+    """Yield the layer, the kind and the number of elements of every parameter."""
     with torch.device("meta"):
         model = DeepseekV3(config)
     for name, parameter in model.named_parameters():

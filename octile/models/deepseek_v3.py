@@ -1,12 +1,12 @@
-"""DeepSeek-V3, and V2 as a setting of it: the whole model.
+"""DeepSeek-V3, and V2 by its configuration: the whole model.
 
     block      x + MLA(norm(x)), then x + MLP(norm(x)); after the first few layers the MLP is a mixture of experts
     main       embedding → blocks → norm → head, which predicts the next token
-    MTP        one block more, from the main model's normalised output at t and the embedding of token t+1 → the same
-               head, which predicts token t+2: a denser signal in training, a draft in decoding
+    MTP        one more block reads the main model's normalized output at t and the embedding of token t+1; the same
+               head predicts token t+2: a denser signal in training, a draft in decoding
 
-Names of parameters are those of the published checkpoints, except that a layer's experts are stacked (`names.py`);
-the MTP block is the layer after the last.
+Parameters are named as in the published checkpoints, except that a layer's experts are stacked (`names.py`); the MTP
+block is the layer after the last one.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §2, figures 2 and 3.  Shapes: B batch, S sequence, D model, V vocabulary.
 """
@@ -27,11 +27,11 @@ from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, Rope
 
-IGNORED = -100  # a label that is not predicted
+IGNORED = -100  # the label of a token that the loss ignores
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer: attention, then a feed-forward layer or a mixture of experts, each with a norm before it."""
 
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class MTPBlock(Block):
-    """The layer that looks one token further: [emb(t+1); h(t)] of 2D channels → what the head reads, normalised."""
+    """The multi-token prediction layer: [embedding of t+1; h of t], 2D channels → what the head reads, normalized."""
 
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__(c, layer)
@@ -100,19 +100,19 @@ class DeepseekV3(nn.Module):
     def forward(
         self, tokens_BS: Tensor, labels_BS: Tensor | None = None, *, cache: LatentCache | None = None
     ) -> Tensor:
-        """Logits, or the loss if there are labels.
+        """Compute logits, or the loss if there are labels.
 
         Args:
             tokens_BS: int64 [B, S].
-            labels_BS: int64 [B, S], usually the tokens themselves: the model shifts them. −100 is not predicted.
-            cache: what a former call has read; these tokens come behind it. Made by `new_cache`.
+            labels_BS: int64 [B, S], usually the tokens themselves: the model shifts them. The loss ignores −100.
+            cache: made by `new_cache`, holds what former calls have read; these tokens are appended.
 
         Returns:
             logits [B, S, V]; or the mean loss in nats, a scalar: the next token's cross-entropy, in training mode
             plus `mtp_loss_weight` times that of the token after it, plus the experts' balance losses.
 
         Raises:
-            ValueError: wrong shapes, labels together with a cache, more tokens than the model or the cache can hold.
+            ValueError: wrong shapes, labels together with a cache, or more tokens than the model or the cache can hold.
         """
         self._check(tokens_BS, labels_BS, cache)
         h_BSD, cos_sin = self._main(tokens_BS, cache)
@@ -122,14 +122,17 @@ class DeepseekV3(nn.Module):
         return self._loss(tokens_BS, labels_BS, h_BSD, cos_sin)
 
     def with_drafts(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Two guesses at each place t: the next token's logits [B, S, V], and, knowing that token, those of the one
-        after it, [B, S − 1, V]: what a decoder drafts, which the first guess at t + 1 accepts or not.
+        """Return two predictions at each position t: the logits of the next token, and, given that token, those of the
+        token after it: what a decoder drafts, and what the first prediction at t + 1 accepts or rejects.
 
         Args:
             tokens_BS: int64 [B, S], S at least 2.
 
+        Returns:
+            logits [B, S, V], drafted logits [B, S − 1, V].
+
         Raises:
-            ValueError: the model has no multi-token prediction, or tokens of a wrong shape.
+            ValueError: the model has no multi-token prediction, or tokens have a wrong shape.
         """
         if not self.config.num_nextn_predict_layers:
             raise ValueError("the model has no multi-token prediction, so it drafts nothing")
@@ -142,19 +145,19 @@ class DeepseekV3(nn.Module):
         return self.lm_head(h_BSD), self.lm_head(drafts_BSD)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
-        """An empty cache for `batch` texts of up to `max_length` tokens, on the model's device."""
+        """Make an empty cache for `batch` texts of up to `max_length` tokens, on the model's device."""
         layers, device = self.config.num_hidden_layers, self.lm_head.weight.device
         return LatentCache(
             layers, batch, max_length, self.config.latent_dim, device, dtype or self.lm_head.weight.dtype
         )
 
     def moe_layers(self) -> dict[str, MoE]:
-        """The mixtures of experts by their names, such as "model.layers.3.mlp"."""
+        """Return the mixtures of experts by their names, such as "model.layers.3.mlp"."""
         layers = enumerate(self.model.layers)
         return {f"model.layers.{i}.mlp": layer.mlp for i, layer in layers if isinstance(layer.mlp, MoE)}
 
     def _main(self, tokens_BS: Tensor, cache: LatentCache | None = None) -> tuple[Tensor, CosSin]:
-        """What the head reads, normalised [B, S, D], and the rotation of these places."""
+        """Return what the head reads, normalized [B, S, D], and the cosines and sines of these positions."""
         start = cache.length if cache is not None else 0
         s = tokens_BS.shape[1]
         cos_sin = self.rope.cos_sin(torch.arange(start, start + s, device=tokens_BS.device))
@@ -180,14 +183,14 @@ class DeepseekV3(nn.Module):
         return self._cross_entropy(x_BSD[:, :-1], labels_BS[:, 2:])
 
     def _drafts(self, tokens_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
-        """What the head reads for the token after the next one, at every place but the last: [B, S − 1, D]."""
+        """Return what the head reads for the token after the next one, without the last position: [B, S − 1, D]."""
         next_BSD = self._embedded(tokens_BS[:, 1:])
         both_BSD = torch.cat((next_BSD, h_BSD[:, :-1].to(next_BSD.dtype)), dim=-1)
         cos_SR, sin_SR = cos_sin
         return self.model.layers[-1](both_BSD, (cos_SR[:-1], sin_SR[:-1]))
 
     def _embedded(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S, D] in autocast's dtype where autocast is on: it leaves embeddings alone, and what is added to them."""
+        """Embed tokens: [B, S, D], in autocast's dtype where autocast is on, which does not cast embeddings itself."""
         x_BSD = self.model.embed_tokens(tokens_BS)
         return x_BSD.to(result_dtype(x_BSD))
 

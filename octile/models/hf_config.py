@@ -1,11 +1,11 @@
-"""What a Hugging Face `config.json` says, as the fields of a `ModelConfig`.
+"""Parse a Hugging Face `config.json` into the fields of a `ModelConfig`.
 
-transformers has two spellings for rotary positions (`rope_scaling` beside `rope_theta`, or one `rope_parameters`);
-both are read, the first, which every engine knows, is written.  Three things can happen to a key:
+transformers has two spellings for rotary positions (`rope_scaling` and `rope_theta`, or one `rope_parameters`). Both
+are read; the first, which every inference engine supports, is written.  There are three kinds of keys:
 
-    known             it becomes a field
-    changes the sums  and asks for what this model does not compute (another activation, tied embeddings, …): refused
-    anything else     kept in `extra` as it came, `quantization_config` among them, and written back
+    a field        of `ModelConfig`: its value is used
+    COMPUTED       changes what the model computes: must have the one value that this model computes
+    any other      stored in `extra` unchanged, such as `quantization_config`, and written back
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +28,7 @@ NEEDED = (
     "n_shared_experts",
     "num_experts_per_tok",
 )
-NULLABLE = ("q_lora_rank", "bos_token_id", "eos_token_id")  # null is a value of these, elsewhere it is no value
+NULLABLE = ("q_lora_rank", "bos_token_id", "eos_token_id")  # null is a value of these; elsewhere it means unset
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"}
 COMPUTED: dict[str, Any] = {  # the one value of each that this model computes
     "hidden_act": "silu",
@@ -52,30 +52,30 @@ YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", 
 
 
 def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The fields among `known`, `rope_scaling` as a dict or None, and everything else under "extra".
+    """Return the fields among `known`, `rope_scaling` as a dict or None, and all other keys under "extra".
 
     Raises:
-        ValueError: a key that is needed is missing or no number, or asks for what this model does not compute.
+        ValueError: a needed key is missing or not a number, or a key asks for what this model does not compute.
     """
     config = {ALIASES.get(name, name): value for name, value in config.items()}
-    _refuse(config)
-    said = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
-    missing = [name for name in NEEDED if name not in said]
+    _check_computed(config)
+    given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
+    missing = [name for name in NEEDED if name not in given]
     if missing:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
     for name in NEEDED:
-        if not isinstance(said[name], int) and not (name in NULLABLE and said[name] is None):
-            raise ValueError(f"{name} must be a whole number, not {said[name]!r}")
+        if not isinstance(given[name], int) and not (name in NULLABLE and given[name] is None):
+            raise ValueError(f"{name} must be a whole number, not {given[name]!r}")
 
     defaults = V2_DEFAULTS if config.get("model_type") == "deepseek_v2" else {}
-    found = {"num_nextn_predict_layers": 0, **defaults, **said, **_rope(config)}
+    found = {"num_nextn_predict_layers": 0, **defaults, **given, **_rope(config)}
     if isinstance(found.get("eos_token_id"), list):
         found["eos_token_id"] = tuple(found["eos_token_id"])
     implied = {*known, *COMPUTED, "num_key_value_heads", "rope_parameters"}
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
+def _check_computed(config: Mapping[str, Any]) -> None:
     if config.get("model_type", "deepseek_v3") not in ("deepseek_v3", "deepseek_v2"):
         raise ValueError(f"model_type is {config['model_type']!r}, but must be 'deepseek_v3' or 'deepseek_v2'")
     for name, computed in COMPUTED.items():
@@ -87,7 +87,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from either spelling."""
+    """Read `rope_theta` and `rope_scaling` from either spelling."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = {rope.pop("rope_type", None), rope.pop("type", None)} - {None} or {"default"}

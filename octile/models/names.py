@@ -1,6 +1,6 @@
-"""A model's weights under Hugging Face's names; loading fills the views that `to_hf` gives.
+"""A model's weights under Hugging Face's names; a loader fills the views that `to_hf` returns.
 
-Only two things differ.  A layer's experts are stacked here, since one product serves them all:
+Only two things differ.  A layer's experts are stacked here, since one grouped GEMM computes them all:
 
     …mlp.experts.gate_up [E, 2I, D]     …mlp.experts.7.gate_proj.weight, …up_proj.weight    each [I, D]
     …mlp.experts.down    [E, D, I]      …mlp.experts.7.down_proj.weight                     [D, I]
@@ -17,7 +17,7 @@ from octile.models.config import ModelConfig
 
 
 def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """A model's `state_dict` as a published checkpoint names it.
+    """Return a model's `state_dict` under the names of a published checkpoint.
 
     Nothing is copied: experts are views, and the prediction layer's embedding and head are the model's own tensors.
     """
@@ -43,7 +43,7 @@ def _unstacked(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _shared(config: ModelConfig) -> dict[str, str]:
-    """Names of the prediction layer's copies, and whose copies they are."""
+    """Map the names of the prediction layer's copies to the names of the tensors that they copy."""
     copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
     return {f"model.layers.{layer}.{copy}": own for layer in layers for copy, own in copies.items()}

@@ -1,4 +1,4 @@
-"""`convert`: any model's linear layers in FP8, and a line that says what was converted and what was not."""
+"""`convert`: replace any model's linear layers by FP8 layers, and report what was converted and what was not."""
 
 import logging
 import sys
@@ -17,8 +17,8 @@ log = logging.getLogger("octile")
 
 Filter = Callable[[str, nn.Module], bool]
 
-# What DeepSeek-V3 (§3.3.1) keeps in high precision among the linear layers, by the last part of a module's name.
-KEPT = {
+# The linear layers that DeepSeek-V3 (§3.3.1) leaves in high precision, by the last part of a module's name.
+HIGH_PRECISION = {
     "lm_head": "output head",
     "head": "output head",
     "classifier": "output head",
@@ -32,25 +32,25 @@ STACKED = "stacked weights that octile cannot convert"
 
 
 def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
-    """Replaces the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
+    """Replace the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
 
     Output heads, gates, the MTP projection and weights tied to an embedding stay as they are, like everything that is
-    no linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, are given the
-    recipe; other stacked weights [E, N, K] stay and count as E layers. Says what was done, "converted n of m linear
-    layers to deepseek_v3, skipped k: why": through the logger `octile` where logging is set up, else on stderr.
+    not a linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, are given
+    the recipe; other stacked weights [E, N, K] stay and count as E layers. A summary, "converted n of m linear layers
+    to deepseek_v3, skipped k: why", goes to the logger `octile` where logging is set up, else to stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
         recipe: `Recipe.deepseek_v3()` if not given.
-        filter: called with the name and the module of each layer (and of experts, which are one module); False leaves
-            it as it is.
+        filter: called with the name and the module of each layer (and of experts, which are one module); if it
+            returns False, the layer stays as it is.
 
     Returns:
-        The model, with the line that was said as `model.conversion_summary`.
+        The model; `model.conversion_summary` is the summary.
 
     Raises:
-        TypeError: model is no module, or recipe no Recipe.
-        ValueError: there is no linear layer in it, or an exception of the recipe matches none that is converted.
+        TypeError: model is not a torch.nn.Module, or recipe not a Recipe.
+        ValueError: the model has no linear layer, or an exception of the recipe matches no converted layer.
     """
     model = apply_recipe(model, recipe, filter)
     if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
@@ -61,7 +61,7 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
 
 
 def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
-    """`convert` without a word."""
+    """Do what `convert` does, without printing the summary."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -119,15 +119,15 @@ def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter 
     if id(layer.weight) in tied:
         return "tied to an embedding"
     last = name.rpartition(".")[2]
-    if last in KEPT:
-        return KEPT[last]
+    if last in HIGH_PRECISION:
+        return HIGH_PRECISION[last]
     if filter is not None and not filter(name, layer):
         return LEFT_OUT
     return None
 
 
 def _stacked(module: nn.Module) -> int:
-    """How many matrices lie in a module's own stacked weights [E, N, K]; torch's with three dimensions are no stack."""
+    """Count the matrices in a module's own stacked weights [E, N, K]; torch's weights of three dimensions are none."""
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
         return 0
     return sum(len(p) for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) > 1)

@@ -1,4 +1,4 @@
-"""`nn.Linear` whose three products run in a recipe's formats."""
+"""`nn.Linear` whose three GEMMs run in a recipe's formats."""
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from octile.recipe import Recipe
 class Linear(nn.Linear, RecipeHolder[Recipe]):
     """A linear layer in 8 bits with the interface, the parameters and the `state_dict` of `torch.nn.Linear`.
 
-    fprop, dgrad and wgrad take operands as `recipe` casts them and sum in FP32. Of the input only its 8-bit form is
-    kept for the backward pass; the weight is quantised once a step, for all micro-batches (with delayed scaling: for
-    each). Where the weight has a buffer `main_grad` [N, K] float32, its gradient is summed there instead of in `.grad`.
+    fprop, dgrad and wgrad read operands as `recipe` quantizes them and sum in FP32. Of the input only its 8-bit form is
+    saved for backward; the weight is quantized once a step, for all micro-batches (with delayed scaling: for each of
+    them). If the weight has a buffer `main_grad` [N, K] float32, its gradient is added there instead of to `.grad`.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`; any sizes, multiples of 128 are fast.
@@ -40,7 +40,7 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> "Linear":
-        """A layer around the same parameters, not a copy of them; hooks and other attributes come along."""
+        """Make a layer with the same parameters, not copies of them, and the same hooks and other attributes."""
         converted = cls.__new__(cls)
         own = {name: linear.__dict__[name].copy() for name in ("_parameters", "_buffers", "_modules")}
         converted.__dict__ = linear.__dict__ | own
@@ -48,13 +48,13 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
         return converted
 
     def use_recipe(self, recipe: Recipe) -> None:
-        """Changes the recipe; what a delayed recipe has seen so far is forgotten."""
+        """Change the recipe, and clear the amax history that delayed scaling has collected."""
         self.recipe = recipe
         self.history = history_for(recipe, self.weight)
         self.train(self.training)
 
     def forward(self, x: Tensor, column_scale: Tensor | None = None) -> Tensor:
-        """x · weightᵀ + bias; with column_scale [in_features], the weight's columns are multiplied by it before."""
+        """Return x · weightᵀ + bias; column_scale [in_features], if given, multiplies the weight's columns first."""
         weight = self.weight if column_scale is None else scale_columns(self.weight, column_scale)
         return functional.linear(x, weight, self.bias, self.recipe, self.history)
 
@@ -63,5 +63,5 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
 
 
 def history_for(recipe: Recipe | None, weight: Tensor) -> AmaxHistory | None:
-    """Room for what a delayed recipe sees, on the weight's device; None for the others."""
+    """Make the amax history of a recipe with delayed scaling, on the weight's device; None for other recipes."""
     return AmaxHistory(weight.device) if recipe is not None and recipe.has_delayed_scaling else None

@@ -64,10 +64,10 @@ def test_leaving_out_twice_is_leaving_out_once():
 
 
 def test_an_unknown_product_is_refused():
-    with pytest.raises(ValueError, match="product must be one of fprop, dgrad, wgrad, not 'backward'"):
+    with pytest.raises(ValueError, match="gemm must be one of fprop, dgrad, wgrad, not 'backward'"):
         Recipe.deepseek_v3().without("backward")
 
 
 def test_a_recipe_without_casts_has_none_to_leave_out():
-    with pytest.raises(ValueError, match="recipe 'bf16' casts nothing"):
+    with pytest.raises(ValueError, match="recipe 'bf16' quantizes nothing"):
         Recipe.bf16().without("wgrad")
