@@ -1,6 +1,7 @@
 """octile: DeepSeek-V3-style mixture-of-experts models in fine-grained FP8.
 
-The public names and nothing else; each is imported when it is first used, so that `import octile` costs nothing.
+This module holds the public names. Each is imported when it is first used, so that `import octile` is fast and does not
+import torch.
 """
 
 from importlib import import_module
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         quantize,
     )
 
-_HOME = {
+_MODULES = {  # the public names of each module
     "octile.formats": ("BF16", "E4M3", "E5M2", "E5M6", "FP16", "FP32", "INT8", "UE8M0", "FloatFormat"),
     "octile.recipe": ("Recipe",),
     "octile.scaled": (
@@ -39,22 +40,22 @@ _HOME = {
     "octile.nn.conversion": ("convert",),
     "octile.checkpoint.hugging_face": ("load", "save"),
 }
-_WHERE = {name: module for module, names in _HOME.items() for name in names}
-_ROOMS = (
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_PACKAGES = (
     *("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint"),
     *("report", "train", "lab", "bench", "compat"),
 )
 
-__all__ = ["__version__", *sorted(_WHERE)]
+__all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
-    if name in _ROOMS:
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    if name in _PACKAGES:
         return import_module(f"octile.{name}")
     raise AttributeError(f"module 'octile' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -1,4 +1,4 @@
-"""`python -m octile`."""
+"""The entry point of `python -m octile`."""
 
 from octile.cli import main
 

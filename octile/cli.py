@@ -1,6 +1,9 @@
-"""The command line. Each command is read by tyro from a frozen dataclass and imports what it needs when it runs.
+"""The command line of octile. tyro reads each command's options into a frozen dataclass.
 
-Exit codes: 0, it worked; 2, the user can mend it (one line says how); 1, it failed otherwise; 130, stopped by a signal.
+A command imports what it needs when it runs, so that `octile --help` answers at once.
+
+Exit codes: 0 success; 2 an error that the user can correct, with one line that says how; 1 any other failure; 130 ended
+by a signal.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ with suppress(ImportError):  # `main` reports it when it is missing
 
 Form = TypeVar("Form")
 
-NOT_A = {  # how Python refuses a word that is no such number
+NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the option needs
     "invalid literal for int() with base 10: ": "a whole number",
     "could not convert string to float: ": "a number",
 }
 
-OPTIONAL = re.compile(r"no type matching \{None\}\|(INT|FLOAT) could be instantiated from \[(.*)\]")  # tyro's own
+# tyro's message for an optional number
+OPTIONAL_NUMBER_ERROR = re.compile(r"no type matching \{None\}\|(INT|FLOAT) could be instantiated from \[(.*)\]")
 
-USER, FAILURE, INTERRUPTED = 2, 1, 130
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,9 @@ class Train(TrainConfig):
 
     Attributes:
         resume: continue the run in --out from its newest checkpoint.
-        telemetry_every: measure the 8-bit products of every n-th step, into telemetry.jsonl; 0 measures none.
-        telemetry_layers: of layers whose names match one of these patterns, separated by commas.
-        guards: a file of rules that watch the telemetry and warn, capture operands, or switch a product to BF16.
+        telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
+        telemetry_layers: patterns of the names of the layers to measure, separated by commas.
+        guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
     """
 
     recipe_text: tyro.conf.Suppress[str | None] = None
@@ -72,32 +76,32 @@ def train(arguments: list[str]) -> None:
 
             default = fine_tuning(default, Path(begin))
     names = [f.name for f in fields(TrainConfig)]
-    asked = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
+    options = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.guards import read_rules
     from octile.lab.run import observer
     from octile.train.console import RunConsole
     from octile.train.loop import train as run
 
-    config = TrainConfig(**{name: getattr(asked, name) for name in names})
-    rules = read_rules(asked.guards) if asked.guards else ()
-    watched = observer(config, asked.telemetry_every, asked.telemetry_layers, rules)
-    run(config, asked.resume, RunConsole(), watched)
+    config = TrainConfig(**{name: getattr(options, name) for name in names})
+    rules = read_rules(options.guards) if options.guards else ()
+    hook = observer(config, options.telemetry_every, options.telemetry_layers, rules)
+    run(config, options.resume, RunConsole(), hook)
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Train BF16 twice or more (the noise band) and each recipe from its initialisation on the same batches.
+    """Train BF16 with two or more seeds (the noise band) and each recipe from the same weights on the same batches.
 
     Attributes:
         preset: tiny, small, v2_lite_16b, v2_236b or v3_671b.
-        recipes: names, separated by commas.
-        steps: of each run; the preset's if not given.
+        recipes: names of recipes, separated by commas.
+        steps: steps of each run; the preset's if not given.
         data: as for train.
-        seed: of the first BF16 run and of every recipe; the second BF16 run has the next one.
-        seeds: how many each recipe and BF16 are trained with (5), counted on from --seed, or which (0,7,9).
-        gradient_steps: where each recipe's gradients are held against BF16's: steps, start, middle, end, or none.
+        seed: seed of the first BF16 run and of every recipe; the second BF16 run has the next one.
+        seeds: number of seeds for each recipe and BF16 (5), counted from --seed, or a list of seeds (0,7,9).
+        gradient_steps: steps at which gradients are compared with BF16's: numbers, start, middle, end, or none.
         out: folder for the report and the curves; chosen under runs/ if not given.
-        device: auto takes a GPU where there is one.
+        device: auto uses a GPU if there is one.
     """
 
     preset: str = "tiny"
@@ -112,17 +116,17 @@ class Compare:
 
 
 def compare(arguments: list[str]) -> None:
-    """Train recipes beside BF16 and its noise band, and say what each one costs in loss."""
-    asked = _parse(Compare, arguments, "compare")
-    config = replace(preset(asked.preset), data=asked.data, seed=asked.seed, device=asked.device)
-    if asked.steps is not None:
-        config = replace(config, steps=asked.steps)
+    """Train recipes and BF16 with its noise band, and report the loss that each recipe costs."""
+    options = _parse(Compare, arguments, "compare")
+    config = replace(preset(options.preset), data=options.data, seed=options.seed, device=options.device)
+    if options.steps is not None:
+        config = replace(config, steps=options.steps)
     from octile.train.compare import compare as run
     from octile.train.compare import parse_seeds
     from octile.train.console import RunConsole
 
-    seeds = parse_seeds(asked.seeds, asked.seed)
-    run(config, tuple(asked.recipes.split(",")), asked.out, RunConsole(), seeds, asked.gradient_steps)
+    seeds = parse_seeds(options.seeds, options.seed)
+    run(config, tuple(options.recipes.split(",")), options.out, RunConsole(), seeds, options.gradient_steps)
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,10 @@ class Generate:
     Attributes:
         run: a run folder, or a Hugging Face folder of a DeepSeek-V3 model; the newest under runs/ if not given.
         prompt: the text to continue.
-        max_new_tokens: tokens to generate at most.
-        temperature: 0 takes the likeliest token, 1 draws from the model's distribution.
-        top_p: draw only from the likeliest tokens that together have this probability.
-        seed: of the drawing.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: 0 is greedy, 1 samples from the model's distribution.
+        top_p: sample only from the most likely tokens that together have this probability.
+        seed: seed of the sampling.
     """
 
     run: tyro.conf.Positional[Path | None] = None
@@ -147,18 +151,18 @@ class Generate:
 
 
 def generate(arguments: list[str]) -> None:
-    """Continue a prompt with a trained model, printing as it goes."""
-    asked = _parse(Generate, arguments, "generate")
-    run = asked.run
+    """Continue a prompt with a trained model and print the text as it is generated."""
+    options = _parse(Generate, arguments, "generate")
+    run = options.run
     if run is None:
         run = _newest_run()
         print(f"octile: {run}, the newest run", file=sys.stderr)
     from octile.train.generate import Sampling, generate_from
 
-    sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
-    pieces = generate_from(run, asked.prompt, sampling)
-    first = next(pieces, "")  # a prompt that cannot be continued is refused before it is printed
-    print(asked.prompt + first, end="", flush=True)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    pieces = generate_from(run, options.prompt, sampling)
+    first = next(pieces, "")  # raises before the prompt is printed if it cannot be continued
+    print(options.prompt + first, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
@@ -166,12 +170,12 @@ def generate(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Convert:
-    """Turn a BF16 Hugging Face checkpoint into FP8 (128×128 blocks), or an FP8 one into BF16 or FP32, shard by shard.
+    """Convert a BF16 Hugging Face checkpoint to FP8 (128×128 blocks), or an FP8 one to BF16 or FP32, shard by shard.
 
     Attributes:
         src: a Hugging Face folder; or one with only a config.json (or that file), to predict the size.
-        dst: the folder to write. Not needed for a prediction.
-        to: fp8, bf16, or float32, which keeps every value of FP8 weights to train on.
+        dst: the folder to write; not needed for a prediction.
+        to: fp8, bf16, or float32, which represents FP8 weights exactly, for further training.
     """
 
     src: tyro.conf.Positional[Path]
@@ -181,10 +185,10 @@ class Convert:
 
 def convert(arguments: list[str]) -> None:
     """Convert a checkpoint between BF16 and FP8, or predict the size from a configuration."""
-    asked = _parse(Convert, arguments, "convert")
+    options = _parse(Convert, arguments, "convert")
     from octile.report.conversion import run_conversion
 
-    run_conversion(asked.src, asked.dst, asked.to)
+    run_conversion(options.src, options.dst, options.to)
 
 
 @dataclass(frozen=True)
@@ -192,12 +196,12 @@ class Bench:
     """Measure this machine.
 
     Attributes:
-        what: gemm (GEMMs), casts (quantization), step (training: speed, memory, checkpoint size), lab (the tensor core
-            model); tune, which searches for the fastest GEMM kernels on a Hopper GPU and stores them; or tune-casts,
-            which prints the fastest settings of quantization kernels there.
+        what: gemm, casts (quantization), step (training: speed, memory, checkpoint size), lab (the tensor core model);
+            tune, which searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which
+            shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
-        shape: M,N,K of one GEMM to tune; all shapes of gemm if not given.
-        minutes: the time after which tune begins no further shape.
+        shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
+        minutes: time after which tune begins no other shape.
     """
 
     what: tyro.conf.Positional[Literal["gemm", "casts", "step", "lab", "tune", "tune-casts"]] = "step"
@@ -208,28 +212,29 @@ class Bench:
 
 def bench(arguments: list[str]) -> None:
     """Measure GEMMs, quantization or a training step on this machine, compared with a peer."""
-    asked = _parse(Bench, arguments, "bench")
+    options = _parse(Bench, arguments, "bench")
     from octile.bench import run, search, search_casts
 
-    if asked.what != "tune" and (asked.shape is not None or asked.minutes is not None):
-        raise ValueError(f"shape and minutes are of tune, not of {asked.what}")
-    if asked.what.startswith("tune") and asked.json is not None:
-        raise ValueError(f"{asked.what} writes no rows: json is of gemm, casts and step")
-    if asked.what == "tune-casts":
+    if options.what != "tune" and (options.shape is not None or options.minutes is not None):
+        raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
+    if options.what.startswith("tune") and options.json is not None:
+        raise ValueError(f"{options.what} writes no rows: json is an option of gemm, casts and step")
+    if options.what == "tune-casts":
         search_casts()
-    elif asked.what == "tune":
-        search(asked.shape, asked.minutes)
+    elif options.what == "tune":
+        search(options.shape, options.minutes)
     else:
-        run(asked.what, asked.json)
+        run(options.what, options.json)
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what this machine is and which kernel serves which operator.
+    """Report this machine and which kernel runs each operator.
 
     Attributes:
         kernels: compile the kernels and list their registers, stack and shared memory; needs no GPU.
-        compile: for which architecture: sm_80, sm_86, sm_89, sm_90 or sm_100; the GPU here, or sm_90, if not given.
+        compile: the architecture to compile for: sm_80, sm_86, sm_89, sm_90 or sm_100; the GPU here, or sm_90, if not
+            given.
         json: print JSON.
     """
 
@@ -239,18 +244,18 @@ class Doctor:
 
 
 def doctor(arguments: list[str]) -> None:
-    """Say what this machine is, which kernel serves which operator, and why."""
-    asked = _parse(Doctor, arguments, "doctor")
+    """Report this machine, which kernel runs each operator, and why."""
+    options = _parse(Doctor, arguments, "doctor")
     from octile.bench.doctor import compile_kernels, examine, show
 
     found = examine()
-    if asked.kernels or asked.compile:
-        found["kernels"] = compile_kernels(asked.compile)
-    show(found, as_json=asked.json)
+    if options.kernels or options.compile:
+        found["kernels"] = compile_kernels(options.compile)
+    show(found, as_json=options.json)
 
 
 def lab(arguments: list[str]) -> None:
-    """See what 8 bits do: number formats, accumulation, what a run's products look like."""
+    """Study FP8 numerics: number formats, accumulation, the GEMMs of a run."""
     from octile.lab.commands import run
 
     run(arguments, _parse)
@@ -268,11 +273,11 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The entry point; leaves with an exit code."""
+    """Run a command and exit with its exit code. The entry point of the `octile` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a console without UTF-8 shows "?" for "…" and goes on
-    if "OMP_WAIT_POLICY" not in os.environ:  # threads that spin starve one another when a core is busy: LOG.md
+            stream.reconfigure(errors="replace")  # a console without UTF-8 shows "?" for "…"
+    if "OMP_WAIT_POLICY" not in os.environ:  # spinning threads delay one another if a core is busy
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
@@ -281,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name == "--version":
         _run(lambda _: print(f"octile {__version__}", flush=True), [])
     elif name not in COMMANDS:
-        _fail(f"unknown command {name!r}; there are {', '.join(COMMANDS)}", USER)
+        _fail(f"unknown command {name!r}; there are {', '.join(COMMANDS)}", USER_ERROR)
     else:
         _run(lambda rest: _call(name, rest), arguments[1:])
 
@@ -292,50 +297,50 @@ def _call(name: str, arguments: list[str]) -> None:
 
 
 def _parse(form: type[Form], arguments: list[str], command: str, default: Form | None = None) -> Form:
-    """Reads arguments into a dataclass. What tyro says in a box about a mistake becomes one line.
+    """Read arguments into a dataclass. tyro's error box becomes the one line of a ValueError.
 
     Raises:
-        ValueError: the arguments are not such a command's.
+        ValueError: the arguments are not valid for the command.
     """
-    said = StringIO()
+    output = StringIO()
     marks = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
     try:
-        with redirect_stderr(said):
-            usual = tyro.MISSING_NONPROP if default is None else default
-            return tyro.cli(form, args=arguments, prog=f"octile {command}", default=usual, config=marks)
+        with redirect_stderr(output):
+            defaults = tyro.MISSING_NONPROP if default is None else default
+            return tyro.cli(form, args=arguments, prog=f"octile {command}", default=defaults, config=marks)
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        raise ValueError(f"{_mistake(said.getvalue())} (see octile {command} --help)") from None
+        raise ValueError(f"{_error_line(output.getvalue())} (see octile {command} --help)") from None
 
 
-def _mistake(box: str) -> str:
-    """The first paragraph of the box in which tyro explains a mistake, without words of its own and of Python's."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:]]  # without its title
+def _error_line(box: str) -> str:
+    """The first paragraph of tyro's error box, reworded where it quotes tyro or Python."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]  # without the title
     first = " ".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines))) or box
     where, _, what = first.removeprefix("Error parsing ").partition(": ")
     if where == first.partition(": ")[0]:
         return first
-    for python, kind in NOT_A.items():
+    for python, kind in NUMBER_ERRORS.items():
         what = what.replace(python, f"{where} must be {kind}, not ")
-    if none_of := OPTIONAL.match(what):
+    if none_of := OPTIONAL_NUMBER_ERROR.match(what):
         kind, given = none_of.groups()
         return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
     return what
 
 
 def _is_text(line: str) -> bool:
-    """Not a rule, which is drawn with hyphens where the terminal has no UTF-8."""
+    """Whether a line is text and not a rule, which is drawn with hyphens on a terminal without UTF-8."""
     return bool(line.strip("─-"))
 
 
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
-    """Turns exceptions into one line and an exit code. OCTILE_TRACEBACK=1 shows where they came from."""
+    """Run a command; an exception becomes one line and an exit code. OCTILE_TRACEBACK=1 shows the traceback."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             command(arguments)
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
@@ -353,30 +358,31 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Ours are a line like an error's; others keep Python's form."""
-    ours = Path(filename).is_relative_to(Path(__file__).parent)
-    text = f"octile: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
+    """Print a warning: one of octile as a line like an error, any other in Python's form."""
+    is_octile = Path(filename).is_relative_to(Path(__file__).parent)
+    text = f"octile: {message}\n" if is_octile else warnings.formatwarning(message, category, filename, lineno, line)
     sys.stderr.write(text)
 
 
 def _explain(error: Exception) -> tuple[str, int]:
+    """The line and the exit code for an exception."""
     from octile.train.run_folder import Stopped
 
     if isinstance(error, Stopped):
         return str(error), INTERRUPTED
-    if isinstance(error, OSError) and error.errno in DISK:
-        return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is kept", FAILURE
-    if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_us(error)):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there", FAILURE
+    if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):
         return str(error), FAILURE
-    if isinstance(error, OSError) and error.filename is not None:  # the system's own words, without its number
-        return f"{str(error.filename)!r}: {error.strerror}", USER
-    if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_us(error)):
-        return str(error), USER
+    if isinstance(error, OSError) and error.filename is not None:  # the system's message without its number
+        return f"{str(error.filename)!r}: {error.strerror}", USER_ERROR
+    if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):
+        return str(error), USER_ERROR
     return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE
 
 
-def _raised_by_us(error: BaseException) -> bool:
-    """Whether the innermost frame is octile's own: a check that says what the user can mend, not a defect."""
+def _raised_by_octile(error: BaseException) -> bool:
+    """Whether octile itself raised an exception: a check that tells the user what to correct, not a defect."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and Path(frames[-1].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
@@ -400,10 +406,10 @@ def _newest_run() -> Path:
 
 
 def _value_of(option: str, arguments: list[str]) -> str | None:
-    """What follows an option, or stands behind its equals sign: of several the last one, which is tyro's choice too."""
+    """The value of an option, from the next argument or after its equals sign; the last one wins, as with tyro."""
     value = None
     for argument, following in zip_longest(arguments, arguments[1:]):
-        name, equals, behind = argument.partition("=")
-        if name.replace("_", "-") == option:  # tyro reads --init_from too
-            value = behind if equals else following
+        name, equals, assigned = argument.partition("=")
+        if name.replace("_", "-") == option:  # tyro accepts --init_from too
+            value = assigned if equals else following
     return value

@@ -1,4 +1,4 @@
-"""Where the text comes from, one document at a time, so that a corpus may be larger than memory.
+"""Reads a corpus one document at a time, so that it may be larger than memory.
 
 A source is named by one string:
 
@@ -7,9 +7,9 @@ A source is named by one string:
     PATH                                      a text file, or a folder of them
     hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]   a dataset of the Hugging Face Hub, if the package `datasets` is installed
 
-A file is a document. A file that is alone, or that is longer than 1 MiB, is more like a book: it is cut at line
-ends into about 64 passages, each a document of its own, so that a part of it can be held out. Text is whatever decodes
-as UTF-8 and has no NUL; everything else is left out and counted.
+A file is a document. A single file, or a file longer than 1 MiB, is split at line ends into about 64 passages, each of
+which is a document, so that a part of it can be held out. Text is what decodes as UTF-8 and contains no NUL; everything
+else is left out and counted.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
 
-LONG_FILE = 2**20  # bytes; above it a file is cut into passages
-SHORTEST_PASSAGE, LONGEST_PASSAGE = 2**10, 2**16  # characters
+MAX_WHOLE_FILE = 2**20  # bytes; a longer file is split into passages
+MIN_PASSAGE, MAX_PASSAGE = 2**10, 2**16  # characters
 
-NOT_PART_OF_THE_LANGUAGE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text and its name: the first 16 bytes of the SHA-256 of its UTF-8 bytes, the same wherever it lies."""
+    """A text and its digest, the first 16 bytes of the SHA-256 of its UTF-8 bytes."""
 
     digest: bytes
     text: str
@@ -43,10 +43,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A re-readable stream of texts.
+    """A stream of texts that can be read repeatedly.
 
-    source: the string that named it. skipped: how many files were left out, by reason.
-    texts: reads the source from its beginning, in an order that depends on nothing but the names.
+    Attributes:
+        source: the string that named it.
+        skipped: how many files were left out, by reason.
+        texts: reads the source from its beginning, in an order that depends only on the names of the files.
     """
 
     source: str
@@ -54,7 +56,7 @@ class Corpus:
     texts: Callable[[], Iterator[str]]
 
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """Every different text once; empty ones and exact repetitions are left out and added to `skipped`."""
+        """Every distinct text once; empty texts and exact duplicates are left out and added to `skipped`."""
         seen: set[bytes] = set()
         for text in self.texts():
             digest = hashlib.sha256(text.encode()).digest()[:16]
@@ -68,10 +70,10 @@ class Corpus:
 
 
 def open_corpus(source: str | Path) -> Corpus:
-    """Finds the texts that `source` names (see the head of this file); reads them only to tell text from the rest.
+    """Open the corpus that `source` names, as the module describes. Files are read once to find those that are text.
 
     Raises:
-        FileNotFoundError: no such file or folder, or a folder without files.
+        FileNotFoundError: there is no such file or folder, or the folder has no files.
         ValueError: nothing there is text, or the Hub's dataset cannot be used.
     """
     if source == STANDARD_LIBRARY:
@@ -88,15 +90,15 @@ def open_corpus(source: str | Path) -> Corpus:
 
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _files_below(root, leave_out=NOT_PART_OF_THE_LANGUAGE) if file.suffix == ".py"]
+    files = [file for file in _files_below(root, excluded=EXCLUDED_FOLDERS) if file.suffix == ".py"]
     return _from_files(STANDARD_LIBRARY, root, files)
 
 
-def _files_below(root: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Every file below a folder, sorted by its relative name; hidden files and folders are not part of a text."""
+def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
+    """All files below a folder, sorted by their relative names, without hidden files and folders."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in leave_out]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
@@ -112,7 +114,7 @@ def _from_files(source: str, root: Path, files: list[Path]) -> Corpus:
 
     def texts() -> Iterator[str]:
         for file in readable:
-            yield from _passages(file, cut=len(readable) == 1 or file.stat().st_size > LONG_FILE)
+            yield from _passages(file, split=len(readable) == 1 or file.stat().st_size > MAX_WHOLE_FILE)
 
     return Corpus(source, skipped, texts)
 
@@ -122,7 +124,7 @@ def _why_not_text(file: Path) -> str | None:
         return "unreadable"
     try:
         with file.open(encoding="utf-8", newline="") as stream:
-            while chunk := stream.read(LONG_FILE):
+            while chunk := stream.read(MAX_WHOLE_FILE):
                 if "\0" in chunk:
                     return "not_text"
     except UnicodeDecodeError:
@@ -132,12 +134,12 @@ def _why_not_text(file: Path) -> str | None:
     return None
 
 
-def _passages(file: Path, cut: bool) -> Iterator[str]:
+def _passages(file: Path, split: bool) -> Iterator[str]:
     with file.open(encoding="utf-8", newline="") as stream:  # newline="": line ends stay as they are
-        if not cut:
+        if not split:
             yield stream.read()
             return
-        length = min(max(file.stat().st_size // 64, SHORTEST_PASSAGE), LONGEST_PASSAGE)
+        length = min(max(file.stat().st_size // 64, MIN_PASSAGE), MAX_PASSAGE)
         while passage := stream.read(length) + stream.readline(length):
             yield passage
 
@@ -163,16 +165,16 @@ def _hub_dataset(source: str) -> Corpus:
     return Corpus(source, {}, texts)
 
 
-def _text_column(source: str, features: Mapping[str, Any], asked: str | None) -> str:
-    """The column asked for, or the one named "text", or the only one that holds strings."""
+def _text_column(source: str, features: Mapping[str, Any], requested: str | None) -> str:
+    """The requested column, or the one named "text", or the only one that holds strings."""
     strings = [
         name for name, feature in features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
     ]
-    if asked is not None and asked not in strings:
-        raise ValueError(f"source {source!r}: {asked!r} is no column of text; these are: {strings}")
-    if asked is None and "text" not in strings and len(strings) != 1:
+    if requested is not None and requested not in strings:
+        raise ValueError(f"source {source!r}: {requested!r} is not a column of text; these are: {strings}")
+    if requested is None and "text" not in strings and len(strings) != 1:
         raise ValueError(f"source {source!r}: name the text column, hf:…#COLUMN, one of {strings}")
-    return asked or ("text" if "text" in strings else strings[0])
+    return requested or ("text" if "text" in strings else strings[0])
 
 
 def _list(counts: Mapping[str, int]) -> str:

@@ -1,8 +1,9 @@
-"""From text to tokens on disk, in three passes over a corpus that is never held in memory.
+"""Builds a token store from a corpus in three passes, without holding the corpus in memory.
 
-1. CorpusIndex: each document's digest and size; decides what is held out, and whether a finished store can be reused.
-2. A sample of the training documents trains the tokenizer.
-3. Every document is encoded, into the part it belongs to.
+1. `CorpusIndex` computes the digest and size of each document, which decide what is held out and whether an existing
+   store can be reused.
+2. The tokenizer is trained on a sample of the training documents.
+3. Every document is encoded into the training or the held-out part.
 """
 
 import hashlib
@@ -19,8 +20,8 @@ from octile.train.corpus_index import CorpusIndex
 from octile.train.token_store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.tokenizer import Tokenizer, check_vocab_size
 
-SAMPLE_BYTES = 16 * 2**20  # the tokenizer learns from so much text
-BATCH_CHARACTERS = 4 * 2**20  # encoded at a time
+SAMPLE_BYTES = 16 * 2**20  # of text on which the tokenizer is trained
+BATCH_CHARACTERS = 4 * 2**20  # that are encoded at a time
 
 Progress = Callable[[str, float], None]
 
@@ -35,20 +36,20 @@ def prepare(
     held_out_windows: int = 64,
     progress: Progress = lambda stage, share: None,
 ) -> TokenStore:
-    """Builds the token store of a corpus in a folder, or reuses the one there if its text and settings are the same.
+    """Build the token store of a corpus in a folder, or reuse the existing one if its text and settings are the same.
 
     Args:
         source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.corpus`.
-        vocab_size: tokens the tokenizer may have.
-        folder: where the store lies; other files in it are left alone.
+        vocab_size: the maximum number of tokens of the tokenizer.
+        folder: the folder of the store; other files in it are not changed.
         sequence_length: S; a window is S + 1 tokens.
         tokenizer: a tokenizer.json, or its folder, to use instead of training one.
-        held_out_windows: at least so many windows are held out, if a tenth of the text suffices for them.
-        progress: called with the name of the stage and the share of it that is done, 0…1.
+        held_out_windows: the minimum number of held-out windows, if a tenth of the text suffices for them.
+        progress: called with the name of a stage and its progress from 0 to 1.
 
     Raises:
         FileNotFoundError: the source or the tokenizer does not exist, or the source is a folder without files.
-        ValueError: no text, too little of it, too small a vocabulary, or a damaged store.
+        ValueError: there is no text or too little, the vocabulary is too small, or the existing store is damaged.
         RuntimeError: the text changed while it was read.
     """
     folder = Path(folder)
@@ -132,7 +133,7 @@ def _build(
 def _encode(
     folder: Path, corpus: Corpus, index: CorpusIndex, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, int]:
-    """Writes train.npy and val.npy; returns the tokens of each."""
+    """Write train.npy and val.npy; return the number of tokens of each."""
     read = hashlib.sha256()
     done = 0
     with (
@@ -148,7 +149,7 @@ def _encode(
                 read.update(document.digest)
                 done += index.sizes.get(document.digest, 0)
     if read.hexdigest() != index.fingerprint:
-        raise RuntimeError(f"source {corpus.source!r} changed while it was read; start again when it rests")
+        raise RuntimeError(f"source {corpus.source!r} changed while it was read; start again when it no longer changes")
     return {"train": train.length, "val": val.length}
 
 
@@ -166,7 +167,7 @@ def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """Moves a built store to its place, the manifest last: at no moment does one describe files of another build."""
+    """Move a built store to its folder, the manifest last, so that it never describes files of another build."""
     (folder / MANIFEST).unlink(missing_ok=True)
     for name in (*FILES, MANIFEST):
         os.replace(building / name, folder / name)

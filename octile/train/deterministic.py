@@ -1,11 +1,11 @@
-"""Runs that give the same bits when they are run again.
+"""Deterministic runs: the same bits every time.
 
-On a CPU, and in our own kernels, that is always so. On a GPU two libraries take liberties unless they are told: the
-backward pass of attention adds in the order in which its blocks end, and cuBLAS may do the same with small products.
+On a CPU, and in octile's own kernels, results are always deterministic. On a GPU two libraries are not by default: the
+backward pass of attention adds in the order in which its thread blocks end, and cuBLAS may do so for small GEMMs.
 
     CUBLAS_WORKSPACE_CONFIG       cuBLAS reads it when it is first used in a process
-    use_deterministic_algorithms  torch then refuses an operator that has no such form
-    fill_uninitialized_memory     off: everything that is read was written, and filling it first takes time
+    use_deterministic_algorithms  torch uses deterministic kernels, and raises for an operator that has none
+    fill_uninitialized_memory     off, because octile reads no uninitialized memory, and filling it takes time
 
 Source: https://pytorch.org/docs/stable/notes/randomness.html
 """
@@ -19,24 +19,24 @@ from typing import Any
 
 import torch
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-FIXED = ":4096:8"  # eight buffers of 4 MiB, one of the two settings that cuBLAS documents for this
+WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+FIXED_WORKSPACE = ":4096:8"  # eight buffers of 4 MiB, one of the two settings that cuBLAS documents for this
 
 
 @contextmanager
-def deterministic(asked: bool) -> Iterator[None]:
-    """Inside, two runs of the same operators give the same bits, if that is asked; after it all is as it was.
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Make the operators inside the context deterministic, if enabled; restore torch's settings after it.
 
     Raises:
-        RuntimeError: inside, by torch, where an operator can't do so.
+        RuntimeError: raised by torch inside the context, for an operator without a deterministic kernel.
     """
-    if not asked:
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic  # its setting is a property, which type checkers don't see
-    filled, workspace = memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, FIXED)
+    memory: Any = torch.utils.deterministic  # type checkers do not see its property
+    filled, workspace = memory.fill_uninitialized_memory, os.environ.get(WORKSPACE_VARIABLE)
+    os.environ.setdefault(WORKSPACE_VARIABLE, FIXED_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
     try:
@@ -45,4 +45,4 @@ def deterministic(asked: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filled
         if workspace is None:
-            del os.environ[WORKSPACE]
+            del os.environ[WORKSPACE_VARIABLE]

@@ -1,4 +1,4 @@
-"""What a run looks at besides its loss: the scales of the tiles, and where a number stopped being one."""
+"""Diagnostics of a run: histograms of tile scales, and the module in which a value became NaN or Inf."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Histogram = dict[str, list[int]]
 
 
 @contextmanager
-def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
-    """Counts the scales of everything that is quantised inside; the function it gives returns them at the end.
+def record_tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
+    """Count the scales of everything that is quantized inside the context.
 
-    Blocks of zeros are left out: their scale is 1 whatever the numbers around them.
+    Blocks of zeros are not counted, because their scale is always 1.
 
-    {"x" | "w" | "dy": {"log2": [rounded log₂ of a scale, …], "count": [blocks, …]}}
+    Yields:
+        A function that returns the histograms so far:
+        {"x" | "w" | "dy": {"log2": [rounded log₂ of a scale, …], "count": [blocks, …]}}
     """
     counts: dict[str, Counter[int]] = {"x": Counter(), "w": Counter(), "dy": Counter()}
 
@@ -45,9 +47,9 @@ def tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
 
 
 def zero_blocks(q: ScaledTensor) -> Tensor:
-    """Which blocks hold nothing but zeros, so that their scale says nothing: [..., ⌈M/R⌉, ⌈K/C⌉] bool.
+    """Which blocks contain only zeros, so that their scale is meaningless: [..., ⌈M/R⌉, ⌈K/C⌉] bool.
 
-    An INT8 block of a NaN is none, though its numbers are 0: its scale is NaN.
+    An INT8 block that contained a NaN is not among them: its values are 0, but its scale is NaN.
     """
     packed = q.data.dtype == torch.uint8  # E5M6
     magnitude = decode(q.data).abs() if packed else q.data.view(torch.uint8) & 0x7F
@@ -55,23 +57,29 @@ def zero_blocks(q: ScaledTensor) -> Tensor:
 
 
 def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:
-    """The name of the first module whose output is NaN or Inf when run() calls the model, or of such a parameter.
+    """Find where a forward pass becomes NaN or Inf.
 
-    Returns "the loss" where every module's output is finite.
+    Args:
+        model: the model.
+        run: calls the model.
+
+    Returns:
+        The name of the first parameter that is not finite, else of the first module whose output is not finite, else
+        "the loss".
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return f"parameter {name}"
     found: list[str] = []
 
-    def looker(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, inputs: object, output: object) -> None:
+    def make_hook(name: str) -> Callable[..., None]:
+        def check_output(module: nn.Module, inputs: object, output: object) -> None:
             if not found and any(not t.isfinite().all() for t in _tensors(output)):
                 found.append(name)
 
-        return look
+        return check_output
 
-    hooks = [module.register_forward_hook(looker(name)) for name, module in model.named_modules() if name]
+    hooks = [module.register_forward_hook(make_hook(name)) for name, module in model.named_modules() if name]
     try:
         with torch.no_grad():
             run()

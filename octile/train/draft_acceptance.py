@@ -1,8 +1,8 @@
-"""How often a decoder would keep what multi-token prediction drafts.
+"""The acceptance rate of the drafts of multi-token prediction in speculative decoding.
 
-With the next token known, the draft says the one after it; the main head, one place further, says it too. A greedy
-decoder keeps the draft where both name the same token. One that draws from the model keeps it with probability
-Σ min(p, q), p being the main head's distribution and q the draft's, and draws as from p alone.
+Given the next token, the MTP head drafts the token after it, which the main head predicts one position later. Greedy
+decoding accepts the draft if both heads choose the same token. Sampling accepts it with probability Σ min(p, q), where
+p is the main head's distribution and q the draft's; the accepted tokens then have the distribution p.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437) §5.4.3; Leviathan et al., "Fast inference from transformers via speculative
 decoding" (arXiv 2211.17192) §3.  Shapes: B windows at a time, S tokens of each, V vocabulary.
@@ -21,7 +21,7 @@ from octile.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class DraftAcceptance:
-    """Shares from 0 to 1: greedy decoding, and drawing from the model at temperature 1."""
+    """Acceptance rates from 0 to 1: of greedy decoding, and of sampling at temperature 1."""
 
     greedy: float
     drawn: float
@@ -29,11 +29,11 @@ class DraftAcceptance:
 
 @torch.no_grad()
 def draft_acceptance(trainer: Trainer, windows: Tensor | None = None) -> DraftAcceptance:
-    """On text that is given, every place counts alike.
+    """Measure the acceptance rates on given text, with equal weight for every position.
 
     Args:
-        trainer: whose model drafts.
-        windows: int64 [N, S]; the held-out ones if not given.
+        trainer: the run whose model drafts.
+        windows: int64 [N, S]; the held-out windows if not given.
 
     Raises:
         ValueError: the model has no multi-token prediction.
@@ -52,5 +52,5 @@ def draft_acceptance(trainer: Trainer, windows: Tensor | None = None) -> DraftAc
             greedy = greedy + (main_BSV.argmax(-1) == draft_BSV.argmax(-1)).sum()
             p_BSV, q_BSV = (logits.float().softmax(-1) for logits in (main_BSV, draft_BSV))
             drawn = drawn + torch.minimum(p_BSV, q_BSV).sum()
-    places = windows.shape[0] * (windows.shape[1] - 1)
-    return DraftAcceptance(greedy.item() / places, drawn.item() / places)
+    positions = windows.shape[0] * (windows.shape[1] - 1)
+    return DraftAcceptance(greedy.item() / positions, drawn.item() / positions)

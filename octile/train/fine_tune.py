@@ -1,13 +1,16 @@
-"""Runs that begin with the weights of a checkpoint instead of drawn ones: `octile train --init-from PATH`.
+"""Fine-tuning: runs that begin with the weights of a checkpoint, `octile train --init-from PATH`.
 
-The checkpoint brings the model's shape and the tokenizer; the preset brings the batch; the rates are those with which
-DeepSeek-V3 was fine-tuned (arXiv 2412.19437 §5.1): a cosine from 5e-6 down to 1e-6. The experts' biases rest, as they
-do at the end of its pre-training (§4.2).
+The checkpoint determines the model's shape and the tokenizer, the preset the batch. The learning rates are those with
+which DeepSeek-V3 was fine-tuned (arXiv 2412.19437 §5.1): a cosine from 5e-6 to 1e-6. The experts' biases are constant,
+as at the end of its pre-training (§4.2).
 
-FP32 masters are made of FP8 weights by multiplying with their scales. The first step quantises them again, and as the
-largest number of a block was 448 it finds the scale that was there, and with it the same 8-bit numbers. `kept_weights`
-counts where that came true: not with power-of-two scales under a recipe whose weights have FP32 ones, and not where the
-block boundaries of a stacked weight fall elsewhere (`moe_intermediate_size` no multiple of 128).
+FP32 master weights are dequantized from FP8 weights. The first step quantizes them again. Since the largest magnitude
+of a block is 448 times its scale, it finds the same scale, and with it the
+same FP8 values.
+
+`count_unchanged_weights` counts the weights for which this is true. It is not true for power-of-two scales under a
+recipe with FP32 scales, nor if the block boundaries of a stacked weight differ (`moe_intermediate_size` not a multiple
+of 128).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from octile.recipe import Recipe
 from octile.scaled import quantize
 from octile.train.config import OptimConfig, TrainConfig
 
-SHAPE = (  # fields of the model that decide which weights there are, and of which shape
+SHAPE = (  # fields of the model that determine its weights and their shapes
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
     *("first_k_dense_replace", "num_nextn_predict_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts", "topk_method"),
@@ -32,7 +35,7 @@ OPTIM = OptimConfig(lr=5e-6, warmup=0.0, decay=1.0, final_lr=0.2, balance_speed=
 
 
 def fine_tuning(config: TrainConfig, folder: Path) -> TrainConfig:
-    """A preset's configuration as it is for the weights in a folder.
+    """A preset's configuration, changed to fine-tune the weights in a folder.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -42,7 +45,7 @@ def fine_tuning(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def check_shape(config: TrainConfig, folder: Path) -> None:
-    """Refuses a model of another shape than the weights that it is to begin with.
+    """Refuse a model whose shape differs from that of its initial weights.
 
     Raises:
         FileNotFoundError, ValueError: as for `fine_tuning`; or names what differs.
@@ -56,24 +59,24 @@ def check_shape(config: TrainConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def count_unchanged_weights(model: DeepseekV3) -> tuple[int, int]:
-    """How many weights come back from their recipe's cast with the values that they have, and how many are cast."""
-    kept = cast = 0
+    """The number of weights that quantization by their recipe does not change, and the number of quantized weights."""
+    unchanged = quantized = 0
     for module in model.modules():
         recipe = getattr(module, "recipe", None)
         if not isinstance(recipe, Recipe) or recipe.formats is None or recipe.formats.w.amax != "current":
             continue
         w = recipe.formats.w
         for weight in (p for p in module.parameters(recurse=False) if p.dim() > 1):
-            cast += 1
-            kept += bool(quantize(weight, w.block, w.fmt, w.scale).dequantize(weight.dtype).equal(weight))
-    return kept, cast
+            quantized += 1
+            unchanged += bool(quantize(weight, w.block, w.fmt, w.scale).dequantize(weight.dtype).equal(weight))
+    return unchanged, quantized
 
 
 def describe_initial_weights(model: DeepseekV3, folder: Path) -> str:
-    """Where a run's weights come from, and whether its first step computes with the numbers of an FP8 checkpoint."""
+    """The origin of a run's weights, and whether its first step computes with the values of an FP8 checkpoint."""
     if not has_fp8_weights(folder):
-        return f"weights: {folder}, not quantised there"
-    kept, cast = count_unchanged_weights(model)
-    if not cast:
-        return f"weights: {folder}, FP8 there, dequantised here"
-    return f"weights: {folder}, FP8 there; {kept} of {cast} quantised weights are to the bit the same in the first step"
+        return f"weights: {folder}, not quantized"
+    unchanged, quantized = count_unchanged_weights(model)
+    if not quantized:
+        return f"weights: {folder}, FP8, dequantized"
+    return f"weights: {folder}, FP8; {unchanged} of {quantized} quantized weights are bit-identical in the first step"

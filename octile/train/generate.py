@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time: the prompt is read at once, then each token attends to the cached latents."""
+"""Text generation, a token at a time, with a cache of latents. The whole prompt is one forward pass."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        max_new_tokens: tokens to generate at most; the end-of-text token ends earlier.
-        temperature: 0 takes the likeliest token; 1 draws from the model's distribution; above, more evenly.
-        top_p: draws only from the likeliest tokens that together have this probability.
-        seed: of the drawing.
+        max_new_tokens: maximum number of tokens to generate; an end-of-text token ends the text earlier.
+        temperature: 0 is greedy; 1 samples from the model's distribution; above 1 the distribution is flatter.
+        top_p: sample only from the most likely tokens that together have this probability.
+        seed: seed of the sampling.
     """
 
     max_new_tokens: int = 200
@@ -45,11 +45,11 @@ class Sampling:
 
 
 def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """As `generate_text`, with the model and the tokenizer of a run folder or a Hugging Face folder.
+    """Generate text with the model and the tokenizer of a run folder or a Hugging Face folder.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
-        ValueError: a file is damaged, or the prompt is too long.
+        ValueError: a file is damaged, or the prompt is too long for the model's context.
     """
     model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     inside = folder / "model"
@@ -58,17 +58,17 @@ def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str
 
 
 def generate_text(model: DeepseekV3, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """What the model continues the prompt with, in pieces as they come; together they are the text.
+    """Generate the continuation of a prompt, as pieces of text when they are complete.
 
     Raises:
-        ValueError: prompt and new tokens are more than the model's context.
+        ValueError: prompt and new tokens exceed the model's context.
     """
     tokens: list[int] = []
     shown = ""
     for token in generate(model, [tokenizer.begin, *tokenizer.encode(prompt)], sampling, tokenizer.end):
         tokens.append(token)
         text = tokenizer.decode(tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose bytes are not all there yet
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose bytes are not complete yet
             yield text[len(shown) :]
             shown = text
     yield tokenizer.decode(tokens)[len(shown) :]
@@ -76,10 +76,10 @@ def generate_text(model: DeepseekV3, tokenizer: Tokenizer, prompt: str, sampling
 
 @torch.inference_mode()
 def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int) -> Iterator[int]:
-    """The tokens after the prompt, up to `end`, which is not among them.
+    """Generate the tokens after the prompt, up to and without the token `end`.
 
     Raises:
-        ValueError: the prompt is empty, or prompt and new tokens are more than the model's context.
+        ValueError: the prompt is empty, or prompt and new tokens exceed the model's context.
     """
     length, context = len(prompt) + sampling.max_new_tokens, model.config.max_position_embeddings
     if not prompt:
@@ -97,18 +97,18 @@ def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int)
     with frozen_weights(model):
         for _ in range(sampling.max_new_tokens):
             logits_V = model(next_tokens, cache=cache)[0, -1].float().cpu()
-            token = choose(logits_V, sampling, random)
+            token = sample_token(logits_V, sampling, random)
             if token == end:
                 return
             yield token
             next_tokens = torch.tensor([[token]], device=device)
 
 
-def choose(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """The next token, from logits [V] float32: greedy, or from the nucleus (Holtzman et al., arXiv 1904.09751).
+def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """Choose the next token from logits [V] float32: greedy, or nucleus sampling (Holtzman et al., arXiv 1904.09751).
 
     Raises:
-        FloatingPointError: a logit is NaN: a damaged weight, or a model that diverged.
+        FloatingPointError: a logit is NaN, because a weight is damaged or the training diverged.
     """
     if logits_V.isnan().any():
         raise FloatingPointError("the model's logits are NaN: a weight is damaged, or its training diverged")
@@ -116,5 +116,5 @@ def choose(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int
         return int(logits_V.argmax())
     probabilities_V, tokens_V = ((logits_V - logits_V.max()) / sampling.temperature).softmax(-1).sort(descending=True)
     before_V = probabilities_V.cumsum(-1) - probabilities_V
-    probabilities_V[before_V >= sampling.top_p] = 0.0  # the likeliest token always stays
+    probabilities_V[before_V >= sampling.top_p] = 0.0  # the most likely token always stays
     return int(tokens_V[torch.multinomial(probabilities_V, 1, generator=random)])

@@ -1,4 +1,4 @@
-"""The loss of every token of some windows, and a token as a person reads it.
+"""The loss of every token of windows of text, and the display of single tokens.
 
 Shapes: N windows, S predicted tokens of each, B windows at a time, V vocabulary.
 """
@@ -21,27 +21,27 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
     """The main head's loss of each token but the first of its window: float32 [N, S] on the CPU, in nats.
 
     Args:
-        trainer: whose model predicts them.
-        windows: int64 [N, S + 1]; the held-out ones if not given. Their mean is then what `Trainer.validate` calls
-            val_loss, up to the order of the sum.
+        trainer: the run whose model predicts the tokens.
+        windows: int64 [N, S + 1]; the held-out windows if not given. The mean is then the val_loss of
+            `Trainer.validate`, up to the order of summation.
     """
     trainer.model.eval()
     batch = trainer.config.batch_size // trainer.config.micro_batches
-    pieces = []
+    losses = []
     with (
         frozen_weights(trainer.model),
         torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"),
     ):
-        for piece_BS in (trainer.held_out if windows is None else windows).split(batch):
-            piece_BS = piece_BS.to(trainer.device)
-            logits_BSV = trainer.model(piece_BS)[:, :-1].float()
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), piece_BS[:, 1:].flatten(), reduction="none")
-            pieces.append(loss.view(len(piece_BS), -1).cpu())
-    return torch.cat(pieces)
+        for tokens_BS in (trainer.held_out if windows is None else windows).split(batch):
+            tokens_BS = tokens_BS.to(trainer.device)
+            logits_BSV = trainer.model(tokens_BS)[:, :-1].float()
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="none")
+            losses.append(loss.view(len(tokens_BS), -1).cpu())
+    return torch.cat(losses)
 
 
 def visible_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text with its white space made visible, runs of it counted; its bytes where they are no whole text."""
+    """A token's text with visible white space, long runs of it counted; its bytes if they are not valid UTF-8."""
     text = tokenizer.decode([token])
     if "\ufffd" in text:
         return "bytes " + " ".join(f"{_byte(c):02X}" for c in tokenizer.backend.id_to_token(token) or "")
@@ -57,6 +57,6 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 
 
 def _byte(character: str) -> int:
-    """The byte for which a character stands in a byte-level vocabulary: itself, or the n-th that cannot be printed."""
+    """The byte that a character represents in a byte-level vocabulary: itself, or the n-th non-printable byte."""
     code = ord(character)
     return code if code < 256 else _OTHERS[code - 256]

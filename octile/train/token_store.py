@@ -1,10 +1,10 @@
-"""A folder of tokens: text that was encoded once and is read back through the page cache, however long it is.
+"""A folder of tokenized text, which is memory-mapped and so may be larger than memory.
 
-    tokenizer.json, tokenizer_config.json   what the numbers mean
+    tokenizer.json, tokenizer_config.json   the tokenizer
     train.npy, val.npy                      uint16 (or uint32) [tokens]: <|begin|> text <|end|> <|begin|> text <|end|> …
-    manifest.json                           where they come from, how many, and the SHA-256 of each file
+    manifest.json                           their source and number, and the SHA-256 of each file
 
-The manifest is written last: a folder without one was not finished, a folder that does not match its own is damaged.
+The manifest is written last: a folder without one is not finished, and a folder that does not match it is damaged.
 """
 
 import hashlib
@@ -28,11 +28,16 @@ REMEDY = "delete it to have it built anew"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a store. `documents`, `bytes` and `tokens` count each of the parts "train" and "val".
+    """The content of a store.
 
-    source: the corpus, as it was named. settings: what else the tokens depend on.
-    fingerprint: SHA-256 of the corpus's documents in order. skipped: what was left out, by reason.
-    sha256: of every file of the store but this one.
+    Attributes:
+        source: the name of the corpus.
+        settings: the other settings on which the tokens depend.
+        fingerprint: the SHA-256 of the corpus's documents in order.
+        vocab_size: the tokens of the tokenizer.
+        documents, bytes, tokens: the numbers of each of the parts "train" and "val".
+        skipped: how many texts were left out, by reason.
+        sha256: the checksum of every file of the store but the manifest.
     """
 
     source: str
@@ -46,15 +51,21 @@ class Manifest:
     sha256: dict[str, str]
 
     def write(self, folder: Path) -> None:
+        """Write manifest.json."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises: FileNotFoundError, there is none; ValueError, it is damaged."""
+        """Read manifest.json.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged.
+        """
         file = folder / MANIFEST
         if not file.is_file():
-            raise FileNotFoundError(f"{folder} is no finished token store: there is no {file}")
+            raise FileNotFoundError(f"{folder} is not a finished token store: there is no {file}")
         try:
             return cls(**json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -63,7 +74,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A finished store, its tokens memory-mapped: train and val are [tokens] uint16 or uint32."""
+    """A finished store with memory-mapped tokens: train and val are [tokens] uint16 or uint32."""
 
     folder: Path
     manifest: Manifest
@@ -73,12 +84,12 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """Of all tokens and the tokenizer: SHA-256 of the digests of the files."""
+        """The SHA-256 of the files' digests, which identifies all tokens and the tokenizer."""
         return hashlib.sha256(json.dumps(self.manifest.sha256, sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Opens a store that `prepare` has written, after comparing every file with its checksum.
+        """Open a store that `prepare` has written, after comparing every file with its checksum.
 
         Raises:
             FileNotFoundError: the folder holds no finished store.
@@ -96,9 +107,9 @@ class TokenStore:
 
 
 class TokenWriter:
-    """Appends tokens to a .npy file; its header, which holds the length, is written again when that is known.
+    """Appends tokens to a .npy file. The header, which contains the length, is overwritten at the end.
 
-    NumPy pads the header of an array that is open to growth so that every length fits into the same place.
+    NumPy pads the header so that every length fits.
     """
 
     def __init__(self, path: Path, vocab_size: int):
@@ -108,6 +119,7 @@ class TokenWriter:
         self._header_end = self._write_header()
 
     def append(self, tokens: list[int]) -> None:
+        """Write tokens to the end of the file."""
         self._file.write(np.array(tokens, self._dtype).tobytes())
         self.length += len(tokens)
 
@@ -118,7 +130,7 @@ class TokenWriter:
         with self._file:
             self._file.seek(0)
             if self._write_header() != self._header_end:
-                raise RuntimeError(f"NumPy {np.__version__} leaves no room in a .npy header for the length to grow")
+                raise RuntimeError(f"NumPy {np.__version__} does not pad the .npy header for a longer length")
 
     def _write_header(self) -> int:
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.length,)}

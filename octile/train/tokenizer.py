@@ -1,12 +1,12 @@
-"""Text to tokens and back: byte-level BPE.
+"""A byte-level BPE tokenizer: training, encoding, decoding.
 
-Every byte is a token, so any text can be written and nothing is unknown. Training repeats one step: the pair of
-neighbouring tokens that occurs most often becomes a token of its own. Words are never merged across their borders.
+Every byte is a token, so that every text can be encoded. Training repeats one step: the most frequent pair of adjacent
+tokens becomes a new token. Tokens are never merged across the boundaries of words.
 Source: Sennrich et al. (arXiv 1508.07909); on bytes: Radford et al., "Language Models are Unsupervised Multitask
 Learners" (2019) §2.2.
 
-Two tokens stand for no bytes: <|begin|> opens a text, <|end|> closes it. Text that happens to contain these words
-is encoded as the plain characters they are.
+Two special tokens represent no bytes: <|begin|> begins a text, <|end|> ends it. If a text contains these strings, they
+are encoded as ordinary characters.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import tokenizers
 
 BEGIN, END = "<|begin|>", "<|end|>"
-SMALLEST_VOCABULARY = 256 + 2  # the bytes, and the two special tokens
+MIN_VOCAB_SIZE = 256 + 2  # the bytes, and the two special tokens
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer that knows how a text begins and ends.
+    """A tokenizer of the package `tokenizers` with tokens for the beginning and the end of a text.
 
     Attributes:
         backend: the `tokenizers.Tokenizer` itself.
-        config: what transformers calls `tokenizer_config.json`.
-        begin, end: the ids of the special tokens; the same id where a tokenizer has only one of them.
+        config: the content of transformers' `tokenizer_config.json`.
+        begin, end: the ids of the special tokens; the same id if a tokenizer has only one of them.
         vocab_size: one more than the largest id.
     """
 
@@ -42,7 +42,7 @@ class Tokenizer:
             if token not in vocabulary:
                 raise ValueError(f"the tokenizer has no token {token!r}; eos_token in its config must name one")
         backend.encode_special_tokens = True  # "<|end|>" inside a text is text
-        backend.no_truncation()  # a tokenizer.json may ask for both
+        backend.no_truncation()  # a tokenizer.json may enable both
         backend.no_padding()
         self.backend, self.config = backend, config
         self.begin, self.end = vocabulary[begin], vocabulary[end]
@@ -50,12 +50,12 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Learns at most `vocab_size` tokens from texts; fewer if no pair occurs twice any more.
+        """Train a tokenizer of at most `vocab_size` tokens; fewer if no pair of tokens occurs twice.
 
         The same texts give the same tokenizer.
 
         Raises:
-            ValueError: vocab_size has no room for the 256 bytes and the two special tokens.
+            ValueError: vocab_size is less than the 256 bytes and the two special tokens.
         """
         check_vocab_size(vocab_size)
         require("tokenizers", extra="train")
@@ -79,9 +79,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a `tokenizer.json`, or the folder that holds it.
+        """Read a `tokenizer.json`, or the folder that contains it.
 
-        A `tokenizer_config.json` beside it names the special tokens; without one they are <|begin|> and <|end|>.
+        A `tokenizer_config.json` in the same folder names the special tokens; otherwise they are <|begin|> and <|end|>.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -98,23 +98,23 @@ class Tokenizer:
             backend = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # `tokenizers` raises no narrower type
             raise ValueError(f"tokenizer {file} cannot be read: {error}") from error
-        beside = file.with_name("tokenizer_config.json")
-        if not beside.is_file():
+        config_file = file.with_name("tokenizer_config.json")
+        if not config_file.is_file():
             return cls(backend, _config(BEGIN, END))
         try:
-            return cls(backend, json.loads(beside.read_text(encoding="utf-8")))
+            return cls(backend, json.loads(config_file.read_text(encoding="utf-8")))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{beside} is no JSON: {error}") from error
+            raise ValueError(f"{config_file} is not JSON: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer reads."""
+        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer reads."""
         self.backend.save(str(Path(folder, "tokenizer.json")))
         text = json.dumps(self.config, indent=2, ensure_ascii=False)
         Path(folder, "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the ids of a text."""
+        """The SHA-256 of everything on which the ids of a text depend."""
         return hashlib.sha256(f"{self.backend.to_str()} {self.begin} {self.end}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -126,13 +126,14 @@ class Tokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ids: what was encoded, character for character. Special tokens show as their names."""
+        """The text of ids, exactly as it was encoded. Special tokens appear as their names."""
         return self.backend.decode(tokens, skip_special_tokens=False)
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes + 2), not {vocab_size}")
+    """Raise ValueError if a vocabulary is too small for the bytes and the special tokens."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes + 2), not {vocab_size}")
 
 
 def _config(begin: str, end: str) -> dict[str, Any]:
@@ -141,10 +142,10 @@ def _config(begin: str, end: str) -> dict[str, Any]:
         "bos_token": begin,
         "eos_token": end,
         "pad_token": end,
-        "clean_up_tokenization_spaces": False,  # transformers would otherwise eat spaces before punctuation
+        "clean_up_tokenization_spaces": False,  # transformers would otherwise remove spaces before punctuation
     }
 
 
 def _text_of(token: str | dict[str, Any] | None) -> str:
-    """A configuration writes a special token as its text, as a dict with its properties, or not at all."""
+    """The text of a special token in a configuration: a string, a dict with its properties, or None."""
     return token["content"] if isinstance(token, dict) else token or ""

@@ -1,6 +1,6 @@
-"""One training run as an object: what it is made of, a step, a look at held-out text, and its whole state.
+"""The trainer: model, optimizer and data of a run, a training step, validation, and the state for a checkpoint.
 
-A step is a function of the state and of the step's number, so a run that is saved, killed and loaded continues with
+A step depends only on the state and the step's number, so that a run that is saved, killed and loaded continues with
 the same bits.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,7 @@ from octile.optim.gradient import load as load_gradient
 from octile.recipe import Recipe
 from octile.train.batches import Batches, validation_windows
 from octile.train.config import TrainConfig
-from octile.train.diagnostics import first_non_finite, tile_scales
+from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.run_folder import Metrics
 from octile.train.token_store import TokenStore
 
@@ -34,14 +36,14 @@ class Trainer:
     """A model, its optimizer and its data.
 
     Args:
-        config: of the run; its seed decides the initial weights, if it has no `init_from`, and the order of the data.
+        config: of the run; its seed determines the order of the data and, without `init_from`, the initial weights.
         store: the tokens.
-        device: where the model lives.
-        recipe: a variation that has no name; the one that config names if not given.
+        device: the device of the model.
+        recipe: a recipe without a name; the one that config names if not given.
     """
 
     def __init__(self, config: TrainConfig, store: TokenStore, device: torch.device, recipe: Recipe | None = None):
-        # what ends a text is the tokenizer's to say
+        # the tokenizer determines the special tokens
         tokenizer = store.tokenizer
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
         self.config, self.device = replace(config, model=model), device
@@ -69,18 +71,18 @@ class Trainer:
         self.steps_done = 0
         self.tokens = 0
         self.seconds = 0.0
-        self.skipped = 0  # steps that changed nothing, since a gradient was not finite
-        self.skipped_in_a_row = 0  # of them, up to now, those that no loss scale explains
+        self.skipped = 0  # steps without an update, because a gradient was not finite
+        self.skipped_in_a_row = 0  # consecutive skipped steps until now, without overflows of the loss scale
 
     def step(self) -> Metrics:
-        """One optimizer step; returns its line of metrics. The host waits for the device once, before the update.
+        """Run one optimizer step and return its metrics. The host waits for the device once, before the update.
 
-        A step whose gradients are not all finite changes no weight, moment, gate's bias or average. It is counted as
-        `skipped`, and its line says why as `skipped_for`.
+        If a gradient is not finite, the step is skipped: weights, moments, biases of gates and the moving average do
+        not change. `skipped` counts these steps, and the metrics contain the reason as `skipped_for`.
 
         Raises:
-            FloatingPointError: the loss is NaN or Inf, or a gradient is and `skip_limit` steps before it were skipped.
-                The weights are as they were before the step.
+            FloatingPointError: the loss is NaN or Inf, or a gradient is and the `skip_limit` steps before were skipped.
+                The weights are those before the step.
         """
         start = time.perf_counter()
         config = self.config
@@ -91,8 +93,8 @@ class Trainer:
         sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
         load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
 
-        for piece_BS in tokens_BS.chunk(config.micro_batches):
-            sums["loss"] = sums["loss"] + self.backward(piece_BS)
+        for micro_batch_BS in tokens_BS.chunk(config.micro_batches):
+            sums["loss"] = sums["loss"] + self.backward(micro_batch_BS)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / config.micro_batches
             for name, moe in self.moes.items():
@@ -126,19 +128,19 @@ class Trainer:
             **({"skipped_for": skipped_for} if skipped_for else {}),
         }
 
-    def backward(self, piece_BS: Tensor) -> Tensor:
-        """Adds the gradients of a micro-batch [B, S], times the loss scale if there is one; its share of the loss."""
-        loss = self._loss(piece_BS) / self.config.micro_batches
+    def backward(self, tokens_BS: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch [B, S], times the loss scale if any; return its share of the loss."""
+        loss = self._loss(tokens_BS) / self.config.micro_batches
         (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
         return loss.detach()
 
     def expert_load(self) -> dict[str, list[int]]:
-        """How many tokens each expert of each layer got in the last step."""
+        """The number of tokens that each expert of each layer received in the last step."""
         return {name: load_E.tolist() for name, load_E in self.last_load.items()}
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """The loss on held-out text, nats a token, the main head only; and that of the averaged weights, if any."""
+        """The held-out loss of the main head in nats per token, and that of the averaged weights, if any."""
         line = {"val_loss": self._held_out_loss(), "val_tokens": self.held_out.numel()}
         if self.ema:
             with self.ema.applied(self.model):
@@ -149,22 +151,29 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), device=self.device)
         with frozen_weights(self.model):
-            for piece_BS in self.held_out.split(self.config.batch_size // self.config.micro_batches):
-                self._loss(piece_BS)
-                total += self.model.last_losses["main"] * len(piece_BS)
+            for tokens_BS in self.held_out.split(self.config.batch_size // self.config.micro_batches):
+                self._loss(tokens_BS)
+                total += self.model.last_losses["main"] * len(tokens_BS)
         return total.item() / len(self.held_out)
 
     def tile_scales(self) -> dict[str, Any]:
-        """Histograms of the scales in one forward and backward pass; leaves no trace in weights and scales."""
+        """Histograms of the scales in a forward and backward pass on held-out text, which changes no state."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        seen = {name: history.amax_OH.clone() for name, history in self._histories().items()}
-        with tile_scales() as histograms:
+        with self.preserved(), record_tile_scales() as histograms:
             self._loss(self.held_out[:1]).backward()
-        for name, history in self._histories().items():
-            history.amax_OH.copy_(seen[name])
-        self.optimizer.zero_grad(set_to_none=True)
         return histograms()
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore what a forward and backward pass inside the context changes: amax histories and gradients."""
+        amax = {name: history.amax_OH.clone() for name, history in self._histories().items()}
+        try:
+            yield
+        finally:
+            for name, history in self._histories().items():
+                history.amax_OH.copy_(amax[name])
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _loss(self, tokens_BS: Tensor) -> Tensor:
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
@@ -172,16 +181,20 @@ class Trainer:
             return self.model(tokens_BS, tokens_BS)
 
     def _check_loss(self, loss: float, tokens_BS: Tensor) -> None:
-        """Stops a run whose forward pass broke: every later one would too."""
+        """Raise FloatingPointError if the loss is not finite, because all later losses would not be either."""
         if not math.isfinite(loss):
-            pieces = tokens_BS.chunk(self.config.micro_batches)
-            where = first_non_finite(self.model, lambda: [self._loss(piece_BS) for piece_BS in pieces])
-            raise FloatingPointError(f"the loss is {loss} at step {self.steps_done + 1}; the first to break is {where}")
+            micro_batches = tokens_BS.chunk(self.config.micro_batches)
+            where = first_non_finite(
+                self.model, lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches]
+            )
+            raise FloatingPointError(
+                f"the loss is {loss} at step {self.steps_done + 1}; the first non-finite value is in {where}"
+            )
 
     def _why_skip(self, grad_norm: float, unscaled: bool) -> str | None:
-        """Why the gradients must not reach the weights, or None; stops a run that skipped too many steps.
+        """The reason to skip the update, or None. Raises FloatingPointError after too many skipped steps.
 
-        What a loss scale can mend by backing off does not count as a step too many.
+        Steps that overflow only because of the loss scale do not count, because the scale is reduced after them.
         """
         if unscaled and math.isfinite(grad_norm):
             self.skipped_in_a_row = 0
@@ -191,8 +204,8 @@ class Trainer:
             return f"the gradients overflowed under a loss scale of {self.loss_scale.value:,.0f}"
         self.skipped_in_a_row += 1
         gradients = [(name, gradient_of(p)) for name, p in self.model.named_parameters()]
-        broken = [name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all()]
-        where = broken[-1] if broken else "their norm"  # a broken gradient breaks those of the layers before it
+        non_finite = [name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all()]
+        where = non_finite[-1] if non_finite else "their norm"  # backward spreads it from the last layer to the first
         if self.skipped_in_a_row > self.config.skip_limit:
             before = f", after {self.config.skip_limit} in a row that were skipped" if self.config.skip_limit else ""
             raise FloatingPointError(
@@ -211,7 +224,7 @@ class Trainer:
             moe.gate.balance(load[name], self.config.optim.balance_speed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that a later step depends on: tensors, and what JSON can hold."""
+        """The state on which later steps depend: tensors, and values for JSON."""
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for index, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": t for name, t in moments.items()}
@@ -230,7 +243,7 @@ class Trainer:
         return tensors, state
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Continues from `state`'s result.
+        """Restore the result of `state`.
 
         Raises:
             ValueError: it belongs to a model of another shape, or was trained on other tokens.
@@ -261,7 +274,7 @@ class Trainer:
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:
-    """Warm-up, constant and cosine as shares of the run's steps."""
+    """The learning rate schedule of a run: warm-up, constant, cosine."""
     optim = config.optim
     warmup, decay = round(config.steps * optim.warmup), round(config.steps * optim.decay)
     return WarmupConstantCosine(

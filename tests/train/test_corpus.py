@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.corpus import LONG_FILE, open_corpus
+from octile.train.corpus import MAX_WHOLE_FILE, open_corpus
 
 
 def write(root: Path, **texts: str | bytes) -> Path:
@@ -73,7 +73,7 @@ def test_passages_of_a_short_file_have_a_thousand_characters(tmp_path):
 
 
 def test_a_very_long_file_in_a_folder_is_cut(tmp_path):
-    corpus = open_corpus(write(tmp_path, a="a line of text\n" * (LONG_FILE // 10)))
+    corpus = open_corpus(write(tmp_path, a="a line of text\n" * (MAX_WHOLE_FILE // 10)))
     assert len(list(corpus.texts())) > 1
 
 
@@ -179,7 +179,7 @@ def test_ambiguous_columns_are_refused_with_their_names(hub):
 
 
 def test_unknown_column_is_refused_with_the_known_ones(hub):
-    with pytest.raises(ValueError, match=r"'body' is no column of text; these are: \['text', 'id'\]"):
+    with pytest.raises(ValueError, match=r"'body' is not a column of text; these are: \['text', 'id'\]"):
         open_corpus("hf:org/name#body")
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from octile.train.deterministic import WORKSPACE, deterministic
+from octile.train.deterministic import WORKSPACE_VARIABLE, deterministic
 from octile.train.loop import train
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
@@ -19,13 +19,13 @@ def settings() -> Settings:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
-        os.environ.get(WORKSPACE),
+        os.environ.get(WORKSPACE_VARIABLE),
     )
 
 
 @pytest.fixture
 def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.delenv(WORKSPACE_VARIABLE, raising=False)
 
 
 def test_inside_torch_and_cublas_are_told(no_workspace: None):
@@ -34,10 +34,10 @@ def test_inside_torch_and_cublas_are_told(no_workspace: None):
 
 
 def test_a_workspace_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(WORKSPACE, ":16:8")
+    monkeypatch.setenv(WORKSPACE_VARIABLE, ":16:8")
     with deterministic(True):
-        assert os.environ[WORKSPACE] == ":16:8"
-    assert os.environ[WORKSPACE] == ":16:8"
+        assert os.environ[WORKSPACE_VARIABLE] == ":16:8"
+    assert os.environ[WORKSPACE_VARIABLE] == ":16:8"
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -8,12 +8,12 @@ from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
 from octile.nn.observer import _observers, report_quantization
 from octile.scaled import quantize
-from octile.train.diagnostics import first_non_finite, tile_scales, zero_blocks
+from octile.train.diagnostics import first_non_finite, record_tile_scales, zero_blocks
 
 
 def test_every_scale_is_counted_once():
     layer = Linear(256, 128, bias=False)
-    with tile_scales() as histograms:
+    with record_tile_scales() as histograms:
         layer(torch.randn(10, 256, requires_grad=True)).sum().backward()
     found = histograms()
     assert sum(found["x"]["count"]) == 10 * 2
@@ -23,13 +23,13 @@ def test_every_scale_is_counted_once():
 
 def test_scales_that_are_no_numbers_are_left_out():
     layer = Linear(128, 128, bias=False)
-    with tile_scales() as histograms:
+    with record_tile_scales() as histograms:
         layer(torch.full((2, 128), float("nan")))
     assert "x" not in histograms()
 
 
 def test_nobody_watches_afterwards():
-    with tile_scales():
+    with record_tile_scales():
         pass
     assert _observers == []
 
@@ -49,7 +49,7 @@ def test_no_hook_is_left():
 def test_blocks_of_zeros_have_no_scale_to_count(block):
     x = torch.zeros(300, 200)
     x[0, 0] = 448.0  # scale 1, as those of zeros: only its own block counts
-    with tile_scales() as histograms:
+    with record_tile_scales() as histograms:
         report_quantization("x", quantize(x, block))
     assert histograms()["x"] == {"log2": [0], "count": [1]}
 

@@ -133,7 +133,7 @@ def test_bf16_weights_are_begun_with_too(saved, store):
     trainer = Trainer(micro(model=WIDE, init_from=folder), store, CPU)
     found = to_hf(trainer.model.state_dict(), trainer.model.config)
     assert all(t.equal(found[name].to(t.dtype)) for name, t in load_file(folder / "model.safetensors").items())
-    assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantised there"
+    assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantized"
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "delayed", "fp8_lm"])
@@ -152,7 +152,7 @@ def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
     folder = saved("fp8")
     total = count_unchanged_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
     assert f"{total} of {total} quantised weights are to the bit the same" in said(folder, WIDE)
-    assert said(folder, WIDE, "bf16").endswith("FP8 there, dequantised here")
+    assert said(folder, WIDE, "bf16").endswith("FP8, dequantized")
 
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:  # as UE8M0 checkpoints have them
@@ -223,7 +223,7 @@ def test_from_the_command_line(saved, text, tmp_path, capsys):
     options = {"data": text, "out": out, "init-from": folder, "steps": 2, "batch-size": 2, "sequence-length": 32}
     main(["train", "--val-sequences", "2", *(str(x) for n, v in options.items() for x in (f"--{n}", v))])
     said = " ".join(capsys.readouterr().out.split())
-    assert "quantised weights are to the bit the same in the first step" in said
+    assert "quantized weights are bit-identical in the first step" in said
     saved_config = RunFolder.open(out).read_config()
     assert (saved_config.init_from, saved_config.model.hidden_size, saved_config.optim) == (folder, 64, OPTIM)
 

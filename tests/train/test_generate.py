@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.train.generate import Sampling, choose, generate, generate_text
+from octile.train.generate import Sampling, generate, generate_text, sample_token
 from tests.train.conftest import MICRO
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
@@ -18,7 +18,7 @@ def model():
 
 def draws(sampling, n=200):
     random = torch.Generator().manual_seed(sampling.seed)
-    return [choose(LOGITS, sampling, random) for _ in range(n)]
+    return [sample_token(LOGITS, sampling, random) for _ in range(n)]
 
 
 def test_temperature_zero_takes_the_likeliest():
@@ -101,4 +101,4 @@ def test_a_served_model_can_be_trained_on(store):
 
 def test_logits_that_are_no_numbers_are_not_continued():
     with pytest.raises(FloatingPointError, match="the model's logits are NaN"):
-        choose(torch.tensor([0.0, float("nan")]), Sampling(), torch.Generator())
+        sample_token(torch.tensor([0.0, float("nan")]), Sampling(), torch.Generator())

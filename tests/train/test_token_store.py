@@ -73,5 +73,5 @@ def test_damaged_manifest_is_noticed(store, content):
 
 
 def test_folder_without_a_manifest_is_no_store(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no finished token store"):
+    with pytest.raises(FileNotFoundError, match="is not a finished token store"):
         TokenStore.open(tmp_path)

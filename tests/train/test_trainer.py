@@ -92,7 +92,7 @@ def test_the_first_layer_to_break_is_named(new_trainer):
     with torch.no_grad():
         trainer.model.model.layers[0].mlp.up_proj.weight.mul_(1e30)
         trainer.model.model.layers[0].mlp.gate_proj.weight.mul_(1e30)
-    with pytest.raises(FloatingPointError, match=r"the first to break is model\.layers\.0\.mlp"):
+    with pytest.raises(FloatingPointError, match=r"the first non-finite value is in model\.layers\.0\.mlp"):
         trainer.step()
 
 
