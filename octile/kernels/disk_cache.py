@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from filelock import FileLock
+from octile.extras import require
 
 log = logging.getLogger("octile")
 _warned = False
@@ -55,6 +55,8 @@ def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> byt
     _check_private(path.parent)
     if (stored := _read(path)) is not None:
         return stored
+    require("filelock", extra="cuda")
+    from filelock import FileLock
 
     with ExitStack() as stack:
         try:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from octile.kernels import disk_cache
@@ -68,14 +69,14 @@ def test_a_damaged_file_is_built_again_and_said(folder, build, damage, caplog):
 
 
 def test_a_folder_that_is_emptied_while_a_process_waits_does_no_harm(folder, build, monkeypatch):
-    class Emptying(disk_cache.FileLock):
+    class Emptying(filelock.FileLock):
         def acquire(self, *args, **kwargs):
             proxy = super().acquire(*args, **kwargs)
             for path in folder.iterdir():
                 path.unlink()
             return proxy
 
-    monkeypatch.setattr(disk_cache, "FileLock", Emptying)
+    monkeypatch.setattr(filelock, "FileLock", Emptying)
     assert disk_cache.fetch("product", ["text"], build) == BUILT
     assert [path.suffix for path in folder.iterdir()] == [".compiled"]
 

@@ -151,7 +151,7 @@ def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
 
     folder = saved("fp8")
     total = count_unchanged_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
-    assert f"{total} of {total} quantised weights are to the bit the same" in said(folder, WIDE)
+    assert f"{total} of {total} quantized weights are bit-identical" in said(folder, WIDE)
     assert said(folder, WIDE, "bf16").endswith("FP8, dequantized")
 
     tensors = load_file(folder / "model.safetensors")
@@ -175,7 +175,7 @@ def test_a_run_begins_where_the_other_ended(text, tmp_path):
     config = fine_tuning(micro(data=str(text), out=second, steps=2, batch_size=2), first)
     screen = quiet()
     train(config, False, screen)
-    assert f"weights: {first}, FP8 there" in screen.console.file.getvalue()
+    assert f"weights: {first}, FP8" in screen.console.file.getvalue()
     assert (second / "model" / "tokenizer.json").read_bytes() == (first / "model" / "tokenizer.json").read_bytes()
 
     def first_loss(run):

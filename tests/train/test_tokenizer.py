@@ -118,7 +118,7 @@ def test_damaged_tokenizer_is_refused(tmp_path):
 
 def test_damaged_config_is_refused(folder):
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         Tokenizer.load(folder)
 
 
