@@ -1,11 +1,11 @@
-"""How fast: the kernels behind `octile.ops`.
+"""Kernels behind `octile.ops`.
 
-dispatch.py   which kernels make a product on a GPU
-casting.py    which kernels cast on a GPU
-cuda/         Hopper's own, compiled when they are first used
-triton/       what moves memory, and products on every GPU from sm_80
-cpu.py        where torch is slow on a CPU
-storage.py    the layouts in which scales and transposed data are written
-cache.py      what was compiled, kept on disk
-recent.py     what was made lately, kept in memory
+backends.py        which kernels an operator takes on a GPU, and why
+cuda/              Hopper's own kernels in CUDA C++, compiled when they are first used
+triton/            portable kernels for every GPU from sm_80
+attention.py       torch's attention kernels
+cpu.py             conversions that torch does slowly on a CPU
+memory_layout.py   the layouts in which scales and transposed data are written
+disk_cache.py      compiled kernels on disk
+bounded_cache.py   a cache of bounded size in memory
 """

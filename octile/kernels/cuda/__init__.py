@@ -1,20 +1,22 @@
-"""Hopper kernels in CUDA C++, compiled when they are first used. Read it in this order:
+"""Hopper's own kernels in CUDA C++, compiled when they are first used.
 
-    product.cu, include/    the kernel; include/ptx.cuh has the instructions that C++ has no words for
-    wgmma.py                the text of the tensor cores' instruction, which differs with the tile
-    config.py               the constants that specialise the kernel
-    problem.py, choose.py   which of them for which product, by arithmetic; tuned.py: what was measured to be faster
-    compiler.py             text → machine code (NVRTC or NVCC), which ../cache.py keeps on disk
-    driver.py               machine code → a kernel that can be launched
-    tensor_map.py           what the copy engine knows of a tensor
-    jit.py                  template and constants → kernel
-    plan.py, launch.py      tensors → a launch; limits.py: how many multiprocessors it may use
-    again.py                a product that looks like an earlier one: launched at once
-    products.py             the products, as octile.kernels.backends calls them
-    catalogue.py            every kernel that DeepSeek-V3's shapes need, compiled without a GPU
-    casts.py                the casts, as octile.kernels.backends calls them, with their kernels: tiles.cu, squares.cu,
-                            swiglu_backward.cu, rms_norm.cu, dequantize.cu; include/scale.cuh has what they share
-    cast_catalogue.py       what each of them launches
+    jit/            CUDA C++ → machine code → launch
+      specialize      template and constants → source text → kernel
+      compiler        source text → machine code, by NVRTC or NVCC
+      driver          machine code → a kernel that can be launched
+      tensor_map      TMA descriptors
+      wgmma, ptx.cuh  wrappers of instructions
+    gemm/           gemm.cu with its headers; a request on its way to the launch:
+      request         GemmRequest and Operand, and whether the kernels support them
+      launch_cache    launches found by the key of a request
+      launch_plan     configuration, grid, tensor maps and arguments of a launch
+      candidates      the possible configurations of a problem; cost_model ranks them, tuned has those measured
+      config          the constants that specialize the kernel
+      num_sms         how many SMs GEMMs may use
+      catalog         the shapes whose kernels are compiled without a GPU
+    quantize/       quantization kernels, their launcher and their catalog
+    compile_all.py  compiles both catalogs
 
-Nothing here is imported on a machine without a GPU unless asked for, and nothing is compiled when octile is installed.
+Nothing here is imported on a machine without a GPU unless it is needed, and nothing is compiled when octile is
+installed.
 """

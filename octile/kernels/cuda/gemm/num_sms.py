@@ -1,21 +1,21 @@
-"""How many of the GPU's multiprocessors the products may use.
+"""The number of SMs that GEMMs may use.
 
-Their kernels are persistent: one block a multiprocessor, which takes tile after tile. A communication kernel that runs
-at the same time needs some multiprocessors for itself, so the products are told to start fewer blocks.
+GEMM kernels are persistent: one thread block per SM takes tile after tile. A communication kernel that runs at the
+same time needs some SMs for itself, so GEMMs can be limited to fewer blocks.
 """
 
 from functools import cache
 
 import torch
 
-limit: int | None = None
+limit: int | None = None  # as `set_num_sms` set it; None: all SMs
 
 
 def set_num_sms(count: int | None) -> None:
-    """From now on products start on at most `count` multiprocessors, in the whole process; None: on all there are.
+    """Limit GEMMs to `count` SMs, in the whole process; None: no limit.
 
     Raises:
-        TypeError, ValueError: count is no integer, or less than 1.
+        TypeError, ValueError: count is not an integer, or less than 1.
     """
     global limit
     if count is not None:
@@ -27,12 +27,12 @@ def set_num_sms(count: int | None) -> None:
 
 
 def num_sms(device: torch.device | int | None = None) -> int:
-    """The multiprocessors of a GPU that products may use: all of them, or as many as `set_num_sms` said."""
+    """Return how many SMs of a GPU GEMMs may use; None is the current GPU."""
     there = multiprocessors(torch.cuda.current_device() if device is None else device)
     return there if limit is None else min(limit, there)
 
 
 @cache  # every launch asks
 def multiprocessors(device: torch.device | int) -> int:
-    """Those of a GPU."""
+    """Return the number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,8 +1,8 @@
-"""Kernels that were measured and found faster than the chosen ones, kept in a file of the user's cache folder.
+"""Configurations that were measured to be faster than the chosen ones, stored in a file of the user's cache folder.
 
-    {"<problem, in which neighbouring sizes are one>": {"config": {…}, "microseconds": 12.3}}
+    {"<rounded problem>": {"config": {…}, "microseconds": 12.3}}
 
-`octile bench tune` writes it. An entry that no longer makes a valid kernel is left aside.
+`octile bench tune` writes the file. An entry that is no longer a valid configuration is ignored.
 """
 
 import functools
@@ -19,27 +19,27 @@ ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": 
 
 
 def lookup(problem: Problem, chip: Chip) -> GemmConfig | None:
-    """The kernel that was measured for a rounded problem, or None."""
+    """Return the configuration that was measured for a rounded problem, or None."""
     return _load(path(), _stamp(path())).get(_key(problem, chip))
 
 
 def store(problem: Problem, chip: Chip, config: GemmConfig, microseconds: float) -> None:
-    """Keeps a kernel for a rounded problem, in place of an earlier one."""
+    """Store a configuration for a rounded problem, in place of an earlier one."""
     entries = _read(path()) | {_key(problem, chip): {"config": asdict(config), "microseconds": microseconds}}
     path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path().with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(entries, indent=1, sort_keys=True))
-    beside.replace(path())
+    partial = path().with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(entries, indent=1, sort_keys=True))
+    partial.replace(path())
 
 
 def path() -> Path:
-    """The file."""
+    """Return the path of the file."""
     return disk_cache.folder() / "tuned.json"
 
 
 def _key(problem: Problem, chip: Chip) -> str:
-    said = " ".join(f"{name}={int(value)}" for name, value in asdict(problem).items())
-    return f"{said} multiprocessors={chip.multiprocessors}"
+    values = " ".join(f"{name}={int(value)}" for name, value in asdict(problem).items())
+    return f"{values} multiprocessors={chip.multiprocessors}"
 
 
 def _stamp(file: Path) -> int:
@@ -55,7 +55,7 @@ def _load(file: Path, stamp: int) -> dict[str, GemmConfig]:
     for key, entry in _read(file).items():
         try:
             found[key] = _config(entry["config"])
-        except (KeyError, TypeError, ValueError):  # of an earlier version
+        except (KeyError, TypeError, ValueError):  # written by an earlier version
             continue
     return found
 

@@ -1,7 +1,7 @@
-"""CUDA C++ to machine code for one architecture, without a GPU or a driver: NVRTC in this process, or NVCC.
+"""Compilers of CUDA C++ to machine code for one architecture: NVRTC in this process, or NVCC. They need no GPU.
 
-Both take the same text and the same options. NVRTC is the default: it comes as a wheel, needs no C++ compiler beside it
-and starts no process. NVCC is for comparison: set OCTILE_CUDA_COMPILER=nvcc.
+Both take the same text and the same options. NVRTC is the default: it comes as a wheel, needs no C++ compiler and
+starts no process. NVCC is for comparison: set OCTILE_CUDA_COMPILER=nvcc.
 """
 
 import functools
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 SETTING = "OCTILE_CUDA_COMPILER"
-# No --use_fast_math: it flushes denormals and approximates divisions, and scales and sums are IEEE numbers here.
+# No --use_fast_math: it flushes denormals and approximates divisions, but scales and sums here are IEEE numbers.
 # -lineinfo costs nothing at run time and lets a profiler point at the source.
 OPTIONS = ("-std=c++20", "-lineinfo", "--ptxas-options=-v")
-SECONDS = 600  # NVCC is stopped then
+TIMEOUT_SECONDS = 600  # of NVCC
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Cubin:
 
     Attributes:
         image: the machine code, an ELF file.
-        registers: of a thread; a kernel that moves registers between warpgroups (setmaxnreg) is reported with those
-            that its launch bounds grant to each thread.
+        registers: registers of a thread. A kernel that moves registers between warpgroups (setmaxnreg) is reported with
+            those that its launch bounds grant to each thread.
         stack_bytes: local memory of a thread: arrays that are indexed at run time, and registers that did not fit.
         spill_bytes: stores and loads of registers that did not fit, together.
-        static_shared_bytes: shared memory declared in the source; the dynamic part is a matter of the launch.
-        seconds: that the compilation took.
-        compiler: its name and version.
-        log: what it said.
+        static_shared_bytes: shared memory declared in the source; the dynamic part is set at the launch.
+        seconds: duration of the compilation.
+        compiler: name and version of the compiler.
+        log: the compiler's output.
     """
 
     image: bytes
@@ -49,7 +49,7 @@ class Cubin:
     log: str
 
     def to_bytes(self) -> bytes:
-        """For the disk: a line of JSON, and the machine code."""
+        """Return the content of a file: a line of JSON, and the machine code."""
         facts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "image"}
         return json.dumps(facts).encode() + b"\n" + self.image
 
@@ -60,13 +60,16 @@ class Cubin:
 
     @property
     def warnings(self) -> list[str]:
-        """Of the compiler. Those of ptxas have a number and say that a kernel is slower than it was written to be:
-        wgmma instructions one after the other, a wait put between them, setmaxnreg ignored."""
+        """Warnings of the compiler.
+
+        Those of ptxas have a number and report that a kernel is slower than it was written to be: wgmma instructions
+        are serialized, a wait is inserted between them, setmaxnreg is ignored.
+        """
         return re.findall(r".*(?:warning|\(C\d+\)).*", self.log)
 
 
 def compiler() -> str:
-    """The name and version of the compiler that is set, such as "nvrtc 13.0 (13.0.88)".
+    """Return name and version of the compiler that is set, such as "nvrtc 13.0 (13.0.88)".
 
     Raises:
         ValueError: the environment variable OCTILE_CUDA_COMPILER is neither nvrtc nor nvcc.
@@ -77,39 +80,39 @@ def compiler() -> str:
 
 
 def compile(name: str, source: str, architecture: str) -> Cubin:
-    """Compiles the text of a kernel.
+    """Compile the text of a kernel.
 
     Args:
-        name: of the kernel, for messages.
+        name: name of the kernel, for messages.
         source: CUDA C++ that includes no file.
         architecture: such as "sm_90a".
 
     Raises:
-        RuntimeError: the source has an error; shows the compiler's message and the path of the kept source.
+        RuntimeError: the source has an error; shows the compiler's message and the path of the saved source.
         ValueError, ImportError, FileNotFoundError: as for `compiler`.
     """
-    said = compiler()
+    compiler_version = compiler()
     options = (f"--gpu-architecture={architecture}", *OPTIONS)
     start = time.perf_counter()
     image, log = (_nvcc if _setting() == "nvcc" else _nvrtc)(name, source, options)
     seconds = time.perf_counter() - start
     if image is None:
         raise RuntimeError(
-            f"{said} cannot compile {name} for {architecture}; source kept: {_keep(name, source)}\n{log}"
+            f"{compiler_version} cannot compile {name} for {architecture}; source saved: {_save(name, source)}\n{log}"
         )
-    return Cubin(image, **resources(log), seconds=seconds, compiler=said, log=log)
+    return Cubin(image, **resources(log), seconds=seconds, compiler=compiler_version, log=log)
 
 
 def resources(log: str) -> dict[str, int]:
-    """Reads `Cubin`'s figures from what ptxas says with -v.
+    """Parse `Cubin`'s figures from the output of ptxas -v.
 
     Raises:
-        RuntimeError: it does not say them.
+        RuntimeError: the output has no such figures.
     """
     registers = re.findall(r"Used (\d+) registers", log)
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if not registers or not stacks:
-        raise RuntimeError(f"the compiler does not say which registers and stack the kernel uses:\n{log}")
+        raise RuntimeError(f"the compiler does not report which registers and stack the kernel uses:\n{log}")
     return {
         "registers": max(map(int, registers)),
         "stack_bytes": max(int(stack) for stack, _, _ in stacks),
@@ -125,7 +128,7 @@ def _setting() -> str:
     return name
 
 
-def _keep(name: str, source: str) -> str:
+def _save(name: str, source: str) -> str:
     descriptor, path = tempfile.mkstemp(prefix=f"octile-{name}-", suffix=".cu")
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(source)
@@ -134,18 +137,18 @@ def _keep(name: str, source: str) -> str:
 
 def _nvrtc(name: str, source: str, options: tuple[str, ...]) -> tuple[bytes | None, str]:
     nvrtc = _import_nvrtc()
-    options = (*options, "--no-cache")  # where there is a driver NVRTC keeps results, too, but not what ptxas said
+    options = (*options, "--no-cache")  # with a driver NVRTC caches results itself, without the output of ptxas
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))  # writes into the bytes, which nobody else has seen
-        said = log.rstrip(b"\0").decode(errors="replace")
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))  # writes into the bytes object, which is not shared yet
+        text = log.rstrip(b"\0").decode(errors="replace")
         if error.value:
-            return None, said or error.name
+            return None, text or error.name
         image = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, image))
-        return image, said
+        return image, text
     finally:
         _checked(nvrtc.nvrtcDestroyProgram(program))
 
@@ -197,7 +200,7 @@ def _nvcc_version() -> str:
 
 
 def _find_nvcc() -> str:
-    from cuda.pathfinder import find_nvidia_binary_utility  # looks at wheels, conda, CUDA_HOME and the PATH
+    from cuda.pathfinder import find_nvidia_binary_utility  # searches wheels, conda, CUDA_HOME and the PATH
 
     path = find_nvidia_binary_utility("nvcc")
     if path is None:
@@ -209,5 +212,5 @@ def _find_nvcc() -> str:
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_SECONDS, check=False
     )

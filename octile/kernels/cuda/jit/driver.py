@@ -1,10 +1,10 @@
-"""Loads machine code on a GPU and starts it, in a few microseconds of host time.
+"""Kernels on a GPU, and their launches in a few microseconds of host time.
 
-A launch is made ready once: grid, cluster, threads, shared memory and stream in one structure, the arguments in one
-buffer. Nobody writes into them afterwards, so any thread may start it, again and again, by one call of
-cuLaunchKernelEx. The driver copies the arguments before that returns.
+A launch is prepared once: grid, cluster, threads, shared memory and stream in one structure, the arguments in one
+buffer. They are not written afterwards, so any thread may launch the kernel any number of times by one call of
+cuLaunchKernelEx. The driver copies the arguments before that call returns.
 
-Everything happens in the device's primary context, which is torch's.
+All calls use the device's primary context, which is torch's.
 """
 
 import ctypes
@@ -18,27 +18,32 @@ from cuda.bindings import driver
 
 from octile.kernels.bounded_cache import BoundedCache
 
-Argument = bytes | int | float  # a tensor map; a pointer or a size; a number
+Argument = bytes | int | float  # a tensor map; a pointer or a size; a floating-point value
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 WRONG_CONTEXT = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
-MAX_SHAPES = 1024  # of a launch, and streams, that a kernel keeps ready
-CODES = {(bytes, 128): "128s", (int, 8): "q", (int, 4): "i", (float, 4): "f"}  # for struct, by type and size
+MAX_SHAPES = 1024  # pairs of a launch shape and a stream that a kernel caches
+CODES = {
+    (bytes, 128): "128s",
+    (int, 8): "q",
+    (int, 4): "i",
+    (float, 4): "f",
+}  # format characters of struct, by type and size in bytes
 
 
 class Launch:
-    """A kernel with all that it takes; calling it starts the kernel, once more at every call.
+    """A kernel with its launch shape and arguments; every call launches it.
 
-    It never waits for the GPU, and may be captured in a CUDA graph. What the arguments point to must live until the
-    kernel has run: torch's tensors do, on one stream.
+    A call never waits for the GPU and may be captured in a CUDA graph. What the arguments point to must live until the
+    kernel has run, as torch's tensors do on one stream.
     """
 
     def __init__(self, kernel: "Kernel", config: Any, buffer: Any, table: int) -> None:
-        """Args: config, the driver's structure; buffer, which holds the arguments; table, the address of theirs."""
+        """Args: config, the driver's structure; buffer with the arguments; table, the address of their addresses."""
         self._kernel, self._config, self._buffer, self._table = kernel, config, buffer, table
 
     def __call__(self) -> None:
-        """Starts the kernel.
+        """Launch the kernel.
 
         Raises:
             RuntimeError: the driver refuses the launch.
@@ -48,7 +53,7 @@ class Launch:
             self._in_context(error)
 
     def _in_context(self, error: Any) -> None:
-        """The first launch of a thread, or one for a GPU that is not the current one, finds another context or none."""
+        """Launch in the kernel's context: a thread's first launch, or one on another GPU, finds another or none."""
         kernel = self._kernel
         if error in WRONG_CONTEXT:
             with kernel.in_context():
@@ -60,10 +65,10 @@ class Kernel:
     """A kernel on one GPU."""
 
     def __init__(self, name: str, image: bytes, device: int) -> None:
-        """Loads machine code.
+        """Load machine code.
 
         Args:
-            name: of its entry point.
+            name: name of its entry point.
             image: the cubin.
             device: torch's index of the GPU.
 
@@ -79,7 +84,7 @@ class Kernel:
             self._allow_shared_memory()
             self.parameters = _parameters(self.function)
         self._configs: BoundedCache[Any] = BoundedCache(MAX_SHAPES)
-        self._layout: struct.Struct | None = None  # as the first arguments say: four bytes may be an int or a float
+        self._layout: struct.Struct | None = None  # from the first arguments: four bytes may be an int or a float
 
     def ready(
         self,
@@ -90,12 +95,12 @@ class Kernel:
         arguments: Sequence[Argument],
         stream: int | None = None,
     ) -> Launch:
-        """Makes a launch, and starts nothing.
+        """Prepare a launch without starting it.
 
         Args:
-            grid: blocks, a multiple of cluster.
-            cluster: blocks that share their shared memory.
-            threads: of a block.
+            grid: number of thread blocks, a multiple of cluster.
+            cluster: thread blocks of a cluster.
+            threads: threads of a block.
             shared_bytes: dynamic shared memory of a block.
             arguments: one for each parameter of the kernel: the 128 bytes of a tensor map, an address or a size as an
                 int, a float.
@@ -110,11 +115,11 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = _config(*key)
-        lies = self._layout = self._layout or layout(self.name, self.parameters, arguments)
-        table = -(-lies.size // 8) * 8  # of where each argument lies, behind them
+        packing = self._layout = self._layout or layout(self.name, self.parameters, arguments)
+        table = -(-packing.size // 8) * 8  # the addresses of the arguments follow them
         buffer = ctypes.create_string_buffer(table + 8 * len(self.parameters))
         start = ctypes.addressof(buffer)
-        lies.pack_into(buffer, 0, *arguments)
+        packing.pack_into(buffer, 0, *arguments)
         struct.pack_into(f"<{len(self.parameters)}Q", buffer, table, *[start + at for at, _ in self.parameters])
         return Launch(self, config, buffer, start + table)
 
@@ -124,7 +129,7 @@ class Kernel:
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
-        """With the kernel's context current: a thread of autograd's has none before its first use of the GPU."""
+        """Make the kernel's context current: a thread of autograd has none before its first use of the GPU."""
         checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.context))
         try:
             yield
@@ -132,8 +137,8 @@ class Kernel:
             driver.cuCtxPopCurrent()
 
     def _allow_shared_memory(self) -> None:
-        """Permits all the shared memory that a block can have; a launch takes what it asks for."""
-        most = checked(
+        """Permit all the shared memory that a block can have; a launch takes what it asks for."""
+        max_shared = checked(
             "cuDeviceGetAttribute",
             driver.cuDeviceGetAttribute(
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, self.device
@@ -145,11 +150,11 @@ class Kernel:
             driver.cuFuncGetAttribute(function_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self.function),
         )
         dynamic = function_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self.function, dynamic, most - static))
+        checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self.function, dynamic, max_shared - static))
 
 
 def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: int) -> Any:
-    """The driver's structure for all of a launch but its arguments."""
+    """Return the driver's structure for a launch without its arguments."""
     if grid < 1 or cluster < 1 or grid % cluster:
         raise ValueError(f"grid must be a positive multiple of cluster: {grid} blocks, {cluster} a cluster")
     config = driver.CUlaunchConfig()
@@ -166,12 +171,12 @@ def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: in
 
 
 def layout(name: str, parameters: Sequence[tuple[int, int]], arguments: Sequence[Argument]) -> struct.Struct:
-    """How arguments lie in a kernel's parameters.
+    """Return how arguments are packed into a kernel's parameters.
 
     Args:
-        name: of the kernel.
-        parameters: (offset, size) of each in bytes.
-        arguments: values of the types that later ones will have.
+        name: name of the kernel.
+        parameters: (offset, size) of each parameter in bytes.
+        arguments: values of the types that later arguments will have.
 
     Raises:
         TypeError: number or types of the arguments are not those of the parameters.
@@ -189,10 +194,10 @@ def layout(name: str, parameters: Sequence[tuple[int, int]], arguments: Sequence
 
 
 def checked(what: str, result: tuple[Any, ...]) -> Any:
-    """The value of a driver call.
+    """Return the value of a driver call.
 
     Raises:
-        RuntimeError: it failed; says how.
+        RuntimeError: the call failed; the message gives the driver's reason.
     """
     error, *values = result
     if error != SUCCESS:
@@ -202,7 +207,7 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def _parameters(function: Any) -> list[tuple[int, int]]:
-    """(offset, size) in bytes of each parameter; the driver refuses the index after the last one."""
+    """Return (offset, size) in bytes of each parameter; the driver refuses the index after the last one."""
     parameters: list[tuple[int, int]] = []
     while True:
         error, offset, size = driver.cuFuncGetParamInfo(function, len(parameters))

@@ -1,12 +1,12 @@
-"""A kernel's text, specialised by named constants, compiled and loaded.
+"""Specialization of kernels: a template with named constants becomes source text, machine code and a loaded kernel.
 
-A template `gemm.cu` reads its constants from a namespace that is written before it:
+A template such as `gemm.cu` reads its constants from a namespace that is written before it:
 
     namespace config { constexpr int tile_m = 128; constexpr bool accumulate = false; }
     #include "gemm.cu"                 // extern "C" __global__ void gemm(...)
 
-Includes in quotes are pasted here, each file once, so one text is what the compiler reads, what names the stored kernel
-and what is kept when it does not compile. Includes in angle brackets are left to the compiler.
+Includes in quotes are pasted here, each file once. So the compiler reads one text, whose hash names the cached kernel,
+and which is saved if it does not compile. Includes in angle brackets are left to the compiler.
 """
 
 import re
@@ -35,9 +35,9 @@ _loading = threading.Lock()
 def load(
     name: str, constants: Mapping[str, int | bool], device: torch.device, headers: Mapping[str, str] | None = None
 ) -> "Kernel":
-    """The kernel on a GPU; compiled, or read from the disk, at the first call of the process.
+    """Return the kernel on a GPU; the first call of the process compiles it or reads it from the disk cache.
 
-    That first call must not be inside a CUDA graph's capture: loading allocates.
+    That first call must not be captured in a CUDA graph: loading allocates memory.
 
     Args:
         name, constants, headers: as for `source`.
@@ -61,7 +61,7 @@ def load(
 
 
 def architecture(device: torch.device) -> str:
-    """The architecture of a GPU, with the instructions that only it has: "sm_90a" on Hopper."""
+    """Return the architecture of a GPU with its specific instructions: "sm_90a" on Hopper."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -72,14 +72,14 @@ def compile(
     architecture: str = "sm_90a",
     headers: Mapping[str, str] | None = None,
 ) -> Cubin:
-    """The machine code of a kernel and what it uses, from the disk where it is stored; needs no GPU.
+    """Return the machine code of a kernel and what it uses, from the disk cache if it is there; needs no GPU.
 
     Args:
         name, constants, headers: as for `source`.
         architecture: "sm_90a".
 
     Raises:
-        RuntimeError: it does not compile; shows the compiler's message and the path of the kept source.
+        RuntimeError: it does not compile; shows the compiler's message and the path of the saved source.
         PermissionError: the cache folder is not private to the user.
         ValueError, TypeError, FileNotFoundError, ImportError: as for `source` and `compiler.compiler`.
     """
@@ -91,16 +91,16 @@ def compile(
 
 
 def source(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str] | None = None) -> str:
-    """The whole text of a kernel.
+    """Return the whole text of a kernel.
 
     Args:
-        name: of the template, `name.cu` in gemm/ or quantize/, and of its entry point.
+        name: name of the template, `name.cu` in gemm/ or quantize/, and of its entry point.
         constants: become `constexpr int` and `constexpr bool` in the namespace `config`; an IntEnum is an int.
-        headers: texts that are generated instead of lying in the folder, by the name under which they are included.
+        headers: generated texts, by the name under which they are included.
 
     Raises:
         TypeError: a constant is neither int nor bool.
-        ValueError: a constant's name is no name, or its value does not fit 32 bits.
+        ValueError: a constant's name is no identifier, or its value does not fit 32 bits.
         FileNotFoundError: the template, or what it includes, does not exist.
     """
     lines = [_constant(key, value) for key, value in constants.items()]
@@ -121,7 +121,7 @@ def _constant(name: str, value: int | bool) -> str:
 
 
 def _paste(name: str, headers: Mapping[str, str], pasted: set[str]) -> str:
-    """The text of a file with the files that it includes; the compiler's messages still name each by its own lines."""
+    """Return the text of a file with the files that it includes; compiler messages keep their file names and lines."""
     pasted.add(name)
     shown, text = _find(name, headers)
     lines = [f'#line 1 "{shown}"']

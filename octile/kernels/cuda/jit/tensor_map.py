@@ -1,7 +1,7 @@
-"""Tensor maps: what the copy engine (TMA) of Hopper knows of a tensor, and the box of it that one copy moves.
+"""Tensor maps: the descriptors by which TMA copies boxes of a tensor.
 
-A map is described by plain numbers, which a kernel's emulator reads too, and encoded into 128 opaque bytes by the
-driver. A part of a box that lies outside of the tensor arrives as zeros.
+A map is described by a named tuple, which the emulator reads too, and encoded into 128 opaque bytes by the driver. A
+part of a box that lies outside of the tensor arrives as zeros.
 
 Source: CUDA driver API, cuTensorMapEncodeTiled.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BYTES = 128
-ENCODED = 16384  # maps that are kept: three for each product of a layer forward and backward, in every layer
+MAX_ENCODED = 16384  # cached maps: three for each GEMM of a layer forward and backward, in every layer
 TYPES = {
     torch.uint8: "UINT8",
     torch.int8: "UINT8",
@@ -30,16 +30,16 @@ TYPES = {
 class TensorMap(NamedTuple):
     """A tensor in global memory and the box that one copy moves; sizes outermost first, as torch counts.
 
-    A named tuple, so that looking up its encoding costs little.
+    It is a named tuple, whose encoding is quickly found in a cache.
 
     Attributes:
-        pointer: address of its first element.
-        dtype: of its elements.
+        pointer: address of the first element.
+        dtype: dtype of the elements.
         shape: elements of each dimension.
-        strides: elements between neighbours of each dimension; the last is 1.
+        strides: elements between neighbors of each dimension; the last is 1.
         box: elements of each dimension that one copy moves.
-        swizzle: 0, or the bytes (32, 64 or 128) of a row of the box in shared memory within which pieces of 16 bytes
-            are exchanged, so that a column's pieces lie in different banks.
+        swizzle: 0, or the bytes (32, 64 or 128) of a row of the box in shared memory within which vectors of 16 bytes
+            are permuted, so that those of a column lie in different banks.
     """
 
     pointer: int
@@ -51,15 +51,15 @@ class TensorMap(NamedTuple):
 
 
 def describe(tensor: Tensor, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
-    """The map of a torch tensor."""
+    """Return the map of a torch tensor."""
     return TensorMap(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box, swizzle)
 
 
 def check(tensor_map: TensorMap) -> None:
-    """Refuses a map that the copy engine cannot follow.
+    """Refuse a map that TMA cannot use.
 
     Raises:
-        TypeError: the dtype has none.
+        TypeError: TMA does not support the dtype.
         ValueError: shape, strides, alignment, box or swizzle are not possible; names it, and what is needed.
     """
     pointer, dtype, shape, strides, box, swizzle = tensor_map
@@ -95,13 +95,13 @@ def _check_pointer(pointer: int) -> None:
         raise ValueError(f"pointer must be a multiple of 16 bytes, not {pointer:#x}")
 
 
-@functools.lru_cache(ENCODED)
+@functools.lru_cache(MAX_ENCODED)
 def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
-    """The 128 bytes that a kernel takes as its parameter; kept, as most tensors come again.
+    """Return the 128 bytes that a kernel takes as its parameter; cached, as most tensors come again.
 
     Args:
         tensor_map: the description.
-        pointer: an address that takes the place of its own: looking this up is a fraction of making a new description.
+        pointer: an address that replaces its own; faster than a new description.
 
     Raises:
         TypeError, ValueError: as for `check`.
@@ -111,21 +111,21 @@ def encode(tensor_map: TensorMap, pointer: int | None = None) -> bytes:
         pointer = tensor_map.pointer
     _check_pointer(pointer)
     kind_and_rank, others = _arguments(tensor_map)
-    room = ctypes.create_string_buffer(2 * BYTES)
-    start = -ctypes.addressof(room) % BYTES
-    error = _encoder()(ctypes.byref(room, start), *kind_and_rank, ctypes.c_void_p(pointer), *others)
+    buffer = ctypes.create_string_buffer(2 * BYTES)
+    start = -ctypes.addressof(buffer) % BYTES
+    error = _encoder()(ctypes.byref(buffer, start), *kind_and_rank, ctypes.c_void_p(pointer), *others)
     if error:
         from cuda.bindings import driver
 
         from octile.kernels.cuda.jit.driver import checked
 
         checked("cuTensorMapEncodeTiled", (driver.CUresult(error),))
-    return room.raw[start : start + BYTES]
+    return buffer.raw[start : start + BYTES]
 
 
-@functools.lru_cache(ENCODED)
+@functools.lru_cache(MAX_ENCODED)
 def _arguments(tensor_map: TensorMap) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """What the driver's function takes before the address, and after it; these depend on the tensor's layout alone."""
+    """Return the arguments of the driver's function before and after the address; they depend on the layout alone."""
     check(tensor_map)
     from cuda.bindings import driver
 
@@ -139,12 +139,12 @@ def _arguments(tensor_map: TensorMap) -> tuple[tuple[int, int], tuple[Any, ...]]
         (ctypes.c_uint32 * rank)(*[1] * rank),  # every element of the box, not each second one
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE")),
-        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),  # tiles are read in long runs
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),  # boxes are read in long runs
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
 
 
 @functools.cache
 def _encoder() -> Callable[..., int]:
-    """The driver's own function: it wants the map at a multiple of its size, where cuda-bindings puts it anywhere."""
+    """Return the driver's own function: it needs the map aligned to its size, which cuda-bindings does not ensure."""
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

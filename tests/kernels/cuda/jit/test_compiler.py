@@ -75,7 +75,7 @@ def test_registers_that_do_not_fit_show_as_spills(each):
 def test_an_error_shows_the_message_and_keeps_the_source(each):
     with pytest.raises(RuntimeError, match='identifier "y" is undefined') as raised:
         compiler.compile("smoke", KERNEL.replace("x[threadIdx.x] =", "y[threadIdx.x] ="), "sm_90a")
-    kept = Path(re.search(r"source kept: (\S+)", str(raised.value))[1])
+    kept = Path(re.search(r"source saved: (\S+)", str(raised.value))[1])
     assert "y[threadIdx.x] = shared" in kept.read_text()
 
 
@@ -91,7 +91,7 @@ def test_an_unknown_compiler_is_refused(monkeypatch):
 
 
 def test_a_log_without_figures_is_not_taken_for_zero():
-    with pytest.raises(RuntimeError, match="does not say"):
+    with pytest.raises(RuntimeError, match="does not report"):
         compiler.resources("ptxas info    : 5 bytes gmem")
 
 

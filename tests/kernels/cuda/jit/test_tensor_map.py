@@ -99,7 +99,7 @@ def test_a_given_address_takes_the_place_of_the_maps_own(encoder):
 
 
 def test_kept_maps_are_bounded():
-    assert tensor_map.encode.cache_info().maxsize == tensor_map.ENCODED
+    assert tensor_map.encode.cache_info().maxsize == tensor_map.MAX_ENCODED
 
 
 def test_a_tensor_describes_itself():
