@@ -211,7 +211,7 @@ def test_products_of_zeros_are_named():
     [
         (
             [captured()],
-            {"choice": SearchSpace(("nvfp4",), archs=("sm_90",))},
+            {"space": SearchSpace(("nvfp4",), archs=("sm_90",))},
             "no combination applies: the model has no instruction",
         ),
         ([], {}, "there is nothing to measure"),

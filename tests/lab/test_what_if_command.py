@@ -61,7 +61,7 @@ def test_the_page_stands_alone_and_shows_everything(capsys, folder):
     page = read_page(folder / "lab" / "what_if.html")
     assert all(address.startswith("#") for address in page.loads)
     text = (folder / "lab" / "what_if.html").read_text()
-    for title in ("Which cast", "Which sum", "Where in the model", "As training goes on", "Outliers", "4 best of each"):
+    for title in ("Quantization", "Accumulation", "Layers", "During training", "Outliers", "4 best of each"):
         assert title in text
     assert "step 3 to step 9" in text
 
@@ -232,7 +232,7 @@ def test_preflight_as_json(capsys, folder, model_folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--recipe", "bf16"), "recipe 'bf16' makes no product in 8 bits"),
+        (("--recipe", "bf16"), "recipe 'bf16' has no GEMM in 8 bits"),
         (("--recipe", "fp4"), "unknown recipe 'fp4'"),
         (("--recipe", "nowhere.toml"), "nowhere.toml"),
         (("--batches", "0"), "batches must be at least 1"),

@@ -98,7 +98,7 @@ def test_another_file_is_another_recipe(begun, tmp_path):
 def test_a_step_is_captured_when_the_file_is_gone(begun, file):
     file.unlink()
     path = capture_run(begun, 2, LAYER, say=lambda line: None)
-    assert {product.product for product in load(path).products} == {"fprop", "dgrad", "wgrad"}
+    assert {captured.gemm for captured in load(path).gemms} == {"fprop", "dgrad", "wgrad"}
 
 
 def as_an_earlier_version_left_it(run):
