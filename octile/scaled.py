@@ -23,7 +23,7 @@ _FORMATS = {dtype: by_name[name] for name, dtype in quantize_ops.DATA_DTYPES.ite
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaledTensor:
-    """Matrices in 8 bits (or 12: E5M6) with one FP32 scale a block; the value is data × scale.
+    """Quantized matrices in 8 bits (or 12: E5M6) with one FP32 scale a block; the value is data × scale.
 
     Attributes:
         data: float8_e4m3fn, float8_e5m2 or int8 [..., M, K]; E5M6 as uint8 [..., M, 3K/2].
@@ -80,7 +80,7 @@ class ScaledTensor:
     def requantize(self, block: tuple[Extent, Extent], scale: ScaleRule = "float32") -> ScaledTensor:
         """The same values in other blocks.
 
-        Where both quantisations have power-of-two scales the values are only shifted: bits are lost only where a
+        Where both quantizations have power-of-two scales the values are only shifted: bits are lost only where a
         value falls below the normal range of its new block.
         """
         return quantize(self.dequantize(), block, self.fmt, scale)
@@ -93,7 +93,7 @@ class ScaledTensor:
         return ScaledTensor(self.data.mT, self.scale.mT, self.block[::-1])
 
     def transpose(self) -> ScaledTensor:
-        """[..., K, M] in blocks of the same shape as here, as a product along the other side needs it.
+        """[..., K, M] in blocks of the same shape as here, as a GEMM along the other side needs it.
 
         Exact for square blocks and for one scale a tensor. Tiles, 1×128 say, cut the matrix the other way, so the
         values are quantised again, with a warning; `requantize` chooses the scales and does not warn.

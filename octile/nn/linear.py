@@ -11,7 +11,7 @@ from octile.recipe import Recipe
 
 
 class Linear(nn.Linear, RecipeHolder[Recipe]):
-    """A linear layer in 8 bits with the interface, the parameters and the `state_dict` of `torch.nn.Linear`.
+    """A linear layer in FP8 with the interface, the parameters and the `state_dict` of `torch.nn.Linear`.
 
     fprop, dgrad and wgrad read operands as `recipe` quantizes them and sum in FP32. Of the input only its 8-bit form is
     saved for backward; the weight is quantized once a step, for all micro-batches (with delayed scaling: for each of

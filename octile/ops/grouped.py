@@ -52,8 +52,8 @@ def grouped_matmul_nt(
 
 def _grouped(a, a_scale, a_block, b, b_scale, b_block, offs) -> Tensor:
     groups = _rows(offs, a.shape[0])
-    if product := accumulator_for(a, b):
-        return accumulator.grouped(product, a, a_scale, a_block, b, b_scale, b_block, groups)
+    if gemm := accumulator_for(a, b):
+        return accumulator.grouped(gemm, a, a_scale, a_block, b, b_scale, b_block, groups)
     a_TK = in_float32(a, a_scale, a_block)
     b_GNK = in_float32(b, b_scale, b_block)
     out_TN = torch.zeros(a.shape[0], b.shape[1], device=a.device)
@@ -135,18 +135,18 @@ def masked_grouped_matmul_nt(
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
     _check_counts(counts, a.shape[1])
-    product = _masked(a, a_scale, a_block, b, b_scale, b_block)
-    return product.masked_fill_(_unused(a, counts), 0.0).to(out_dtype)
+    result = _masked(a, a_scale, a_block, b, b_scale, b_block)
+    return result.masked_fill_(_unused(a, counts), 0.0).to(out_dtype)
 
 
 def _masked(a, a_scale, a_block, b, b_scale, b_block) -> Tensor:
-    if product := accumulator_for(a, b):
-        return accumulator.masked(product, a, a_scale, a_block, b, b_scale, b_block)
+    if gemm := accumulator_for(a, b):
+        return accumulator.masked(gemm, a, a_scale, a_block, b, b_scale, b_block)
     return nt_float32(in_float32(a, a_scale, a_block), in_float32(b, b_scale, b_block))
 
 
 def _check_counts(counts: Tensor, m: int) -> None:
-    """Only the reference refuses wrong counts, as it does offsets; kernels clamp them."""
+    """Refuse wrong counts. Only the reference does, as with offsets; kernels clamp them."""
     refuse_unless(((counts >= 0) & (counts <= m)).all(), f"counts must be from 0 to the {m} rows of a group")
 
 
@@ -191,8 +191,8 @@ def masked_grouped_matmul_nt_out(
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
     _check_counts(counts, a.shape[1])
-    product = _masked(a, a_scale, a_block, b, b_scale, b_block)
-    out.copy_(torch.where(_unused(a, counts), out, product.to(out.dtype)))
+    result = _masked(a, a_scale, a_block, b, b_scale, b_block)
+    out.copy_(torch.where(_unused(a, counts), out, result.to(out.dtype)))
 
 
 @masked_grouped_matmul_nt_out.register_fake
@@ -225,7 +225,7 @@ def grouped_wgrad(
     """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K] → [G, N, K]; a group without rows gives zeros.
 
     Args:
-        dy, x: quantised along the tokens, in blocks such as 128×1; a block may reach over the end of a group.
+        dy, x: quantized along the tokens, in blocks such as 128×1; a block may extend over the end of a group.
         offs: int32 [G], as in `grouped_matmul_nt`.
     """
     _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
@@ -234,8 +234,8 @@ def grouped_wgrad(
 
 def _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs) -> Tensor:
     groups = _rows(offs, dy.shape[0])
-    if product := accumulator_for(dy, x):
-        return accumulator.wgrad(product, dy, dy_scale, dy_block, x, x_scale, x_block, groups)
+    if gemm := accumulator_for(dy, x):
+        return accumulator.wgrad(gemm, dy, dy_scale, dy_block, x, x_scale, x_block, groups)
     dy_TN = in_float32(dy, dy_scale, dy_block)
     x_TK = in_float32(x, x_scale, x_block)
     out_GNK = torch.empty(offs.numel(), dy.shape[1], x.shape[1], device=x.device)
@@ -297,7 +297,7 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:
-    """The rows of each group. Only the reference reads offsets on the host, so only it can refuse wrong ones."""
+    """Return the rows of each group. Only the reference reads offsets on the host, so only it can refuse wrong ones."""
     bounds = [0, *offs.tolist()]
     if bounds != sorted(bounds) or bounds[-1] > t:
         raise ValueError(f"offs must rise from 0 to at most the {t} rows there are, not {bounds[1:]}")
@@ -344,7 +344,7 @@ def _check_out(out: Tensor | None, shape: tuple[int, ...], device: torch.device)
 
 
 def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> None:
-    """Refuses offsets or counts that are not one int32 a group."""
+    """Refuse offsets or counts that are not one int32 a group."""
     if sizes.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, not {sizes.dtype}")
     if tuple(sizes.shape) != (groups,):

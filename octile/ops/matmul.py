@@ -78,8 +78,8 @@ def matmul_nt_out(
 ) -> None:
     """`matmul_nt` into out [M, N] (bfloat16 or float32), or added to what out holds, summed in FP32."""
     _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
-    product = _reference(a, a_scale, a_block, b, b_scale, b_block)
-    out.copy_(out.float() + product if accumulate else product)
+    result = _reference(a, a_scale, a_block, b, b_scale, b_block)
+    out.copy_(out.float() + result if accumulate else result)
 
 
 @matmul_nt_out.register_fake
@@ -105,20 +105,20 @@ def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: T
 
 
 def in_float32(data: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """An operand's values, float32, stored as data is: a transposed view is decoded as it lies and turned again."""
+    """Return an operand's values in float32 and in the memory order of data: also of a transposed view."""
     if data.mT.is_contiguous():
         return dequantize(data.mT, scale.mT, block[1], block[0], torch.float32).mT
     return dequantize(data, scale, *block, torch.float32)
 
 
 def nt_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a · bᵀ in FP32, also where autocast is on."""
+    """Multiply a · bᵀ in FP32, also where autocast is on."""
     with without_autocast(a.device):
         return a @ b.mT
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Products inside are made in the dtype of their operands; autocast would make BF16 ones of them."""
+    """Return a context in which GEMMs run in the dtype of their operands, without autocast."""
     if device.type == "meta":  # the compiler of torch 2.11 cannot trace `torch.amp.is_autocast_available`
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -142,7 +142,7 @@ def _check_matmul(
 
 
 def check_operand(name: str, data: Tensor, scale: Tensor, block: Block, ndim: int) -> None:
-    """Refuses an operand of a product that is not block-scaled as said."""
+    """Refuse an operand of a GEMM that is not block-scaled as stated."""
     if data.dtype not in OPERAND_DTYPES:
         raise TypeError(f"{name} must be float8_e4m3fn, float8_e5m2 or int8, not {data.dtype}")
     if data.dim() != ndim:
@@ -159,7 +159,7 @@ def check_pair(
     names: tuple[str, str] = ("a", "b"),
     summed: tuple[str, int] = ("K", -1),
 ) -> None:
-    """Refuses operands that cannot be multiplied with one another, summed over the named dimension of both."""
+    """Refuse operands that cannot be multiplied, contracted over the named dimension of both."""
     (first, second), (side, dim) = names, summed
     if a.shape[dim] != b.shape[dim]:
         raise ValueError(
@@ -183,7 +183,7 @@ def _check_out(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def overlaps(matrix: Tensor) -> bool:
-    """Whether numbers lie at one place, or rows within each other."""
+    """Return whether elements share memory, or rows lie within each other."""
     reach = 0
     for step, size in sorted(zip(matrix.stride(), matrix.shape, strict=True)):
         if size > 1 and step <= reach:

@@ -1,6 +1,6 @@
-"""Every cast that training and serving need of Hopper's own kernels, found without a GPU.
+"""Catalog of the quantization kernels: the calls of training and serving whose kernels are compiled without a GPU.
 
-The casts are called with tensors that have a shape but no memory; instead of being launched, what would be is noted.
+The launcher is called with tensors on the meta device, and its launches are recorded instead of made.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ E4M3, E5M6 = torch.float8_e4m3fn, torch.uint8
 
 
 class Launched(NamedTuple):
-    """A kernel by its name and its constants, and the dynamic shared memory of a block in bytes."""
+    """A launch: the kernel's name and constants, and the dynamic shared memory of a block in bytes."""
 
     name: str
     constants: Mapping[str, int | bool]
@@ -26,7 +26,7 @@ class Launched(NamedTuple):
 
 
 def launches() -> dict[str, Launched]:
-    """What each case launches."""
+    """Return what each case launches, by its name."""
     found = {}
     for case, cast in _cases().items():
         with noted() as seen:
@@ -86,7 +86,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @contextmanager
 def noted() -> Iterator[list[Launched]]:
-    """What would be launched inside is noted instead."""
+    """Record the launches inside instead of making them."""
     seen: list[Launched] = []
 
     def note(

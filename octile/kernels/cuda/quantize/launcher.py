@@ -80,7 +80,7 @@ class Form(IntEnum):
 
 
 def why_unsupported(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
-    """Why these kernels do not cast such matrices [..., M, K]; None: they do.
+    """Return why these kernels do not support matrices [..., M, K]; None: they do.
 
     Args:
         matrices: elements or 8-bit encoded values [..., M, K], or packed E5M6 [..., M, 3K/2], on one device.
@@ -90,7 +90,7 @@ def why_unsupported(*matrices: Tensor, out: torch.dtype | None = None) -> str | 
 
 
 def layout_error(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
-    """What of `why_unsupported` depends on how the matrices lie."""
+    """Return the part of `why_unsupported` that depends on shapes, strides and alignment."""
     for x in matrices:
         packed, size = x.dtype == torch.uint8, x.element_size()
         unit, vector = (12, 4) if packed else (8, 8 if size == 1 else 16)
@@ -108,18 +108,18 @@ def layout_error(*matrices: Tensor, out: torch.dtype | None = None) -> str | Non
 
 
 def reads_scale(scale: Tensor, block_cols: int) -> bool:
-    """Whether `dequantize` reads such scales: matrices of them one step apart, and those of columns contiguous."""
+    """Return whether `dequantize` reads such scales: matrices one stride apart, scales of columns contiguous."""
     of_columns = block_cols == 1
     return _steps(scale) is not None and (not of_columns or (scale.stride(-1) == 1 and _in_vectors(scale, -2)))
 
 
 def reads_tile_scales(scale: Tensor) -> bool:
-    """Whether `requantize` reads such scales of 1×128: contiguous along M, as `new_scale` has them."""
+    """Return whether `requantize` reads such scales of 1×128: contiguous along M, as `new_scale` allocates them."""
     return _steps(scale) is not None and scale.stride(-2) == 1 and _in_vectors(scale, -1)
 
 
 def is_vector(weight: Tensor) -> bool:
-    """Whether `rms_norm` reads such a weight [K]."""
+    """Return whether `rms_norm` reads such a weight [K]: contiguous and aligned."""
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0
 
 
