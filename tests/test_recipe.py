@@ -87,7 +87,7 @@ def test_deepseek_v3_is_e4m3_everywhere():
     assert {cast.fmt for cast in _operand_formats(Recipe.deepseek_v3())} == {E4M3}
 
 
-def test_what_is_requantised_has_powers_of_2_for_scales():
+def test_what_is_requantized_has_powers_of_2_for_scales():
     formats = Recipe.deepseek_v3().formats
     assert (formats.x.scale, formats.wgrad_x.scale) == ("power_of_2", "power_of_2")
 

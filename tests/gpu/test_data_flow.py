@@ -21,7 +21,7 @@ from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
 from octile.optim import AdamW, clip_grad_norm_, param_groups
 from octile.recipe import Recipe
-from tests.models.test_kept_bytes import formula, kept_bytes, predicted_bytes  # noqa: F401  (a fixture)
+from tests.models.test_saved_bytes import formula, predicted_bytes, saved_bytes  # noqa: F401  (a fixture)
 
 WORST = 0.05  # of a tensor's norm
 B, S = 2, 192
@@ -168,10 +168,10 @@ def test_a_block_computes_what_it_does_on_the_cpu(layer: int, name: str):
 
 @both_kinds
 @both_settings
-def test_a_block_keeps_what_the_formula_says(formula, layer: int, recipe: Recipe):  # noqa: F811
+def test_a_block_saves_what_the_formula_says(formula, layer: int, recipe: Recipe):  # noqa: F811
     kind = "mixture" if layer else "dense"
     recomputed = recipe.swiglu_inputs == "recomputed"
-    found = kept_bytes(apply_recipe(Block(CONFIG, layer).cuda(), recipe), CONFIG)
+    found = saved_bytes(apply_recipe(Block(CONFIG, layer).cuda(), recipe), CONFIG)
     assert found == predicted_bytes(formula, CONFIG, kind, recomputed)
 
 
@@ -344,7 +344,7 @@ def test_attention_with_rotary_positions_computes_what_it_does_on_the_cpu(again:
     assert_close(found, expected, worst=WORST)
 
 
-def test_queries_made_again_are_those_that_were_kept(deterministic: None):
+def test_recomputed_queries_are_the_saved_ones(deterministic: None):
     kept, made = _attention_block("kept", "cuda"), _attention_block("recomputed", "cuda")
     assert all(torch.equal(a, b) for a, b in zip(kept, made, strict=True))
 

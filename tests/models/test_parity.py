@@ -22,7 +22,7 @@ V3 = {
     "YaRN, mscale on the rotation": replace(MINI_V3, rope_scaling=RopeScaling(8.0, 16, 16.0, 2.0, 1.0, 0.5)),
     "queries not compressed": replace(MINI_V3, q_lora_rank=None),
     "one group": replace(MINI_V3, n_group=1, topk_group=1),
-    "weights not normalised": replace(MINI_V3, norm_topk_prob=False),
+    "weights not normalized": replace(MINI_V3, norm_topk_prob=False),
 }
 V2 = {
     "V2": MINI_V2,

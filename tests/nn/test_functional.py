@@ -1,4 +1,4 @@
-"""linear and grouped_linear against the slow definition: quantise and decode as each recipe says, multiply in FP64.
+"""linear and grouped_linear against the slow definition: quantize and decode as each recipe says, multiply in FP64.
 
 fprop, dgrad and wgrad must be within the bound of FP32 summation of the exact products of those operands, see
 tests/ops/test_matmul.py: |error| ≤ (K + 2) · 2⁻²⁴ · Σ|a||b|. Shapes: T tokens, K inputs, N outputs, G experts.
@@ -173,7 +173,7 @@ def test_the_bias_is_added_after_the_product(name, x, w):
     assert torch.equal(linear(x, w, bias, recipe, history_of(recipe)), y + bias)
 
 
-# Experts: rows of x and dy are quantised all together, so that tiles along the tokens may straddle two experts
+# Experts: rows of x and dy are quantized all together, so that tiles along the tokens may straddle two experts
 
 
 def parts(t: Tensor) -> list[Tensor]:

@@ -46,7 +46,7 @@ def test_a_token_stays_within_its_groups(seed):
 
 
 @given(st.integers(0, 2**31))
-def test_normalised_weights_sum_to_the_scaling_factor(seed):
+def test_normalized_weights_sum_to_the_scaling_factor(seed):
     weights_TK = gate(seed)(torch.randn(20, 32)).weights_TK
     torch.testing.assert_close(weights_TK.sum(-1), torch.full((20,), 2.5))
 

@@ -1,4 +1,4 @@
-"""octile.nn.Linear as a module: what it keeps, how often it quantises, and everything that nn.Linear can do.
+"""octile.nn.Linear as a module: what it keeps, how often it quantizes, and everything that nn.Linear can do.
 
 The numbers of each product are checked in test_functional.py.
 """
@@ -92,7 +92,7 @@ def test_every_recipe_approximates_the_same_layer(numbers_of_all, name):
     assert (found - exact).norm() / exact.norm() < 0.15
 
 
-# What is kept for the backward pass
+# What is saved for backward
 
 
 def kept_tensors(layer: Linear, x: Tensor) -> list[Tensor]:
@@ -103,7 +103,7 @@ def kept_tensors(layer: Linear, x: Tensor) -> list[Tensor]:
 
 
 @every_cast
-def test_the_input_is_kept_in_8_bits_and_no_more(name, x):
+def test_the_input_is_saved_in_8_bits_and_no_more(name, x):
     layer = layer_of(name)
     layer(x)  # the weight is in the cache from here on
     of_x = [t for t in kept_tensors(layer, x) if t.shape != layer.weight.shape]
@@ -111,7 +111,7 @@ def test_the_input_is_kept_in_8_bits_and_no_more(name, x):
 
 
 @every_cast
-def test_no_float_tensor_of_the_inputs_size_is_kept(name, x):
+def test_no_float_tensor_of_the_inputs_size_is_saved(name, x):
     assert [t.dtype for t in kept_tensors(layer_of(name), x) if t.numel() == x.numel() and t.itemsize > 1] == []
 
 
@@ -125,7 +125,7 @@ def test_the_input_itself_is_not_kept_alive(name, x):
     assert y.requires_grad
 
 
-def test_without_gradients_nothing_is_kept(x):
+def test_without_gradients_nothing_is_saved(x):
     with torch.no_grad():
         assert kept_tensors(layer_of("deepseek_v3"), x) == []
 
@@ -136,11 +136,11 @@ def test_a_frozen_weight_needs_no_input(name, x):
     assert [t for t in kept_tensors(layer, x) if t.numel() == x.numel()] == []
 
 
-# How often weights are quantised
+# How often weights are quantized
 
 
 class WeightCasts(TorchDispatchMode):
-    """Counts how often a matrix of the weight's shape is quantised."""
+    """Counts how often a matrix of the weight's shape is quantized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_before_the_first_step_each_forward_pass_quantises(x, quantizations):
 
 
 @pytest.mark.parametrize("name", [n for n in WITH_CASTS if not Recipe.named(n).has_delayed_scaling])
-def test_micro_batches_and_both_passes_share_one_quantised_weight(name, x, quantizations):
+def test_micro_batches_and_both_passes_share_one_quantized_weight(name, x, quantizations):
     layer = stepped(layer_of(name))
     for _ in range(3):
         layer(x).sum().backward()

@@ -12,7 +12,7 @@ from octile.nn import MHA, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
-from tests.models.test_kept_bytes import formula  # noqa: F401  (a fixture)
+from tests.models.test_saved_bytes import formula  # noqa: F401  (a fixture)
 
 B, S, D, H = 2, 24, 256, 2
 KEPT = Recipe.deepseek_v3()
@@ -50,7 +50,7 @@ def test_a_token_sees_itself_and_those_before():
     assert not torch.equal(y[:, S // 2 :], z[:, S // 2 :])
 
 
-def test_without_turning_it_is_torchs_own():
+def test_without_rotation_it_is_torchs_own():
     attention, _, x, _ = parts()
     cos, sin = cos_sin(attention)
     ours = attention(x, (torch.ones_like(cos), torch.zeros_like(sin)))
@@ -73,7 +73,7 @@ def test_a_recipe_computes_nearly_the_same(recipe, shape):
         assert (ours - theirs).norm() <= 0.15 * theirs.norm()
 
 
-def test_queries_made_again_are_those_that_were_kept():
+def test_recomputed_queries_are_the_saved_ones():
     attention, norm, x, dy = parts()
     kept, made = (
         gradients(apply_recipe(copy.deepcopy(attention), recipe), norm, x, dy) for recipe in (KEPT, RECOMPUTED)
@@ -91,11 +91,11 @@ def test_a_layer_with_a_hook_is_called():
 
 
 @pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
-def test_it_keeps_what_the_formula_says(formula, recipe):  # noqa: F811
+def test_it_saves_what_the_formula_says(formula, recipe):  # noqa: F811
     attention, norm, x, _ = parts()
     apply_recipe(attention, recipe)
     x = x.detach().bfloat16().requires_grad_()
-    torch.optim.SGD(attention.parameters(), lr=0.0).step()  # as in training: quantised weights live in the cache
+    torch.optim.SGD(attention.parameters(), lr=0.0).step()  # as in training: quantized weights live in the cache
     own = {t.untyped_storage().data_ptr() for t in (*attention.parameters(), *norm.parameters())}
     angles, kept = cos_sin(attention), {}
 

@@ -94,7 +94,7 @@ def test_a_token_does_not_see_the_future():
 
 
 @torch.no_grad()
-def test_the_cache_holds_the_normalised_latent_and_the_turned_key_only():
+def test_the_cache_holds_the_normalized_latent_and_the_turned_key_only():
     mla, x = attention(), torch.randn(1, 5, 64)
     cache = LatentCache(1, 1, 8, 40)
     mla(x, cos_sin(0, 5), cache[0])

@@ -18,7 +18,7 @@ def test_equals_the_formula():
     torch.testing.assert_close(mlp(x), (F.silu(x @ gate.T) * (x @ up.T)) @ down.T)
 
 
-def without_quantisation(mlp, x, monkeypatch):
+def without_quantization(mlp, x, monkeypatch):
     """The layer's output with exact products, and the operands of the last of them, the down-projection."""
     seen = {}
 
@@ -30,18 +30,18 @@ def without_quantisation(mlp, x, monkeypatch):
     return mlp(x), seen
 
 
-def test_smooth_swiglu_changes_nothing_before_quantisation(monkeypatch):
+def test_smooth_swiglu_changes_nothing_before_quantization(monkeypatch):
     plain, x = layer(), torch.randn(7, 32)
     expected = plain(x)
     smooth = convert(layer(), Recipe.smooth_swiglu())
-    actual, _ = without_quantisation(smooth, x, monkeypatch)
+    actual, _ = without_quantization(smooth, x, monkeypatch)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_smooth_swiglu_makes_the_channels_alike(monkeypatch):
     smooth, x = convert(layer(), Recipe.smooth_swiglu()), torch.randn(7, 32)
     smooth.up_proj.weight.data[3] *= 1e4
-    _, seen = without_quantisation(smooth, x, monkeypatch)
+    _, seen = without_quantization(smooth, x, monkeypatch)
     amax = seen["h"].abs().amax(0)
     assert (amax <= 1).all()
     assert (amax > 0.5).all()
@@ -51,7 +51,7 @@ def test_smooth_swiglu_keeps_the_gradients(monkeypatch):
     plain, x = layer(), torch.randn(7, 32)
     plain(x).square().sum().backward()
     smooth = convert(layer(), Recipe.smooth_swiglu())
-    without_quantisation(smooth, x, monkeypatch)[0].square().sum().backward()
+    without_quantization(smooth, x, monkeypatch)[0].square().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), smooth.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
 

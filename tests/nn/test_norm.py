@@ -19,7 +19,7 @@ def test_equals_the_formula(seed, dim, size):
     torch.testing.assert_close(norm(x).double(), exact(x, norm.weight, 1e-6), rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_is_normalised_in_float32():
+def test_bfloat16_is_normalized_in_float32():
     norm = RMSNorm(256)
     x = (1000 + torch.arange(256.0)).bfloat16()[None]  # the sum of squares has 9 digits, BF16 keeps 3
     assert torch.equal(norm.bfloat16()(x), exact(x, norm.weight, 1e-6).bfloat16())

@@ -1,4 +1,4 @@
-"""Who looks on sees each product once, with the operands that are multiplied; and nobody looks on unless asked."""
+"""An observer sees each GEMM once, with its operands, and only inside its context."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def w():
 
 
 class Seen(dict):
-    """Products by name, as a watcher that keeps them; and the weight."""
+    """An observer that stores GEMMs by name, and the weight."""
 
     def __call__(self, weight, fprop):
         self.weight, self[fprop.name] = weight, fprop
@@ -40,14 +40,14 @@ def see(x, w, recipe=None, dy=None):
     return seen, y
 
 
-def test_the_products_shown_are_those_that_were_made(x, w):
+def test_the_observed_gemms_are_those_that_ran(x, w):
     seen, y = see(x, w)
     assert torch.equal(y, matmul_nt(seen["fprop"].a, seen["fprop"].b, torch.float32))
     assert torch.equal(x.grad, matmul_nt(seen["dgrad"].a, seen["dgrad"].b, torch.float32))
     assert torch.equal(w.grad, matmul_nt(seen["wgrad"].a, seen["wgrad"].b, torch.float32))
 
 
-def test_operands_are_shown_as_they_were_before_their_casts(x, w):
+def test_operands_are_observed_before_quantization_too(x, w):
     dy = torch.randn(T, N, generator=torch.Generator().manual_seed(2))
     seen, _ = see(x, w, dy=dy)
     assert seen.weight is w
@@ -57,7 +57,7 @@ def test_operands_are_shown_as_they_were_before_their_casts(x, w):
     assert torch.equal(quantize(x, (1, 128), scale="power_of_2").data.float(), seen["fprop"].a.data.float())
 
 
-def test_experts_are_shown_with_their_offsets(x):
+def test_experts_are_observed_with_their_offsets(x):
     w = torch.randn(len(OFFS), N, K, requires_grad=True)
     seen = Seen()
     with observe_gemms(seen):
@@ -67,7 +67,7 @@ def test_experts_are_shown_with_their_offsets(x):
     assert all(product.offs is not None and product.offs.equal(OFFS) for product in seen.values())
 
 
-def test_products_in_another_dtype_are_shown_without_casts(x, w):
+def test_gemms_in_high_precision_are_observed_without_quantized_operands(x, w):
     seen, _ = see(x, w, Recipe.bf16())
     assert list(seen) == list(GEMMS)
     assert all(product.a is None and product.b is None for product in seen.values())
@@ -75,20 +75,20 @@ def test_products_in_another_dtype_are_shown_without_casts(x, w):
 
 @pytest.mark.parametrize(("frozen", "made"), [("x", {"fprop", "wgrad"}), ("w", {"fprop", "dgrad"})])
 @pytest.mark.parametrize("name", ["deepseek_v3", "bf16"])
-def test_products_that_are_not_made_are_not_shown(x, w, frozen, made, name):
+def test_gemms_that_do_not_run_are_not_observed(x, w, frozen, made, name):
     operands = {"x": x, "w": w}
     operands[frozen] = operands[frozen].detach()
     assert set(see(**operands, recipe=Recipe.named(name))[0]) == made
 
 
-def test_operands_without_gradients_are_not_shown(x, w):
+def test_operands_without_gradients_are_not_observed(x, w):
     seen = Seen()
     with observe_gemms(seen):
         linear(x.detach(), w.detach(), None, Recipe.deepseek_v3())
     assert not seen
 
 
-def test_who_returns_nothing_sees_no_backward_products(x, w):
+def test_an_observer_that_returns_nothing_sees_no_backward_gemms(x, w):
     shown: list[ObservedGemm] = []
     with observe_gemms(lambda weight, product: shown.append(product)):
         linear(x, w, None, Recipe.deepseek_v3()).sum().backward()
@@ -104,7 +104,7 @@ def test_a_repeated_forward_pass_has_one_backward_pass(x, w, reentrant):
     assert backward == ["dgrad", "wgrad"]
 
 
-def test_nobody_looks_on_once_the_context_is_left(x, w):
+def test_nothing_is_observed_outside_of_the_context(x, w):
     seen = Seen()
     with observe_gemms(seen):
         assert observer.has_gemm_observers()

@@ -1,4 +1,4 @@
-"""A weight is quantised again exactly when it may have changed."""
+"""A weight is quantized again exactly when it may have changed."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ CAST = OperandFormat(block=BLOCK)
 
 
 class Counter:
-    """Quantises, and counts how often."""
+    """Quantizes, and counts how often."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -38,13 +38,13 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(5, 7))
 
 
-def test_a_weight_that_did_not_change_is_quantised_once(weight, counter):
+def test_a_weight_that_did_not_change_is_quantized_once(weight, counter):
     first = quantized_weight(weight, CAST, counter)
     assert quantized_weight(weight, CAST, counter) is first
     assert counter.calls == 1
 
 
-def test_the_quantised_weight_is_the_weight_quantised(weight, counter):
+def test_the_quantized_weight_is_the_weight_quantized(weight, counter):
     found, expected = quantized_weight(weight, CAST, counter), quantize(weight.detach(), CAST.block)
     assert torch.equal(found.dequantize(), expected.dequantize())
 
@@ -126,22 +126,22 @@ def step(*weights: Tensor) -> None:
     torch.optim.SGD(weights, lr=0.0).step()
 
 
-def test_a_weight_that_an_optimizer_steps_may_be_kept(weight):
+def test_a_weight_that_an_optimizer_steps_can_be_cached(weight):
     step(weight)
     assert can_cache(weight, CAST)
 
 
-def test_a_weight_that_no_optimizer_has_stepped_may_not_be_kept(weight):
+def test_a_weight_that_no_optimizer_has_stepped_cannot_be_cached(weight):
     assert not can_cache(weight, CAST)
 
 
-def test_without_gradients_a_weight_may_not_be_kept(weight):
+def test_without_gradients_a_weight_cannot_be_cached(weight):
     step(weight)
     with torch.no_grad():
         assert not can_cache(weight, CAST)
 
 
-def test_frozen_weights_may_be_kept(weight):
+def test_frozen_weights_can_be_cached(weight):
     layer = Linear(7, 5)
     with frozen_weights(layer), torch.no_grad():
         assert can_cache(layer.weight, CAST)
@@ -167,12 +167,12 @@ def test_freezing_twice_ends_with_the_outer_one():
         assert can_cache(layer.weight, CAST)
 
 
-def test_what_is_computed_from_a_weight_may_not_be_kept(weight):
+def test_what_is_computed_from_a_weight_cannot_be_cached(weight):
     step(weight)
     assert not can_cache(weight * 2, CAST)
 
 
-def test_weights_whose_writes_are_not_counted_may_not_be_kept():
+def test_weights_whose_writes_are_not_counted_cannot_be_cached():
     with torch.inference_mode():
         layer = Linear(7, 5)
     with frozen_weights(layer):

@@ -1,4 +1,4 @@
-"""Attention and the layer after it: operands are cast as the recipe says, and the output is kept once, in few bits."""
+"""Attention and the layer after it: operands are quantized by the recipe, and the output is saved once, in E5M6."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
 from octile.scaled import matmul_nt, quantize
-from tests.nn.fused.test_feed_forward import Seen, assert_cast
+from tests.nn.fused.test_feed_forward import Seen, assert_quantized
 
 B, S, H, X, V, N = 2, 35, 3, 40, 24, 100
 RECIPE, SCALE = Recipe.deepseek_v3(), 0.2
@@ -31,7 +31,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [*qkv, (torch.randn(N, H * V, generator=generator) / 8).requires_grad_()]
 
 
-def test_operands_are_cast_as_the_recipe_says():
+def test_operands_are_quantized_as_the_recipe_says():
     q, k, v, w = inputs()
     with observe_gemms(seen := Seen()):
         y = attention_linear(q, k, v, w, SCALE, RECIPE, torch.float32)
@@ -42,10 +42,10 @@ def test_operands_are_cast_as_the_recipe_says():
     kept_o = quantize(o_TX, (1, 128), E5M6, "power_of_2").dequantize()
 
     assert torch.equal(y.flatten(0, 1), matmul_nt(fprop.a, fprop.b, torch.float32))
-    assert_cast(fprop.a, o_TX, (1, 128), RECIPE.formats.x.fmt, "power_of_2")
-    assert_cast(dgrad.a, dy_TN, (1, 128), RECIPE.formats.dy.fmt)
-    assert_cast(wgrad.a.mT, dy_TN, (128, 1), RECIPE.formats.dy.fmt)
-    assert_cast(wgrad.b.mT, kept_o, (128, 1), RECIPE.formats.x.fmt, "power_of_2")
+    assert_quantized(fprop.a, o_TX, (1, 128), RECIPE.formats.x.fmt, "power_of_2")
+    assert_quantized(dgrad.a, dy_TN, (1, 128), RECIPE.formats.dy.fmt)
+    assert_quantized(wgrad.a.mT, dy_TN, (128, 1), RECIPE.formats.dy.fmt)
+    assert_quantized(wgrad.b.mT, kept_o, (128, 1), RECIPE.formats.x.fmt, "power_of_2")
     assert torch.equal(w.grad, matmul_nt(wgrad.a, wgrad.b, torch.float32))
     do = matmul_nt(dgrad.a, dgrad.b, torch.float32).view(v.shape)
     expected = attention_backward(do, q.detach(), k.detach(), v.detach(), kept_o.view(v.shape), lse, SCALE)
@@ -53,7 +53,7 @@ def test_operands_are_cast_as_the_recipe_says():
         assert torch.equal(t.grad, gradient)
 
 
-def test_beside_its_inputs_it_keeps_the_output_once():
+def test_besides_its_inputs_it_saves_the_output_once():
     q, k, v, w = inputs(torch.bfloat16)
     torch.optim.SGD([w], lr=0.0).step()
     kept: dict[int, int] = {}
@@ -84,7 +84,7 @@ def test_compiled_without_a_graph_break_it_computes_the_same():
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_block_without_compression_is_built_of_the_same_functions(recomputed: bool):
-    """Attention of a dense decoder, its queries, keys and values kept or made again."""
+    """Attention of a dense decoder, its queries, keys and values saved or recomputed."""
     torch.manual_seed(0)
     d, heads, width = 192, 3, 32
     norm, x = RMSNorm(d), torch.randn(B * S, d, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Feed-forward layers as one function: every operand of every product is the cast that the recipe says.
+"""Feed-forward layers as one function: every operand of every GEMM is quantized as the recipe says.
 
 Shapes: T tokens, D model, I intermediate, E experts, K chosen experts.
 """
@@ -40,7 +40,7 @@ every_fused = pytest.mark.parametrize(
 )
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomized(module: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
@@ -48,12 +48,12 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 def mlp(recipe: Recipe | None = KEPT) -> MLP:
-    built = randomised(MLP(D, I))
+    built = randomized(MLP(D, I))
     return apply_recipe(built, recipe) if recipe else built
 
 
 def moe(recipe: Recipe | None = KEPT, shared: int = 128) -> MoE:
-    built = randomised(MoE(Gate(D, E, K), D, I, shared))
+    built = randomized(MoE(Gate(D, E, K), D, I, shared))
     return apply_recipe(built, recipe) if recipe else built
 
 
@@ -88,7 +88,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 class Seen(dict):
-    """Products by weight and name."""
+    """An observer that stores GEMMs by weight and name."""
 
     def __call__(self, weight: Tensor, fprop: ObservedGemm) -> Callable[[ObservedGemm], None]:
         self[id(weight), "fprop"] = fprop
@@ -99,7 +99,7 @@ class Seen(dict):
 
 
 def watched(module: nn.Module, x: Tensor) -> tuple[Seen, Tensor]:
-    """The products of one pass, and its result."""
+    """The observed GEMMs of one pass, and its result."""
     module.zero_grad()
     with observe_gemms(seen := Seen()):
         y = module(x)
@@ -107,7 +107,7 @@ def watched(module: nn.Module, x: Tensor) -> tuple[Seen, Tensor]:
     return seen, y.detach()
 
 
-def assert_cast(
+def assert_quantized(
     found: ScaledTensor, before: Tensor, block: tuple[int, int], fmt: object, scale: str = "float32"
 ) -> None:
     expected = quantize(before, block, fmt, scale)
@@ -118,7 +118,7 @@ def assert_cast(
 
 
 @every_fused
-def test_results_of_a_dense_layer_are_the_products_of_the_operands_that_it_shows(recipe):
+def test_results_of_a_dense_layer_are_the_gemms_of_the_observed_operands(recipe):
     m, x = mlp(recipe), x_of()
     seen, y = watched(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
@@ -130,39 +130,39 @@ def test_results_of_a_dense_layer_are_the_products_of_the_operands_that_it_shows
 
 
 @every_fused
-def test_operands_of_a_dense_layer_are_cast_as_the_recipe_says(recipe):
+def test_operands_of_a_dense_layer_are_quantized_as_the_recipe_says(recipe):
     m, x = mlp(recipe), x_of()
     seen, _ = watched(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
     c = recipe.formats
     dy = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
     x_TD = x.detach().flatten(0, 1)
-    assert_cast(gate[0].a, x_TD, (1, 128), c.x.fmt, "power_of_2")
-    assert_cast(gate[2].b.mT, gate[0].a.dequantize(), (128, 1), c.x.fmt, "power_of_2")
-    assert_cast(down[1].a, dy, (1, 128), c.dy.fmt)
-    assert_cast(down[2].a.mT, dy, (128, 1), c.dy.fmt)
+    assert_quantized(gate[0].a, x_TD, (1, 128), c.x.fmt, "power_of_2")
+    assert_quantized(gate[2].b.mT, gate[0].a.dequantize(), (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(down[1].a, dy, (1, 128), c.dy.fmt)
+    assert_quantized(down[2].a.mT, dy, (128, 1), c.dy.fmt)
     h_gate, h_up = (matmul_nt(p[0].a, p[0].b, torch.float32) for p in (gate, up))
-    assert_cast(down[0].a, F.silu(h_gate) * h_up, (1, 128), c.x.fmt, "power_of_2")
+    assert_quantized(down[0].a, F.silu(h_gate) * h_up, (1, 128), c.x.fmt, "power_of_2")
 
-    if recipe.swiglu_inputs != "recomputed":  # the backward pass sees them as they were kept
+    if recipe.swiglu_inputs != "recomputed":  # backward reads the saved values
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = matmul_nt(down[1].a, down[1].b, torch.float32)
-    assert_cast(down[2].b.mT, F.silu(h_gate) * h_up, (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, F.silu(h_gate) * h_up, (128, 1), c.x.fmt, "power_of_2")
     both = torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)
     for layer, d in zip((gate, up), both, strict=True):
-        assert_cast(layer[1].a, d, (1, 128), c.dy.fmt)
-        assert_cast(layer[2].a.mT, d, (128, 1), c.dy.fmt)
+        assert_quantized(layer[1].a, d, (1, 128), c.dy.fmt)
+        assert_quantized(layer[2].a.mT, d, (128, 1), c.dy.fmt)
         assert torch.equal(layer[1].before, d)
         assert torch.equal(layer[2].before, d.mT)
 
 
 def test_recomputed_a_dense_layer_is_that_of_single_steps():
-    """But for h, which single steps quantise twice on its way to wgrad."""
+    """But for h, which single steps quantize twice on its way to wgrad."""
     fused, steps = mlp(RECOMPUTED), mlp(RECOMPUTED)
     steps.up_proj.register_forward_hook(lambda *_: None)
     found, expected = gradients(fused, x := x_of()), gradients(steps, x)
     assert same(found[:1] + found[2:4], expected[:1] + expected[2:4])
-    torch.testing.assert_close(found[1], expected[1])  # the sum of two products, in another order
+    torch.testing.assert_close(found[1], expected[1])  # the sum of two GEMMs, in another order
     torch.testing.assert_close(found[4], expected[4], rtol=1e-2, atol=1e-2)
 
 
@@ -170,7 +170,7 @@ def test_recomputed_a_dense_layer_is_that_of_single_steps():
 
 
 @every_fused
-def test_results_of_experts_are_the_products_of_the_operands_that_they_show(recipe):
+def test_results_of_experts_are_the_gemms_of_the_observed_operands(recipe):
     m, x = moe(recipe).experts, x_of().detach().flatten(0, 1).requires_grad_()
     generator, way = torch.Generator().manual_seed(3), LocalDispatcher()
     experts_TK = torch.rand(T, E, generator=generator).topk(K).indices
@@ -200,7 +200,7 @@ def test_results_of_experts_are_the_products_of_the_operands_that_they_show(reci
 
 
 @every_fused
-def test_operands_of_experts_are_cast_as_the_recipe_says(recipe):
+def test_operands_of_experts_are_quantized_as_the_recipe_says(recipe):
     m, x = moe(recipe, shared=0), x_of()
     seen, _ = watched(m, x)
     up, down = seen.of(m.experts.gate_up), seen.of(m.experts.down)
@@ -213,20 +213,20 @@ def test_operands_of_experts_are_cast_as_the_recipe_says(recipe):
 
     x_TD = quantize(x.detach().flatten(0, 1), (1, 128), c.x.fmt, "power_of_2").dequantize()
     assert torch.equal(up[0].a.dequantize(), x_TD[token])
-    assert_cast(up[2].b.mT, x_TD[token], (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(up[2].b.mT, x_TD[token], (128, 1), c.x.fmt, "power_of_2")
     dy_TD = quantize(dy, (1, 128), c.dy.fmt, "power_of_2").dequantize()
     assert torch.equal(down[1].a.dequantize(), dy_TD[token])
-    assert_cast(down[2].a.mT, dy_TD[token], (128, 1), c.dy.fmt, "power_of_2")
+    assert_quantized(down[2].a.mT, dy_TD[token], (128, 1), c.dy.fmt, "power_of_2")
     h_gate, h_up = grouped_matmul_nt(up[0].a, up[0].b, plan.offs_E, torch.float32).chunk(2, 1)
-    assert_cast(down[0].a, F.silu(h_gate) * h_up * weight_R, (1, 128), c.x.fmt, "power_of_2")
+    assert_quantized(down[0].a, F.silu(h_gate) * h_up * weight_R, (1, 128), c.x.fmt, "power_of_2")
 
     if recipe.swiglu_inputs != "recomputed":
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32) * weight_R
-    assert_cast(down[2].b.mT, F.silu(h_gate) * h_up * weight_R, (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, F.silu(h_gate) * h_up * weight_R, (128, 1), c.x.fmt, "power_of_2")
     both = torch.cat((torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)), dim=1)
-    assert_cast(up[1].a, both, (1, 128), c.dy.fmt)
-    assert_cast(up[2].a.mT, both, (128, 1), c.dy.fmt)
+    assert_quantized(up[1].a, both, (1, 128), c.dy.fmt)
+    assert_quantized(up[2].a.mT, both, (128, 1), c.dy.fmt)
 
 
 @every_fused
@@ -359,7 +359,7 @@ def test_an_input_without_a_gradient_changes_no_weights(recipe):
 
 
 @both_settings
-def test_without_gradients_nothing_is_kept_and_the_numbers_are_the_same(recipe):
+def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
     for m in modules(recipe):
         expected, kept = m(x := x_of()), []
         with torch.no_grad(), saved_tensors_hooks(kept.append, lambda t: t):
@@ -378,7 +378,7 @@ def test_autocast_gives_its_dtype_and_gradients_in_the_inputs(recipe):
         assert all(p.grad.dtype == torch.float32 for p in m.parameters())
 
 
-def test_every_cast_is_shown_once():
+def test_every_quantization_is_observed_once():
     counts: dict[str, int] = {}
     m, x = moe(shared=128), x_of()
     with observe_quantization(lambda operand, q: counts.update({operand: counts.get(operand, 0) + 1})):
@@ -387,14 +387,14 @@ def test_every_cast_is_shown_once():
     assert counts == {"x": 3, "w": 5, "dy": 4, "wgrad_dy": 4, "wgrad_x": 4}
 
 
-def test_a_size_that_is_no_multiple_of_128_goes_in_steps():
-    m, x = apply_recipe(randomised(MLP(D, 200)), KEPT), x_of()
+def test_a_size_that_is_no_multiple_of_128_is_not_fused():
+    m, x = apply_recipe(randomized(MLP(D, 200)), KEPT), x_of()
     assert m.fusion() is None
     h = F.silu(linear(x, m.gate_proj.weight, None, KEPT)) * linear(x, m.up_proj.weight, None, KEPT)
     assert torch.equal(m(x), linear(h, m.down_proj.weight, None, KEPT))
 
 
-def test_layers_of_different_recipes_go_in_steps():
+def test_layers_of_different_recipes_are_not_fused():
     m = mlp(KEPT)
     m.up_proj.use_recipe(Recipe.per_tensor())
     assert m.fusion() is None

@@ -1,4 +1,4 @@
-"""Latent attention as one function: operands are cast as the recipe says, and its output is kept once, in few bits.
+"""Latent attention as one function: operands are quantized as the recipe says, and its output is saved once, in E5M6.
 
 Shapes: T tokens, D model, H heads.
 """
@@ -22,7 +22,7 @@ from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
 from octile.scaled import matmul_nt, quantize
-from tests.nn.fused.test_feed_forward import Seen, assert_cast, gradients, same
+from tests.nn.fused.test_feed_forward import Seen, assert_quantized, gradients, same
 
 B, S, D, H = 2, 35, 192, 3
 RECIPE = Recipe.deepseek_v3()
@@ -56,7 +56,7 @@ def after_norm(m: MLA, x: Tensor, norm: RMSNorm | None) -> Tensor:
 
 
 def observed(m: MLA) -> MLA:
-    """Its layers are called one after the other, since somebody wants to see it."""
+    """Its layers are called one after the other, since one has a hook."""
     m.kv_b_proj.register_forward_hook(lambda *_: None)
     return m
 
@@ -89,7 +89,7 @@ def test_gradients_approximate_the_exact_ones(q_lora_rank):
 
 
 @both_forms
-def test_operands_are_cast_as_the_recipe_says(q_lora_rank):
+def test_operands_are_quantized_as_the_recipe_says(q_lora_rank):
     m, x = mla(q_lora_rank), x_of()
     with observe_gemms(seen := Seen()):
         y = m(x, COS_SIN)
@@ -99,20 +99,20 @@ def test_operands_are_cast_as_the_recipe_says(q_lora_rank):
 
     dy_TD = dy.flatten(0, 1)
     assert torch.equal(y.flatten(0, 1), matmul_nt(of_o[0].a, of_o[0].b, torch.float32))
-    assert_cast(of_o[0].a, of_o[0].before, (1, 128), RECIPE.formats.x.fmt, "power_of_2")
-    assert_cast(of_o[1].a, dy_TD, (1, 128), RECIPE.formats.dy.fmt)
-    assert_cast(of_o[2].a.mT, dy_TD, (128, 1), RECIPE.formats.dy.fmt)
+    assert_quantized(of_o[0].a, of_o[0].before, (1, 128), RECIPE.formats.x.fmt, "power_of_2")
+    assert_quantized(of_o[1].a, dy_TD, (1, 128), RECIPE.formats.dy.fmt)
+    assert_quantized(of_o[2].a.mT, dy_TD, (128, 1), RECIPE.formats.dy.fmt)
     kept_o = quantize(of_o[0].before, (1, 128), E5M6, "power_of_2").dequantize()
-    assert_cast(of_o[2].b.mT, kept_o, (128, 1), RECIPE.formats.x.fmt, "power_of_2")
+    assert_quantized(of_o[2].b.mT, kept_o, (128, 1), RECIPE.formats.x.fmt, "power_of_2")
     assert torch.equal(m.o_proj.weight.grad, matmul_nt(of_o[2].a, of_o[2].b, torch.float32))
     for operands, weight in ((of_q, w_q), (of_kv, m.kv_b_proj.weight)):
-        assert_cast(operands[2].b.mT, operands[0].a.dequantize(), (128, 1), RECIPE.formats.x.fmt, "power_of_2")
-        assert_cast(operands[1].a, operands[1].before, (1, 128), RECIPE.formats.dy.fmt)
-        assert_cast(operands[2].a.mT, operands[1].before, (128, 1), RECIPE.formats.dy.fmt)
+        assert_quantized(operands[2].b.mT, operands[0].a.dequantize(), (128, 1), RECIPE.formats.x.fmt, "power_of_2")
+        assert_quantized(operands[1].a, operands[1].before, (1, 128), RECIPE.formats.dy.fmt)
+        assert_quantized(operands[2].a.mT, operands[1].before, (128, 1), RECIPE.formats.dy.fmt)
         assert torch.equal(weight.grad, matmul_nt(operands[2].a, operands[2].b, torch.float32))
 
 
-def test_attentions_backward_pass_reads_the_output_as_it_was_kept(monkeypatch):
+def test_attentions_backward_reads_the_saved_output(monkeypatch):
     read = []
 
     def spy(do, q, k, v, o, lse, scale):
@@ -134,7 +134,7 @@ def test_attentions_backward_pass_reads_the_output_as_it_was_kept(monkeypatch):
 
 
 @both_forms
-def test_neither_heads_nor_outputs_are_kept_in_high_precision(q_lora_rank):
+def test_neither_heads_nor_outputs_are_saved_in_high_precision(q_lora_rank):
     m, kept = mla(q_lora_rank), []
     torch.optim.SGD(m.parameters(), lr=0.0).step()
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), torch.autocast("cpu", torch.bfloat16):

@@ -27,7 +27,7 @@ def x_of(*shape: int) -> Tensor:
 
 
 def kept_bytes(call, shape: tuple[int, ...]) -> int:
-    """Bytes that are kept for the backward pass in tensors of so many rows, each memory once."""
+    """Bytes saved for backward in tensors of that many rows, each memory once."""
     rows = {}
 
     def keep(t: Tensor) -> Tensor:

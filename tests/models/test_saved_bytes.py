@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass is what docs/data_flow.md says, byte by byte."""
+"""A block saves for backward what docs/data_flow.md says, byte by byte."""
 
 import re
 from dataclasses import replace
@@ -35,9 +35,9 @@ def formula() -> dict[str, Any]:
     return names
 
 
-def kept_bytes(block: Block, config: ModelConfig) -> int:
+def saved_bytes(block: Block, config: ModelConfig) -> int:
     """Bytes that autograd saves in a forward pass, each memory once, without the parameters."""
-    torch.optim.SGD(block.parameters(), lr=0.0).step()  # as in training: quantised weights live in the cache
+    torch.optim.SGD(block.parameters(), lr=0.0).step()  # as in training: quantized weights live in the cache
     tensors = [*block.parameters(), *block.buffers()]  # held, so that no memory of theirs is given out again
     own = {t.untyped_storage().data_ptr() for t in tensors}
     kept: dict[int, int] = {}
@@ -60,12 +60,12 @@ def kept_bytes(block: Block, config: ModelConfig) -> int:
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_block_keeps_what_the_formula_says(formula: dict[str, Any], name: str, kind: str, recomputed: bool):
+def test_a_block_saves_what_the_formula_says(formula: dict[str, Any], name: str, kind: str, recomputed: bool):
     c = CONFIGS[name]
     recipe = Recipe.deepseek_v3()
     recipe = replace(recipe, swiglu_inputs="recomputed") if recomputed else recipe
     block = apply_recipe(Block(c, layer=c.first_k_dense_replace if kind == "mixture" else 0), recipe)
-    assert kept_bytes(block, c) == predicted_bytes(formula, c, kind, recomputed)
+    assert saved_bytes(block, c) == predicted_bytes(formula, c, kind, recomputed)
 
 
 def predicted_bytes(formula: dict[str, Any], c: ModelConfig, kind: str, recomputed: bool) -> int:
@@ -83,10 +83,10 @@ def predicted_bytes(formula: dict[str, Any], c: ModelConfig, kind: str, recomput
     return BATCH * SEQUENCE * a_token + rest
 
 
-def test_other_recipes_keep_more(formula: dict[str, Any]):
+def test_other_recipes_save_more(formula: dict[str, Any]):
     c = BASE
     ours, bf16, single = (
-        kept_bytes(apply_recipe(Block(c, layer=1), recipe), c)
+        saved_bytes(apply_recipe(Block(c, layer=1), recipe), c)
         for recipe in (Recipe.deepseek_v3(), Recipe.bf16(), Recipe.per_tensor())
     )
     assert ours < 0.25 * single < 0.25 * bf16
