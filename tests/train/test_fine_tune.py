@@ -120,7 +120,7 @@ def test_the_first_step_multiplies_the_very_fp8_numbers_of_the_folder(saved, sto
     assert count_unchanged_weights(Trainer(config, store, CPU).model)[0] == len(casts) // micro_batches
 
 
-def test_masters_are_the_dequantised_weights_in_float32(saved, store):
+def test_masters_are_the_dequantized_weights_in_float32(saved, store):
     folder = saved("fp8")
     trainer, expected = Trainer(micro(model=WIDE, init_from=folder), store, CPU), load(folder).state_dict()
     for name, t in trainer.model.state_dict().items():
@@ -162,11 +162,11 @@ def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
     (folder / "octile.json").unlink()
     kept = count_unchanged_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
     assert kept < total // 2  # where the largest number of each block is 448 by chance
-    assert f"; {kept} of {total} quantised" in said(folder, WIDE)
+    assert f"; {kept} of {total} quantized" in said(folder, WIDE)
 
     shutil.rmtree(folder)
     experts = 2  # layers whose up-projections share blocks of 128 rows where an expert has 32
-    assert f"{total - experts} of {total} quantised weights" in said(saved("fp8", MICRO), MICRO)
+    assert f"{total - experts} of {total} quantized weights" in said(saved("fp8", MICRO), MICRO)
 
 
 def test_a_run_begins_where_the_other_ended(text, tmp_path):
