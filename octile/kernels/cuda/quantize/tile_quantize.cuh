@@ -142,4 +142,3 @@ __device__ __forceinline__ FloatVec8 to_floats(const Values& x) {
     for (int j = 0; j < 8; ++j) value.value[j] = x.at(j);
     return value;
 }
-
