@@ -8,7 +8,7 @@ own kernels and its own choice of them; `--peer` adds a process with DeepGEMM. T
 rounds at a time, so that heat and clocks are alike for all. Name a tree twice to see what order and chance do.
 
 A tree whose modules have other names is measured by its own copy of this script (`tools/compare_trees.py`, before that
-`tools/compare_trees.py`), which answers the same requests.
+`benchmarks/beside.py`), which answers the same requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 TURNS, ROUNDS = 5, 4  # turns of each process a GEMM, rounds a turn; the median over turns of the median counts
-SCRIPTS = ("tools/compare_trees.py", "tools/compare_trees.py")  # where a tree has its copy of this script
+SCRIPTS = ("tools/compare_trees.py", "benchmarks/beside.py")  # where a tree has its copy of this script
 LISTS = {"few": "FEW_ROWS", "middle": "MIDDLE", "large": "LARGE", "tiles": "BOTH_TILES", "accumulated": "ACCUMULATED",
          "wgrad": "WGRAD", "grouped": "GROUPED", "masked": "MASKED"}  # fmt: skip
 
