@@ -118,9 +118,8 @@ class Server:
         """Choose and compile the kernels of these GEMMs."""
         from octile.bench.shapes import Case
         from octile.bench.tune import problem, why_not_usable
-        from octile.kernels.cuda.gemm.candidates import choose
+        from octile.kernels.cuda.gemm.candidates import Chip, choose
         from octile.kernels.cuda.gemm.num_sms import num_sms
-        from octile.kernels.cuda.gemm.problem import Chip
 
         self.cases = [Case(**case) for case in cases]
         chip = Chip(num_sms())

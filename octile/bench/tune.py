@@ -28,10 +28,9 @@ from octile.bench.subprocess_call import call_in_subprocess
 from octile.kernels.cuda.gemm import num_sms, tuned
 from octile.kernels.cuda.gemm.candidates import candidates, other_rasterization
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
-from octile.kernels.cuda.gemm.cost_model import cycles
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, rounded
 from octile.kernels.cuda.gemm.launch_cache import PreparedGemm, launch_key
 from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan_launch
-from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import specialize
 

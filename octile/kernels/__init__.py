@@ -7,5 +7,4 @@ attention.py       torch's attention kernels
 cpu.py             conversions that torch does slowly on a CPU
 memory_layout.py   the layouts in which scales and transposed data are written
 disk_cache.py      compiled kernels on disk
-bounded_cache.py   a cache of bounded size in memory
 """

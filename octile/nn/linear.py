@@ -1,13 +1,39 @@
 """`nn.Linear` whose three GEMMs run in a recipe's formats."""
 
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from octile.nn import functional
 from octile.nn.delayed_scaling import AmaxHistory
-from octile.nn.recipe_holder import RecipeHolder
 from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
+
+R = TypeVar("R", bound=Recipe | None)
+_recipe_changes = 0  # assignments of recipes; after one, it is decided again what is fused
+
+
+class RecipeHolder(Generic[R]):
+    """Mixin for a module with an attribute `recipe`, however it is assigned."""
+
+    _recipe: R
+
+    @property
+    def recipe(self) -> R:
+        """The formats of this module's GEMMs."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: R) -> None:
+        global _recipe_changes
+        self._recipe = recipe
+        _recipe_changes += 1
+
+
+def recipe_changes() -> int:
+    """Return how often any module's recipe was assigned."""
+    return _recipe_changes
 
 
 class Linear(nn.Linear, RecipeHolder[Recipe]):

@@ -9,7 +9,7 @@ from octile.bench.gemm_table import HOST
 from octile.bench.shapes import Case
 from octile.bench.tune import problem
 from octile.kernels.cuda.gemm.candidates import choose
-from octile.kernels.cuda.gemm.problem import Chip, rounded
+from octile.kernels.cuda.gemm.cost_model import Chip, rounded
 
 CASES = [Case("dense", 32, 16, 128), Case("dense", 48, 16, 128), Case("dense", 64, 16, 128)]
 

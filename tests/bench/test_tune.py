@@ -10,7 +10,7 @@ from octile.bench.gemm_case import prepare_case
 from octile.bench.shapes import Case
 from octile.kernels.cuda.gemm import launch_plan, tuned
 from octile.kernels.cuda.gemm.candidates import choose, other_rasterization
-from octile.kernels.cuda.gemm.problem import Chip, rounded
+from octile.kernels.cuda.gemm.cost_model import Chip, rounded
 
 H200 = Chip(132)
 CASES = [

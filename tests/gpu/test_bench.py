@@ -8,7 +8,7 @@ from octile.bench.gemm_case import prepare_case
 from octile.bench.gemm_peers import peer_calls
 from octile.bench.kernel_time import graph_seconds, host_seconds, kernel_seconds, wait_for_gpu
 from octile.bench.shapes import Case
-from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.gemm.cost_model import Chip
 
 CASES = [
     Case("dense", 256, 384, 1024),

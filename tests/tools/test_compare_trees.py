@@ -47,10 +47,10 @@ def deep_gemm_call(setup):
 from collections import namedtuple
 Config = namedtuple("Config", "tile_m tile_n warpgroups accumulators stages cluster_m cluster_n cluster_size split_k"
                     " ping_pong transposed load_c raster_along_n")
+def Chip(n): return n
 def choose(problem, chip): return Config(64, 32, 1, 2, 12, 1, 2, 2, 3, False, True, False, False)
 """,
     "kernels/cuda/gemm/num_sms.py": "def num_sms(): return 132",
-    "kernels/cuda/gemm/problem.py": "def Chip(n): return n",
 }
 
 

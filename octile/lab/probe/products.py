@@ -27,8 +27,8 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import BLOCK_K, Scales, Schedule
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import plan_launch
-from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand, why_not_on
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.fused.block_input import BlockInput, quantize_block_input
-from octile.nn.linear import Linear
+from octile.nn.linear import Linear, recipe_changes
 from octile.nn.norm import RMSNorm
-from octile.nn.recipe_holder import recipe_changes
 from octile.recipe import GemmFormats, Recipe
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import launch_cache, tuned
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan_launch
-from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand, why_not_on
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.memory_layout import padded

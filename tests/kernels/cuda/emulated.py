@@ -7,9 +7,9 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import request as gemm_request
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_cache import launch_key
 from octile.kernels.cuda.gemm.launch_plan import plan_launch
-from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul

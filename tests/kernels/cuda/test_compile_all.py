@@ -8,7 +8,7 @@ from octile.kernels.cuda.compile_all import Compiled, compile_all, compile_gemm
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.catalog import configs
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
-from octile.kernels.cuda.gemm.problem import Chip
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.jit import specialize
 
 

@@ -9,8 +9,8 @@ import torch
 
 from octile.kernels.cuda.gemm.candidates import candidates
 from octile.kernels.cuda.gemm.config import Scales, Schedule
+from octile.kernels.cuda.gemm.cost_model import Chip, rounded
 from octile.kernels.cuda.gemm.launch_plan import is_tma_readable, plan_launch, problem
-from octile.kernels.cuda.gemm.problem import Chip, rounded
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modeled
 from tests.kernels.cuda.emulated import emulate

@@ -5,7 +5,7 @@ from typing import Any
 
 from octile.kernels.cuda.gemm.candidates import best
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem, rounded
 
 H200_SMS = 132
 LARGE = (

@@ -18,9 +18,11 @@ later). The configurations that they choose are 0.7% slower than the best known,
 it is not estimated, but follows a rule (`candidates`).
 """
 
-from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.problem import Chip, Problem, transposed
+from dataclasses import dataclass, replace
 
+from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
+
+MASKED_ROWS = 256  # rows assumed of a masked group where the caller gives no expectation
 LAUNCH_CYCLES = 5400  # until the first MMA, and after the last
 L2_BYTES_PER_CYCLE = 52  # of each SM when all load
 L2_BYTES_PER_CYCLE_ONE_ROUND = 66  # where all tiles are computed in one round
@@ -42,6 +44,59 @@ PROMOTION_WAIT_CYCLES = 95  # between the last MMA of a k-block and the first ad
 UNHIDDEN_SHARE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
 WARPGROUP_SHARE = 0.02  # of the time of one warpgroup alone: prefers the shorter of two k-blocks with the same bound
 BYTES_IN_FLIGHT = 3.5e6  # for all of the memory's bandwidth: what arrives during its latency
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU: the number of SMs that a GEMM may use."""
+
+    multiprocessors: int
+
+    def clusters(self, size: int) -> int:
+        """Return how many clusters of this many blocks run at the same time."""
+        return self.multiprocessors // size
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A GEMM a[m, k] · b[n, k]ᵀ with scales, or one for each group: what decides on a kernel configuration.
+
+    Attributes:
+        m: rows of a; of all groups together in a grouped GEMM, the expected rows of one group in a masked one.
+        k: the contracted dimension; of all groups together where groups are along K.
+        transposable: the result may be computed as b · aᵀ.
+
+    All other attributes are as in `GemmConfig`.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    schedule: Schedule = Schedule.DENSE
+    a_scales: Scales = Scales.PER_ROW
+    b_scales: Scales = Scales.PER_BLOCK
+    out_float: bool = False
+    accumulate: bool = False
+    promote: bool = True
+    store: Store = Store.TMA
+    transposable: bool = False
+    zero_rest: bool = True
+    a_e5m2: bool = False
+    b_e5m2: bool = False
+
+
+def rounded(p: Problem) -> Problem:
+    """Round m up to an eighth of a power of two: m changes from call to call, and neighboring sizes share a kernel."""
+    if p.m <= 16:
+        return replace(p, m=16 if p.m > 8 else 8)
+    step = max(1 << (p.m - 1).bit_length() - 4, 16)
+    return replace(p, m=-(-p.m // step) * step)
+
+
+def transposed(p: Problem) -> Problem:
+    """Return the problem of the transposed result, b · aᵀ."""
+    return replace(p, m=p.n, n=p.m, a_scales=p.b_scales, b_scales=p.a_scales, a_e5m2=p.b_e5m2, b_e5m2=p.a_e5m2)
 
 
 def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:

@@ -7,24 +7,57 @@ so a repeated GEMM costs two dictionary look-ups and one call of the driver.
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import num_sms
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import LaunchPlan, make_tma_readable, plan_launch
-from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.cuda.jit import specialize, tensor_map
 
 if TYPE_CHECKING:
     from octile.kernels.cuda.jit.driver import Kernel, Launch
 
+Value = TypeVar("Value")
 Pointers = tuple[int, ...]  # addresses of a, b, their scales, sizes and out
 MAX_KEYS = 8192  # some 6 kB each
 MAX_LAUNCHES = 8192  # some 2 kB each; training steps allocate the same addresses again
+
+
+class BoundedCache(Generic[Value]):
+    """Cache that holds the last `max_entries` entries that were used, and at most twice as many in all.
+
+    Entries are stored in a young dictionary. When that is full, it becomes the old one, and the previous old one is
+    dropped. An old entry that is read becomes young again. Reading a young entry is one dictionary look-up.
+
+    Threads may share a cache: a thread that reads while another one writes gets the entry or None.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._young: dict[Hashable, Value] = {}
+        self._old: dict[Hashable, Value] = {}
+
+    def get(self, key: Hashable) -> Value | None:
+        """Return the stored value; None: nothing is stored, or it was dropped."""
+        found = self._young.get(key)
+        if found is None:
+            found = self._old.get(key)
+            if found is not None:
+                self[key] = found
+        return found
+
+    def __setitem__(self, key: Hashable, value: Value) -> None:
+        if len(self._young) >= self._max_entries:
+            self._young, self._old = {}, self._young
+        self._young[key] = value
+
+    def __len__(self) -> int:
+        return len(self._young.keys() | self._old.keys())
+
 
 _prepared: "BoundedCache[tuple[PreparedGemm, torch.Size]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
 _launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)

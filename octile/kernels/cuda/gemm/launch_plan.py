@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.problem import MASKED_ROWS, Chip, Problem
+from octile.kernels.cuda.gemm.cost_model import MASKED_ROWS, Chip, Problem
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit.tensor_map import BYTES, TensorMap
 from octile.kernels.memory_layout import VECTOR, padded

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from octile.kernels import disk_cache
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.problem import Chip, Problem
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem
 
 ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": Store}
 

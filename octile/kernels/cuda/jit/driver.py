@@ -8,6 +8,7 @@ All calls use the device's primary context, which is torch's.
 """
 
 import ctypes
+import functools
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,11 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from octile.kernels.bounded_cache import BoundedCache
-
 Argument = bytes | int | float  # a tensor map; a pointer or a size; a floating-point value
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 WRONG_CONTEXT = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
-MAX_SHAPES = 1024  # pairs of a launch shape and a stream that a kernel caches
+MAX_CONFIGS = 8192  # cached pairs of a launch shape and a stream
 CODES = {
     (bytes, 128): "128s",
     (int, 8): "q",
@@ -83,7 +82,6 @@ class Kernel:
             self.function = checked(f"finding {name}", driver.cuModuleGetFunction(module, name.encode()))
             self._allow_shared_memory()
             self.parameters = _parameters(self.function)
-        self._configs: BoundedCache[Any] = BoundedCache(MAX_SHAPES)
         self._layout: struct.Struct | None = None  # from the first arguments: four bytes may be an int or a float
 
     def ready(
@@ -111,10 +109,8 @@ class Kernel:
             ValueError: grid is no multiple of cluster.
             struct.error: a value does not fit its parameter.
         """
-        key = (grid, cluster, threads, shared_bytes, self.current_stream() if stream is None else stream)
-        config = self._configs.get(key)
-        if config is None:
-            config = self._configs[key] = _config(*key)
+        stream = self.current_stream() if stream is None else stream
+        config = _config(grid, cluster, threads, shared_bytes, stream)
         packing = self._layout = self._layout or layout(self.name, self.parameters, arguments)
         table = -(-packing.size // 8) * 8  # the addresses of the arguments follow them
         buffer = ctypes.create_string_buffer(table + 8 * len(self.parameters))
@@ -153,6 +149,7 @@ class Kernel:
         checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self.function, dynamic, max_shared - static))
 
 
+@functools.lru_cache(MAX_CONFIGS)  # they hold no arguments, so kernels share them
 def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: int) -> Any:
     """Return the driver's structure for a launch without its arguments."""
     if grid < 1 or cluster < 1 or grid % cluster:

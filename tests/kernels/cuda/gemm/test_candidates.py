@@ -15,8 +15,7 @@ from octile.kernels.cuda.gemm import tuned
 from octile.kernels.cuda.gemm.candidates import candidates, choose
 from octile.kernels.cuda.gemm.catalog import configs
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.cost_model import cycles
-from octile.kernels.cuda.gemm.problem import Chip, Problem, rounded
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, rounded
 
 H200 = Chip(132)
 SWEEP = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model" / "sweep.json"

@@ -19,10 +19,10 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings")
 
-from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import launch_cache, launch_plan, num_sms, request
 from octile.kernels.cuda.gemm.config import GemmConfig, Schedule, Store
-from octile.kernels.cuda.gemm.problem import Chip, Problem
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem
+from octile.kernels.cuda.gemm.launch_cache import BoundedCache
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import tensor_map
 from octile.kernels.triton import grouped as triton_grouped

@@ -8,8 +8,8 @@ import torch
 from octile.kernels import backends
 from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import is_tma_readable, make_tma_readable, plan_launch, problem
-from octile.kernels.cuda.gemm.problem import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from tests.kernels.cuda.emulated import block_of
 from tests.kernels.cuda.emulated import operand as quantized

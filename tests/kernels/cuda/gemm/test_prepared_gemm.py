@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("cuda.bindings")
 
-from octile.kernels.bounded_cache import BoundedCache
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import Scales, Schedule
+from octile.kernels.cuda.gemm.launch_cache import BoundedCache
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import tensor_map
 from tests.kernels.cuda.emulated import block_of, operand
