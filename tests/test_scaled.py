@@ -87,7 +87,7 @@ def test_shape_is_that_of_the_values(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dequantising_gives_the_dtype_asked_for(dtype):
+def test_dequantizing_gives_the_requested_dtype(dtype):
     q = quantize(matrix(4, 200))
     values = dequantize(q, dtype)
     assert values.dtype == dtype
@@ -95,7 +95,7 @@ def test_dequantising_gives_the_dtype_asked_for(dtype):
 
 
 @given(**a_matrix, block=st.sampled_from(BLOCKS), fmt=st.sampled_from(FLOAT_FORMATS))
-def test_quantising_values_that_were_quantised_changes_nothing(m, k, seed, block, fmt):
+def test_quantizing_quantized_values_changes_nothing(m, k, seed, block, fmt):
     """With powers of two: a block's largest value is exact, so the same scale or a smaller one is found again."""
     once = dequantize(quantize(matrix(m, k, seed), block, fmt, "power_of_2"))
     assert torch.equal(dequantize(quantize(once, block, fmt, "power_of_2")), once)
@@ -105,7 +105,7 @@ def test_quantising_values_that_were_quantised_changes_nothing(m, k, seed, block
 
 
 @given(**a_matrix, fmt=st.sampled_from(FLOAT_FORMATS))
-def test_power_of_2_requantisation_loses_only_bits_below_the_normal_range_of_the_new_tile(m, k, seed, fmt):
+def test_power_of_2_requantization_loses_only_bits_below_the_normal_range_of_the_new_tile(m, k, seed, fmt):
     """Let v = data · scale in a 1×128 tile and s the scale of its new 128×1 tile, both scales powers of two.
 
     v has at most M + 1 significant bits, and v / s is exact and no larger than fmt.max. So
@@ -121,7 +121,7 @@ def test_power_of_2_requantisation_loses_only_bits_below_the_normal_range_of_the
     assert (lost <= scale * fmt.smallest_subnormal / 2).all()
 
 
-def test_the_bound_of_requantisation_is_reached():
+def test_the_bound_of_requantization_is_reached():
     """448 beside 2⁻¹⁰ in the new tile: half the smallest subnormal of scale 1, a tie that goes to zero."""
     x = torch.tensor([[448.0], [2.0**-10]])
     again = quantize(x, (1, 128), E4M3, "power_of_2").requantize((128, 1), "power_of_2")
@@ -133,7 +133,7 @@ def test_float32_scales_round_values_again():
     assert not torch.equal(dequantize(q.requantize((128, 1))), dequantize(q))
 
 
-def test_requantising_keeps_the_format():
+def test_requantizing_preserves_the_format():
     assert quantize(matrix(4, 8), fmt=E5M2).requantize((4, 1)).fmt is E5M2
 
 
@@ -141,24 +141,24 @@ def test_requantising_keeps_the_format():
 
 
 @every_block
-def test_the_other_side_has_the_same_values(block):
+def test_a_transpose_has_the_same_values(block):
     q = quantize(matrix(200, 300), block)
     assert torch.equal(dequantize(q.mT), dequantize(q).mT)
 
 
-def test_the_other_side_is_a_view():
+def test_a_transpose_is_a_view():
     q = quantize(matrix(200, 300))
     assert q.mT.data.data_ptr() == q.data.data_ptr()
 
 
 @given(**a_matrix, fmt=st.sampled_from([E4M3, E5M2, INT8]), scale=st.sampled_from(["float32", "power_of_2"]))
-def test_square_blocks_transpose_exactly(m, k, seed, fmt, scale):
+def test_128x128_blocks_transpose_exactly(m, k, seed, fmt, scale):
     q = quantize(matrix(m, k, seed), (128, 128), fmt, scale)
     assert torch.equal(dequantize(q.transpose()), dequantize(q).mT)
 
 
 @given(**a_matrix, fmt=st.sampled_from([E4M3, E5M2, INT8]), scale=st.sampled_from(["float32", "power_of_2"]))
-def test_square_blocks_transposed_twice_are_what_they_were(m, k, seed, fmt, scale):
+def test_128x128_blocks_transposed_twice_are_unchanged(m, k, seed, fmt, scale):
     q = quantize(matrix(m, k, seed), (128, 128), fmt, scale)
     assert_same(q.transpose().transpose(), q)
 
@@ -171,7 +171,7 @@ def test_exact_transposes_are_silent(block):
         q.transpose()
 
 
-def test_tiles_are_quantised_again_and_that_is_said():
+def test_tiles_are_requantized_with_a_warning():
     q = quantize(matrix(200, 300))
     with pytest.warns(UserWarning, match="transposing 1×128 tiles quantises the values again"):
         found = q.transpose()
@@ -185,7 +185,7 @@ def test_transposed_tiles_with_power_of_2_scales_have_such_scales_again():
     assert_same(found, quantize(dequantize(q).mT.contiguous(), scale="power_of_2"))
 
 
-def test_packed_values_have_no_view_from_the_other_side():
+def test_packed_values_have_no_transposed_view():
     with pytest.raises(TypeError, match="mT of packed E5M6 has no view"):
         _ = quantize(torch.ones(2, 4), fmt=E5M6).mT
 
@@ -194,14 +194,14 @@ def test_packed_values_have_no_view_from_the_other_side():
 
 
 @every_format
-def test_it_moves_to_another_device(fmt):
+def test_it_can_be_moved_to_another_device(fmt):
     q = quantize(matrix(5, 130), fmt=fmt)
     moved = q.to("meta")
     assert (moved.device.type, moved.scale.device.type, moved.shape, moved.block) == ("meta", "meta", q.shape, q.block)
 
 
 @every_format
-def test_meta_tensors_are_quantised_and_dequantised(fmt):
+def test_meta_tensors_are_quantized_and_dequantized(fmt):
     values = dequantize(quantize(torch.empty(5, 130, device="meta"), fmt=fmt), torch.bfloat16)
     assert (values.shape, values.dtype, values.device.type) == ((5, 130), torch.bfloat16, "meta")
 
@@ -289,7 +289,7 @@ def test_as_a_pytree_it_is_its_two_tensors():
     ],
     ids=["e4m3", "e5m6"],
 )
-def test_its_repr_says_what_it_is(block, fmt, expected):
+def test_its_repr_describes_it(block, fmt, expected):
     assert repr(quantize(torch.ones(4, 256), block, fmt)) == expected
 
 
@@ -307,24 +307,24 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found.double() - expected.double()).abs().amax() <= 1e-6 * expected.abs().amax()
 
 
-def test_a_product_is_that_of_the_values(pair):
+def test_a_matmul_is_that_of_the_values(pair):
     x, w = pair
     assert_close(matmul_nt(x, w, torch.float32), dequantize(x).double() @ dequantize(w).double().T)
 
 
-def test_a_product_is_bfloat16_unless_said_otherwise(pair):
+def test_a_matmul_is_bfloat16_by_default(pair):
     assert matmul_nt(*pair).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_product_is_written_or_added_to_out(pair, accumulate):
+def test_a_matmul_overwrites_out_or_accumulates(pair, accumulate):
     out = torch.full((5, 130), 3.0)
     found = matmul_nt(*pair, out=out, accumulate=accumulate)
     assert found is out
     assert_close(out, matmul_nt(*pair, torch.float32) + 3.0 * accumulate)
 
 
-def test_groups_are_multiplied_each_with_its_own_weight(pair):
+def test_each_group_is_multiplied_by_its_own_weight(pair):
     x, _ = pair
     w = quantize(torch.stack([matrix(130, 300, seed, spread=1) for seed in (1, 2, 3)]), (128, 128))
     found = grouped_matmul_nt(x, w, torch.tensor([2, 2, 4], dtype=torch.int32), torch.float32)
@@ -348,7 +348,7 @@ def test_weight_gradients_are_summed_over_the_rows_of_their_group():
     assert_close(found, torch.stack([dy_TN[:4].T @ x_TK[:4], torch.zeros(7, 20), dy_TN[4:].T @ x_TK[4:]]))
 
 
-def test_a_nan_stays_visible_in_a_product(pair):
+def test_a_nan_stays_visible_in_a_matmul(pair):
     _, w = pair
     x = matrix(5, 300, spread=1)
     x[2, 7] = torch.nan
@@ -360,7 +360,7 @@ def test_a_nan_stays_visible_in_a_product(pair):
 # Refusals
 
 
-def test_vectors_are_no_matrices():
+def test_vectors_are_refused():
     with pytest.raises(ValueError, match=r"x must be a matrix \[..., M, K\], not \(5,\)"):
         quantize(torch.zeros(5))
 
@@ -370,7 +370,7 @@ def test_unknown_scale_rules_are_refused():
         quantize(torch.zeros(2, 2), scale="ue8m0")
 
 
-def test_formats_that_are_no_data_are_refused():
+def test_formats_without_data_are_refused():
     with pytest.raises(ValueError, match="not 'fp16'"):
         quantize(torch.zeros(2, 2), fmt=FP16)
 
@@ -417,31 +417,31 @@ def test_extents_are_whole_numbers(block):
         quantize(torch.zeros(2, 2), block)
 
 
-def test_a_list_is_no_tensor():
+def test_a_list_is_refused():
     with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not list"):
         quantize([[1.0, 2.0]])
 
 
-def test_a_quantised_parameter_is_data_like_any_other(tmp_path):
+def test_a_quantized_parameter_is_ordinary_data(tmp_path):
     q = quantize(torch.nn.Parameter(torch.randn(4, 200)))
     torch.save(q, tmp_path / "q.pt")
     assert_same(torch.load(tmp_path / "q.pt"), copy.deepcopy(q))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", torch.float8_e4m3fn], ids=str)
-def test_a_format_is_no_name_and_no_dtype(fmt):
+def test_a_name_or_dtype_in_place_of_a_format_is_refused(fmt):
     with pytest.raises(TypeError, match=r"fmt must be a format such as octile\.E4M3, not"):
         quantize(torch.zeros(2, 2), fmt=fmt)
 
 
 @pytest.mark.parametrize("operand", [torch.zeros(2, 2), (torch.zeros(2, 2), torch.ones(1, 1))], ids=["Tensor", "tuple"])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_operands_are_scaled_tensors(name, operand):
+def test_operands_that_are_no_scaled_tensors_are_refused(name, operand):
     operands = {"a": quantize(torch.ones(2, 2)), "b": quantize(torch.ones(2, 2)), name: operand}
     with pytest.raises(TypeError, match=f"{name} must be a ScaledTensor, .*, not {type(operand).__name__}"):
         matmul_nt(**operands)
 
 
-def test_it_is_moved_to_no_dtype():
+def test_to_with_a_dtype_is_refused():
     with pytest.raises(TypeError, match=r"device must be a device, not torch\.bfloat16: dequantize"):
         quantize(torch.ones(2, 2)).to(torch.bfloat16)

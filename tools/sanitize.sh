@@ -18,7 +18,7 @@ RACES="(test_every_kind_of_kernel and not raster and not of_groups and not of_ma
 or (of_masked and float32 and not chosen) or (of_groups and float32 and zero) or $GROUPS_OF"
 QUANTIZE="(test_transposed_quantization_of_a_large and 130) or (test_weights and float32 and 130) \
 or (test_e5m6 and 1030 and float32) or (test_e5m6_becomes and 999 and float32) \
-or (test_swiglu_is_within and 999 and e5m2) or test_swiglu_keeps_ragged or (test_rows_go and 333) \
+or (test_swiglu_is_within and 999 and e5m2) or test_swiglu_saves_ragged or (test_permute_and and 333) \
 or (test_rms_norm_of_large and 999) or (test_gradients_of_rms_norm and 999)"
 
 sanitize() { # tool list; file and which of its tests; pytest's options. Exit code 7: errors were found

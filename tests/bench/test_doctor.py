@@ -50,7 +50,7 @@ def test_without_a_gpu_every_operator_is_the_reference(pretend):
 
 
 @pytest.mark.parametrize(("capability", "triton"), [((7, 5), True), ((9, 0), False)], ids=["old GPU", "no Triton"])
-def test_where_no_kernel_can_run_it_says_so(pretend, capability, triton):
+def test_doctor_reports_that_no_kernel_can_run(pretend, capability, triton):
     pretend(capability, triton)
     assert kernels() == dict.fromkeys(OPERATORS, "none")
 
@@ -60,7 +60,7 @@ def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys([*doctor.ATTENTION, *doctor.GATE], "torch")
 
 
-def test_on_hopper_gemms_and_quantization_have_kernels_of_their_own(pretend):
+def test_on_hopper_gemms_and_quantization_use_cuda_kernels(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
     assert own == {*doctor.GEMMS, *doctor.QUANTIZATIONS}
@@ -84,7 +84,7 @@ def test_cores_are_counted_where_there_is_no_affinity(monkeypatch):
     assert examine()["machine"]["cores"] == os.cpu_count()
 
 
-def test_a_person_can_read_it(capsys):
+def test_the_output_is_readable(capsys):
     show(examine(), as_json=False)
     assert "octile::matmul_nt" in capsys.readouterr().out
 
@@ -114,7 +114,7 @@ def test_kernels_in_triton_and_in_cuda_are_in_one_table(monkeypatch, capsys, wit
     assert "7" in table[1]
 
 
-def test_the_table_of_kernels_says_for_which_architecture_and_by_which_compilers(capsys, with_kernels):
+def test_the_table_of_kernels_names_architecture_and_compilers(capsys, with_kernels):
     show(with_kernels, as_json=False)
     shown = capsys.readouterr().out
     assert "compiled for sm_90" in shown

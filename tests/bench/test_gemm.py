@@ -44,7 +44,7 @@ def test_a_case_that_hangs_is_left_out_and_reported(gpu, monkeypatch, capsys):
     assert "left out: 48×16×128 FP8: it hangs" in capsys.readouterr().err
 
 
-def test_a_case_that_is_wrong_when_it_is_measured_is_left_out_and_reported(gpu, monkeypatch, capsys):
+def test_a_case_with_a_wrong_result_is_left_out_and_reported(gpu, monkeypatch, capsys):
     def measure(case, device):
         if case is CASES[0]:
             raise ArithmeticError("wrong")
@@ -55,7 +55,7 @@ def test_a_case_that_is_wrong_when_it_is_measured_is_left_out_and_reported(gpu, 
     assert "left out: 32×16×128 FP8: wrong" in capsys.readouterr().err
 
 
-def test_what_could_not_be_tried_in_time_is_left_out():
+def test_cases_that_do_not_fit_into_the_time_limit_are_left_out():
     assert gemm.why_not(CASES[0], end=0.0) == "no time was left to try it"
 
 
@@ -63,7 +63,7 @@ def test_it_ends_with_the_goals(gpu):
     assert gemm.show(list(gemm.rows())).splitlines()[-1].startswith("host time of a warm call: at most 12.0 µs")
 
 
-def test_the_goals_read_the_rows_that_are_made(gpu):
+def test_the_goals_find_the_rows_of_the_benchmark(gpu):
     rows = list(gemm.rows())
     assert HOST in {row.unit for row in rows}
     assert {row.against.peer for row in rows if row.against} == {"torch FP32"}

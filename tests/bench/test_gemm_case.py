@@ -30,7 +30,7 @@ def made(request):
     return prepare_case(request.param, "cpu")
 
 
-def test_octiles_gemm_is_right(made):
+def test_octiles_gemm_is_correct(made):
     assert made.check(made.call, made.high_precision(), made.out, MAX_DIFFERENCE) > 0
 
 

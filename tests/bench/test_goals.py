@@ -39,7 +39,7 @@ def test_a_shape_that_could_not_be_measured_misses_the_goal():
     assert (found.measured, found.needed, found.floor) == (7, 8, False)
 
 
-def test_what_is_only_an_aim_has_no_floor():
+def test_an_aim_alone_has_no_floor():
     assert verdict(rows(0.98, peer="cuBLASLt fast")).floor is None
 
 
@@ -53,7 +53,7 @@ def test_the_mean_is_geometric():
     assert verdict([*half, *double]).mean == pytest.approx(1)
 
 
-def test_a_line_says_what_was_missed():
+def test_a_line_names_the_missed_goal():
     assert "floor mean ≥ 0.97× and each ≥ 0.93× met, aim mean ≥ 1.06× and each ≥ 1.00× MISSED" in goals.gemm_verdicts(
         rows(1.01)
     )
@@ -112,12 +112,12 @@ def test_a_peer_that_was_not_measured_misses_the_bound():
     assert verdicts(*speeds(1.3, 1.3))[-1].endswith("aim ≥ 1 MISSED")
 
 
-def test_of_bytes_less_is_better():
+def test_fewer_bytes_are_better():
     saved = compare(goals.DENSE, goals.SAVED, 0.52, "bytes", goals.BF16, 1.0)
     assert verdicts(saved) == ["dense, bytes saved vs. compiled BF16: 0.520: floor ≤ 0.56 met, aim ≤ 0.5 MISSED"]
 
 
-def test_a_share_is_judged_alone():
+def test_a_share_is_judged_without_a_peer():
     share = Row(goals.SLICE, goals.OUTSIDE, 30.0, "% of a step")
     assert verdicts(share)[0].endswith("30.000: floor ≤ 35 met, aim ≤ 25 MISSED")
     assert verdicts(replace(share, value=36.0))[0].endswith("floor ≤ 35 MISSED, aim ≤ 25 MISSED")

@@ -12,7 +12,7 @@ def rows():
         return list(lab.rows())
 
 
-def test_both_forms_of_the_model_are_measured_beside_a_product(rows):
+def test_both_forms_of_the_model_are_compared_with_a_gemm(rows):
     speeds = [row for row in rows if row.unit == "GFLOP/s"]
     assert [row.what for row in speeds] == ["native", "vectorized"] * len(lab.CASES)
     assert all(row.value > 0 and row.against is not None for row in speeds)

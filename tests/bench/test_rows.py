@@ -37,7 +37,7 @@ def test_a_narrow_screen_breaks_no_row(capsys, monkeypatch):
     assert table(ROWS) in capsys.readouterr().out
 
 
-def test_what_was_measured_before_it_was_stopped_is_written(tmp_path, monkeypatch, capsys):
+def test_rows_measured_before_an_interruption_are_written(tmp_path, monkeypatch, capsys):
     def rows():
         yield ROWS[0]
         raise KeyboardInterrupt
@@ -49,7 +49,7 @@ def test_what_was_measured_before_it_was_stopped_is_written(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("shape", ["1,2", "1,2,3,4", "a,2,3", "-1,2,3", "1;2;3"])
-def test_a_shape_that_is_no_shape_is_refused(shape):
+def test_an_invalid_shape_is_refused(shape):
     with pytest.raises(ValueError, match="shape must be M,N,K"):
         bench.search(shape, None)
 

@@ -18,7 +18,7 @@ def test_the_message_of_an_exception_comes_back():
         call_in_subprocess(math.sqrt, -1, seconds=60)
 
 
-def test_what_never_ends_is_killed():
+def test_a_call_that_never_ends_is_killed():
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="has not ended within"):
         call_in_subprocess(time.sleep, 600, seconds=1)

@@ -35,7 +35,7 @@ def test_the_problem_is_that_of_the_operands(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
-def test_the_operands_are_read_as_they_lie(case, monkeypatch):
+def test_the_operands_are_read_without_copies(case, monkeypatch):
     monkeypatch.setattr(gemm_case, "MASKED_ROWS", 160)
     assert launch_plan.is_tma_readable(tune.request(prepare_case(case, "cpu")))
 
@@ -90,11 +90,11 @@ def test_noise_changes_nothing(configs):
     assert said.endswith("the chosen kernel")
 
 
-def test_a_right_kernel_replaces_a_chosen_one_that_is_wrong(configs):
+def test_a_correct_kernel_replaces_a_chosen_one_that_is_wrong(configs):
     assert keep(configs, {2: 300e-6})[1] == configs[2]
 
 
-def test_a_search_goes_on_where_it_ended(configs):
+def test_a_search_continues_where_it_ended(configs):
     before = tune._unknown(tune.ORDER, H200)
     keep(configs, {0: 1e-6})
     assert tune._unknown(tune.ORDER, H200) == before[1:]
@@ -158,7 +158,7 @@ def test_a_kernel_that_does_not_compile_well_is_not_run(configs, monkeypatch):
     assert rounds.left_out == [{2: "8 bytes of spills"}]
 
 
-def test_a_shape_without_a_right_kernel_stores_none(configs, monkeypatch):
+def test_a_shape_without_a_correct_kernel_stores_none(configs, monkeypatch):
     said = search(configs, Rounds(tune.Found({}, {0: "differs"})), monkeypatch)
     assert "no kernel is right" in said
     assert not tuned.path().exists()
@@ -191,7 +191,7 @@ def hangs(setup):
     raise TimeoutError("a kernel has not ended")
 
 
-def test_only_right_kernels_are_timed(candidates):
+def test_only_correct_kernels_are_timed(candidates):
     found = candidates(right, wrong, right)
     assert found.seconds == {0: 1e-6, 2: 3e-6}
     assert "differs" in found.failed[1]
@@ -207,7 +207,7 @@ def test_the_chosen_kernel_is_timed_again_with_the_best(candidates, monkeypatch)
     assert set(found.seconds) == {0, 1, 2, 3}
 
 
-def test_without_hopper_it_says_so(monkeypatch):
+def test_the_search_without_hopper_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a GPU of sm_90"):
         tune.run(None, 1.0)

@@ -54,7 +54,7 @@ def test_faster_settings_are_named_and_come_first(measured):
     assert lines[-1] == f"better: {' '.join(settings)}"
 
 
-def test_settings_that_are_hardly_faster_are_not_better(measured):
+def test_settings_that_are_hardly_faster_are_not_chosen(measured):
     assert measured(lambda i: 2e-5 - 1e-9 * i).splitlines()[-1] == "the chosen settings are the fastest"
 
 

@@ -50,7 +50,7 @@ def run(store, out, one):
     return json.loads((out / f"{one.name}.json").read_text())
 
 
-def test_a_run_keeps_its_curves_and_what_it_cost(store, tmp_path):
+def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
     result = run(store, tmp_path, job("core", "toy", "deepseek_v3", 0, TOKENS))
     assert result["state"] == "done"
     assert result["steps"] == [2, 4, 6, 8]
@@ -63,7 +63,7 @@ def test_a_run_keeps_its_curves_and_what_it_cost(store, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3", "fp32_moments", "fp8_lm", "delayed"])
-def test_a_branch_goes_on_where_the_trunk_ended(store, tmp_path, recipe):
+def test_a_branch_continues_where_the_trunk_ended(store, tmp_path, recipe):
     trunk = replace(job("trunk", "toy", "bf16", 0, TOKENS), until=0.5)
     whole = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
     assert run(store, tmp_path, trunk)["steps"] == [2, 4]
@@ -78,7 +78,7 @@ def test_a_branch_goes_on_where_the_trunk_ended(store, tmp_path, recipe):
         assert result["val_loss"][-1] != whole["val_loss"][-1]
 
 
-def test_a_result_says_which_commit_ran_with_which_configuration(store, tmp_path, monkeypatch):
+def test_a_result_names_its_commit_and_configuration(store, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "machine", lambda device: {"commit": "0123456789ab", "gpu": None})
     one = job("core", "toy", "fp32_moments", 3, TOKENS, lr=1e-3, num_nextn_predict_layers=1)
     facts = run(store, tmp_path, one)["facts"]
@@ -88,7 +88,7 @@ def test_a_result_says_which_commit_ran_with_which_configuration(store, tmp_path
     assert config == replace(one.config(), recipe="fp32_moments", model=model)
 
 
-def test_a_run_whose_first_step_breaks_says_so_too(store, tmp_path, monkeypatch):
+def test_a_run_whose_first_step_diverges_reports_it(store, tmp_path, monkeypatch):
     def broken(trainer):
         raise FloatingPointError("the loss is nan")
 
@@ -107,7 +107,7 @@ def test_a_nudge_is_half_a_unit_of_bf16():
     assert torch.equal(model.weight, before.bfloat16().float())
 
 
-def test_a_run_that_breaks_says_so(store, tmp_path):
+def test_a_run_that_diverges_reports_it(store, tmp_path):
     result = run(store, tmp_path, job("rate", "toy", "bf16", 0, 20 * TOKENS, lr=1e4))
     assert result["state"] == "diverged"
     assert result["why"]
@@ -119,7 +119,7 @@ def test_drafts_are_measured_where_there_are_any(store, tmp_path):
     assert result["mtp_loss"][-1] > 0
 
 
-def test_a_run_of_balance_keeps_every_experts_load(store, tmp_path):
+def test_a_run_of_balance_stores_the_load_of_every_expert(store, tmp_path):
     result = run(store, tmp_path, job("balance", "toy", "bf16", 0, TOKENS))
     assert len(result["loads"]) == len(result["steps"]) == 4
     for layers, worst in zip(result["loads"], result["imbalance"], strict=True):
@@ -128,7 +128,7 @@ def test_a_run_of_balance_keeps_every_experts_load(store, tmp_path):
         assert sum(layers[0]) == pytest.approx(8, abs=0.01)
 
 
-def test_a_run_that_is_told_to_stop_keeps_what_it_has(store, tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_writes_its_partial_result(store, tmp_path, monkeypatch):
     told = [1]
     monkeypatch.setattr(module, "_signals", lambda: nullcontext(told))
     result = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
@@ -234,7 +234,7 @@ def test_without_a_second_seed_there_is_no_comparison():
     assert Results([fake(BASE, 4.0), fake(FP8, 4.0)]).comparison("core", "30m") is None
 
 
-def test_longer_runs_have_rows_and_a_noise_of_their_own():
+def test_longer_runs_have_separate_rows_and_noise():
     runs = [fake(job("core", "30m", recipe, 0, CORE), loss) for recipe, loss in (("bf16", 4.0), ("deepseek_v3", 4.004))]
     runs += [
         fake(job("long", "30m", recipe, 1, LONG), loss) for recipe, loss in (("bf16", 3.03), ("deepseek_v3", 3.006))
@@ -263,7 +263,7 @@ def test_longer_runs_have_rows_and_a_noise_of_their_own():
     assert "| 30m | 300M | +3.00% | +1.00% | −0.79% | −1.98% | – | – |" in text
 
 
-def test_the_figure_of_balance_has_more_lines_than_there_are_colours(tmp_path):
+def test_the_figure_of_balance_has_more_lines_than_there_are_colors(tmp_path):
     runs = [fake(replace(BASE, name=f"balance-{name.replace(' ', '-')}", group="balance"), 4.0) for name in BALANCES]
     balance_figure(Results(runs), tmp_path)
     drawn = (tmp_path / "balance.svg").read_text()

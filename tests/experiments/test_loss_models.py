@@ -13,7 +13,7 @@ from octile.scaled import quantize
 
 
 @pytest.mark.parametrize("size", MODELS)
-def test_most_operations_are_products_in_8_bits(size):
+def test_most_operations_are_8_bit_gemms(size):
     assert share_in_8_bits(MODELS[size]) >= 0.85
 
 
@@ -31,7 +31,7 @@ def test_jobs_have_names_of_their_own():
     assert len(set(names)) == len(names)
 
 
-def test_the_control_goes_on_beside_a_bf16_of_its_trunk():
+def test_the_control_is_compared_with_bf16_from_the_same_trunk():
     branches = [job for job in all_jobs() if job.group == "branch"]
     (control,) = (job for job in branches if job.recipe == "control")
     assert [job.after for job in branches if (job.recipe, job.seed) == ("bf16", control.seed)] == [control.after]
@@ -52,18 +52,18 @@ def test_a_jobs_changes_reach_the_optimizer_and_the_model():
 
 
 @pytest.mark.parametrize("name", [name for name in ABLATIONS if name not in VARIATIONS])
-def test_the_other_recipes_are_the_librarys(name):
+def test_the_other_recipes_are_built_in(name):
     assert recipe(name) == Recipe.named(name)
 
 
-def test_the_control_makes_zeros_of_small_gradients():
+def test_the_control_flushes_small_gradients_to_zero():
     formats = recipe("control").formats
     assert formats.dy.amax == formats.wgrad_dy.amax == "unscaled"
     assert torch.tensor(0.9 * 2**-10).to(torch.float8_e4m3fn) == 0
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (37, 70, 50), (3, STEP - 1, 1)])
-def test_raw_sums_are_products_of_any_shape(shape):
+def test_gemms_without_promotion_take_any_shape(shape):
     m, k, n = shape
     x, w = (quantize(torch.randn(rows, k), TENSOR, E4M3, "float32") for rows in (m, n))
     operands = (x.data, x.scale, x.block, w.data, w.scale, w.block, torch.float32)
@@ -72,7 +72,7 @@ def test_raw_sums_are_products_of_any_shape(shape):
     torch.testing.assert_close(found, matmul_nt(*operands), rtol=1e-5, atol=1e-4)
 
 
-def test_raw_sums_of_no_rows_are_none():
+def test_gemms_without_promotion_of_no_rows_are_empty():
     x, w = (quantize(torch.randn(rows, 16), TENSOR, E4M3, "float32") for rows in (1, 4))
     found = raw_accumulator(x.data[:0], x.scale, (1, 16), w.data, w.scale, w.block)
     assert found.shape == (0, 4)

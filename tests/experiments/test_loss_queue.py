@@ -65,7 +65,7 @@ def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
     assert len(json.loads((q.out / "all" / "results.json").read_text())["results"]) == 2
 
 
-def test_at_the_deadline_what_runs_is_stopped_and_keeps_what_it_has(queue):
+def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queue):
     q = queue([SMALL, LARGE], seconds=4.0, store="slow")
     q.run()
     assert states(q) == {SMALL.name: "stopped"}
@@ -85,7 +85,7 @@ def test_two_jobs_share_a_gpu_where_it_is_allowed(queue):
             file.unlink()
 
 
-def test_a_run_that_shared_its_gpu_says_so(queue):
+def test_a_run_that_shared_its_gpu_is_marked(queue):
     q = queue([SMALL, FAILS, LARGE], together=["30m"])
     q.run()
     shared = {result["job"]["name"]: result["shared"] for result in results(q.out)}
@@ -104,7 +104,7 @@ def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue
     q.running[0].process.wait()
 
 
-def test_a_branch_waits_for_what_its_trunk_leaves(queue):
+def test_a_branch_waits_for_the_checkpoint_of_its_trunk(queue):
     trunk = replace(SMALL, name="trunk", until=0.4)
     q = queue([branch(trunk, "bf16"), trunk], seconds=200.0)
     q.run()
@@ -114,7 +114,7 @@ def test_a_branch_waits_for_what_its_trunk_leaves(queue):
     assert states(q) == {"trunk": "done", "branch-30m-bf16-0": "done"}
 
 
-def test_what_another_day_gave_is_not_run_again(tmp_path, monkeypatch, capsys):
+def test_jobs_with_earlier_results_are_not_run_again(tmp_path, monkeypatch, capsys):
     done, failed, trunk, unknown = (replace(SMALL, name=name) for name in ("done", "failed", "trunk", "unknown"))
     trunk = replace(trunk, until=0.4)
     begun = []
@@ -151,11 +151,11 @@ def begun(tmp_path, monkeypatch):
     return run
 
 
-def test_named_jobs_run_alone_but_for_what_they_go_on_from(begun):
+def test_named_jobs_run_only_with_the_trunks_that_they_need(begun):
     assert begun("--jobs", f"{LARGE.name},branch-30m-bf16-0") == ["trunk", "branch-30m-bf16-0", LARGE.name]
 
 
-def test_a_named_job_is_run_again_though_it_is_known(begun, tmp_path):
+def test_a_named_job_is_run_again_despite_an_earlier_result(begun, tmp_path):
     known = [{"job": job.to_json(), "state": "done", "speed": []} for job in (SMALL, LARGE)]
     (tmp_path / "known.json").write_text(json.dumps({"results": known}))
     assert begun("--jobs", SMALL.name, "--known", str(tmp_path / "known.json")) == [SMALL.name]
@@ -169,7 +169,7 @@ def test_a_name_that_no_job_has_is_refused(begun, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_job_that_was_done_is_not_done_again(queue):
+def test_a_finished_job_is_not_run_again(queue):
     q = queue([SMALL])
     q.run()
     assert queue([SMALL, LARGE]).waiting == [LARGE]

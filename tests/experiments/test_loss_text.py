@@ -32,7 +32,7 @@ def store(tmp_path):
         ("a.c", b"0x12, 0x34, 0x56,\n" * 40, "not words"),
     ],
 )
-def test_what_is_left_out_and_why(path, content, reason):
+def test_a_file_is_left_out_for_the_expected_reason(path, content, reason):
     assert why_not(path, content) == reason
 
 
@@ -48,7 +48,7 @@ def test_a_file_that_repeats_another_is_noticed_though_lines_differ():
     assert not repeats.has("".join(f"other words at place {i} of it\n" for i in range(200)))
 
 
-def test_a_store_comes_back_as_it_was(store, tmp_path):
+def test_a_packed_store_is_restored_unchanged(store, tmp_path):
     pack(store.folder, tmp_path / "packed")
     unpack(tmp_path / "there", [tmp_path / "packed/part2", tmp_path / "packed/part1"])
     assert (np.load(tmp_path / "there/train.npy") == store.train).all()
@@ -62,7 +62,7 @@ def test_a_part_that_is_missing_is_noticed(store, tmp_path):
         unpack(tmp_path / "nowhere", [tmp_path / "packed/part2"])
 
 
-def test_a_packed_store_says_where_it_comes_from(store, tmp_path):
+def test_a_packed_store_names_its_source(store, tmp_path):
     pack(store.folder, tmp_path / "packed")
     unpack(tmp_path / "there", [tmp_path / "packed/part1", tmp_path / "packed/part2"])
     assert json.loads((tmp_path / "there/manifest.json").read_text())["tokens"] == store.manifest.tokens

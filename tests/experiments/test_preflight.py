@@ -16,27 +16,27 @@ def agreement():
 PREDICTED = {"fprop a": 10.0, "fprop b": 22.0, "fprop c": 30.0, "fprop d": 40.0}
 
 
-def test_a_prediction_that_came_true_is_no_way_off(agreement):
+def test_a_correct_prediction_has_no_error(agreement):
     found = agreement(PREDICTED, PREDICTED, 20.0)
     assert (found["rms_db"], found["mean_db"], found["rank_correlation"]) == pytest.approx((0, 0, 1))
 
 
-def test_how_far_off_it_is(agreement):
+def test_the_error_of_a_prediction(agreement):
     found = agreement(PREDICTED, {**PREDICTED, "fprop a": 13.0, "fprop c": 26.0}, 20.0)
     assert found["rms_db"] == pytest.approx(2.5)
     assert found["mean_db"] == pytest.approx(-0.25)
     assert list(found["misses_db"].items())[:2] == [("fprop c", pytest.approx(-4)), ("fprop a", pytest.approx(3))]
 
 
-def test_an_order_that_is_the_other_way_round(agreement):
+def test_a_reversed_order_has_negative_rank_correlation(agreement):
     found = agreement(PREDICTED, {name: -db for name, db in PREDICTED.items()}, 20.0)
     assert found["rank_correlation"] == pytest.approx(-1)
 
 
-def test_products_below_the_bound(agreement):
+def test_gemms_below_the_bound(agreement):
     found = agreement(PREDICTED, {**PREDICTED, "fprop a": 21.0, "fprop d": 19.0}, 20.0)
     assert found["below_least"] == {"predicted": ["fprop a"], "found": ["fprop d"]}
 
 
-def test_what_was_not_found_does_not_count(agreement):
+def test_missing_gemms_do_not_count(agreement):
     assert agreement(PREDICTED, {"fprop a": 10.0, "fprop b": 22.0}, 20.0)["products"] == 2

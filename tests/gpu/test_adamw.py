@@ -23,7 +23,7 @@ def tensors(shape: tuple[int, ...], moments: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(1,), (333, 777), (2048, 4096)], ids=str)
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("t", [1, 1000])
-def test_the_kernel_is_its_reference(shape: tuple[int, ...], moments: torch.dtype, t: int):
+def test_the_kernel_equals_its_reference(shape: tuple[int, ...], moments: torch.dtype, t: int):
     corrections = torch.tensor([3e-3 / (1 - 0.9**t), math.sqrt(1 - 0.95**t), 0.9997])
     expected, found = tensors(shape, moments), [x.cuda() for x in tensors(shape, moments)]
     adamw(*expected, corrections, *SETTINGS)
@@ -37,7 +37,7 @@ def test_the_kernel_is_its_reference(shape: tuple[int, ...], moments: torch.dtyp
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("formats", [OptimizerFormats(), OptimizerFormats(exp_avg="float32", exp_avg_sq="float32")])
-def test_the_optimizer_does_what_it_does_on_the_cpu(dtype: torch.dtype, formats: OptimizerFormats):
+def test_the_optimizer_equals_that_on_the_cpu(dtype: torch.dtype, formats: OptimizerFormats):
     generator = torch.Generator().manual_seed(0)
     ours = [nn.Parameter(torch.randn(64, n, generator=generator).to(dtype)) for n in (16, 768)]
     theirs = [nn.Parameter(copy.deepcopy(p.detach()).cuda()) for p in ours]

@@ -27,7 +27,7 @@ def hopper() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1024, 1023])
-def test_every_cast_of_a_step_is_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch):
+def test_every_quantization_of_a_step_is_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch):
     differences: dict[str, str] = {}
     run, twice = backends.run, {name: _twice(name, monkeypatch, differences) for name in backends.TABLE}
     monkeypatch.setattr(backends, "run", lambda name, *args: run(name, *args) if name == "gemm" else twice[name](*args))

@@ -84,12 +84,12 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64), (24, 12), (40, 40)], ids=str)
 @pytest.mark.parametrize("s", [256, 77, 1])
-def test_attention_is_the_reference(dtype: torch.dtype, widths: tuple[int, int], s: int):
+def test_attention_equals_the_reference(dtype: torch.dtype, widths: tuple[int, int], s: int):
     _assert_attention(dtype, widths, s)
 
 
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128), (24, 12)], ids=str)
-def test_attention_is_the_reference_in_deterministic_mode_too(widths: tuple[int, int], deterministic: None):
+def test_attention_equals_the_reference_in_deterministic_mode(widths: tuple[int, int], deterministic: None):
     _assert_attention(torch.bfloat16, widths, 256)
     again = [_attention_on_gpu(torch.bfloat16, widths, 256) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*again, strict=True))
@@ -125,7 +125,7 @@ def _assert_attention(dtype: torch.dtype, widths: tuple[int, int], s: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(2, 300, 128, 128, 64, 128), (1, 5, 3, 10, 8, 6)], ids=str)
-def test_rotary_operators_are_their_references(shape: tuple[int, ...], dtype: torch.dtype):
+def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: torch.dtype):
     b, s, h, n, r, v = shape
     generator = torch.Generator().manual_seed(0)
     sizes = ((b, s, h, n + r), (b, s, h, n + v), (b, s, r), (b, s, h, v))
@@ -150,7 +150,7 @@ def test_rotary_operators_are_their_references(shape: tuple[int, ...], dtype: to
 @both_kinds
 @pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
 @pytest.mark.usefixtures("kernels")
-def test_a_block_computes_what_it_does_on_the_cpu(layer: int, name: str):
+def test_a_block_agrees_with_the_cpu(layer: int, name: str):
     """It shares most of the CPU's rounding: nearer to the CPU's than that is to BF16's, and as near to BF16's.
 
     No nearer: half a unit in BF16's last place, put upon what each projection gives, moves a CPU's own gradients by
@@ -168,7 +168,7 @@ def test_a_block_computes_what_it_does_on_the_cpu(layer: int, name: str):
 
 @both_kinds
 @both_settings
-def test_a_block_saves_what_the_formula_says(formula, layer: int, recipe: Recipe):  # noqa: F811
+def test_a_block_saves_the_bytes_of_the_formula(formula, layer: int, recipe: Recipe):  # noqa: F811
     kind = "mixture" if layer else "dense"
     recomputed = recipe.swiglu_inputs == "recomputed"
     found = saved_bytes(apply_recipe(Block(CONFIG, layer).cuda(), recipe), CONFIG)
@@ -317,7 +317,7 @@ def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe, determin
 
 
 @both_kinds
-def test_a_compiled_block_is_as_near_to_the_truth(layer: int, deterministic: None):
+def test_a_compiled_block_has_the_same_error(layer: int, deterministic: None):
     block = block_of(layer, KEPT)
     exact = [t.double() for t in _without_casts(block)]
     compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
@@ -339,7 +339,7 @@ def _without_casts(block: Block) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("again", ["kept", "recomputed"])
-def test_attention_with_rotary_positions_computes_what_it_does_on_the_cpu(again: str):
+def test_attention_with_rotary_positions_agrees_with_the_cpu(again: str):
     found, expected = (_attention_block(again, device) for device in ("cuda", "cpu"))
     assert_close(found, expected, worst=WORST)
 
@@ -363,7 +363,7 @@ def _attention_block(again: str, device: str) -> list[Tensor]:
     return [y.detach(), x.grad, norm.weight.grad, *(p.grad for p in attention.parameters())]
 
 
-def test_main_grads_of_experts_are_added_to_in_place():
+def test_main_grads_of_experts_are_accumulated_in_place():
     block = block_of(1, KEPT)
     expected = run(block, *inputs())
     weights = {n: p for n, p in block.named_parameters() if p.dim() > 1 and "gate.weight" not in n}

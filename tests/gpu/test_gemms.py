@@ -122,7 +122,7 @@ def test_grouped_wgrad(fmt: str, ends: tuple[int, ...]):
             _assert_close(out[g], _exact(dy)[rows].mT @ _exact(x)[rows])
 
 
-def test_more_than_2_31_numbers():
+def test_more_than_2_31_elements():
     rows = (1 << 31) // 4096 + 100
     data = torch.zeros(rows, 4096, dtype=torch.float8_e4m3fn, device="cuda")
     data[-1].fill_(1.0)

@@ -60,7 +60,7 @@ def test_experts(name: str):
     assert_same_on_gpu(experts, torch.randn(T, K), torch.tensor(OFFS, dtype=torch.int32))
 
 
-def test_main_grad_is_added_to_in_place():
+def test_main_grad_is_accumulated_in_place():
     torch.manual_seed(0)
     layer, x = Linear(K, N, device="cuda"), torch.randn(T, K, device="cuda")
     layer(x).sum().backward()

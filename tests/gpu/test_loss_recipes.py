@@ -10,7 +10,7 @@ from octile.ops.quantize import quantize
 
 
 @pytest.mark.parametrize("shape", [(8256, 384, 1536), (1536, 8201, 70), (3, 15, 1)])
-def test_raw_sums_are_the_tensor_cores(shape):
+def test_gemms_without_promotion_equal_the_tensor_core_model(shape):
     if reason := why_not_on(torch.device("cuda")):
         pytest.skip(f"the product kernel does not run here: {reason}")
     m, k, n = shape

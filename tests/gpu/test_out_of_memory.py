@@ -35,7 +35,7 @@ def quiet() -> RunConsole:
 
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16"])
-def test_a_run_that_needs_too_much_says_what_fits_and_it_does(text, tmp_path, recipe):
+def test_a_run_out_of_memory_advises_settings_that_fit(text, tmp_path, recipe):
     out = tmp_path / "run"
     config = micro(data=str(text), out=out, device="cuda", recipe=recipe, batch_size=8192, steps=2, val_sequences=4)
     with pytest.raises(

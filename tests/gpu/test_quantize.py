@@ -31,7 +31,7 @@ def _ugly(*shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_ordinary_numbers(fmt: str, block: tuple[int, int], dtype: torch.dtype, power_of_2: bool):
+def test_ordinary_values(fmt: str, block: tuple[int, int], dtype: torch.dtype, power_of_2: bool):
     torch.manual_seed(1)
     _assert_same_on_gpu(
         (torch.randn(700, 1000) * torch.exp2(torch.randn(700, 1) * 4)).to(dtype), block, fmt, power_of_2

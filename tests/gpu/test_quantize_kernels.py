@@ -97,7 +97,7 @@ def test_ragged_transposed_quantization_of_all_magnitudes(
 
 
 @every_format
-def test_quotients_near_the_middle_between_two_codes(fmt: str):
+def test_quotients_near_the_middle_between_two_encoded_values(fmt: str):
     """Scales close to numbers of few bits, where a quotient other than FP32's could round to another encoded value."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}[fmt]
     scale = (torch.arange(128, 256)[:, None] * 2.0**16 + torch.arange(-16, 17)).flatten()[:, None] * 2.0**-23
@@ -161,11 +161,11 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
 
 @formats_and_scales
 @pytest.mark.parametrize("shape", [(1300, 1024), (999, 304), (1, 128)], ids=str)
-def test_swiglu_keeps_its_inputs(shape: tuple[int, int], fmt: str, power_of_2: bool):
+def test_swiglu_saves_its_inputs(shape: tuple[int, int], fmt: str, power_of_2: bool):
     _assert_inputs_are_kept(shape, fmt, power_of_2)
 
 
-def test_swiglu_keeps_ragged_inputs():
+def test_swiglu_saves_ragged_inputs():
     _assert_inputs_are_kept((999, 300), "e4m3", False)
 
 
@@ -180,7 +180,7 @@ def _assert_inputs_are_kept(shape: tuple[int, int], fmt: str, power_of_2: bool) 
 
 @pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
 @pytest.mark.parametrize("shape", [(1300, 2304), (999, 300), (5, 8)], ids=str)
-def test_e5m6_becomes_8_bits_and_rows_are_taken_in_another_order(shape: tuple[int, int], power_of_2: bool):
+def test_e5m6_becomes_8_bits_and_rows_are_reordered(shape: tuple[int, int], power_of_2: bool):
     packed = quantize(finite(*shape).bfloat16(), 1, 128, "e5m6", True)
     found = requantize_transposed(*(t.cuda() for t in packed), power_of_2, "e4m3")
     assert_same(_cpu(found), requantize_transposed(*packed, power_of_2, "e4m3"))
@@ -191,7 +191,7 @@ def test_e5m6_becomes_8_bits_and_rows_are_taken_in_another_order(shape: tuple[in
 
 
 @pytest.mark.parametrize("shape", [(512, 8, 7168), (333, 3, 300), (1, 1, 5)], ids=str)
-def test_rows_go_to_their_places_and_back(shape: tuple[int, int, int]):
+def test_permute_and_unpermute(shape: tuple[int, int, int]):
     t, k, d = shape
     place = torch.randperm(t * k).view(t, k).to(torch.int32)
     tiles = quantize(finite(t, d).bfloat16(), 1, 128, "e4m3", True)

@@ -35,13 +35,13 @@ def test_a_rank_slice_has_all_its_figures(capsys: pytest.CaptureFixture[str]):
     assert "left out" not in capsys.readouterr().err
 
 
-def test_a_cast_weight_takes_two_bytes_and_its_scales():
+def test_a_quantized_weight_takes_two_bytes_and_its_scales():
     rows = list(step.dense(SIZES, "cuda", time.monotonic()))
     (cached,) = (row.value for row in rows if row.what == "cached FP8, of a parameter")
     assert 2.0 <= cached <= 2.1
 
 
-def test_a_peak_is_found_for_each_kind_of_work():
+def test_a_peak_is_measured_for_each_kind_of_work():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip(f"needs a GPU with FP8, not {torch.cuda.get_device_name()}")
     assert all(speed > 0 for speed in measured_peak(side=1024, bytes=2**24))

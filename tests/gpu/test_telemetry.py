@@ -10,7 +10,7 @@ from octile.nn.conversion import apply_recipe
 from tests.lab.agreement import Block, D, T, assert_agree, rows_of
 
 
-def test_rows_agree_with_the_cpus():
+def test_rows_agree_with_those_of_the_cpu():
     model = apply_recipe(Block())
     on_cpu, on_gpu = rows_of(copy.deepcopy(model), "cpu"), rows_of(model, "cuda")
     assert on_cpu.keys() == on_gpu.keys()
@@ -29,7 +29,7 @@ def test_operands_of_the_first_layer_have_the_same_figures():
     assert {n: on_gpu[n] for n in numbers} == pytest.approx({n: on_cpu[n] for n in numbers}, rel=1e-4, abs=1e-6)
 
 
-def test_captured_operands_come_to_the_host():
+def test_captured_operands_are_copied_to_the_host():
     model = apply_recipe(Block()).cuda()
     x = torch.randn(T, D, device="cuda", requires_grad=True)
     with capturing(model, "mlp.gate_proj") as recorder:

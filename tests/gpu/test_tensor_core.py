@@ -29,14 +29,14 @@ ROWS = [
 
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 @pytest.mark.parametrize("make", [normal, random_bits])
-def test_the_gpus_form_is_the_cpus(make, arch, a_dtype, b_dtype):
+def test_the_triton_form_equals_the_cpu_form(make, arch, a_dtype, b_dtype):
     a, b = make(a_dtype, (70, 160), 0), make(b_dtype, (200, 160), 1)
     c = torch.randn(70, 200)
     on_gpu = tensor_core_matmul(a.cuda(), b.cuda(), c.cuda(), arch)
     assert same_bits(on_gpu.cpu(), tensor_core_matmul(a, b, c, arch))
 
 
-def test_block_scaled_products_are_the_cpus():
+def test_block_scaled_gemms_equal_those_of_the_cpu():
     a, b = (octile.quantize(torch.randn(side, 700), (1, 128)) for side in (90, 150))
     for promote_every in (None, 128):
         parts = [(q.data, q.scale, q.block) for q in (a, b)]
@@ -45,7 +45,7 @@ def test_block_scaled_products_are_the_cpus():
         assert same_bits(tensor_core_scaled_matmul(*parts[0], *parts[1], promote_every=promote_every).cpu(), on_cpu)
 
 
-def test_a_layer_on_any_gpu_sums_as_hopper_does():
+def test_a_modeled_layer_on_any_gpu_accumulates_as_hopper():
     layer, x = octile.nn.Linear(256, 64, recipe=octile.Recipe.deepseek_v3()), torch.randn(10, 256)
     with torch.no_grad(), tensor_core("sm_90"):
         on_cpu = layer(x)
@@ -54,7 +54,7 @@ def test_a_layer_on_any_gpu_sums_as_hopper_does():
 
 @pytest.mark.parametrize("promote_every", [None, 128])
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2"])
-def test_gradients_are_the_cpus_products_of_their_operands(recipe, promote_every):
+def test_gradients_equal_the_cpu_gemms_of_their_operands(recipe, promote_every):
     torch.manual_seed(0)
     layer = octile.nn.Linear(256, 192, bias=False, recipe=octile.Recipe.named(recipe), device="cuda")
     x = torch.randn(300, 256, device="cuda", requires_grad=True)
@@ -73,13 +73,13 @@ def test_gradients_are_the_cpus_products_of_their_operands(recipe, promote_every
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_the_model_is_what_the_hardware_does(case):
+def test_the_model_equals_the_hardware(case):
     found = compare(case, 2 * 10**6, kernels.run, torch.device("cuda", 0), side=1024)
     assert found.mismatches["as in the table"] == 0, found
 
 
 @pytest.mark.parametrize("case", products.CASES, ids=str)
-def test_whole_products_are_the_models(case):
+def test_whole_gemms_equal_the_model(case):
     if reason := why_not_on(torch.device("cuda", 0)):
         pytest.skip(f"the product kernels do not run here: {reason}")
     found = products.compare(case, products.on_gpu, torch.device("cuda", 0))

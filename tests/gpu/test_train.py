@@ -70,7 +70,7 @@ def test_two_deterministic_runs_have_the_same_bits(text: Path, recipe: str, tmp_
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
-def test_a_look_at_held_out_text_gives_a_loss_and_scales(trainer_of, recipe: str):
+def test_evaluating_held_out_text_gives_a_loss_and_scales(trainer_of, recipe: str):
     trainer = trainer_of(recipe)
     trainer.step()
     assert trainer.validate()["val_loss"] == pytest.approx(math.log(MICRO.vocab_size), rel=0.05)

@@ -42,7 +42,7 @@ def chosen(monkeypatch):
 
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("name", CALLS)
-def test_hopper_has_its_own(name, monkeypatch):
+def test_hopper_gets_the_cuda_kernel(name, monkeypatch):
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
     with pytest.raises(Chosen, match=f"^{name}$"):
         backends.run(name, *CALLS[name](torch.zeros(5, 128)))
@@ -50,7 +50,7 @@ def test_hopper_has_its_own(name, monkeypatch):
 
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("block", [(1, 64), (16, 16), (5, 128)])
-def test_other_blocks_are_tritons(block, monkeypatch):
+def test_other_blocks_get_the_triton_kernel(block, monkeypatch):
     pytest.importorskip("triton")
     from octile.kernels.triton import quantize
 
@@ -60,7 +60,7 @@ def test_other_blocks_are_tritons(block, monkeypatch):
 
 
 @pytest.mark.usefixtures("chosen")
-def test_elsewhere_and_where_it_lies_otherwise_it_is_tritons(monkeypatch):
+def test_other_gpus_and_other_layouts_get_the_triton_kernel(monkeypatch):
     pytest.importorskip("triton")
     from octile.kernels.triton import quantize
 

@@ -19,7 +19,7 @@ def flushed_denormals() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def test_every_code_is_decoded_to_its_value():
+def test_every_encoded_value_is_decoded():
     np.testing.assert_array_equal(decode_e4m3(ENCODED).numpy(), E4M3.values().numpy())
 
 
@@ -28,12 +28,12 @@ def test_zeros_keep_their_sign():
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_nan_of_either_sign_is_found_among_numbers(code):
+def test_a_nan_of_either_sign_is_decoded(code):
     encoded = torch.tensor([1, code, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert decode_e4m3(encoded).isnan().tolist() == [False, True, False]
 
 
-def test_subnormal_numbers_survive_a_processor_that_flushes_denormals(flushed_denormals):
+def test_subnormals_survive_a_processor_that_flushes_them(flushed_denormals):
     assert decode_e4m3(ENCODED[:8]).mul(512).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
@@ -42,11 +42,11 @@ def test_strides_do_not_matter():
     np.testing.assert_array_equal(decode_e4m3(encoded).numpy(), E4M3.values().view(16, 16).T.numpy())
 
 
-def test_nothing_is_decoded_to_nothing():
+def test_an_empty_tensor_is_decoded():
     assert decode_e4m3(ENCODED[:0].view(0, 7)).shape == (0, 7)
 
 
-def test_the_data_stay_as_they_were():
+def test_decoding_does_not_change_the_data():
     before = ENCODED.view(torch.uint8).clone()
     decode_e4m3(ENCODED)
     assert torch.equal(ENCODED.view(torch.uint8), before)
@@ -62,13 +62,13 @@ def assert_encoded_as_defined(x: torch.Tensor) -> None:
     assert torch.equal(E5M6.decode(found).isnan(), x.isnan())
 
 
-def test_every_e5m6_code_is_decoded_to_its_value():
+def test_every_encoded_e5m6_value_is_decoded():
     encoded = torch.arange(4096, dtype=torch.int32).view(4, 1024)
     np.testing.assert_array_equal(decode_e5m6(pack12(encoded)).numpy(), E5M6.decode(encoded).numpy())
 
 
 @pytest.mark.parametrize("steps", range(-2, 3))
-def test_numbers_about_the_middle_between_two_values_of_e5m6(steps):
+def test_values_near_ties_of_e5m6(steps):
     values = E5M6.values()
     values = values[values.isfinite()].sort().values
     middle = (values[1:] + values[:-1]) / 2
@@ -84,7 +84,7 @@ def test_e5m6_of_all_magnitudes_and_of_nan():
     assert_encoded_as_defined(x.clamp(-E5M6.max, E5M6.max))
 
 
-def test_subnormal_numbers_of_e5m6_survive_a_processor_that_flushes_denormals(flushed_denormals):
+def test_subnormals_of_e5m6_survive_a_processor_that_flushes_them(flushed_denormals):
     x = torch.arange(-64, 64) * 2.0**-20
     assert torch.equal(decode_e5m6(encode_e5m6(x)), x)
 

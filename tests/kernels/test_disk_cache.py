@@ -36,7 +36,7 @@ def build() -> Build:
     return Build()
 
 
-def test_a_kernel_is_built_once_and_comes_back_whole(folder, build):
+def test_a_kernel_is_built_once_and_read_back(folder, build):
     assert [disk_cache.fetch("product", ["text"], build) for _ in range(3)] == [BUILT] * 3
     assert build.count == 1
 
@@ -48,7 +48,7 @@ def test_another_identity_is_another_kernel(folder, build, other):
     assert build.count == 2
 
 
-def test_the_file_says_which_kernel_it_is(folder, build):
+def test_the_file_names_its_kernel(folder, build):
     disk_cache.fetch("product", ["text"], build)
     assert [path.name[:8] for path in folder.glob("*.compiled")] == ["product-"]
     assert {path.name[:8] for path in folder.iterdir()} == {"product-"}
@@ -57,7 +57,7 @@ def test_the_file_says_which_kernel_it_is(folder, build):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b.replace(b"168", b"169"), bytes.swapcase]
 )
-def test_a_damaged_file_is_built_again_and_said(folder, build, damage, caplog):
+def test_a_damaged_file_is_built_again_and_logged(folder, build, damage, caplog):
     disk_cache.fetch("product", ["text"], build)
     (entry,) = folder.glob("*.compiled")
     whole = entry.read_bytes()
@@ -86,7 +86,7 @@ def test_without_user_ids_the_folder_is_not_checked(folder, build, monkeypatch):
     assert disk_cache.fetch("product", ["text"], build) == BUILT
 
 
-def test_what_does_not_build_is_not_stored(folder, build):
+def test_a_failed_build_is_not_stored(folder, build):
     def fail() -> bytes:
         raise RuntimeError("no such instruction")
 
@@ -126,7 +126,7 @@ def warnings(caplog) -> int:
     return sum(record.levelno == logging.WARNING and "cannot be stored" in record.message for record in caplog.records)
 
 
-def test_on_a_full_disk_kernels_are_built_in_memory_and_it_is_said_once(folder, build, monkeypatch, caplog):
+def test_on_a_full_disk_kernels_are_built_in_memory_with_one_warning(folder, build, monkeypatch, caplog):
     def write_half(path: Path, content: bytes) -> None:
         with open(path, "wb") as file:
             file.write(content[: len(content) // 2])

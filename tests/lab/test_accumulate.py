@@ -20,7 +20,7 @@ def test_the_error_without_promotion_grows_with_k_and_with_promotion_it_does_not
         assert max(promoted) < 1.3 * min(promoted)
 
 
-def test_data_of_one_sign_comes_out_too_small():
+def test_sums_of_one_sign_are_too_small():
     found = rows(ks=(4096,), intervals=(None,))
     positive, normal = found[4096, "positive", None], found[4096, "normal", None]
     assert positive.bias == pytest.approx(-positive.error, rel=0.1)
@@ -28,7 +28,7 @@ def test_data_of_one_sign_comes_out_too_small():
     assert positive.worst > 0.06
 
 
-def test_without_promotion_is_a_promotion_after_the_end():
+def test_no_promotion_equals_a_promotion_after_the_end():
     found = rows(ks=(256,), data=("normal",), intervals=(256, None))
     assert found[256, "normal", 256].error == found[256, "normal", None].error
 

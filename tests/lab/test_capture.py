@@ -48,7 +48,7 @@ def by_place(capture):
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "float32"])
-def test_the_operands_are_those_of_the_products(tmp_path, recipe):
+def test_the_operands_are_those_of_the_gemms(tmp_path, recipe):
     model, capture, _ = captured(tmp_path, recipe=recipe)
     x = batch()
     y = model.first(x)
@@ -61,13 +61,13 @@ def test_the_operands_are_those_of_the_products(tmp_path, recipe):
     assert torch.equal(found["first", "wgrad"].b, x.mT)
 
 
-def test_a_product_of_the_operands_is_the_layers(tmp_path):
+def test_a_gemm_of_the_operands_equals_the_layers(tmp_path):
     model, capture, _ = captured(tmp_path, recipe="float32")
     found = by_place(capture)["first", "wgrad"]
     torch.testing.assert_close(found.a @ found.b.mT, model.first.weight.grad)
 
 
-def test_experts_with_tokens_are_products_of_their_own(tmp_path):
+def test_experts_with_tokens_are_separate_gemms(tmp_path):
     model, capture, _ = captured(tmp_path, layers="experts.down", gemms=["fprop"])
     found = by_place(capture)
     assert set(found) == {("experts.down.0", "fprop"), ("experts.down.2", "fprop")}
@@ -75,18 +75,18 @@ def test_experts_with_tokens_are_products_of_their_own(tmp_path):
     assert torch.equal(found["experts.down.2", "fprop"].b, model.experts.down[2])
 
 
-def test_it_is_said_where_it_comes_from(tmp_path):
+def test_a_capture_names_its_source(tmp_path):
     _, capture, _ = captured(tmp_path)
     assert (capture.step, capture.recipe, capture.run) == (7, "deepseek_v3", "my-run")
     assert capture.tokens.tolist() == [list(range(20))]
 
 
-def test_only_the_first_micro_batch_is_kept(tmp_path):
+def test_only_the_first_micro_batch_is_stored(tmp_path):
     _, capture, _ = captured(tmp_path, batch(1), batch(2))
     assert torch.equal(by_place(capture)["first", "fprop"].a, batch(1))
 
 
-def test_a_forward_pass_alone_is_not_kept(tmp_path):
+def test_a_forward_pass_alone_is_not_stored(tmp_path):
     model = apply_recipe(Block())
     with capturing(model) as recorder:
         model(batch(1))
@@ -97,12 +97,12 @@ def test_a_forward_pass_alone_is_not_kept(tmp_path):
 @pytest.mark.parametrize(
     ("product", "operands"), [("fprop", {"x", "w"}), ("dgrad", {"dy", "w"}), ("wgrad", {"dy", "x"})]
 )
-def test_a_file_holds_what_its_products_need_and_no_more(tmp_path, product, operands):
+def test_a_file_holds_the_operands_of_its_gemms_and_no_more(tmp_path, product, operands):
     *_, path = captured(tmp_path, layers="first", gemms=[product])
     assert set(TensorFile(path).specs) == {f"first.{operand}" for operand in operands} | {"tokens"}
 
 
-def test_operands_that_products_share_are_stored_once(tmp_path):
+def test_operands_that_gemms_share_are_stored_once(tmp_path):
     *_, path = captured(tmp_path, layers="first")
     assert set(TensorFile(path).specs) == {"first.x", "first.w", "first.dy", "tokens"}
 
@@ -114,7 +114,7 @@ def test_any_reader_of_safetensors_opens_it(tmp_path):
         assert json.loads(file.metadata()[METADATA])["version"] == FORMAT_VERSION
 
 
-def test_what_was_not_made_cannot_be_saved(tmp_path):
+def test_an_empty_capture_cannot_be_saved(tmp_path):
     with capturing(apply_recipe(Block()), "first") as recorder:
         pass
     with pytest.raises(RuntimeError, match="dgrad of first did not run"):
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_capture_of_this_version_is_refused(tmp_path, case):
+def test_an_invalid_capture_or_version_is_refused(tmp_path, case):
     *_, path = captured(tmp_path, layers="first")
     change, message = BAD[case]
     change_metadata(path, change)
@@ -176,13 +176,13 @@ def test_a_truncated_file_is_noticed(tmp_path):
         load(path)
 
 
-def test_names_of_products():
+def test_names_of_gemms():
     assert parse_gemm_names("wgrad, fprop") == ("fprop", "wgrad")
     with pytest.raises(ValueError, match="products must be some of fprop, dgrad, wgrad, not 'bprop'"):
         parse_gemm_names("fprop,bprop")
 
 
-def test_a_capture_under_autocast_has_the_dtype_that_came():
+def test_a_capture_under_autocast_has_the_dtype_of_the_operands():
     w = nn.Parameter(torch.randn(2, 8, D))
     model = nn.Module()
     model.recipe, model.weight = Recipe.deepseek_v3(), w

@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_a_command_they_are_listed(capsys):
+def test_without_a_command_the_commands_are_listed(capsys):
     code, out, _ = call(capsys, "lab")
     assert code == 0
     assert all(name in out for name in COMMANDS)
@@ -47,7 +47,7 @@ def test_formats_prints_a_table_and_leaves_a_page(capsys, folder):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_no_table_is_cut(capsys, monkeypatch, columns):
+def test_no_table_is_truncated(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     content = formats_table()
     Console().print(screen_table(content))
@@ -67,7 +67,7 @@ def test_formats_as_json(capsys, folder):
     assert not list(folder.iterdir())
 
 
-def test_formats_of_no_run_is_refused(capsys, folder):
+def test_formats_of_a_missing_run_is_refused(capsys, folder):
     assert "holds no run" in refused(capsys, "lab", "formats", "nowhere")
 
 
@@ -81,7 +81,7 @@ def test_accumulate_prints_a_table_and_leaves_a_page(capsys, folder):
     assert "checked on an H200" in page.read_text(encoding="utf-8")
 
 
-def test_accumulates_json_is_the_experiments(capsys, folder):
+def test_the_json_of_accumulate_equals_the_experiment(capsys, folder):
     code, out, _ = call(capsys, "lab", "accumulate", "--k", "256", "--promote", "64", "--data", "positive", "--json")
     assert code == 0
     (row,) = accumulate([256], ["positive"], [64])
@@ -109,14 +109,14 @@ def test_accumulate_refuses(capsys, folder, options, message):
 
 
 @pytest.mark.parametrize("k", ["100000000000", "256,9" + "0" * 40])
-def test_sums_too_long_for_the_machine_are_refused_before_any_work(capsys, folder, k):
+def test_k_too_large_for_the_memory_is_refused_before_any_work(capsys, folder, k):
     said = refused(capsys, "lab", "accumulate", "--k", k)
     assert f"k is {int(k.split(',')[-1]):,}, whose operands of 256 rows need about" in said
     assert "k can be at most" in said
     assert not list(folder.iterdir())
 
 
-def test_what_is_said_to_fit_is_not_refused(monkeypatch):
+def test_the_k_that_the_message_advises_is_not_refused(monkeypatch):
     monkeypatch.setattr(pages_accumulate, "device_memory", lambda device: 1 << 30)
     with pytest.raises(
         ValueError, match=r"k is 90,000, .* need about 1\.11 GB, but the machine has 1\.07 GB .* 87,381"
@@ -125,12 +125,12 @@ def test_what_is_said_to_fit_is_not_refused(monkeypatch):
     pages_accumulate._check_memory(87_381)
 
 
-def test_capture_refuses_products_that_do_not_exist(capsys, folder):
+def test_capture_refuses_unknown_gemms(capsys, folder):
     assert "products must be some of fprop, dgrad, wgrad" in refused(capsys, "lab", "capture", "x", "--products", "y")
 
 
 @pytest.mark.parametrize("command", ["formats", "accumulate", "what-if", "hardware", "preflight", "capture"])
-def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys, folder, command):
+def test_an_unwritable_output_is_refused_before_any_work(capsys, folder, command):
     (folder / "there").mkdir()
     (folder / "file").write_text("")
     named = [] if command in ("formats", "accumulate") else ["nowhere"]  # looked at later
@@ -139,26 +139,26 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys,
     assert "out 'file/x/page.html' cannot be written: 'file' is not a folder" in said
 
 
-def test_a_folder_that_is_not_ours_is_refused_before_any_work(capsys, folder, monkeypatch):
+def test_an_unwritable_folder_is_refused_before_any_work(capsys, folder, monkeypatch):
     monkeypatch.setattr("octile.lab.commands.os.access", lambda path, mode: False)  # root may write everywhere
     assert "out 'x/page.html' cannot be written: no write permission for '.'" in refused(
         capsys, "lab", "formats", "--out", "x/page.html"
     )
 
 
-def test_where_a_recipe_cannot_be_written_is_refused_even_with_json(capsys, folder):
+def test_an_unwritable_recipe_is_refused_even_with_json(capsys, folder):
     (folder / "there").mkdir()
     assert "write 'there' is a folder" in refused(capsys, "lab", "preflight", "x", "--json", "--write", "there")
 
 
 @pytest.mark.parametrize("command", ["what-if", "hardware", "preflight"])
 @pytest.mark.parametrize("seed", ["-1", "9" * 30])
-def test_what_cannot_be_a_seed_is_refused(capsys, folder, command, seed):
+def test_an_invalid_seed_is_refused(capsys, folder, command, seed):
     assert f"seed must be from 0 to 2**63 - 1, not {seed}" in refused(capsys, "lab", command, "x", "--seed", seed)
 
 
 @pytest.mark.parametrize("command", ["what-if", "hardware"])
-def test_what_is_no_capture_is_refused(capsys, folder, command):
+def test_a_file_without_a_capture_is_refused(capsys, folder, command):
     assert "capture nowhere does not exist: write one with octile lab capture" in refused(
         capsys, "lab", command, "nowhere"
     )
@@ -175,11 +175,11 @@ def test_what_is_no_capture_is_refused(capsys, folder, command):
         (("preflight", "x", "--least-snr", "nan"), "least_snr must be a number of dB, not nan"),
     ],
 )
-def test_what_is_refused_says_why(capsys, folder, arguments, message):
+def test_a_refusal_names_its_reason(capsys, folder, arguments, message):
     assert message in refused(capsys, "lab", *arguments)
 
 
-def test_train_refuses_a_bad_rule_before_anything_is_written(capsys, folder):
+def test_train_refuses_an_invalid_rule_before_anything_is_written(capsys, folder):
     (folder / "rules.toml").write_text('[[rule]]\nwhen = "flushed > 5%"\nthen = "stop"\n')
     said = refused(capsys, "train", "--telemetry-every", "10", "--guards", "rules.toml", "--out", "run")
     assert "rules.toml: rule 1: then must be one of warn, capture, bf16, not 'stop'" in said

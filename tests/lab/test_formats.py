@@ -64,7 +64,7 @@ def test_counts_of_values(fmt, peer):
     assert facts(fmt).between_1_and_2 == ((values > 1) & (values < 2)).sum()
 
 
-def test_the_seeds_counts_between_1_and_2():
+def test_counts_of_values_between_1_and_2():
     assert (facts(E4M3).between_1_and_2, facts(E5M2).between_1_and_2) == (7, 3)
 
 
@@ -127,7 +127,7 @@ def test_adding_one_update_many_times(fmt):
     assert add_many_times(fmt, 1e-3, 40).tolist() == expected
 
 
-def test_fp32_takes_every_update():
+def test_fp32_loses_no_update():
     weight = np.float32(1)
     for _ in range(1000):
         weight = np.float32(weight + np.float32(1e-3))
@@ -135,7 +135,7 @@ def test_fp32_takes_every_update():
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
-def test_fp16_underflow_is_numpys(scale):
+def test_fp16_underflow_equals_numpys(scale):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 10.0 ** -torch.arange(5000).remainder(12)
     x[::7] = 0
     with np.errstate(over="ignore"):

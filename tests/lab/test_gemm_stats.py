@@ -44,7 +44,7 @@ def as_rows(errors, prefix):
     return {name.removeprefix(f"{prefix}_"): value for name, value in row.items()}
 
 
-def test_both_errors_of_whole_products():
+def test_both_errors_of_whole_gemms():
     a, q_a, b, q_b = operands()
     rows_a, rows_b = evenly_spaced(40), evenly_spaced(10)
     quantization, accumulation = gemm_errors(
@@ -71,7 +71,7 @@ def _codes_and_scales(q, rows):
 
 
 @pytest.mark.parametrize("columns", [range(128), range(128, 300), range(37, 200), range(130, 140)])
-def test_a_group_of_columns_is_a_product_of_its_own(columns):
+def test_a_group_of_columns_is_a_separate_gemm(columns):
     a, q_a, b, q_b = operands()
     rows_a, rows_b = evenly_spaced(40), evenly_spaced(10)
     window = slice(columns.start, columns.stop)

@@ -13,7 +13,7 @@ from octile.lab.tensor_core.vectorized import Summation
 FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `tools/hopper.sh probe` left
 
 
-def test_the_model_gives_what_the_hardware_gave():
+def test_the_model_equals_the_recorded_hardware():
     outputs = 0
     for case, a, b, c, d in replay(FILE):
         assert torch.equal(bits(modeled(a, b, c, case.instruction)), bits(d)), case
@@ -21,7 +21,7 @@ def test_the_model_gives_what_the_hardware_gave():
     assert outputs >= 20_000
 
 
-def test_so_does_plain_torch():
+def test_the_vectorized_form_equals_the_recorded_hardware():
     for case, a, b, c, d in replay(FILE):
         x, y = decode(a, case.instruction), decode(b, case.instruction)
         how = Summation(
@@ -33,5 +33,5 @@ def test_so_does_plain_torch():
         assert torch.equal(bits(vectorized.sum_products(x, y, c.float(), how).to(d.dtype)), bits(d)), case
 
 
-def test_every_instruction_was_asked():
+def test_every_instruction_was_recorded():
     assert {case for case, *_ in replay(FILE)} >= set(cases())

@@ -19,7 +19,7 @@ def fired(rule, *rows):
     return [event.step for row in rows for event in guards.check([row])]
 
 
-def test_a_rule_fires_where_its_figure_passes_its_bound():
+def test_a_rule_fires_where_its_value_passes_its_bound():
     assert fired(Rule("flushed > 5%", "warn"), row(1, 4.9), row(2, 5.0), row(3, 5.1)) == [3]
 
 
@@ -50,7 +50,7 @@ def test_names_of_figures(name, figure):
     assert Rule(f"{name} > 1%", "warn").statistic == figure
 
 
-def test_it_fires_once_and_again_after_it_has_ceased_to_hold():
+def test_a_rule_fires_once_and_again_after_it_ceased_to_hold():
     values = [6, 6, 6, 4, 6, 6]
     assert fired(Rule("flushed > 5%", "warn"), *(row(n, v) for n, v in enumerate(values, 1))) == [1, 5]
 
@@ -66,7 +66,7 @@ def test_a_measurement_in_between_that_does_not_hold_begins_anew():
     assert fired(rule, *(row(step, v) for step, v in values.items())) == [70]
 
 
-def test_layers_and_operands_are_watched_each_for_itself():
+def test_layers_and_operands_are_tracked_separately():
     guards = Guards([Rule("flushed > 5%", "warn", for_steps=2)])
     guards.check([row(1, 6, layer="a"), row(1, 6, layer="b", operand="x"), row(1, 6, layer="b", operand="dy")])
     events = guards.check([row(2, 6, layer="a"), row(2, 1, layer="b", operand="x"), row(2, 6, layer="b", operand="dy")])
@@ -88,12 +88,12 @@ def test_a_rule_concerns_its_products_and_layers(changes, fires):
 
 
 @pytest.mark.parametrize("value", [None, "absent"])
-def test_rows_without_the_figure_say_nothing(value):
+def test_rows_without_the_value_are_ignored(value):
     rows = [row(1, 6), row(2, 6) | {"underflows%": None} if value is None else row(2, 6, "mse"), row(3, 6)]
     assert fired(Rule("flushed > 5%", "warn", for_steps=3), *rows) == [3]
 
 
-def test_an_event_says_what_where_and_since_when():
+def test_an_event_names_rule_place_and_steps():
     (event,) = Guards([Rule("flushed > 5%", "bf16")]).check([row(7, 6.25)])
     assert str(event) == "guard at step 7: flushed > 5% holds since step 7 in wgrad of mlp.up_proj, operand x (6.25)"
     assert event.record() == {
@@ -177,13 +177,13 @@ def test_the_documented_rule_is_one_and_every_figure_is_documented(tmp_path):
     )
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"the file of rules .*none\.toml.* does not exist"):
         read_rules(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("when", ["scale_inv_max > 0.5", "scale_inv_max < 0.9", "scale_inv_min > 0.5"])
-def test_a_rule_on_scales_looks_past_tiles_of_zeros(when):
+def test_a_rule_on_scales_ignores_tiles_of_zeros(when):
     import torch
     from torch import nn
 

@@ -53,7 +53,7 @@ def bf16_bytes(rows, columns):
     return torch.zeros(rows, columns, dtype=torch.bfloat16).nbytes
 
 
-def test_bytes_of_a_cast():
+def test_bytes_of_a_quantization():
     operands = [(T, K), (T, N), (N, T)]  # x of fprop, dy of dgrad, dy of wgrad
     read, eight = (sum(size(*shape) for shape in operands) for size in (bf16_bytes, stored))
     assert fused_cast(layer()) == Traffic(read + 2 * eight, read)
@@ -66,7 +66,7 @@ def test_bytes_of_transposed_reads():
     assert transposed_reads(layer()[:2]) == Traffic(0, 0)
 
 
-def test_bytes_of_sums():
+def test_bytes_of_partial_sums():
     today = 4 * (T * N * 2 + T * K * 2 + N * K * 2)  # every K, N and T is two intervals of 128
     assert unpromoted_sums(layer()) == Traffic(today, today // 2)
 
@@ -77,7 +77,7 @@ def test_what_is_saved():
 
 
 @pytest.mark.parametrize("bits", [13, 14, 20, 23, 24, 25])
-def test_an_accumulator_of_other_bits_is_the_specification(bits):
+def test_an_accumulator_of_other_bits_equals_the_specification(bits):
     p = captured(k=96)
     row = find_instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
     row = row.__class__(**{**vars(row), "fraction_bits": bits, "output_bits": min(bits, 23)})
@@ -103,7 +103,7 @@ def test_thirteen_bits_are_hoppers():
 
 
 @pytest.mark.parametrize("way", ["once", "twice"])
-def test_wgrads_x_cast_once_or_twice(way):
+def test_wgrads_x_quantized_once_or_twice(way):
     fprop, dgrad, wgrad = layer(t=140, k=6, n=5)
     at, x, dy = SampledGemm.draw(wgrad, 200, 0), fprop.a, dgrad.a
     kept = quantize(x, (1, 128), scale="power_of_2")

@@ -26,7 +26,7 @@ def gradients(recipe, tokens=300):
 
 
 @pytest.mark.parametrize("product", [0, 1, 2], ids=["fprop", "dgrad", "wgrad"])
-def test_every_product_of_a_layer_is_computed_so(product):
+def test_every_gemm_of_a_layer_is_modeled(product):
     recipe = octile.Recipe.deepseek_v3()
     plain = gradients(recipe)[product]
     with tensor_core("sm_90", promote_every=128):
@@ -39,7 +39,7 @@ def test_every_product_of_a_layer_is_computed_so(product):
 
 @pytest.mark.parametrize("promote_every", [None, 128])
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2"])
-def test_the_output_and_gradients_are_the_products_of_their_operands(recipe, promote_every):
+def test_the_output_and_gradients_are_the_gemms_of_their_operands(recipe, promote_every):
     operands: dict[str, ScaledTensor] = {}
     with observe_quantization(operands.__setitem__), tensor_core("sm_90", promote_every):
         found = gradients(octile.Recipe.named(recipe))
@@ -47,7 +47,7 @@ def test_the_output_and_gradients_are_the_products_of_their_operands(recipe, pro
         assert torch.equal(actual, expected)
 
 
-def test_a_layer_is_the_product_of_its_operands():
+def test_the_output_of_a_layer_is_the_gemm_of_its_operands():
     linear, x = layer(PER_TENSOR), torch.randn(10, 256)
     with torch.no_grad(), tensor_core("sm_90"):
         y = linear(x)
@@ -55,7 +55,7 @@ def test_a_layer_is_the_product_of_its_operands():
     assert torch.equal(y, tensor_core_matmul(a.data, b.data) * (a.scale * b.scale))
 
 
-def test_a_compiled_layer_is_computed_so_too():
+def test_a_compiled_layer_is_modeled_too():
     linear, x = layer(octile.Recipe.deepseek_v3()), torch.randn(10, 256)
     compiled = torch.compile(linear, backend="aot_eager")
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_a_compiled_layer_is_computed_so_too():
     assert not torch.equal(modeled, plain)
 
 
-def test_layers_in_other_formats_are_not_touched():
+def test_layers_in_other_formats_are_not_modeled():
     linear, x = torch.nn.Linear(256, 64), torch.randn(10, 256)
     plain = linear(x)
     with tensor_core("sm_90"):

@@ -94,7 +94,7 @@ def test_every_figure(case):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 
-def test_what_is_clipped_counts_as_an_overflow():
+def test_clipped_values_count_as_overflow():
     x = torch.tensor([[448.0, 463.0, 465.0, -2000.0]])
     q = ScaledTensor(x.clamp(-448, 448).to(torch.float8_e4m3fn), torch.ones(1, 1), (1, 4))
     assert row_of(x, q)["overflows%"] == 50.0
@@ -147,7 +147,7 @@ def test_the_scale_of_a_tile_of_nan_is_not_left_out(fmt):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_turned_operand_has_the_scales_of_its_own_tiles(turned):
+def test_a_transposed_operand_has_the_scales_of_its_own_tiles(turned):
     x = torch.zeros(256, 130)
     x[128:, 4] = 448.0 * 4
     q = quantize(x.mT if turned else x, (1, 128) if turned else (128, 1))
@@ -155,7 +155,7 @@ def test_a_turned_operand_has_the_scales_of_its_own_tiles(turned):
     assert found["scale_histogram"] == {"log2": [2], "count": [1]}
 
 
-def test_the_largest_channels_are_named_with_their_size_against_the_median():
+def test_the_largest_channels_are_named_with_their_ratio_to_the_median():
     x = torch.ones(4, 9)
     x[1, 3], x[2, 5] = -50.0, 20.0
     assert row_of(x, quantize(x))["top_channels"][:2] == [[3, 50.0], [5, 20.0]]
@@ -173,7 +173,7 @@ def test_a_large_operand_is_sampled_but_its_outliers_are_not_missed(monkeypatch,
     assert sum(found["scale_histogram"]["count"]) == q.scale.numel()
 
 
-def test_a_sample_of_a_uniform_operand_says_what_all_of_it_says(monkeypatch):
+def test_a_sample_of_a_uniform_operand_has_the_statistics_of_the_whole(monkeypatch):
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).repeat(16, 2)
     monkeypatch.setattr(operand_stats, "SAMPLE", x.numel())
     whole = row_of(x, quantize(x))
@@ -184,7 +184,7 @@ def test_a_sample_of_a_uniform_operand_says_what_all_of_it_says(monkeypatch):
         assert part[name] == pytest.approx(whole[name], rel=0.1), name
 
 
-def test_a_sample_of_zeros_is_no_end_of_the_run(monkeypatch):
+def test_a_sample_of_zeros_does_not_end_the_run(monkeypatch):
     monkeypatch.setattr(operand_stats, "SAMPLE", 256)
     x = torch.zeros(64, 128)
     x[5] = 1.0

@@ -44,7 +44,7 @@ def test_a_value_is_massive_by_the_median():
     assert by_kind(below)["first token"].massive == 0
 
 
-def test_only_the_kinds_own_values_are_zeroed():
+def test_only_the_values_of_that_kind_are_zeroed():
     rows = by_kind(layer())
     assert {kind: row.massive for kind, row in rows.items()} == {
         "first token": 1,
@@ -57,7 +57,7 @@ def test_only_the_kinds_own_values_are_zeroed():
     assert set(rows["."].error.values()) == {1.0}
 
 
-def test_the_figures_are_the_definitions():
+def test_the_values_equal_their_definitions():
     p = layer()
     row = by_kind(p, sample=30)["first token"]
     without = p.a.clone()
@@ -74,13 +74,13 @@ def test_the_figures_are_the_definitions():
         assert row.others[name] == pytest.approx((after[1:].sum() / before[1:].sum()).item())
 
 
-def test_a_tiles_scale_is_its_own_tokens_affair():
+def test_a_tile_scale_depends_on_its_own_token_only():
     others = by_kind(layer())["first token"].others
     assert others["E4M3, tiles of 1×128"] == 1.0
     assert others["INT8, one scale a tensor"] < 0.1
 
 
-def test_tokens_that_all_have_massive_values_leave_no_others():
+def test_if_all_tokens_have_massive_values_there_are_no_others():
     p = layer()
     p.a[:, 3] = 5000.0
     assert all(math.isnan(share) for share in by_kind(p)["all tokens"].others.values())

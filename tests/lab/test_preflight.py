@@ -69,7 +69,7 @@ def test_a_model_without_a_bad_layer_needs_no_exception():
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"])
-def test_a_real_step_loses_what_was_predicted(recipe):
+def test_a_real_step_has_the_predicted_error(recipe):
     named = Recipe.named(recipe)
     risks = preflight(Net(BAD), [batch()], named).risks
     real = measure_step(Net(BAD), batch(), named)
@@ -79,12 +79,12 @@ def test_a_real_step_loses_what_was_predicted(recipe):
     assert torch.corrcoef(pairs.T)[0, 1] > 0.98
 
 
-def test_with_the_advice_the_bad_layer_is_as_good_as_any(found):
+def test_with_the_recommended_recipe_the_bad_layer_is_as_accurate_as_others(found):
     spared = measure_step(Net(BAD), batch(), found.recipe)
     assert min(error.snr_db for error in spared.values()) > 20
 
 
-def test_the_predicted_error_is_the_kernels():
+def test_the_predicted_error_equals_that_of_the_kernel():
     """fprop of the first layer, whose input is the same in any recipe, multiplied on the modeled tensor core."""
     model, (x, y) = Net(), batch()
     first = {r.gemm: r for r in preflight(model, [(x, y)], sample=1000).risks if r.layer == "layers.0"}["fprop"]
@@ -95,14 +95,14 @@ def test_the_predicted_error_is_the_kernels():
     assert first.total == error_by_channel(sums.double(), h.double() @ w.double().T)
 
 
-def test_the_real_step_is_summed_as_its_surroundings_say():
+def test_the_real_step_accumulates_as_the_active_model_does():
     real = measure_step(Net(), batch(), Recipe.per_tensor())
     with tensor_core("sm_90", promote_every=None):
         hopper = measure_step(Net(), batch(), Recipe.per_tensor())
     assert real["layers.0", "fprop"].noise != hopper["layers.0", "fprop"].noise
 
 
-def test_every_channel_counts_alike():
+def test_every_channel_counts_equally():
     exact = torch.tensor([[1.0, 1000.0, 0.0], [-1.0, 3000.0, 0.0]], dtype=torch.float64)
     found = exact + torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
     assert error_by_channel(found, exact).noise == pytest.approx(
@@ -110,7 +110,7 @@ def test_every_channel_counts_alike():
     )  # a quarter of the first channel's power, none else
 
 
-def test_operands_are_cast_as_the_recipe_casts_them():
+def test_operands_are_quantized_by_the_recipe():
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in ((200, 130), (140, 130), (200, 140)))
     recipe = Recipe.deepseek_v3()
@@ -127,7 +127,7 @@ def test_operands_are_cast_as_the_recipe_casts_them():
             assert torch.equal(mine.scale, theirs.scale)
 
 
-def test_the_model_stays_as_it_is():
+def test_the_model_is_not_changed():
     model = Net(BAD)
     before = copy.deepcopy(model.state_dict())
     preflight(model, [batch()])
@@ -164,7 +164,7 @@ class Mixture(nn.Module):
         return self.experts(x, torch.tensor([40, TOKENS], dtype=torch.int32)).square().sum()
 
 
-def test_of_experts_the_one_that_loses_most_speaks_for_all():
+def test_the_expert_with_the_largest_error_decides():
     found = preflight(Mixture(), [(batch()[0],)], least_snr_db=100.0)
     assert {(r.weight, r.module) for r in found.risks} == {
         ("experts.down", "experts"),
@@ -183,7 +183,7 @@ def test_weight_gradients_of_experts_are_measured():
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"])
 @pytest.mark.parametrize(("model", "given"), [(Net(BAD), batch()), (Mixture(), (batch()[0],))])
-def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, recipe):
+def test_an_observed_step_has_the_errors_of_its_results(model, given, recipe):
     named = Recipe.named(recipe)
     results = measure_step(model, given, named)
     training = apply_recipe(copy.deepcopy(model), named)
@@ -194,14 +194,14 @@ def test_a_step_that_is_watched_has_the_errors_of_its_results(model, given, reci
         assert seen[place].noise == pytest.approx(error.noise, rel=1e-3), place
 
 
-def test_every_product_of_every_expert_is_watched():
+def test_every_gemm_of_every_expert_is_observed():
     training = apply_recipe(Mixture(), Recipe.deepseek_v3())
     with observe_step(training) as seen:
         model_loss(training, (batch()[0],)).backward()
     assert set(seen) == {(f"experts.{w}.{g}", p) for w in ("down", "gate_up") for g in (0, 1) for p in GEMMS}
 
 
-def test_products_that_are_not_in_8_bits_are_not_watched(found):
+def test_high_precision_gemms_are_not_observed(found):
     training = apply_recipe(Net(BAD), found.recipe)
     with observe_step(training) as seen:
         model_loss(training, batch()).backward()
@@ -226,7 +226,7 @@ class Returns(nn.Module):
         (lambda a, b: type("Output", (), {"loss": a * b})(), [torch.tensor(2.0), torch.tensor(3.0)]),
     ],
 )
-def test_what_a_batch_may_be(what, given):
+def test_a_batch_may_have_these_forms(what, given):
     assert model_loss(Returns(what), given).item() == 6
 
 
@@ -249,7 +249,7 @@ def test_a_loss_may_be_given():
         (Recipe.deepseek_v3().without("wgrad"), "has exceptions already"),
     ],
 )
-def test_recipes_that_say_nothing_here_are_refused(recipe, message):
+def test_unsupported_recipes_are_refused(recipe, message):
     with pytest.raises(ValueError, match=message):
         preflight(Net(), [batch()], recipe)
 

@@ -18,7 +18,7 @@ def store(tmp_path_factory):
     return prepare(folder, MICRO.vocab_size, tmp_path_factory.mktemp("store"), 31, held_out_windows=4)
 
 
-def test_models_differ_in_their_sums_alone(store):
+def test_models_differ_only_in_accumulation(store):
     config = micro(recipe="per_tensor", steps=3)
     runs = [run(config, name, context, store) for name, context in accumulators("sm_90").items()]
     assert [trained.steps for trained in runs] == [(3,)] * 3
@@ -27,7 +27,7 @@ def test_models_differ_in_their_sums_alone(store):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)
 
 
-def test_outside_of_it_nothing_is_modelled(store):
+def test_outside_of_the_context_nothing_is_modeled(store):
     config = micro(recipe="per_tensor", steps=1)
     plain = Trainer(config, store, torch.device("cpu")).step()["main_loss"]
     name, context = "never promoted", accumulators("sm_90")["never promoted"]

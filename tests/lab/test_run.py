@@ -77,7 +77,7 @@ def test_rows_of_every_measured_step_and_chosen_layer(measured):
     assert all("down" in row["layer"] for row in rows)
 
 
-def test_tensorboard_has_the_same_numbers(measured):
+def test_tensorboard_has_the_same_values(measured):
     board = EventAccumulator(str(measured / "tensorboard"))
     board.Reload()
     tag = f"telemetry/{LAYER}/fprop_x_underflows%"
@@ -91,7 +91,7 @@ def test_measuring_changes_no_bit_of_the_run(measured, plain):
     assert same(final(measured), final(plain))
 
 
-def test_a_switched_product_is_said_and_makes_a_difference(switched, plain):
+def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, plain):
     first = guards_of(switched)[0]
     assert first["step"] == 1
     assert {k: first["guard"][k] for k in ("then", "layer", "product")} == {
@@ -104,7 +104,7 @@ def test_a_switched_product_is_said_and_makes_a_difference(switched, plain):
     assert {row["step"] for row in rows} == {1}  # from step 2 on it is not in 8 bits
 
 
-def test_what_a_guard_does_is_said_in_the_log(run_with, caplog):
+def test_the_action_of_a_guard_is_logged(run_with, caplog):
     run_with(1, LAYER, SWITCHING[:1], steps=2)
     said = [record.getMessage() for record in caplog.records]
     guard = f"guard at step 1: {ALWAYS} holds since step 1 in wgrad of {LAYER}"
@@ -132,7 +132,7 @@ def interrupted(switched, tmp_path):
     return run
 
 
-def test_a_resumed_run_goes_on_as_the_other_did(run_with, switched, interrupted):
+def test_a_resumed_run_continues_as_the_uninterrupted_one(run_with, switched, interrupted):
     run_with(1, LAYER, SWITCHING, resume=interrupted)
     assert same(final(interrupted), final(switched))
     for file in ("telemetry.jsonl", "metrics.jsonl"):
@@ -150,7 +150,7 @@ def test_a_resumed_run_makes_the_capture_that_was_due(run_with, interrupted):
     assert load(path).step == 3
 
 
-def test_a_capture_that_no_step_follows_is_said_to_be_missing(run_with, caplog):
+def test_a_capture_without_a_following_step_is_reported_missing(run_with, caplog):
     out = run_with(1, LAYER, SWITCHING[1:], steps=2)
     said = [record.getMessage() for record in caplog.records]
     how = f"octile lab capture {out} --step 3 --layers {LAYER} --products dgrad"
@@ -176,7 +176,7 @@ def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(plain, tmp_pa
     assert said == ["step 4: from step_00000002, 1 steps before it are repeated"]
 
 
-def test_a_capture_is_of_the_next_step_if_none_is_named_and_lies_in_the_run(plain):
+def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folder(plain):
     path = capture_run(plain, None, LAYER, say=lambda line: None)
     assert path == plain / "captures" / "step_00000005.safetensors"
     assert {captured.gemm for captured in load(path).gemms} == {"fprop", "dgrad", "wgrad"}
@@ -219,6 +219,6 @@ def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
     assert {row["step"] for row in rows} == {2}
 
 
-def test_a_run_without_8_bit_products_has_nothing_to_measure():
+def test_a_run_without_8_bit_gemms_has_nothing_to_measure():
     with pytest.raises(ValueError, match="telemetry measures GEMMs in 8 bits, and recipe 'bf16' has none"):
         observer(micro(recipe="bf16"), 1)

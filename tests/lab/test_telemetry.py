@@ -70,7 +70,7 @@ OPERANDS = [("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("wgrad", "dy"), ("
 WHOLE = [("fprop", None), ("dgrad", None), ("wgrad", None)]
 
 
-def test_there_is_a_row_for_every_operand_and_every_product():
+def test_there_is_a_row_for_every_operand_and_every_gemm():
     model = convert(Block())
     kept = [layer for layer in LAYERS if layer != "head"]  # convert leaves the head in high precision
     expected = {(layer, *place) for layer in kept for place in (*OPERANDS, *WHOLE)}
@@ -79,18 +79,18 @@ def test_there_is_a_row_for_every_operand_and_every_product():
     assert len(found) == len(expected)
 
 
-def test_an_operands_row_is_what_measuring_it_gives():
+def test_an_operand_row_equals_its_direct_measurement():
     model, x = convert(nn.Sequential(nn.Linear(D, 40))), batch()
     stats = measure_operand(x, quantize(x, (1, 128), scale="power_of_2"))
     row = find(rows_of(model, x), "0", "fprop", "x")
     assert row == {"step": 1, "layer": "0", "product": "fprop", "operand": "x", **stats.row(stats.packed().tolist())}
 
 
-def test_a_layer_that_is_itself_the_model_has_a_name():
+def test_a_layer_that_is_the_whole_model_has_a_name():
     assert {row["layer"] for row in rows_of(convert(nn.Linear(D, 40)), batch())} == {"weight"}
 
 
-def test_the_product_row_is_of_the_operands_before_any_cast():
+def test_the_gemm_row_compares_with_operands_before_quantization():
     x = batch()
     model = convert(nn.Sequential(nn.Linear(D, 8, bias=False)))
     row = find(rows_of(model, x), "0", "fprop")
@@ -103,13 +103,13 @@ def test_the_product_row_is_of_the_operands_before_any_cast():
     )
 
 
-def test_the_accumulation_error_is_small_and_apart():
+def test_the_accumulation_error_is_small_and_separate():
     row = find(rows_of(convert(Block()), batch()), "mlp.down_proj", "wgrad")
     assert row["accumulation_snr_db"] > row["quantization_snr_db"] + 20
 
 
 @pytest.mark.parametrize("name", [n for n in Recipe.names() if Recipe.named(n).formats])
-def test_every_recipe_with_casts_has_rows_that_json_can_hold(name):
+def test_every_quantized_recipe_has_rows_that_json_can_hold(name):
     rows = rows_of(convert(Block(), name), batch())
     assert {row["layer"] for row in rows} == {layer for layer in LAYERS if layer != "head"}
     json.dumps(rows, allow_nan=False)
@@ -172,7 +172,7 @@ def test_only_the_chosen_layers_have_rows():
     assert {row["layer"] for row in rows} == {"mlp.gate_proj", "experts.gate_up", "experts.down"}
 
 
-def test_products_left_in_bf16_have_no_rows():
+def test_gemms_in_bf16_have_no_rows():
     model = convert(Block())
     model.mlp.up_proj.use_recipe(Recipe.deepseek_v3().without("wgrad"))
     found = {place[1:] for place in places(rows_of(model, batch())) if place[0] == "mlp.up_proj"}
@@ -227,7 +227,7 @@ def test_an_empty_batch_has_no_rows():
     assert rows_of(convert(nn.Sequential(nn.Linear(D, 40))), batch(n=0)) == []
 
 
-def test_experts_without_any_token_have_no_rows():
+def test_experts_without_tokens_have_no_rows():
     model = convert(nn.Sequential(Experts(3, D, 24)))
     with telemetry(model) as t:
         model[0](batch(), torch.zeros(3, dtype=torch.int32)).sum().backward()
@@ -283,7 +283,7 @@ def test_rows_that_lose_more_or_less_do_not_agree(by_two_machines, times):
                 agreement.assert_agree(row, other)
 
 
-def test_a_nearly_exact_cast_may_lose_a_few_values_but_not_many(by_two_machines):
+def test_a_nearly_exact_quantization_may_lose_a_few_values_but_not_many(by_two_machines):
     row = by_two_machines[0]["experts.gate_up", "wgrad", "x"]
     assert row["snr_db"] is None  # nothing is lost
     one_value = (2.0**-10 * row["scale_inv_max"]) ** 2 / row["values"]

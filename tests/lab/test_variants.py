@@ -61,7 +61,7 @@ def power_at_or_below(x: Fraction) -> Fraction:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("scale", ["float32", "up"])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e5m6", "int8"])
-def test_the_librarys_own_casts_are_the_librarys(fmt, block, scale):
+def test_variants_of_the_library_equal_the_library(fmt, block, scale):
     mine = quantize_as(matrix(), fmt, BLOCKS[block], scale)
     theirs = quantize(matrix(), BLOCKS[block], FORMATS[fmt], "power_of_2" if scale == "up" else "float32")
     assert mine.block == theirs.block
@@ -83,7 +83,7 @@ def test_scales_that_are_powers_of_two_are_those_of_the_rule(fmt, rule, amax):
     assert Fraction(scale) == slow_scale(Fraction(amax) if rule == "ocp" else quotient * largest, largest, rule)
 
 
-def test_mxs_own_rule_lies_between_up_and_nearest_for_e4m3():
+def test_the_mx_scale_rule_lies_between_up_and_nearest_for_e4m3():
     amax = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0)).T + 0.01
     up, ocp, nearest = (quantize_as(amax, "mx", (1, 1), rule).scale for rule in ("up", "ocp", "nearest"))
     assert (nearest <= ocp).all()
@@ -140,13 +140,13 @@ def test_zeros_stay_zeros(fmt):
     assert q.scale.isfinite().all()
 
 
-def test_fp16_holds_every_number_of_e5m6():
+def test_fp16_holds_every_value_of_e5m6():
     values = E5M6.values()
     values = values[values.isfinite()]
     assert torch.equal(values.half().float(), values)
 
 
-def test_only_a_weight_has_square_blocks():
+def test_only_a_weight_has_128x128_blocks():
     square, tile = BLOCKS["128x128"], BLOCKS["1x128"]
     assert operand_blocks(PUBLISHED, "fprop") == (tile, square)
     assert operand_blocks(PUBLISHED, "dgrad") == (tile, square)
@@ -183,7 +183,7 @@ def test_bits_a_value(variant, bits):
     ],
     ids=str,
 )
-def test_what_does_not_apply_is_said(variant, reason):
+def test_an_inapplicable_variant_has_a_reason(variant, reason):
     assert reason in (why_not_applicable(variant) or "")
 
 
@@ -198,11 +198,11 @@ def test_what_does_not_apply_is_said(variant, reason):
     ],
     ids=str,
 )
-def test_what_applies_is_not_refused(variant):
+def test_an_applicable_variant_has_no_reason(variant):
     assert why_not_applicable(variant) is None
 
 
-def test_all_combinations_come_once_and_controls_are_not_promoted():
+def test_all_combinations_occur_once_and_controls_are_not_promoted():
     every = list(SearchSpace(archs=("sm_90", "fp32", "exact")).combinations())
     assert len(every) == len(set(every))
     assert len([v for v in every if v.fmt == "e4m3"]) == 5 * 5 * (3 + 1 + 1)
@@ -220,7 +220,7 @@ def test_all_combinations_come_once_and_controls_are_not_promoted():
         ({"promote": [0]}, "promote must be at least 1 or never, not 0"),
     ],
 )
-def test_what_does_not_exist_is_refused(options, message):
+def test_unknown_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         SearchSpace(**options)
 

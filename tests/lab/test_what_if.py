@@ -64,7 +64,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_the_casts_error_is_the_exact_one(variant):
+def test_the_quantization_error_is_exact(variant):
     p = captured()
     block_a, block_b = operand_blocks(variant, "fprop")
     a, b = quantize_as(p.a, variant.fmt, block_a, variant.scale), quantize_as(p.b, variant.fmt, block_b, variant.scale)
@@ -72,7 +72,7 @@ def test_the_casts_error_is_the_exact_one(variant):
     assert_error(SampledGemm.draw(p, 32, 0).row(variant).quantization, slow_error(quantized, exactly(p.a, p.b)))
 
 
-def test_the_sums_of_one_scale_a_tensor_are_the_instructions():
+def test_per_tensor_accumulation_equals_the_instruction():
     p, variant = captured(k=96), Variant("e4m3", "tensor", "float32", None, "sm_90")
     row = find_instruction("sm_90", torch.float8_e4m3fn, torch.float8_e4m3fn)
     a, b = (quantize_as(t, "e4m3", (None, None), "float32") for t in (p.a, p.b))
@@ -94,7 +94,7 @@ def chain(x, y, row):
     return total
 
 
-def test_the_published_sums_are_the_kernels():
+def test_the_published_accumulation_equals_the_kernel():
     p = captured(40, 300)  # a weight of several rows of blocks
     p.b[128:256] *= 1000
     a, b = quantize_as(p.a, "e4m3", (1, 128), "float32"), quantize_as(p.b, "e4m3", (128, 128), "float32")
@@ -116,7 +116,7 @@ def test_exact_sums_have_no_error():
     assert row.total == row.quantization
 
 
-def test_fp32_sums_are_off_by_fp32s_rounding():
+def test_fp32_accumulation_has_the_rounding_error_of_fp32():
     row = SampledGemm.draw(captured(), 32, 0).row(replace(PUBLISHED, promote=None, arch="fp32"))
     assert 0 < row.accumulation.noise < (300 * 2.0**-24) ** 2
 
@@ -133,7 +133,7 @@ def test_decibels():
     assert noise_to_db(math.nan) is None
 
 
-def test_noise_is_averaged_over_products():
+def test_noise_is_averaged_over_gemms():
     products = [captured(seed=seed) for seed in range(3)]
     found = what_if(products, SearchSpace(("e4m3",), ("row",), ("up",), (128,), ("sm_90",)))
     (rank,) = found.ranking()
@@ -151,14 +151,14 @@ def test_the_ranking_begins_with_the_least_noise():
     assert ranking[0].variant.fmt == "e5m6"
 
 
-def test_the_ranking_counts_the_sums_too():
+def test_the_ranking_includes_accumulation_error():
     p = captured(k=4096)
     positive = replace(p, a=p.a.abs(), b=p.b.abs())
     choice = SearchSpace(("e4m3",), ("tensor",), ("float32",), (None, 32), ("sm_90",))
     assert [rank.variant.promote for rank in what_if([positive], choice).ranking()] == [32, None]
 
 
-def test_the_hardest_product_is_named():
+def test_the_hardest_gemm_is_named():
     hard = replace(captured(seed=1), layer="hard", a=captured().a * torch.tensor([1.0, 1e-8] * 150))
     found = what_if([captured(), hard], SearchSpace(("int8",), ("tensor",), ("float32",), (None,), ("exact",)))
     worst = max(found.rows, key=lambda row: row.total.noise)
@@ -178,7 +178,7 @@ def test_a_sample_that_is_large_enough_is_everything():
     assert torch.equal(SampledGemm.draw(captured(), 1000, 0).rows_a, torch.arange(5))
 
 
-def test_operands_are_cast_whole_before_they_are_sampled():
+def test_operands_are_quantized_whole_before_they_are_sampled():
     """The row that sets the tensor's scale need not be drawn."""
     p = captured(100, 4)
     p.a[99] = 1e6
@@ -188,12 +188,12 @@ def test_operands_are_cast_whole_before_they_are_sampled():
     assert not at.quantized(variant).a.data.any()
 
 
-def test_values_multiply_what_scales_say():
+def test_values_times_scales_are_the_dequantized_operand():
     q = quantize_as(captured().a, "e4m3", (1, 128), "float32")
     assert torch.equal(values(q), q.data.double() * expanded_scale(q, 300))
 
 
-def test_what_does_not_apply_is_kept_with_its_reason():
+def test_inapplicable_variants_are_listed_with_their_reason():
     found = what_if([captured()], SearchSpace(("e4m3",), ("row", "1x32"), ("up",), (128,), ("sm_90",)))
     assert {row.variant.block for row in found.rows} == {"row"}
     assert found.refused == {
@@ -201,7 +201,7 @@ def test_what_does_not_apply_is_kept_with_its_reason():
     }
 
 
-def test_products_of_zeros_are_named():
+def test_gemms_of_zeros_are_named():
     zero = replace(captured(), layer="silent", a=torch.zeros(5, 300))
     assert what_if([captured(), zero], SearchSpace(("mx",), archs=("exact",))).silent == ["fprop of silent"]
 
@@ -223,7 +223,7 @@ def test_products_of_zeros_are_named():
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(products, options, message):
+def test_unmeasurable_gemms_are_refused(products, options, message):
     with pytest.raises(ValueError, match=message):
         what_if(products, **options)
 
@@ -233,16 +233,16 @@ def capture(tmp_path_factory) -> Capture:
     return load(write_capture(tmp_path_factory.mktemp("captures") / "c.safetensors"))
 
 
-def test_of_experts_the_busiest_stands_for_its_layer(capture):
+def test_the_expert_with_the_most_tokens_represents_its_layer(capture):
     layers = {p.layer for p in select_gemms(capture)}
     assert layers == {"first", "second", "experts.gate_up.2", "experts.down.2"}
 
 
-def test_an_expert_that_is_named_is_taken(capture):
+def test_a_named_expert_is_chosen(capture):
     assert {p.layer for p in select_gemms(capture, "experts.down.0")} == {"experts.down.0"}
 
 
-def test_layers_and_products_are_chosen(capture):
+def test_layers_and_gemms_are_chosen(capture):
     assert [(p.layer, p.gemm) for p in select_gemms(capture, "first,sec*", ("dgrad",))] == [
         ("first", "dgrad"),
         ("second", "dgrad"),
@@ -254,7 +254,7 @@ def test_a_layer_that_does_not_exist_is_refused(capture):
         select_gemms(capture, "third")
 
 
-def test_a_product_that_was_not_captured_is_refused(capture):
+def test_a_gemm_that_was_not_captured_is_refused(capture):
     only = Capture(tuple(p for p in capture.gemms if p.gemm == "fprop"), 1, "r", "run", "0")
     with pytest.raises(ValueError, match="the capture has no wgrad: it has fprop"):
         select_gemms(only, "*", ("wgrad",))

@@ -48,14 +48,14 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
 
 
 @pytest.mark.parametrize(("arch", "said"), [("sm_90", False), ("sm_89,sm_100", True)])
-def test_tensor_cores_that_nobody_here_checked_are_named(capsys, folder, arch, said):
+def test_unverified_tensor_cores_are_named(capsys, folder, arch, said):
     _, out, _ = call(
         capsys, "lab", "what-if", "c.safetensors", "--layers", "first", "--formats", "e4m3", "--arch", arch
     )
     assert ("sm_89, sm_100: as published, not checked on hardware" in out) == said
 
 
-def test_the_page_stands_alone_and_shows_everything(capsys, folder):
+def test_the_page_is_self_contained_and_complete(capsys, folder):
     write_capture(folder / "later.safetensors", step=9, change=torch.ones(160))
     call(capsys, "lab", "what-if", "c.safetensors", "later.safetensors", *SMALL)
     page = read_page(folder / "lab" / "what_if.html")
@@ -66,7 +66,7 @@ def test_the_page_stands_alone_and_shows_everything(capsys, folder):
     assert "step 3 to step 9" in text
 
 
-def test_what_ifs_json_is_what_was_found(capsys, folder):
+def test_the_json_of_what_if_equals_the_result(capsys, folder):
     code, out, _ = call(capsys, "lab", "what-if", "c.safetensors", *SMALL, "--seed", "5", "--top", "2", "--json")
     assert code == 0
     capture = load(folder / "c.safetensors")
@@ -96,7 +96,7 @@ def test_layers_by_step_are_in_the_order_of_the_steps(capsys, folder):
     assert all(snr is not None for row in steps["cells"] for snr in row)
 
 
-def test_tokens_are_told_apart_by_the_runs_own_tokenizer(capsys, folder):
+def test_kinds_of_tokens_follow_the_tokenizer_of_the_run(capsys, folder):
     run = folder / "run"
     (run / "data").mkdir(parents=True)
     tokenizer = Tokenizer.train(["a b.\nc d.\n" * 9], 300)
@@ -161,7 +161,7 @@ def test_hardware_prints_a_table_and_leaves_a_page(capsys, folder):
     assert all(address.startswith("#") for address in read_page(folder / "lab" / "hardware.html").loads)
 
 
-def test_hardwares_json_is_what_was_found(capsys, folder):
+def test_the_json_of_hardware_equals_the_result(capsys, folder):
     code, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--layers", "second", "--sample", "6", "--json")
     assert code == 0
     own = [p for p in load(folder / "c.safetensors").gemms if p.layer == "second"]
@@ -246,11 +246,11 @@ def test_preflight_refuses_in_one_line(capsys, folder, model_folder, options, me
     assert not (folder / "lab").exists()
 
 
-def test_preflight_of_no_model_is_refused(capsys, folder):
+def test_preflight_of_a_missing_model_is_refused(capsys, folder):
     assert "nowhere" in refused(capsys, "lab", "preflight", "nowhere")
 
 
-def test_products_that_lose_nothing_have_pages_too(capsys, folder):
+def test_gemms_without_loss_have_pages_too(capsys, folder):
     one = torch.ones(8, 8)
     tensors = {"up.x": one, "up.w": one, "up.dy": one}
     recorder = Recorder(frozenset(("up", product) for product in GEMMS), tensors)

@@ -112,11 +112,11 @@ def same_shape(config, preset):
     return replace(config, initializer_range=preset.initializer_range, extra={}) == preset
 
 
-def test_published_v3_reads_as_the_preset():
+def test_the_published_v3_config_equals_the_preset():
     assert same_shape(ModelConfig.from_hf(PUBLISHED_V3), PRESETS["v3_671b"]())
 
 
-def test_published_v2_lite_reads_as_the_preset():
+def test_the_published_v2_lite_config_equals_the_preset():
     assert same_shape(ModelConfig.from_hf(PUBLISHED_V2_LITE), PRESETS["v2_lite_16b"]())
 
 
@@ -145,7 +145,7 @@ def test_no_yarn_is_read_as_none(rope):
     assert ModelConfig.from_hf({**PUBLISHED_V3, "rope_scaling": rope}).rope_scaling is None
 
 
-def test_absent_mscales_mean_what_transformers_makes_of_them():
+def test_absent_mscales_have_the_defaults_of_transformers():
     rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
     config = ModelConfig.from_hf({**PUBLISHED_V3, "rope_scaling": rope})
     assert config.rope_scaling == RopeScaling(mscale=1.0, mscale_all_dim=0.0)
@@ -176,7 +176,7 @@ def test_absent_mscales_mean_what_transformers_makes_of_them():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_the_model_does_not_compute_is_refused(changes, message):
+def test_unsupported_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf({**PUBLISHED_V3, **changes})
 
@@ -192,7 +192,7 @@ def test_a_number_in_quotation_marks_is_refused():
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]"])
-def test_a_file_that_is_no_json_object_is_refused(text, tmp_path):
+def test_a_file_without_a_json_object_is_refused(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):

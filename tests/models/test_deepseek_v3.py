@@ -144,7 +144,7 @@ def test_compiled_without_a_graph_break_the_whole_model_computes_the_same(recipe
 
 
 @torch.no_grad()
-def test_a_draft_is_what_the_slow_reference_says(mini):
+def test_a_draft_equals_the_slow_reference(mini):
     t = tokens()
     main, drafts = mini.with_drafts(t)
     torch.testing.assert_close(main, mini(t))
@@ -173,7 +173,7 @@ def test_drafts_need_two_tokens(mini):
 
 @torch.no_grad()
 @pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["V3", "V2"])
-def test_decoding_through_the_cache_equals_reading_at_once(config):
+def test_decoding_through_the_cache_equals_one_forward_pass(config):
     model, t = build(config).eval(), tokens()
     cache = model.new_cache(2, 24)
     pieces = [model(t[:, :5], cache=cache)]
@@ -183,7 +183,7 @@ def test_decoding_through_the_cache_equals_reading_at_once(config):
 
 
 @torch.no_grad()
-def test_the_cache_keeps_one_latent_a_token_and_layer(mini):
+def test_the_cache_stores_one_latent_per_token_and_layer(mini):
     cache = mini.eval().new_cache(2, 24)
     mini(tokens(length=6), cache=cache)
     assert cache.data.shape == (3, 2, 24, 32 + 8)
@@ -206,7 +206,7 @@ def test_more_tokens_than_the_context_are_refused(mini):
 
 
 @torch.no_grad()
-def test_a_full_cache_is_left_as_it_was(mini):
+def test_a_full_cache_is_not_changed(mini):
     cache = mini.eval().new_cache(2, 8)
     mini(tokens(length=8), cache=cache)
     before = cache.data.clone()

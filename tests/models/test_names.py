@@ -20,7 +20,7 @@ MTP = {
 }
 
 
-def test_names_are_those_of_the_published_weights():
+def test_names_equal_those_of_the_published_weights():
     layers = [DENSE, MIXTURE, MIXTURE, MIXTURE | MTP]
     expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     expected |= {f"model.layers.{i}.{name}" for i, mlp in enumerate(layers) for name in BLOCK | ATTENTION | mlp}

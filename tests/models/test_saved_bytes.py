@@ -60,7 +60,7 @@ def saved_bytes(block: Block, config: ModelConfig) -> int:
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_block_saves_what_the_formula_says(formula: dict[str, Any], name: str, kind: str, recomputed: bool):
+def test_a_block_saves_the_bytes_of_the_formula(formula: dict[str, Any], name: str, kind: str, recomputed: bool):
     c = CONFIGS[name]
     recipe = Recipe.deepseek_v3()
     recipe = replace(recipe, swiglu_inputs="recomputed") if recomputed else recipe

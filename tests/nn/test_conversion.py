@@ -48,13 +48,13 @@ def test_linear_layers_at_any_depth_are_converted():
     assert names_of(convert(Block())) == ["layers.0.0", "layers.1.up"]
 
 
-def test_heads_and_gates_stay_as_they_are():
+def test_heads_and_gates_are_not_converted():
     model = convert(Block())
     assert (type(model.lm_head), type(model.gate)) == (nn.Linear, nn.Linear)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "head", "classifier", "score", "gate", "router", "eh_proj"])
-def test_a_layer_is_kept_for_its_name(name):
+def test_a_layer_is_excluded_by_its_name(name):
     model = convert(nn.ModuleDict({name: nn.Linear(3, 2), "other": nn.Linear(3, 2)}))
     assert names_of(model) == ["other"]
 
@@ -64,14 +64,14 @@ def test_a_layer_with_a_similar_name_is_converted(name):
     assert names_of(convert(nn.ModuleDict({name: nn.Linear(3, 2)}))) == [name]
 
 
-def test_a_lone_linear_layer_becomes_the_new_one():
+def test_a_model_that_is_one_linear_layer_is_replaced():
     linear = nn.Linear(3, 2)
     layer = convert(linear)
     assert isinstance(layer, Linear)
     assert layer.weight is linear.weight
 
 
-def test_a_weight_tied_to_an_embedding_stays_and_stays_tied():
+def test_a_weight_tied_to_an_embedding_is_not_converted_and_stays_tied():
     model = convert(Tied())
     assert names_of(model) == ["body"]
     assert model.out.weight is model.embed.weight
@@ -96,7 +96,7 @@ def test_a_parameter_of_two_layers_stays_one_parameter():
     assert model[0].weight is model[1].weight
 
 
-def test_subclasses_with_ways_of_their_own_stay():
+def test_subclasses_that_override_forward_are_not_converted():
     model = convert(nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)}))
     assert names_of(model) == ["mlp"]
     assert "1 × NonDynamicallyQuantizableLinear (a subclass with ways of its own)" in model.conversion_summary
@@ -125,7 +125,7 @@ def test_experts_get_the_recipe(experts):
     assert convert(experts, Recipe.per_tensor())["experts"].recipe == Recipe.per_tensor()
 
 
-def test_experts_count_as_the_layers_they_stand_for(experts):
+def test_experts_count_as_the_layers_that_they_stack(experts):
     assert convert(experts).conversion_summary == "converted 13 of 13 linear layers to deepseek_v3, skipped 0"
 
 
@@ -137,7 +137,7 @@ def test_a_filter_leaves_experts_out(experts):
     )
 
 
-def test_experts_that_a_filter_leaves_out_keep_what_they_have_seen(experts):
+def test_experts_that_a_filter_leaves_out_keep_their_history(experts):
     convert(experts, Recipe.delayed())
     history = experts["experts"].down_history
     convert(experts, Recipe.deepseek_v3(), filter=lambda name, layer: name != "experts")
@@ -187,7 +187,7 @@ def test_a_model_converted_back_computes_as_before():
 # What is said
 
 
-def test_the_summary_says_what_was_skipped_and_why():
+def test_the_summary_lists_skipped_layers_with_reasons():
     assert convert(Block()).conversion_summary == (
         "converted 2 of 4 linear layers to deepseek_v3, skipped 2: 1 × gate, 1 × output head"
     )
@@ -282,7 +282,7 @@ def test_three_dimensions_alone_are_no_stack_of_layers(module):
 @pytest.mark.parametrize(
     ("model", "said"), [(nn.Sequential(nn.Linear(4, 4)), True), (MLP(4, 4), False)], ids=["Sequential", "MLP"]
 )
-def test_it_is_said_where_there_is_nothing_to_smooth(model, said):
+def test_a_model_with_nothing_to_smooth_is_reported(model, said):
     assert ("nothing is smoothed" in convert(model, Recipe.smooth_swiglu()).conversion_summary) == said
 
 
@@ -294,7 +294,7 @@ def test_only_modules_are_converted():
         convert("model")
 
 
-def test_a_recipe_is_no_name():
+def test_a_name_in_place_of_a_recipe_is_refused():
     with pytest.raises(TypeError, match=r"recipe must be an octile\.Recipe, not str"):
         convert(Block(), "deepseek_v3")
 
@@ -304,13 +304,13 @@ def test_a_model_without_linear_layers_is_refused():
         convert(nn.LayerNorm(3))
 
 
-def test_the_summary_is_said_on_stderr_where_logging_is_not_set_up(capsys, caplog):
+def test_the_summary_is_printed_to_stderr_without_a_logging_setup(capsys, caplog):
     with caplog.at_level(logging.WARNING), caplog.at_level(logging.NOTSET, logger="octile"):
         model = convert(nn.Sequential(nn.Linear(4, 4)))
     assert capsys.readouterr().err == model.conversion_summary + "\n"
 
 
-def test_a_logger_that_was_told_to_be_quiet_is_quiet(capsys, caplog):
+def test_the_level_of_the_logger_is_respected(capsys, caplog):
     with caplog.at_level(logging.ERROR, logger="octile"):
         convert(nn.Sequential(nn.Linear(4, 4)))
     assert capsys.readouterr().err == ""

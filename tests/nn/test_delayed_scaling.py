@@ -35,7 +35,7 @@ def test_each_micro_batch_of_the_first_step_uses_its_own_amax(history):
     assert scale_of(history, SMALL) == scale_for(2)
 
 
-def test_later_steps_use_the_past(history):
+def test_later_steps_use_the_history(history):
     scale_of(history, LARGE)
     history.end_step()
     assert scale_of(history, SMALL) == scale_for(1000)
@@ -61,7 +61,7 @@ def test_the_largest_micro_batch_of_a_step_counts(history):
     assert scale_of(history, SMALL) == scale_for(1000)
 
 
-def test_an_amax_is_remembered_for_as_many_steps_as_documented(history):
+def test_an_amax_stays_in_the_history_for_the_documented_steps(history):
     scale_of(history, LARGE)
     scales = []
     for _ in range(AMAX_HISTORY + 1):
@@ -70,13 +70,13 @@ def test_an_amax_is_remembered_for_as_many_steps_as_documented(history):
     assert scales == [scale_for(1000)] * AMAX_HISTORY + [scale_for(2)]
 
 
-def test_operands_have_a_past_each(history):
+def test_each_operand_has_a_history(history):
     scale_of(history, LARGE, "x")
     history.end_step()
     assert scale_of(history, SMALL, "w") == scale_for(2)
 
 
-def test_a_step_without_rows_is_forgotten_at_once(history):
+def test_a_step_without_rows_is_not_recorded(history):
     history.quantize(torch.zeros(0, 2), "x", CAST)
     history.end_step()
     assert scale_of(history, SMALL) == scale_for(2)
@@ -87,14 +87,14 @@ def test_zeros_have_scale_1(history):
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_makes_all_of_it_none(history, number):
+def test_nan_or_inf_makes_the_whole_tensor_nan(history, number):
     scale_of(history, LARGE)
     history.end_step()
     assert history.quantize(torch.tensor([[1.0, number]]), "x", CAST).dequantize().isnan().all()
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_no_number_is_not_remembered(history, number):
+def test_nan_or_inf_is_not_recorded(history, number):
     scale_of(history, torch.tensor([[1.0, number]]))
     scale_of(history, SMALL)
     history.end_step()
@@ -108,7 +108,7 @@ def test_a_validation_in_between_changes_nothing(history):
     assert scale_of(history, SMALL) == scale_for(2)
 
 
-def test_experts_have_one_scale_together(history):
+def test_experts_share_one_scale(history):
     q = history.quantize(torch.stack([SMALL, LARGE]), "w", CAST)
     assert q.scale.flatten().tolist() == [scale_for(1000)] * 2
 
@@ -140,13 +140,13 @@ def test_without_a_scale_e4m3_saturates():
     assert (q.data.float().tolist(), q.scale.item()) == ([[1, 448]], 1)
 
 
-def test_without_a_scale_the_largest_e5m2_number_is_kept():
+def test_without_a_scale_the_largest_e5m2_value_is_preserved():
     q = quantize_unscaled(torch.tensor([[57344.0, -57344.0]]), OperandFormat(E5M2, TENSOR, amax="unscaled"))
     assert q.dequantize().tolist() == [[57344, -57344]]
 
 
 @pytest.mark.parametrize("number", [57345.0, torch.inf, torch.nan])
-def test_without_a_scale_what_is_too_large_for_e5m2_is_seen(number):
+def test_without_a_scale_values_too_large_for_e5m2_become_visible(number):
     assert (
         quantize_unscaled(torch.tensor([[1.0, number]]), OperandFormat(E5M2, TENSOR, amax="unscaled"))
         .dequantize()

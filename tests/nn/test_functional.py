@@ -124,19 +124,19 @@ def assert_product(found: Tensor, a: Tensor, b: Tensor) -> None:
     assert ((found.double() - a @ b).abs() <= bound).all()
 
 
-def test_every_recipe_with_casts_has_a_slow_definition():
+def test_every_quantized_recipe_has_a_slow_definition():
     assert set(SLOW) == set(WITH_CASTS)
 
 
 @every_cast
-def test_fprop_is_the_slow_definition(name, x, w, dy):
+def test_fprop_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     slow_x, slow_w, *_ = SLOW[name](x, w, dy)
     assert_product(linear(x, w, None, recipe, history_of(recipe)), slow_x, slow_w.T)
 
 
 @every_cast
-def test_dgrad_is_the_slow_definition(name, x, w, dy):
+def test_dgrad_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
     _, slow_w, slow_dy, *_ = SLOW[name](x, w, dy)
@@ -144,7 +144,7 @@ def test_dgrad_is_the_slow_definition(name, x, w, dy):
 
 
 @every_cast
-def test_wgrad_is_the_slow_definition(name, x, w, dy):
+def test_wgrad_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
     *_, slow_x, slow_dy = SLOW[name](x, w, dy)
@@ -152,7 +152,7 @@ def test_wgrad_is_the_slow_definition(name, x, w, dy):
 
 
 @every_dtype
-def test_products_without_casts_are_those_of_the_dtype(name, x, w, dy):
+def test_gemms_without_quantization_are_those_of_the_dtype(name, x, w, dy):
     dtype = Recipe.named(name).compute
     y = linear(x, w, None, Recipe.named(name))
     y.backward(dy)
@@ -161,13 +161,13 @@ def test_products_without_casts_are_those_of_the_dtype(name, x, w, dy):
     assert torch.equal(w.grad, (dy.to(dtype).T @ x.to(dtype)).float())
 
 
-def test_no_recipe_is_torchs_own_linear(x, w):
+def test_no_recipe_equals_torchs_linear(x, w):
     bias = torch.randn(N)
     assert torch.equal(linear(x, w, bias), torch.nn.functional.linear(x, w, bias))
 
 
 @every_recipe
-def test_the_bias_is_added_after_the_product(name, x, w):
+def test_the_bias_is_added_after_the_gemm(name, x, w):
     recipe, bias = Recipe.named(name), torch.randn(N)
     y = linear(x, w, None, recipe, history_of(recipe))
     assert torch.equal(linear(x, w, bias, recipe, history_of(recipe)), y + bias)
@@ -182,7 +182,7 @@ def parts(t: Tensor) -> list[Tensor]:
 
 
 @every_cast
-def test_fprop_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
+def test_fprop_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     slow_x, slow_w, *_ = SLOW[name](x, w_GNK, dy)
     y = grouped_linear(x, w_GNK, offs, recipe, history_of(recipe))
@@ -191,7 +191,7 @@ def test_fprop_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
 
 
 @every_cast
-def test_dgrad_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
+def test_dgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     _, slow_w, slow_dy, *_ = SLOW[name](x, w_GNK, dy)
@@ -200,7 +200,7 @@ def test_dgrad_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
 
 
 @every_cast
-def test_wgrad_of_experts_is_the_slow_definition(name, x, w_GNK, dy, offs):
+def test_wgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     *_, slow_x, slow_dy = SLOW[name](x, w_GNK, dy)
@@ -266,7 +266,7 @@ def test_fine_grained_recipes_tile_every_operand(name, forward, backward, x, w, 
     ("name", "backward"),
     [("per_tensor", E4M3), ("delayed", E4M3), ("smooth_swiglu", E4M3), ("fp8_lm", E5M2), ("global_scale", E5M2)],
 )
-def test_recipes_of_whole_tensors_cast_every_operand_once(name, backward, x, w, dy):
+def test_per_tensor_recipes_quantize_every_operand_once(name, backward, x, w, dy):
     seen = casts_of(name, x, w, dy)
     assert {operand: (q.fmt, q.scale.numel()) for operand, q in seen.items()} == {
         "x": (E4M3, 1),
@@ -275,7 +275,7 @@ def test_recipes_of_whole_tensors_cast_every_operand_once(name, backward, x, w, 
     }
 
 
-def test_the_gradient_is_cast_for_the_products_that_are_made_and_no_more(x, w, dy):
+def test_the_gradient_is_quantized_only_for_the_gemms_that_run(x, w, dy):
     assert casts_of("deepseek_v3", x.detach(), w, dy).keys() == {"x", "w", "wgrad_x", "wgrad_dy"}
     assert casts_of("deepseek_v3", x, w.detach(), dy).keys() == {"x", "w", "dy"}
 
@@ -285,11 +285,11 @@ def test_the_global_scale_recipe_has_no_scale_of_its_own(x, w, dy):
 
 
 @every_dtype
-def test_recipes_without_casts_cast_nothing(name, x, w, dy):
+def test_high_precision_recipes_quantize_nothing(name, x, w, dy):
     assert casts_of(name, x, w, dy) == {}
 
 
-def test_a_watcher_sees_nothing_once_its_context_is_left(x, w):
+def test_an_observer_sees_nothing_outside_of_its_context(x, w):
     seen: dict[str, ScaledTensor] = {}
     with observe_quantization(seen.__setitem__):
         pass
@@ -302,7 +302,7 @@ def test_a_watcher_sees_nothing_once_its_context_is_left(x, w):
 
 @every_recipe
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_no_number_in_x_is_none_in_y(name, number, x, w):
+def test_nan_and_inf_in_x_are_not_finite_in_y(name, number, x, w):
     x.data[3, 5] = number
     recipe = Recipe.named(name)
     history = history_of(recipe)
@@ -314,7 +314,7 @@ def test_what_is_no_number_in_x_is_none_in_y(name, number, x, w):
 
 @every_recipe
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_no_number_in_dy_is_none_in_both_gradients(name, number, x, w, dy):
+def test_nan_and_inf_in_dy_are_not_finite_in_both_gradients(name, number, x, w, dy):
     dy[3, 5] = number
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
@@ -382,7 +382,7 @@ def test_a_backward_pass_under_autocast_computes_the_same(name, x, w, dy):
 
 
 @every_recipe
-def test_main_grad_takes_the_gradient_in_place_of_grad(name, x, w, dy):
+def test_main_grad_accumulates_the_gradient_instead_of_grad(name, x, w, dy):
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
     expected, w.grad = w.grad, None
@@ -393,7 +393,7 @@ def test_main_grad_takes_the_gradient_in_place_of_grad(name, x, w, dy):
 
 
 @every_recipe
-def test_main_grad_of_experts_takes_the_gradient_in_place_of_grad(name, x, w_GNK, dy, offs):
+def test_main_grad_of_experts_accumulates_the_gradient_instead_of_grad(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     expected, w_GNK.grad = w_GNK.grad, None
@@ -445,7 +445,7 @@ def test_a_main_grad_is_float32(x, w):
         linear(x, w, None, Recipe.deepseek_v3())
 
 
-def test_a_main_grad_lies_where_its_weight_does(x, w):
+def test_a_main_grad_is_on_the_device_of_its_weight(x, w):
     w.main_grad = meta(N, K)
     with pytest.raises(ValueError, match=r"weight lies on cpu but weight\.main_grad on meta"):
         linear(x, w, None, Recipe.deepseek_v3())
@@ -468,14 +468,14 @@ def test_offsets_of_experts_are_int32(recipe, x, w_GNK, offs):
         grouped_linear(x, w_GNK, offs.long(), recipe)
 
 
-def test_a_second_derivative_is_an_error_and_no_wrong_number(x, w):
+def test_a_second_derivative_is_refused(x, w):
     y = linear(x, w, None, Recipe.deepseek_v3()).square().sum()
     (dx,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
 
 
-def test_weights_in_tiles_are_cut_along_what_each_product_sums_over(x, w, dy):
+def test_weights_in_tiles_are_quantized_along_the_k_of_each_gemm(x, w, dy):
     formats = Recipe.deepseek_v3().formats
     recipe = replace(Recipe.deepseek_v3(), formats=replace(formats, w=OperandFormat(block=TILE)))
     operands = {}

@@ -135,7 +135,7 @@ def test_on_the_meta_device_it_has_shapes():
     ],
     ids=str,
 )
-def test_settings_by_which_no_gate_can_choose_are_refused(settings, message):
+def test_impossible_gate_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Gate(**{"hidden_size": 32, "n_experts": 16, "n_chosen": 4, **settings})
 

@@ -31,7 +31,7 @@ def results(recipe: Recipe, experts: bool, main_grad: bool = False) -> dict[str,
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("product", GEMMS)
 @pytest.mark.parametrize("name", WITH_CASTS)
-def test_only_that_product_changes_and_equals_bf16s(name, product, experts):
+def test_only_that_gemm_changes_and_equals_bf16(name, product, experts):
     recipe = Recipe.named(name)
     found = results(recipe.without(product), experts)
     for other in GEMMS:
@@ -40,7 +40,7 @@ def test_only_that_product_changes_and_equals_bf16s(name, product, experts):
     assert not torch.equal(found[product], results(recipe, experts)[product])
 
 
-def test_without_all_three_it_is_bf16():
+def test_without_all_three_gemms_it_equals_bf16():
     recipe = Recipe.deepseek_v3()
     for product in GEMMS:
         recipe = recipe.without(product)
@@ -49,25 +49,25 @@ def test_without_all_three_it_is_bf16():
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_main_grad_is_added_to(experts):
+def test_main_grad_is_accumulated(experts):
     recipe = Recipe.deepseek_v3().without("wgrad")
     assert torch.equal(results(recipe, experts, main_grad=True)["wgrad"], 1 + results(recipe, experts)["wgrad"])
 
 
-def test_the_name_says_it():
+def test_the_name_lists_the_exceptions():
     assert Recipe.deepseek_v3().without("wgrad").name == "deepseek_v3 without wgrad"
 
 
-def test_leaving_out_twice_is_leaving_out_once():
+def test_leaving_out_a_gemm_twice_equals_once():
     once = Recipe.deepseek_v3().without("wgrad")
     assert once.without("wgrad") == once
 
 
-def test_an_unknown_product_is_refused():
+def test_an_unknown_gemm_is_refused():
     with pytest.raises(ValueError, match="gemm must be one of fprop, dgrad, wgrad, not 'backward'"):
         Recipe.deepseek_v3().without("backward")
 
 
-def test_a_recipe_without_casts_has_none_to_leave_out():
+def test_a_recipe_without_quantization_is_refused():
     with pytest.raises(ValueError, match="recipe 'bf16' quantizes nothing"):
         Recipe.bf16().without("wgrad")

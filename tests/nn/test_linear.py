@@ -116,7 +116,7 @@ def test_no_float_tensor_of_the_inputs_size_is_saved(name, x):
 
 
 @every_cast
-def test_the_input_itself_is_not_kept_alive(name, x):
+def test_the_original_input_is_freed(name, x):
     h = x * 2
     y = layer_of(name)(h)
     reference = weakref.ref(h)
@@ -164,7 +164,7 @@ def stepped(layer: Linear) -> Linear:
     return layer
 
 
-def test_before_the_first_step_each_forward_pass_quantises(x, quantizations):
+def test_before_the_first_step_each_forward_pass_quantizes(x, quantizations):
     layer = layer_of("deepseek_v3")
     for _ in range(3):
         layer(x).sum().backward()  # the backward pass uses what its forward pass made
@@ -179,7 +179,7 @@ def test_micro_batches_and_both_passes_share_one_quantized_weight(name, x, quant
     assert quantizations.count == 1
 
 
-def test_an_optimizer_step_makes_the_layer_quantise_again(x, quantizations):
+def test_an_optimizer_step_makes_the_layer_quantize_again(x, quantizations):
     layer = layer_of("deepseek_v3")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):
@@ -189,7 +189,7 @@ def test_an_optimizer_step_makes_the_layer_quantise_again(x, quantizations):
     assert quantizations.count == 3
 
 
-def test_recomputing_does_not_quantise_again(x, quantizations):
+def test_recomputing_does_not_quantize_again(x, quantizations):
     checkpoint(stepped(layer_of("deepseek_v3")), x, use_reentrant=False).sum().backward()
     assert quantizations.count == 1
 
@@ -261,7 +261,7 @@ def test_a_layer_used_twice_sums_both_gradients(name, x):
 
 @every_recipe
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(name, frozen, x):
+def test_frozen_parameters_get_no_gradient_and_change_no_other(name, frozen, x):
     dy = torch.randn(T, N)
     layer = layer_of(name)
     expected = torch.autograd.grad(layer(x), (x, layer.weight), dy)
@@ -295,7 +295,7 @@ def test_leading_dimensions_are_those_of_nn_linear(name, shape):
 
 
 @every_recipe
-def test_leading_dimensions_do_not_change_the_numbers(name, x):
+def test_leading_dimensions_do_not_change_the_values(name, x):
     layer = layer_of(name)
     assert torch.equal(layer(x.view(7, 20, K)), layer(x).view(7, 20, N))
 
@@ -308,7 +308,7 @@ def test_sizes_start_at_1(name, inputs, outputs):
 
 
 @every_cast
-def test_a_transposed_input_is_as_good_as_a_contiguous_one(name):
+def test_a_transposed_input_equals_a_contiguous_one(name):
     layer, x = layer_of(name), torch.randn(K, T)
     assert torch.equal(layer(x.T), layer(x.T.contiguous()))
 
@@ -469,7 +469,7 @@ def test_another_recipe_computes_what_a_new_layer_with_it_does(x):
     assert torch.equal(layer(x), Linear.from_linear(layer, Recipe.per_tensor())(x))
 
 
-def test_another_recipe_forgets_the_past(x):
+def test_another_recipe_resets_the_history(x):
     layer = layer_of("delayed")
     layer(x)
     layer.use_recipe(Recipe.delayed())

@@ -50,7 +50,7 @@ def test_a_token_sees_itself_and_those_before():
     assert not torch.equal(y[:, S // 2 :], z[:, S // 2 :])
 
 
-def test_without_rotation_it_is_torchs_own():
+def test_without_rotation_it_equals_torchs_attention():
     attention, _, x, _ = parts()
     cos, sin = cos_sin(attention)
     ours = attention(x, (torch.ones_like(cos), torch.zeros_like(sin)))
@@ -91,7 +91,7 @@ def test_a_layer_with_a_hook_is_called():
 
 
 @pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
-def test_it_saves_what_the_formula_says(formula, recipe):  # noqa: F811
+def test_it_saves_the_bytes_of_the_formula(formula, recipe):  # noqa: F811
     attention, norm, x, _ = parts()
     apply_recipe(attention, recipe)
     x = x.detach().bfloat16().requires_grad_()

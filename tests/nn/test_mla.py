@@ -66,7 +66,7 @@ def slow(mla, x_BSD):
 
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [24, None])
-def test_naive_equals_the_definition(q_lora_rank):
+def test_unabsorbed_attention_equals_the_definition(q_lora_rank):
     mla, x = attention(q_lora_rank), torch.randn(2, 7, 64)
     torch.testing.assert_close(mla(x, cos_sin(0, 7)), slow(mla, x), rtol=1e-5, atol=1e-5)
 
@@ -74,14 +74,14 @@ def test_naive_equals_the_definition(q_lora_rank):
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [24, None])
 @pytest.mark.parametrize("seed", range(3))
-def test_absorbed_equals_naive_step_by_step(q_lora_rank, seed):
+def test_absorbed_attention_equals_unabsorbed_token_by_token(q_lora_rank, seed):
     mla, x = attention(q_lora_rank, seed), torch.randn(2, 20, 64)
     naive = mla(x, cos_sin(0, 20))
     torch.testing.assert_close(in_pieces(mla, x, range(1, 21)), naive, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
-def test_absorbed_equals_naive_in_pieces_of_several_tokens():
+def test_absorbed_attention_equals_unabsorbed_in_chunks_of_tokens():
     mla, x = attention(), torch.randn(2, 20, 64)
     torch.testing.assert_close(in_pieces(mla, x, (9, 10, 14, 20)), mla(x, cos_sin(0, 20)), rtol=1e-5, atol=1e-5)
 
@@ -94,7 +94,7 @@ def test_a_token_does_not_see_the_future():
 
 
 @torch.no_grad()
-def test_the_cache_holds_the_normalized_latent_and_the_turned_key_only():
+def test_the_cache_holds_only_the_normalized_latent_and_the_rotated_key():
     mla, x = attention(), torch.randn(1, 5, 64)
     cache = LatentCache(1, 1, 8, 40)
     mla(x, cos_sin(0, 5), cache[0])
@@ -106,7 +106,7 @@ def test_the_cache_holds_the_normalized_latent_and_the_turned_key_only():
 
 
 @torch.no_grad()
-def test_bfloat16_cache_serves_a_float32_layer():
+def test_a_float32_layer_can_use_a_bfloat16_cache():
     mla, x = attention(), torch.randn(1, 12, 64)
     cache = LatentCache(1, 1, 12, 40, dtype=torch.bfloat16)
     mla(x[:, :11], cos_sin(0, 11), cache[0])

@@ -38,7 +38,7 @@ def test_smooth_swiglu_changes_nothing_before_quantization(monkeypatch):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_smooth_swiglu_makes_the_channels_alike(monkeypatch):
+def test_smooth_swiglu_equalizes_the_channels(monkeypatch):
     smooth, x = convert(layer(), Recipe.smooth_swiglu()), torch.randn(7, 32)
     smooth.up_proj.weight.data[3] *= 1e4
     _, seen = without_quantization(smooth, x, monkeypatch)
@@ -47,7 +47,7 @@ def test_smooth_swiglu_makes_the_channels_alike(monkeypatch):
     assert (amax > 0.5).all()
 
 
-def test_smooth_swiglu_keeps_the_gradients(monkeypatch):
+def test_smooth_swiglu_does_not_change_the_gradients(monkeypatch):
     plain, x = layer(), torch.randn(7, 32)
     plain(x).square().sum().backward()
     smooth = convert(layer(), Recipe.smooth_swiglu())
@@ -56,7 +56,7 @@ def test_smooth_swiglu_keeps_the_gradients(monkeypatch):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_smooth_swiglu_adds_to_main_grad_what_it_would_give_as_grad():
+def test_smooth_swiglu_accumulates_the_same_gradient_in_main_grad():
     smooth, x = convert(layer(), Recipe.smooth_swiglu()).eval(), torch.randn(7, 32)
     weight = smooth.down_proj.weight
     smooth(x).square().sum().backward()
@@ -67,7 +67,7 @@ def test_smooth_swiglu_adds_to_main_grad_what_it_would_give_as_grad():
     assert torch.equal(weight.main_grad, 1 + expected)
 
 
-def test_main_grad_of_a_bf16_weight_is_not_rounded_on_the_way():
+def test_main_grad_of_a_bf16_weight_is_not_rounded_to_bf16():
     smooth = convert(layer().bfloat16(), Recipe.smooth_swiglu())
     weight = smooth.down_proj.weight
     weight.main_grad = torch.zeros(weight.shape)

@@ -49,7 +49,7 @@ def test_moe_equals_a_slow_loop(settings):
     ],
     ids=str,
 )
-def test_a_mixture_that_cannot_be_is_refused(settings, message):
+def test_an_impossible_mixture_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         MoE(gate(), **{"hidden_size": 32, "intermediate_size": 24, **settings})
 
@@ -133,7 +133,7 @@ def test_smoothing_moves_each_experts_channel_sizes_into_its_weight():
     torch.testing.assert_close(grouped_linear(smooth_h, smooth_down, offs), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_smoothing_leaves_room_for_rows_that_belong_to_no_expert():
+def test_smoothing_leaves_rows_that_belong_to_no_expert():
     experts, offs = Experts(2, 8, 8), torch.tensor([4, 6], dtype=torch.int32)
     h = torch.randn(9, 8) * 100
     found = grouped_linear(*_smooth(h, experts.down, offs), offs)
@@ -141,7 +141,7 @@ def test_smoothing_leaves_room_for_rows_that_belong_to_no_expert():
     assert not found[6:].any()
 
 
-def test_smoothed_experts_add_to_main_grad_what_they_would_give_as_grad():
+def test_smoothed_experts_accumulate_the_same_gradient_in_main_grad():
     experts, x, offs = Experts(2, 8, 8), torch.randn(6, 8), torch.tensor([4, 6], dtype=torch.int32)
     experts.use_recipe(Recipe.smooth_swiglu())
     experts.eval()

@@ -22,14 +22,14 @@ def test_a_product_depends_on_the_distance_only(seed, query_at, key_at, shift):
     torch.testing.assert_close(near, far, rtol=0, atol=2e-2)  # angles of 4000 radians in FP32
 
 
-def test_neighbouring_channels_are_a_complex_number_that_turns():
+def test_neighboring_channels_are_a_complex_number_that_rotates():
     rope, x = Rope(8), torch.randn(5, 2, 8)
     turns = torch.exp(1j * torch.arange(5)[:, None] * rope.frequencies())
     expected = torch.view_as_real(torch.view_as_complex(x.view(5, 2, 4, 2)) * turns[:, None]).flatten(-2)
     torch.testing.assert_close(rotated(x, range(5), rope), expected)
 
 
-def test_factor_one_is_the_plain_rotation():
+def test_factor_one_is_the_unscaled_rotation():
     plain = torch.tensor([10000.0 ** (-i / 64) for i in range(0, 64, 2)])
     torch.testing.assert_close(Rope(64).frequencies(), plain)
 
@@ -51,7 +51,7 @@ def test_softmax_factor_is_the_published_one(mscale, expected):
     assert Rope(64, factor=40.0, mscale=mscale, mscale_all_dim=mscale).softmax_factor == pytest.approx(expected)
 
 
-def test_equal_mscales_leave_the_rotation_its_size():
+def test_equal_mscales_do_not_change_the_magnitude():
     cos, sin = V3.cos_sin(torch.arange(100))
     torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
 

@@ -27,7 +27,7 @@ def test_power_of_2_leaves_a_power_of_two():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_power_of_2_does_not_hide(bad):
+def test_power_of_2_propagates_nan_and_inf(bad):
     assert not power_of_2_at_least(torch.tensor([bad])).isfinite().any()
 
 
@@ -36,11 +36,11 @@ def test_power_of_2_does_not_hide(bad):
     [(torch.tensor(60000.0).half(), 2.0**16), (torch.tensor(3e38), 2.0**127)],
     ids=["fp16", "fp32"],
 )
-def test_power_of_2_of_a_dtypes_largest_numbers_is_finite(amax, expected):
+def test_power_of_2_of_the_largest_values_of_a_dtype_is_finite(amax, expected):
     assert power_of_2_at_least(amax).item() == expected
 
 
-def test_scaled_columns_are_the_products_in_fp32():
+def test_scaled_columns_equal_the_products_in_fp32():
     weight, scale = torch.randn(5, 7).bfloat16(), torch.exp2(torch.arange(7.0))
     assert torch.equal(scale_columns(weight, scale), weight.float() * scale)
 

@@ -75,14 +75,14 @@ def test_writing_in_place_changes_the_weight(weight, counter):
     assert counter.calls == 2
 
 
-def test_other_data_change_the_weight(weight, counter):
+def test_assigning_data_changes_the_weight(weight, counter):
     quantized_weight(weight, CAST, counter)
     weight.data = torch.randn(5, 7)
     quantized_weight(weight, CAST, counter)
     assert counter.calls == 2
 
 
-def test_data_at_the_same_address_as_others_before_change_the_weight(counter):
+def test_new_data_at_a_reused_address_changes_the_weight(counter):
     layer = nn.Linear(256, 256)
     quantized_weight(layer.weight, CAST, counter)
     layer.to(torch.bfloat16).to(torch.float32)  # the allocator likes to hand out the memory that was just freed
@@ -98,12 +98,12 @@ def test_loading_a_state_dict_changes_the_weight(counter):
     assert counter.calls == 2
 
 
-def test_another_cast_is_made_anew(weight, counter):
+def test_another_format_is_quantized_separately(weight, counter):
     quantized_weight(weight, CAST, counter)
     assert quantized_weight(weight, OperandFormat(block=TENSOR), counter).scale.numel() == 1
 
 
-def test_a_copy_has_its_own(weight, counter):
+def test_a_copy_has_its_own_cache_entry(weight, counter):
     copied = copy.deepcopy(weight)
     quantized_weight(weight, CAST, counter)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_a_copy_has_its_own(weight, counter):
     )
 
 
-def test_nothing_is_kept_of_a_weight_that_is_gone(counter):
+def test_the_entry_of_a_deleted_weight_is_freed(counter):
     weight = nn.Parameter(torch.randn(5, 7))
     kept = weakref.ref(quantized_weight(weight, CAST, counter))
     del weight
@@ -149,7 +149,7 @@ def test_frozen_weights_can_be_cached(weight):
     assert not can_cache(layer.weight, CAST)
 
 
-def test_freezing_begins_anew(counter):
+def test_freezing_resets_the_cache(counter):
     layer = Linear(7, 5)
     quantized_weight(layer.weight, CAST, counter)  # as a training step does, after which nobody counts
     layer.weight.data.mul_(3)
@@ -159,7 +159,7 @@ def test_freezing_begins_anew(counter):
     assert torch.equal(q.scale, quantize(layer.weight.detach(), BLOCK).scale)
 
 
-def test_freezing_twice_ends_with_the_outer_one():
+def test_nested_freezing_ends_with_the_outer_context():
     layer = Linear(7, 5)
     with frozen_weights(layer):
         with frozen_weights(layer):
@@ -167,7 +167,7 @@ def test_freezing_twice_ends_with_the_outer_one():
         assert can_cache(layer.weight, CAST)
 
 
-def test_what_is_computed_from_a_weight_cannot_be_cached(weight):
+def test_a_tensor_computed_from_a_weight_cannot_be_cached(weight):
     step(weight)
     assert not can_cache(weight * 2, CAST)
 
@@ -179,7 +179,7 @@ def test_weights_whose_writes_are_not_counted_cannot_be_cached():
         assert not can_cache(layer.weight, CAST)
 
 
-def test_a_delayed_scale_is_not_the_weights_own(weight):
+def test_a_weight_with_a_delayed_scale_cannot_be_cached(weight):
     step(weight)
     assert not can_cache(weight, OperandFormat(block=TENSOR, amax="delayed"))
 
@@ -246,7 +246,7 @@ def test_a_step_invalidates_a_frozen_weight_that_its_optimizer_holds(weight, cou
     assert not torch.equal(quantized_weight(weight, CAST, counter).data.float(), before.data.float())
 
 
-def test_a_weight_is_not_kept_while_a_graph_is_captured(weight, monkeypatch):
+def test_a_weight_is_not_cached_during_graph_capture(weight, monkeypatch):
     step(weight)
     assert can_cache(weight, CAST)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

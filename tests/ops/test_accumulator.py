@@ -56,7 +56,7 @@ def operand(*shape, block, fmt=octile.E4M3):
                      id="wgrad, one scale a tensor"),
     ],
 )  # fmt: skip
-def test_an_operator_goes_through_it(call):
+def test_every_operator_uses_the_accumulator(call):
     expected = call()
     assert not seen
     with accumulator.summed_by(decoded):
@@ -73,7 +73,7 @@ def test_a_weight_gradient_is_promoted_where_the_tiles_of_all_tokens_end():
     assert seen[2][0][:, :37].float().abs().max() == 0
 
 
-def test_int8_and_what_lies_outside_stay_as_they_are():
+def test_int8_and_gemms_outside_of_the_context_do_not_change():
     a = operand(4, 64, block=(1, 64), fmt=octile.INT8)
     with accumulator.summed_by(decoded):
         octile.matmul_nt(a, a)

@@ -26,7 +26,7 @@ def corrections(t: int) -> Tensor:
 
 
 @pytest.mark.parametrize("t", [1, 7, 1000])
-def test_it_is_the_formula(t: int):
+def test_it_equals_the_formula(t: int):
     w, g, m, v = (x.double() for x in tensors())
     m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
     step = LR * (m / (1 - BETA1**t)) / ((v / (1 - BETA2**t)).sqrt() + EPS)
@@ -37,7 +37,7 @@ def test_it_is_the_formula(t: int):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-8)
 
 
-def test_it_is_torchs_step():
+def test_it_equals_torchs_step():
     """Bit for bit where the processor has a fused multiply-add; elsewhere torch rounds once more."""
     (w, g, m, v), (w2, _, m2, v2) = tensors(), tensors()
     adamw(w, g, m, v, corrections(5), *SETTINGS)
@@ -62,7 +62,7 @@ def test_moments_in_bf16_are_rounded_after_the_step(gradient_dtype: torch.dtype)
     assert torch.equal(v, wide[3].bfloat16())
 
 
-def test_what_is_written_counts_as_written():
+def test_written_tensors_get_a_new_version():
     w, g, m, v = tensors()
     before = [t._version for t in (w, g, m, v)]
     adamw(w, g, m, v, corrections(1), *SETTINGS)
@@ -88,6 +88,6 @@ def test_it_is_a_well_formed_operator():
     ],
     ids=["weight", "moment", "shape", "corrections", "strides"],
 )
-def test_what_does_not_fit_is_refused(change: Any, error: type[Exception], message: str):
+def test_arguments_that_do_not_fit_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         adamw(*change(*tensors(), corrections(1)), *SETTINGS)

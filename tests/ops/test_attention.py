@@ -28,7 +28,7 @@ def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @every_shape
-def test_forward_is_torchs(shape: Shape):
+def test_forward_equals_torchs(shape: Shape):
     q, k, v, _ = inputs(shape)
     o, lse = attention(q, k, v, SCALE)
     torch.testing.assert_close(o, torchs(q, k, v), rtol=1e-5, atol=1e-5)
@@ -37,7 +37,7 @@ def test_forward_is_torchs(shape: Shape):
 
 
 @every_shape
-def test_backward_is_what_autograd_finds(shape: Shape):
+def test_backward_equals_autograd(shape: Shape):
     *qkv, do = inputs(shape)
     wide = [t.double().requires_grad_() for t in qkv]
     expected = torch.autograd.grad(torchs(*wide), wide, do.double())
@@ -85,7 +85,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_well_formed_operators(name: str):
+def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
 
 
@@ -105,12 +105,12 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     ],
     ids=["dtype", "dtypes", "dimensions", "k", "v"],
 )
-def test_what_does_not_fit_is_refused(change: Any, error: type[Exception], message: str):
+def test_arguments_that_do_not_fit_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         attention(*change(*inputs()[:3]), SCALE)
 
 
-def test_sums_of_another_shape_are_refused():
+def test_a_log_sum_exp_of_another_shape_is_refused():
     *qkv, do = inputs()
     o, lse = attention(*qkv, SCALE)
     with pytest.raises(ValueError, match=r"lse must be float32 \(2, 3, 7\), not torch.float32 \(2, 7, 3\)"):

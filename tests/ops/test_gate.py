@@ -13,13 +13,13 @@ def tensor(*shape, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_are_the_product_in_float32(dtype):
+def test_logits_equal_the_gemm_in_float32(dtype):
     x, w = tensor(5, 40, dtype=dtype), tensor(3, 40)
     assert torch.equal(gate_logits(x, w), x.float() @ w.mT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_are_what_autograd_finds(dtype):
+def test_gradients_equal_autograd(dtype):
     x, w, dy = tensor(5, 40, dtype=dtype).requires_grad_(), tensor(3, 40).requires_grad_(), tensor(5, 3)
     (x.float() @ w.mT).backward(dy)
     dx, dw = gate_logits_backward(dy, x.detach(), w.detach())
@@ -35,14 +35,14 @@ def test_autocast_changes_nothing():
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v == 0 or abs(v) > 2.0**-100), min_size=1))
-def test_three_parts_are_the_number(values):
+def test_three_bf16_terms_sum_to_the_value(values):
     t = torch.tensor(values)
     parts = bfloat16_terms(t)
     assert parts.dtype == torch.bfloat16
     assert torch.equal(parts.double().sum(0), t.double())
 
 
-def test_a_bfloat16_number_is_its_only_part():
+def test_a_bfloat16_value_has_one_term():
     t = tensor(4, 4, dtype=torch.bfloat16)
     assert torch.equal(bfloat16_terms(t), t[None])
 

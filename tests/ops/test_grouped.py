@@ -74,7 +74,7 @@ def test_rows_past_the_last_group_are_zero(counts, past, n, k, fmt):
     assert torch.equal(y[sum(counts) :], torch.zeros(past, n))
 
 
-def test_one_group_is_an_ordinary_product():
+def test_one_group_equals_a_dense_gemm():
     a, b = operand(20, 130), operand(1, 30, 130, block=BLOCK)
     y = grouped_matmul_nt(*a, *b, ends([20]), torch.float32)
     assert torch.equal(y, matmul_nt(*a, b[0][0], b[1][0], BLOCK, torch.float32))
@@ -119,7 +119,7 @@ def test_a_nan_in_an_unused_row_is_not_seen():
     assert y.isfinite().all()
 
 
-def test_autocast_changes_nothing_in_masked_products():
+def test_autocast_changes_nothing_in_masked_gemms():
     arguments = (*operand(2, 8, 130), *operand(2, 30, 130, block=BLOCK), torch.tensor([8, 3], dtype=torch.int32))
     with torch.autocast("cpu", torch.bfloat16):
         inside = masked_grouped_matmul_nt(*arguments, torch.float32)
@@ -165,7 +165,7 @@ def test_no_rows_at_all_are_no_error(counts):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_in_a_group_are_written_and_rows_past_all_stay_as_they_are(dtype):
+def test_rows_in_a_group_are_written_and_rows_past_all_are_unchanged(dtype):
     arguments = (*operand(20, 130), *operand(2, 30, 130, block=BLOCK), ends([5, 10]))
     out = torch.full((20, 30), 7.0, dtype=dtype)
     grouped_matmul_nt_out(out, *arguments)
@@ -174,7 +174,7 @@ def test_rows_in_a_group_are_written_and_rows_past_all_stay_as_they_are(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_within_the_count_are_written_and_others_stay_as_they_are(dtype):
+def test_rows_within_the_count_are_written_and_others_are_unchanged(dtype):
     arguments = (*operand(2, 8, 130), *operand(2, 30, 130, block=BLOCK), torch.tensor([8, 3], dtype=torch.int32))
     out = torch.full((2, 8, 30), 7.0, dtype=dtype)
     masked_grouped_matmul_nt_out(out, *arguments)
@@ -243,7 +243,7 @@ def test_grouped_wgrad_is_a_well_formed_operator(fmt, counts):
 
 
 @every_format
-def test_the_forms_that_write_into_a_tensor_are_well_formed_operators(fmt):
+def test_the_out_variants_are_well_formed_operators(fmt):
     a, b = operand(9, 130, fmt=fmt), operand(2, 5, 130, fmt=fmt, block=BLOCK)
     torch.library.opcheck(
         grouped_matmul_nt_out.overload, (torch.zeros(9, 5), *a, *b, ends([3, 4])), test_utils=checks(fmt)
@@ -259,7 +259,7 @@ def test_the_forms_that_write_into_a_tensor_are_well_formed_operators(fmt):
 
 
 @pytest.mark.parametrize("offs", [[3, 2], [-1, 4], [2, 10]], ids=["falling", "negative", "past the rows"])
-def test_offsets_that_are_no_ends_of_groups_are_refused(offs):
+def test_invalid_offsets_are_refused(offs):
     a, b = operand(9, 130), operand(2, 5, 130, block=BLOCK)
     with pytest.raises(ValueError, match=r"offs must rise from 0 to at most the 9 rows there are, not \["):
         grouped_matmul_nt(*a, *b, torch.tensor(offs, dtype=torch.int32), torch.float32)
@@ -272,7 +272,7 @@ def test_offsets_are_int32():
         )
 
 
-def test_there_is_one_offset_a_weight():
+def test_there_must_be_one_offset_per_weight():
     with pytest.raises(ValueError, match=r"offs must be \[2\], one for each group, not \(3,\)"):
         grouped_matmul_nt(*operand(9, 130), *operand(2, 5, 130, block=BLOCK), ends([4, 5, 0]), torch.float32)
 

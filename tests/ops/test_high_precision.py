@@ -9,7 +9,7 @@ ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("channels", [13, 16])
-def test_torch_finds_nothing_wrong(channels: int):
+def test_opcheck_passes(channels: int):
     x, w, dy = torch.randn(9, channels), torch.randn(3, 11, channels), torch.randn(9, 11)
     torch.library.opcheck(high_precision_grouped_nt.overload, (x, w, ENDS))
     torch.library.opcheck(high_precision_grouped_nt.overload, (dy, w.mT, ENDS))

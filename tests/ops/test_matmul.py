@@ -46,7 +46,7 @@ def bound(a: Tensor, b: Tensor) -> Tensor:
 
 
 @given(m=sizes, n=sizes, k=st.integers(1, 400), seed=st.integers(0, 2**31), **operands)
-def test_a_product_is_within_the_bound_of_fp32_summation(m, n, k, seed, fmt, block):
+def test_a_result_is_within_the_bound_of_fp32_summation(m, n, k, seed, fmt, block):
     a, b = operand(m, k, fmt, block, seed), operand(n, k, fmt, (128, 128), seed + 1)
     error = matmul_nt(*a, *b, torch.float32).double() - exact(*a) @ exact(*b).T
     assert (error.abs() <= bound(exact(*a), exact(*b))).all()
@@ -66,7 +66,7 @@ def test_formats_may_be_mixed(pair):
 
 
 @every_format
-def test_a_transposed_view_is_multiplied_as_what_it_shows(fmt):
+def test_a_transposed_view_equals_its_contiguous_copy(fmt):
     (a, a_scale, _), b = operand(140, 9, fmt, (128, 1)), operand(6, 140, fmt)
     shown = exact(a.mT.contiguous(), a_scale.mT.contiguous(), (1, 128))
     y = matmul_nt(a.mT, a_scale.mT, (1, 128), *b, torch.float32)
@@ -74,7 +74,7 @@ def test_a_transposed_view_is_multiplied_as_what_it_shows(fmt):
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 4, 8), (4, 0, 8), (4, 3, 0)])
-def test_an_empty_side_gives_nothing_or_zeros(m, n, k):
+def test_an_empty_dimension_gives_an_empty_result_or_zeros(m, n, k):
     y = matmul_nt(*operand(m, k), *operand(n, k), torch.float32)
     assert torch.equal(y, torch.zeros(m, n))
 
@@ -96,14 +96,14 @@ def test_a_nan_reaches_its_row_and_no_other():
 
 
 @every_format
-def test_a_block_that_held_a_nan_is_nan_in_the_product(fmt):
+def test_a_quantized_block_with_a_nan_is_nan_in_the_result(fmt):
     x = torch.ones(3, 256)
     x[1, 200] = torch.nan
     y = matmul_nt(*quantize(x, 1, 128, fmt, False), (1, 128), *operand(4, 256, fmt), torch.float32)
     assert y.isnan().all(1).tolist() == [False, True, False]
 
 
-def test_an_inf_of_e5m2_stays_one():
+def test_an_inf_of_e5m2_stays_inf():
     a = torch.tensor([[1.0, torch.inf]]).to(torch.float8_e5m2)
     y = matmul_nt(a, torch.ones(1, 1), (1, 2), a[:, :1].expand(1, 2), torch.ones(1, 1), (1, 2), torch.float32)
     assert y.item() == torch.inf
@@ -119,13 +119,13 @@ def test_out_is_overwritten(dtype):
     assert torch.equal(out, matmul_nt(*a, *b, dtype))
 
 
-def test_a_product_is_added_in_fp32():
+def test_accumulation_is_in_fp32():
     a, b, before = operand(5, 130), operand(6, 130), torch.randn(5, 6)
     matmul_nt_out(out := before.clone(), *a, *b, True)
     assert torch.equal(out, before + matmul_nt(*a, *b, torch.float32))
 
 
-def test_a_sum_in_bf16_is_rounded_once():
+def test_accumulation_in_bf16_rounds_once():
     a, b, before = operand(5, 130), operand(6, 130), torch.randn(5, 6).bfloat16()
     matmul_nt_out(out := before.clone(), *a, *b, True)
     assert torch.equal(out, (before.float() + matmul_nt(*a, *b, torch.float32)).bfloat16())
@@ -206,7 +206,7 @@ def change(position: int, value: object) -> tuple:
         "3-D block",
     ],
 )
-def test_what_does_not_fit_is_refused(position, value, error, message):
+def test_arguments_that_do_not_fit_are_refused(position, value, error, message):
     with pytest.raises(error, match=message):
         matmul_nt(*change(position, value))
 

@@ -121,7 +121,7 @@ NEEDED = [case for case in TENSORS if "None" not in str(parameter(*case.values).
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.__module__}.{call.__name__}")
-def test_the_arguments_are_right_otherwise(call: Callable[..., Any]):
+def test_the_other_arguments_are_valid(call: Callable[..., Any]):
     call(*CALLS[call])
 
 
@@ -134,7 +134,7 @@ def refuses(call: Callable[..., Any], i: int, given: object) -> None:
 
 @pytest.mark.parametrize("given", [1.5, [1.5], (X, X)], ids=["number", "list", "tuple"])
 @pytest.mark.parametrize(("call", "i"), TENSORS)
-def test_what_is_no_tensor_is_refused(call: Callable[..., Any], i: int, given: object):
+def test_arguments_that_are_no_tensors_are_refused(call: Callable[..., Any], i: int, given: object):
     refuses(call, i, given)
 
 
@@ -151,7 +151,7 @@ def test_named_arguments_are_refused_alike():
 
 
 @pytest.mark.parametrize("name", ["b", "out"])
-def test_a_tensor_on_meta_beside_others_is_refused(name: str):
+def test_meta_tensors_mixed_with_others_are_refused(name: str):
     b = octile.ScaledTensor(ENCODED.to("meta"), SCALE.to("meta"), (1, 128)) if name == "b" else Q
     out = torch.empty(2, 2, device="meta") if name == "out" else None
     with pytest.raises(ValueError, match=f"lies on (cpu but {name} on meta|meta but a on cpu)"):

@@ -18,7 +18,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_norm_rounded_only_when_quantized(dtype: torch.dtype):
+def test_the_norm_is_rounded_only_by_quantization(dtype: torch.dtype):
     x, weight = inputs(dtype)
     data, scale, rstd, y = rms_norm_quantize(x, weight, 1e-6, "e4m3", True)
     expected = quantize(F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6), 1, 128, "e4m3", True)
@@ -29,14 +29,14 @@ def test_it_is_the_norm_rounded_only_when_quantized(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_itself_comes_along_if_asked_for(dtype: torch.dtype):
+def test_the_norm_is_returned_on_request(dtype: torch.dtype):
     x, weight = inputs(dtype)
     y = rms_norm_quantize(x, weight, 1e-6, "e4m3", True, True)[3]
     assert torch.equal(y, F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_what_autograd_finds(dtype: torch.dtype):
+def test_gradients_equal_autograd(dtype: torch.dtype):
     x, weight = inputs(dtype)
     dy = torch.randn(20, 300).to(dtype)
     rstd = rms_norm_quantize(x, weight, 1e-6, "e4m3", True)[2]
@@ -48,7 +48,7 @@ def test_gradients_are_what_autograd_finds(dtype: torch.dtype):
     torch.testing.assert_close(dweight.double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_from_elsewhere_is_added_before_the_rounding():
+def test_another_gradient_is_added_before_the_rounding():
     x, weight = inputs(torch.bfloat16)
     dy, rstd, add = torch.randn(20, 300).bfloat16(), torch.rand(20), torch.randn(20, 300).bfloat16()
     exact = rms_norm_backward(dy, x.float(), weight.float(), rstd)[0] + add.float()
@@ -75,7 +75,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_well_formed_operators(name: str):
+def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
 
 
@@ -96,7 +96,9 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     ],
     ids=["dtype", "weight's dtype", "vector", "too long", "weight", "format"],
 )
-def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, fmt: str, error: type[Exception], message: str):
+def test_arguments_that_do_not_fit_are_refused(
+    x: Tensor, weight: Tensor, fmt: str, error: type[Exception], message: str
+):
     with pytest.raises(error, match=message):
         rms_norm_quantize(x, weight, 1e-6, fmt, False)
 
@@ -111,7 +113,7 @@ def test_what_does_not_fit_is_refused(x: Tensor, weight: Tensor, fmt: str, error
     ],
     ids=["dtype", "rstd's dtype", "shape", "rstd"],
 )
-def test_gradients_of_something_else_are_refused(dy: Tensor, rstd: Tensor, error: type[Exception], message: str):
+def test_gradients_that_do_not_fit_are_refused(dy: Tensor, rstd: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         rms_norm_backward(dy, torch.zeros(2, 3), torch.ones(3), rstd)
 
@@ -124,6 +126,6 @@ def test_gradients_of_something_else_are_refused(dy: Tensor, rstd: Tensor, error
     ],
     ids=["dtype", "shape"],
 )
-def test_what_cannot_be_added_is_refused(add: Tensor, error: type[Exception], message: str):
+def test_an_addend_that_does_not_fit_is_refused(add: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         rms_norm_backward(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3), torch.ones(2), add)

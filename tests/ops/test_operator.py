@@ -58,18 +58,18 @@ def test_arguments_may_be_named():
     assert torch.equal(named[0], quantize(x, 1, 128, "int8", False)[0])
 
 
-def test_a_module_that_is_imported_anew_defines_its_operators_anew(plus):
+def test_a_reloaded_module_defines_its_operators_again(plus):
     define_plus()(out := torch.zeros(3), torch.ones(3))
     assert out.tolist() == [1, 1, 1]
 
 
-def test_what_is_dropped_is_no_operator_any_more():
+def test_a_removed_operator_cannot_be_called():
     define_plus()
     del LIBRARIES["plus"]
     assert not hasattr(torch.ops.octile, "plus")
 
 
-def test_a_kernel_takes_the_place_of_the_reference_on_its_device(plus):
+def test_a_kernel_replaces_the_reference_on_its_device(plus):
     seen = []
     plus.register_kernel("cpu")(lambda out, x: seen.append(x))
     plus(torch.zeros(3), x := torch.ones(3))
@@ -82,7 +82,7 @@ def test_writing_counts_as_a_new_version(plus):
     assert (out.tolist(), out._version) == ([1, 1, 1], 1)
 
 
-def test_what_autograd_keeps_may_not_be_written_over(plus):
+def test_tensors_saved_for_backward_may_not_be_overwritten(plus):
     factor, kept = torch.ones(3, requires_grad=True), torch.ones(3)
     product = factor * kept
     plus(kept, torch.ones(3))
@@ -97,7 +97,7 @@ def test_inference_tensors_are_written_in_inference_mode(plus):
 
 
 @pytest.mark.parametrize("call", [quantize, torch.compile(quantize, backend="eager")], ids=["eager", "compiled"])
-def test_a_gradient_is_refused_by_the_name_of_what_has_one(call):
+def test_an_argument_that_requires_grad_is_refused_by_name(call):
     with pytest.raises(RuntimeError, match=r"octile::quantize has no gradient: octile\.nn\.Linear"):
         call(torch.randn(5, 256, requires_grad=True), *TILE, "e4m3", False)
 
@@ -135,7 +135,7 @@ def test_a_compiled_graph_writes_into_its_input():
     assert outs[1]._version > 0
 
 
-def test_a_compiled_graph_may_write_into_what_it_made():
+def test_a_compiled_graph_may_write_into_its_intermediates():
     def step(*operands):
         out = torch.zeros(5, 7)
         matmul_nt_out(out, *operands, True)

@@ -26,7 +26,7 @@ def packed_operand(data, scale, cols):
 
 
 @given(**sides, a_cols=st.sampled_from([32, 128]), b_cols=st.sampled_from([32, 128]))
-def test_packed_scales_give_the_product_of_unpacked_ones(m, n, k, a_cols, b_cols):
+def test_packed_scales_give_the_result_of_unpacked_ones(m, n, k, a_cols, b_cols):
     a, b = operand(m, k, a_cols, 0), operand(n, k, b_cols, 1)
     y = packed_matmul_nt(*packed_operand(*a), *packed_operand(*b), torch.float32)
     expected = matmul_nt(a[0], a[1], (1, a_cols), b[0], b[1], (1, b_cols), torch.float32)
@@ -40,7 +40,7 @@ def as_the_library_reads_them(data, tiles):
 
 
 @given(**sides, cols=st.sampled_from([32, 128]))
-def test_what_sm_100_is_given_has_the_same_values_and_zeros_around_them(m, n, k, cols):
+def test_operands_for_sm_100_have_the_same_values_padded_with_zeros(m, n, k, cols):
     data, scale, _ = operand(m, k, cols, 2)
     filled, tiles = packed.mx_operand(data, pack_ue8m0(scale), cols)
     assert filled.shape == (-(-m // 16) * 16, -(-k // 32) * 32)
@@ -48,7 +48,7 @@ def test_what_sm_100_is_given_has_the_same_values_and_zeros_around_them(m, n, k,
     assert torch.equal(as_the_library_reads_them(filled, tiles), F.pad(expected, (0, -k % 32, 0, -m % 16)))
 
 
-def test_the_call_for_sm_100_gives_the_product(monkeypatch):
+def test_the_call_for_sm_100_gives_the_result(monkeypatch):
     """torch's function is replaced by what its documentation says it computes; the chip itself is not asked."""
 
     def library(a, b, a_tiles, a_scaling, b_tiles, b_scaling, a_swizzle, b_swizzle, output_dtype):
@@ -92,7 +92,7 @@ def test_it_is_a_well_formed_operator():
         ({3: operand(7, 129, 128, 1)[0]}, ValueError, r"agree in K: a is \(5, 130\), b is \(7, 129\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_arguments_that_do_not_fit_are_refused(change, error, message):
     arguments = [*packed_operand(*operand(5, 130, 128, 0)), *packed_operand(*operand(7, 130, 128, 1)), torch.bfloat16]
     for place, wrong in change.items():
         arguments[place] = wrong

@@ -25,7 +25,7 @@ def tiles(t: int = T, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["e4m3", "e5m2", "int8"]), st.integers(0, 99))
-def test_each_row_comes_to_all_its_places_with_its_scales(t: int, k: int, fmt: str, seed: int):
+def test_permute_copies_each_row_to_its_destinations_with_its_scales(t: int, k: int, fmt: str, seed: int):
     (data, scale), place = tiles(t, fmt), places(t, k, seed)
     moved, moved_scale = permute(data, scale, place)
     values = dequantize(data, scale, 1, 128, torch.float32)
@@ -42,7 +42,7 @@ def test_scales_have_the_layout_of_quantize():
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.booleans(), st.integers(0, 99))
-def test_the_rows_of_a_token_are_summed_in_the_order_of_k(t: int, k: int, added: bool, seed: int):
+def test_unpermute_sums_the_rows_of_a_token_in_the_order_of_k(t: int, k: int, added: bool, seed: int):
     y, place = torch.randn(t * k, 8).bfloat16(), places(t, k, seed)
     add = torch.randn(t, 8).bfloat16() if added else None
     expected = []
@@ -54,7 +54,7 @@ def test_the_rows_of_a_token_are_summed_in_the_order_of_k(t: int, k: int, added:
     assert torch.equal(unpermute(y, place, add), torch.stack(expected) if t else torch.empty(0, 8).bfloat16())
 
 
-def test_one_is_the_others_gradient():
+def test_permute_and_unpermute_are_adjoint():
     """⟨permute(x), y⟩ = ⟨x, unpermute(y)⟩."""
     (data, scale), place, y = tiles(), places(), torch.randn(T * K, D)
     moved = dequantize(*permute(data, scale, place), 1, 128, torch.float32)
@@ -62,7 +62,7 @@ def test_one_is_the_others_gradient():
     torch.testing.assert_close((moved * y).sum(), (x * unpermute(y, place)).sum())
 
 
-def test_what_is_added_is_not_written():
+def test_the_addend_is_not_written():
     add = torch.ones(T, 8)
     assert unpermute(torch.zeros(T, 8), places(k=1), add).data_ptr() != add.data_ptr()
     assert (add == 1).all()
@@ -76,7 +76,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_well_formed_operators(name: str):
+def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
 
 
@@ -100,7 +100,7 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     ],
     ids=["dtype", "scale", "place's dtype", "place's shape", "rows"],
 )
-def test_what_cannot_be_permuted_is_refused(arguments: Any, error: type[Exception], message: str):
+def test_invalid_arguments_of_permute_are_refused(arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         permute(*arguments)
 
@@ -116,6 +116,6 @@ def test_what_cannot_be_permuted_is_refused(arguments: Any, error: type[Exceptio
     ],
     ids=["dtype", "shape", "rows", "add's dtype", "add"],
 )
-def test_what_cannot_be_summed_is_refused(arguments: Any, error: type[Exception], message: str):
+def test_invalid_arguments_of_unpermute_are_refused(arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         unpermute(*arguments)

@@ -57,7 +57,7 @@ def spacing(y: Tensor, fmt: str) -> Tensor:
 @given(
     **a_matrix, block=st.sampled_from(BLOCKS), fmt=st.sampled_from(["e4m3", "e5m2", "int8"]), power_of_2=st.booleans()
 )
-def test_every_block_is_quantised_as_numpy_does(m, k, seed, block, fmt, power_of_2):
+def test_every_block_is_quantized_as_numpy_does(m, k, seed, block, fmt, power_of_2):
     x, (rows, cols) = matrix(m, k, seed), block
     data, scale = quantize(x, rows, cols, fmt, power_of_2)
     for i in range(-(-m // rows)):
@@ -84,27 +84,27 @@ def test_e5m6_data_are_packed_encoded_values(m, k, seed, power_of_2):
 
 
 @pytest.mark.parametrize(("block", "strides"), [((1, 128), (1, 132)), ((128, 1), (132, 1)), ((128, 128), (2, 1))])
-def test_scales_lie_as_products_read_them(block, strides):
+def test_scales_have_the_layout_that_gemms_read(block, strides):
     x = matrix(130, 130)
     for source in (x, x.to("meta")):
         _, scale = quantize(source, *block, "e4m3", False)
         assert scale.stride() == strides
 
 
-def test_the_scales_of_a_batch_lie_one_matrix_after_the_other():
+def test_the_scales_of_a_batch_are_stored_matrix_by_matrix():
     _, scale = quantize(torch.stack(3 * [matrix(130, 130)]), 1, 128, "e4m3", False)
     assert scale.stride() == (2 * 132, 1, 132)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_there_is_one_scale_a_block_also_at_the_edges(block):
+def test_there_is_one_scale_per_block_also_at_the_edges(block):
     _, scale = quantize(matrix(300, 200), *block, "e4m3", False)
     assert scale.shape == (-(-300 // block[0]), -(-200 // block[1]))
 
 
 @every_format
 @both_scales
-def test_matrices_of_a_batch_are_quantised_each_for_itself(fmt, power_of_2):
+def test_matrices_of_a_batch_are_quantized_separately(fmt, power_of_2):
     x = torch.stack([matrix(70, 130, seed) for seed in range(3)])
     data, scale = quantize(x, 64, 64, fmt, power_of_2)
     for i, one in enumerate(x):
@@ -114,7 +114,7 @@ def test_matrices_of_a_batch_are_quantised_each_for_itself(fmt, power_of_2):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_input_is_quantised_as_the_same_numbers_in_float32(dtype):
+def test_16_bit_input_is_quantized_as_the_same_values_in_float32(dtype):
     x = matrix(40, 140, spread=3).to(dtype)
     found, expected = quantize(x, 1, 128, "e4m3", False), quantize(x.float(), 1, 128, "e4m3", False)
     assert torch.equal(found[0].float(), expected[0].float())
@@ -129,7 +129,7 @@ def test_strides_do_not_matter(fmt):
 
 
 @every_format
-def test_input_is_left_as_it_was(fmt):
+def test_the_input_is_not_changed(fmt):
     x = matrix(4, 256)
     before = x.clone()
     quantize(x, 1, 128, fmt, False)
@@ -137,7 +137,7 @@ def test_input_is_left_as_it_was(fmt):
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 4, 6)])
-def test_nothing_is_quantised_to_nothing(shape):
+def test_an_empty_tensor_is_quantized(shape):
     data, scale = quantize(torch.empty(shape), 1, 128, "e4m3", False)
     assert data.shape == shape
     assert dequantize(data, scale, 1, 128, torch.float32).shape == shape
@@ -176,13 +176,13 @@ def test_power_of_2_scales_are_rounded_up(m, k, seed, fmt):
 
 @every_format
 @given(**a_matrix)
-def test_the_largest_value_of_a_block_becomes_the_largest_number(fmt, m, k, seed):
+def test_the_largest_value_of_a_block_becomes_the_largest_of_the_format(fmt, m, k, seed):
     data, _ = quantize(matrix(m, k, seed), 1, 300, fmt, False)
     assert (numbers(data, fmt).abs().amax(1) == by_name[fmt].max).all()
 
 
 @every_format
-def test_numbers_of_the_format_come_back_exactly(fmt):
+def test_values_of_the_format_are_exact(fmt):
     form = by_name[fmt]
     values = torch.arange(-127.0, 128.0) if form is INT8 else form.values()
     x = values[values.isfinite()][None]
@@ -192,7 +192,7 @@ def test_numbers_of_the_format_come_back_exactly(fmt):
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 0.25, 2.0**100])
-def test_e4m3_numbers_times_a_power_of_two_come_back_exactly(scale):
+def test_e4m3_values_times_a_power_of_two_are_exact(scale):
     x = E4M3.values()[None].nan_to_num(0.0) * scale
     assert torch.equal(round_trip(x, (1, 256), "e4m3", True), x)
 
@@ -233,7 +233,7 @@ def test_the_ends_of_float32_keep_the_bound(fmt, power_of_2, largest):
     assert (error.abs() <= scale * spacing(x / scale, fmt) / 2 + x.abs().double() * 2.0**-24).all()
 
 
-def test_values_at_the_end_of_e4m3_stay_where_they_are():
+def test_values_at_the_end_of_e4m3_do_not_change():
     x = torch.tensor([[448.0, -448.0, 447.0, 432.0, 431.0, 1.0]])
     data, scale = quantize(x, 1, 128, "e4m3", False)
     assert scale.item() == 1
@@ -244,19 +244,19 @@ def test_values_at_the_end_of_e4m3_stay_where_they_are():
 
 
 @pytest.mark.parametrize(("fmt", "largest"), [("e4m3", 448), ("e5m2", 57344)])
-def test_a_given_scale_saturates_what_is_too_large(fmt, largest):
+def test_a_given_scale_saturates_large_values(fmt, largest):
     x = torch.tensor([[1.0, 1e6, -1e6, torch.inf, -torch.inf]])
     data = quantize_with_scale(x, torch.tensor([0.5]), fmt)
     assert data.float().tolist() == [[2, largest, -largest, largest, -largest]]
 
 
-def test_a_given_scale_keeps_nan():
+def test_a_given_scale_preserves_nan():
     data = quantize_with_scale(torch.tensor([[1.0, torch.nan]]), torch.tensor([1.0]), "e4m3")
     assert data.float().isnan().tolist() == [[False, True]]
 
 
 @given(**a_matrix)
-def test_a_given_scale_quantises_as_the_same_scale_found(m, k, seed):
+def test_a_given_scale_quantizes_as_the_same_computed_scale(m, k, seed):
     x = matrix(m, k, seed)
     data, scale = quantize(x, m, k, "e4m3", False)
     assert torch.equal(quantize_with_scale(x, scale.flatten(), "e4m3").float(), data.float())
@@ -266,12 +266,12 @@ def test_a_given_scale_quantises_as_the_same_scale_found(m, k, seed):
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
-def test_every_code_is_decoded_to_its_value(form):
+def test_every_encoded_value_is_decoded(form):
     encoded = torch.arange(256, dtype=torch.uint8).view(form.dtype)
     np.testing.assert_array_equal(decode(encoded).numpy(), form.values().numpy())
 
 
-def test_decoding_keeps_the_sign_of_zero():
+def test_decoding_preserves_the_sign_of_zero():
     zeros = torch.tensor([0.0, -0.0]).to(torch.float8_e4m3fn)
     assert decode(zeros).signbit().tolist() == [False, True]
 
@@ -285,7 +285,7 @@ def test_values_are_multiplied_in_float32_and_rounded_once(dtype):
 
 
 @every_format
-def test_dequantising_leaves_the_data_as_they_were(fmt):
+def test_dequantizing_does_not_change_the_data(fmt):
     data, scale = quantize(matrix(4, 256), 1, 128, fmt, False)
     before = data.clone()
     dequantize(data, scale, 1, 128, torch.float32)
@@ -324,12 +324,12 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_real_ones(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
-def test_only_16_and_32_bit_floats_are_quantised(dtype):
+def test_only_16_and_32_bit_floats_are_quantized(dtype):
     with pytest.raises(TypeError, match=f"x must be float32, bfloat16 or float16, not {dtype}"):
         quantize(torch.zeros(2, 2, dtype=dtype), 1, 128, "e4m3", False)
 
 
-def test_only_matrices_are_quantised():
+def test_only_matrices_are_quantized():
     with pytest.raises(ValueError, match=r"x must be a matrix \[..., M, K\], not \(5,\)"):
         quantize(torch.zeros(5), 1, 128, "e4m3", False)
 
@@ -357,7 +357,7 @@ def test_a_scale_is_given_for_8_bit_floats_only(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-def test_data_of_another_dtype_are_not_dequantised_and_stay_as_they_were(dtype):
+def test_data_of_another_dtype_is_refused_and_unchanged(dtype):
     data = torch.ones(4, 256, dtype=dtype)
     with pytest.raises(TypeError, match=f"data must be float8_e4m3fn, .* not {dtype}"):
         dequantize(data, torch.full((4, 2), 2.0), 1, 128, torch.float32)
@@ -371,6 +371,6 @@ def test_values_in_another_dtype_are_refused(dtype):
         dequantize(data, scale, 1, 128, dtype)
 
 
-def test_only_matrices_are_dequantised():
+def test_only_matrices_are_dequantized():
     with pytest.raises(ValueError, match=r"data must be a matrix \[..., M, K\], not \(5,\)"):
         dequantize(torch.zeros(5, dtype=torch.int8), torch.ones(1), 1, 128, torch.float32)

@@ -26,7 +26,7 @@ def test_the_last_channels_are_rotated_in_place(dtype: torch.dtype):
     assert torch.equal(x, expected)
 
 
-def test_minus_sin_turns_back():
+def test_minus_sin_rotates_back():
     cos, sin = Rope(R).cos_sin(torch.arange(S))
     x = tensor(B, S, H, N + R)
     before = x.clone()
@@ -36,13 +36,13 @@ def test_minus_sin_turns_back():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_are_their_own_channels_beside_the_shared_ones(dtype: torch.dtype):
+def test_keys_are_their_own_channels_followed_by_the_shared_ones(dtype: torch.dtype):
     kv, k_rope = tensor(B, S, H, N + V, dtype=dtype), tensor(B, S, R, dtype=dtype)
     shared = rotate(k_rope[:, :, None], COS_SIN).expand(-1, -1, H, -1)
     assert torch.equal(latent_keys(kv, k_rope, *COS_SIN, N), torch.cat((kv[..., :N], shared), dim=-1))
 
 
-def test_gradients_of_keys_are_what_autograd_finds():
+def test_gradients_of_keys_equal_autograd():
     kv, k_rope = tensor(B, S, H, N + V).requires_grad_(), tensor(B, S, R).requires_grad_()
     dk, dv = tensor(B, S, H, N + R), tensor(B, S, H, V)
     shared = rotate(k_rope[:, :, None], COS_SIN).expand(-1, -1, H, -1)
@@ -61,7 +61,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_well_formed_operators(name: str):
+def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
 
 
@@ -90,6 +90,6 @@ def test_they_are_well_formed_operators(name: str):
     ],
     ids=["dtype", "dimensions", "positions", "channels", "angles", "kv", "k_rope", "half", "dv"],
 )
-def test_what_does_not_fit_is_refused(operator: Any, arguments: Any, error: type[Exception], message: str):
+def test_arguments_that_do_not_fit_are_refused(operator: Any, arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         operator(*arguments)

@@ -32,18 +32,18 @@ def powers_of_2(*shape: int) -> torch.Tensor:
 # UE8M0
 
 
-def test_every_code_is_the_number_that_the_format_says():
+def test_every_encoded_value_has_the_value_of_the_format():
     encoded = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close(from_ue8m0(encoded), UE8M0.decode(encoded), rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_number_of_the_format_has_its_code():
+def test_every_value_of_the_format_is_encoded():
     encoded = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_ue8m0(UE8M0.decode(encoded)), encoded)
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0, -2.0, float("inf"), 2.0**-128, 1 + 2.0**-23])
-def test_what_is_no_power_of_2_is_refused(scale):
+def test_scales_that_are_no_powers_of_2_are_refused(scale):
     with pytest.raises(ValueError, match="scale must be powers of two"):
         pack_ue8m0(torch.tensor([[1.0, scale]]))
 
@@ -57,7 +57,7 @@ def test_scales_are_float32():
 
 
 @given(**sizes, groups=st.sampled_from([(), (1,), (3,)]))
-def test_packed_scales_come_back(mn, k, groups):
+def test_packed_scales_are_unpacked_exactly(mn, k, groups):
     scale = powers_of_2(*groups, mn, k)
     assert torch.equal(unpack_ue8m0(pack_ue8m0(scale), k), scale)
 
@@ -75,12 +75,12 @@ def test_packed_columns_begin_at_multiples_of_16_bytes_and_rows_are_neighbors(mn
     assert packed.stride() == (columns * aligned, 1, aligned)
 
 
-def test_packed_scales_may_lie_in_any_strides():
+def test_packed_scales_may_have_any_strides():
     scale = powers_of_2(7, 9)
     assert torch.equal(unpack_ue8m0(pack_ue8m0(scale.mT.contiguous().mT).contiguous(), 9), scale)
 
 
-def test_a_number_of_scales_that_is_not_packed_there_is_refused():
+def test_a_wrong_number_of_packed_scales_is_refused():
     with pytest.raises(ValueError, match="packed must have 3 columns for 9 scales, not 2"):
         unpack_exponents(pack_ue8m0(powers_of_2(3, 8)), 9)
 
@@ -96,7 +96,7 @@ def test_mn_major_scales_are_the_same_in_aligned_columns(mn, k, transposed):
     assert moved.stride() == (1, tma_aligned(mn, 4))
 
 
-def test_scales_that_lie_right_are_not_moved():
+def test_scales_in_the_right_layout_are_not_copied():
     scale = mn_major(torch.randn(3, 10, 5))
     assert mn_major(scale) is scale
 
@@ -110,7 +110,7 @@ def test_alignment_is_16_bytes(rows, size, aligned):
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), mn=st.integers(1, 9))
-def test_grouped_scales_come_back(counts, mn):
+def test_grouped_scales_are_unpacked_exactly(counts, mn):
     scale, sizes = powers_of_2(sum(counts), mn), torch.tensor(counts, dtype=torch.int32)
     rows = sum(-(-count // 4) for count in counts)
     assert torch.equal(unpack_grouped_ue8m0(pack_grouped_ue8m0(scale, sizes, rows), sizes, sum(counts)), scale)
@@ -126,7 +126,7 @@ def test_every_group_is_packed_as_if_it_were_alone(counts, mn):
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_the_most_packed_rows_are_enough(counts):
+def test_the_maximum_of_packed_rows_suffices(counts):
     assert max_packed_rows(sum(counts), len(counts)) >= sum(-(-count // 4) for count in counts)
 
 
@@ -134,13 +134,13 @@ def test_the_most_packed_rows_are_enough(counts):
 
 
 @given(**sizes)
-def test_tiled_scales_come_back(mn, k):
+def test_tiled_scales_are_read_back_exactly(mn, k):
     encoded = to_ue8m0(powers_of_2(mn, k))
     assert torch.equal(untile_128x4(tile_128x4(encoded), mn, k), encoded)
 
 
 @given(**sizes)
-def test_every_scale_lies_where_the_library_documents_it(mn, k):
+def test_every_scale_has_its_documented_address(mn, k):
     encoded = torch.randint(1, 256, (mn, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(mn + k))
     tiles = tile_128x4(encoded)
     assert tiles.shape == (-(-mn // 128) * -(-k // 4) * 512,)

@@ -46,7 +46,7 @@ def test_inputs_are_saved_in_tiles_of_their_own(h: int):
         assert_equal((saved[half], saved_scale[half]), quantize(x, 1, 128, "int8", False))
 
 
-def test_a_rows_weight_multiplies_it_before_quantization():
+def test_a_row_weight_multiplies_the_row_before_quantization():
     _, gate, up = inputs()
     weight = torch.rand(M)
     expected = quantize(F.silu(gate) * up * weight[:, None], 1, 128, "e4m3", True)
@@ -62,7 +62,7 @@ def columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_is_what_autograd_finds(dtype: torch.dtype):
+def test_backward_equals_autograd(dtype: torch.dtype):
     dh, gate, up = inputs(dtype=dtype)
     wide = [t.float().detach().requires_grad_() for t in (gate, up)]
     h = F.silu(wide[0]) * wide[1]
@@ -73,7 +73,7 @@ def test_backward_is_what_autograd_finds(dtype: torch.dtype):
     assert dweight.shape == (0,)
 
 
-def test_a_rows_weight_has_a_gradient():
+def test_a_row_weight_has_a_gradient():
     dh, gate, up = inputs()
     weight = torch.rand(M)
     wide = [t.clone().requires_grad_() for t in (gate, up, weight)]
@@ -91,7 +91,7 @@ def swiglu_gradients(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
     return torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)
 
 
-def test_saved_inputs_stand_for_their_values():
+def test_saved_inputs_are_read_by_their_values():
     dh, gate, up = inputs()
     *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, "e4m3", False)
     values = dequantize(saved, saved_scale, 1, 128, torch.float32)
@@ -138,7 +138,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_well_formed_operators(name: str):
+def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
 
 
@@ -164,7 +164,9 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
     ],
     ids=["dtype", "dtypes", "vector", "shapes", "format"],
 )
-def test_what_does_not_fit_is_refused(gate: Tensor, up: Tensor, fmt: str, error: type[Exception], message: str):
+def test_arguments_that_do_not_fit_are_refused(
+    gate: Tensor, up: Tensor, fmt: str, error: type[Exception], message: str
+):
     with pytest.raises(error, match=message):
         swiglu_quantize(gate, up, fmt, False)
 
@@ -186,6 +188,6 @@ def test_what_does_not_fit_is_refused(gate: Tensor, up: Tensor, fmt: str, error:
     ],
     ids=["columns", "dh's dtype", "dh", "a scale too many", "no scale", "weight's dtype", "weight"],
 )
-def test_what_has_no_gradients_is_refused(change: Any, error: type[Exception], message: str):
+def test_invalid_arguments_of_backward_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         swiglu_backward_quantize(*change([*inputs(), None, None, None]), *QUANTIZATIONS)

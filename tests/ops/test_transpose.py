@@ -68,7 +68,7 @@ def test_e5m6_becomes_8_bits(power_of_2: bool):
 
 
 @every_format
-def test_rows_are_taken_in_the_order_that_is_asked_for(fmt: str):
+def test_rows_are_reordered_on_request(fmt: str):
     data, scale = quantize(matrix((130, 200)), 1, 128, fmt, True)
     rows = torch.tensor([7, 129, 7, 0, 64], dtype=torch.int32)
     data_t, scale_t = requantize_transposed(data, scale, True, None, rows)
@@ -116,7 +116,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_well_formed_operators(name: str):
+def test_operators_are_well_formed(name: str):
     operator, arguments = CALLS[name]()
     torch.library.opcheck(operator.overload, arguments)  # INT8: torch's comparison of an operator's inputs knows no FP8
 
@@ -157,7 +157,7 @@ def test_unsupported_inputs_are_refused(operator: Any, x: Tensor, fmt: str, erro
     ],
     ids=["dtype", "format", "vector", "scale"],
 )
-def test_what_is_not_in_tiles_is_refused(data: Tensor, scale: Tensor, error: type[Exception], message: str):
+def test_data_that_is_not_in_tiles_is_refused(data: Tensor, scale: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         requantize_transposed(data, scale, False)
 

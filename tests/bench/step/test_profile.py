@@ -22,7 +22,7 @@ def parts(t, block):
     return q.data, q.scale, q.block
 
 
-def test_a_step_calls_each_product_with_its_operations():
+def test_a_step_calls_each_gemm_with_its_operations():
     work = decoder(SIZES, "cpu")
     apply_recipe(work.model, Recipe.deepseek_v3())
     found = calls(work.step)
@@ -31,7 +31,7 @@ def test_a_step_calls_each_product_with_its_operations():
     assert [call.name.split()[0] for call in found if call.kind == "attention"] == ["attention", "attention_backward"]
 
 
-def test_products_of_experts_count_each_row_once():
+def test_gemms_of_experts_count_each_row_once():
     x, w, dy = torch.randn(12, 256), torch.randn(2, 128, 256), torch.randn(12, 128)
     offs = torch.tensor([5, 12], dtype=torch.int32)
     a, b = parts(x, (1, 128)), parts(w, (128, 128))
@@ -85,7 +85,7 @@ def test_shares_are_those_of_the_time():
     assert shares([Call("a", "product", 1, 1, 3.0), Call("b", "other", 0, 1, 1.0)]) == {"product": 0.75, "other": 0.25}
 
 
-def test_gaps_are_idle_and_what_runs_together_counts_once():
+def test_gaps_are_idle_and_concurrent_kernels_count_once():
     kernels = [
         Kernel("gemm", 0.0, 4.0),
         Kernel("triton_poi_fused__scaled_mm_silu", 2.0, 4.0),

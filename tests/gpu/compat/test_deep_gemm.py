@@ -85,7 +85,7 @@ every_function = pytest.mark.parametrize("function", [_dense, _contiguous, _psum
 
 
 @every_function
-def test_it_is_what_it_is_on_a_cpu(function: Callable[[Tensors], Tensor]):
+def test_results_equal_those_of_a_cpu(function: Callable[[Tensors], Tensor]):
     tensors = _tensors(0)
     expected, d = function(tensors), function(_on_gpu(tensors)).cpu()
     torch.testing.assert_close(d, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

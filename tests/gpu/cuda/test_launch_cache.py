@@ -26,7 +26,7 @@ def _operand(shape: tuple[int, ...], block: tuple[int, int], seed: int) -> Opera
     return *quantize(torch.randn(shape, generator=generator, device="cuda"), *block, "e4m3", False), block
 
 
-def test_other_operands_that_look_alike_are_multiplied():
+def test_other_operands_with_the_same_key_are_multiplied():
     w = _operand((256, 512), BLOCK, 0)
     for seed in range(1, 6):
         a = _operand((70, 512), TILE, seed)
@@ -46,7 +46,7 @@ def test_operands_at_any_address_give_the_same_bits():
         assert torch.equal(matmul_nt(data, scale.contiguous(), block, *w, torch.float32), expected)
 
 
-def test_what_does_not_look_alike_is_still_refused():
+def test_invalid_operands_with_another_key_are_still_refused():
     a, w = _operand((70, 512), TILE, 1), _operand((256, 512), BLOCK, 0)
     for _ in range(2):
         matmul_nt(*a, *w, torch.float32)
@@ -78,7 +78,7 @@ def test_threads_on_their_own_streams_do_not_disturb_one_another(rows: int):
     assert wrong == []
 
 
-def test_a_forgotten_product_is_launched_again(monkeypatch):
+def test_an_evicted_gemm_is_launched_again(monkeypatch):
     monkeypatch.setattr(launch_cache, "_prepared", type(launch_cache._prepared)(2))
     w, offs = _operand((2, 256, 512), BLOCK, 0), torch.tensor([20, 60], dtype=torch.int32, device="cuda")
     inputs = [_operand((rows, 512), TILE, rows) for rows in (60, 61, 62, 63, 64, 65)]

@@ -77,7 +77,7 @@ def expected(factor: float) -> Tensor:
     return torch.arange(N, dtype=torch.float32) + factor
 
 
-def test_a_kernel_computes():
+def test_a_kernel_computes_its_result():
     x, y = vectors()
     add(x, y, 0.5)
     assert torch.equal(x.cpu(), expected(0.5))
@@ -120,7 +120,7 @@ def test_a_thread_that_never_saw_the_gpu_can_launch():
     assert torch.equal(x.cpu(), expected(3.0))
 
 
-def test_a_gpu_that_is_not_the_current_one_can_be_launched_on():
+def test_a_kernel_can_be_launched_on_a_gpu_that_is_not_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x, y = vectors("cuda:1")
@@ -143,7 +143,7 @@ def test_blocks_of_a_cluster_know_their_rank(hopper):
 
 
 @pytest.mark.parametrize(("row", "column"), [(8, 32), (44, 240), (-4, -16)], ids=["inside", "past the end", "before"])
-def test_the_copy_engine_brings_a_box_with_zeros_around_the_tensor(hopper, row, column):
+def test_tma_loads_a_box_with_zeros_outside_of_the_tensor(hopper, row, column):
     whole = torch.randint(1, 256, (64, 288), dtype=torch.uint8, device="cuda")
     x = whole[:50, :250]
     box = torch.full((16, 32), 99, dtype=torch.uint8, device="cuda")
@@ -153,7 +153,7 @@ def test_the_copy_engine_brings_a_box_with_zeros_around_the_tensor(hopper, row, 
     assert torch.equal(box, padded[row + 4 : row + 20, column + 16 : column + 48])
 
 
-def test_a_swizzled_box_has_its_pieces_exchanged(hopper):
+def test_a_swizzled_box_has_its_16_byte_chunks_permuted(hopper):
     x = torch.randint(1, 256, (8, 128), dtype=torch.uint8, device="cuda")
     box = torch.empty_like(x)
     arguments = (encode(describe(x[None], (1, 8, 128), swizzle=128)), box.data_ptr(), 0, 0)

@@ -20,7 +20,7 @@ def compiled(tmp_path_factory) -> list[Compiled]:
         return compile_all("sm_90a")
 
 
-def test_kernels_of_the_rows_that_a_server_has_keep_everything_in_registers(tmp_path, monkeypatch):
+def test_kernels_for_the_rows_of_inference_do_not_spill(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
     chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
     assert [config for config in chosen if compile_gemm("", config).stack_bytes] == []
@@ -30,7 +30,7 @@ def test_there_is_a_kernel_for_each_plan(compiled):
     assert len([k for k in compiled if k.kernel == "gemm"]) == len(set(configs().values())) > 0
 
 
-def test_every_cast_has_a_kernel(compiled):
+def test_every_quantization_has_a_kernel(compiled):
     sources = {path.stem for path in specialize.FOLDER.glob("*/*.cu")}
     assert {kernel.kernel for kernel in compiled} == sources
 
@@ -39,7 +39,7 @@ def test_nothing_spills(compiled):
     assert [kernel for kernel in compiled if kernel.spill_bytes] == []
 
 
-def test_nothing_lies_in_local_memory(compiled):
+def test_local_memory_is_not_used(compiled):
     assert [kernel for kernel in compiled if kernel.stack_bytes] == []
 
 

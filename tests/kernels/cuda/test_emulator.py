@@ -91,7 +91,7 @@ def pipeline(
 
 
 @pytest.mark.parametrize("lazy", [None, True, False])
-def test_a_correct_kernel_gives_the_product_for_every_seed(lazy: bool | None) -> None:
+def test_a_correct_kernel_gives_the_result_for_every_seed(lazy: bool | None) -> None:
     for seed in SEEDS:
         got, expected = pipeline(seed=seed, lazy=lazy)
         assert torch.equal(got, expected), seed
@@ -119,14 +119,14 @@ def test_a_race_is_lost_for_some_seed(fault: str) -> None:
     assert any(map(goes_wrong, SEEDS))
 
 
-def test_a_deadlock_is_reported_with_all_who_wait() -> None:
+def test_a_deadlock_is_reported_with_all_waiting_threads() -> None:
     with pytest.raises(EmulatorError) as caught:
         pipeline("never_released", seed=3)
     assert "1 threads of warps 4 of block 0: waits with parity 0 for the mbarrier" in str(caught.value)
     assert "waits at cluster_sync" in str(caught.value)
 
 
-def test_a_seed_decides_the_run() -> None:
+def test_a_seed_determines_the_run() -> None:
     def report(seed: int) -> str:
         with pytest.raises(EmulatorError) as caught:
             pipeline("one_block_gets_b", seed)
@@ -139,7 +139,7 @@ def test_a_seed_decides_the_run() -> None:
 # ---- Launches ----
 
 
-def test_blocks_that_wait_for_each_other_live_together() -> None:
+def test_blocks_that_wait_for_each_other_run_concurrently() -> None:
     for seed in range(5):
         turn, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         emulator.run(
@@ -156,7 +156,7 @@ def test_blocks_that_wait_for_each_other_live_together() -> None:
         assert total.item() == 123
 
 
-def test_arguments_that_are_not_the_kernels_are_refused() -> None:
+def test_arguments_that_do_not_match_the_kernel_are_refused() -> None:
     with pytest.raises(TypeError, match="flags takes 2 arguments, not 1"):
         emulator.run("flags", {}, grid=1, threads=32, shared_bytes=0, arguments=[1], headers=SOURCES)
     with pytest.raises(TypeError, match="argument 1 of flags has 8 bytes and cannot be float"):
@@ -195,7 +195,7 @@ def test_an_address_inside_of_the_given_memory_is_redirected() -> None:
     assert data.tolist() == [0] * 19 + [1]
 
 
-def test_a_loop_that_lets_nobody_run_is_ended() -> None:
+def test_a_busy_loop_is_ended() -> None:
     spin = 'extern "C" __global__ void spin(volatile int* flag) { while (!*flag) {} }\n'
     flag = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(EmulatorError, match="runs for ever"):

@@ -75,7 +75,7 @@ def test_a_load_in_three_dimensions_takes_strides() -> None:
 
 
 @pytest.mark.parametrize("kind", ["store", "add"])
-def test_a_store_leaves_alone_what_lies_outside(kind: str) -> None:
+def test_a_store_does_not_write_outside_of_the_tensor(kind: str) -> None:
     box = torch.arange(1.0, 2 * 4 * 8 + 1).view(2, 4, 8)
     raw = swizzled(box.view(torch.uint8).view(8, 32), 32).view(-1)
     tensor = torch.full((3, 20, 24), 0.5)
@@ -85,7 +85,7 @@ def test_a_store_leaves_alone_what_lies_outside(kind: str) -> None:
     assert torch.equal(tensor, expected)
 
 
-def test_a_store_does_not_see_what_was_not_fenced() -> None:
+def test_a_store_does_not_read_unfenced_writes() -> None:
     tensor = torch.zeros(1, 4, 8)
     copy("store", (1, 4, 8), 0, tensor, torch.ones(32), (0, 0, 0), fence=False)
     assert tensor.isnan().all()
@@ -148,7 +148,7 @@ def test_small_whole_numbers_are_multiplied_exactly(a_type: str, b_type: str, n:
 @pytest.mark.parametrize(
     ("a_type", "b_type"), [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("f16", "f16"), ("bf16", "bf16"), ("tf32", "tf32")]
 )
-def test_hopper_sums_bit_for_bit_as_the_lab_does(a_type: str, b_type: str) -> None:
+def test_emulated_hopper_accumulates_as_the_tensor_core_model(a_type: str, b_type: str) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def ugly(rows: int, columns: int) -> torch.Tensor:

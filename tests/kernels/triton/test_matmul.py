@@ -109,7 +109,7 @@ def test_a_nan_reaches_its_row_and_no_other(fmt: str):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_blocks_too_short_for_a_step_are_refused():
+def test_blocks_too_short_for_a_k_step_are_refused():
     a, b = _operand(4, 256, (128, 1)), _operand(4, 256, (1, 128))
     with pytest.raises(ValueError, match=r"a has \(128, 1\) and b \(1, 128\)"):
         matmul.launch(torch.empty(4, 4), *a, *b, accumulate=False)

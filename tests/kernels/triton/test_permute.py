@@ -21,7 +21,7 @@ def _places(t: int, k: int) -> Tensor:
 
 @every_shape
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
-def test_rows_go_to_their_places(shape: tuple[int, int, int], fmt: str):
+def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
     t, k, d = shape
     tiles, place = quantize(ugly(t, d), 1, 128, fmt, True), _places(t, k)
     assert_same(kernel.launch(*tiles, place), permute(*tiles, place))
@@ -30,7 +30,7 @@ def test_rows_go_to_their_places(shape: tuple[int, int, int], fmt: str):
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("added", [True, False], ids=["added", ""])
-def test_rows_of_a_token_are_summed(shape: tuple[int, int, int], dtype: torch.dtype, added: bool):
+def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: torch.dtype, added: bool):
     t, k, d = shape
     y, place, add = torch.randn(t * k, d).to(dtype), _places(t, k), torch.randn(t, d).to(dtype) if added else None
     assert_same([kernel.launch_back(y, place, add)], [unpermute(y, place, add)])

@@ -40,7 +40,7 @@ def test_magnitudes_of_all_of_fp32(fmt: str, power_of_2: bool):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_every_number_that_rounds_differently_in_a_block_with_scale_one(fmt: str):
+def test_every_rounding_in_a_block_with_scale_one(fmt: str):
     # all values, the midpoints between them, and what lies just beside a midpoint; the largest value makes the scale 1
     values = torch.arange(256, dtype=torch.uint8).view(DATA_DTYPES[fmt]).float()
     values = values[values.isfinite()].sort().values
@@ -98,7 +98,7 @@ def test_dequantize(block: tuple[int, int], fmt: str, dtype: torch.dtype):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_code_dequantizes(dtype: torch.dtype):
+def test_every_encoded_value_dequantizes(dtype: torch.dtype):
     encoded = torch.arange(256, dtype=torch.uint8).view(1, 256).view(dtype)
     values = quantize.launch_dequantize(encoded, torch.ones(1, 1), 1, 256, torch.float32)
     torch.testing.assert_close(values, encoded.float(), rtol=0, atol=0, equal_nan=True)
@@ -129,14 +129,14 @@ def test_e5m6(block: tuple[int, int], k: int, power_of_2: bool):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-def test_e5m6_of_ugly_numbers(bad: float):
+def test_e5m6_of_extreme_values(bad: float):
     x = ugly(30, 256)
     x[3, 200] = bad
     _same_values(quantize.launch(x, 1, 128, torch.uint8, True), reference.quantize(x, 1, 128, "e5m6", True))
 
 
 @pytest.mark.usefixtures("gpu")
-def test_every_e5m6_code_is_written_and_read():
+def test_every_encoded_e5m6_value_is_written_and_read():
     encoded = torch.arange(4096)
     x = formats.E5M6.decode(encoded)[None]
     x = x.masked_fill(~x.isfinite(), 0.0)

@@ -60,7 +60,7 @@ def test_quotients_of_any_magnitude(exponent: int):
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 0.7, 3e38 / 448, float("inf"), float("nan")])
-def test_zeros_keep_their_sign_and_inf_and_nan_are_seen(scale: float):
+def test_zeros_keep_their_sign_and_inf_and_nan_are_visible(scale: float):
     x = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-149), 5.0, -5.0, float("inf"), float("-inf"), float("nan")])
     x = x if not scale < float("inf") else x[:4]  # the others lie in a block with a larger scale
     found, expected = _quotient(x, torch.full_like(x, scale)), x / scale
@@ -71,7 +71,7 @@ def test_zeros_keep_their_sign_and_inf_and_nan_are_seen(scale: float):
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, INT8], ids=lambda f: f.name)
 @pytest.mark.parametrize("exponent", [-126, -110, -60, 0, 127])
-def test_scales_are_the_correctly_rounded_quotients_by_the_largest_number(fmt, exponent: int):
+def test_scales_are_the_correctly_rounded_quotients_by_the_largest_value(fmt, exponent: int):
     amax = (1 + torch.arange(0, 1 << 23, 37)[: 1 << 17] * 2.0**-23) * 2.0**exponent
     scale = torch.empty_like(amax)
     inverse = {name: value for name, value in quantize_constants(fmt.dtype).items() if name in ("INVERSE", "REST")}

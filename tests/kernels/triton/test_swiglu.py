@@ -41,7 +41,7 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
 
 @every_shape
 @both_scales
-def test_forward_that_keeps_its_inputs(shape: tuple[int, ...], power_of_2: bool):
+def test_forward_that_saves_its_inputs(shape: tuple[int, ...], power_of_2: bool):
     _, gate, up = _inputs(shape)
     weight = torch.rand(2 * shape[0])[::2]
     *h_quantized, saved, saved_scale = swiglu.launch_and_save(gate, up, E4M3, False, torch.int8, power_of_2, weight)

@@ -48,7 +48,7 @@ def interpreter():
 
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 @pytest.mark.parametrize("make", [normal, random_bits])
-def test_a_chain_is_the_plain_form(interpreter, make, arch, a_dtype, b_dtype):
+def test_a_chain_equals_the_vectorized_form(interpreter, make, arch, a_dtype, b_dtype):
     row = find_instruction(arch, a_dtype, b_dtype)
     a, b = decode(make(a_dtype, (9, 64), 0), row), decode(make(b_dtype, (65, 64), 1), row)
     start = torch.randn(9, 65)
@@ -57,7 +57,7 @@ def test_a_chain_is_the_plain_form(interpreter, make, arch, a_dtype, b_dtype):
     assert same_bits(launched(a, b, start, how), sum_products(a, b, start, how))
 
 
-def test_terms_can_be_cut_down(interpreter):
+def test_terms_can_be_truncated_downward(interpreter):
     row = replace(find_instruction("sm_90", E4M3, E4M3), truncation="down")
     a, b = decode(random_bits(E4M3, (3, 64), 0), row), decode(random_bits(E4M3, (5, 64), 1), row)
     how = Summation(row, 64, promote=False)
@@ -65,7 +65,7 @@ def test_terms_can_be_cut_down(interpreter):
 
 
 @pytest.mark.parametrize(("promote", "scaled"), [(True, False), (True, True), (False, True)])
-def test_what_happens_between_chains_is_the_plain_form(interpreter, promote, scaled):
+def test_promotion_and_rescaling_equal_the_vectorized_form(interpreter, promote, scaled):
     row = find_instruction("sm_90", E4M3, E4M3)
     a, b = decode(normal(E4M3, (33, 96), 0), row), decode(random_bits(E4M3, (5, 96), 1), row)
     generator = torch.Generator().manual_seed(2)

@@ -54,28 +54,28 @@ PICTURES = (
 
 
 @pytest.mark.parametrize("title", PICTURES)
-def test_every_picture_is_there_with_a_sentence(page, title):
+def test_every_figure_has_a_caption(page, title):
     assert title in page.words
     sentence = page.words.split(title + " ", 1)[1].split(". ")[0]
     assert len(sentence) > 40
 
 
-def test_every_picture_is_drawn_for_desk_and_telephone(page):
+def test_every_figure_is_drawn_for_wide_and_narrow_screens(page):
     pictures = [attributes for tag, attributes in page.elements if tag == "svg"]
     assert len(pictures) == 2 * len(PICTURES)
     assert all(attributes.get("aria-label") for attributes in pictures)
 
 
-def test_the_page_says_where_its_tensors_come_from(page):
+def test_the_page_names_the_source_of_its_tensors(page):
     assert "Activations and gradients come from an untrained model of the preset tiny, on random tokens." in page.words
 
 
-def test_the_table_has_the_figures(page):
+def test_the_table_has_the_values(page):
     for text in ("448", "57,344", "2⁻⁹", "2⁻¹²⁶", "3.40e38", "25.0%", "E2M1", "12.5%"):
         assert text in page.words
 
 
-def test_sentences_carry_the_figures():
+def test_captions_contain_the_values():
     rows = [vars(facts(fmt)) for fmt in (E4M3, E5M2, INT8)]
     values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
     below = {name: sum(v < v_all[-1] / 16 for v in v_all) for name, v_all in values.items()}
@@ -84,7 +84,7 @@ def test_sentences_carry_the_figures():
     assert "E4M3 has 8 and E5M2 4." in formats_figures.describe_log_line(rows)
 
 
-def test_the_lost_update_says_where_each_weight_arrives():
+def test_the_lost_update_caption_names_the_final_weights():
     weights = {"fp32": np.array([1.0, 2.0]), "fp16": np.array([1.0, 1.5]), "bf16": np.array([1.0, 1.0])}
     said = formats_figures.describe_lost_update(weights, 0.5, {"bf16": 2.0**-7})
     assert "1 + 2⁻⁷" in said
@@ -96,27 +96,27 @@ def int8_against_e4m3(e4m3, int8, snr_db=(31.0, 43.0)):
     return describe_int8(Int8AgainstE4M3("a", np.ones(len(e4m3)), errors, {"a": (0.0, 0.1)}, {"a": snr_db}))
 
 
-def test_int8s_sentence_names_where_e4m3_becomes_better_and_where_int8_keeps_nothing():
+def test_the_int8_caption_names_where_e4m3_becomes_better_and_where_int8_is_all_zeros():
     said = int8_against_e4m3([0.03, 0.03, 0.03, np.nan, 0.03], [0.01, 0.02, 0.2, np.nan, 1.0])
     assert "INT8 is better for some values less than 2 octaves below the largest of their tile" in said
     assert "From 4 octaves below the largest on, all values become zero in INT8." in said
     assert "the SNR is 43.0 dB for INT8 and 31.0 dB for E4M3, since the SNR is dominated by large values." in said
 
 
-def test_int8s_sentence_when_the_figures_say_the_opposite():
+def test_the_int8_caption_when_int8_is_better():
     said = int8_against_e4m3([0.03, 0.03, 0.2], [0.01, 0.02, 0.03])
     assert said.startswith("The input of a. INT8 is at least as good as E4M3 for values of every magnitude. Over all")
     assert "become zero" not in said
     assert said.endswith("and 31.0 dB for E4M3.")
 
 
-def test_int8s_sentence_when_e4m3_is_better_throughout():
+def test_the_int8_caption_when_e4m3_is_better_throughout():
     said = int8_against_e4m3([0.01, 0.01, 1.0], [0.02, 1.0, 1.0], (43.0, 31.0))
     assert "E4M3 is at least as good as INT8 for values of every magnitude. From 1 octave below" in said
     assert said.endswith("the SNR is 31.0 dB for INT8 and 43.0 dB for E4M3.")
 
 
-def test_a_size_at_which_int8_is_better_again_is_not_passed_over():
+def test_the_int8_caption_names_a_size_at_which_int8_is_better_again():
     said = int8_against_e4m3([0.03, 0.03, 0.05, 0.03], [0.01, 0.2, 0.04, 0.2])
     assert "less than 3 octaves below the largest of their tile" in said
 
@@ -134,14 +134,14 @@ def test_a_size_at_which_int8_is_better_again_is_not_passed_over():
         ),
     ],
 )
-def test_what_int8_zeroes_is_said_of_down_projections_and_of_others(flushed, words):
+def test_values_flushed_by_int8_are_reported_for_down_projections_and_others(flushed, words):
     said = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
     worst = max(pair[1] for pair in flushed.values())
     assert f"up to {worst:.1%} of a layer's input" in said
     assert words in said
 
 
-def test_without_other_layers_there_is_nothing_to_compare():
+def test_without_other_layers_nothing_is_compared():
     said = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
     assert "n average" not in said
 
@@ -149,7 +149,7 @@ def test_without_other_layers_there_is_nothing_to_compare():
 @pytest.mark.parametrize(
     ("in_tiles", "words"), [(0.0, "1×128 tiles, 0.00% become zero"), (0.75, "1×128 tiles, 75.00% become zero")]
 )
-def test_what_tiles_lose_of_the_gradients_is_measured(in_tiles, words):
+def test_the_loss_of_gradients_in_tiles_is_reported(in_tiles, words):
     data = Gradients("a", np.zeros(1), np.ones(1), 2.0**16, 0.9, 0.01, 0.002, in_tiles)
     said = describe_underflow(data)
     assert "In FP16, 90.0% of the gradients of a become zero" in said
@@ -165,7 +165,7 @@ def test_powers(value, text):
     assert power(value) == text
 
 
-def test_layers_are_named_without_what_all_share():
+def test_layer_names_omit_their_common_parts():
     assert short_names(["model.layers.0.mlp.up_proj"]) == ["0 · mlp.up_proj"]
 
 
@@ -179,7 +179,7 @@ ROWS = [
 ]
 
 
-def test_the_accumulation_sentence_is_about_4096():
+def test_the_accumulation_caption_is_about_k_4096():
     said = accumulate.describe_errors(ROWS, "sm_90")
     assert said.startswith(
         "On sm_90, K = 4,096: the worst error of sums of both signs is 0.060% with promotion every 128 and"
@@ -188,20 +188,20 @@ def test_the_accumulation_sentence_is_about_4096():
 
 
 @pytest.mark.parametrize("interval", [None, 128])
-def test_the_accumulation_sentence_with_one_interval_speaks_of_no_other(interval):
+def test_the_accumulation_caption_with_one_interval_names_no_other(interval):
     said = accumulate.describe_errors([r for r in ROWS if r.promote_every == interval], "sm_90")
     assert ("without promotion" in said) == (interval is None)
     assert ("every 128" in said) == (interval == 128)
 
 
-def test_the_course_of_the_accumulation_error_is_that_of_the_figures():
+def test_the_caption_describes_how_the_accumulation_error_grows():
     said = accumulate.describe_errors(ROWS, "sm_90")
     both = "the worst error of sums of both signs stays the same with promotion every 128 and grows 16-fold without"
     assert f"From K = 256 to 4,096 {both} promotion; that of sums of one sign stays" in said
     assert said.endswith("With promotion it does not grow, because the tensor core sums only one interval at a time.")
 
 
-def test_a_promoted_error_that_grows_is_said_to_grow():
+def test_a_growing_error_with_promotion_is_reported():
     grows = [row(k, "normal", 128, k * 1e-5) for k in (256, 1024, 2048)]
     falls = [row(k, "normal", None, 1 / k) for k in (256, 1024, 2048)]
     said = accumulate.describe_errors([*grows, *falls], "sm_90")
@@ -221,18 +221,18 @@ def test_a_promoted_error_that_grows_is_said_to_grow():
         (0.02, 0.0, "falls by 100%"),
     ],
 )
-def test_courses(begin, end, words):
+def test_descriptions_of_trends(begin, end, words):
     rows = [row(256, "positive", 64, begin), row(512, "positive", 64, end)]
     assert f"the worst error of sums of one sign {words} with promotion every 64" in accumulate.describe_errors(
         rows, "sm_90"
     )
 
 
-def test_one_length_has_no_course():
+def test_one_length_has_no_trend():
     assert "From K" not in accumulate.describe_errors([row(256, "normal", 64, 0.01)], "sm_90")
 
 
-def test_the_short_table_has_a_column_an_interval():
+def test_the_short_table_has_one_column_per_interval():
     table = accumulate.short_table(ROWS)
     assert table.columns == ("worst error, promoted", "K", "never", "every 128")
     assert table.rows[1] == ("both signs, N(0, 1)", "4,096", "6.2%", "0.060%")

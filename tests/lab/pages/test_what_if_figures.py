@@ -23,21 +23,21 @@ LOSSES = [
 ]
 
 
-def test_the_best_and_the_worst_cast_in_8_bits_are_named():
+def test_the_best_and_the_worst_8_bit_quantization_are_named():
     said = what_if_figures.describe_quantization(LOSSES, 7)
     assert "averaged over 7 GEMMs" in said
     assert "is E4M3 1×128 with power of two, up with 32.0 dB, and the worst is" in said
     assert "E4M3 1×128 with power of two, down with 12.0 dB" in said
 
 
-def test_what_rounding_down_costs_is_the_mean_over_casts():
+def test_the_cost_of_rounding_down_is_the_mean_over_variants():
     assert (
         "down instead of up costs 15 dB on average, since the largest values"
         in what_if_figures.describe_quantization(LOSSES, 7)
     )
 
 
-def test_rounding_down_is_not_blamed_where_it_does_no_harm():
+def test_rounding_down_without_harm_is_not_reported():
     other_way = [replace(LOSSES[0], snr_db=12.0), replace(LOSSES[1], snr_db=32.0)]
     said = what_if_figures.describe_quantization(other_way, 7)
     assert "down instead of up gains 20 dB on average." in said
@@ -45,7 +45,7 @@ def test_rounding_down_is_not_blamed_where_it_does_no_harm():
 
 
 @pytest.mark.parametrize(("snr", "warned"), [(30.0, False), (36.5, True)])
-def test_int8_is_warned_of_where_it_stands_first(snr, warned):
+def test_a_warning_is_shown_where_int8_ranks_first(snr, warned):
     said = what_if_figures.describe_quantization([*LOSSES, QuantizationLoss("int8", "row", "float32", snr, 8.0)], 7)
     assert ("The best INT8 dot is 4.5 dB above the best E4M3 dot" in said) == warned
     assert ("SNR is dominated by large values" in said) == warned
@@ -54,14 +54,14 @@ def test_int8_is_warned_of_where_it_stands_first(snr, warned):
 @pytest.mark.parametrize(
     ("snr", "verdict"), [(60.0, "less error than"), (31.0, "about as much error as"), (20.0, "more error than")]
 )
-def test_sums_are_weighed_against_the_cast(snr, verdict):
+def test_accumulation_error_is_compared_with_quantization_error(snr, verdict):
     sums = [SumLoss("sm_90, never", {"fprop": snr, "wgrad": None}), SumLoss("sm_90, every 32", {"fprop": 90.0})]
     said = what_if_figures.describe_sums(sums, "E4M3", 30.0, 4096)
     assert f"sm_90, never, with {snr:.0f} dB in fprop; it causes {verdict} quantization" in said
     assert "4,096 products" in said
 
 
-def test_sums_without_any_error():
+def test_accumulation_without_error():
     assert "all sums" not in what_if_figures.describe_sums([SumLoss("a", {"fprop": 50.0})], "E4M3", 30.0, 4)
     assert "all sums of these GEMMs are exact" in what_if_figures.describe_sums(
         [SumLoss("a", {"fprop": None})], "E4M3", 30.0, 4
@@ -71,7 +71,7 @@ def test_sums_without_any_error():
 HEAT = Heat(["model.layers.0.up", "model.layers.1.up"], ["fprop", "wgrad"], [[30.0, None], [25.0, 35.0]])
 
 
-def test_the_worst_and_the_best_product_are_named():
+def test_the_worst_and_the_best_gemm_are_named():
     said = what_if_figures.describe_heat(HEAT, "so")
     assert "The lowest is in fprop of 1 · up (25.0 dB), the highest in wgrad of 1 · up (35.0 dB)" in said
 
@@ -83,12 +83,12 @@ def test_the_worst_and_the_best_product_are_named():
         ([[30.0, 32.0], [25.0, 26.0]], "by +1.5 dB on average; 1 · up gains least (+1.0 dB)"),
     ],
 )
-def test_how_layers_move_from_step_to_step(cells, words):
+def test_changes_of_layers_between_steps(cells, words):
     heat = Heat(HEAT.rows, ["step 1", "step 9"], cells)
     assert words in what_if_figures.describe_steps(heat, "fprop", "so")
 
 
-def test_layers_that_have_no_two_steps_do_not_move():
+def test_layers_with_one_step_have_no_change():
     heat = Heat(HEAT.rows, ["step 1", "step 9"], [[30.0, None], [None, 26.0]])
     assert "changes" not in what_if_figures.describe_steps(heat, "fprop", "so")
 
@@ -107,7 +107,7 @@ SIZE = np.ones((4, 6))
 SIZE[0, 2], SIZE[3, 2], SIZE[3, 5] = 500.0, 300.0, 2.0
 
 
-def test_the_largest_value_is_placed():
+def test_the_position_of_the_largest_value_is_reported():
     said = outliers_figures.describe_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
     assert "500 times the median, in channel 2 of token 0 (first token)" in said
     assert "Channels 2 hold 100% of the 2 dots" in said
@@ -120,7 +120,7 @@ def without(kind, massive, output, others):
     )
 
 
-def test_what_is_without_outliers_is_said():
+def test_layers_without_outliers_are_reported():
     rows = [without("first token", 3, 0.2, (0.5, 1.0)), without("all tokens", 3, 0.25, (0.4, 1.0))]
     said = outliers_figures.describe_removal(rows, 100.0)
     assert "first token: 3 in 4" in said
@@ -129,13 +129,13 @@ def test_what_is_without_outliers_is_said():
     assert "a tile confines an outlier to its own token" in said
 
 
-def test_outliers_that_do_not_matter_are_not_said_to():
+def test_harmless_outliers_are_not_blamed():
     rows = [without("first token", 3, 0.001, (0.99, 0.5)), without("all tokens", 3, 0.002, (0.99, 0.5))]
     said = outliers_figures.describe_removal(rows, 100.0)
     assert said.endswith("and 50% with E4M3, tiles of 1×128. The layer's output changes by 0%.")
 
 
-def test_an_input_without_outliers_says_so():
+def test_an_input_without_outliers_is_reported():
     assert "No value is 100 times" in outliers_figures.describe_removal(
         [without("all tokens", 0, 0.0, (1.0, 1.0))], 100.0
     )
@@ -144,25 +144,25 @@ def test_an_input_without_outliers_says_so():
 CURVE = Curve([13, 14, 15], [60.0, 68.0, 76.0], 70.0, 30.0, 1024)
 
 
-def test_how_many_bits_match_promotion():
+def test_the_number_of_bits_that_matches_promotion():
     said = hardware_figures.describe_bits(CURVE)
     assert "13 fraction bits the sums have 60 dB, and the next bit adds 8 dB" in said
     assert "15 bits would match promotion every 128." in said
     assert "Quantization alone has 30 dB; a much higher SNR of the sums has no benefit." in said
 
 
-def test_casts_that_lose_nothing_are_not_spoken_of():
+def test_quantization_without_loss_is_not_mentioned():
     assert "Quantization" not in hardware_figures.describe_bits(replace(CURVE, cast_db=None))
 
 
 @pytest.mark.parametrize("cast", [None, 30.0])
-def test_the_curve_is_drawn_with_its_casts_or_without(cast):
+def test_the_curve_is_drawn_with_or_without_quantization_error(cast):
     with drawing(380, 300) as figure:
         hardware_figures.draw_bits(figure, Curve([13, 14], [None, 68.0], None, cast, 4))
         assert len(figure.axes[0].lines) == (1 if cast is None else 2)
 
 
-def test_what_saves_most_memory_traffic():
+def test_the_largest_saving_of_memory_traffic_is_named():
     rows = [
         Change("a", "HBM", 100, 60, None),
         Change("b", "HBM", 100, 30, None),
@@ -176,27 +176,27 @@ def predicted(snr=10.0, measured=12.0, excepted=True):
     return Predicted("model.layers.0.e.3", "model.layers.0.e", "wgrad", snr, measured, "x", 0.25, excepted)
 
 
-def test_the_riskiest_product_is_named():
+def test_the_riskiest_gemm_is_named():
     said = preflight.describe_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
     assert "1 of 2 GEMMs is below 20 dB; 1 is advised to stay in BF16." in said
     assert "wgrad of 0 · e.3, 10.0 dB, caused by the quantization of x, where 25% of the values become zero" in said
 
 
-def test_what_is_kept_for_another_products_sake_is_told_apart():
+def test_exceptions_for_the_sake_of_another_gemm_are_distinguished():
     said = preflight.describe_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
     assert "1 of 2 GEMMs is below 20 dB; 2 are advised to stay in BF16 (the two weights of experts share" in said
 
 
-def test_without_a_risk_nothing_is_kept():
+def test_without_a_risk_there_are_no_exceptions():
     assert "None is below 20 dB" in preflight.describe_risk([predicted(30.0, None, False)], "deepseek_v3", 20.0)
     assert "Every GEMM is exact" in preflight.describe_risk([], "deepseek_v3", 20.0)
 
 
-def test_how_far_predictions_are_off():
+def test_the_error_of_predictions_is_reported():
     said = preflight.describe_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
     assert "Measured SNR of 2 GEMMs" in said
     assert "the RMS difference is 3.5 dB" in said  # √((9 + 16) / 2)
 
 
-def test_an_experts_risk_stands_in_its_layers_row():
+def test_the_risk_of_an_expert_is_in_the_row_of_its_layer():
     assert preflight.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])

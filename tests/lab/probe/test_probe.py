@@ -34,7 +34,7 @@ TRUE = pretended(lambda row: row)
     [Case("wgmma", E4, E5, 1), Case("wgmma", E5, E4, 3), Case("wgmma", torch.bfloat16, torch.bfloat16, 4)],
     ids=str,
 )
-def test_the_wgmma_kernel_gives_what_the_emulators_tensor_core_gives(case):
+def test_the_wgmma_kernel_equals_the_emulated_tensor_core(case):
     generator = torch.Generator().manual_seed(0)
     a = tiles.operand(case.a, 64, case.k, generator, opposite=False, special=True)
     b = tiles.operand(case.b, 128, case.k, generator, opposite=True, special=True)
@@ -61,7 +61,7 @@ def test_the_kernels_compile_for_hopper(case):
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
-def test_operands_tell_every_hypothesis_from_the_table(case):
+def test_operands_distinguish_every_hypothesis_from_the_table(case):
     found = compare(case, 1, TRUE, CPU, side=96)
     assert found.mismatches.pop("as in the table") == 0
     assert found.mismatches
@@ -88,7 +88,7 @@ def test_nan_and_inf_are_compared_too():
     assert seen == [True, False, True]
 
 
-def test_a_run_of_the_default_length_reaches_them_in_every_case():
+def test_a_run_of_the_default_length_reaches_nan_and_inf_in_every_case():
     assert 1e9 / len(list(cases())) > SIDE**2
 
 
@@ -108,7 +108,7 @@ def test_pairs_cancel():
     assert (products.sum(1) == 0).float().mean() > 0.5
 
 
-def test_golden_results_are_read_as_they_were_written(tmp_path):
+def test_golden_results_survive_their_file(tmp_path):
     path = tmp_path / "results.safetensors"
     count = golden.record(path, SHORT, TRUE, CPU, {"gpu": "none"}, seed=0)
     read = list(golden.replay(path))
@@ -127,7 +127,7 @@ def test_most_golden_results_are_finite(tmp_path):
     assert results.isinf().any()
 
 
-def test_without_a_hopper_gpu_it_says_what_it_needs(capsys):
+def test_without_a_hopper_gpu_the_requirement_is_printed(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert main([]) == 2

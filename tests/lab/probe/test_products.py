@@ -36,19 +36,19 @@ def emulated(p: GemmRequest) -> int:
 
 @pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_kernel_gives_what_the_model_gives(case):
+def test_the_kernel_equals_the_model(case):
     found = compare(case, emulated, CPU)
     assert found.outputs > 0
     assert found.differ == 0
 
 
-def test_the_emulator_makes_products_of_every_kind():
+def test_the_emulator_runs_gemms_of_every_kind():
     assert {case.schedule for case in SMALL} == set(Schedule)
     assert {case.b_scales for case in SMALL} == set(Scales)
     assert {plan_launch(make(case), Chip(NUM_SMS)).config.split_k > 1 for case in SMALL} == {True, False}
 
 
-def test_cases_are_what_they_are_for():
+def test_cases_have_their_intended_properties():
     promoted = [case for case in CASES if case.promote]
     assert len(CASES) >= 24
     assert Counter(case.b_scales is ROW for case in promoted).keys() == {True, False}
@@ -59,7 +59,7 @@ def test_cases_are_what_they_are_for():
 
 
 @pytest.mark.parametrize("schedule", [Schedule.DENSE, Schedule.GROUPED])
-def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
+def test_a_case_is_large_enough_for_several_strips_along_n(schedule):
     products = [make(case) for case in CASES if case.schedule is schedule and case.n > 2000]
     configs = {p.b.data.shape[-2]: candidates(rounded(problem(p)), H200)[0] for p in products}
     assert any(
@@ -68,14 +68,14 @@ def test_a_case_is_large_enough_for_several_bands_along_n(schedule):
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_operands_lie_as_the_copy_engine_reads_them(case):
+def test_operands_have_a_layout_that_tma_reads(case):
     p = make(case)
     assert is_tma_readable(p)
     assert is_tma_readable(replace(p, a=_on_cpu(p.a), b=_on_cpu(p.b)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.data == "ugly"], ids=str)
-def test_ugly_operands_are_ugly(case):
+def test_extreme_operands_contain_extreme_values(case):
     p = make(case)
     a, b = (x.data.float() for x in p.nt_operands())
     assert a.isnan().any()
@@ -118,7 +118,7 @@ def test_rows_that_no_group_uses_are_not_compared_when_masked():
     assert (found.outputs, found.differ) == (8 * 7, 0)
 
 
-def test_without_a_hopper_gpu_it_says_what_it_needs(capsys):
+def test_without_a_hopper_gpu_the_requirement_is_printed(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert main([]) == 2

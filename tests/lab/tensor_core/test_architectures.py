@@ -18,7 +18,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
         ("sm_100", E4M3, (32, 25, 23)),
     ],
 )
-def test_rows_say_what_was_published(arch, dtype, expected):
+def test_rows_match_the_publications(arch, dtype, expected):
     row = find_instruction(arch, dtype, dtype)
     assert (row.terms, row.fraction_bits, row.output_bits) == expected
 
@@ -27,7 +27,7 @@ def test_fp8_formats_mix():
     assert find_instruction("sm_90", E4M3, E5M2) is find_instruction("sm_90", E5M2, E4M3)
 
 
-def test_hoppers_mma_sync_sums_fp8_as_fp16():
+def test_mma_sync_on_hopper_computes_fp8_as_fp16():
     fp8, fp16 = (find_instruction("sm_90_mma", t, t) for t in (E4M3, torch.float16))
     assert (fp8.terms, fp8.fraction_bits, fp8.output_bits) == (fp16.terms, fp16.fraction_bits, fp16.output_bits)
     assert fp8.promotes_every == 32
@@ -48,7 +48,7 @@ def test_formats_of_different_sizes_do_not_mix():
         find_instruction("sm_90", torch.float16, torch.bfloat16)
 
 
-def test_every_row_says_what_it_rests_on():
+def test_every_row_cites_its_evidence():
     hopper = {row for arch in ("sm_90", "sm_90_mma") for row in ARCHITECTURES[arch]}
     assert all(row.evidence == "H200" for row in hopper)
     assert all(row.evidence == "published" for rows in ARCHITECTURES.values() for row in rows if row not in hopper)

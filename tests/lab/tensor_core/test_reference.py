@@ -28,23 +28,23 @@ def test_a_product_loses_what_lies_13_bits_below_the_largest_exponent():
     assert hopper([64.0, 0.75], [64.0, 1.0]) == 4096 + 0.5
 
 
-def test_a_negative_term_is_cut_toward_zero():
+def test_a_negative_term_is_truncated_toward_zero():
     assert hopper([64.0, -0.75], [64.0, 1.0]) == 4096 - 0.5
     assert hopper([64.0, -0.25], [64.0, 1.0]) == 4096
 
 
-def test_under_the_other_hypothesis_it_is_cut_toward_minus_infinity():
+def test_under_the_other_hypothesis_it_is_truncated_toward_minus_infinity():
     assert hopper([64.0, -0.75, 64.0], [64.0, 1.0, -64.0], row=DOWN) == -1.0
     assert hopper([64.0, -0.75, 64.0], [64.0, 1.0, -64.0]) == -0.5
 
 
-def test_a_product_is_not_renormalised():
+def test_a_product_is_not_renormalized():
     # 1.875 · 1.875 = 3.515625 has the exponent 0, not 1: 2^(0 − 13) stays
     assert hopper([1.875, -1.875, 2.0**-6], [1.875, 1.875, 2.0**-6]) == 2.0**-12
     assert hopper([1.875, -1.875, 2.0**-6], [1.875, 1.875, 2.0**-7]) == 2.0**-13
 
 
-def test_the_accumulator_is_aligned_and_cut_like_any_term():
+def test_the_accumulator_is_aligned_and_truncated_like_any_term():
     assert hopper([64.0, 64.0], [64.0, -64.0], 0.75) == 0.5
     assert hopper([0.75], [1.0], 4096.0) == 4096.5
 
@@ -76,13 +76,13 @@ def test_an_overflow_is_inf():
     assert step([huge, huge], [1.0, 1.0], 0.0, BF16, BF16, BFLOATS) == math.inf
 
 
-def test_a_subnormal_result_is_kept():
+def test_a_subnormal_result_is_not_flushed():
     assert step([2.0**-126], [2.0**-10], 0.0, BF16, BF16, BFLOATS) == 2.0**-136
     assert hopper([0.0], [0.0], 2.0**-139) == 2.0**-139
     assert hopper([0.0], [0.0], 2.0**-149) == 0.0  # below 2^(−126 − 13)
 
 
-def test_nothing_is_kept_26_bits_below_the_floor():
+def test_terms_26_bits_below_the_floor_are_lost():
     assert step([2.0**-100], [2.0**-49], 0.0, BF16, BF16, BFLOATS) == 2.0**-149
     terms = [2.0**-80, -(2.0**-80), 2.0**-80]
     assert step(terms, [2.0**-80, 2.0**-80, 2.0**-79], 0.0, BF16, BF16, BFLOATS) == 0.0

@@ -40,7 +40,7 @@ def accumulators(shape, seed):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
-def test_every_form_is_the_specification(form, arch, a_dtype, b_dtype):
+def test_every_implementation_equals_the_specification(form, arch, a_dtype, b_dtype):
     row = find_instruction(arch, a_dtype, b_dtype)
     for a, b, c in [
         (normal(a_dtype, (3, 70), 0), normal(b_dtype, (4, 70), 1), torch.randn(3, 4)),
@@ -53,7 +53,7 @@ def test_every_form_is_the_specification(form, arch, a_dtype, b_dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_terms_cut_down_are_the_specification(form):
+def test_terms_truncated_downward_equal_the_specification(form):
     row = replace(find_instruction("sm_90", E4, E4), truncation="down")
     a, b = random_bits(E4, (3, 64), 2, True), random_bits(E4, (4, 64), 3, True)
     actual = form.sum_products(decode(a, row), decode(b, row), torch.zeros(3, 4), Summation(row, 64, promote=False))
@@ -76,7 +76,7 @@ def test_a_negative_sum_too_small_for_fp32_is_plus_zero(form, arch, a_dtype, b_d
     dtypes=st.tuples(st.sampled_from([E4, E5]), st.sampled_from([E4, E5])),
 )
 @settings(max_examples=150)
-def test_any_hopper_sum_is_the_specification(codes, c, dtypes):
+def test_any_hopper_sum_equals_the_specification(codes, c, dtypes):
     a, b = (
         torch.tensor([pair[side] for pair in codes], dtype=torch.uint8).view(dtype)[None]
         for side, dtype in enumerate(dtypes)
@@ -90,7 +90,7 @@ def test_any_hopper_sum_is_the_specification(codes, c, dtypes):
 
 
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), FP16_ROWS)
-def test_an_fp16_accumulator_is_the_specification(arch, a_dtype, b_dtype):
+def test_an_fp16_accumulator_equals_the_specification(arch, a_dtype, b_dtype):
     row = find_instruction(arch, a_dtype, b_dtype)
     for a, b in [
         (normal(a_dtype, (3, 64), 0) / 16, normal(b_dtype, (4, 64), 1)) if a_dtype == torch.float16 else
@@ -130,7 +130,7 @@ def test_promotion_and_rescaling_are_fp32_operations_between_chains(form, promot
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("exponent", [-149, -140, -126, -114, -113, -101, -100, -99, 99, 100, 101, 127])
-def test_accumulators_at_the_ends_of_fp32_are_the_specification(form, exponent):
+def test_accumulators_at_the_ends_of_fp32_equal_the_specification(form, exponent):
     row = find_instruction("sm_90", E5, E5)
     a, b = torch.zeros(3, 32), torch.ones(4, 32)
     a[1], a[2] = 2.0**-16, -57344.0  # nothing, the smallest, the largest
@@ -143,7 +143,7 @@ def test_accumulators_at_the_ends_of_fp32_are_the_specification(form, exponent):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("exponent", [-120, -90, 90, 120])
-def test_rescaling_to_the_ends_of_fp32_is_the_specification(form, exponent):
+def test_rescaling_to_the_ends_of_fp32_equals_the_specification(form, exponent):
     row = find_instruction("sm_90", E4, E4)
     a, b = normal(E4, (3, 64), 0), normal(E4, (5, 64), 1)
     a[1, 32:] = 0.0
@@ -155,7 +155,7 @@ def test_rescaling_to_the_ends_of_fp32_is_the_specification(form, exponent):
     assert same_bits(actual, specified(a[:, 32:], b[:, 32:], first, row) * a_scale[:, 1:])
 
 
-def test_rows_that_the_compiled_form_gives_up_are_the_plain_forms():
+def test_rows_that_the_compiled_form_skips_equal_the_vectorized_form():
     row = find_instruction("sm_90", E5, E5)
     a, b, c = normal(E5, (6, 192), 0), normal(E5, (5, 192), 1), torch.randn(6, 5)
     a[1, 7], a[2, 150], c[3, 3], c[4, 4] = torch.nan, torch.inf, 2.0**120, -torch.inf
@@ -168,7 +168,7 @@ def test_rows_that_the_compiled_form_gives_up_are_the_plain_forms():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_scale_of_zero_leaves_the_sign_that_a_multiplication_does(form):
+def test_a_scale_of_zero_gives_the_sign_of_a_multiplication(form):
     row = find_instruction("sm_90", E4, E4)
     a, b = decode(torch.full((1, 32), -1.0).to(E4), row), decode(torch.ones(1, 32).to(E4), row)
     scales = torch.full((1, 1), 2.0**-100), torch.full((1, 1), 2.0**-100)  # whose product is below FP32's range
@@ -220,33 +220,33 @@ def test_a_nan_scale_makes_its_row_nan():
     assert out.isnan().tolist() == [[False] * 2, [True] * 2]
 
 
-def test_nan_is_the_code_that_tensor_cores_write():
+def test_nan_has_the_bits_that_tensor_cores_write():
     a = torch.full((1, 32), torch.nan).to(E4)
     assert tensor_core_matmul(a, a).view(torch.int32).item() == NAN
 
 
-def test_nan_in_fp16_is_the_code_that_tensor_cores_write():
+def test_nan_in_fp16_has_the_bits_that_tensor_cores_write():
     a = torch.full((1, 32), torch.nan).to(E4)
     assert tensor_core_matmul(a, a, out_dtype=torch.float16).view(torch.int16).item() == 0x7FFF
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
-def test_a_negative_zero_comes_out_positive(form, arch, a_dtype, b_dtype):
+def test_a_negative_zero_becomes_positive(form, arch, a_dtype, b_dtype):
     row = find_instruction(arch, a_dtype, b_dtype)
     a, b = decode(torch.full((1, 32), -0.0).to(a_dtype), row), decode(torch.ones(1, 32).to(b_dtype), row)
     out = form.sum_products(a, b, torch.full((1, 1), -0.0), Summation(row, 32, promote=False))
     assert out.view(torch.int32).item() == 0
 
 
-def test_hoppers_mma_sync_adds_c_in_fp32():
+def test_mma_sync_on_hopper_adds_c_in_fp32():
     a = torch.ones(1, 32).to(E4)
     c = torch.tensor([[2.0**24]])
     assert tensor_core_matmul(a, a, c, arch="sm_90_mma").item() == 2.0**24 + 32
     assert tensor_core_matmul(a, a, c, arch="sm_90").item() == 2.0**24
 
 
-def test_hoppers_mma_sync_takes_two_of_every_four_operands_at_a_time():
+def test_mma_sync_on_hopper_takes_two_of_every_four_operands_at_a_time():
     # 2¹⁶ and −2¹⁶ meet in the first half, where what is small beside them is in the other half and so survives
     a, b = torch.zeros(1, 32), torch.ones(1, 32)
     a[0, :3] = torch.tensor([256.0, -256.0, 2.0**-9])
@@ -255,7 +255,7 @@ def test_hoppers_mma_sync_takes_two_of_every_four_operands_at_a_time():
     assert tensor_core_matmul(a.to(E4), b.to(E4), arch="sm_90").item() == 0.0
 
 
-def test_hoppers_mma_sync_gives_operands_the_exponents_of_fp16():
+def test_mma_sync_on_hopper_gives_operands_the_exponents_of_fp16():
     # E4M3's 2⁻⁹ has the exponent −6 as a subnormal number, and as FP16 −9: cut at 2^(6 − 25), not at 2^(9 − 25)
     a, b = torch.zeros(1, 32), torch.zeros(1, 32)
     a[0, [0, 1, 4]] = torch.tensor([2.0**-9, -(2.0**-9), 2.0**-3])
@@ -271,7 +271,7 @@ def test_operands_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 32), (3, 0, 32), (3, 2, 0)])
-def test_empty_products(shape):
+def test_empty_gemms(shape):
     m, n, k = shape
     c = torch.randn(m, n)
     assert torch.equal(tensor_core_matmul(torch.zeros(m, k).to(E4), torch.zeros(n, k).to(E4), c), c)
@@ -287,13 +287,13 @@ def test_several_threads_give_the_same_bits():
         torch.set_num_threads(1)
 
 
-def test_the_callers_rounding_mode_stays():
+def test_the_rounding_mode_of_the_caller_is_restored():
     tensor_core_matmul(normal(E4, (2, 32), 0), normal(E4, (2, 32), 1))
     assert torch.tensor(1.0) + torch.tensor(2.0**-24) == 1.0
     assert (torch.tensor(1.0) + torch.tensor(1.5 * 2.0**-24)).item() > 1.0
 
 
-def test_without_a_compiler_plain_torch_is_used_and_the_log_says_so(monkeypatch, caplog):
+def test_without_a_compiler_torch_is_used_and_logged(monkeypatch, caplog):
     a, b = normal(E4, (3, 64), 0), normal(E4, (5, 64), 1)
     compiled = tensor_core_matmul(a, b)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
@@ -314,14 +314,14 @@ def test_a_compiler_is_found_on_this_machine():
 
 
 @pytest.mark.parametrize("b_block", [(128, 128), (1, 128), (None, None)])
-def test_a_product_with_promotion_is_close_to_the_reference(b_block):
+def test_a_gemm_with_promotion_is_close_to_the_reference(b_block):
     a = octile.quantize(torch.randn(20, 300), (1, 128))
     b = octile.quantize(torch.randn(30, 300), b_block)
     y = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=128)
     torch.testing.assert_close(y, octile.matmul_nt(a, b, torch.float32), rtol=0, atol=3e-3 * y.std().item())
 
 
-def test_one_scale_an_operand_is_applied_to_the_whole_sum():
+def test_a_per_tensor_scale_is_applied_to_the_whole_sum():
     a, b = (octile.quantize(torch.randn(9, 256), (None, None)) for _ in range(2))
     y = tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, promote_every=None)
     assert torch.equal(y, tensor_core_matmul(a.data, b.data) * (a.scale * b.scale))
@@ -365,13 +365,13 @@ def test_shorter_blocks_promote_earlier():
         ({"a_scale": torch.ones(2, 1), "b_scale": torch.ones(2, 1)}, TypeError, "float8_e8m0fnu"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, words):
+def test_arguments_that_do_not_fit_are_refused(change, error, words):
     arguments = {"a": torch.zeros(2, 32).to(E4), "b": torch.zeros(2, 32).to(E4)} | change
     with pytest.raises(error, match=words):
         tensor_core_matmul(**arguments)
 
 
-def test_blocks_within_a_step_are_refused():
+def test_blocks_shorter_than_a_k_block_are_refused():
     a, b = (octile.quantize(torch.randn(4, 64), (1, 16)) for _ in range(2))
     with pytest.raises(ValueError, match="multiples of 32 along K"):
         tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block)

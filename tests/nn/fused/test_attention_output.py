@@ -31,7 +31,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [*qkv, (torch.randn(N, H * V, generator=generator) / 8).requires_grad_()]
 
 
-def test_operands_are_quantized_as_the_recipe_says():
+def test_operands_are_quantized_by_the_recipe():
     q, k, v, w = inputs()
     with observe_gemms(seen := Seen()):
         y = attention_linear(q, k, v, w, SCALE, RECIPE, torch.float32)
@@ -53,7 +53,7 @@ def test_operands_are_quantized_as_the_recipe_says():
         assert torch.equal(t.grad, gradient)
 
 
-def test_besides_its_inputs_it_saves_the_output_once():
+def test_it_saves_its_inputs_and_the_output_once():
     q, k, v, w = inputs(torch.bfloat16)
     torch.optim.SGD([w], lr=0.0).step()
     kept: dict[int, int] = {}

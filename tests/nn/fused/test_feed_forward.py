@@ -118,7 +118,7 @@ def assert_quantized(
 
 
 @every_fused
-def test_results_of_a_dense_layer_are_the_gemms_of_the_observed_operands(recipe):
+def test_results_of_a_dense_layer_equal_the_gemms_of_the_observed_operands(recipe):
     m, x = mlp(recipe), x_of()
     seen, y = watched(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
@@ -130,7 +130,7 @@ def test_results_of_a_dense_layer_are_the_gemms_of_the_observed_operands(recipe)
 
 
 @every_fused
-def test_operands_of_a_dense_layer_are_quantized_as_the_recipe_says(recipe):
+def test_operands_of_a_dense_layer_are_quantized_by_the_recipe(recipe):
     m, x = mlp(recipe), x_of()
     seen, _ = watched(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
@@ -156,7 +156,7 @@ def test_operands_of_a_dense_layer_are_quantized_as_the_recipe_says(recipe):
         assert torch.equal(layer[2].before, d.mT)
 
 
-def test_recomputed_a_dense_layer_is_that_of_single_steps():
+def test_a_recomputed_dense_layer_equals_the_unfused_one():
     """But for h, which single steps quantize twice on its way to wgrad."""
     fused, steps = mlp(RECOMPUTED), mlp(RECOMPUTED)
     steps.up_proj.register_forward_hook(lambda *_: None)
@@ -170,7 +170,7 @@ def test_recomputed_a_dense_layer_is_that_of_single_steps():
 
 
 @every_fused
-def test_results_of_experts_are_the_gemms_of_the_observed_operands(recipe):
+def test_results_of_experts_equal_the_gemms_of_the_observed_operands(recipe):
     m, x = moe(recipe).experts, x_of().detach().flatten(0, 1).requires_grad_()
     generator, way = torch.Generator().manual_seed(3), LocalDispatcher()
     experts_TK = torch.rand(T, E, generator=generator).topk(K).indices
@@ -200,7 +200,7 @@ def test_results_of_experts_are_the_gemms_of_the_observed_operands(recipe):
 
 
 @every_fused
-def test_operands_of_experts_are_quantized_as_the_recipe_says(recipe):
+def test_operands_of_experts_are_quantized_by_the_recipe(recipe):
     m, x = moe(recipe, shared=0), x_of()
     seen, _ = watched(m, x)
     up, down = seen.of(m.experts.gate_up), seen.of(m.experts.down)
@@ -255,7 +255,7 @@ def test_nothing_is_read_back_to_the_host(recipe):
         after_norm(moe(recipe), torch.randn(2, 9, D), layer_norm()).sum().backward()
 
 
-def test_no_tokens_at_all():
+def test_no_tokens_are_no_error():
     m, x = moe(), torch.zeros(0, 5, D, requires_grad=True)
     assert m.eval()(x).shape == (0, 5, D)
 
@@ -268,7 +268,7 @@ def modules(recipe: Recipe) -> list[nn.Module]:
 
 
 @both_settings
-def test_a_norm_in_front_is_the_same_as_one_before(recipe):
+def test_a_fused_norm_equals_a_separate_one(recipe):
     """But that the cast is of the norm in FP32, which here it is anyway."""
     for m in modules(recipe):
         norm, x = layer_norm(), x_of()
@@ -321,7 +321,7 @@ def test_compiled_without_a_graph_break_they_compute_the_same(recipe):
 
 
 @both_settings
-def test_main_grad_is_added_to_what_would_be_grad(recipe):
+def test_main_grad_accumulates_what_grad_would_be(recipe):
     for m in modules(recipe):
         gradients(m, x := x_of())
         weights = [p for n, p in m.named_parameters() if "gate.weight" not in n]

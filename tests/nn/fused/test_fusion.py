@@ -42,7 +42,7 @@ def built(name: str) -> tuple[FusableModule, nn.Module, Callable[[FusableModule]
 
 
 @every_module
-def test_it_is_decided_once(name, monkeypatch):
+def test_fusion_is_decided_once(name, monkeypatch):
     module, _, call = built(name)
     decide, calls = type(module).decide_fusion, []
     monkeypatch.setattr(type(module), "decide_fusion", lambda self: calls.append(self) or decide(self))
@@ -82,7 +82,7 @@ def test_recipes_of_other_modules_change_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["MLP", "MHA", "MLA"])
-def test_a_replaced_layer_is_called(name):
+def test_a_replaced_layer_is_used(name):
     module, layer, call = built(name)
     fused, called = call(module), []
 
@@ -156,6 +156,6 @@ def test_hooks_of_the_layer_and_of_its_norm_see_tensors(name):
     assert sum(isinstance(t, Tensor) and t.shape == x.shape for t in seen) == 4
 
 
-def test_a_norm_before_any_other_layer_is_a_norm():
+def test_a_norm_before_an_unconverted_layer_is_not_fused():
     x, norm = torch.randn(3, D), RMSNorm(D)
     assert torch.equal(pre_norm(x, norm, nn.Linear(D, D))[1], norm(x))

@@ -67,7 +67,7 @@ def heads(t: Tensor) -> Tensor:
 
 @both_forms
 @every_fused
-def test_the_forward_pass_is_that_of_single_steps(q_lora_rank, name):
+def test_the_forward_pass_equals_the_unfused_one(q_lora_rank, name):
     recipe = Recipe.named(name)
     found, expected = mla(q_lora_rank, recipe)(x_of(), COS_SIN), observed(mla(q_lora_rank, recipe))(x_of(), COS_SIN)
     assert (found - expected).norm() < 1e-3 * expected.norm()  # torch's own attention and norm sum in another order
@@ -75,7 +75,7 @@ def test_the_forward_pass_is_that_of_single_steps(q_lora_rank, name):
 
 @both_forms
 @every_fused
-def test_gradients_are_close_to_those_of_single_steps(q_lora_rank, name):
+def test_gradients_are_close_to_those_of_unfused_layers(q_lora_rank, name):
     recipe = Recipe.named(name)
     found, expected = run(mla(q_lora_rank, recipe), x_of()), run(observed(mla(q_lora_rank, recipe)), x_of())
     for ours, theirs in zip(found, expected, strict=True):
@@ -89,7 +89,7 @@ def test_gradients_approximate_the_exact_ones(q_lora_rank):
 
 
 @both_forms
-def test_operands_are_quantized_as_the_recipe_says(q_lora_rank):
+def test_operands_are_quantized_by_the_recipe(q_lora_rank):
     m, x = mla(q_lora_rank), x_of()
     with observe_gemms(seen := Seen()):
         y = m(x, COS_SIN)
@@ -112,7 +112,7 @@ def test_operands_are_quantized_as_the_recipe_says(q_lora_rank):
         assert torch.equal(weight.grad, matmul_nt(operands[2].a, operands[2].b, torch.float32))
 
 
-def test_attentions_backward_reads_the_saved_output(monkeypatch):
+def test_attention_backward_reads_the_saved_output(monkeypatch):
     read = []
 
     def spy(do, q, k, v, o, lse, scale):
@@ -145,7 +145,7 @@ def test_neither_heads_nor_outputs_are_saved_in_high_precision(q_lora_rank):
 
 
 @both_forms
-def test_a_norm_in_front_is_the_same_as_one_before(q_lora_rank):
+def test_a_fused_norm_equals_a_separate_one(q_lora_rank):
     m, norm, x = mla(q_lora_rank), RMSNorm(D), x_of()
     nn.init.uniform_(norm.weight, 0.5, 1.5)
     found = run(m, x, norm)
@@ -172,7 +172,7 @@ def test_compiled_without_a_graph_break_it_computes_the_same(q_lora_rank):
 
 
 @both_forms
-def test_main_grad_is_added_to_what_would_be_grad(q_lora_rank):
+def test_main_grad_accumulates_what_grad_would_be(q_lora_rank):
     m, x = mla(q_lora_rank), x_of()
     run(m, x)
     weights = [p for p in m.parameters() if p.dim() == 2]

@@ -52,26 +52,26 @@ def test_layers_called_together_compute_what_they_do_alone(name):
 
 
 @pytest.mark.parametrize(("name", "bytes_a_value"), [("deepseek_v3", 1 + 4 / 128), ("bf16", 2)])
-def test_the_input_of_layers_called_together_is_kept_once(name, bytes_a_value):
+def test_the_input_of_layers_called_together_is_saved_once(name, bytes_a_value):
     x, (a, b) = x_of(40), layers(name)
     alone, both = kept_bytes(lambda: a(x), (40,)), kept_bytes(lambda: shared_quantization(x, a, b), (40,))
     assert alone == both == x.numel() * bytes_a_value
 
 
-def test_layers_called_one_by_one_keep_their_input_each():
+def test_layers_called_one_by_one_save_their_input_each():
     x, (a, b) = x_of(40), layers("deepseek_v3")
     keep = []  # so that no memory is given out twice
     assert kept_bytes(lambda: keep.extend((a(x), b(x))), (40,)) == 2 * kept_bytes(lambda: a(x), (40,))
 
 
-def test_layers_of_different_recipes_cast_for_themselves():
+def test_layers_of_different_recipes_quantize_separately():
     x, (a, b) = x_of(40), [*layers("deepseek_v3", 1), *layers("per_tensor", 1)]
     y_a, y_b = shared_quantization(x, a, b)
     assert torch.equal(y_a, a(x))
     assert torch.equal(y_b, b(x))
 
 
-def test_delayed_scales_are_noted_by_each_layer():
+def test_delayed_scales_are_recorded_by_each_layer():
     a, b = layers("delayed")
     shared_quantization(x_of(40), a, b)
     assert a.history.amax_OH[0, 0] == b.history.amax_OH[0, 0] > 0

@@ -7,7 +7,7 @@ from octile.kernels.cuda.gemm.launch_cache import BoundedCache
 
 
 @given(keys=st.lists(st.integers(0, 12), max_size=80), most=st.integers(1, 6))
-def test_what_was_used_last_is_there_and_no_more_than_twice_as_much(keys, most):
+def test_the_cache_holds_the_latest_entries_and_at_most_twice_as_many(keys, most):
     recent: BoundedCache[int] = BoundedCache(most)
     for done, key in enumerate(keys, start=1):
         found = recent.get(key)
@@ -19,7 +19,7 @@ def test_what_was_used_last_is_there_and_no_more_than_twice_as_much(keys, most):
         assert all(key in recent._young or key in recent._old for key in last)
 
 
-def test_what_is_used_again_and_again_outlives_any_number_of_others():
+def test_entries_in_use_are_never_evicted():
     recent: BoundedCache[str] = BoundedCache(4)
     recent["weights"] = "kept"
     for other in range(1000):
@@ -27,7 +27,7 @@ def test_what_is_used_again_and_again_outlives_any_number_of_others():
         assert recent.get("weights") == "kept"
 
 
-def test_storing_again_replaces():
+def test_storing_a_key_again_replaces_its_value():
     recent: BoundedCache[int] = BoundedCache(2)
     for value in (1, 2):
         recent["key"] = value

@@ -43,13 +43,13 @@ def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, multipro
     assert config.max_groups >= (0 if dense else groups)
 
 
-def test_large_products_take_large_tiles():
+def test_large_gemms_take_large_tiles():
     config = choose(Problem(8192, 8192, 8192), H200)
     assert config.tile_m * config.tile_n >= 128 * 160
     assert config.split_k == 1
 
 
-def test_a_weight_for_few_rows_is_read_by_all_multiprocessors():
+def test_a_weight_for_few_rows_is_read_by_all_sms():
     problem = Problem(16, 2112, 7168, transposable=True)
     config = choose(problem, H200)
     assert config.transposed
@@ -68,7 +68,7 @@ BANDS = {  # whether they lie along N, and how many tiles they have
 
 
 @pytest.mark.parametrize("case", BANDS)
-def test_bands(case: str):
+def test_rasterization_order(case: str):
     problem, along_n, band = BANDS[case]
     config = choose(problem, H200)
     assert (config.raster_along_n, config.raster_width) == (along_n, band)
@@ -80,7 +80,7 @@ def test_neighbouring_sizes_share_a_kernel():
     assert len({rounded(Problem(m, 7168, 2048)).m for m in range(2049, 4097)}) == 8
 
 
-def test_rounding_never_makes_a_product_smaller():
+def test_rounding_never_makes_a_gemm_smaller():
     assert all(rounded(Problem(m, 1, 1)).m >= m for m in range(1, 3000))
 
 
@@ -99,12 +99,12 @@ def test_a_measured_kernel_comes_first():
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": {"config": {"tile_m": 3}}}', "{"])
-def test_a_file_of_measured_kernels_that_makes_no_sense_is_left_aside(text: str):
+def test_an_invalid_file_of_measured_kernels_is_ignored(text: str):
     tuned.path().write_text(text)
     assert choose(Problem(4096, 7168, 2048), H200).stages > 1
 
 
-def test_deepseek_v3_has_plans():
+def test_deepseek_v3_has_launch_plans():
     assert len(configs()) > 100
 
 

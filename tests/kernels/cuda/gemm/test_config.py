@@ -69,7 +69,7 @@ def test_refused(why: str):
         GemmConfig(**(BASE | REFUSED[why]))
 
 
-def test_constants_are_what_the_source_names():
+def test_constants_have_the_names_of_the_source():
     constants = GemmConfig(**BASE).constants()
     assert constants["tile_m"] == 128
     assert constants["shared_bytes"] <= SHARED_BYTES

@@ -135,7 +135,7 @@ LONG = (
 
 
 @pytest.mark.parametrize("case", [*LONG, "ping-pong, in clusters, two accumulators"])
-def test_long_sums(case: str):
+def test_many_k_blocks(case: str):
     _dense(DENSE[case], 3, 200, 128 * 67 + 1, seed=1)  # more than twice as many k-blocks as a warp has lanes
 
 

@@ -224,7 +224,7 @@ def key_of(a: Any, b: Any, sizes: Tensor | None = None, out: Tensor | None = Non
 
 @settings(max_examples=400)
 @given(first=base, others=st.lists(changes, min_size=1, max_size=4))
-def test_a_product_is_launched_as_if_nothing_were_remembered(gpu, first: Spec, others: list[Spec]):
+def test_the_launch_cache_changes_no_launch(gpu, first: Spec, others: list[Spec]):
     specs = [first, first, *(first | other for other in others), first]
     expected = []
     for spec in specs:
@@ -237,7 +237,7 @@ def test_a_product_is_launched_as_if_nothing_were_remembered(gpu, first: Spec, o
 
 @pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "sizes", "out"])
 @pytest.mark.parametrize("differs", ["shape", "strides", "dtype", "alignment"])
-def test_tensors_that_differ_in_one_thing_look_different(name: str, differs: str):
+def test_tensors_that_differ_in_one_property_have_different_keys(name: str, differs: str):
     if (name, differs) == ("sizes", "alignment"):
         return  # read one by one
     room = torch.zeros(64)
@@ -257,7 +257,7 @@ def test_tensors_that_differ_in_one_thing_look_different(name: str, differs: str
     assert key(tensors) != key(tensors | {name: other})
 
 
-def test_a_tensor_on_another_device_looks_different():
+def test_a_tensor_on_another_device_has_a_different_key():
     x, elsewhere = torch.zeros(4, 8), torch.zeros(4, 8)
     elsewhere.get_device = lambda: 1  # type: ignore[method-assign]
     looks = [key_of((x, x, TILE), (x, x, TILE), x, x)]
@@ -267,13 +267,13 @@ def test_a_tensor_on_another_device_looks_different():
     assert len(set(looks)) == 7
 
 
-def test_blocks_are_told_apart():
+def test_different_blocks_have_different_keys():
     x = torch.zeros(4, 8)
     blocks = [*product([TILE, BLOCK, (128,), (1,), (1, 128, 128), (128, 128, 128)], repeat=2)]
     assert len({key_of((x, x, a), (x, x, b)) for a, b in blocks}) == len(blocks)
 
 
-def test_fewer_multiprocessors_look_different():
+def test_fewer_sms_have_a_different_key():
     x = torch.zeros(4, 8)
     arguments = ((x, x, TILE), (x, x, TILE))
     every = key_of(*arguments)
@@ -284,7 +284,7 @@ def test_fewer_multiprocessors_look_different():
         num_sms.set_num_sms(None)
 
 
-def test_only_what_is_launched_without_copies_is_launched_from_the_cache(monkeypatch):
+def test_only_launches_without_copies_are_cached(monkeypatch):
     hits: list[bool] = []
 
     def launch_cached(p: GemmRequest) -> Tensor | None:
@@ -306,7 +306,7 @@ def test_only_what_is_launched_without_copies_is_launched_from_the_cache(monkeyp
     assert hits[6:] == [False, True]
 
 
-def test_what_is_launched_from_the_cache_is_checked_no_more_and_what_is_not_is(monkeypatch):
+def test_cached_launches_skip_the_checks_and_others_do_not(monkeypatch):
     checked: list[int] = []
     monkeypatch.setattr(matmul, "_check_matmul", lambda *_: checked.append(1))
     x = matrix((16, 128), E4M3)

@@ -47,17 +47,17 @@ def test_how_a_result_is_stored(case: str):
     assert problem(_request(out)).store is store
 
 
-def test_the_copy_engine_brings_back_what_is_added_to():
+def test_tma_loads_c_for_the_accumulate_epilogue():
     assert problem(_request(torch.empty(M, N), accumulate=True)).store is Store.TMA
     assert problem(_request(accumulate=True)).store is Store.TMA
 
 
-def test_what_the_casts_write_is_readable():
+def test_quantized_tensors_are_readable_by_tma():
     assert is_tma_readable(_request())
     assert is_tma_readable(_request(b=operand((N, K), ROW)))
 
 
-def test_scales_that_lie_row_by_row_are_copied():
+def test_row_major_scales_are_copied():
     a = operand((M, K), ROW)
     p = _request(a=replace(a, scale=a.scale.contiguous()))
     assert not is_tma_readable(p)
@@ -69,7 +69,7 @@ def test_scales_that_lie_row_by_row_are_copied():
 
 
 @pytest.mark.parametrize("lies", ["unaligned rows", "unaligned base", "columns first"])
-def test_data_that_the_copy_engine_cannot_read(lies: str):
+def test_data_that_tma_cannot_read(lies: str):
     data = torch.empty(M, K + 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     data = {
         "unaligned rows": torch.empty(M, K + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :K],
@@ -87,7 +87,7 @@ def test_the_grid_is_no_larger_than_the_work():
     assert plan_launch(large, Chip(7), kernel).grid == 6
 
 
-def test_sums_of_nothing_start_no_kernel():
+def test_empty_gemms_launch_no_kernel():
     a, b = torch.empty(M, 0, dtype=torch.float8_e4m3fn), torch.empty(N, 0, dtype=torch.float8_e4m3fn)
     scale = torch.empty(M, 0)
     out = torch.ones(M, N)
@@ -124,7 +124,7 @@ def _square(a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, gro
     return GemmRequest(schedule, Operand(x, scale, a_block), Operand(x, scale, b_block), torch.float32, sizes=sizes)
 
 
-def test_which_operands_are_served(monkeypatch):
+def test_which_operands_are_supported(monkeypatch):
     assert _reason(monkeypatch) is None
     assert _reason(monkeypatch, (1, 128), (1, 128)) is None
     assert _reason(monkeypatch, (256, 256), (256, 256)) is None
@@ -136,12 +136,12 @@ def test_which_operands_are_served(monkeypatch):
     assert "1024 at most" in _reason(monkeypatch, groups=1025)
 
 
-def test_no_other_device_is_served():
+def test_no_other_device_is_supported():
     request._why_unsupported.cache_clear()
     assert request.why_unsupported(_square()) == "they are written for Hopper (sm_90)"
 
 
-def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():
+def test_k_of_zero_leaves_the_rows_past_the_groups_of_a_given_result():
     a, b = torch.empty(5, 0, dtype=torch.float8_e4m3fn), torch.empty(2, 3, 0, dtype=torch.float8_e4m3fn)
     out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
     operands = Operand(a, torch.empty(5, 0), (1, 128)), Operand(b, torch.empty(2, 1, 0), (128, 128))
@@ -149,7 +149,7 @@ def test_a_sum_of_nothing_leaves_the_rows_past_the_groups_of_a_given_result():
     assert torch.equal(out, torch.tensor([0, 0, 0, 0, 1]).bfloat16()[:, None].expand(5, 3))
 
 
-def test_without_groups_a_given_result_stays_as_it_is():
+def test_without_groups_a_given_result_is_unchanged():
     a, b = torch.empty(5, 8, dtype=torch.float8_e4m3fn), torch.empty(0, 3, 8, dtype=torch.float8_e4m3fn)
     out, offs = torch.ones(5, 3, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
     operands = Operand(a, torch.empty(5, 1), (1, 128)), Operand(b, torch.empty(0, 1, 1), (128, 128))
@@ -168,7 +168,7 @@ def test_without_groups_a_given_result_stays_as_it_is():
         ((1, 128), (1, 256), (200, 256), (200, 256), (Scales.PER_ROW, Scales.PER_TENSOR)),
     ],
 )
-def test_one_scale_is_a_tensors_if_it_is_for_all_of_it(a_block, a_shape, b_block, b_shape, expected):
+def test_a_scale_is_per_tensor_if_its_block_covers_the_tensor(a_block, a_shape, b_block, b_shape, expected):
     a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in (a_shape, b_shape))
     operands = Operand(a, torch.empty(0), a_block), Operand(b, torch.empty(0), b_block)
     assert GemmRequest(Schedule.DENSE, *operands, torch.float32).scale_kinds() == expected

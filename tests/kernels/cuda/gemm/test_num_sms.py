@@ -18,12 +18,12 @@ def a_gpu_of_132(monkeypatch):
     num_sms.multiprocessors.cache_clear()
 
 
-def test_all_multiprocessors_are_used_by_default():
+def test_all_sms_are_used_by_default():
     assert num_sms.num_sms() == 132
 
 
 @pytest.mark.parametrize(("told", "used"), [(1, 1), (78, 78), (132, 132), (200, 132)])
-def test_no_more_are_used_than_told_or_than_there_are(told, used):
+def test_num_sms_is_bounded_by_the_setting_and_the_gpu(told, used):
     num_sms.set_num_sms(told)
     assert num_sms.num_sms() == used
 
@@ -35,7 +35,7 @@ def test_none_lifts_the_bound():
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_what_is_no_number_of_multiprocessors_is_refused_and_nothing_changes(count, error):
+def test_an_invalid_number_of_sms_is_refused_and_changes_nothing(count, error):
     num_sms.set_num_sms(20)
     with pytest.raises(error, match="count"):
         num_sms.set_num_sms(count)

@@ -60,7 +60,7 @@ def _request(m: int = 1000, k: int = 1024, out: Tensor | None = None) -> GemmReq
     return GemmRequest(Schedule.DENSE, a, b, out.dtype, out)
 
 
-def test_a_second_launch_is_the_same_and_is_not_made_again(kernel: FakeKernel):
+def test_a_second_launch_is_the_same_and_is_not_prepared_again(kernel: FakeKernel):
     p = _request()
     launch_cache.launch(p)
     launch_cache.launch(p)
@@ -68,7 +68,7 @@ def test_a_second_launch_is_the_same_and_is_not_made_again(kernel: FakeKernel):
     assert kernel.made == 1
 
 
-def test_maps_are_made_in_the_kernels_context(kernel: FakeKernel, monkeypatch):
+def test_tensor_maps_are_encoded_in_the_kernels_context(kernel: FakeKernel, monkeypatch):
     entered = []
     monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: entered.append(kernel.entered) or b"")
     launch_cache.launch(_request())
@@ -98,7 +98,7 @@ def test_another_workspace_is_another_launch(kernel: FakeKernel):
     assert kernel.made == 2
 
 
-def test_an_operand_that_must_be_copied_does_not_find_the_plan_of_scales_that_lie_alike(kernel: FakeKernel):
+def test_an_operand_that_must_be_copied_does_not_share_the_plan_of_scales_with_its_alignment(kernel: FakeKernel):
     """Both are at 4 bytes past a multiple of 16; only scales of blocks may be."""
     p = _request()
     moved = torch.empty(p.b.scale.numel() + 1)[1:].view(p.b.scale.shape).copy_(p.b.scale)
@@ -122,7 +122,7 @@ def test_other_alignment_is_another_plan(kernel: FakeKernel):
     assert len(launch_cache._prepared) == 2
 
 
-def test_scales_that_lie_otherwise_are_copied_at_every_launch(kernel: FakeKernel):
+def test_scales_in_another_layout_are_copied_at_every_launch(kernel: FakeKernel):
     p = _request()
     p = replace(p, a=replace(p.a, scale=p.a.scale.contiguous()))
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_scales_that_lie_otherwise_are_copied_at_every_launch(kernel: FakeKernel
     assert p.a.scale.data_ptr() not in addresses
 
 
-def test_split_products_of_a_stream_share_their_workspace(kernel: FakeKernel):
+def test_split_k_gemms_of_a_stream_share_their_workspace(kernel: FakeKernel):
     for k in (8192, 4096):
         launch_cache.launch(_request(m=16, k=k))
     assert len(launch_cache._workspaces) == 1
@@ -140,7 +140,7 @@ def test_split_products_of_a_stream_share_their_workspace(kernel: FakeKernel):
     assert not arrivals.any()
 
 
-def test_fewer_multiprocessors_are_another_plan(kernel: FakeKernel, monkeypatch):
+def test_fewer_sms_are_another_plan(kernel: FakeKernel, monkeypatch):
     p = _request()
     launch_cache.launch(p)
     monkeypatch.setattr(num_sms, "limit", 4)
@@ -189,7 +189,7 @@ def _key(p: GemmRequest) -> object:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_to_be_done_decides_on_the_plan(change: str):
+def test_the_request_decides_on_the_plan(change: str):
     p = _request()
     assert _key(p) == _key(_request())
     assert _key(p) != _key(replace(p, **CHANGES[change]))
@@ -203,7 +203,7 @@ def test_blocks_decide_on_the_plan(name: str):
 
 
 @pytest.mark.parametrize("name", ["a", "b", "a_scale", "b_scale", "out"])
-def test_how_tensors_lie_decides_on_the_plan(name: str):
+def test_layouts_of_tensors_decide_on_the_plan(name: str):
     room = torch.zeros(64)
     tensors = dict.fromkeys(["a", "b", "a_scale", "b_scale", "out"], room.as_strided((4, 4), (8, 1)))
 

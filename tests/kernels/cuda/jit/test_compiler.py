@@ -54,7 +54,7 @@ def test_a_kernel_becomes_an_elf_file_for_its_architecture(each):
     assert "for 'sm_90a'" in cubin.log
 
 
-def test_what_it_uses_is_read_from_the_log(each):
+def test_resource_usage_is_read_from_the_log(each):
     cubin = compiler.compile("smoke", KERNEL, "sm_90a")
     assert cubin.static_shared_bytes == 64 * 4
     assert 0 < cubin.registers < 64
@@ -72,7 +72,7 @@ def test_registers_that_do_not_fit_show_as_spills(each):
     assert compiler.compile("smoke", SPILL, "sm_90a").spill_bytes > 0
 
 
-def test_an_error_shows_the_message_and_keeps_the_source(each):
+def test_an_error_shows_the_message_and_stores_the_source(each):
     with pytest.raises(RuntimeError, match='identifier "y" is undefined') as raised:
         compiler.compile("smoke", KERNEL.replace("x[threadIdx.x] =", "y[threadIdx.x] ="), "sm_90a")
     kept = Path(re.search(r"source saved: (\S+)", str(raised.value))[1])
@@ -90,12 +90,12 @@ def test_an_unknown_compiler_is_refused(monkeypatch):
         compiler.compiler()
 
 
-def test_a_log_without_figures_is_not_taken_for_zero():
+def test_a_log_without_figures_does_not_read_as_zero():
     with pytest.raises(RuntimeError, match="does not report"):
         compiler.resources("ptxas info    : 5 bytes gmem")
 
 
-def test_what_the_compiler_warns_of_is_found():
+def test_compiler_warnings_are_found():
     log = """ptxas info    : (C7517) warpgroup.wait is injected in around line 129 by compiler
 ptxas info    : Used 8 registers
 product.cu(3): warning #177-D: variable "i" was declared but never referenced"""
@@ -103,6 +103,6 @@ product.cu(3): warning #177-D: variable "i" was declared but never referenced"""
     assert found == [log.splitlines()[0], log.splitlines()[2]]
 
 
-def test_a_cubin_comes_back_from_bytes():
+def test_a_cubin_survives_its_bytes():
     cubin = compiler.Cubin(b"\x7fELF\n\0code\n", 168, 0, 0, 1024, seconds=0.5, compiler="nvrtc 13.0", log="two\nlines")
     assert compiler.Cubin.from_bytes(cubin.to_bytes()) == cubin

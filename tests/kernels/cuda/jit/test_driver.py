@@ -113,7 +113,7 @@ def test_arguments_arrive_in_the_kernels_parameters(fake, kernel):
     ]
 
 
-def test_the_configuration_is_what_was_asked_for(fake, kernel):
+def test_the_launch_has_the_requested_configuration(fake, kernel):
     kernel.ready(132, 2, 384, 200_000, ARGUMENTS, stream=0x55)()
     (launch,) = fake.launches
     assert launch["function"] == b"product"
@@ -126,7 +126,7 @@ def test_without_a_cluster_none_is_asked_for(fake, kernel):
     assert fake.launches[0]["cluster"] == []
 
 
-def test_a_second_launch_brings_its_own_arguments_and_leaves_those_of_the_first(fake, kernel):
+def test_a_second_launch_has_separate_arguments(fake, kernel):
     first = kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)
     kernel.ready(132, 1, 384, 0, (bytes(128), 16, 7, 1.0), stream=0)()
     first()
@@ -139,7 +139,7 @@ def test_a_second_launch_brings_its_own_arguments_and_leaves_those_of_the_first(
     assert fake.launches[1]["parameters"][:2] == [ARGUMENTS[0], struct.pack("q", ARGUMENTS[1])]
 
 
-def test_making_a_launch_starts_nothing(fake, kernel):
+def test_preparing_a_launch_starts_nothing(fake, kernel):
     kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)
     assert fake.launches == []
 
@@ -164,20 +164,20 @@ def test_all_shared_memory_of_a_block_is_permitted(fake, kernel):
 
 
 @pytest.mark.parametrize("current", ["another device's", None])
-def test_a_launch_finds_its_context_and_leaves_the_current_one(fake, kernel, current):
+def test_a_launch_sets_its_context_and_restores_the_current_one(fake, kernel, current):
     fake.contexts = [current]
     kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)()
     assert len(fake.launches) == 1
     assert fake.contexts == [current]
 
 
-def test_a_refused_launch_says_how(fake, kernel):
+def test_a_refused_launch_reports_the_error(fake, kernel):
     fake.refusal = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match="launching product: CUDA_ERROR_INVALID_VALUE: what the driver says"):
         kernel.ready(132, 1, 384, 0, ARGUMENTS, stream=0)()
 
 
-def test_a_refused_image_says_how(fake):
+def test_a_refused_image_reports_the_error(fake):
     with pytest.raises(RuntimeError, match="loading product: CUDA_ERROR_NO_BINARY_FOR_GPU"):
         Kernel("product", b"for another GPU", 0)
     assert fake.contexts == ["octile's"]
@@ -198,7 +198,7 @@ def test_a_grid_that_is_no_multiple_of_the_cluster_is_refused(kernel, grid, clus
         ((*ARGUMENTS[:1], 2.0, 5, 0.5), "argument 1 of product has 8 bytes and cannot be float"),
     ],
 )
-def test_arguments_of_another_kind_are_refused(arguments, message):
+def test_arguments_of_another_type_are_refused(arguments, message):
     if message is None:  # four bytes may be either; the first launch decides, and a later one of another kind fails
         with pytest.raises(struct.error):
             layout("product", PARAMETERS, ARGUMENTS).pack(*arguments)
@@ -207,6 +207,6 @@ def test_arguments_of_another_kind_are_refused(arguments, message):
             layout("product", PARAMETERS, arguments)
 
 
-def test_a_gap_between_parameters_is_left_out():
+def test_padding_between_parameters_is_skipped():
     packed = layout("product", [(0, 4), (8, 8), (64, 128)], (1, 2, bytes(128))).pack(1, 2, b"\xff" * 128)
     assert packed == struct.pack("<iiq48x", 1, 0, 2) + b"\xff" * 128

@@ -66,17 +66,17 @@ def test_an_error_names_the_line_of_its_own_file(file, line, old):
         ({"a b": 1}, ValueError, "must be an identifier, not 'a b'"),
     ],
 )
-def test_a_constant_that_is_none_is_refused(constants, error, message):
+def test_an_invalid_constant_is_refused(constants, error, message):
     with pytest.raises(error, match=message):
         specialize.source("smoke", constants, HEADERS)
 
 
-def test_a_template_that_is_not_there_is_named():
+def test_a_missing_template_is_named():
     with pytest.raises(FileNotFoundError, match=r"nothing\.cu is neither in"):
         specialize.source("nothing", {})
 
 
-def test_every_constant_and_header_makes_a_kernel_of_its_own(tmp_path):
+def test_every_constant_and_header_makes_another_kernel(tmp_path):
     first = specialize.compile("smoke", CONSTANTS, headers=HEADERS)
     wider = specialize.compile("smoke", {**CONSTANTS, "width": 4}, headers=HEADERS)
     shifted = {**HEADERS, "shift.cuh": HEADERS["shift.cuh"].replace("n + 1", "n + 2")}

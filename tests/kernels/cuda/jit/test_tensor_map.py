@@ -78,7 +78,7 @@ def test_each_dtype_has_the_drivers_type(encoder, dtype, name):
     assert encoder[0]["swizzle"] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
 
 
-def test_an_encoded_map_is_kept_until_something_changes(encoder):
+def test_an_encoded_map_is_cached_until_something_changes(encoder):
     assert encode(GOOD) == encode(GOOD) == b"\x01" * 128
     others = [
         GOOD._replace(pointer=0x2000),
@@ -92,17 +92,17 @@ def test_an_encoded_map_is_kept_until_something_changes(encoder):
     assert len(encoder) == 1 + len(others)
 
 
-def test_a_given_address_takes_the_place_of_the_maps_own(encoder):
+def test_a_given_address_replaces_that_of_the_map(encoder):
     encode(GOOD, 0x2000)
     assert encode(GOOD, 0x3000) != encode(GOOD, 0x2000)
     assert [call["pointer"] for call in encoder] == [0x2000, 0x3000]
 
 
-def test_kept_maps_are_bounded():
+def test_the_cache_of_maps_is_bounded():
     assert tensor_map.encode.cache_info().maxsize == tensor_map.MAX_ENCODED
 
 
-def test_a_tensor_describes_itself():
+def test_a_tensor_map_is_made_from_a_tensor():
     x = torch.empty(48, 256, dtype=torch.bfloat16)[:40, :128]
     assert describe(x, (8, 64), 128) == (x.data_ptr(), torch.bfloat16, (40, 128), (256, 1), (8, 64), 128)
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator n
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0, torch.float16: float("inf")}
 
 
-def test_conversions_are_those_of_torch():
+def test_conversions_equal_those_of_torch():
     # every pattern of the upper 16 bits of FP32, and just beside it
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
     x = torch.cat([upper, upper + 1, upper - 1]).view(torch.float32)

@@ -86,7 +86,7 @@ def test_blocks(make, fmt: str, power_of_2: bool):
 
 @formats_and_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
-def test_turned(make, fmt: str, power_of_2: bool):
+def test_transposed(make, fmt: str, power_of_2: bool):
     x, dtype = make(*SHAPE), DATA_DTYPES[fmt]
     assert_same(launcher.rows_and_columns(x, dtype, power_of_2), quantize_rows_and_columns(x, fmt, power_of_2))
     assert_same(launcher.quantize_and_transpose(x, dtype, power_of_2), quantize_and_transpose(x, fmt, power_of_2))
@@ -108,7 +108,7 @@ def test_nan_and_inf_of_half_precision():
     assert_same(launcher.rows_and_columns(x, E4M3, False), quantize_rows_and_columns(x, "e4m3", False))
 
 
-def test_batches_and_rows_apart():
+def test_batches_and_strided_rows():
     x = finite(2, 3, 40, 304).bfloat16()[:, :, :35, 8:272]
     assert launcher.layout_error(x) is None
     assert_same(launcher.quantize(x, 1, 128, E4M3, False), quantize(x, 1, 128, "e4m3", False))
@@ -119,7 +119,7 @@ def test_batches_and_rows_apart():
     assert_same([values], [dequantize(*tiles, 1, 128, torch.bfloat16)])
 
 
-def test_what_lies_behind_the_scales_of_rows_does_not_matter():
+def test_padding_after_the_scales_of_rows_is_ignored():
     data, scale = quantize(finite(35, 264), 1, 128, "e4m3", False)  # three columns of 36, of which 35 are scales
     expected = requantize_transposed(data, scale, False)
     kept = scale.clone()
@@ -155,7 +155,7 @@ def test_e5m6(dtype: torch.dtype, power_of_2: bool):
         _assert_same_packed(found, quantize(x, 1, 128, "e5m6", power_of_2))
 
 
-def test_e5m6_becomes_e4m3_turned():
+def test_e5m6_becomes_transposed_e4m3():
     tiles = quantize(finite(*SHAPE), 1, 128, "e5m6", True)
     assert_same(launcher.requantize(*tiles, E4M3, True), requantize_transposed(*tiles, True, "e4m3"))
 
@@ -173,7 +173,7 @@ def test_dequantize(block: tuple[int, int], fmt: str):
         torch.testing.assert_close(values, dequantize(data, scale, *block, dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_code_dequantizes():
+def test_every_encoded_value_dequantizes():
     codes = torch.arange(256, dtype=torch.uint8)[None]
     for dtype in (E4M3, E5M2, torch.int8):
         values = launcher.dequantize(codes.view(dtype), torch.ones(1, 2), 1, 128, torch.bfloat16)
@@ -236,7 +236,7 @@ def test_swiglu_backward(kept: str | None, weighted: bool, power_of_2: bool):
 
 
 @pytest.mark.parametrize("gate", [-100.0, -90.0, -88.5, -87.5, 0.0, 88.0, 200.0, float("inf"), float("nan")])
-def test_silu_of_large_numbers(gate: float):
+def test_silu_of_large_values(gate: float):
     """Where the exponential, or its sum with 1, leaves FP32's normal numbers."""
     x, up = torch.full((2, 128), gate), torch.ones(2, 128)
     (data, scale), (wanted, wanted_scale) = (
@@ -283,7 +283,7 @@ def test_rms_norm_of_zeros_and_of_nan():
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 7, 56, 448, 12345, 2**31 - 1])
-def test_what_the_host_divides_is_at_most_one_too_small(d: int):
+def test_quotients_of_the_host_are_at_most_one_too_small(d: int):
     """`quotient` of tile.cuh adds the one."""
     numbers = {0, 1, d - 1, d, 2 * d - 1, 1000 * d, 2**31 - 1, *torch.randint(2**31, (1000,)).tolist()}
     assert {n // d - (n * launcher._inverse(d) >> 31) for n in numbers if n < 2**31} <= {0, 1}
@@ -307,12 +307,12 @@ def test_what_the_host_divides_is_at_most_one_too_small(d: int):
         (torch.empty(2, 5, 96, dtype=torch.bfloat16), torch.uint8, None),
     ],
 )
-def test_matrices_that_lie_otherwise_are_left_to_triton(x: Tensor, out: torch.dtype | None, reason: str | None):
+def test_matrices_in_other_layouts_are_left_to_triton(x: Tensor, out: torch.dtype | None, reason: str | None):
     said = launcher.layout_error(x, out=out)
     assert said is None if reason is None else said is not None and reason in said
 
 
-def test_scales_that_lie_otherwise_are_left_to_triton():
+def test_scales_in_other_layouts_are_left_to_triton():
     x = torch.empty(5, 256)
     assert launcher.reads_tile_scales(new_scale(x, 1, 128))
     assert not launcher.reads_tile_scales(torch.empty(5, 2))

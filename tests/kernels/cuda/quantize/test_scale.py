@@ -55,7 +55,7 @@ def test_quotients_of_any_magnitude(exponent: int):
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 0.7, 1 - 2.0**-24, 3e38 / 448, float("inf"), float("nan")])
-def test_zeros_keep_their_sign_and_inf_and_nan_are_seen(scale: float):
+def test_zeros_keep_their_sign_and_inf_and_nan_are_visible(scale: float):
     x = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-149), 5.0, -5.0, float("inf"), float("-inf"), float("nan")])
     x = x if not scale < float("inf") else x[:4]  # the others lie in a block with a larger scale
     found, expected = _run(x, torch.full_like(x, scale))[0], x / scale
@@ -65,7 +65,7 @@ def test_zeros_keep_their_sign_and_inf_and_nan_are_seen(scale: float):
 
 
 @pytest.mark.parametrize("fmt", list(DTYPE_OF), ids=lambda f: f.name)
-def test_scales_are_the_correctly_rounded_quotients_by_the_largest_number(fmt):
+def test_scales_are_the_correctly_rounded_quotients_by_the_largest_value(fmt):
     for exponent in (-149, -126, -110, -60, 0, 127):
         amax = (1 + torch.arange(0, 1 << 23, 37)[: 1 << 15] * 2.0**-23) * 2.0**exponent
         assert torch.equal(_run(amax, torch.ones_like(amax), fmt)[1], (amax / fmt.max).clamp(min=2.0**-126))
