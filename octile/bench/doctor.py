@@ -30,44 +30,6 @@ PACKAGES = (
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
 )
-OPERATORS = (
-    "quantize",
-    "quantize_with_scale",
-    "dequantize",
-    "quantize_rows_and_columns",
-    "requantize_transposed",
-    "quantize_and_transpose",
-    "swiglu_quantize",
-    "swiglu_quantize_and_save",
-    "swiglu_backward_quantize",
-    "rms_norm_quantize",
-    "rms_norm_backward",
-    "permute",
-    "unpermute",
-    "high_precision_grouped_nt",
-    "high_precision_grouped_tn",
-    "attention",
-    "attention_backward",
-    "rotate_",
-    "latent_keys",
-    "latent_keys_backward",
-    "gate_logits",
-    "gate_logits_backward",
-    "adamw",
-    "matmul_nt",
-    "matmul_nt_out",
-    "packed_matmul_nt",
-    "grouped_matmul_nt",
-    "grouped_matmul_nt_out",
-    "masked_grouped_matmul_nt",
-    "masked_grouped_matmul_nt_out",
-    "grouped_wgrad",
-    "grouped_wgrad_out",
-)
-GEMMS = [name for name in OPERATORS if ("matmul" in name and name != "packed_matmul_nt") or "wgrad" in name]
-QUANTIZATIONS = [name for name in OPERATORS if name in backends.TABLE]
-ATTENTION = ("attention", "attention_backward")
-GATE = ("gate_logits", "gate_logits_backward")
 STACK = (
     "stack bytes: local memory per thread, for spilled registers or arrays; "
     "spill bytes: loads and stores of spilled registers, which Triton does not report"
@@ -89,7 +51,10 @@ def examine() -> dict[str, Any]:
             "executable": sys.executable,
         },
         "packages": {name: version_of(name) for name in PACKAGES},
-        "operators": _operators(),
+        "operators": [
+            {"operator": f"octile::{name}", "kernel": kernel, "why": why}
+            for name, (kernel, why) in sorted(backends.choices().items())
+        ],
         "advice": _advice(),
     }
 
@@ -139,8 +104,8 @@ def _compile_cuda() -> tuple[list[dict[str, Any]], list[str]]:
                 break
             found = [asdict(kernel) for kernel in compile_all.compile_all("sm_90a")]
         rows = rows or found
-        for row, again in zip(rows, found, strict=True):
-            row[f"{name}_seconds"] = again["seconds"]
+        for row, compiled in zip(rows, found, strict=True):
+            row[f"{name}_seconds"] = compiled["seconds"]
     for row in rows:
         del row["seconds"]
     return rows, used
@@ -197,38 +162,6 @@ def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
     console.print(table)
     console.print(f"by {', '.join(kernels['compilers'])}", highlight=False)
     console.print(STACK, highlight=False)
-
-
-def _operators() -> list[dict[str, str]]:
-    chosen = dict.fromkeys(OPERATORS, _default_kernels())
-    if chosen["matmul_nt"][0] == "Triton" and torch.cuda.get_device_capability() == (9, 0):
-        chosen |= dict.fromkeys([*GEMMS, *QUANTIZATIONS], _hopper_kernels())
-    if chosen["attention"][0] == "Triton":
-        chosen |= dict.fromkeys(ATTENTION, ("torch", "attention uses cuDNN or FlashAttention, as torch's own does"))
-        chosen |= dict.fromkeys(GATE, ("torch", "FP32 values are multiplied as three BF16 parts each"))
-    return [{"operator": f"octile::{name}", "kernel": k, "why": w} for name, (k, w) in sorted(chosen.items())]
-
-
-def _default_kernels() -> tuple[str, str]:
-    """Return the kernels that operators use on this machine's best device, and the reason."""
-    if not torch.cuda.is_available():
-        return "reference (torch, CPU)", "torch finds no GPU: GEMMs run on the CPU reference (slow, exact)"
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < (8, 0):
-        return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
-    if find_spec("triton") is None:
-        return "none", 'Triton is not installed: pip install "octile[cuda]"'
-    if (major, minor) >= (8, 9):
-        return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128 along K"
-    return "Triton", f"sm_{major}{minor} has no FP8 tensor cores: operands are converted to FP16, exactly"
-
-
-def _hopper_kernels() -> tuple[str, str]:
-    """Return the kernels of GEMMs and quantization on Hopper, and the reason."""
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "Triton", 'Hopper\'s own kernels need cuda-bindings and NVRTC: pip install "octile[cuda]"'
-    unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
-    return "CUDA C++", f"sm_90 has its own kernels; what they do not support runs in Triton: {unsupported}"
 
 
 def _advice() -> list[str]:

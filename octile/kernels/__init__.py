@@ -1,10 +1,10 @@
-"""Kernels behind `octile.ops`.
+"""Kernels, the layer below `octile.ops`.
 
-backends.py        which kernels an operator takes on a GPU, and why
-cuda/              Hopper's own kernels in CUDA C++, compiled when they are first used
+backends.py        which kernels each operator uses on a GPU, and why
+cuda/              Hopper's kernels in CUDA C++, compiled at their first use
 triton/            portable kernels for every GPU from sm_80
 attention.py       torch's attention kernels
 cpu.py             conversions that torch does slowly on a CPU
-memory_layout.py   the layouts in which scales and transposed data are written
+memory_layout.py   the memory layout of scales and of transposed data
 disk_cache.py      compiled kernels on disk
 """

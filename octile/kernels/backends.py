@@ -1,22 +1,24 @@
-"""Backends on a GPU: which kernels an operator takes, and why.
+"""Backends on a GPU: which kernels each operator uses, and why.
 
-Each operator has two: Hopper's own kernels in CUDA C++, and Triton's, which run on every GPU from sm_80. `TABLE` names
-both, and the function that says why a call is not supported by Hopper's; `run` takes the first that supports the call.
-`octile doctor` prints the choice.
+GEMMs and quantizations have two backends: kernels for Hopper in CUDA C++, and Triton kernels for every GPU from sm_80.
+`TABLE` names both, with a function that returns why Hopper's do not support a call; `run` calls the first that supports
+it. All other operators have one backend (`ONLY_TRITON`, `ONLY_TORCH`). `octile doctor` prints `choices`.
 
-Arguments are checked already. GEMMs take a `GemmRequest`; quantizations take the arguments of the operators of the same
-names, with dtypes instead of formats. Triton is imported when it is needed: a machine without a GPU has none.
+The arguments of `run` are already checked. GEMMs take a `GemmRequest`; quantizations take the arguments of the
+operators of the same names, with dtypes instead of formats. Triton is imported at the first call that needs it, since a
+machine without a GPU does not have it.
 """
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
-from octile.kernels.cuda.gemm import launch_cache
+from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, why_unsupported
 from octile.kernels.cuda.quantize import launcher
@@ -26,8 +28,8 @@ class Backends(NamedTuple):
     """The kernels of an operator.
 
     Attributes:
-        why_not_hopper: returns why Hopper's own kernels do not support a call; None: they do.
-        hopper, triton: the call by either. All three take the same arguments.
+        why_not_hopper: returns why Hopper's kernels do not support a call; None: they do.
+        hopper, triton: run the call. All three functions take the same arguments.
     """
 
     why_not_hopper: Callable[..., str | None]
@@ -36,10 +38,10 @@ class Backends(NamedTuple):
 
 
 def run(operator: str, *args: Any) -> Any:
-    """Call an operator of `TABLE` with the kernels that support the call.
+    """Run an operator of `TABLE` with Hopper's kernels if they support the call, else with Triton's.
 
     Raises:
-        ValueError: no kernels do.
+        ValueError: neither support the call.
     """
     backends = TABLE[operator]
     if backends.why_not_hopper(*args) is None:
@@ -51,45 +53,45 @@ def _triton(module: str, function: str) -> Callable[..., Any]:
     return lambda *args: getattr(import_module(f"octile.kernels.triton.{module}"), function)(*args)
 
 
-def _triton_gemm(request: GemmRequest) -> Tensor:
+def _triton_gemm(gemm: GemmRequest) -> Tensor:
     from octile.kernels.triton import grouped, matmul
 
-    if not request.promote:
-        raise ValueError(f"only Hopper's own kernels sum without promotion: {why_unsupported(request)}")
-    operands = (*request.a.parts(), *request.b.parts())
-    out, sizes = request.out, request.sizes
-    if request.schedule is Schedule.DENSE:
-        out = request.new_out() if out is None else out
-        matmul.launch(out, *operands, request.accumulate)
+    if not gemm.promote:
+        raise ValueError(f"only Hopper's kernels sum without promotion: {why_unsupported(gemm)}")
+    operands = (*gemm.a.parts(), *gemm.b.parts())
+    out, sizes = gemm.out, gemm.sizes
+    if gemm.schedule is Schedule.DENSE:
+        out = gemm.new_out() if out is None else out
+        matmul.launch(out, *operands, gemm.accumulate)
         return out
     assert sizes is not None
-    if request.schedule is Schedule.GROUPED:
-        return grouped.launch(*operands, sizes, request.out_dtype, out)
-    if request.schedule is Schedule.MASKED:
-        return grouped.launch_masked(*operands, sizes, request.out_dtype, out)
-    return grouped.launch_wgrad(*operands, sizes, request.out_dtype, out, request.accumulate)
+    if gemm.schedule is Schedule.GROUPED:
+        return grouped.launch(*operands, sizes, gemm.out_dtype, out)
+    if gemm.schedule is Schedule.MASKED:
+        return grouped.launch_masked(*operands, sizes, gemm.out_dtype, out)
+    return grouped.launch_wgrad(*operands, sizes, gemm.out_dtype, out, gemm.accumulate)
 
 
 def _why_not_quantize(x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, *_: bool) -> str | None:
     supported = (TILE,) if dtype == torch.uint8 else (TILE, COLUMN_TILE, BLOCK)
     if (block_rows, block_cols) not in supported:
-        return f"it has no blocks of {block_rows}×{block_cols} for {dtype}"
+        return f"they do not quantize blocks of {block_rows}×{block_cols} to {dtype}"
     return launcher.why_unsupported(x, out=dtype)
 
 
 def _why_not_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, *_: torch.dtype) -> str | None:
-    whole = block_rows >= data.shape[-2] and block_cols >= launcher.columns(data)
-    if (block_rows, block_cols) not in (TILE, COLUMN_TILE, BLOCK) and not whole:
-        return f"it has no blocks of {block_rows}×{block_cols}"
+    is_per_tensor = block_rows >= data.shape[-2] and block_cols >= launcher.columns(data)
+    if (block_rows, block_cols) not in (TILE, COLUMN_TILE, BLOCK) and not is_per_tensor:
+        return f"they do not dequantize blocks of {block_rows}×{block_cols}"
     if not data.is_contiguous() or not launcher.reads_scale(scale, block_cols):
-        return "data or scales are not contiguous"
+        return "the data or the scales are not contiguous"
     return launcher.why_unsupported(data)
 
 
 def _why_not_requantize(data: Tensor, scale: Tensor, *others: Any) -> str | None:
     rows = others[-1]
     if not launcher.reads_tile_scales(scale) or (rows is not None and not rows.is_contiguous()):
-        return "scales or rows are not contiguous"
+        return "the scales or the row indices are not contiguous"
     return launcher.why_unsupported(data)
 
 
@@ -100,7 +102,7 @@ def _why_not_rms_norm(x: Tensor, weight: Tensor, *_: Any) -> str | None:
 
 
 def _why_not_first(count: int) -> Callable[..., str | None]:
-    """Return a function that asks the launcher about its first arguments, which are the matrices."""
+    """Return a `why_not_hopper` for calls whose first `count` arguments are the matrices."""
     return lambda *args: launcher.why_unsupported(*args[:count])
 
 
@@ -109,6 +111,23 @@ def _swiglu_and_save(gate: Tensor, up: Tensor, dtype: torch.dtype, power_of_2: b
     return launcher.swiglu(gate, up, dtype, power_of_2, weight, saved_dtype, saved_power_of_2)
 
 
+# `choices` needs the names of all operators, also of those whose modules are not imported.
+GEMMS = (  # they call "gemm" of `TABLE`
+    "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "masked_grouped_matmul_nt",
+    "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
+)  # fmt: skip
+ONLY_TRITON = (
+    "adamw", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys", "latent_keys_backward",
+    "packed_matmul_nt", "permute", "rms_norm_backward", "rotate_", "unpermute",
+)  # fmt: skip
+ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
+GATE_REASON = "FP32 values are multiplied as three BF16 parts each"
+ONLY_TORCH = {  # and why
+    "attention": ATTENTION_REASON,
+    "attention_backward": ATTENTION_REASON,
+    "gate_logits": GATE_REASON,
+    "gate_logits_backward": GATE_REASON,
+}
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
     "quantize": Backends(_why_not_quantize, launcher.quantize, _triton("quantize", "launch")),
@@ -134,3 +153,37 @@ TABLE = {
     ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
+QUANTIZATIONS = tuple(name for name in TABLE if name != "gemm")
+OPERATORS = (*GEMMS, *QUANTIZATIONS, *ONLY_TRITON, *ONLY_TORCH)
+
+
+def choices() -> dict[str, tuple[str, str]]:
+    """Return the kernels that each operator uses on this machine, and why, by the operator's name."""
+    portable = _portable_kernels()
+    chosen = dict.fromkeys(OPERATORS, portable)
+    if portable[0] != "Triton":
+        return chosen
+    chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
+    why_not_hopper = request.why_not_on(torch.device("cuda"))
+    if why_not_hopper is None:
+        unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
+        why = f"sm_90 has its own kernels; calls that they do not support run in Triton: {unsupported}"
+        chosen |= dict.fromkeys((*GEMMS, *QUANTIZATIONS), ("CUDA C++", why))
+    elif torch.cuda.get_device_capability() == (9, 0):
+        why = f"Hopper's kernels cannot be used: {why_not_hopper}"
+        chosen |= dict.fromkeys((*GEMMS, *QUANTIZATIONS), ("Triton", why))
+    return chosen
+
+
+def _portable_kernels() -> tuple[str, str]:
+    """Return the kernels of operators that have no kernel of their own for this machine's GPU, and the reason."""
+    if not torch.cuda.is_available():
+        return "reference (torch, CPU)", "torch finds no GPU: GEMMs run on the CPU reference (slow, exact)"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 0):
+        return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
+    if find_spec("triton") is None:
+        return "none", 'Triton is not installed: pip install "octile[cuda]"'
+    if (major, minor) >= (8, 9):
+        return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128 along K"
+    return "Triton", f"sm_{major}{minor} has no FP8 tensor cores: operands are converted to FP16, exactly"

@@ -17,7 +17,10 @@ import octile.ops.rope
 import octile.ops.swiglu
 import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
-from octile.bench.doctor import OPERATORS, examine, show
+from octile.bench.doctor import examine, show
+from octile.kernels import backends
+from octile.kernels.backends import GEMMS, ONLY_TORCH, OPERATORS, QUANTIZATIONS
+from octile.kernels.cuda.gemm import request
 
 
 def test_every_operator_is_listed():
@@ -28,15 +31,18 @@ def test_every_operator_is_listed():
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """pretend(capability, triton): a GPU of that compute capability, or none, and whether Triton is installed."""
+    """pretend(capability, *missing): a GPU of that compute capability, or none, and packages that are not installed."""
 
-    def simulate(capability, triton=True):
+    def simulate(capability, *missing):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(doctor, "find_spec", lambda _: triton or None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        for module in (doctor, backends, request):
+            monkeypatch.setattr(module, "find_spec", lambda name: None if name in missing else True)
+        request.why_not_on.cache_clear()
 
-    return simulate
+    yield simulate
+    request.why_not_on.cache_clear()
 
 
 def kernels():
@@ -49,23 +55,34 @@ def test_without_a_gpu_every_operator_is_the_reference(pretend):
     assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)")
 
 
-@pytest.mark.parametrize(("capability", "triton"), [((7, 5), True), ((9, 0), False)], ids=["old GPU", "no Triton"])
-def test_doctor_reports_that_no_kernel_can_run(pretend, capability, triton):
-    pretend(capability, triton)
+@pytest.mark.parametrize("machine", [[(7, 5)], [(9, 0), "triton"]], ids=["old GPU", "no Triton"])
+def test_doctor_reports_that_no_kernel_can_run(pretend, machine):
+    pretend(*machine)
     assert kernels() == dict.fromkeys(OPERATORS, "none")
 
 
 def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     pretend((8, 9))
-    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys([*doctor.ATTENTION, *doctor.GATE], "torch")
+    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys(ONLY_TORCH, "torch")
 
 
 def test_on_hopper_gemms_and_quantization_use_cuda_kernels(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == {*doctor.GEMMS, *doctor.QUANTIZATIONS}
+    assert own == {*GEMMS, *QUANTIZATIONS}
     assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed"} < own
     assert kernels()["packed_matmul_nt"] == "Triton"
+
+
+def test_on_hopper_without_bindings_gemms_and_quantization_run_in_triton(pretend):
+    pretend((9, 0), "cuda.bindings")
+    assert set(kernels().values()) == {"Triton", "torch"}
+    why = {row["operator"]: row["why"] for row in examine()["operators"]}
+    assert "cuda-bindings and NVRTC are not installed" in why["octile::matmul_nt"]
+
+
+def test_every_operator_is_in_one_list():
+    assert len(OPERATORS) == len(set(OPERATORS))
 
 
 def test_gpus_without_fp8_tensor_cores_are_named(pretend):

@@ -1,22 +1,24 @@
-"""Hopper's own kernels in CUDA C++, compiled when they are first used.
+"""Hopper's kernels in CUDA C++, compiled at their first use.
 
     jit/            CUDA C++ → machine code → launch
       specialize      template and constants → source text → kernel
       compiler        source text → machine code, by NVRTC or NVCC
-      driver          machine code → a kernel that can be launched
+      driver          machine code → a loaded kernel and its launches
       tensor_map      TMA descriptors
-      wgmma, ptx.cuh  wrappers of instructions
-    gemm/           gemm.cu with its headers; a request on its way to the launch:
-      request         GemmRequest and Operand, and whether the kernels support them
-      launch_cache    launches found by the key of a request
+      wgmma           generates the header with the wgmma instruction
+      ptx.cuh         wrappers of other PTX instructions
+    gemm/           gemm.cu with its headers; the way of a request to its launch:
+      request         GemmRequest and Operand, and whether the kernels support a request
+      launch_cache    launches, found by the key of a request
       launch_plan     configuration, grid, tensor maps and arguments of a launch
-      candidates      the possible configurations of a problem; cost_model ranks them, tuned has those measured
+      candidates      the possible configurations for a problem, and the choice among them
+      cost_model      the problem and the chip, and the estimate that ranks configurations
+      tuned           configurations that the user has measured
       config          the constants that specialize the kernel
       num_sms         how many SMs GEMMs may use
-      catalog         the shapes whose kernels are compiled without a GPU
-    quantize/       quantization kernels, their launcher and their catalog
-    compile_all.py  compiles both catalogs
+      catalog         the GEMMs whose kernels are compiled without a GPU
+    quantize/       the quantization kernels, their launcher and their catalog
+    compile_all.py  compiles the kernels of both catalogs without a GPU
 
-Nothing here is imported on a machine without a GPU unless it is needed, and nothing is compiled when octile is
-installed.
+Nothing is compiled when octile is installed, and the driver is loaded at the first launch.
 """
