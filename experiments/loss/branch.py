@@ -1,7 +1,7 @@
-"""Weights and moments of a run, kept half-way, for runs under other recipes to go on from.
+"""Save the weights and optimizer moments of a run half-way, and let runs under other recipes continue from them.
 
-A recipe may keep its moments in another format than BF16's run did, and beside them a master: they are stored anew.
-Histories of scales begin empty, a loss scale at its beginning.
+A recipe may store its moments in another format than the BF16 run did, possibly with master weights: both are stored
+anew in the recipe's formats. Histories of scales begin empty, and a loss scale begins at its initial value.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(trainer: Trainer, file: Path) -> None:
-    """Writes what `continue_from` reads."""
-    beside = file.with_suffix(".part")
+    """Write the file that `continue_from` reads; it appears only when it is complete."""
+    partial = file.with_suffix(".part")
     state = {"steps_done": trainer.steps_done, "tokens": trainer.tokens, "model": trainer.model.state_dict()}
-    torch.save(state | {"moments": trainer.optimizer.state_dict()["state"]}, beside)
-    beside.replace(file)
+    torch.save(state | {"moments": trainer.optimizer.state_dict()["state"]}, partial)
+    partial.replace(file)
 
 
 def continue_from(trainer: Trainer, file: Path) -> None:
-    """Gives a new trainer, whatever its recipe, the weights, moments and number of steps of another one.
+    """Set a new trainer, whatever its recipe, to the weights, moments and step of a saved one.
 
     Raises:
-        FileNotFoundError: that one has left nothing.
-        RuntimeError: it is of another shape.
+        FileNotFoundError: there is no such file.
+        RuntimeError: the saved model has another shape.
     """
-    kept = torch.load(file, map_location=trainer.device, weights_only=True)
-    trainer.model.load_state_dict(kept["model"])
+    saved = torch.load(file, map_location=trainer.device, weights_only=True)
+    trainer.model.load_state_dict(saved["model"])
     optimizer = trainer.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = {}
     for i, parameter in enumerate(parameters):
         states[i] = new_state(parameter, optimizer.formats)
-        states[i]["step"].copy_(kept["moments"][i]["step"])
+        states[i]["step"].copy_(saved["moments"][i]["step"])
         for kind in MOMENTS:
-            store_(states[i], kind, load(kept["moments"][i], kind).float())
+            store_(states[i], kind, load(saved["moments"][i], kind).float())
     optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-    trainer.steps_done, trainer.tokens = kept["steps_done"], kept["tokens"]
+    trainer.steps_done, trainer.tokens = saved["steps_done"], saved["tokens"]

@@ -1,4 +1,4 @@
-"""Figures of the report that `octile compare` has no tool for: runs that differ in more than their recipe."""
+"""Figures of runs that differ in more than their recipe, which `octile compare` does not draw."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 COLORS = ("ink", "blue", "vermilion", "green", "amber", "purple", "rose", "cyan", "olive", "brown")
 STYLES = ("-", "--", ":", "-.")
 TICKS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30)
-DOUBLINGS = 2.0  # of the mean load, and halvings, that a colour tells apart
-COLUMNS, PANEL = 2, 190  # of the loads; the height of one, in pixels
+COLOR_RANGE = 2.0  # doublings and halvings of the mean load between the outermost colors
+COLUMNS, PANEL_HEIGHT = 2, 190  # panels in a row of `save_loads`; pixels
 
-# name, steps, values; of a group: those share a colour
+# name, steps, values
 Line = tuple[str, Sequence[float], Sequence[float]]
-# of each step, layer and expert
+# load over the mean, indexed by step, layer and expert
 Loads = Sequence[Sequence[Sequence[float]]]
 
 
@@ -32,9 +32,10 @@ def save_lines(
     limits: tuple[float, float],
     mark: tuple[float, str] | None = None,
 ) -> None:
-    """Draws lines over steps, their names at their ends, on a logarithmic axis; a dotted line at the mark.
+    """Draw lines over steps on a logarithmic axis, with their names at their ends and a dotted line at the mark.
 
-    The axis ends at the largest value, or at the upper limit if that is beyond it: there a cross stands for the value.
+    The lines of a group share a color. The axis ends at the largest value or at the upper limit, whichever is smaller;
+    a cross marks each value beyond it.
     """
     values = np.array([value for group in groups for _, _, values in group for value in values], dtype=np.float64)
     low, high = limits[0], min(1.05 * values.max(), limits[1]) if np.isfinite(values).all() else limits[1]
@@ -66,7 +67,7 @@ def save_lines(
 
 
 def save_loads(path: Path, runs: Mapping[str, tuple[Sequence[float], Loads]]) -> None:
-    """Draws the load of every expert over the steps, of the mean of its layer, as colours: a panel a run."""
+    """Draw the load of every expert over its layer's mean as colors, over the steps, with one panel per run."""
     from matplotlib.colors import LinearSegmentedColormap
 
     scale = LinearSegmentedColormap.from_list("load", [COLOR["blue"], COLOR["paper"], COLOR["vermilion"]])
@@ -79,8 +80,8 @@ def save_loads(path: Path, runs: Mapping[str, tuple[Sequence[float], Loads]]) ->
         for axes, (name, (steps, loads)) in zip(panels.flat, runs.items(), strict=False):
             load_TLE = np.array(loads, dtype=np.float64)
             n_layers, n_experts = load_TLE.shape[1:]
-            shown = np.log2(np.maximum(load_TLE, 2**-DOUBLINGS)).reshape(len(steps), -1).T
-            image = axes.imshow(shown, scale, aspect="auto", interpolation="none", vmin=-DOUBLINGS, vmax=DOUBLINGS,
+            shown = np.log2(np.maximum(load_TLE, 2**-COLOR_RANGE)).reshape(len(steps), -1).T
+            image = axes.imshow(shown, scale, aspect="auto", interpolation="none", vmin=-COLOR_RANGE, vmax=COLOR_RANGE,
                                 extent=(0, steps[-1], n_layers * n_experts, 0))  # fmt: skip
             style_axes(axes, None, name)
             axes.grid(visible=False)
@@ -91,4 +92,4 @@ def save_loads(path: Path, runs: Mapping[str, tuple[Sequence[float], Loads]]) ->
         bar = figure.colorbar(image, ax=panels, location="bottom", aspect=60, shrink=0.5)
         bar.set_ticks([-2, -1, 0, 1, 2], labels=["a quarter and less", "half", "the mean", "twice", "4 times and more"])
 
-    save_drawing(path, WIDE, 70 + PANEL * rows, draw)
+    save_drawing(path, WIDE, 70 + PANEL_HEIGHT * rows, draw)

@@ -1,12 +1,15 @@
-"""One training run of the experiment, a process of its own: `python -m experiments.loss.job STORE JOB OUT.json`.
+"""Run one training run of the experiment in its own process: `python -m experiments.loss.job STORE JOB OUT.json`.
 
-OUT.json is written again every few seconds with all that was measured so far. Ctrl-C or SIGTERM end the run after the
-step under way; the held-out text is measured once more and the file says "stopped". A run whose numbers break says
-"diverged", which is a result: its loss is NaN or infinite, or HOPELESS nats or more as a mean over EVERY steps, or
-gradients that are not finite were skipped for more steps in a row than the trainer lets pass. What fails otherwise is
-the caller's to note, from the exit status and the log.
+OUT.json is rewritten every few seconds with all measurements so far. Its "state" is
 
-What others go on from lies beside OUT.json, as JOB.pt.
+running   until the end
+done      all steps were run
+stopped   Ctrl-C or SIGTERM ended the run after the current step; the held-out loss is measured once more
+diverged  a result of its own: the mean loss over STEPS_PER_LINE steps is NaN, infinite or at least DIVERGED_LOSS nats,
+          or more consecutive steps than the trainer allows had gradients that are not finite
+
+Other failures are recorded by the caller, from the exit status and the log. The weights and moments from which other
+jobs continue are written next to OUT.json, as JOB.pt.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch
 
 from experiments.loss import branch
 from experiments.loss.jobs import Job
-from experiments.loss.recipes import around, nudge, recipe
+from experiments.loss.recipes import accumulator_context, nudge, recipe
 from octile.models.counts import count_parameters
 from octile.nn.fused.quantize import quantize_weight
 from octile.nn.linear import Linear
@@ -39,43 +42,47 @@ from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
-EVERY = 20  # steps between lines
-LOOKS = 10  # at held-out text, before the end
-LOOK_WINDOWS, LAST_WINDOWS = 256, 1536
-WRITE_EVERY = 5.0  # seconds
-HOPELESS = 30.0  # nats a token: no run comes back from there
+STEPS_PER_LINE = 20  # steps between lines
+VALIDATIONS = 10  # measurements of the held-out loss before the end
+VALIDATION_WINDOWS, FINAL_WINDOWS = 256, 1536
+WRITE_INTERVAL = 5.0  # seconds
+DIVERGED_LOSS = 30.0  # nats a token; no run recovers from there
 
 
 @dataclass
 class Result:
-    """What the file holds. Losses in nats a token; of every EVERY steps the mean."""
+    """The content of the result file. Losses are means over STEPS_PER_LINE steps, in nats a token."""
 
     job: dict[str, Any]
     state: str = "running"
-    facts: dict[str, Any] = field(default_factory=dict)  # machine and commit, the whole configuration, sizes, costs
+    facts: dict[str, Any] = field(default_factory=dict)  # machine, commit, configuration, sizes, costs
     steps: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
-    imbalance: list[list[float]] = field(default_factory=list)  # of each layer: its busiest expert's load, of the mean
-    loads: list[list[list[float]]] = field(default_factory=list)  # of each layer's experts, of the mean; of `balance`
+    imbalance: list[list[float]] = field(default_factory=list)  # maximum expert load / mean of each layer
+    loads: list[list[list[float]]] = field(
+        default_factory=list
+    )  # load / mean of each expert, by layer; group `balance`
     mtp_loss: list[float] = field(default_factory=list)
     skipped: int = 0
     val_steps: list[int] = field(default_factory=list)
     val_loss: list[float] = field(default_factory=list)
-    val_error: list[float] = field(default_factory=list)  # standard error over windows
-    window_loss: list[float] = field(default_factory=list)  # at the end
+    val_error: list[float] = field(default_factory=list)  # standard error over the held-out windows
+    window_loss: list[float] = field(default_factory=list)  # of each held-out window at the end
     last_load: dict[str, list[int]] = field(default_factory=dict)
     drafts: dict[str, float] = field(default_factory=dict)
     why: str = ""
 
     def write(self, out: Path) -> None:
-        beside = out.with_suffix(".part")
-        beside.write_text(json.dumps(self.__dict__))
-        beside.replace(out)
+        """Replace the file in one step, so that readers never see half of it."""
+        partial = out.with_suffix(".part")
+        partial.write_text(json.dumps(self.__dict__))
+        partial.replace(out)
 
 
 def run(store: TokenStore, job: Job, out: Path) -> Result:
+    """Train the job and write its result to `out`."""
     device = pick_device("auto")
     config = job.config()
     result = Result(job.to_json(), facts={"machine": machine(device)})
@@ -88,11 +95,11 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     nudge(job.recipe, trainer.model)
     first, end = trainer.steps_done, round(config.steps * job.until)
     length = config.sequence_length - 1
-    looks = validation_windows(store.val, length, LOOK_WINDOWS)
-    every_look = max(1, config.steps // LOOKS)
+    windows = validation_windows(store.val, length, VALIDATION_WINDOWS)
+    validation_interval = max(1, config.steps // VALIDATIONS)
     lines: list[dict[str, Any]] = []
     written = time.monotonic()
-    with _signals() as stop, around(job.recipe):
+    with _signals() as stop, accumulator_context(job.recipe):
         while trainer.steps_done < end and not stop:
             try:
                 line = trainer.step()
@@ -101,23 +108,23 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
                 break
             lines.append(line)
             result.skipped = line["skipped"]
-            if len(lines) == EVERY or trainer.steps_done == end:
-                _note(result, lines, trainer)
+            if len(lines) == STEPS_PER_LINE or trainer.steps_done == end:
+                _record(result, lines, trainer)
                 lines = []
-                if not result.loss[-1] < HOPELESS:
+                if not result.loss[-1] < DIVERGED_LOSS:
                     result.state, result.why = "diverged", f"the loss is {result.loss[-1]}"
                     break
             if trainer.steps_done == first + 1:
-                result.facts |= _facts(trainer, time.perf_counter() - begin)
+                result.facts |= _first_facts(trainer, time.perf_counter() - begin)
             last = trainer.steps_done == end
-            if trainer.steps_done % every_look == 0 and not last:
-                _look(result, trainer, looks)
-            if time.monotonic() - written > WRITE_EVERY:
+            if trainer.steps_done % validation_interval == 0 and not last:
+                _validate(result, trainer, windows)
+            if time.monotonic() - written > WRITE_INTERVAL:
                 result.facts["seconds"] = trainer.seconds
                 result.write(out)
                 written = time.monotonic()
         if result.state == "running":
-            _last_look(result, trainer, validation_windows(store.val, length, LAST_WINDOWS))
+            _validate_at_end(result, trainer, validation_windows(store.val, length, FINAL_WINDOWS))
             result.state = "done" if trainer.steps_done == end else "stopped"
             if job.until < 1 and result.state == "done":
                 branch.save(trainer, out.with_suffix(".pt"))
@@ -128,49 +135,49 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     return result
 
 
-def _note(result: Result, lines: list[dict[str, Any]], trainer: Trainer) -> None:
+def _record(result: Result, lines: list[dict[str, Any]], trainer: Trainer) -> None:
     result.steps.append(trainer.steps_done)
     for name, key in (("loss", "main_loss"), ("grad_norm", "grad_norm"), ("mtp_loss", "mtp_loss")):
-        getattr(result, name).append(_short(statistics.fmean(line[key] for line in lines)))
+        getattr(result, name).append(_rounded(statistics.fmean(line[key] for line in lines)))
     result.speed.append(round(statistics.median(line["tokens_per_s"] for line in lines)))
-    load = [[n * len(of) / max(sum(of), 1) for n in of] for of in trainer.expert_load().values()]
-    result.imbalance.append([_short(max(of)) for of in load])
-    if result.job["group"] == "balance":  # of all runs they would be most of the file
-        result.loads.append([[round(n, 3) for n in of] for of in load])
+    loads = [[n * len(layer) / max(sum(layer), 1) for n in layer] for layer in trainer.expert_load().values()]
+    result.imbalance.append([_rounded(max(layer)) for layer in loads])
+    if result.job["group"] == "balance":  # for all runs these would be most of the file
+        result.loads.append([[round(n, 3) for n in layer] for layer in loads])
 
 
-def _look(result: Result, trainer: Trainer, windows: torch.Tensor) -> list[float]:
+def _validate(result: Result, trainer: Trainer, windows: torch.Tensor) -> list[float]:
     losses_N = token_losses(trainer, windows).double().mean(1)
     result.val_steps.append(trainer.steps_done)
     result.val_loss.append(losses_N.mean().item())
-    result.val_error.append(_short(losses_N.std().item() / len(losses_N) ** 0.5))
+    result.val_error.append(_rounded(losses_N.std().item() / len(losses_N) ** 0.5))
     return losses_N.tolist()
 
 
-def _last_look(result: Result, trainer: Trainer, windows: torch.Tensor) -> None:
-    result.window_loss = [_short(loss, 6) for loss in _look(result, trainer, windows)]
+def _validate_at_end(result: Result, trainer: Trainer, windows: torch.Tensor) -> None:
+    result.window_loss = [_rounded(loss, 6) for loss in _validate(result, trainer, windows)]
     result.last_load = trainer.expert_load()
     if trainer.config.model.num_nextn_predict_layers:
-        result.drafts = draft_acceptance(trainer, windows[:LOOK_WINDOWS]).__dict__
+        result.drafts = draft_acceptance(trainer, windows[:VALIDATION_WINDOWS]).__dict__
 
 
-def _facts(trainer: Trainer, ready: float) -> dict[str, Any]:
-    """What is known after the first step: sizes, and the bytes a parameter that training keeps, by kind."""
+def _first_facts(trainer: Trainer, ready: float) -> dict[str, Any]:
+    """Return what is known after the first step: sizes, and the bytes per parameter that training stores, by kind."""
     counts = count_parameters(trainer.config.model)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     return {
         "parameters": counts.total,
         "active": counts.active,
         "steps_asked": trainer.config.steps,
-        "bytes_a_parameter": trainer.optimizer.bytes_per_parameter() | {"copies": _copies(trainer) / parameters},
+        "bytes_a_parameter": trainer.optimizer.bytes_per_parameter() | {"copies": _operand_bytes(trainer) / parameters},
         "ready_s": ready,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
     }
 
 
-def _copies(trainer: Trainer) -> int:
-    """Bytes of the weights as their products read them, which are made once a step."""
+def _operand_bytes(trainer: Trainer) -> int:
+    """Return the bytes of the weights in the formats that GEMMs read, which are quantized once a step."""
     total = 0
     for layer in trainer.model.modules():
         if not isinstance(layer, Linear | Experts) or layer.recipe is None:
@@ -180,21 +187,21 @@ def _copies(trainer: Trainer) -> int:
             if formats is None:
                 total += weight.numel() * layer.recipe.compute.itemsize
                 continue
-            both = quantize_weight(
+            operands = quantize_weight(
                 weight.detach(), replace(formats.w, amax="current"), None, cache=False, needs_dgrad=True
             )
-            parts = (t.untyped_storage() for q in both for t in (q.data, q.scale))
-            total += sum({part.data_ptr(): part.nbytes() for part in parts}.values())
+            storages = (t.untyped_storage() for q in operands for t in (q.data, q.scale))
+            total += sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     return total
 
 
-def _short(value: float, digits: int = 5) -> float:
+def _rounded(value: float, digits: int = 5) -> float:
     return float(f"{value:.{digits}g}")
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM instead of dying of them."""
+    """Collect Ctrl-C and SIGTERM in a list instead of exiting."""
     caught: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: caught.append(number))

@@ -1,19 +1,21 @@
-"""What is run, the most important first. A job is one training run.
+"""The training runs of the experiment, the most important first. A job is one training run.
 
-core       three sizes × BF16 with two seeds, DeepSeek-V3's recipe with two, and a control that has to fail; then
-           more seeds, for an interval
-again      DeepSeek-V3's recipe at the largest size, twice more with each seed: a GPU adds in another order each time
-long       the smallest size over 300M tokens, with three seeds
-long-trunk, long-branch   as below, of such a run: what its last 180M tokens cost
-trunk      the first part of a BF16 run of `core`, which leaves its weights and moments
-branch     the rest of it under each recipe, from the same weights and moments and over the same batches; of seed 2
-           the control too, which has to fail
-ablation   recipes and variations at the smallest size, all from the same weights and the same batches
-rate       learning rates, up to divergence
-balance    what keeps the experts' load even, and multi-token prediction
+group        runs
+core         three sizes with BF16 and DeepSeek-V3's recipe, several seeds each, and a control that has to fail
+again        DeepSeek-V3's recipe at the largest size, repeated twice for each of two seeds: a GPU's order of additions
+             differs from run to run
+long         the smallest size over 300M tokens, with three seeds
+trunk        the first part of a BF16 run of `core`; saves its weights and moments
+branch       the rest of that run under each recipe, from the same weights and moments and over the same batches; with
+             seed 2 also the control
+long-trunk,  the same for runs over 300M tokens: they measure the cost of the last 180M tokens
+long-branch
+ablation     recipes and variations at the smallest size, all from the same weights and the same batches
+rate         learning rates up to divergence
+balance      variations of the expert balance, and multi-token prediction
 
-Within the first third of a run the loss falls steeply, a few steps sooner or later as chance has it, and what that is
-worth stays until the end: runs from one seed end up to 0.6% apart, whatever their recipe. Branches begin after it.
+In the first third of a run the loss falls steeply, a few steps sooner or later by chance, and the difference remains
+until the end: runs from one seed end up to 0.6% apart, whatever their recipe. Branches begin after that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from experiments.loss.sizes import run_config
 from octile.train.config import TrainConfig
 
 Group = Literal["core", "again", "long", "long-trunk", "long-branch", "trunk", "branch", "ablation", "rate", "balance"]
-TRUNK = 0.4  # of a run's steps
+TRUNK = 0.4  # the share of a run's steps that its trunk takes
 LONG, CORE, SHORT, RATE = 300e6, 100e6, 40e6, 12e6  # tokens
 ABLATIONS = (  # the slowest first
     "no_promotion",
@@ -45,12 +47,12 @@ ABLATIONS = (  # the slowest first
     "global_scale",
 )
 MORE_SEEDS = (2, 3, 4, 5)
-BRANCHES = ("bf16", "nudged", "deepseek_v3")  # of every trunk
-CONTROL_SEED = 2  # of a trunk that no recipe but these and the control goes on from: their BF16 ran beside it
-LONG_SEEDS = (1, 2)  # of more runs over 300M tokens, and of their trunks
-RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual one, which every other job has
+BRANCHES = ("bf16", "nudged", "deepseek_v3")  # recipes that continue from every trunk
+CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
+LONG_SEEDS = (1, 2)  # seeds of further runs over 300M tokens, and of their trunks
+RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual learning rate, which all other jobs have
 RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
-BALANCES: dict[str, dict[str, float]] = {  # beside the usual: bias of 0.005 a step, sequence loss of 1e-4
+BALANCES: dict[str, dict[str, float]] = {  # changes of the usual: bias speed 0.005, sequence loss 1e-4
     "bias alone": {"aux_loss_alpha": 0.0},
     "sequence loss alone": {"balance_speed": 0.0},
     "auxiliary loss alone": {"balance_speed": 0.0, "aux_loss_alpha": 0.01},
@@ -71,13 +73,13 @@ BALANCE_TOKENS = {"speed 0.002 over 100M tokens": CORE, "sequence loss 1e-3 over
 
 @dataclass(frozen=True)
 class Job:
-    """A run.
+    """One training run.
 
     Attributes:
-        name: of its files.
-        changes: of the run's configuration: fields of `OptimConfig` and `ModelConfig` by their names.
-        after: the job whose weights and moments it goes on from; none: it begins at the beginning.
-        until: the share of its steps after which it ends; before 1 it leaves its weights and moments.
+        name: the stem of its files' names.
+        changes: fields of `OptimConfig` and `ModelConfig` that differ from the usual configuration.
+        after: the job from whose weights and moments it continues; empty if it starts from scratch.
+        until: the share of the steps after which it ends; below 1 it saves its weights and moments.
     """
 
     name: str
@@ -92,11 +94,11 @@ class Job:
 
     @property
     def own_tokens(self) -> float:
-        """Those that it trains on itself."""
+        """The tokens that this job trains on, without those of the job that it continues."""
         return self.tokens * (self.until - (TRUNK if self.after else 0.0))
 
     def config(self) -> TrainConfig:
-        """Its configuration, but for the recipe, which may have no name."""
+        """Return the configuration without the recipe, which may be none of the library's."""
         config = run_config(self.size, self.tokens, seed=self.seed)
         own = {name: self.changes[name] for name in self.changes if hasattr(config.optim, name)}
         shape = {name: value for name, value in self.changes.items() if name not in own}
@@ -107,7 +109,7 @@ class Job:
 
 
 def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")) -> list[Job]:
-    """Every job, in the order in which they begin: what takes longest does so first, and what may be left out last."""
+    """Return every job in the order in which they start: the longest first, the least important last."""
     jobs = [job("long", small, recipe, 0, LONG) for recipe in ("bf16", "deepseek_v3")]
     trunks = {
         (size, seed): replace(job("trunk", size, "bf16", seed, CORE), until=TRUNK)
@@ -146,10 +148,10 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
 
 
 def named(jobs: list[Job], names: list[str]) -> list[Job]:
-    """The jobs of these names and those that they go on from, in the order of the list.
+    """Return the jobs of these names and those from which they continue, in the order of the list.
 
     Raises:
-        ValueError: there is no job of a name.
+        ValueError: a name is that of no job.
     """
     known = {job.name: job for job in jobs}
     if unknown := [name for name in names if name not in known]:
@@ -159,6 +161,7 @@ def named(jobs: list[Job], names: list[str]) -> list[Job]:
 
 
 def branch(trunk: Job, recipe: str) -> Job:
+    """Return the job that continues from a trunk under a recipe."""
     group: Group = "long-branch" if trunk.group == "long-trunk" else "branch"
     return replace(job(group, trunk.size, recipe, trunk.seed, trunk.tokens), after=trunk.name)
 

@@ -1,9 +1,9 @@
-"""`python -m experiments.loss.probe OUT`: how fast a step of each size is, and where its time goes.
+"""Measure the speed of a training step of each size, and where its time goes: `python -m experiments.loss.probe OUT`.
 
-For each size in BF16 and with DeepSeek-V3's recipe, on random tokens: tokens a second, peak memory, and, of some steps
-under torch's profiler, the share of the time in which the GPU waits and each kind of kernel's. Leaves OUT/probe.json
-and OUT/probe.txt, both written again after each model. What fails is noted and the rest goes on. With `--quick`, five
-steps each and no profile: whether every recipe runs at all.
+It measures each size in BF16 and with DeepSeek-V3's recipe on random tokens: tokens per second, peak memory and, for a
+few steps under torch's profiler, the share of the time in which the GPU is idle and the time of each kind of kernel.
+OUT/probe.json and OUT/probe.txt are rewritten after each model. A model that fails is recorded, and the others are
+measured. With `--quick` it runs five steps of each without a profile, to see whether every recipe runs at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.loss.recipes import around, recipe
+from experiments.loss.recipes import accumulator_context, recipe
 from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
 from octile.report.machine import machine
 from octile.train.loop import pick_device
@@ -37,9 +37,9 @@ from octile.train.trainer import Trainer
 RECIPES = ("bf16", "deepseek_v3")
 WARM_UP, STEPS, PROFILED = 12, 40, 3
 QUICK = 5  # steps
-LONGEST = 14.0  # seconds for the steps of one model; fewer steps are measured where they are slower
-TOP = 25
-KINDS = {  # the first pattern that a kernel's name contains decides
+MAX_SECONDS = 14.0  # for the steps of one model; slower models are measured over fewer steps
+TOP = 25  # kernels that are listed
+KINDS = {  # the first pattern that matches a kernel's name decides
     "attention": r"flash|fmha|sdpa|mha|attention",
     "FP8 product": r"^(product|gemm)$|^_(matmul|grouped|masked|wgrad)$",
     "BF16 product": r"nvjet|gemm|cutlass|xmma|cublas|splitk",
@@ -54,7 +54,7 @@ KINDS = {  # the first pattern that a kernel's name contains decides
 
 
 class Kernel(NamedTuple):
-    """A kernel or a copy in the profiler's record; times in µs."""
+    """A kernel or a copy in the profile; times in µs."""
 
     name: str
     start: float
@@ -62,12 +62,12 @@ class Kernel(NamedTuple):
 
 
 def kind(name: str) -> str:
-    """What a kernel of that name is there for."""
+    """Return the kind of a kernel by its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
 def busy(kernels: Iterable[Kernel]) -> float:
-    """µs in which at least one kernel ran."""
+    """Return the µs in which at least one kernel ran."""
     total, end = 0.0, 0.0
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.start + kernel.duration - max(end, kernel.start))
@@ -76,7 +76,7 @@ def busy(kernels: Iterable[Kernel]) -> float:
 
 
 def summary(kernels: list[Kernel], steps: int) -> dict[str, Any]:
-    """Of some steps' kernels: the time between the first and the last in which none ran, and who takes the rest."""
+    """Summarize the kernels of some steps: idle time between the first and the last, and the time of each kind."""
     span = max(k.start + k.duration for k in kernels) - min(k.start for k in kernels)
     kinds: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
@@ -103,6 +103,7 @@ def _largest_first(of: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def profiled(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Train some steps under torch's profiler and summarize their kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -120,7 +121,7 @@ def profiled(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def host(trainer: Trainer, steps: int) -> str:
-    """Where Python's own time goes: cProfile's first lines, by the time in a function itself."""
+    """Return cProfile's table of some steps, sorted by the time in each function itself."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):
@@ -132,7 +133,7 @@ def host(trainer: Trainer, steps: int) -> str:
 
 
 def random_store(vocabulary: int, tokens: int) -> TokenStore:
-    """A store of random tokens; nothing of it lies on disk."""
+    """Return a store of random tokens in memory."""
     rng = np.random.default_rng(0)
     train, val = (rng.integers(0, vocabulary, n, dtype=np.uint16) for n in (tokens, tokens // 8))
     tokenizer = Tokenizer.train(["probe"], 258)
@@ -141,6 +142,7 @@ def random_store(vocabulary: int, tokens: int) -> TokenStore:
 
 
 def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str, Any]:
+    """Measure one size under one recipe."""
     config = run_config(size, 1e9)
     store = random_store(config.model.vocab_size, 16 * config.batch_size * config.sequence_length)
     begin = time.perf_counter()
@@ -153,7 +155,7 @@ def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     begin = time.perf_counter()
-    while len(seconds) < (QUICK if quick else STEPS) and time.perf_counter() - begin < LONGEST:
+    while len(seconds) < (QUICK if quick else STEPS) and time.perf_counter() - begin < MAX_SECONDS:
         before = trainer.seconds
         trainer.step()
         seconds.append(trainer.seconds - before)
@@ -174,6 +176,7 @@ def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str
 
 
 def show(found: dict[str, dict[str, Any]]) -> str:
+    """Format the measurements as text."""
     lines = []
     for name, row in found.items():
         if "error" in row:
@@ -186,7 +189,7 @@ def show(found: dict[str, dict[str, Any]]) -> str:
         )
         if "kinds" in row:
             lines.append(
-                f"    profiled: {row['span_ms']:.1f} ms a step, the GPU waits {row['idle_share']:.1%}, "
+                f"    profiled: {row['span_ms']:.1f} ms a step, the GPU is idle {row['idle_share']:.1%}, "
                 f"{row['kernels_a_step']:.0f} kernels"
             )
             lines += [f"    {n:32} {k['ms']:8.2f} ms {k['share']:7.1%}" for n, k in row["kinds"].items()]
@@ -199,7 +202,7 @@ def show(found: dict[str, dict[str, Any]]) -> str:
 
 @contextmanager
 def written(out: Path, found: dict[str, dict[str, Any]], device: torch.device) -> Iterator[None]:
-    """Writes both files in the end, whatever happens inside."""
+    """Write both files on exit, also after an exception."""
     try:
         yield
     finally:
@@ -215,10 +218,10 @@ def main(out: Path, sizes: tuple[str, ...], recipes: tuple[str, ...], quick: boo
     for size in sizes:
         for one in recipes:
             name = f"{size} {one}"
-            with written(out, found, device), around(one):
+            with written(out, found, device), accumulator_context(one):
                 try:
                     found[name] = measure(size, one, device, quick)
-                except Exception as error:  # the other models are measured all the same
+                except Exception as error:  # the other models are still measured
                     found[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
             print(show({name: {k: v for k, v in found[name].items() if k != "host"}}), flush=True)
             if device.type == "cuda":
@@ -228,7 +231,7 @@ def main(out: Path, sizes: tuple[str, ...], recipes: tuple[str, ...], quick: boo
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sizes", default=",".join(MODELS), help="of these, or toy")
+    parser.add_argument("--sizes", default=",".join(MODELS), help=f"of {','.join(MODELS)}, or toy")
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()

@@ -1,11 +1,11 @@
-"""`python -m experiments.loss.report RESULTS.json … FOLDER`: tables, curves over one another, and a page a comparison.
+"""Write the report of the experiment: `python -m experiments.loss.report RESULTS.json … FOLDER`.
 
-FOLDER/README.md has the tables; FOLDER/NAME.svg and FOLDER/NAME/report.html show each group of runs that has BF16 with
-two seeds, by the tools of `octile compare`. What is missing in RESULTS.json is missing in the tables, and is said so.
-Of a job that several of them have the last one's counts; FOLDER/results.json has all together.
+FOLDER/README.md has the tables and names the jobs that were not run. FOLDER/NAME.svg and FOLDER/NAME/report.html, which
+`octile compare` draws too, show each group of runs that has BF16 with two seeds. FOLDER/results.json has the results of
+all files; of a job that several files have, the last one counts.
 
-A gap is (L − L_s) / L_s, with L_s the held-out loss of BF16 with the same seed, on the same windows; its interval is
-that of 95% over windows. A run that was stopped early is compared where both were last measured.
+A gap is (L − L_s) / L_s, where L_s is the held-out loss of BF16 with the same seed on the same windows; its 95%
+interval is over windows. A run that was stopped early is compared at the last step at which both were measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.loss.figures import COLORS, Line, save_lines, save_loads
-from experiments.loss.job import EVERY, HOPELESS
+from experiments.loss.job import DIVERGED_LOSS, STEPS_PER_LINE
 from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
@@ -36,59 +36,69 @@ Result = dict[str, Any]
 Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
-BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # of runs from scratch: those that go on from one point
-AFTER_WARM_UP = 0.2  # of the steps
-LIKE = {"no_promotion": "per_tensor"}  # which it is, but for what its name says
+BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # group of runs from scratch → group of their branches
+AFTER_WARM_UP = 0.2  # share of the steps after which the expert load counts
+COUNTERPART = {"no_promotion": "per_tensor"}  # the recipe that it changes in one thing; others change `deepseek_v3`
 BAR = 0.0025
-AIM = 1.3  # of the busiest expert's tokens, of the mean
-STEEP = 3.2  # nats a token, which the loss passes where it falls most steeply
-HOW = f"""The text is built by `python -m experiments.loss.text fetch .data` and `… build .data`, the runs by
-`python -m experiments.loss.run .data/tokens OUT` with the GPUs and seconds that there were, this page by
-`python -m experiments.loss.report`. Configurations are in `experiments/loss/sizes.py` and `jobs.py`, what a variation
-changes in `recipes.py`, the library's recipes in `docs/recipes.md`.
+AIM = 1.3  # upper limit of the maximum expert load / mean
+STEEP = 3.2  # nats a token; where the loss falls most steeply
+METHOD = f"""| step | command |
+| --- | --- |
+| text | `python -m experiments.loss.text fetch .data`, then `… build .data` |
+| runs | `python -m experiments.loss.run .data/tokens OUT --seconds N --gpus 0,1,…` |
+| this page | `python -m experiments.loss.report results.json FOLDER` |
 
-{TOKENS_A_STEP:,} tokens a step in texts of {SEQUENCE:,}; warm-up over 5% of the steps, then a cosine to a tenth; AdamW
-with 0.9, 0.95, decay 0.1, clipping at 1. A seed decides weights and the order of the text: runs of one seed begin alike
-and read the same batches. Held out: 1,536 texts at the end, 256 on the way, for every run the same. A run that shared
-its GPU with another has no tokens/s here, since they are no speed: all of 30m did that do not say they were alone."""
+`sizes.py` and `jobs.py` configure the runs. `recipes.py` lists what a variation changes, `docs/recipes.md` the
+library's recipes.
 
-WORDS = f"""- **Gap**: how far a run's held-out loss L lies from BF16's, L_s, of the same seed and on the same windows:
-  (L − L_s) / L_s. Above zero, the run is worse than BF16.
-- **Bar**: {BAR:.2%}, which a gap must stay within in either direction (DeepSeek-V3, arXiv 2412.19437, §3.3.1).
-- **Noise**: how far runs end apart that differ by chance alone. A gap no larger cannot be told from none. From scratch
-  it is that of BF16 run again, from the same seed or from another. From one point on it is that of a nudge: of BF16
-  from weights that were rounded once."""
-ANSWER = """Gaps, one for each seed. Runs from scratch part when the loss falls steeply, a few steps sooner or later as
-chance has it, and what that is worth stays until the end: BF16 itself, run twice from the same seed, ends that far
-apart. Runs from one point on begin after most of the fall, or late in it, and say what the last 60% of the steps cost.
-The control is a recipe that has to fail."""
-IN_THE_FALL = """These runs of 40M tokens end while the loss still falls steeply, so chance weighs more than a recipe's
-numbers do: they tell what breaks, and "From one point on" what costs."""
-ONE_POINT = """Every recipe goes on from the weights and moments that BF16 had after 40% of the steps, over the same
-batches. `nudged` is BF16 from those weights rounded to BF16 once; the noise, {noise}, is the root of the mean
-square of what that does, over all sizes and seeds. Beside `deepseek_v3`: the gap less that of `deepseek_v3` from the
-same point, which is what a change of that recipe costs or gains; what is smaller than the noise cannot be seen. So
-numbers of this column, one seed's, hint at which choices matter at this size.
+| setting | value |
+| --- | --- |
+| batch | {TOKENS_A_STEP:,} tokens in sequences of {SEQUENCE:,} |
+| learning rate | warm-up over 5% of the steps, then a cosine to a tenth of the peak |
+| optimizer | AdamW: betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1 |
+| held-out windows | 1,536 at the end, 256 before; the same for every run |
+
+The seed determines the initial weights and the order of the text: runs of one seed start alike and read the same
+batches. Runs that shared a GPU have no tokens/s here. All runs of 30m shared theirs unless they are recorded as
+alone."""
+
+TERMS = f"""| term | meaning |
+| --- | --- |
+| gap | (L − L_s) / L_s: the held-out loss L of a run relative to that of BF16, L_s, with the same seed and windows. \
+Above zero, the run is worse than BF16 |
+| bar | {BAR:.2%}, the largest gap in either direction that counts as equal (DeepSeek-V3, arXiv 2412.19437, §3.3.1) |
+| noise | how far runs end apart by chance. From scratch: the gap between BF16 runs of the same or of different seeds. \
+From a checkpoint: the gap of BF16 that continues from weights rounded once (`nudged`) |"""
+SUMMARY_NOTE = """The table lists gaps, one per seed. Runs from scratch diverge from each other where the loss falls
+steeply, a few steps sooner or later by chance, and the difference remains: BF16 itself, run twice from the same seed,
+ends that far apart. Runs from a checkpoint start after most of the fall and measure the cost of the last 60% of the
+steps. The `control` is a recipe that has to fail."""
+ABLATION_NOTE = """These runs of 40M tokens end while the loss still falls steeply, so chance outweighs the recipe. They
+show what breaks; "From a checkpoint" shows what a recipe costs."""
+BRANCH_NOTE = """Every recipe continues from the weights and moments that BF16 had after 40% of the steps, over the same
+batches. `nudged` is BF16 from those weights rounded to BF16 once. The noise, {noise}, is the root mean square of its
+gap over all sizes and seeds. The column "vs. `deepseek_v3`" is the gap minus that of `deepseek_v3` from the same
+checkpoint: what a change of that recipe costs or gains. It comes from one seed, so it only suggests which choices
+matter at this size.
 
 """
-DIVERGED = f"""Diverged is a run whose loss is NaN or infinite, or {HOPELESS:g} nats and more as a mean over {EVERY}
-steps, or whose gradients are not finite for more steps in a row than may be skipped. A run that comes back from its
-worst has not diverged, even if it learns little from then on.
+DIVERGED_NOTE = f"""A run has diverged if its mean loss over {STEPS_PER_LINE} steps is NaN, infinite or at least
+{DIVERGED_LOSS:g} nats, or if its gradients are not finite for more consecutive steps than may be skipped. A run that
+recovers has not diverged, even if it learns little afterwards.
 
 """
-BALANCE = f"""Max/mean load is the tokens of a layer's busiest expert, of the mean of its experts, in single steps of
-{TOKENS_A_STEP:,} tokens, one of {EVERY}, after the first {AFTER_WARM_UP:.0%} of the steps. The aim is {AIM} at most: by
-the mean over layers, and, which is harder, by the layer that is worst in each step. "Together" is the same for the
-tokens of all these steps, where they were kept: no step's text, only what the gates prefer; the mean, and the worst
-layer. (Wang et al., arXiv 2408.15664, tell both apart as MaxVio of a batch and of a whole set; they are one less.)
+BALANCE_NOTE = f"""Maximum expert load / mean compares the tokens of a layer's most loaded expert with the mean of its
+experts. It is measured in single steps of {TOKENS_A_STEP:,} tokens, every {STEPS_PER_LINE} steps after the first
+{AFTER_WARM_UP:.0%}. The aim is at most {AIM}, for the mean over layers and, which is harder, for the worst layer of
+each step. "Over all steps" is the same ratio for the tokens of these steps together, where it was recorded: the mean
+over layers, and the worst layer. (Wang et al., arXiv 2408.15664, call both MaxVio, of a batch and global, less one.)
 
 """
 
 
 def curve(result: Result, name: str | None = None) -> Curve:
-    """A job's result as `octile compare` has it."""
+    """Return a job's result as a curve of `octile compare`."""
     job = result["job"]
-    broke = result["state"] == "diverged"
     return Curve(
         recipe=name or job["recipe"],
         seed=job["seed"],
@@ -97,15 +107,15 @@ def curve(result: Result, name: str | None = None) -> Curve:
         val_steps=tuple(result.get("val_steps", ())),
         val_loss=tuple(result.get("val_loss", ())),
         tokens_per_s=speed(result),
-        diverged_at=max((*result["steps"], *result["val_steps"], 1)) if broke else None,
+        diverged_at=max((*result["steps"], *result["val_steps"], 1)) if result["state"] == "diverged" else None,
         window_loss=tuple(result.get("window_loss", ())) if result["state"] == "done" else (),
     )
 
 
 def speed(result: Result) -> float:
-    """Tokens a second, the median, of what was measured after the first lines, in which kernels are compiled.
+    """Return the median of tokens per second after the first two lines, in which kernels are compiled.
 
-    NaN of a run that shared its GPU. Before runs said so, those of the smallest size did, and no others.
+    NaN if the run shared its GPU. Results that do not record this shared it if they are of the smallest size.
     """
     measured = result.get("speed") or [math.nan]
     return (
@@ -116,21 +126,21 @@ def speed(result: Result) -> float:
 
 
 def gap(result: Result, base: Result) -> tuple[float, int]:
-    """(L − L_s) / L_s at the last step at which both were measured, and that step; NaN and 0 if there is none."""
+    """Return (L − L_s) / L_s at the last step at which both were measured, and that step; NaN and 0 without one."""
     known = dict(zip(base.get("val_steps", ()), base.get("val_loss", ()), strict=True))
     both = [(s, v) for s, v in zip(result.get("val_steps", ()), result.get("val_loss", ()), strict=True) if s in known]
     return (both[-1][1] / known[both[-1][0]] - 1, both[-1][0]) if both else (math.nan, 0)
 
 
-def further(result: Result, other: Result, base: Result) -> float:
-    """How much larger a run's gap is than another's, at the last step at which all three were measured."""
+def gap_difference(result: Result, other: Result, base: Result) -> float:
+    """Return a run's gap minus another's at the last step at which all three were measured."""
     a, b, c = (dict(zip(r["val_steps"], r["val_loss"], strict=True)) for r in (result, other, base))
     both = a.keys() & b.keys() & c.keys()
     return (a[max(both)] - b[max(both)]) / c[max(both)] if both else math.nan
 
 
 def interval(result: Result, base: Result) -> str:
-    """Of the gap at the end, over the held-out windows, which both runs were measured on."""
+    """Return the 95% interval of the gap at the end, over the held-out windows of both runs."""
     a, b = (np.array(r.get("window_loss", ())) for r in (result, base))
     if not a.size or a.shape != b.shape or {result["state"], base["state"]} != {"done"}:
         return ""
@@ -139,7 +149,7 @@ def interval(result: Result, base: Result) -> str:
 
 
 class Results:
-    """All runs, by what they are."""
+    """The results of all runs, by group, size, recipe and seed."""
 
     def __init__(self, found: Iterable[Result]):
         self.all = {result["job"]["name"]: result for result in found}
@@ -148,7 +158,7 @@ class Results:
         return self.all.get(f"{group}-{size}-{recipe}-{seed}")
 
     def sizes(self, group: str) -> list[str]:
-        """The smallest first."""
+        """Return the sizes of a group, the smallest first."""
         there = {r["job"]["size"] for r in self.all.values() if r["job"]["group"] == group}
         return sorted(there, key=lambda size: list(MODELS).index(size) if size in MODELS else -1)
 
@@ -157,28 +167,28 @@ class Results:
         return [r for r in rows if r.get("val_loss")]
 
     def tokens(self, group: str, size: str) -> str:
-        """Of each of its runs; there has to be one."""
+        """Return the tokens of each run of a group and size, which must have one."""
         jobs = (r["job"] for r in self.all.values())
         return next(f"{job['tokens'] / 1e6:.0f}M" for job in jobs if (job["group"], job["size"]) == (group, size))
 
     def bf16(self, group: str, size: str) -> list[Result]:
-        """BF16's runs, by their seeds."""
+        """Return the BF16 runs, sorted by seed."""
         found = (r for r in self.of(group, size) if r["job"]["recipe"] == "bf16")
         return sorted(found, key=lambda r: r["job"]["seed"])
 
-    def gaps(self, group: str, size: str, recipe: str, beside: str = "") -> list[float]:
-        """A recipe's to BF16 of the same seed, of that group or of the one `beside`, by the seeds of BF16."""
-        pairs = [(self.get(group, size, recipe, b["job"]["seed"]), b) for b in self.bf16(beside or group, size)]
+    def gaps(self, group: str, size: str, recipe: str, base_group: str = "") -> list[float]:
+        """Return a recipe's gaps to BF16 of the same seed, in that group or in `base_group`, sorted by seed."""
+        pairs = [(self.get(group, size, recipe, b["job"]["seed"]), b) for b in self.bf16(base_group or group, size)]
         return [gap(run, base)[0] for run, base in pairs if run and run.get("val_loss")]
 
     def comparison(self, group: str, size: str) -> CompareResult | None:
-        """None without BF16 with two seeds."""
+        """Return the comparison of a group and size; None without two seeds of BF16."""
         first, other, *more = [*self.bf16(group, size), None, None]
         if not (first and other):
             return None
         nudge = self.nudges(group) if group in BRANCHES_OF.values() else ()
         rest = [r for r in self.of(group, size) if r["job"]["recipe"] not in ("bf16", *(("nudged",) if nudge else ()))]
-        rest.sort(key=lambda r: r["job"]["recipe"] != "deepseek_v3")  # what is to be judged comes first
+        rest.sort(key=lambda r: r["job"]["recipe"] != "deepseek_v3")  # the verdict is about the first one
         device = first["facts"].get("device", "")
         return CompareResult(
             f"{group} {size}", curve(first), curve(other), tuple(curve(r) for r in rest), machine=device,
@@ -186,10 +196,7 @@ class Results:
         )  # fmt: skip
 
     def nudges(self, group: str) -> tuple[tuple[int, float], ...]:
-        """Steps, and the noise of a gap between two of a group's branches there.
-
-        That is the root of the mean square of what a nudge does, over all sizes and seeds.
-        """
+        """Return (step, noise) of a group's branches: the RMS of the gap of `nudged` over sizes and seeds."""
         squares = defaultdict(list)
         for size in self.sizes(group):
             for base in self.bf16(group, size):
@@ -202,13 +209,13 @@ class Results:
 
 
 def answer_table(r: Results) -> str:
-    """What DeepSeek-V3's recipe costs at each size, by runs from one point on and by runs from scratch."""
+    """Return the gaps of DeepSeek-V3's recipe at each size, from a checkpoint and from scratch."""
     rows: Rows = [
         (
             "size",
             "tokens",
-            "`deepseek_v3` from one point on",
-            "BF16 after a nudge",
+            "`deepseek_v3` from a checkpoint",
+            "BF16 from rounded weights",
             "`deepseek_v3` from scratch",
             "BF16, same seed again",
             "BF16, other seeds",
@@ -223,17 +230,17 @@ def answer_table(r: Results) -> str:
                 r.gaps(branches, size, "deepseek_v3"),
                 r.gaps(branches, size, "nudged"),
                 r.gaps(group, size, "deepseek_v3"),
-                r.gaps(branches, size, "bf16", beside=group),  # with its trunk a second run from scratch
+                r.gaps(branches, size, "bf16", base_group=group),  # with its trunk it is a second run from scratch
                 others,
                 r.gaps(group, size, "control"),
             )
             rows.append((size, r.tokens(group, size), *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
-    return f"{ANSWER}\n\n{_table(rows)}"
+    return f"{SUMMARY_NOTE}\n\n{_table(rows)}"
 
 
 def core_table(r: Results) -> str:
     rows: Rows = [
-        ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over text", f"below {STEEP} at step",
+        ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over windows", f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
     for group in ("core", "again", "long"):
@@ -250,24 +257,24 @@ def core_table(r: Results) -> str:
                     f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}",
                     _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
                     interval(result, base) if base else "",
-                    _fell_below(result, STEEP),
-                    _whole(speed(result)),
+                    _step_below(result, STEEP),
+                    _integer(speed(result)),
                     f"{result['facts'].get('peak_GiB', math.nan):.1f}",
-                    _ended(result),
+                    _ending(result),
                 ))  # fmt: skip
     return _table(rows)
 
 
-def _fell_below(result: Result, level: float) -> str:
-    """The step at which the loss in training, a mean over some steps, first is below a level."""
+def _step_below(result: Result, level: float) -> str:
+    """Return the first step at which the training loss, a mean over some steps, is below a level."""
     return next((f"{step:,}" for step, loss in zip(result["steps"], result["loss"], strict=True) if loss < level), "–")
 
 
 def scratch_table(r: Results) -> str:
-    """What all runs from scratch say together: those of a seed are one another's repetitions."""
+    """Return the mean gap of all runs from scratch; runs of one recipe and seed count as repetitions."""
     rows: Rows = [
-        ("size", "tokens", "runs of BF16", "runs of `deepseek_v3`", "gap of each seed", "their mean",
-         "its standard error, by runs", "by seeds", f"the bar, {BAR:.2%}")
+        ("size", "tokens", "runs of BF16", "runs of `deepseek_v3`", "gap of each seed", "mean",
+         "standard error over runs", "standard error over seeds", f"bar, {BAR:.2%}")
     ]  # fmt: skip
     known = {
         (group, size): pairs for group in BRANCHES_OF for size in r.sizes(group) if (pairs := _repeated(r, group, size))
@@ -292,34 +299,35 @@ def scratch_table(r: Results) -> str:
         rows.append((size, r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)), _percent(mean),
                      f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "", _at_the_bar(mean)))  # fmt: skip
     return (
-        f"All runs over {CORE / 1e6:.0f}M tokens and more from scratch, of seeds that both have. One standard error is"
-        f" by how far runs of one recipe from one seed end apart, in all rows together {variance**0.5:.2%} ({freedom}"
-        f" degrees of freedom), for a GPU adds in another order each time; the other by how far the seeds' own gaps lie"
-        f" apart, of which there are few.{_over_the_sizes(of_core)}\n\n{_table(rows)}"
+        f"All runs from scratch over at least {CORE / 1e6:.0f}M tokens, with the seeds that both recipes have. The"
+        " standard error over runs comes from how far runs of one recipe and seed end apart, because a GPU's order of"
+        f" additions differs from run to run: {variance**0.5:.2%} in all rows ({freedom} degrees of freedom). The"
+        " standard error over seeds comes from the spread of the seeds' gaps, of which there are few."
+        f"{_over_the_sizes(of_core)}\n\n{_table(rows)}"
     )
 
 
 def _over_the_sizes(found: Sequence[tuple[float, float, float]]) -> str:
-    """The mean of what was found at each size: a mean and its two standard errors."""
+    """Return a sentence on the mean over sizes, from each size's mean and two standard errors."""
     if not found:
         return ""
     means, *errors = zip(*found, strict=True)
     by_runs, by_seeds = (sum(error**2 for error in each) ** 0.5 / len(each) for each in errors)
     also = "" if math.isnan(by_seeds) else f" or {by_seeds:.2%}"
     return (
-        f" The mean over the sizes, of the runs over {CORE / 1e6:.0f}M tokens alone, is"
-        f" {_percent(statistics.fmean(means))}, its standard error {by_runs:.2%}{also}."
+        f" The mean over sizes of the runs over {CORE / 1e6:.0f}M tokens is {_percent(statistics.fmean(means))}, with a"
+        f" standard error of {by_runs:.2%}{also}."
     )
 
 
 def _at_the_bar(found: float) -> str:
     if abs(found) <= BAR:
-        return "kept"
-    return "missed" if found > 0 else "missed: lower than BF16"
+        return "met"
+    return "missed" if found > 0 else "missed: below BF16"
 
 
 def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list[float]]]:
-    """Held-out losses of BF16 and of DeepSeek-V3's recipe, from scratch, by the seeds that both have."""
+    """Return the held-out losses of BF16 and of DeepSeek-V3's recipe from scratch, for each seed that both have."""
     branches = BRANCHES_OF[group]
 
     def ends(*names: str) -> list[float]:
@@ -329,7 +337,9 @@ def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list
     for seed in sorted({base["job"]["seed"] for of in (group, branches) for base in r.bf16(of, size)}):
         of_v3 = f"{size}-deepseek_v3-{seed}"
         again = [f"again-{of_v3}-{number}" for number in (1, 2)] if group == "core" else []
-        bf16 = ends(f"{group}-{size}-bf16-{seed}", f"{branches}-{size}-bf16-{seed}")  # with its trunk that is one, too
+        bf16 = ends(
+            f"{group}-{size}-bf16-{seed}", f"{branches}-{size}-bf16-{seed}"
+        )  # a branch and its trunk are one, too
         found = ends(f"{group}-{of_v3}", *again)
         if bf16 and found:
             pairs.append((bf16, found))
@@ -338,11 +348,11 @@ def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list
 
 def branch_table(r: Results) -> str:
     rows: Rows = [
-        ("size, seed", "tokens", "recipe", "held-out loss", "gap to BF16", "95% over text", "beside a nudge",
-         "beside `deepseek_v3`, or as said", "")
+        ("size, seed", "tokens", "recipe", "held-out loss", "gap to BF16", "95% over windows", "gap / noise",
+         "vs. `deepseek_v3`, or as named", "")
     ]  # fmt: skip
     rows += [row for group in BRANCHES_OF.values() for row in _branch_rows(r, group)]
-    return ONE_POINT.format(noise=_noises(r)) + _table(rows) if len(rows) > 1 else "None was run."
+    return BRANCH_NOTE.format(noise=_noises(r)) + _table(rows) if len(rows) > 1 else "None was run."
 
 
 def _branch_rows(r: Results, group: str) -> Rows:
@@ -362,21 +372,21 @@ def _branch_rows(r: Results, group: str) -> Rows:
                     f"{result['val_loss'][-1]:.4f}",
                     _percent(found) if result is not base else "",
                     interval(result, base) if result is not base else "",
-                    _beside(found, noise) if result not in (base, nudged) else "",
-                    _beside_its_like(r, result, base, noise) if result not in (base, nudged, v3) else "",
-                    _ended(result) and f"{_ended(result)}; the gap is that at step {at:,}",
+                    _versus_noise(found, noise) if result not in (base, nudged) else "",
+                    _versus_counterpart(r, result, base, noise) if result not in (base, nudged, v3) else "",
+                    _ending(result) and f"{_ending(result)}; gap at step {at:,}",
                 ))  # fmt: skip
     return rows
 
 
 def _noise(r: Results, group: str) -> float:
-    """That of a gap between two of a group's branches at the end."""
+    """Return the noise of a group's branches at the end."""
     found = r.nudges(group)
     return found[-1][1] if found else math.nan
 
 
 def _noises(r: Results) -> str:
-    """The noise of each group of branches that has any."""
+    """Return the noise of each group of branches as text."""
     known = [
         (_noise(r, group), r.tokens(group, r.sizes(group)[0])) for group in BRANCHES_OF.values() if r.nudges(group)
     ]
@@ -385,16 +395,16 @@ def _noises(r: Results) -> str:
     return f"{known[0][0]:.3%}" if known else "not measured"
 
 
-def _beside_its_like(r: Results, result: Result, base: Result, noise: float) -> str:
-    """What the one thing costs in which a recipe differs from another: `deepseek_v3`, where LIKE names no other."""
+def _versus_counterpart(r: Results, result: Result, base: Result, noise: float) -> str:
+    """Return the gap minus that of the recipe that it changes in one thing."""
     job = result["job"]
-    like = LIKE.get(job["recipe"], "deepseek_v3")
+    like = COUNTERPART.get(job["recipe"], "deepseek_v3")
     other = r.get(job["group"], job["size"], like, job["seed"])
     if other is None:
         return ""
-    found = further(result, other, base)
-    said = "cannot be seen" if abs(found) <= noise else _percent(found)
-    return said if like == "deepseek_v3" else f"{said}, beside `{like}`"
+    found = gap_difference(result, other, base)
+    text = "below the noise" if abs(found) <= noise else _percent(found)
+    return text if like == "deepseek_v3" else f"{text}, vs. `{like}`"
 
 
 def ablation_table(r: Results) -> str:
@@ -404,26 +414,26 @@ def ablation_table(r: Results) -> str:
         if base is None:
             continue
         noise = abs(gap(other, base)[0]) if other else math.nan
-        rows: Rows = [("recipe", "gap to BF16", "95% over text", "beside the noise", *KINDS, "sum, bytes", "")]
+        rows: Rows = [("recipe", "gap to BF16", "95% over windows", "gap / noise", *KINDS, "sum, bytes", "")]
         runs = [x for x in r.of("ablation", size) if x is not base]
         for result in sorted(runs, key=lambda x: gap(x, base)[0]):
             job = result["job"]
             partner = r.get("ablation", size, "bf16", job["seed"]) if job["recipe"] != "bf16" else base
             found = gap(result, partner or base)[0]
-            kept = result["facts"].get("bytes_a_parameter", {})
+            stored = result["facts"].get("bytes_a_parameter", {})
             rows.append((
                 f"`{job['recipe']}`" + (f", seed {job['seed']}" if job["seed"] else ""),
                 _percent(found),
                 interval(result, partner or base),
-                "the noise" if job["recipe"] == "bf16" else _beside(found, noise),
-                *(f"{kept.get(kind, math.nan):.2f}" for kind in KINDS),
-                f"{sum(kept.values()):.2f}",
-                _ended(result),
+                "the noise" if job["recipe"] == "bf16" else _versus_noise(found, noise),
+                *(f"{stored.get(kind, math.nan):.2f}" for kind in KINDS),
+                f"{sum(stored.values()):.2f}",
+                _ending(result),
             ))  # fmt: skip
         loss = f"{base['val_loss'][-1]:.4f}"
-        parts.append(f"{size}; BF16 of seed 0: {loss}; two seeds lie {noise:.2%} apart.\n\n{_table(rows)}")
+        parts.append(f"Size {size}, BF16 of seed 0: {loss}. Two seeds of BF16 end {noise:.2%} apart.\n\n{_table(rows)}")
     if parts:
-        parts.insert(0, IN_THE_FALL)
+        parts.insert(0, ABLATION_NOTE)
     return "\n\n".join(parts) or "None was run."
 
 
@@ -436,10 +446,10 @@ def rate_table(r: Results) -> str:
         if not any(runs):
             continue
         peak = ", ".join(f"{times * USUAL_RATE[size]:g}" for size in sizes if size in USUAL_RATE)
-        rows.append((f"{times} × the usual{f', {peak}' if peak else ''}", *map(_rate_cell, runs)))
+        rows.append((f"{times} × usual{f', {peak}' if peak else ''}", *map(_rate_cell, runs)))
     never = [f"`{recipe}`" for recipe in RATE_RECIPES if not any(
         (x := found[f"rate-{recipe}-{times}"]) and x["state"] == "diverged" for times in (1, *RATES))]  # fmt: skip
-    return DIVERGED + _table(rows) + (f"\n\nAt no rate that was tried: {', '.join(never)}." if never else "")
+    return DIVERGED_NOTE + _table(rows) + (f"\n\nAt none of these rates diverged: {', '.join(never)}." if never else "")
 
 
 def _rate_cell(result: Result | None) -> str:
@@ -448,47 +458,49 @@ def _rate_cell(result: Result | None) -> str:
     if result is None or not result.get("loss"):
         return "–"
     worst, last = max(result["loss"][1:] or result["loss"]), result["val_loss"][-1] if result["val_loss"] else math.nan
-    rose = f", at worst {worst:.2f} in training" if worst > result["loss"][0] else ""
+    rose = f", up to {worst:.2f} in training" if worst > result["loss"][0] else ""
     skipped = f", {result['skipped']} steps skipped" if result["skipped"] else ""
-    return f"{last:.4f}{rose}{skipped}{_ended(result) and ', ' + _ended(result)}"
+    return f"{last:.4f}{rose}{skipped}{_ending(result) and ', ' + _ending(result)}"
 
 
 def balance_table(r: Results) -> str:
     rows: Rows = [
-        ("balance", "held-out loss", "max/mean load, mean over layers", "the worst layer's", f"at most {AIM}",
-         "together", "drafts kept: greedy, drawn", "")
+        ("balance", "held-out loss", "max load / mean, mean over layers", "worst layer", f"aim ≤ {AIM}",
+         "over all steps", "drafts accepted: greedy, sampled", "")
     ]  # fmt: skip
     for name, result in _balanced(r).items():
-        mean, worst, once = _busiest(result)
+        mean, worst, peak = _maximum_load(result)
         drafts = result.get("drafts") or {}
         rows.append((
             name,
             f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}" if result["val_loss"] else "",
             f"{mean:.3f}",
-            f"{worst:.3f}, once {once:.2f}",
+            f"{worst:.3f}, up to {peak:.2f}",
             _at_the_aim([mean], [worst]),
-            _together(result),
+            _load_over_all_steps(result),
             f"{drafts['greedy']:.1%}, {drafts['drawn']:.1%}" if drafts else "",
-            _ended(result),
+            _ending(result),
         ))  # fmt: skip
-    return BALANCE + _table(rows) + _alike(r) + _balance_of_the_others(r)
+    return BALANCE_NOTE + _table(rows) + _balance_noise(r) + _balance_of_other_runs(r)
 
 
-def _alike(r: Results) -> str:
-    """How far the losses of two runs of this table lie apart by chance."""
+def _balance_noise(r: Results) -> str:
+    """Return a sentence on how far the losses of two runs of this table end apart by chance."""
     found = _balanced(r)
     usual, again = (next((x for name, x in found.items() if name.startswith(which)), None)
                     for which in ("usual:", "usual again"))  # fmt: skip
     if not usual or not again:
         return ""
     apart = abs(gap(again, usual)[0])
-    return f"\n\nThe usual balance, run twice, ends {apart:.1%} apart: losses that lie closer here say nothing."
+    return (
+        f"\n\nTwo runs with the usual balance end {apart:.1%} apart, so smaller differences in this table mean nothing."
+    )
 
 
-def _balance_of_the_others(r: Results) -> str:
-    """A table of the runs that were no experiments about balance: all with the usual bias and sequence loss."""
+def _balance_of_other_runs(r: Results) -> str:
+    """Return a table of the other groups' runs, all with the usual bias and sequence loss."""
     rows: Rows = [
-        ("size", "recipe, seeds", "tokens", "max/mean load, mean over layers", "the worst layer's", f"at most {AIM}")
+        ("size", "recipe, seeds", "tokens", "max load / mean, mean over layers", "worst layer", f"aim ≤ {AIM}")
     ]
     for group in ("core", "long"):
         for size in r.sizes(group):
@@ -496,7 +508,7 @@ def _balance_of_the_others(r: Results) -> str:
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
                 runs[result["job"]["recipe"]].append(result)
             for recipe, of in runs.items():
-                means, worst, _ = zip(*map(_busiest, of), strict=True)
+                means, worst, _ = zip(*map(_maximum_load, of), strict=True)
                 rows.append((
                     size,
                     f"`{recipe}`, {', '.join(str(x['job']['seed']) for x in of)}",
@@ -508,65 +520,65 @@ def _balance_of_the_others(r: Results) -> str:
     return f"\n\nThe usual balance in longer runs and larger models:\n\n{_table(rows)}" if len(rows) > 1 else ""
 
 
-def _busiest(result: Result) -> tuple[float, float, float]:
-    """The busiest expert's load, of the mean: mean over layers, of each step's worst layer, and the worst of all."""
+def _maximum_load(result: Result) -> tuple[float, float, float]:
+    """Return maximum expert load / mean: the mean over layers, of each step's worst layer, and the largest of all."""
     loads = np.array(result["imbalance"])
     late = loads[_is_late(result)] if len(loads) > 4 else loads
     return float(late.mean()), float(late.max(1).mean()), float(late.max())
 
 
-def _together(result: Result) -> str:
-    """The busiest expert's load in all late steps together, of the mean: mean over layers, and the worst layer."""
+def _load_over_all_steps(result: Result) -> str:
+    """Return maximum expert load / mean over all late steps together: the mean over layers, and the worst layer."""
     if not result.get("loads"):
         return ""
-    busiest = np.array(result["loads"])[_is_late(result)].mean(0).max(-1)
-    return f"{busiest.mean():.3f}, {busiest.max():.3f}"
+    maxima = np.array(result["loads"])[_is_late(result)].mean(0).max(-1)
+    return f"{maxima.mean():.3f}, {maxima.max():.3f}"
 
 
 def _is_late(result: Result) -> npt.NDArray[np.bool_]:
-    """Which of a run's measurements come after the warm-up; a run that was stopped had as long a one as the others."""
+    """Return which measurements come after the first steps, a share of those asked for, also in a stopped run."""
     steps = np.array(result["steps"])
     return np.asarray(steps > AFTER_WARM_UP * result["facts"].get("steps_asked", steps[-1]))
 
 
 def _at_the_aim(means: Sequence[float], worst: Sequence[float]) -> str:
-    """Whether runs keep it: by the mean over layers, and by the worst layer."""
+    """Return whether runs meet the aim: by the mean over layers, and by the worst layer."""
     if max(worst) <= AIM:
-        return "kept"
-    kept = sum(mean <= AIM for mean in means)
-    if not kept:
+        return "met"
+    met = sum(mean <= AIM for mean in means)
+    if not met:
         return "missed"
-    some = f" in {kept} of {len(means)}" if kept < len(means) else ""
-    return f"kept by the mean{some}, missed by the worst layer"
+    some = f" in {met} of {len(means)}" if met < len(means) else ""
+    return f"met by the mean{some}, missed by the worst layer"
 
 
 def _balanced(r: Results) -> dict[str, Result]:
-    """The runs that differ in what keeps the load even, by what that is."""
-    named = {"usual: bias 0.005, sequence loss 1e-4": next(iter(_usual(r)), None)}
-    named |= {name: r.all.get(f"balance-{name.replace(' ', '-')}") for name in BALANCES}
-    return {name: result for name, result in named.items() if result and result.get("imbalance")}
+    """Return the runs that differ in the balance, by its name."""
+    runs = {"usual: bias 0.005, sequence loss 1e-4": next(iter(_usual(r)), None)}
+    runs |= {name: r.all.get(f"balance-{name.replace(' ', '-')}") for name in BALANCES}
+    return {name: result for name, result in runs.items() if result and result.get("imbalance")}
 
 
 def balance_figure(r: Results, folder: Path) -> str:
     found = _balanced(r)
     if not found:
         return ""
-    found = {name: x for name, x in found.items() if name not in BALANCE_TOKENS}  # as long as the others
+    found = {name: x for name, x in found.items() if name not in BALANCE_TOKENS}  # all of one length
     lines: list[Line] = [
         (name, x["steps"], [statistics.fmean(of) for of in x["imbalance"]]) for name, x in found.items()
     ]
-    shared = [lines[i :: len(COLORS)] for i in range(len(COLORS))]  # beyond so many lines two have one colour
-    what = "busiest expert's tokens, of the mean; mean over layers"
+    shared = [lines[i :: len(COLORS)] for i in range(len(COLORS))]  # with more lines than colors, two share one
+    what = "maximum expert load / mean, averaged over layers"
     save_lines(folder / "balance.svg", what, shared, (1.0, 8.0), (AIM, f"aim {AIM}"))
     text = "\n\n![load](balance.svg)\n\n"
     if whole := {name: (x["steps"], x["loads"]) for name, x in found.items() if x.get("loads")}:
         save_loads(folder / "experts.svg", whole)
         text += (
-            "The load of each expert over time, of the mean of its layer: a row is an expert, a column a step.\n\n"
+            "The load of each expert over the mean of its layer: a row is an expert, a column a step.\n\n"
             "![load of each expert](experts.svg)\n\n"
         )
     missing = [name for name in found if name not in whole]
-    return text + (f"The load of each expert over time was not kept of: {'; '.join(missing)}." if missing else "")
+    return text + (f"The load of each expert was not recorded for: {'; '.join(missing)}." if missing else "")
 
 
 def rate_figure(r: Results, folder: Path) -> str:
@@ -577,15 +589,15 @@ def rate_figure(r: Results, folder: Path) -> str:
     if not any(runs):
         return ""
     what = "training loss (nats a token), by learning rate"
-    save_lines(folder / "rates.svg", what, [x for x in runs if x], (4, HOPELESS))
+    save_lines(folder / "rates.svg", what, [x for x in runs if x], (4, DIVERGED_LOSS))
     return (
-        "\n\nBF16's lines are whole, `deepseek_v3`'s dashed, `per_tensor`'s dotted; a cross at the top is where a run"
-        " diverged.\n\n![learning rates](rates.svg)"
+        "\n\nBF16 is solid, `deepseek_v3` dashed, `per_tensor` dotted; a cross at the top marks where a run diverged."
+        "\n\n![learning rates](rates.svg)"
     )
 
 
 def _rate_line(name: str, result: Result) -> Line:
-    """Of a run that diverged it ends at infinity."""
+    """Return a run's training loss as a line, which ends at infinity if the run diverged."""
     if result["state"] != "diverged":
         return name, result["steps"], result["loss"]
     return f"{name} diverged", (*result["steps"], curve(result).diverged_at or 0), (*result["loss"], math.inf)
@@ -603,9 +615,9 @@ def text_table() -> str:
     tokens = f"{facts['tokens']['train']:,} tokens to train on, {facts['tokens']['val']:,} held out"
     passes = [tokens / facts["tokens"]["train"] for tokens in (CORE, LONG)]
     return (
-        f"{kinds}; {tokens}, of a vocabulary of {VOCABULARY:,}. A run over {CORE / 1e6:.0f}M tokens reads"
-        f" {passes[0]:.0%} of the text, none of it twice; one over {LONG / 1e6:.0f}M makes {passes[1]:.1f} passes over"
-        f" it: it reads most of it three times.\n\n{_table(rows)}"
+        f"{kinds}; {tokens}, with a vocabulary of {VOCABULARY:,}. A run over {CORE / 1e6:.0f}M tokens reads"
+        f" {passes[0]:.0%} of the text once; one over {LONG / 1e6:.0f}M makes {passes[1]:.1f} passes over it.\n\n"
+        f"{_table(rows)}"
     )
 
 
@@ -624,20 +636,20 @@ def size_table() -> str:
 
 
 def machines(r: Results) -> str:
-    """The GPUs and versions of torch that the runs name."""
+    """Return a paragraph on the GPUs, torch versions and commits of the runs."""
     facts = [x["facts"] for x in r.all.values() if "device" in x.get("facts", {})]
     machines = (x.get("facts", {}).get("machine") or {} for x in r.all.values())
     commits = [machine["commit"] for machine in machines if machine.get("commit")]
     return (
         "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + ". "
-        "`results.json` has the job of each run, from which `sizes.py` and `jobs.py` make its configuration; of "
-        f"{len(commits)} of {len(r.all)} also the configuration itself, and the commit"
+        "`results.json` has the job of each run, from which `sizes.py` and `jobs.py` build its configuration. For "
+        f"{len(commits)} of {len(r.all)} runs it also has the configuration and the commit"
         + (f" ({', '.join(sorted(set(commits)))})." if commits else ".")
     )
 
 
 def write(files: Sequence[Path], folder: Path) -> Path:
-    """Writes FOLDER/README.md, a figure and a page of each comparison; returns the README's path."""
+    """Write FOLDER/README.md, and a figure and page of each comparison; return the README's path."""
     r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
@@ -654,19 +666,19 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     failed = [f"- {n}: {x['why']}; `{(x.get('log') or [''])[-1]}`" for n, x in r.all.items() if x["state"] == "failed"]
     missing = [job.name for job in all_jobs() if job.name not in r.all]
     parts = {
-        "The loss of FP8 beside BF16's": "",
-        "In short": WORDS + "\n\n" + answer_table(r),
-        "How it was made": HOW + "\n\n" + machines(r),
+        "The loss of FP8 compared with BF16": "",
+        "Summary": answer_table(r) + "\n\n" + TERMS,
+        "Method": METHOD + "\n\n" + machines(r),
         "Text": text_table(),
         "Models": size_table(),
         "The loss": core_table(r),
-        "From scratch, all runs together": scratch_table(r) or "Nothing was run twice.",
-        "From one point on": branch_table(r),
+        "From scratch, all runs": scratch_table(r) or "No recipe was run twice.",
+        "From a checkpoint": branch_table(r),
         "Curves": "\n\n".join(figures) or NO_FIGURES,
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r) + rate_figure(r, folder),
         "Balance and multi-token prediction": balance_table(r) + balance_figure(r, folder),
-        "Not run": ", ".join(missing) or "Everything was.",
+        "Not run": ", ".join(missing) or "All jobs were run.",
         "Failed": "\n".join(failed) or "None.",
     }
     title, *rest = parts
@@ -676,7 +688,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     return folder / "README.md"
 
 
-def _ended(result: Result) -> str:
+def _ending(result: Result) -> str:
     if result["state"] == "done":
         return ""
     if result["state"] == "diverged":
@@ -685,13 +697,13 @@ def _ended(result: Result) -> str:
     return f"{result['state']} at step {at:,} of {result.get('facts', {}).get('steps_asked', '?')}"
 
 
-def _beside(found: float, noise: float) -> str:
+def _versus_noise(found: float, noise: float) -> str:
     if math.isnan(found) or math.isnan(noise):
         return ""
-    return "cannot be seen" if abs(found) <= noise else f"{abs(found) / noise:.1f} × the noise" if noise else "seen"
+    return "below the noise" if abs(found) <= noise else f"{abs(found) / noise:.1f} × the noise" if noise else "above 0"
 
 
-def _whole(number: float) -> str:
+def _integer(number: float) -> str:
     return f"{number:,.0f}" if math.isfinite(number) else "–"
 
 

@@ -1,15 +1,16 @@
-"""A queue of training runs over the GPUs of a machine.
+"""Run the jobs of the experiment as a queue over the GPUs of a machine.
 
-    python -m experiments.loss.run STORE OUT --seconds 1080         runs experiments.loss.jobs, and ends by itself
-    python -m experiments.loss.run STORE OUT --state [RESULTS]         prints where they stand; RESULTS.json gathers all
-    python -m experiments.loss.run STORE OUT --known RESULTS.json …    goes on from what another day's runs gave
-    python -m experiments.loss.run STORE OUT --jobs rate-bf16-2 …      runs these, and what they go on from, alone
+    python -m experiments.loss.run STORE OUT --seconds 1080            runs experiments.loss.jobs until the deadline
+    python -m experiments.loss.run STORE OUT --state [RESULTS]         prints the state of the jobs, gathers results
+    python -m experiments.loss.run STORE OUT --known RESULTS.json …    skips jobs that these results have
+    python -m experiments.loss.run STORE OUT --jobs rate-bf16-2 …      runs only these and those that they continue from
 
-One process a run, one run a GPU, or two of the groups and sizes that `--together` names. Jobs begin in the order of the
-list; one that would not end in time, by the speed of those like it, is passed over for a shorter one, and one that goes
-on from another waits for what that leaves. At the deadline nothing new begins and what runs is asked to stop, which
-keeps what it has. A job that fails costs only itself: the end of its log is kept. OUT/JOB.json is a run's result
-(`experiments.loss.job`), OUT/JOB.log what it said. Of what `--known` has, a job that `--jobs` names is run again.
+Each run has its own process. A GPU has one run, or two if both are of the groups or sizes that `--together` names. Jobs
+start in the order of the list. A job that would not end in time, judged by the speed of similar runs, is skipped for a
+shorter one. A job that continues from another waits for the weights and moments that it saves. At the deadline no job
+starts any more, and running ones are asked to stop and write what they have. A job that fails does not affect the
+others: the end of its log is recorded. OUT/JOB.json is a run's result (`experiments.loss.job`), OUT/JOB.log its output.
+A job that both `--known` and `--jobs` name is run again.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from typing import Any, get_args
 
 from experiments.loss.jobs import Group, Job, all_jobs, named
 
-ROOM = 2  # of a GPU: a run takes all of it, or half
-READY = 45.0  # seconds until the first step, where nothing is known yet, and after the last
-GRACE = 60.0  # seconds in which a stopped run writes what it has
-LOG_LINES = 30
+SLOTS_PER_GPU = 2  # a run takes both, or one if it shares the GPU
+OVERHEAD_SECONDS = 45.0  # estimated time before the first step and after the last
+STOP_SECONDS = 60.0  # how long a stopped run may take to write its result
+LOG_LINES = 30  # of a failed run, in its result
 
 
 @dataclass
 class Running:
+    """A running job and its slots."""
+
     job: Job
     gpu: int
-    room: int
+    slots: int
     process: subprocess.Popen[bytes]
 
 
 class Queue:
-    """Jobs, GPUs, and what runs where."""
+    """Waiting and running jobs, and the GPUs that they run on."""
 
     def __init__(self, store: Path, out: Path, jobs: list[Job], gpus: list[int], together: set[str], deadline: float):
         self.store, self.out, self.gpus, self.together, self.deadline = store, out, gpus, together, deadline
@@ -51,16 +54,16 @@ class Queue:
         self.passed_over: set[str] = set()
 
     def run(self) -> None:
-        """Until nothing is left to do, or the deadline."""
+        """Run jobs until none is left or the deadline."""
         while time.time() < self.deadline:
             self._reap()
-            self._begin()
-            if not self.running:  # whatever waits has no time, or nothing to go on from
+            self._start_ready_jobs()
+            if not self.running:  # no waiting job has enough time, and what it continues from
                 break
             time.sleep(0.5)
         for running in self.running:
             running.process.send_signal(signal.SIGINT)
-        limit = time.time() + GRACE
+        limit = time.time() + STOP_SECONDS
         while self.running and time.time() < limit:
             self._reap()
             time.sleep(0.2)
@@ -69,17 +72,17 @@ class Queue:
             running.process.wait()
         self._reap()
 
-    def _begin(self) -> None:
-        """Every job that there is room and time for."""
+    def _start_ready_jobs(self) -> None:
+        """Start every job for which there are free slots and enough time."""
         for job in list(self.waiting):
             if job.after and not (self.out / f"{job.after}.pt").exists():
                 continue
-            gpu = self._room_for(job)
+            gpu = self._gpu_for(job)
             if gpu is None:
-                if all(self._free(gpu) == 0 for gpu in self.gpus):
+                if all(self._free_slots(gpu) == 0 for gpu in self.gpus):
                     return
                 continue
-            if time.time() + self._needs(job) > self.deadline:
+            if time.time() + self._estimated_seconds(job) > self.deadline:
                 self.passed_over.add(job.name)
                 continue
             self.waiting.remove(job)
@@ -94,7 +97,7 @@ class Queue:
                 [sys.executable, "-m", "experiments.loss.job", str(self.store), str(asked), str(result)],
                 stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
             )  # fmt: skip
-        return Running(job, gpu, self._takes(job), process)
+        return Running(job, gpu, self._slots_needed(job), process)
 
     def _reap(self) -> None:
         for running in list(self.running):
@@ -102,58 +105,61 @@ class Queue:
                 continue
             self.running.remove(running)
             if running.process.returncode:
-                note_failure(self.out, running.job, running.process.returncode)
-            note(self.out, running.job, {"shared": running.room < ROOM})  # then its tokens/s are no speed
+                record_failure(self.out, running.job, running.process.returncode)
+            update_result(
+                self.out, running.job, {"shared": running.slots < SLOTS_PER_GPU}
+            )  # a shared GPU: no valid speed
 
-    def _takes(self, job: Job) -> int:
-        return 1 if {job.size, job.group} & self.together else ROOM
+    def _slots_needed(self, job: Job) -> int:
+        return 1 if {job.size, job.group} & self.together else SLOTS_PER_GPU
 
-    def _free(self, gpu: int) -> int:
-        return ROOM - sum(running.room for running in self.running if running.gpu == gpu)
+    def _free_slots(self, gpu: int) -> int:
+        return SLOTS_PER_GPU - sum(running.slots for running in self.running if running.gpu == gpu)
 
-    def _room_for(self, job: Job) -> int | None:
-        """The GPU with the most room, if that is enough."""
-        gpu = max(self.gpus, key=self._free)
-        return gpu if self._free(gpu) >= self._takes(job) else None
+    def _gpu_for(self, job: Job) -> int | None:
+        """Return the GPU with the most free slots, or None if they are too few for the job."""
+        gpu = max(self.gpus, key=self._free_slots)
+        return gpu if self._free_slots(gpu) >= self._slots_needed(job) else None
 
-    def _needs(self, job: Job) -> float:
-        """Seconds, by the slowest known run of its size and recipe, or of its size; 0 if there is none."""
+    def _estimated_seconds(self, job: Job) -> float:
+        """Estimate the run time from the slowest known run of its size and recipe, or of its size; 0 without one."""
         known = [result for result in results(self.out) if result["job"]["size"] == job.size and result["speed"]]
         alike = [result for result in known if result["job"]["recipe"] == job.recipe] or known
         if not alike:
             return 0.0
         speed = min(sorted(result["speed"])[len(result["speed"]) // 2] for result in alike)
-        return READY + job.own_tokens / speed
+        return OVERHEAD_SECONDS + job.own_tokens / speed
 
 
-def take_over(known: list[dict[str, Any]], out: Path) -> None:
-    """Writes results of another day as OUT's own: of runs that ended, and left nothing for others to go on from."""
+def import_results(known: list[dict[str, Any]], out: Path) -> None:
+    """Write earlier sessions' results to OUT, except of runs that did not end and of trunks, whose weights are gone."""
     for result in known:
         if result["state"] in ("done", "diverged") and result["job"].get("until", 1.0) == 1.0:
             (out / f"{result['job']['name']}.json").write_text(json.dumps(result))
 
 
-def note_failure(out: Path, job: Job, status: int) -> None:
-    """Writes into a job's result that it failed, and the end of its log; what it had measured stays."""
-    said = (out / f"{job.name}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
-    note(out, job, {"state": "failed", "why": f"exit status {status}", "log": said})
+def record_failure(out: Path, job: Job, status: int) -> None:
+    """Add to a job's result that it failed, with the end of its log; its measurements stay."""
+    log = (out / f"{job.name}.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+    update_result(out, job, {"state": "failed", "why": f"exit status {status}", "log": log})
 
 
-def note(out: Path, job: Job, more: dict[str, Any]) -> None:
-    """Adds to a job's result, which there may not be yet."""
+def update_result(out: Path, job: Job, more: dict[str, Any]) -> None:
+    """Add entries to a job's result, which is created if it is missing."""
     file = out / f"{job.name}.json"
     result = json.loads(file.read_text()) if file.exists() else {"job": job.to_json(), "speed": []}
-    beside = file.with_suffix(".part")  # who reads at this moment sees one or the other
-    beside.write_text(json.dumps(result | more))
-    beside.replace(file)
+    partial = file.with_suffix(".part")  # so that readers see the old or the new result, never half of one
+    partial.write_text(json.dumps(result | more))
+    partial.replace(file)
 
 
 def results(out: Path) -> list[dict[str, Any]]:
-    """What there is of every job that was begun."""
+    """Return the result, so far, of every job that was started."""
     return [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
 
 
 def table(found: list[dict[str, Any]]) -> str:
+    """Format a line per job."""
     from octile.bench.rows import align_columns
 
     rows = [["job", "state", "steps", "tokens/s", "loss", "held out", "±", "max/mean load", "why"]]
@@ -175,8 +181,8 @@ def table(found: list[dict[str, Any]]) -> str:
     return align_columns(rows, right={"steps", "tokens/s", "loss", "held out", "±", "max/mean load"})
 
 
-def state(out: Path, gathered: Path | None) -> None:
-    """Prints a line a job, and writes all results into one file."""
+def print_state(out: Path, gathered: Path | None) -> None:
+    """Print a line per job, and write all results into one file."""
     found = results(out)
     counts = {name: sum(result["state"] == name for result in found) for name in ("running", "done", "stopped")}
     others = [result for result in found if result["state"] not in counts]
@@ -194,43 +200,45 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("store", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, help="until the deadline")
-    parser.add_argument("--gpus", default="0", help="their numbers: 0,1,2")
-    parser.add_argument("--together", default="", help="groups or sizes of which two runs share a GPU: ablation,30m")
-    parser.add_argument("--groups", default="", help=f"of these alone: {','.join(get_args(Group))}")
-    parser.add_argument("--jobs", default="", help="these alone, by their names, and what they go on from")
-    parser.add_argument("--tokens", type=float, default=1.0, help="every job's, times this")
-    parser.add_argument("--known", type=Path, help="results of jobs that are not run again, if they ended")
-    parser.add_argument("--toy", action="store_true", help="every job with a model for a CPU")
-    parser.add_argument("--state", nargs="?", type=Path, const=Path(), help="only say where the jobs stand")
+    parser.add_argument("--seconds", type=float, help="time until the deadline")
+    parser.add_argument("--gpus", default="0", help="indices, such as 0,1,2")
+    parser.add_argument(
+        "--together", default="", help="groups or sizes whose runs share a GPU in twos, such as ablation,30m"
+    )
+    parser.add_argument("--groups", default="", help=f"run only these groups, of {','.join(get_args(Group))}")
+    parser.add_argument("--jobs", default="", help="run only the jobs of these names and those that they continue from")
+    parser.add_argument("--tokens", type=float, default=1.0, help="factor by which every job's tokens are multiplied")
+    parser.add_argument("--known", type=Path, help="results of earlier sessions; jobs that ended are skipped")
+    parser.add_argument("--toy", action="store_true", help="run every job with a model small enough for a CPU")
+    parser.add_argument("--state", nargs="?", type=Path, const=Path(), help="only print the state of the jobs")
     asked = parser.parse_args()
     if asked.state is not None:
-        state(asked.out, asked.state if asked.state.name else None)
+        print_state(asked.out, asked.state if asked.state.name else None)
         return
     if asked.seconds is None:
-        parser.error("--seconds is needed: when nothing new shall begin")
+        parser.error("--seconds is needed: the time until the deadline")
     deadline = time.time() + asked.seconds
     jobs = all_jobs("toy", ("toy",)) if asked.toy else all_jobs()
     jobs = [replace(job, tokens=job.tokens * asked.tokens) for job in jobs]
     if asked.groups:
         jobs = [job for job in jobs if job.group in asked.groups.split(",")]
-    again = asked.jobs.split(",") if asked.jobs else []
-    if again:
+    only = asked.jobs.split(",") if asked.jobs else []
+    if only:
         try:
-            jobs = named(jobs, again)
+            jobs = named(jobs, only)
         except ValueError as error:
             parser.error(str(error))
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.known:
         known = json.loads(asked.known.read_text())["results"]
-        take_over([result for result in known if result["job"]["name"] not in again], asked.out)
+        import_results([result for result in known if result["job"]["name"] not in only], asked.out)
     gpus = [int(gpu) for gpu in asked.gpus.split(",")]
     queue = Queue(asked.store, asked.out, jobs, gpus, set(asked.together.split(",")), deadline)
     queue.run()
     left = {job.name for job in queue.waiting}
-    print(f"left out for want of time: {', '.join(sorted(left & queue.passed_over)) or 'none'}")
+    print(f"left out for lack of time: {', '.join(sorted(left & queue.passed_over)) or 'none'}")
     print(f"not begun: {', '.join(sorted(left - queue.passed_over)) or 'none'}")
-    state(asked.out, None)
+    print_state(asked.out, None)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,14 @@
-"""The models of the experiment: three sizes of DeepSeek-V3's shape, of which each token uses 35M, 81M and 143M.
+"""The models of the experiment: three sizes of DeepSeek-V3's architecture with 35M, 81M and 143M active parameters.
 
-Depth, heads and experts are chosen so that at least 85% of a token's operations are products that a recipe may make in
-8 bits: a vocabulary of 8,192, since the head stays in BF16; heads of 96 and 64 channels and texts of 1,024 tokens,
-since the attention operator does; a gate in FP32 over 32 experts. Multi-token prediction only where a job asks for it.
+At least 85% of a token's operations are GEMMs that a recipe may run in FP8. The head, attention and the gate are not:
+
+| part | precision | what keeps its share small |
+|---|---|---|
+| head | BF16 | a vocabulary of 8,192 |
+| attention | BF16 | heads of 96 and 64 channels, sequences of 1,024 tokens |
+| gate | FP32 | 32 experts |
+
+Multi-token prediction is off unless a job asks for it.
 """
 
 from __future__ import annotations
@@ -64,7 +70,7 @@ MODELS = {
         kv_lora_rank=352,
     ),
 }
-RATES = {"30m": 2e-3, "80m": 1.5e-3, "150m": 1e-3}  # the peak of the learning rate
+RATES = {"30m": 2e-3, "80m": 1.5e-3, "150m": 1e-3}  # peak learning rates
 
 TOY = replace(
     _SHAPE,
@@ -85,11 +91,12 @@ TOY = replace(
 
 
 def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
-    """A run of a size over so many tokens: warm-up over a twentieth of its steps, then a cosine to a tenth.
+    """Return the configuration of a run: warm-up over 5% of the steps, then a cosine to a tenth of the peak rate.
 
     Args:
-        size: of MODELS, or "toy": a CPU's, of 8 sequences of 64.
-        changes: of `TrainConfig`'s fields.
+        size: a key of MODELS, or "toy" for a CPU, with batches of 8 × 64 tokens.
+        tokens: the tokens to train on, rounded to whole steps.
+        changes: fields of `TrainConfig` to replace.
 
     Raises:
         ValueError: there is no such size.
@@ -112,10 +119,10 @@ def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
 
 
 def operations(c: ModelConfig) -> dict[str, float]:
-    """Multiply-adds of a token's forward pass by what makes them: "8 bits", "head", "attention" and "gate".
+    """Count the multiply-adds of a token's forward pass in "8 bits", "head", "attention" and "gate".
 
-    The attention of a text of SEQUENCE tokens counts the keys that a query may see, half of them on average. A backward
-    pass makes twice as many of each, so the shares are those of a training step.
+    Attention counts the keys that a query attends to, on average half of SEQUENCE. The backward pass costs twice
+    as many, so the shares are also those of a training step.
     """
     from octile.models.counts import count_parameters
 
@@ -131,6 +138,6 @@ def operations(c: ModelConfig) -> dict[str, float]:
 
 
 def share_in_8_bits(c: ModelConfig) -> float:
-    """Of a token's operations, those of products that a recipe may make in 8 bits."""
+    """Return the share of a token's operations in GEMMs that a recipe may run in FP8 or INT8."""
     found = operations(c)
     return found["8 bits"] / sum(found.values())

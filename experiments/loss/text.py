@@ -1,14 +1,14 @@
-"""The text of the experiment, from packages of PyPI and repositories of GitHub, each in the version named here.
+"""Build the training text from pinned versions of PyPI packages and GitHub repositories.
 
     python -m experiments.loss.text fetch .data           pip download, git clone: .data/packages, .data/repositories
-    python -m experiments.loss.text build .data           .data/text (files of UTF-8) and .data/tokens (a token store)
-    python -m experiments.loss.text pack .data/tokens DIR       the store, compressed, in DIR/part1 and DIR/part2
-    python -m experiments.loss.text unpack STORE PART…          and back; what is damaged is refused
+    python -m experiments.loss.text build .data           .data/text (UTF-8 files) and .data/tokens (a token store)
+    python -m experiments.loss.text pack .data/tokens DIR       compresses the store into DIR/part1 and DIR/part2
+    python -m experiments.loss.text unpack STORE PART…          restores it and verifies its checksums
 
-Two fifths are prose: books of the public domain, and documentation written in sentences. The rest is source code. A
-file is left out where it is no text of a person: lines too long, too few words, generated, translated, or a table; and
-where it repeats others: where most of its longer lines have been read before, in this order of sources. What is held
-out, 2% of the documents, and how the tokenizer is trained: `octile.train.data`.
+Two fifths are prose: books in the public domain and documentation. The rest is source code. A file is left out if it is
+not written by a person (long lines, few words, generated, translated, tables), or if most of its longer lines occurred
+in earlier files, in the order of the sources below. 2% of the documents are held out; `octile.train.data` does that and
+trains the tokenizer.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ WHEELS = ("transformers==5.23.0", "scipy==1.18.1", "pandas==3.1.1", "numpy==2.5.
 
 @dataclass(frozen=True)
 class Repository:
-    """Files of a GitHub repository at a commit, whose names end so; at most so many bytes of them."""
+    """Files of a GitHub repository at a commit: those with these suffixes, at most `max_bytes` in all."""
 
     name: str
     commit: str
     suffixes: tuple[str, ...]
-    at_most: int = 10**9
+    max_bytes: int = 10**9
 
 
 BOOKS = Repository("mlschmitt/classic-books-markdown", "944882722e9a96fa6cf2739dc2ea757e101f412f", (".md",), 80_000_000)
@@ -65,23 +65,23 @@ REPOSITORIES = (
 )
 PROSE = (".md", ".rst", ".adoc", ".txt")
 SOURCE = (".py", ".pyx", ".pxd", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".js", ".ts", ".sh", ".perl", ".go", ".java")
-LEFT_OUT = re.compile(
+LEFT_OUT_PATHS = re.compile(
     r"(^|/)(locale|locales|translations|vendor|_vendor|node_modules|\.github)/|\.min\.js$|lextab|yacctab"
 )
 LETTERS = string.ascii_letters.encode()
-SMALLEST, LARGEST = 256, 2**19  # bytes of a file of a package
-LONGEST_LINE, MEAN_LINE = 2000, 120  # characters; a book's paragraph is one line
-REPEATED = 0.5  # of a file's longer lines, read before
+MIN_BYTES, MAX_BYTES = 256, 2**19  # of a file in a package
+MAX_LINE, MAX_MEAN_LINE = 2000, 120  # characters; a book's paragraph is one line
+MAX_DUPLICATE_SHARE = 0.5  # of a file's longer lines that earlier files have
 
 
 def fetch(folder: Path) -> None:
-    """Downloads what is not there yet."""
+    """Download the packages and repositories that are missing."""
     packages = folder / "packages"
     packages.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(packages)]
     for name in (*SDISTS, *WHEELS):
         how = ["--no-binary", name.partition("==")[0]] if name in SDISTS else ["--only-binary", ":all:", *PLATFORM]
-        if not list(packages.glob(_file_of(name) + "*")):
+        if not list(packages.glob(_file_prefix(name) + "*")):
             subprocess.run([*pip, *how, name], check=True)
     for repository in REPOSITORIES:
         place = _clone(folder, repository)
@@ -94,8 +94,8 @@ PLATFORM = ("--python-version", "3.12", "--implementation", "cp", "--platform", 
             "--platform", "manylinux_2_27_x86_64", "--platform", "manylinux2014_x86_64")  # fmt: skip
 
 
-def _file_of(name: str) -> str:
-    """How the files of a package name==version begin."""
+def _file_prefix(name: str) -> str:
+    """Return how the file names of a package (name==version) begin."""
     package, _, version = name.partition("==")
     return f"{re.sub('[-.]', '_', package.lower())}-{version}"
 
@@ -105,28 +105,30 @@ def _clone(folder: Path, repository: Repository) -> Path:
 
 
 def files(folder: Path) -> Iterator[tuple[str, str, bytes]]:
-    """(source, path, content) of every file whose name promises text, in an order that depends on names alone."""
+    """Yield (source, path, content) of every file with a suffix of text, in an order that depends only on names."""
     for repository in REPOSITORIES:
-        yield from ((repository.name, path, content) for path, content in _of_repository(folder, repository))
+        yield from ((repository.name, path, content) for path, content in _repository_files(folder, repository))
     for name in (*SDISTS, *WHEELS):
-        for path, content in _of_package(_package(folder, name)):
-            if path.endswith((*SOURCE, *PROSE)) and len(content) <= LARGEST:
+        for path, content in _package_files(_package(folder, name)):
+            if path.endswith((*SOURCE, *PROSE)) and len(content) <= MAX_BYTES:
                 yield name, path, content
 
 
 def _package(folder: Path, name: str) -> Path:
-    found = sorted(f for f in (folder / "packages").iterdir() if f.name.lower().startswith(_file_of(name)))
+    found = sorted(f for f in (folder / "packages").iterdir() if f.name.lower().startswith(_file_prefix(name)))
     if not found:
-        raise FileNotFoundError(f"there is no file of {name} in {folder / 'packages'}: fetch it first")
+        raise FileNotFoundError(f"{folder / 'packages'} has no file of {name}: run fetch first")
     return found[0]
 
 
-def _of_repository(folder: Path, repository: Repository) -> Iterator[tuple[str, bytes]]:
+def _repository_files(folder: Path, repository: Repository) -> Iterator[tuple[str, bytes]]:
     git = ["git", "-C", str(_clone(folder, repository))]
     listed = subprocess.run([*git, "ls-tree", "-r", "-z", repository.commit], capture_output=True, check=True).stdout
     rows = [row.split("\t", 1) for row in listed.decode().split("\0") if row]
     wanted = sorted((path, meta.split()[2]) for meta, path in rows if path.endswith(repository.suffixes))
-    wanted.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())  # a mixture, where not all is taken
+    wanted.sort(
+        key=lambda pair: hashlib.sha256(pair[0].encode()).digest()
+    )  # shuffled, so that max_bytes takes a sample
     asked = "".join(f"{blob}\n" for _, blob in wanted).encode()
     answer = io.BytesIO(
         subprocess.run([*git, "cat-file", "--batch"], input=asked, capture_output=True, check=True).stdout
@@ -138,13 +140,13 @@ def _of_repository(folder: Path, repository: Repository) -> Iterator[tuple[str, 
             continue
         content = answer.read(int(header[2]))
         answer.readline()
-        if taken >= repository.at_most:
+        if taken >= repository.max_bytes:
             return
         taken += len(content)
         yield path, content
 
 
-def _of_package(file: Path) -> Iterator[tuple[str, bytes]]:
+def _package_files(file: Path) -> Iterator[tuple[str, bytes]]:
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as archive:
             for name in sorted(archive.namelist()):
@@ -153,7 +155,7 @@ def _of_package(file: Path) -> Iterator[tuple[str, bytes]]:
         return
     found = []
     with tarfile.open(file) as archive:
-        for member in archive:  # in the archive's own order: it is decompressed from the front
+        for member in archive:  # in the archive's order, since it is decompressed sequentially
             stream = (
                 archive.extractfile(member) if member.isfile() and member.name.endswith((*SOURCE, *PROSE)) else None
             )
@@ -162,11 +164,11 @@ def _of_package(file: Path) -> Iterator[tuple[str, bytes]]:
     yield from sorted(found)
 
 
-def why_not(path: str, content: bytes, book: bool = False) -> str | None:
-    """Why a file is no text to learn from, or None."""
-    if LEFT_OUT.search(path):
+def why_left_out(path: str, content: bytes, book: bool = False) -> str | None:
+    """Return why a file is left out of the training text, or None."""
+    if LEFT_OUT_PATHS.search(path):
         return "translated or vendored"
-    if not book and len(content) < SMALLEST:
+    if not book and len(content) < MIN_BYTES:
         return "short"
     try:
         text = content.decode()
@@ -177,24 +179,24 @@ def why_not(path: str, content: bytes, book: bool = False) -> str | None:
     if len(content) > 1.1 * len(text):
         return "not in Latin letters"
     lines = text.splitlines() or [""]
-    if not book and path.endswith(SOURCE) and len(max(lines, key=len)) > LONGEST_LINE / 4:
+    if not book and path.endswith(SOURCE) and len(max(lines, key=len)) > MAX_LINE / 4:
         return "long lines"
-    if not book and path.endswith(SOURCE) and len(text) / len(lines) > MEAN_LINE:
+    if not book and path.endswith(SOURCE) and len(text) / len(lines) > MAX_MEAN_LINE:
         return "long lines"
     return "not words" if len(content.translate(None, LETTERS)) > 0.55 * len(content) else None
 
 
-class Repeats:
-    """Files that say what others have said: by their lines of 20 characters and more, an eighth of which is noted."""
+class DuplicateFilter:
+    """A filter of duplicate files, by hashes of an eighth of their lines of at least 20 characters."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
 
-    def has(self, text: str) -> bool:
-        """Whether most of it was read before; if not, it counts as read from now on."""
+    def has_seen(self, text: str) -> bool:
+        """Return whether most lines were seen before; if not, add them to the lines seen."""
         lines = {hash_of(line) for line in map(str.strip, text.splitlines()) if len(line) >= 20}
         noted = {h for h in lines if h % 8 == 0} if len(lines) > 64 else lines
-        if noted and len(noted & self.seen) > REPEATED * len(noted):
+        if noted and len(noted & self.seen) > MAX_DUPLICATE_SHARE * len(noted):
             return True
         self.seen |= {h for h in lines if h % 8 == 0} if len(lines) > 64 else noted
         return False
@@ -205,12 +207,12 @@ def hash_of(line: str) -> int:
 
 
 def write_text(folder: Path) -> dict[str, dict[str, int]]:
-    """Writes folder/text; returns the bytes of each source and of prose, and how many files were left out and why."""
+    """Write folder/text and return the bytes of each source and kind, and the number of files left out by reason."""
     taken, skipped, kinds = Counter[str](), Counter[str](), Counter[str]()
-    repeats = Repeats()
+    duplicates = DuplicateFilter()
     for number, (source, path, content) in enumerate(files(folder)):
-        reason = why_not(path, content, book=source == BOOKS.name)
-        if reason is None and repeats.has(content.decode()):
+        reason = why_left_out(path, content, book=source == BOOKS.name)
+        if reason is None and duplicates.has_seen(content.decode()):
             reason = "repeated"
         if reason:
             skipped[reason] += 1
@@ -224,15 +226,15 @@ def write_text(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def build(folder: Path) -> None:
-    """Writes folder/text and folder/tokens, and in folder/text.json what they are made of, as beside this file.
+    """Write folder/text and folder/tokens, and a summary of them as folder/text.json.
 
     Raises:
-        FileExistsError: folder/text is there already.
+        FileExistsError: folder/text exists.
     """
     from octile.train.data import prepare
 
     if (folder / "text").exists():
-        raise FileExistsError(f"{folder / 'text'} is there already: delete it to have it built anew")
+        raise FileExistsError(f"{folder / 'text'} exists: delete it to build it again")
     facts: dict[str, object] = {**write_text(folder)}
     manifest = prepare(folder / "text", VOCABULARY, folder / "tokens", SEQUENCE - 1).manifest
     facts |= {name: getattr(manifest, name) for name in ("tokens", "documents", "sha256")}
@@ -240,12 +242,12 @@ def build(folder: Path) -> None:
 
 
 def pack(store: Path, folder: Path) -> None:
-    """Writes folder/part1 and folder/part2, each with half of the training tokens."""
+    """Write folder/part1 and folder/part2, each with half of the training tokens."""
     jobs = []
     for name in (MANIFEST, *FILES):
         content = (store / name).read_bytes()
-        count = PIECES if name == "train.npy" else 1
-        size = -(-len(content) // (2 * count)) * 2  # no token is cut
+        count = CHUNKS if name == "train.npy" else 1
+        size = -(-len(content) // (2 * count)) * 2  # even, so that no token is split
         for i in range(count):
             place = folder / f"part{1 + i * PARTS // count}" / f"{name}.{i}.xz"
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -260,26 +262,26 @@ def _compress(content: bytes, place: Path) -> int:
 
 
 def unpack(store: Path, parts: list[Path]) -> None:
-    """Writes a store from its parts, and opens it, which compares every file with its checksum.
+    """Restore a store from its parts, and open it, which verifies every file's checksum.
 
     Raises:
-        FileNotFoundError: a file of the store is in none of the parts.
-        ValueError: a file is not what it was.
+        FileNotFoundError: none of the parts has a chunk of a file.
+        ValueError: a file fails its checksum.
     """
     from octile.train.token_store import TokenStore
 
-    pieces = sorted((p for part in parts for p in part.glob("*.xz")), key=lambda p: p.name)
+    chunks = sorted((p for part in parts for p in part.glob("*.xz")), key=lambda p: p.name)
     store.mkdir(parents=True, exist_ok=True)
     for name in (*FILES, MANIFEST):
-        mine = [piece for piece in pieces if piece.name.startswith(f"{name}.")]
-        if not mine:
-            raise FileNotFoundError(f"no piece of {name} in {', '.join(map(str, parts))}")
-        (store / name).write_bytes(b"".join(lzma.decompress(piece.read_bytes()) for piece in mine))
+        own = [chunk for chunk in chunks if chunk.name.startswith(f"{name}.")]
+        if not own:
+            raise FileNotFoundError(f"no chunk of {name} in {', '.join(map(str, parts))}")
+        (store / name).write_bytes(b"".join(lzma.decompress(chunk.read_bytes()) for chunk in own))
     print({part: f"{n:,} tokens" for part, n in TokenStore.open(store).manifest.tokens.items()})
 
 
-PARTS, PIECES = 2, 6
-# tokens are two bytes long, and what follows depends on which of them it is
+PARTS, CHUNKS = 2, 6
+# pb=1: tokens are two bytes long, and the statistics of both bytes differ
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1, "dict_size": 2**25}]
 
 

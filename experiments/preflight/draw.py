@@ -1,8 +1,8 @@
-"""Draws preflight.svg from preflight.json, and prints the README's table: what was predicted against what was found.
+"""Draw preflight.svg from preflight.json, and print the README's table of predicted and measured errors.
 
     python experiments/preflight/draw.py experiments/preflight
 
-The folder is where the one lies and the other will.
+The folder contains preflight.json; preflight.svg is written to it.
 """
 
 import json
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Run = dict[str, Any]
-NAMED, FAR = 4, 10.0  # of the products that miss by more, in dB, so many have their names
+MAX_LABELS, LABEL_DB = 4, 10.0  # at most so many GEMMs are labeled, whose prediction is further off
 
 
 def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
-    """A panel a recipe: a dot a product at the first step in 8 bits, and a line from it to where it is at the last."""
+    """Draw a panel per recipe: a dot per GEMM at the first FP8 or INT8 step, and a line to its error at the last."""
     from matplotlib.ticker import MultipleLocator
 
     for axes, run in zip(figure.subplots(2, 2).flat, runs, strict=True):
@@ -37,9 +37,9 @@ def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
             x, first, last = [p["predicted"] for p in own], [p["found"][0] for p in own], [p["found"][-1] for p in own]
             axes.vlines(x, first, last, color=COLOR[color], linewidth=0.8, alpha=0.5)
             axes.plot(x, first, "o", color=COLOR[color], markersize=4.5, alpha=0.8)
-        for name in list(run["measured"][0]["first_prediction"]["misses_db"])[:NAMED]:
+        for name in list(run["measured"][0]["first_prediction"]["misses_db"])[:MAX_LABELS]:
             x, y = points[name]["predicted"], points[name]["found"][0]
-            if abs(y - x) > FAR:
+            if abs(y - x) > LABEL_DB:
                 product, weight = name.split()
                 where = f"{product} {short_names([weight])[0]}"
                 axes.annotate(where, (x, y), (5, -9), textcoords="offset points", fontsize=8, color=COLOR["muted"])
@@ -52,7 +52,7 @@ def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
 
 
 def lines(runs: list[Run]) -> list[str]:
-    """The table's rows, a recipe and step each."""
+    """Return the table's rows, one per recipe and step."""
     rows = []
     for run in runs:
         for at in run["measured"]:

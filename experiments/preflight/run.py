@@ -1,12 +1,11 @@
-"""Was the preflight right? What it predicts of a model, and what a run in 8 bits from there then does, step by step.
+"""Compare what a preflight predicts with what the run that follows measures, step by step.
 
     python experiments/preflight/run.py
 
-The tiny model is trained in BF16. Then, for each recipe: the preflight looks at it, on the last batches that it saw;
-and the training continues from the same checkpoint in 8 bits. At some of these steps the products that the step itself
-makes are compared with the exact ones (`octile.lab.preflight_check.observe_step`). Beside the first prediction
-stands one that is made anew, of the weights and the batch of that step: what is left of the difference is not the
-model's change.
+The `tiny` model is trained in BF16. Then, for each recipe, a preflight predicts the error of every GEMM from the last
+batches, and training continues from the same checkpoint under the recipe. At some of these steps the GEMMs of the step
+itself are compared with the exact ones (`octile.lab.preflight_check.observe_step`). A second prediction, from the
+weights and the batch of that very step, separates the preflight's own error from the change of the model.
 """
 
 import argparse
@@ -32,33 +31,33 @@ from octile.train.loop import pick_device, prepare_tokens
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
-MEASURED = (1, 10, 50, 100)  # steps in 8 bits
-WORST = 10
+MEASURED = (1, 10, 50, 100)  # steps after the checkpoint
+N_WORST = 10
 
 
-def run_on(config: TrainConfig, store: TokenStore, recipe: Recipe, checkpoint: Path) -> Trainer:
-    """The trained model, about to go on under a recipe."""
+def load_trainer(config: TrainConfig, store: TokenStore, recipe: Recipe, checkpoint: Path) -> Trainer:
+    """Return a trainer that continues from a checkpoint under a recipe."""
     trainer = Trainer(config, store, pick_device("cpu"), recipe)
     tensors, state = load_checkpoint(checkpoint)
     trainer.load(tensors, state)
     return trainer
 
 
-def look(trainer: Trainer, recipe: Recipe, least_snr_db: float, steps: range) -> Preflight:
-    """The preflight of the model as it is, on the batches of some steps."""
+def run_preflight(trainer: Trainer, recipe: Recipe, least_snr_db: float, steps: range) -> Preflight:
+    """Run the preflight of the trainer's model on the batches of some steps."""
     batches = [trainer.batches.batch(step) for step in steps]
     pairs: list[tuple[Tensor, Tensor]] = [(tokens, tokens) for tokens in batches]
-    trainer.model.train()  # a validation leaves it without the losses that are only trained on
+    trainer.model.train()  # validation left it in evaluation mode
     return preflight(trainer.model, pairs, recipe, least_snr_db=least_snr_db)
 
 
-def predicted(found: Preflight) -> dict[str, float]:
-    """Product of weight → dB; of experts, the one that loses most."""
+def predicted_db(found: Preflight) -> dict[str, float]:
+    """Return the predicted SNR in dB by GEMM and weight; for experts, the lowest."""
     return {f"{risk.gemm} {risk.weight}": db for risk in found.risks if (db := risk.total.snr_db) is not None}
 
 
-def seen(errors: dict[GemmKey, Error], found: Preflight) -> dict[str, float]:
-    """The same of what a step did."""
+def measured_db(errors: dict[GemmKey, Error], found: Preflight) -> dict[str, float]:
+    """Return the measured SNR of a step in dB, in the form of `predicted_db`."""
     weights = {risk.weight for risk in found.risks}
     worst: dict[str, float] = {}
     for (layer, product), error in errors.items():
@@ -69,13 +68,13 @@ def seen(errors: dict[GemmKey, Error], found: Preflight) -> dict[str, float]:
 
 
 def agreement(before: dict[str, float], after: dict[str, float], least_db: float) -> dict[str, Any]:
-    """How far a prediction is from what was found, dB, and whether it puts the products in the same order."""
+    """Compare a prediction with a measurement: differences in dB, rank correlation, GEMMs below the limit."""
     names = sorted(before.keys() & after.keys())
     x, y = (torch.tensor([values[name] for name in names], dtype=torch.float64) for values in (before, after))
     ranks = torch.stack([t.argsort().argsort().double() for t in (x, y)])
     apart = dict(zip(names, (y - x).tolist(), strict=True))
     below = [{name for name in names if values[name] < least_db} for values in (before, after)]
-    worst = [set(sorted(names, key=values.__getitem__)[:WORST]) for values in (before, after)]
+    worst = [set(sorted(names, key=values.__getitem__)[:N_WORST]) for values in (before, after)]
     return {
         "products": len(names),
         "rms_db": (y - x).square().mean().sqrt().item(),
@@ -88,18 +87,18 @@ def agreement(before: dict[str, float], after: dict[str, float], least_db: float
 
 
 def continue_in(recipe: Recipe, trainer: Trainer, found: Preflight | None) -> dict[str, Any]:
-    """Trains on; measures at some steps where there is a prediction."""
+    """Train on, and measure at the steps in MEASURED if there is a prediction."""
     begin, losses, steps = trainer.steps_done, [], []
-    first = predicted(found) if found else {}
+    first = predicted_db(found) if found else {}
     products: dict[str, Any] = {name: {"predicted": db, "found": [], "anew": []} for name, db in first.items()}
     for step in range(1, MEASURED[-1] + 1):
         if found is None or step not in MEASURED:
             losses.append(trainer.step()["main_loss"])
             continue
-        again = predicted(look(trainer, recipe, found.least_snr_db, range(begin + step - 1, begin + step)))
+        again = predicted_db(run_preflight(trainer, recipe, found.least_snr_db, range(begin + step - 1, begin + step)))
         with observe_step(trainer.model) as errors:
             losses.append(trainer.step()["main_loss"])
-        real = seen(errors, found)
+        real = measured_db(errors, found)
         steps.append(
             {
                 "step": step,
@@ -107,14 +106,14 @@ def continue_in(recipe: Recipe, trainer: Trainer, found: Preflight | None) -> di
                 "prediction_anew": agreement(again, real, found.least_snr_db),
             }
         )
-        for name, kept in products.items():
-            kept["found"].append(real.get(name))
-            kept["anew"].append(again.get(name))
+        for name, values in products.items():
+            values["found"].append(real.get(name))
+            values["anew"].append(again.get(name))
     return {"val_loss": trainer.validate()["val_loss"], "loss": losses, "measured": steps, "products_db": products}
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to four digits behind the point, all the way down."""
+    """Round the numbers of a nested value to four decimals."""
     if isinstance(value, dict):
         return {name: rounded(v) for name, v in value.items()}
     if isinstance(value, list):
@@ -123,7 +122,7 @@ def rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares a preflight with the run that follows.")
+    parser = argparse.ArgumentParser(description="Compare a preflight with the run that follows.")
     parser.add_argument("--recipes", nargs="+", default=["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"])
     parser.add_argument("--before", type=int, default=150, help="steps in BF16")
     parser.add_argument("--least-snr", type=float, default=20.0, help="dB below which an exception is advised")
@@ -133,7 +132,7 @@ def main() -> None:
     config = replace(tiny(), recipe="bf16", steps=asked.before + MEASURED[-1])
     store = prepare_tokens(config, asked.out / "data", console)
     trainer = Trainer(config, store, pick_device("cpu"))
-    checkpoint = latest_checkpoint(asked.out / "checkpoints", asked.before)  # of an earlier try
+    checkpoint = latest_checkpoint(asked.out / "checkpoints", asked.before)  # of an earlier attempt
     if checkpoint:
         trainer.load(*load_checkpoint(checkpoint))
     while trainer.steps_done < asked.before:
@@ -142,26 +141,27 @@ def main() -> None:
     console.print(f"BF16, {asked.before} steps: held-out loss {trainer.validate()['val_loss']:.4f}")
     result: dict[str, Any] = {"machine": machine(), "before": asked.before, "least_snr_db": asked.least_snr, "runs": []}
 
-    def keep(name: str, recipe: Recipe, found: Preflight | None) -> None:
-        on = run_on(config, store, recipe, checkpoint)
-        run = continue_in(recipe, on, found if not recipe.exceptions else None)
+    def run_recipe(name: str, recipe: Recipe, found: Preflight | None) -> None:
+        trainer = load_trainer(config, store, recipe, checkpoint)
+        run = continue_in(recipe, trainer, found if not recipe.exceptions else None)
         exceptions = {module: sorted(products) for module, products in recipe.exceptions}
         result["runs"].append({"recipe": name, "exceptions": exceptions, **run})
         write_text(asked.out / "preflight.json", json.dumps(rounded(result), allow_nan=False) + "\n")
         console.print(f"{name}, {len(exceptions)} exceptions: held-out loss {run['val_loss']:.4f}")
         for at in run["measured"]:
-            said = at["first_prediction"]
+            first = at["first_prediction"]
             console.print(
-                f"  step {at['step']}: {said['rms_db']:.2f} dB apart (anew {at['prediction_anew']['rms_db']:.2f}),"
-                f" rank correlation {said['rank_correlation']:.2f}, {said['of_the_worst_ten']} of the worst {WORST}"
+                f"  step {at['step']}: {first['rms_db']:.2f} dB apart"
+                f" (second prediction {at['prediction_anew']['rms_db']:.2f}),"
+                f" rank correlation {first['rank_correlation']:.2f}, {first['of_the_worst_ten']} of the worst {N_WORST}"
             )
 
     last = range(asked.before - 2, asked.before)
-    keep("bf16", Recipe.bf16(), None)
+    run_recipe("bf16", Recipe.bf16(), None)
     for name in asked.recipes:
-        found = look(trainer, Recipe.named(name), asked.least_snr, last)
+        found = run_preflight(trainer, Recipe.named(name), asked.least_snr, last)
         for recipe in dict.fromkeys([Recipe.named(name), found.recipe]):
-            keep(name, recipe, found)
+            run_recipe(name, recipe, found)
 
 
 if __name__ == "__main__":

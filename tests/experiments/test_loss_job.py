@@ -41,8 +41,8 @@ def store(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    monkeypatch.setattr(module, "EVERY", 2)
-    monkeypatch.setattr(module, "LOOKS", 2)
+    monkeypatch.setattr(module, "STEPS_PER_LINE", 2)
+    monkeypatch.setattr(module, "VALIDATIONS", 2)
 
 
 def run(store, out, one):
@@ -215,8 +215,8 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         "3.0 × the noise",
         "| +14.34%, +0.10% | +7.22% | 18.90% | 7.12% | missed |",  # BF16's two of seed 0 lie 20.2% apart
         "| 30m | 1M | 1 | 1 | +0.50% | +0.50% | 28.57% |  | missed |",
-        "| cannot be seen |",
-        "| +0.50%, beside `per_tensor` |",
+        "| below the noise |",
+        "| +0.50%, vs. `per_tensor` |",
         "BF16 whose weights were rounded once at the start ends 0.20% from BF16.",
         "50.0%, 60.0%",
         "- x: exit status 1; `oh`",
@@ -250,11 +250,11 @@ def test_longer_runs_have_separate_rows_and_noise():
     results = Results(runs)
     text = scratch_table(results)
     assert "1.00% (2 degrees of freedom)" in text  # two pairs of BF16: one ends 2% apart, the other does not
-    assert "over 100M tokens alone, is +0.10%, its standard error 1.22%." in text
-    assert "| 30m | 100M | 2 | 1 | +0.10% | +0.10% | 1.22% |  | kept |" in text
-    assert "| 30m | 300M | 2 | 1 | +0.20% | +0.20% | 1.22% |  | kept |" in text
+    assert "over 100M tokens is +0.10%, with a standard error of 1.22%." in text
+    assert "| 30m | 100M | 2 | 1 | +0.10% | +0.10% | 1.22% |  | met |" in text
+    assert "| 30m | 300M | 2 | 1 | +0.20% | +0.20% | 1.22% |  | met |" in text
     text = branch_table(results)
-    assert "the noise, 0.100% over 100M tokens and 1.000% over 300M tokens, is" in text
+    assert "The noise, 0.100% over 100M tokens and 1.000% over 300M tokens, is" in text
     assert "| 30m, 0 | 100M | `deepseek_v3` | 4.0080 | +0.20% | +0.20% … +0.20% | 2.0 × the noise |  |  |" in text
     assert "| 30m, 1 | 300M | `deepseek_v3` | 3.0591 | +3.00% | +3.00% … +3.00% | 3.0 × the noise |  |  |" in text
     assert "| 5.0 × the noise | +2.00% |" in text
@@ -274,4 +274,4 @@ def test_a_run_that_was_stopped_has_as_long_a_warm_up_as_the_others():
     run = fake(replace(BASE, name="balance-usual-again", group="balance"), 4.0)
     run |= {"state": "stopped", "steps": [20, 40, 60, 80, 100, 120], "imbalance": [[9.0]] * 5 + [[1.2]]}
     run["facts"] = {**run["facts"], "steps_asked": 500}
-    assert "| usual again | 4.0000 ± 0.0100 | 1.200 | 1.200, once 1.20 | kept |" in balance_table(Results([run]))
+    assert "| usual again | 4.0000 ± 0.0100 | 1.200 | 1.200, up to 1.20 | met |" in balance_table(Results([run]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.loss.jobs import ABLATIONS, all_jobs
-from experiments.loss.recipes import STEP, VARIATIONS, around, raw_accumulator, recipe
+from experiments.loss.recipes import ALIGNMENT, VARIATIONS, accumulator_context, raw_accumulator, recipe
 from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
 from octile.formats import E4M3
 from octile.ops.matmul import matmul_nt
@@ -62,12 +62,12 @@ def test_the_control_flushes_small_gradients_to_zero():
     assert torch.tensor(0.9 * 2**-10).to(torch.float8_e4m3fn) == 0
 
 
-@pytest.mark.parametrize("shape", [(16, 32, 48), (37, 70, 50), (3, STEP - 1, 1)])
+@pytest.mark.parametrize("shape", [(16, 32, 48), (37, 70, 50), (3, ALIGNMENT - 1, 1)])
 def test_gemms_without_promotion_take_any_shape(shape):
     m, k, n = shape
     x, w = (quantize(torch.randn(rows, k), TENSOR, E4M3, "float32") for rows in (m, n))
     operands = (x.data, x.scale, x.block, w.data, w.scale, w.block, torch.float32)
-    with around("no_promotion"):
+    with accumulator_context("no_promotion"):
         found = matmul_nt(*operands)
     torch.testing.assert_close(found, matmul_nt(*operands), rtol=1e-5, atol=1e-4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.loss import run as module
 from experiments.loss.jobs import branch, job
-from experiments.loss.run import Queue, main, results, state
+from experiments.loss.run import Queue, main, print_state, results
 
 SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
 FAILS = job("rate", "30m", "int8_tiles", 0, 1e6)
@@ -60,7 +60,7 @@ def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
     (failed,) = (result for result in results(q.out) if result["state"] == "failed")
     assert failed["log"] == ["no tensor core for this"]
     assert not any(result["shared"] for result in results(q.out))
-    state(q.out, q.out / "all" / "results.json")
+    print_state(q.out, q.out / "all" / "results.json")
     assert "no tensor core for this" in capsys.readouterr().out
     assert len(json.loads((q.out / "all" / "results.json").read_text())["results"]) == 2
 
@@ -76,7 +76,7 @@ def test_two_jobs_share_a_gpu_where_it_is_allowed(queue):
     other = job("rate", "30m", "deepseek_v3", 0, 1e6)
     alone, shared = queue([SMALL, other], store="slow"), queue([SMALL, other], together=["rate"], store="slow")
     for q, expected in ((alone, 1), (shared, 2)):
-        q._begin()
+        q._start_ready_jobs()
         assert len(q.running) == expected
         for running in q.running:
             running.process.kill()
@@ -97,7 +97,7 @@ def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue
     q = queue([], seconds=200.0)
     (q.out / "known.json").write_text(json.dumps(known | {"job": known["job"] | {"name": "known"}}))
     q.waiting = [LARGE, SMALL]
-    q._begin()
+    q._start_ready_jobs()
     assert [running.job for running in q.running] == [SMALL]
     assert q.passed_over == {LARGE.name}
     q.running[0].process.kill()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.loss.text import Repeats, pack, unpack, why_not
+from experiments.loss.text import DuplicateFilter, pack, unpack, why_left_out
 from octile.train.data import prepare
 
 LINE = b"A sentence of some length that a person may have written down.\n"
@@ -33,19 +33,19 @@ def store(tmp_path):
     ],
 )
 def test_a_file_is_left_out_for_the_expected_reason(path, content, reason):
-    assert why_not(path, content) == reason
+    assert why_left_out(path, content) == reason
 
 
 def test_a_books_paragraph_is_one_line():
-    assert why_not("a.md", LINE.strip() * 40, book=True) is None
+    assert why_left_out("a.md", LINE.strip() * 40, book=True) is None
 
 
 def test_a_file_that_repeats_another_is_noticed_though_lines_differ():
     lines = [f"this is line number {i} of a file\n" for i in range(200)]
-    repeats = Repeats()
-    assert not repeats.has("".join(lines))
-    assert repeats.has("".join(lines[:190]) + "some words of its own at the end\n" * 3)
-    assert not repeats.has("".join(f"other words at place {i} of it\n" for i in range(200)))
+    duplicates = DuplicateFilter()
+    assert not duplicates.has_seen("".join(lines))
+    assert duplicates.has_seen("".join(lines[:190]) + "some words of its own at the end\n" * 3)
+    assert not duplicates.has_seen("".join(f"other words at place {i} of it\n" for i in range(200)))
 
 
 def test_a_packed_store_is_restored_unchanged(store, tmp_path):
@@ -58,7 +58,7 @@ def test_a_part_that_is_missing_is_noticed(store, tmp_path):
     pack(store.folder, tmp_path / "packed")
     with pytest.raises(ValueError, match=r"train\.npy fails its checksum"):
         unpack(tmp_path / "there", [tmp_path / "packed/part1"])
-    with pytest.raises(FileNotFoundError, match=r"no piece of tokenizer\.json"):
+    with pytest.raises(FileNotFoundError, match=r"no chunk of tokenizer\.json"):
         unpack(tmp_path / "nowhere", [tmp_path / "packed/part2"])
 
 
