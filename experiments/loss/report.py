@@ -301,7 +301,7 @@ def scratch_table(r: Results) -> str:
     return (
         f"All runs from scratch over at least {CORE / 1e6:.0f}M tokens, with the seeds that both recipes have. The"
         " standard error over runs comes from how far runs of one recipe and seed end apart, because a GPU's order of"
-        f" additions differs from run to run: {variance**0.5:.2%} in all rows ({freedom} degrees of freedom). The"
+        f" additions differs from run to run: over all rows {variance**0.5:.2%} ({freedom} degrees of freedom). The"
         " standard error over seeds comes from the spread of the seeds' gaps, of which there are few."
         f"{_over_the_sizes(of_core)}\n\n{_table(rows)}"
     )
