@@ -15,8 +15,7 @@ from octile.train.generate import Sampling, generate
 from octile.train.loop import train
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, micro
-from tests.train.test_loop import quiet
+from tests.train.conftest import MICRO, micro, silent_console
 
 every_recipe = pytest.mark.parametrize("recipe", Recipe.names())
 
@@ -64,7 +63,7 @@ def test_a_run_continues_from_its_checkpoint(trainer_of, recipe: str, tmp_path):
 def test_two_deterministic_runs_have_the_same_bits(text: Path, recipe: str, tmp_path: Path):
     config = micro(recipe=recipe, data=str(text), deterministic=True, device="cuda")
     for name in "ab":
-        train(replace(config, out=tmp_path / name), False, quiet())
+        train(replace(config, out=tmp_path / name), False, silent_console())
     first, second = (load_checkpoint(latest_checkpoint(tmp_path / name / "checkpoints"))[0] for name in "ab")
     assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
 

@@ -1,14 +1,17 @@
-"""A model of a few thousand parameters and a text of 200 kB: a whole run takes a second."""
+"""Shared by the tests of training: a model of a few thousand parameters and a text of 200 kB; a run takes a second."""
 
 import argparse
 import inspect
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from octile.models.config import ModelConfig
 from octile.train.config import OptimConfig, TrainConfig
+from octile.train.console import RunConsole
 from octile.train.data import prepare
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
@@ -38,7 +41,7 @@ MICRO = ModelConfig(
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one text, the source of argparse."""
+    """Make a folder of text: the source of argparse and parts of it."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "argparse.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     for part in range(8):
@@ -51,8 +54,13 @@ def store(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     return prepare(text, MICRO.vocab_size, tmp_path_factory.mktemp("store"), 31, held_out_windows=4)
 
 
+def silent_console(width: int = 400) -> RunConsole:
+    """Make a console whose output is read by `console.console.file.getvalue()`."""
+    return RunConsole(Console(file=io.StringIO(), width=width))
+
+
 def micro(**changes) -> TrainConfig:
-    """A run of the micro model."""
+    """Make the configuration of a run of the micro model, with `changes`."""
     settings = {
         "recipe": "deepseek_v3",
         "steps": 6,

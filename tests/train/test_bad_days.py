@@ -1,6 +1,5 @@
-"""docs/bad_days.md, sentence by sentence: what a run does when something goes wrong, and what goes on as usual."""
+"""Tests of what docs/bad_days.md states: what a run does when something goes wrong, and which inputs are no problem."""
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
 from octile.cli import _explain
@@ -22,12 +20,11 @@ from octile.report.run import spikes
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import memory
 from octile.train.compared_run import train_compared_run
-from octile.train.console import RunConsole
 from octile.train.loop import spikes_so_far, train, write_spike
 from octile.train.memory import MemoryNeed, advice, explain_out_of_memory
 from octile.train.run_folder import RunFolder
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, micro
+from tests.train.conftest import MICRO, micro, silent_console
 
 CPU = torch.device("cpu")
 
@@ -37,20 +34,16 @@ def short_samples(monkeypatch):
     monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
 
 
-def quiet() -> RunConsole:
-    return RunConsole(Console(file=io.StringIO(), width=400))
-
-
-def breaks(trainer: Trainer, steps: set[int], factor: float = float("inf")) -> None:
-    """Makes the gradient of the head infinite in some steps, counted from 1."""
+def break_gradients(trainer: Trainer, steps: set[int], factor: float = float("inf")) -> None:
+    """Multiply the gradient of the head by `factor` (infinity by default) in `steps`, counted from 1."""
     trainer.model.lm_head.weight.register_hook(lambda g: g * (factor if trainer.steps_done + 1 in steps else 1.0))
 
 
-def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+def copy_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in trainer.state()[0].items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def have_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(_bits(t).equal(_bits(b[name])) for name, t in a.items())
 
 
@@ -63,13 +56,13 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp8_lm", "bf16"])
-def test_a_step_with_a_broken_gradient_changes_nothing_but_its_number_and_the_count(new_trainer, recipe, factor):
+def test_a_step_with_a_broken_gradient_changes_only_its_number_and_the_count(new_trainer, recipe, factor):
     trainer = new_trainer(recipe=recipe)
-    breaks(trainer, {2}, factor)
+    break_gradients(trainer, {2}, factor)
     trainer.step()
-    before = {n: t for n, t in everything(trainer).items() if not n.startswith("history.")}  # which only looks
+    before = {n: t for n, t in copy_state(trainer).items() if not n.startswith("history.")}  # the history only records
     line = trainer.step()
-    after = {n: t for n, t in everything(trainer).items() if not n.startswith("history.")}
+    after = {n: t for n, t in copy_state(trainer).items() if not n.startswith("history.")}
     assert all(t.equal(after[name]) for name, t in before.items())
     assert (line["step"], line["skipped"], trainer.steps_done) == (2, 1, 2)
     assert line["skipped_for"] == "a gradient is not finite; the nearest to the loss is lm_head.weight"
@@ -79,10 +72,10 @@ def test_a_step_with_a_broken_gradient_changes_nothing_but_its_number_and_the_co
     assert not trainer.model.lm_head.weight.equal(before["model.lm_head.weight"])
 
 
-def test_the_moving_average_rests_too(store):
+def test_a_skipped_step_does_not_change_the_moving_average(store):
     config = micro()
     trainer = Trainer(replace(config, optim=replace(config.optim, ema_decay=0.9)), store, CPU)
-    breaks(trainer, {1})
+    break_gradients(trainer, {1})
     before = {name: t.clone() for name, t in trainer.ema.state_dict().items()}
     trainer.step()
     assert all(t.equal(before[name]) for name, t in trainer.ema.state_dict().items())
@@ -90,7 +83,7 @@ def test_the_moving_average_rests_too(store):
 
 def test_a_run_stops_when_too_many_steps_in_a_row_were_skipped(new_trainer):
     trainer = new_trainer(skip_limit=2)
-    breaks(trainer, {1, 2, 3})
+    break_gradients(trainer, {1, 2, 3})
     trainer.step()
     trainer.step()
     message = r"not finite at step 3; the nearest to the loss is lm_head\.weight, after 2 in a row that were skipped"
@@ -98,15 +91,15 @@ def test_a_run_stops_when_too_many_steps_in_a_row_were_skipped(new_trainer):
         trainer.step()
 
 
-def test_a_step_that_is_made_begins_the_count_anew(new_trainer):
+def test_a_step_that_is_not_skipped_resets_the_count_in_a_row(new_trainer):
     trainer = new_trainer(skip_limit=2)
-    breaks(trainer, {1, 2, 4, 5})
+    break_gradients(trainer, {1, 2, 4, 5})
     assert [trainer.step()["skipped"] for _ in range(6)] == [1, 2, 2, 3, 4, 4]
 
 
-def test_steps_that_a_loss_scale_explains_do_not_count_towards_the_limit(new_trainer):
+def test_steps_skipped_for_a_loss_scale_do_not_count_towards_the_limit(new_trainer):
     trainer = new_trainer(recipe="fp16_loss_scaling", skip_limit=0)
-    breaks(trainer, {1, 2, 3})
+    break_gradients(trainer, {1, 2, 3})
     lines = [trainer.step() for _ in range(4)]
     assert [line["skipped"] for line in lines] == [1, 2, 3, 3]
     assert lines[1]["skipped_for"] == "the gradients overflowed under a loss scale of 32,768"
@@ -119,63 +112,63 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(new_trainer, tmp_path, reci
     settings = {"recipe": recipe, "skip_limit": 2}
     straight, first, second = (new_trainer(**settings) for _ in range(3))
     for trainer in (straight, first, second):
-        breaks(trainer, {2, 3, 5})
+        break_gradients(trainer, {2, 3, 5})
     expected = [straight.step()["loss"] for _ in range(6)]
     found = [first.step()["loss"] for _ in range(after)]
     second.load(*load_checkpoint(save_checkpoint(tmp_path, after, *first.state())))
     found += [second.step()["loss"] for _ in range(6 - after)]
     assert found == expected
-    assert same(everything(straight), everything(second))
+    assert have_same_bits(copy_state(straight), copy_state(second))
     assert (straight.skipped, straight.skipped_in_a_row) == (second.skipped, second.skipped_in_a_row) == (3, 0)
 
 
-def test_skipped_steps_are_told_on_the_screen_and_in_the_report(text, tmp_path, monkeypatch):
-    made = Trainer.__init__
+def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch):
+    original_init = Trainer.__init__
 
-    def make(self, *arguments):
-        made(self, *arguments)
-        breaks(self, {2, 3})
+    def init_and_break(self, *arguments):
+        original_init(self, *arguments)
+        break_gradients(self, {2, 3})
 
-    monkeypatch.setattr(Trainer, "__init__", make)
-    screen, out = quiet(), tmp_path / "run"
+    monkeypatch.setattr(Trainer, "__init__", init_and_break)
+    screen, out = silent_console(), tmp_path / "run"
     train(micro(data=str(text), out=out), False, screen)
-    said = screen.console.file.getvalue()
-    assert "step 3 was skipped: a gradient is not finite; the nearest to the loss is lm_head.weight; 2 steps" in said
+    message = screen.console.file.getvalue()
+    assert "step 3 was skipped: a gradient is not finite; the nearest to the loss is lm_head.weight; 2 steps" in message
     assert "2 steps were skipped" in (out / "report.html").read_text()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines if "loss" in line] == [0, 1, 2, 2, 2, 2]
 
 
 def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch):
-    made = Trainer.__init__
+    original_init = Trainer.__init__
 
-    def make(self, *arguments):
-        made(self, *arguments)
-        breaks(self, {3})
+    def init_and_break(self, *arguments):
+        original_init(self, *arguments)
+        break_gradients(self, {3})
 
-    monkeypatch.setattr(Trainer, "__init__", make)
+    monkeypatch.setattr(Trainer, "__init__", init_and_break)
     out = tmp_path / "run"
     with pytest.raises(FloatingPointError, match="not finite at step 3"):
-        train(micro(data=str(text), out=out, skip_limit=0), False, quiet())
+        train(micro(data=str(text), out=out, skip_limit=0), False, silent_console())
     assert (out / "report.html").exists()
     assert capture_run(out, 3, "model.layers.0.mlp.down_proj", say=lambda line: None).exists()
 
 
 def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeypatch):
-    made = Trainer.__init__
+    original_init = Trainer.__init__
 
-    def make(self, *arguments):
-        made(self, *arguments)
-        breaks(self, {2})
+    def init_and_break(self, *arguments):
+        original_init(self, *arguments)
+        break_gradients(self, {2})
 
-    monkeypatch.setattr(Trainer, "__init__", make)
-    assert train_compared_run(micro(), store, quiet()).curve.diverged_at == 2
+    monkeypatch.setattr(Trainer, "__init__", init_and_break)
+    assert train_compared_run(micro(), store, silent_console()).curve.diverged_at == 2
 
 
 # A loss that jumps
 
 
-def test_a_spike_is_told_with_the_text_of_its_hardest_sequence(text, tmp_path, monkeypatch):
+def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch):
     step = Trainer.step
 
     def jump(self):
@@ -184,12 +177,12 @@ def test_a_spike_is_told_with_the_text_of_its_hardest_sequence(text, tmp_path, m
 
     monkeypatch.setattr(Trainer, "step", jump)
     monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
-    screen, out = quiet(), tmp_path / "run"
+    screen, out = silent_console(), tmp_path / "run"
     train(micro(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)
-    said = screen.console.file.getvalue()
-    assert "the loss jumped at step 6 to 50.000, where" in said
-    assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(the median is \d\.\d+\): '", said)
-    assert "and was back after 1 step" in said
+    message = screen.console.file.getvalue()
+    assert "the loss jumped at step 6 to 50.000, where" in message
+    assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(the median is \d\.\d+\): '", message)
+    assert "and was back after 1 step" in message
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if "spike" in line]
     assert (line["step"], len(line["spike"]["sequence_losses"])) == (6, 4)
@@ -197,16 +190,16 @@ def test_a_spike_is_told_with_the_text_of_its_hardest_sequence(text, tmp_path, m
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
-def test_looking_at_a_spike_changes_no_later_step(new_trainer, store, recipe):
-    looked, plain = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
-    line, _ = looked.step(), plain.step()
+def test_reporting_a_spike_changes_no_later_step(new_trainer, store, recipe):
+    observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
+    line, _ = observed.step(), unobserved.step()
     records = []
-    write_spike(Spike(1, 50.0, 3.0, 0.1), looked, store, SimpleNamespace(write=records.append), line)
-    assert looked.step()["loss"] == plain.step()["loss"]
+    write_spike(Spike(1, 50.0, 3.0, 0.1), observed, store, SimpleNamespace(write=records.append), line)
+    assert observed.step()["loss"] == unobserved.step()["loss"]
     assert len(records) == 1
 
 
-def test_a_resumed_run_knows_its_losses(tmp_path):
+def test_a_resumed_run_continues_with_the_losses_before_it(tmp_path):
     run = RunFolder(tmp_path)
     lines = [{"step": n, "main_loss": 3.0 + 0.01 * (n % 3)} for n in range(1, 41)]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -220,13 +213,13 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 
 
 @pytest.mark.parametrize("error", [RuntimeError(ALLOCATOR), torch.OutOfMemoryError("CUDA out of memory. Tried to …")])
-def test_a_run_out_of_memory_says_what_to_change_and_how_to_go_on(text, tmp_path, monkeypatch, error):
+def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error):
     backward = Trainer.backward
 
-    def fail(self, piece_BS):
-        if self.steps_done == 2 and len(piece_BS) > 2:
+    def fail(self, batch_BS):
+        if self.steps_done == 2 and len(batch_BS) > 2:
             raise error
-        return backward(self, piece_BS)
+        return backward(self, batch_BS)
 
     monkeypatch.setattr(Trainer, "backward", fail)
     monkeypatch.setattr(memory, "device_memory", lambda device: 10**9)
@@ -235,31 +228,31 @@ def test_a_run_out_of_memory_says_what_to_change_and_how_to_go_on(text, tmp_path
     with pytest.raises(
         MemoryError, match=r"out of memory at step 3 on the cpu: a sequence of 32 tokens takes"
     ) as caught:
-        train(config, False, quiet())
+        train(config, False, silent_console())
     assert _explain(caught.value)[1] == 1
     assert (out / "report.html").exists()
     advised = re.search(rf"octile train --resume --out {out} --micro-batches (\d)", str(caught.value))
     assert "use --micro-batches 2 (now 1), 2 at a time instead of 4" in str(caught.value)
 
-    screen = quiet()
+    screen = silent_console()
     saved = RunFolder.open(out).read_config()
     train(replace(saved, micro_batches=int(advised[1])), True, screen)
     assert "resumed at step 2" in screen.console.file.getvalue()
     assert "micro_batches were 1 and are now 2" in screen.console.file.getvalue()
 
 
-def test_the_real_allocator_is_recognised():
+def test_an_error_of_the_real_allocator_is_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
     assert memory.is_out_of_memory(caught.value)
 
 
-def test_another_error_is_left_alone():
+def test_other_errors_are_unchanged():
     with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory(micro(), CPU):
         raise RuntimeError("something else")
 
 
-def test_a_model_that_does_not_fit_while_it_is_made_is_told_so():
+def test_running_out_of_memory_while_building_the_model_is_explained():
     with (
         pytest.raises(MemoryError, match=r"while the model was built on the cpu: it needs 0\.\d+ GB"),
         explain_out_of_memory(micro(), CPU),
@@ -268,39 +261,39 @@ def test_a_model_that_does_not_fit_while_it_is_made_is_told_so():
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "there", "said"),
+    ("micro_batches", "available", "message"),
     [
         (1, 230, "use --micro-batches 2 (now 1), 4 at a time instead of 8; to continue: octile train --resume"),
         (1, 150, "use --micro-batches 4 (now 1), 2 at a time instead of 8"),
         (2, 10_000, "use --micro-batches 4 (now 2), 2 at a time instead of 4"),  # the estimate was too low: the next
         (8, 10_000, "use --sequence-length 16 (now 32) in a new run"),
         (1, 72, "use --sequence-length 12 (now 32) and --micro-batches 8 in a new run"),
-        (1, 60, "use --sequence-length 3 (now 32) and --micro-batches 8 in a new run"),  # the shortest that is taken
+        (1, 60, "use --sequence-length 3 (now 32) and --micro-batches 8 in a new run"),  # the shortest that is accepted
         (1, 59, "leave too little memory for a sequence"),  # 2 tokens would fit
         (1, 58, "leave too little memory for a sequence"),  # 1
         (1, 56, "leave too little memory for a sequence"),  # 0
         (1, 55, "leave too little memory for a sequence"),  # not even the weights fit
     ],
 )
-def test_the_advice_is_the_largest_piece_that_fits(micro_batches, there, said):
+def test_the_advice_is_the_largest_micro_batch_that_fits(micro_batches, available, message):
     config = micro(batch_size=8, micro_batches=micro_batches, out=Path("runs/x"))
-    assert said in advice(config, gigabytes(there))
+    assert message in advice(config, need_on_device(available))
 
 
-def gigabytes(there: int) -> MemoryNeed:
-    return MemoryNeed(fixed=50 * 10**9, sequence=38 * 10**9, available=there * 10**9)
+def need_on_device(available: int) -> MemoryNeed:
+    return MemoryNeed(fixed=50 * 10**9, sequence=38 * 10**9, available=available * 10**9)
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("available", "message"),
     [(59, "use --sequence-length 2 (now 32)"), (58, "leave too little memory for a sequence")],
 )
-def test_without_multi_token_prediction_two_tokens_are_advised_and_no_fewer(there, said):
+def test_without_multi_token_prediction_two_tokens_are_advised_and_no_fewer(available, message):
     config = micro(model=replace(MICRO, num_nextn_predict_layers=0))
-    assert said in advice(config, gigabytes(there))
+    assert message in advice(config, need_on_device(available))
 
 
-def test_where_there_is_no_room_fp8_lm_is_advised():
+def test_where_nothing_fits_fp8_lm_is_advised():
     assert "or --recipe fp8_lm, which needs half" in advice(micro(recipe="deepseek_v3"), None)
 
 
@@ -309,12 +302,12 @@ def test_where_there_is_no_room_fp8_lm_is_advised():
     [{"recipe": "fp8_lm"}, {"recipe": "mine.toml", "recipe_text": 'recipe = "fp8_lm"'}],
     ids=["by name", "in a file"],
 )
-def test_a_run_in_fp8_lm_is_not_advised_to_use_it(recipe):
+def test_fp8_lm_is_not_advised_to_a_run_that_uses_it(recipe):
     assert advice(micro(**recipe), None).endswith("choose a smaller model or a GPU with more memory")
 
 
 def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer, monkeypatch):
-    def fail(self, piece_BS):
+    def fail(self, batch_BS):
         raise RuntimeError(ALLOCATOR)
 
     monkeypatch.setattr(Trainer, "backward", fail)
@@ -326,21 +319,21 @@ def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer
         trainer.step()
 
 
-def test_what_a_sequence_keeps_is_measured(new_trainer):
+def test_memory_per_sequence_is_measured(new_trainer):
     trainer = new_trainer()
     need = memory._measure(trainer)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     assert need.fixed == 12 * parameters  # weight and gradient in FP32, two moments in BF16
-    assert 32 * MICRO.vocab_size * 4 < need.sequence < 10**8  # the logits are among it
+    assert 32 * MICRO.vocab_size * 4 < need.sequence < 10**8  # includes the logits
     trainer.step()
-    assert memory._measure(trainer).fixed == pytest.approx(need.fixed, rel=0.01)  # now counted, with the steps
+    assert memory._measure(trainer).fixed == pytest.approx(need.fixed, rel=0.01)  # now measured, with the step counts
 
 
-# What goes on as usual
+# Inputs that are no problem
 
 
-def blank(trainer: Trainer) -> None:
-    """Zeros where whole tiles of activations, gradients and weights come out as zeros."""
+def zero_some_tiles(trainer: Trainer) -> None:
+    """Set weights to zero so that whole tiles of activations, gradients and weights are zero."""
     block = trainer.model.model.layers[0]
     with torch.no_grad():
         block.self_attn.o_proj.weight.zero_()
@@ -349,24 +342,24 @@ def blank(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("recipe", Recipe.names())
-def test_tiles_of_zeros_are_trained_through(new_trainer, recipe):
+def test_training_works_with_tiles_of_zeros(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
-    blank(trainer)
+    zero_some_tiles(trainer)
     lines = [trainer.step() for _ in range(3)]
     assert all(torch.tensor([line["loss"], line["grad_norm"]]).isfinite().all() for line in lines)
     assert trainer.model.model.layers[0].self_attn.o_proj.weight.any()  # it learns: its gradient is not zero
 
 
-def all_to_one(trainer: Trainer) -> None:
+def route_to_two_experts(trainer: Trainer) -> None:
     for moe in trainer.moes.values():
         bias = moe.gate.e_score_correction_bias
         bias.copy_(torch.tensor([1e4, 1e4 - 1, -1e4, -1e4]))
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "smooth_swiglu", "bf16"])
-def test_all_tokens_may_go_to_the_same_experts(new_trainer, recipe):
+def test_all_tokens_may_be_routed_to_the_same_experts(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
-    all_to_one(trainer)
+    route_to_two_experts(trainer)
     name, moe = next(iter(trainer.moes.items()))
     idle = moe.experts.gate_up[2:].clone()
     for _ in range(3):
@@ -374,14 +367,14 @@ def test_all_tokens_may_go_to_the_same_experts(new_trainer, recipe):
         assert torch.tensor([line["loss"], line["grad_norm"]]).isfinite().all()
     load = trainer.expert_load()[name]
     assert load[0] == load[1] > 0
-    assert load[2:] == [0, 0]  # and none is dropped: each token went to both
+    assert load[2:] == [0, 0]  # no token is dropped: each went to both
     assert load[0] == 4 * 32
     decayed = idle * (1 - torch.tensor([trainer.schedule(n) * 0.1 for n in range(3)])).prod()
     assert torch.allclose(moe.experts.gate_up[2:], decayed, rtol=1e-5, atol=0)  # their gradient is zero
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "smooth_swiglu", "fp16_loss_scaling", "bf16"])
-def test_a_sequence_of_one_token_passes_forward_and_backward(recipe):
+def test_forward_and_backward_work_with_one_token(recipe):
     torch.manual_seed(0)
     moe = MoE(Gate(64, 4, 2), 64, 32, 32)
     for module in (moe.experts, moe.shared_experts):
@@ -393,7 +386,7 @@ def test_a_sequence_of_one_token_passes_forward_and_backward(recipe):
     assert x.grad.any()
 
 
-def test_a_model_reads_one_token_but_has_no_loss_of_it(new_trainer):
+def test_one_token_has_logits_but_no_loss(new_trainer):
     model = new_trainer().model.eval()
     one = torch.tensor([[5]])
     assert model(one).shape == (1, 1, MICRO.vocab_size)
@@ -401,13 +394,13 @@ def test_a_model_reads_one_token_but_has_no_loss_of_it(new_trainer):
         model(one, one)
 
 
-def test_a_batch_that_does_not_divide_is_refused_and_any_number_of_tokens_is_multiplied(new_trainer):
+def test_a_batch_must_be_divisible_by_micro_batches_but_tokens_may_be_any_number(new_trainer):
     with pytest.raises(ValueError, match="batch_size 4 must be divisible by micro_batches 3"):
         micro(micro_batches=3)
     assert torch.isfinite(torch.tensor(new_trainer(batch_size=3, sequence_length=29).step()["grad_norm"]))
 
 
-def test_held_out_windows_need_not_divide(store):
+def test_held_out_windows_need_not_divide_into_batches(store):
     odd = Trainer(micro(batch_size=3, val_sequences=4), store, CPU)
     even = Trainer(micro(batch_size=2, val_sequences=4), store, CPU)
     assert odd.validate()["val_loss"] == pytest.approx(even.validate()["val_loss"], rel=1e-6)

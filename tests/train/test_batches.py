@@ -1,4 +1,4 @@
-"""The order of training is a function of seed and step, visits everything, and forgets nothing."""
+"""Tests that the order of training depends on seed and step only and that an epoch visits every window once."""
 
 import numpy as np
 import pytest
@@ -17,46 +17,46 @@ def windows(batches: Batches, steps: range) -> list[int]:
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 100))
-def test_permutation_meets_every_index_once(n, seed, epoch):
+def test_a_permutation_contains_every_index_once(n, seed, epoch):
     assert np.array_equal(np.sort(permute(np.arange(n), n, (seed, epoch))), np.arange(n))
 
 
-def test_permutation_of_more_than_memory_holds():
+def test_a_permutation_may_be_larger_than_memory():
     n = 10**15
     image = permute(np.arange(n - 1000, n), n, (0, 0))
     assert len(set(image.tolist())) == 1000
     assert 0 <= image.min() < image.max() < n
 
 
-def test_permutation_spreads_neighbours():
+def test_a_permutation_separates_neighbors():
     image = permute(np.arange(10_000), 10_000, (0, 0))
     assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.05
 
 
-def test_batch_is_int64_and_one_longer_than_the_sequence():
+def test_a_batch_is_int64_and_one_token_longer_than_the_sequence():
     batch = Batches(TOKENS, 3, S, seed=0).batch(0)
     assert (batch.dtype, batch.shape) == (torch.int64, (3, S + 1))
 
 
-def test_row_is_a_window_of_the_text():
+def test_a_row_is_a_window_of_the_text():
     for row in Batches(TOKENS, 8, S, seed=0).batch(0).tolist():
         assert row == list(range(row[0], row[0] + S + 1))
         assert row[0] % S == 0
 
 
 @given(seed=st.integers(0, 2**63), step=st.integers(0, 10**6))
-def test_any_step_is_the_same_for_a_run_that_starts_there(seed, step):
+def test_a_batch_does_not_depend_on_the_steps_before_it(seed, step):
     before, after = (Batches(TOKENS, 7, S, seed) for _ in range(2))
     before.batch(0)
     assert torch.equal(before.batch(step), after.batch(step))
 
 
-def test_order_is_the_same_as_ever():
+def test_the_order_is_the_same_in_every_version():
     assert windows(Batches(TOKENS, 4, S, seed=0), range(2)) == [36, 81, 76, 13, 46, 51, 34, 74]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_epoch_visits_every_window_once(epoch):
+def test_an_epoch_visits_every_window_once(epoch):
     assert sorted(windows(Batches(TOKENS, 10, S, seed=0), range(10 * epoch, 10 * epoch + 10))) == list(range(100))
 
 
@@ -66,17 +66,17 @@ def test_every_token_but_the_first_is_a_target_once_an_epoch():
     assert targets.sort().values.tolist() == list(range(1, len(TOKENS)))
 
 
-def test_each_epoch_has_its_own_order():
+def test_epochs_have_different_orders():
     batches = Batches(TOKENS, 10, S, seed=0)
     assert windows(batches, range(10)) != windows(batches, range(10, 20))
 
 
-def test_each_seed_has_its_own_order():
+def test_seeds_have_different_orders():
     one, two = (windows(Batches(TOKENS, 10, S, seed), range(10)) for seed in (0, 1))
     assert one != two
 
 
-def test_batch_may_reach_into_the_next_epochs():
+def test_a_batch_may_extend_into_the_next_epochs():
     flat = windows(Batches(TOKENS, 250, S, seed=0), range(2))
     assert [sorted(flat[start : start + 100]) for start in range(0, 500, 100)] == [list(range(100))] * 5
 
@@ -87,11 +87,11 @@ def test_tokens_are_read_from_a_memory_map(tmp_path):
     assert torch.equal(Batches(mapped, 8, S, 0).batch(3), Batches(TOKENS, 8, S, 0).batch(3))
 
 
-def test_validation_windows_are_spread_over_the_held_out_text():
+def test_validation_windows_are_evenly_spaced():
     assert (validation_windows(TOKENS, S, 4)[:, 0] // S).tolist() == [0, 25, 50, 75]
 
 
-def test_validation_gives_all_windows_where_fewer_are_there():
+def test_validation_uses_all_windows_where_there_are_fewer():
     assert validation_windows(TOKENS, S, 1000).shape == (100, S + 1)
 
 
@@ -104,16 +104,16 @@ def test_validation_gives_all_windows_where_fewer_are_there():
         ({"sequence_length": len(TOKENS)}, r"tokens must be \[T\] with T > sequence_length = 401, not \[401\]"),
     ],
 )
-def test_impossible_arguments_are_refused(arguments, message):
+def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Batches(**{"tokens": TOKENS, "batch_size": 2, "sequence_length": S, "seed": 0} | arguments)
 
 
-def test_negative_step_is_refused():
+def test_a_negative_step_is_refused():
     with pytest.raises(ValueError, match="step must be at least 0, not -1"):
         Batches(TOKENS, 2, S, seed=0).batch(-1)
 
 
-def test_no_validation_windows_are_refused():
+def test_zero_validation_windows_are_refused():
     with pytest.raises(ValueError, match="n must be at least 1, not 0"):
         validation_windows(TOKENS, S, 0)

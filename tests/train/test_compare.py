@@ -1,4 +1,4 @@
-"""BF16 twice and a recipe, from one beginning."""
+"""Tests of `octile compare`: recipes and BF16 with two seeds, trained from the same weights on the same batches."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def test_trainers_of_one_seed_have_the_same_weights_and_the_same_batches(new_tra
     assert all(bf16.batches.batch(n).equal(fp8.batches.batch(n)) for n in range(5))
 
 
-def test_the_other_seed_is_another_run(compared):
+def test_the_other_seed_gives_another_run(compared):
     result, _, _ = compared
     assert result.bf16_other_seed.seed == result.bf16.seed + 1
     assert result.bf16_other_seed.train_loss[0] != result.bf16.train_loss[0]
@@ -48,7 +48,7 @@ def test_the_page_and_the_numbers_are_written(compared):
     assert written["bf16"]["val_loss"] == list(result.bf16.val_loss)
 
 
-def test_the_screen_says_the_gap_and_the_band(compared):
+def test_the_noise_band_is_printed(compared):
     _, _, screen = compared
     assert "differ only in their seed" in " ".join(screen.console.file.getvalue().split())
 
@@ -72,15 +72,15 @@ def test_a_run_is_not_overwritten_by_a_comparison(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_what_is_finished_is_there_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
+def test_finished_runs_are_written_when_the_next_run_is_interrupted(text, tmp_path, monkeypatch):
     import octile.train.compare
 
-    run = octile.train.compare.train_compared_run
+    original = octile.train.compare.train_compared_run
 
     def interrupted(config, *others):
         if config.recipe == "per_tensor":
             raise KeyboardInterrupt
-        return run(config, *others)
+        return original(config, *others)
 
     monkeypatch.setattr(octile.train.compare, "train_compared_run", interrupted)
     config = micro(data=str(text), steps=2, validate_every=1)
@@ -89,7 +89,7 @@ def test_what_is_finished_is_there_when_the_next_run_is_interrupted(text, tmp_pa
     assert len(json.loads((tmp_path / "compare.json").read_text())["recipes"]) == 1
 
 
-def test_gradients_and_tokens_are_held_against_bf16(compared):
+def test_gradients_and_tokens_are_compared_with_bf16(compared):
     result, out, screen = compared
     assert [check.step for check in result.gradients] == [1, 2, 4]
     assert [tokens.recipe for tokens in result.tokens] == ["deepseek_v3"]
@@ -99,12 +99,12 @@ def test_gradients_and_tokens_are_held_against_bf16(compared):
     assert "gradient" in screen.console.file.getvalue()
 
 
-def test_the_losses_of_windows_are_the_held_out_loss(compared):
+def test_the_mean_loss_of_the_windows_is_the_held_out_loss(compared):
     result, _, _ = compared
     assert all(sum(c.window_loss) / len(c.window_loss) == pytest.approx(c.final_val_loss) for c in result.curves)
 
 
-def test_every_recipe_has_every_seed_and_its_own_bf16(text, tmp_path):
+def test_a_recipe_is_trained_with_every_seed_and_compared_with_bf16_of_that_seed(text, tmp_path):
     config = micro(data=str(text), steps=2, validate_every=1)
     screen = RunConsole(Console(file=io.StringIO()))
     result = compare(config, ("deepseek_v3",), tmp_path, screen, seeds=(5, 0), gradient_steps="none")
@@ -114,7 +114,7 @@ def test_every_recipe_has_every_seed_and_its_own_bf16(text, tmp_path):
     assert result.gradients == ()
 
 
-def test_recipe_files_are_named_without_their_folders_and_kept(text, tmp_path):
+def test_recipe_files_are_named_without_their_folders_and_stored(text, tmp_path):
     files = [tmp_path / folder / f"{name}.toml" for folder, name in (("a", "mine"), ("a", "same"), ("b", "same"))]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -126,7 +126,7 @@ def test_recipe_files_are_named_without_their_folders_and_kept(text, tmp_path):
     assert read_result(tmp_path / "out" / "compare.json").recipe_files["mine.toml"] == files[0].read_text()
 
 
-def test_an_impossible_step_is_refused_before_anything_is_trained(tmp_path):
+def test_a_gradient_step_out_of_range_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="gradient_steps must be from 1 to 6"):
         compare(micro(), ("deepseek_v3",), tmp_path / "out", RunConsole(), gradient_steps="7")
     assert not (tmp_path / "out").exists()

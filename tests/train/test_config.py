@@ -1,4 +1,4 @@
-"""A run's configuration: presets, what is refused, and the way to a file and back."""
+"""Tests of a run's configuration: presets, values that are refused, and conversion to JSON and back."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from octile.train.config import TrainConfig, changed_settings, preset
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_survives_the_way_to_json_and_back(name):
+def test_every_preset_survives_a_round_trip_through_json(name):
     config = replace(preset(name), out=Path("runs/x"), init_from=Path("runs/y"))
     assert TrainConfig.from_json(config.to_json()) == config
 
@@ -35,7 +35,7 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
         ({"sequence_length": 2}, "sequence_length must be at least 3"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(change, message):
+def test_values_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(preset("tiny"), **change)
 
@@ -52,12 +52,12 @@ def test_numbers_that_do_not_fit_are_refused(change, message):
         ({"ema_decay": 2.0}, "optim.ema_decay must be from 0 to below 1"),
     ],
 )
-def test_an_optimizer_that_cannot_be_is_refused_by_the_name_of_its_option(change, message):
+def test_optimizer_values_out_of_range_are_refused_by_option(change, message):
     with pytest.raises(ValueError, match=message):
         replace(preset("tiny").optim, **change)
 
 
-def test_a_file_that_is_no_configuration_is_refused():
+def test_json_that_is_not_a_configuration_is_refused():
     with pytest.raises(ValueError, match="not a run's configuration"):
         TrainConfig.from_json("{}")
 

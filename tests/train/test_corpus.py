@@ -1,4 +1,4 @@
-"""What counts as text, in which order it is read, and what is refused."""
+"""Tests of reading a corpus: which files are text, their order, and what is refused."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from octile.train.corpus import MAX_WHOLE_FILE, open_corpus
 
 
 def write(root: Path, **texts: str | bytes) -> Path:
-    """Files below root; two underscores in a name stand for a slash."""
+    """Write files below `root`; two underscores in a name stand for a slash."""
     for name, text in texts.items():
         file = root / (name.replace("__", "/") + ".txt")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def write(root: Path, **texts: str | bytes) -> Path:
     return root
 
 
-def test_folder_is_read_recursively_in_the_order_of_names(tmp_path):
+def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
     write(tmp_path, b="second", a__z="first", c="third")
     assert list(open_corpus(tmp_path).texts()) == ["first", "second", "third"]
 
@@ -33,7 +33,7 @@ def test_texts_can_be_read_again(tmp_path):
     assert list(corpus.texts()) == list(corpus.texts())
 
 
-def test_hidden_files_and_folders_are_no_text(tmp_path):
+def test_hidden_files_and_folders_are_left_out(tmp_path):
     write(tmp_path, a="seen")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_text("ref")
@@ -47,13 +47,13 @@ def test_what_is_not_text_is_skipped_and_counted(tmp_path, content):
     assert (list(corpus.texts()), corpus.skipped) == (["text"], {"not_text": 1})
 
 
-def test_link_to_nothing_is_skipped_and_counted(tmp_path):
+def test_a_broken_link_is_skipped_and_counted(tmp_path):
     write(tmp_path, a="text")
     (tmp_path / "b").symlink_to(tmp_path / "nowhere")
     assert open_corpus(tmp_path).skipped == {"unreadable": 1}
 
 
-def test_a_file_beside_others_is_one_document(tmp_path):
+def test_a_file_among_others_is_one_document(tmp_path):
     text = "a line\n" * 10_000
     assert list(open_corpus(write(tmp_path, a=text, b="other")).texts()) == [text, "other"]
 
@@ -78,7 +78,7 @@ def test_a_very_long_file_in_a_folder_is_cut(tmp_path):
 
 
 @given(text=st.text(st.sampled_from("ab\n\r\u2028é😀"), min_size=1, max_size=5000))
-def test_passages_together_are_the_file_line_ends_and_all(tmp_path_factory, text):
+def test_concatenated_passages_equal_the_file(tmp_path_factory, text):
     file = tmp_path_factory.mktemp("text") / "book.txt"
     file.write_bytes(text.encode())
     assert "".join(open_corpus(file).texts()) == text
@@ -91,11 +91,11 @@ def test_repeated_and_empty_documents_are_dropped_and_counted(tmp_path):
     assert skipped == {"duplicate": 1, "empty": 2}
 
 
-def test_standard_library_is_this_interpreters_source():
+def test_stdlib_is_the_source_of_this_interpreter():
     assert Path(json.__file__).read_text() in set(open_corpus("stdlib").texts())
 
 
-def test_standard_library_leaves_out_packages_tests_and_other_files(tmp_path, monkeypatch):
+def test_stdlib_leaves_out_packages_tests_and_other_files(tmp_path, monkeypatch):
     for name in ["os.py", "email/mime.py", "README.txt", "site-packages/a.py", "test/b.py", "ctypes/test/c.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -103,17 +103,17 @@ def test_standard_library_leaves_out_packages_tests_and_other_files(tmp_path, mo
     assert list(open_corpus("stdlib").texts()) == ["email/mime.py", "os.py"]
 
 
-def test_missing_path_is_refused(tmp_path):
+def test_a_missing_path_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere' is no file or folder"):
         open_corpus(tmp_path / "nowhere")
 
 
-def test_empty_folder_is_refused(tmp_path):
+def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no files"):
         open_corpus(tmp_path)
 
 
-def test_folder_without_text_is_refused_with_its_count(tmp_path):
+def test_a_folder_without_text_is_refused_with_its_count(tmp_path):
     write(tmp_path, a=b"\xff", b=b"\xfe")
     with pytest.raises(ValueError, match="holds no UTF-8 text: 2 not text of 2 files"):
         open_corpus(tmp_path)
@@ -131,7 +131,7 @@ class FakeDataset:
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands for the package `datasets`: serves hub.dataset, remembers in hub.asked what it was asked for."""
+    """Replace the package `datasets`: it returns hub.dataset and records its arguments in hub.asked."""
     module = ModuleType("datasets")
 
     def load_dataset(name: str, config: str | None, split: str):
@@ -154,20 +154,20 @@ def hub(monkeypatch):
         ("hf:org/name/part:train[:1%]#text", ("org/name", "part", "train[:1%]")),
     ],
 )
-def test_hub_source_names_dataset_config_and_split(hub, source, asked):
+def test_a_hub_source_names_dataset_config_and_split(hub, source, asked):
     open_corpus(source)
     assert hub.asked == asked
 
 
-def test_hub_column_named_text_is_found_and_missing_rows_are_empty(hub):
+def test_the_hub_column_named_text_is_used_and_missing_rows_are_empty(hub):
     assert list(open_corpus("hf:org/name").texts()) == ["one", ""]
 
 
-def test_hub_column_can_be_named(hub):
+def test_a_hub_column_can_be_named(hub):
     assert list(open_corpus("hf:org/name#id").texts()) == ["1", "2"]
 
 
-def test_only_column_of_strings_is_found(hub):
+def test_the_only_column_of_strings_is_used(hub):
     hub.dataset = FakeDataset([{"story": "once", "stars": None}], story="large_string", stars="int64")
     assert list(open_corpus("hf:org/name").texts()) == ["once"]
 
@@ -178,12 +178,12 @@ def test_ambiguous_columns_are_refused_with_their_names(hub):
         open_corpus("hf:org/name")
 
 
-def test_unknown_column_is_refused_with_the_known_ones(hub):
+def test_an_unknown_column_is_refused_with_the_known_ones(hub):
     with pytest.raises(ValueError, match=r"'body' is not a column of text; these are: \['text', 'id'\]"):
         open_corpus("hf:org/name#body")
 
 
-def test_failure_of_the_hub_is_one_line(hub, monkeypatch):
+def test_a_failure_of_the_hub_is_reported_in_one_line(hub, monkeypatch):
     def load_dataset(*args, **kwargs):
         raise FileNotFoundError("no such dataset\nand a long explanation")
 
@@ -192,13 +192,13 @@ def test_failure_of_the_hub_is_one_line(hub, monkeypatch):
         open_corpus("hf:org/name")
 
 
-def test_hub_without_the_package_is_refused(monkeypatch):
+def test_a_hub_source_without_the_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="needs the package `datasets`"):
         open_corpus("hf:org/name")
 
 
-def test_malformed_hub_source_is_refused():
+def test_a_malformed_hub_source_is_refused():
     with pytest.raises(ValueError, match="must have the form hf:OWNER/NAME"):
         open_corpus("hf:")
 

@@ -1,4 +1,4 @@
-"""`prepare`: every document ends up on one side, stores are reused only when they may be, and nothing is lost."""
+"""Tests of `prepare`: a document is in one part, training or held-out, and only valid stores are reused."""
 
 from collections import Counter
 from pathlib import Path
@@ -33,7 +33,7 @@ def build(source: Path, folder: Path, **settings) -> TokenStore:
 
 
 def texts(store: TokenStore, tokens: np.ndarray) -> list[str]:
-    """The documents of a token array, as it separates them."""
+    """Split a token array into its documents and decode them."""
     ends = np.flatnonzero(tokens == store.tokenizer.end)
     assert ends[-1] == len(tokens) - 1
     documents = np.split(tokens, ends + 1)[:-1]
@@ -41,32 +41,32 @@ def texts(store: TokenStore, tokens: np.ndarray) -> list[str]:
     return [store.tokenizer.decode(document[1:-1].tolist()) for document in documents]
 
 
-def test_every_document_is_there_once(source, tmp_path):
+def test_every_document_is_stored_once(source, tmp_path):
     store = build(source, tmp_path / "data")
     everything = texts(store, store.train) + texts(store, store.val)
     assert Counter(everything) == Counter(open_corpus(source).texts())
 
 
-def test_no_document_is_on_both_sides(source, tmp_path):
-    for copy in range(10):  # exact copies under other names could end up on either side
+def test_no_document_is_in_both_parts(source, tmp_path):
+    for copy in range(10):  # exact copies under other names could be in either part
         (source / f"copy{copy}.txt").write_text(document(copy))
     store = build(source, tmp_path / "data")
     assert not set(texts(store, store.train)) & set(texts(store, store.val))
 
 
-def test_tokenizer_learns_from_the_training_part_alone(source, tmp_path):
+def test_the_tokenizer_is_trained_on_the_training_part_alone(source, tmp_path):
     store = build(source, tmp_path / "data")
     assert Tokenizer.train(texts(store, store.train), VOCAB_SIZE).fingerprint == store.tokenizer.fingerprint
 
 
-def test_held_out_documents_stay_when_others_are_added(source, tmp_path):
+def test_held_out_documents_stay_held_out_when_others_are_added(source, tmp_path):
     before = build(source, tmp_path / "before", held_out_windows=1)
     (source / "more.txt").write_text(document(100))
     after = build(source, tmp_path / "after", held_out_windows=1)
     assert not set(texts(before, before.val)) & set(texts(after, after.train))
 
 
-def test_manifest_counts_documents_bytes_and_what_was_skipped(source, tmp_path):
+def test_the_manifest_counts_documents_bytes_and_skipped_files(source, tmp_path):
     (source / "empty.txt").write_text("\n")
     (source / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0")
     (source / "copy.txt").write_text(document(0))
@@ -76,7 +76,7 @@ def test_manifest_counts_documents_bytes_and_what_was_skipped(source, tmp_path):
     assert sum(manifest.bytes.values()) == sum(len(document(n)) for n in range(60))
 
 
-def test_two_builds_are_the_same_byte_for_byte(source, tmp_path):
+def test_two_builds_are_identical(source, tmp_path):
     one, two = build(source, tmp_path / "one"), build(source, tmp_path / "two")
     assert one.manifest == two.manifest
     assert all((one.folder / name).read_bytes() == (two.folder / name).read_bytes() for name in FILES)
@@ -103,7 +103,7 @@ def test_same_text_and_settings_reuse_the_store(source, built, stages):
     assert "encoding" not in stages
 
 
-def test_changed_text_is_encoded_anew(source, built):
+def test_changed_text_is_encoded_again(source, built):
     (source / "00.txt").write_text("something else\n" * 50)
     after = build(source, built.folder)
     assert "something else\n" * 50 in texts(after, after.train) + texts(after, after.val)
@@ -113,19 +113,19 @@ def test_changed_settings_train_another_tokenizer(source, built):
     assert build(source, built.folder, vocab_size=280).tokenizer.vocab_size == 280
 
 
-def test_unfinished_store_is_built_anew(source, built, stages):
+def test_an_unfinished_store_is_built_again(source, built, stages):
     (built.folder / "manifest.json").unlink()
     build(source, built.folder, progress=lambda stage, share: stages.append(stage))
     assert "encoding" in stages
 
 
-def test_damaged_store_is_refused(source, built):
+def test_a_damaged_store_is_refused(source, built):
     (built.folder / "train.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"is damaged: train.npy fails its checksum; delete it"):
         build(source, built.folder)
 
 
-def test_failed_build_keeps_the_old_store(source, built, monkeypatch):
+def test_a_failed_build_keeps_the_old_store(source, built, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
@@ -135,7 +135,7 @@ def test_failed_build_keeps_the_old_store(source, built, monkeypatch):
     assert TokenStore.open(built.folder).manifest == built.manifest
 
 
-def test_failed_build_leaves_nothing_behind(source, tmp_path):
+def test_a_failed_build_leaves_no_files(source, tmp_path):
     with pytest.raises(ValueError, match="too little text"):
         prepare(source, VOCAB_SIZE, tmp_path / "data", 10**6)
     assert not list((tmp_path / "data").iterdir())
@@ -148,14 +148,14 @@ def test_other_files_in_the_folder_are_left_alone(source, tmp_path):
     assert (tmp_path / "data" / "notes").read_text() == "mine"
 
 
-def test_given_tokenizer_is_used(source, tmp_path):
+def test_a_given_tokenizer_is_used(source, tmp_path):
     given = Tokenizer.train(["other text, other text"], 270)
     given.save(tmp_path)
     store = build(source, tmp_path / "data", tokenizer=tmp_path / "tokenizer.json")
     assert store.tokenizer.fingerprint == given.fingerprint
 
 
-def test_given_tokenizer_larger_than_the_vocabulary_is_refused(source, built, tmp_path):
+def test_a_given_tokenizer_larger_than_the_vocabulary_is_refused(source, built, tmp_path):
     with pytest.raises(ValueError, match="has 300 tokens, vocab_size is only 299"):
         build(source, tmp_path / "other", vocab_size=299, tokenizer=built.folder)
 
@@ -174,12 +174,12 @@ def test_too_little_text_is_refused_with_the_numbers(tmp_path):
         build(tmp_path / "text.txt", tmp_path / "data")
 
 
-def test_folder_inside_the_source_is_refused(source):
+def test_a_folder_inside_the_source_is_refused(source):
     with pytest.raises(ValueError, match="lies inside the source"):
         build(source, source / "data")
 
 
-def test_too_small_a_vocabulary_is_refused_before_any_work(source, tmp_path):
+def test_a_too_small_vocabulary_is_refused_before_any_work(source, tmp_path):
     with pytest.raises(ValueError, match="at least 258"):
         build(source, tmp_path / "data", vocab_size=100)
     assert not (tmp_path / "data").exists()
@@ -192,7 +192,7 @@ def test_sizes_below_one_are_refused(source, tmp_path, argument):
         prepare(source, VOCAB_SIZE, tmp_path / "data", **arguments)
 
 
-def test_text_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     readings = iter(range(100))
 
     def changing():

@@ -1,4 +1,4 @@
-"""What deterministic mode sets in the process, and that it is set back."""
+"""Tests of what deterministic mode sets in the process, and that it restores the settings afterwards."""
 
 import os
 
@@ -8,8 +8,7 @@ import torch
 from octile.train.deterministic import WORKSPACE_VARIABLE, deterministic
 from octile.train.loop import train
 from octile.train.trainer import Trainer
-from tests.train.conftest import micro
-from tests.train.test_loop import quiet
+from tests.train.conftest import micro, silent_console
 
 Settings = tuple[bool, bool, bool, str | None]
 
@@ -28,32 +27,32 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKSPACE_VARIABLE, raising=False)
 
 
-def test_inside_torch_and_cublas_are_told(no_workspace: None):
+def test_torch_and_cublas_are_set_to_deterministic(no_workspace: None):
     with deterministic(True):
         assert settings() == (True, False, False, ":4096:8")
 
 
-def test_a_workspace_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch):
+def test_a_workspace_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(WORKSPACE_VARIABLE, ":16:8")
     with deterministic(True):
         assert os.environ[WORKSPACE_VARIABLE] == ":16:8"
     assert os.environ[WORKSPACE_VARIABLE] == ":16:8"
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_after_an_error_all_is_as_it_was(asked: bool, no_workspace: None):
+@pytest.mark.parametrize("requested", [False, True])
+def test_settings_are_restored_after_an_error(requested: bool, no_workspace: None):
     before = settings()
-    with pytest.raises(ZeroDivisionError), deterministic(asked):
+    with pytest.raises(ZeroDivisionError), deterministic(requested):
         raise ZeroDivisionError
     assert settings() == before
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_runs_steps_are_made_in_the_mode_that_is_asked(asked: bool, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_run_trains_in_the_requested_mode(requested: bool, text, tmp_path, monkeypatch):
     seen = []
     step = Trainer.step
     monkeypatch.setattr(
         Trainer, "step", lambda self: (seen.append(torch.are_deterministic_algorithms_enabled()), step(self))[1]
     )
-    train(micro(data=str(text), out=tmp_path / "run", deterministic=asked), False, quiet())
-    assert seen == [asked] * 6
+    train(micro(data=str(text), out=tmp_path / "run", deterministic=requested), False, silent_console())
+    assert seen == [requested] * 6

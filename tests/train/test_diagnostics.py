@@ -1,4 +1,4 @@
-"""Looking leaves no trace."""
+"""Tests of the diagnostics: histograms of scales and the search for the first non-finite value."""
 
 import pytest
 import torch
@@ -21,40 +21,40 @@ def test_every_scale_is_counted_once():
     assert sum(found["dy"]["count"]) == 10 * 1
 
 
-def test_scales_that_are_no_numbers_are_left_out():
+def test_nan_scales_are_left_out():
     layer = Linear(128, 128, bias=False)
     with record_tile_scales() as histograms:
         layer(torch.full((2, 128), float("nan")))
     assert "x" not in histograms()
 
 
-def test_nobody_watches_afterwards():
+def test_the_observer_is_removed_afterwards():
     with record_tile_scales():
         pass
     assert _observers == []
 
 
-def test_a_healthy_model_blames_the_loss():
+def test_where_every_layer_is_finite_the_loss_is_named():
     model = nn.Sequential(nn.Linear(4, 4))
     assert first_non_finite(model, lambda: model(torch.randn(2, 4))) == "the loss"
 
 
-def test_no_hook_is_left():
+def test_no_hook_remains():
     model = nn.Sequential(nn.Linear(4, 4))
     first_non_finite(model, lambda: model(torch.randn(2, 4)))
     assert not model[0]._forward_hooks
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (None, None)])
-def test_blocks_of_zeros_have_no_scale_to_count(block):
+def test_scales_of_zero_blocks_are_not_counted(block):
     x = torch.zeros(300, 200)
-    x[0, 0] = 448.0  # scale 1, as those of zeros: only its own block counts
+    x[0, 0] = 448.0  # scale 1, like that of zero blocks: only this block counts
     with record_tile_scales() as histograms:
         report_quantization("x", quantize(x, block))
     assert histograms()["x"] == {"log2": [0], "count": [1]}
 
 
-def test_a_block_of_zeros_is_known_in_every_format():
+def test_zero_blocks_are_found_in_every_format():
     x = torch.zeros(3, 256)
     x[0, 130], x[1, 0], x[2, 255] = -1e-3, -0.0, float("nan")
     for fmt in (E4M3, E5M2, E5M6, INT8):

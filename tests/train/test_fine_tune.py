@@ -1,6 +1,5 @@
-"""Runs that begin with a checkpoint: FP8 weights to the bit, BF16 weights, other people's folders."""
+"""Tests of runs that start from a checkpoint: FP8 weights bit for bit, BF16 weights, folders of transformers."""
 
-import io
 import json
 import shutil
 from dataclasses import fields, replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from octile.checkpoint.hugging_face import load, load_weights, save
@@ -19,15 +17,14 @@ from octile.models.names import to_hf
 from octile.nn.observer import observe_quantization
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
-from octile.train.console import RunConsole
 from octile.train.fine_tune import OPTIM, SHAPE, count_unchanged_weights, describe_initial_weights, fine_tuning
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, micro
+from tests.train.conftest import MICRO, micro, silent_console
 
 CPU = torch.device("cpu")
-WIDE = replace(MICRO, moe_intermediate_size=128)  # blocks end where an expert's two up-projections meet
+WIDE = replace(MICRO, moe_intermediate_size=128)  # an expert's gate and up projections share no block
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +32,9 @@ def short_samples(monkeypatch):
     monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
 
 
-def quiet() -> RunConsole:
-    return RunConsole(Console(file=io.StringIO(), width=400))
-
-
 @pytest.fixture
 def saved(store, tmp_path):
-    """saved(weights, model): a folder as octile writes it, with weights that are not as a seed draws them."""
+    """Return saved(weights, model): write a model folder with weights other than those of the run's seed."""
 
     def make(weights="fp8", model=WIDE) -> Path:
         config = replace(model, bos_token_id=store.tokenizer.begin, eos_token_id=store.tokenizer.end)
@@ -58,11 +51,11 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_written(saved, t
     config = fine_tuning(micro(out=tmp_path / "run"), folder)
     config = replace(config, model=replace(config.model, num_hidden_layers=3, max_position_embeddings=64))
     with pytest.raises(ValueError, match=r"weights in .*fp8: num_hidden_layers is 3, there 2$"):
-        train(config, False, quiet())
+        train(config, False, silent_console())
     assert not (tmp_path / "run").exists()
 
 
-ANOTHER = {  # where twice as much is not possible, or not another value
+ANOTHER = {  # settings that cannot be doubled, and another value
     "num_nextn_predict_layers": 0,
     "topk_group": 1,
     "topk_method": "group_limited_greedy",
@@ -75,20 +68,20 @@ ANOTHER = {  # where twice as much is not possible, or not another value
 }
 
 
-def test_what_is_compared_is_all_that_decides_the_weights_shapes():
-    def weights(config):
+def test_compared_settings_are_all_that_decide_the_shapes_of_weights():
+    def shapes(config):
         with torch.device("meta"):
             return {name: tensor.shape for name, tensor in DeepseekV3(config).state_dict().items()}
 
     usual = ModelConfig.tiny()
     doubled = {f.name: 2 * getattr(usual, f.name) for f in fields(usual) if f.name not in ANOTHER}
     others = [replace(usual, **{name: value}) for name, value in (doubled | ANOTHER).items()]
-    deciding = {name for name, other in zip(doubled | ANOTHER, others, strict=True) if weights(other) != weights(usual)}
+    deciding = {name for name, other in zip(doubled | ANOTHER, others, strict=True) if shapes(other) != shapes(usual)}
     assert deciding == set(SHAPE)
 
 
 def stored(folder: Path) -> set[bytes]:
-    """Every FP8 matrix of a folder, its numbers and its scales."""
+    """Read every FP8 matrix of a folder, its data and scales, as bytes."""
     tensors = load_file(folder / "model.safetensors")
     names = [name for name in tensors if f"{name}_scale_inv" in tensors]
     return {matrix(tensors[name], tensors[f"{name}_scale_inv"]) for name in names}
@@ -99,7 +92,7 @@ def matrix(data: torch.Tensor, scale: torch.Tensor) -> bytes:
 
 
 def matrices(q: ScaledTensor) -> list[bytes]:
-    """A cast weight as the matrices that a folder stores: experts one by one, their up-projections apart."""
+    """Split a quantized weight into the matrices that a folder stores: one per expert, gate and up separately."""
     if q.data.dim() == 2:
         return [matrix(q.data, q.scale)]
     found = []
@@ -110,17 +103,17 @@ def matrices(q: ScaledTensor) -> list[bytes]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_first_step_multiplies_the_very_fp8_numbers_of_the_folder(saved, store, micro_batches):
+def test_the_first_step_multiplies_the_fp8_values_of_the_folder(saved, store, micro_batches):
     folder = saved("fp8")
     config = micro(model=WIDE, init_from=folder, micro_batches=micro_batches)
-    trainer, casts = Trainer(config, store, CPU), []
-    with observe_quantization(lambda operand, q: casts.append(q) if operand == "w" else None):
+    trainer, quantized = Trainer(config, store, CPU), []
+    with observe_quantization(lambda operand, q: quantized.append(q) if operand == "w" else None):
         trainer.step()
-    assert {m for q in casts for m in matrices(q)} == stored(folder)
-    assert count_unchanged_weights(Trainer(config, store, CPU).model)[0] == len(casts) // micro_batches
+    assert {m for q in quantized for m in matrices(q)} == stored(folder)
+    assert count_unchanged_weights(Trainer(config, store, CPU).model)[0] == len(quantized) // micro_batches
 
 
-def test_masters_are_the_dequantized_weights_in_float32(saved, store):
+def test_master_weights_are_the_dequantized_weights_in_float32(saved, store):
     folder = saved("fp8")
     trainer, expected = Trainer(micro(model=WIDE, init_from=folder), store, CPU), load(folder).state_dict()
     for name, t in trainer.model.state_dict().items():
@@ -128,7 +121,7 @@ def test_masters_are_the_dequantized_weights_in_float32(saved, store):
         assert t.equal(expected[name]), name
 
 
-def test_bf16_weights_are_begun_with_too(saved, store):
+def test_a_run_can_start_from_bf16_weights(saved, store):
     folder = saved("bf16")
     trainer = Trainer(micro(model=WIDE, init_from=folder), store, CPU)
     found = to_hf(trainer.model.state_dict(), trainer.model.config)
@@ -143,16 +136,16 @@ def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
-    def said(folder, model, recipe="deepseek_v3"):
+def test_weights_that_are_not_bit_identical_are_reported(saved, store):
+    def description(folder, model, recipe="deepseek_v3"):
         return describe_initial_weights(
             Trainer(micro(model=model, init_from=folder, recipe=recipe), store, CPU).model, folder
         )
 
     folder = saved("fp8")
     total = count_unchanged_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
-    assert f"{total} of {total} quantized weights are bit-identical" in said(folder, WIDE)
-    assert said(folder, WIDE, "bf16").endswith("FP8, dequantized")
+    assert f"{total} of {total} quantized weights are bit-identical" in description(folder, WIDE)
+    assert description(folder, WIDE, "bf16").endswith("FP8, dequantized")
 
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:  # as UE8M0 checkpoints have them
@@ -160,20 +153,20 @@ def test_what_does_not_come_back_to_the_bit_is_told(saved, store):
         tensors[name], tensors[f"{name}_scale_inv"] = q.data, q.scale
     save_file(tensors, folder / "model.safetensors")
     (folder / "octile.json").unlink()
-    kept = count_unchanged_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
-    assert kept < total // 2  # where the largest number of each block is 448 by chance
-    assert f"; {kept} of {total} quantized" in said(folder, WIDE)
+    unchanged = count_unchanged_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
+    assert unchanged < total // 2  # those whose largest value in every block is 448 by chance
+    assert f"; {unchanged} of {total} quantized" in description(folder, WIDE)
 
     shutil.rmtree(folder)
-    experts = 2  # layers whose up-projections share blocks of 128 rows where an expert has 32
-    assert f"{total - experts} of {total} quantized weights" in said(saved("fp8", MICRO), MICRO)
+    shared = 2  # weights of experts: gate and up share a block of 128 rows, as each has 32
+    assert f"{total - shared} of {total} quantized weights" in description(saved("fp8", MICRO), MICRO)
 
 
-def test_a_run_begins_where_the_other_ended(text, tmp_path):
+def test_a_run_starts_where_the_other_ended(text, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    train(micro(data=str(text), out=first, steps=12), False, quiet())
+    train(micro(data=str(text), out=first, steps=12), False, silent_console())
     config = fine_tuning(micro(data=str(text), out=second, steps=2, batch_size=2), first)
-    screen = quiet()
+    screen = silent_console()
     train(config, False, screen)
     assert f"weights: {first}, FP8" in screen.console.file.getvalue()
     assert (second / "model" / "tokenizer.json").read_bytes() == (first / "model" / "tokenizer.json").read_bytes()
@@ -189,46 +182,46 @@ def test_a_run_begins_where_the_other_ended(text, tmp_path):
     assert first_loss(second) < first_loss(first) - 0.3
 
 
-def test_fine_tuning_takes_the_folders_shape_and_small_steps(saved):
+def test_fine_tuning_uses_the_shape_of_the_folder_and_a_small_learning_rate(saved):
     config = fine_tuning(preset("tiny"), saved("fp8"))
     assert (config.model.hidden_size, config.model.moe_intermediate_size) == (64, 128)
     assert (config.optim, config.batch_size) == (OPTIM, preset("tiny").batch_size)
     assert TrainConfig.from_json(config.to_json()) == config
 
 
-def test_a_resumed_run_does_not_need_the_folder_and_continues_to_the_bit(saved, text, tmp_path):
+def test_a_resumed_run_does_not_need_the_folder_and_is_bit_identical(saved, text, tmp_path):
     def losses(run):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     folder, straight, resumed = saved("fp8"), tmp_path / "straight", tmp_path / "resumed"
     config = micro(data=str(text), model=WIDE, init_from=folder, steps=4)
-    train(replace(config, out=straight), False, quiet())
-    train(replace(config, out=resumed), False, quiet())
+    train(replace(config, out=straight), False, silent_console())
+    train(replace(config, out=resumed), False, silent_console())
     for step in (3, 4):  # as if it had been killed after the second step
         shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
     shutil.rmtree(folder)
-    train(RunFolder.open(resumed).read_config(), True, quiet())
+    train(RunFolder.open(resumed).read_config(), True, silent_console())
     assert losses(resumed) == losses(straight)
 
 
-def test_the_moving_average_begins_with_the_folders_weights(saved, store):
+def test_the_moving_average_starts_from_the_weights_of_the_folder(saved, store):
     config = micro(model=WIDE, init_from=saved("fp8"))
     trainer = Trainer(replace(config, optim=replace(config.optim, ema_decay=0.9)), store, CPU)
     assert trainer.ema.average["lm_head.weight"].equal(trainer.model.lm_head.weight)
 
 
-def test_from_the_command_line(saved, text, tmp_path, capsys):
+def test_fine_tuning_from_the_command_line(saved, text, tmp_path, capsys):
     folder, out = saved("fp8"), tmp_path / "run"
     options = {"data": text, "out": out, "init-from": folder, "steps": 2, "batch-size": 2, "sequence-length": 32}
     main(["train", "--val-sequences", "2", *(str(x) for n, v in options.items() for x in (f"--{n}", v))])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "quantized weights are bit-identical in the first step" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "quantized weights are bit-identical in the first step" in output
     saved_config = RunFolder.open(out).read_config()
     assert (saved_config.init_from, saved_config.model.hidden_size, saved_config.optim) == (folder, 64, OPTIM)
 
 
-def test_a_folder_of_a_transformers_model_without_prediction_layer(store, tmp_path):
+def test_a_transformers_model_without_a_prediction_layer_can_be_trained(store, tmp_path):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     torch.manual_seed(0)
@@ -240,7 +233,7 @@ def test_a_folder_of_a_transformers_model_without_prediction_layer(store, tmp_pa
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_a_model_of_another_shape_is_refused_and_stays_as_it_was(saved):
+def test_loading_weights_of_another_shape_changes_nothing(saved):
     folder, model = saved("fp8"), DeepseekV3(MICRO)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"gate_proj\.weight in .* is \[128, 64\], but \[32, 64\] in the model"):
@@ -252,11 +245,11 @@ def test_a_folder_without_a_tokenizer_is_refused_before_training(saved, text, tm
     folder = saved("fp8")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"tokenizer .* there is no file"):
-        train(micro(data=str(text), model=WIDE, init_from=folder, out=tmp_path / "run"), False, quiet())
+        train(micro(data=str(text), model=WIDE, init_from=folder, out=tmp_path / "run"), False, silent_console())
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_nothing_to_begin_with_is_one_line(capsys, tmp_path):
+def test_a_missing_checkpoint_is_reported_in_one_line(capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         main(["train", "--init-from", str(tmp_path / "nothing")])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""Text from a model: what is chosen, what is shown, what is refused."""
+"""Tests of text generation: which tokens are sampled, which are shown, what is refused."""
 
 import pytest
 import torch
@@ -21,23 +21,23 @@ def draws(sampling, n=200):
     return [sample_token(LOGITS, sampling, random) for _ in range(n)]
 
 
-def test_temperature_zero_takes_the_likeliest():
+def test_temperature_zero_takes_the_most_likely_token():
     assert set(draws(Sampling(temperature=0.0))) == {1}
 
 
-def test_temperature_one_draws_every_token_sometimes():
+def test_temperature_one_samples_every_token_sometimes():
     assert set(draws(Sampling(temperature=1.0))) == {0, 1, 2, 3}
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+def test_top_p_samples_from_the_fewest_tokens_that_reach_it():
     assert set(draws(Sampling(temperature=1.0, top_p=0.7))) == {1, 2}
 
 
-def test_top_p_always_keeps_the_likeliest():
+def test_top_p_never_excludes_the_most_likely_token():
     assert set(draws(Sampling(temperature=1.0, top_p=0.01))) == {1}
 
 
-def test_a_seed_repeats_itself():
+def test_the_same_seed_samples_the_same_tokens():
     assert draws(Sampling(temperature=1.0, seed=3)) == draws(Sampling(temperature=1.0, seed=3))
 
 
@@ -58,7 +58,7 @@ def test_settings_out_of_range_are_refused(settings, message):
         Sampling(**settings)
 
 
-def test_the_cache_changes_no_token(model):
+def test_the_kv_cache_changes_no_token(model):
     prompt = [5, 9, 2, 7]
     tokens = list(generate(model, prompt, Sampling(max_new_tokens=8), end=-1))
     for _ in range(8):
@@ -81,14 +81,14 @@ def test_an_empty_prompt_is_refused(model):
         next(generate(model, [], Sampling(), end=-1))
 
 
-def test_the_pieces_together_are_the_text(model, store):
+def test_the_generated_strings_concatenate_to_the_decoded_tokens(model, store):
     sampling = Sampling(max_new_tokens=40, temperature=1.0, seed=1)
     tokenizer = store.tokenizer
     tokens = list(generate(model, [tokenizer.begin, *tokenizer.encode("def ")], sampling, tokenizer.end))
     assert "".join(generate_text(model, tokenizer, "def ", sampling)) == tokenizer.decode(tokens)
 
 
-def test_a_served_model_can_be_trained_on(store):
+def test_a_model_can_be_trained_after_generating(store):
     from octile.nn.conversion import convert
 
     model = convert(DeepseekV3(MICRO))
@@ -99,6 +99,6 @@ def test_a_served_model_can_be_trained_on(store):
     assert model.lm_head.weight.grad.isfinite().all()
 
 
-def test_logits_that_are_no_numbers_are_not_continued():
+def test_nan_logits_are_refused():
     with pytest.raises(FloatingPointError, match="the model's logits are NaN"):
         sample_token(torch.tensor([0.0, float("nan")]), Sampling(), torch.Generator())

@@ -1,4 +1,4 @@
-"""Gradients of a recipe and of BF16 at the same weights, and a run that goes on as if nobody had looked."""
+"""Tests of comparing a recipe's gradients with BF16's at the same weights, without a change to the run."""
 
 import math
 
@@ -8,12 +8,12 @@ import torch
 from octile.train.gradient_check import check_gradients, parse_steps
 
 
-def test_bf16_beside_itself_is_the_same(new_trainer):
+def test_bf16_compared_with_itself_is_equal(new_trainer):
     check = check_gradients(new_trainer(recipe="bf16"))
     assert all(w.cosine == pytest.approx(1.0) and w.norm == w.bf16_norm for w in check.weights if w.norm)
 
 
-def test_the_figures_are_those_of_two_trainers_with_the_same_weights(new_trainer):
+def test_the_check_equals_two_trainers_with_the_same_weights(new_trainer):
     fp8, bf16 = new_trainer(recipe="deepseek_v3"), new_trainer(recipe="bf16")
     fp8.step()
     bf16.model.load_state_dict(fp8.model.state_dict())
@@ -32,23 +32,23 @@ def test_the_figures_are_those_of_two_trainers_with_the_same_weights(new_trainer
         assert weight.cosine == pytest.approx(torch.cosine_similarity(ours, theirs, dim=0).item(), abs=1e-9)
 
 
-def test_eight_bits_turn_the_gradient_a_little(new_trainer):
+def test_fp8_changes_the_direction_of_the_gradient_a_little(new_trainer):
     assert 0.5 < check_gradients(new_trainer(recipe="deepseek_v3")).whole().degrees < 30
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "smooth_swiglu", "global_scale", "fp8_lm"])
-def test_the_run_goes_on_as_if_nobody_had_looked(new_trainer, recipe):
-    alone, looked_at = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
-    for trainer in (alone, looked_at):
+def test_the_check_does_not_change_the_run(new_trainer, recipe):
+    unchecked, checked = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
+    for trainer in (unchecked, checked):
         trainer.step()
-    check_gradients(looked_at)
-    assert alone.step()["loss"] == looked_at.step()["loss"]
-    ours, theirs = alone.state()[0], looked_at.state()[0]
+    check_gradients(checked)
+    assert unchecked.step()["loss"] == checked.step()["loss"]
+    ours, theirs = unchecked.state()[0], checked.state()[0]
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-def test_a_loss_scale_is_divided_out(new_trainer):
+def test_gradients_are_divided_by_the_loss_scale(new_trainer):
     check = check_gradients(new_trainer(recipe="fp16_loss_scaling"))
     assert check.whole().norm < 100
     assert check.whole().norm_ratio == pytest.approx(1.0, abs=0.05)
@@ -80,6 +80,6 @@ def test_steps_are_chosen_by_name_or_number(text, steps, chosen):
 
 
 @pytest.mark.parametrize("text", ["0", "10", "first", "", "1,,2", "-1"])
-def test_steps_that_there_are_not_are_refused(text):
+def test_steps_out_of_range_are_refused(text):
     with pytest.raises(ValueError, match="gradient_steps must be from 1 to 9, or start, middle, end, or none"):
         parse_steps(text, 9)

@@ -1,7 +1,6 @@
-"""A whole run: what it leaves, and that nothing is lost when it is killed, stopped or out of space."""
+"""Tests of whole runs: the files they write, and that nothing is lost when one is killed, stopped or out of space."""
 
 import dataclasses
-import io
 import json
 import shutil
 import signal
@@ -13,21 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 import octile.train.loop
 from octile.checkpoint.hugging_face import load
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.train.config import TrainConfig
-from octile.train.console import RunConsole
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
 from octile.train.trainer import Trainer
-from tests.train.conftest import micro
-
-
-def quiet() -> RunConsole:
-    return RunConsole(Console(file=io.StringIO(), width=120))
+from tests.train.conftest import MICRO, micro, silent_console
 
 
 def metrics(run: Path, key: str) -> dict[int, float]:
@@ -35,37 +28,37 @@ def metrics(run: Path, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def final(run: Path) -> dict[str, torch.Tensor]:
+def final_state(run: Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(latest_checkpoint(run / "checkpoints"))[0]
 
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
-    screen = quiet()
+    screen = silent_console()
     train(micro(data=str(text), out=out), False, screen)
     return out, screen
 
 
-LEFT = (
+FILES = (
     "config.json model/config.json model/tokenizer.json metrics.jsonl report.html sample.txt tensorboard summary.json"
 )
 
 
-@pytest.mark.parametrize("name", LEFT.split())
-def test_a_run_leaves(finished, name):
+@pytest.mark.parametrize("name", FILES.split())
+def test_a_run_writes(finished, name):
     assert (finished[0] / name).exists()
 
 
-def test_every_step_is_measured(finished):
+def test_every_step_is_in_the_metrics(finished):
     assert list(metrics(finished[0], "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_held_out_text_is_measured_now_and_then_and_at_the_end(finished):
+def test_the_held_out_loss_is_measured_regularly_and_at_the_end(finished):
     assert list(metrics(finished[0], "val_loss")) == [3, 6]
 
 
-def test_the_model_takes_a_byte_a_quantised_parameter(finished):
+def test_quantized_weights_are_saved_in_fp8(finished):
     from safetensors import safe_open
 
     with safe_open(finished[0] / "model" / "model.safetensors", "pt") as tensors:
@@ -73,7 +66,7 @@ def test_the_model_takes_a_byte_a_quantised_parameter(finished):
     assert weight.dtype == torch.float8_e4m3fn
 
 
-def test_the_model_can_be_loaded_and_predicts_as_well_as_the_run_did(finished, store):
+def test_the_loaded_model_has_the_held_out_loss_of_the_run(finished, store):
     out, _ = finished
     model = load(out)
     trained = metrics(out, "val_loss")[6]
@@ -96,75 +89,68 @@ def test_the_screen_shows_loss_speed_time_left_and_the_sample(finished):
 def test_a_resumed_run_keeps_its_configuration(finished):
     config = micro(data="elsewhere", out=finished[0])
     with pytest.raises(ValueError, match="keeps its configuration, but data would differ"):
-        train(config, True, quiet())
+        train(config, True, silent_console())
 
 
-def test_a_resumed_run_is_not_made_shorter_than_it_is(finished):
+def test_a_resumed_run_cannot_have_fewer_steps_than_it_has_done(finished):
     before = RunFolder.open(finished[0]).read_config()
     with pytest.raises(ValueError, match=r"steps is 1, but the run has done \d+ already"):
-        train(dataclasses.replace(before, steps=1), True, quiet())
+        train(dataclasses.replace(before, steps=1), True, silent_console())
     assert RunFolder.open(finished[0]).read_config() == before
 
 
-def test_a_run_is_not_resumed_with_other_tokens(text, tmp_path):
+def test_resuming_with_other_tokens_is_refused(text, tmp_path):
     source, out = tmp_path / "text", tmp_path / "run"
     shutil.copytree(text, source)
     config = micro(data=str(source), out=out, steps=2)
-    train(config, False, quiet())
+    train(config, False, silent_console())
     (source / "argparse.txt").write_text((source / "argparse.txt").read_text() * 2)
     shutil.rmtree(out / "data")
     with pytest.raises(ValueError, match=r"tokens in .*data are not those that the checkpoint was trained on"):
-        train(dataclasses.replace(config, steps=3), True, quiet())
+        train(dataclasses.replace(config, steps=3), True, silent_console())
 
 
-def test_too_little_held_out_text_is_told(text, tmp_path):
-    screen = quiet()
+def test_too_little_held_out_text_is_reported(text, tmp_path):
+    screen = silent_console()
     train(micro(data=str(text), out=tmp_path / "run", steps=1, val_sequences=100_000), False, screen)
     shown = " ".join(screen.console.file.getvalue().split())
     assert "val_sequences is 100,000, but so little text is held out" in shown
 
 
-def test_an_observer_is_entered_around_every_step_and_around_nothing_else(text, tmp_path):
-    done, inside = [], []
+def test_an_observer_is_entered_around_training_steps_only(text, tmp_path):
+    validated, observed = [], []
 
-    def observer(trainer, run, metrics):
+    def observer(trainer, run, _):
         assert (run.path, trainer.steps_done) == (tmp_path / "run", 0)
 
         @contextmanager
-        def around(step):
+        def observe_step(step):
             before = trainer.steps_done
             yield
-            inside.append((step, before, trainer.steps_done))
-            done.append(step in metrics_of(run.path))
+            observed.append((step, before, trainer.steps_done))
+            validated.append(step in metrics(run.path, "val_loss"))
 
-        return around
+        return observe_step
 
-    def metrics_of(path):
-        return metrics(path, "val_loss")
-
-    train(micro(data=str(text), out=tmp_path / "run", validate_every=1, steps=3), False, quiet(), observer)
-    assert inside == [(1, 0, 1), (2, 1, 2), (3, 2, 3)]
-    assert done == [False, False, False]  # a step's validation comes after it
+    train(micro(data=str(text), out=tmp_path / "run", validate_every=1, steps=3), False, silent_console(), observer)
+    assert observed == [(1, 0, 1), (2, 1, 2), (3, 2, 3)]
+    assert validated == [False, False, False]  # a step's validation comes after it
 
 
-def test_resume_needs_a_run(tmp_path):
+def test_resuming_without_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
-        train(micro(out=tmp_path / "nothing"), True, quiet())
+        train(micro(out=tmp_path / "nothing"), True, silent_console())
 
 
-def test_more_tokens_than_the_model_knows_are_refused(text, tmp_path, monkeypatch):
-    from dataclasses import replace
-
-    from tests.train.conftest import MICRO
-
+def test_a_vocabulary_larger_than_the_models_is_refused(text, tmp_path, monkeypatch):
     config = micro(data=str(text), out=tmp_path / "run")
-    store = octile.train.loop.prepare_tokens(config, tmp_path / "data", quiet())
-    small = replace(config, model=replace(MICRO, vocab_size=300))
+    store = octile.train.loop.prepare_tokens(config, tmp_path / "data", silent_console())
+    small = dataclasses.replace(config, model=dataclasses.replace(MICRO, vocab_size=300))
     with pytest.raises(ValueError, match="the data has 320 tokens, the model's vocab_size is 300"):
         octile.train.loop.build(small, store, torch.device("cpu"))
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(text, tmp_path, monkeypatch, full_disk):
+def test_a_full_disk_leaves_the_last_checkpoint(text, tmp_path, monkeypatch, full_disk):
     out = tmp_path / "run"
     step = Trainer.step
 
@@ -175,25 +161,25 @@ def test_a_full_disk_keeps_the_last_checkpoint(text, tmp_path, monkeypatch, full
 
     monkeypatch.setattr(Trainer, "step", fill_after_3)
     with pytest.raises(OSError, match="No space left"):
-        train(micro(data=str(text), out=out), False, quiet())
+        train(micro(data=str(text), out=out), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
 
 
-def test_a_prompt_without_room_is_refused_before_training(text, tmp_path):
+def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(ValueError, match="no room in the model's context of 128"):
-        train(micro(data=str(text), out=out, prompt="def " * 200), False, quiet())
+        train(micro(data=str(text), out=out, prompt="def " * 200), False, silent_console())
     assert not (out / "config.json").exists()
 
 
-def test_another_number_of_steps_is_said(finished):
+def test_a_changed_number_of_steps_is_printed(finished):
     out, _ = finished
-    screen = quiet()
+    screen = silent_console()
     train(micro(data=json.loads((out / "config.json").read_text())["data"], out=out, steps=7), True, screen)
     assert "steps were 6 and are now 7" in screen.console.file.getvalue()
 
 
-def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(text, tmp_path, monkeypatch):
+def test_a_nan_loss_leaves_the_last_checkpoint(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     step = Trainer.step
 
@@ -205,7 +191,7 @@ def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(text, tmp_path, monk
 
     monkeypatch.setattr(Trainer, "step", break_after_3)
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
-        train(micro(data=str(text), out=out), False, quiet())
+        train(micro(data=str(text), out=out), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
 
 
@@ -224,13 +210,13 @@ main(sys.argv[1:])
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen:
-    """octile train in a process of its own, slowed down so that it can be hit at a chosen step."""
+    """Start `octile train` in a new process, with slow steps so that a test can stop it at a chosen one."""
     command = [sys.executable, "-c", SLOW, "train", "--out", str(out), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def new_run(text: Path, out: Path) -> subprocess.Popen:
-    """The micro run, by its options."""
+    """Start the micro run, given by command-line options."""
     config, options = micro(data=str(text)), []
     for path, value in _differences(config, TrainConfig()):
         options += [f"--{path.replace('_', '-')}", "None" if value is None else str(value)]
@@ -239,10 +225,10 @@ def new_run(text: Path, out: Path) -> subprocess.Popen:
 
 def _differences(config, default, path=""):
     for field in dataclasses.fields(config):
-        value, usual = getattr(config, field.name), getattr(default, field.name)
+        value, default_value = getattr(config, field.name), getattr(default, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _differences(value, usual, f"{path}{field.name}.")
-        elif value != usual and field.name != "rope_scaling":  # a part that the command line can't take away
+            yield from _differences(value, default_value, f"{path}{field.name}.")
+        elif value != default_value and field.name != "rope_scaling":  # the command line cannot set it to None
             yield path + field.name, value
 
 
@@ -255,7 +241,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
 
 
-def test_a_run_that_is_killed_resumes_to_the_same_losses_and_weights(text, tmp_path):
+def test_a_killed_run_resumes_to_the_same_losses_and_weights(text, tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     reference = new_run(text, straight)
     process = new_run(text, killed)
@@ -268,11 +254,11 @@ def test_a_run_that_is_killed_resumes_to_the_same_losses_and_weights(text, tmp_p
     assert resumed.wait(120) == 0, resumed.stderr.read()
     assert metrics(killed, "loss") == metrics(straight, "loss")
     assert metrics(killed, "val_loss") == metrics(straight, "val_loss")
-    ours, theirs = final(killed), final(straight)
+    ours, theirs = final_state(killed), final_state(straight)
     assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
 
 
-def test_ctrl_c_saves_the_step_under_way_and_says_how_to_continue(text, tmp_path):
+def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
     out = tmp_path / "run"
     process = new_run(text, out)
     wait_for_step(out, 1, process)

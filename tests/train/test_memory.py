@@ -1,4 +1,4 @@
-"""What cannot fit is refused, what may fit is not."""
+"""Tests of the memory check before training: a model that cannot fit is refused, one that may fit is not."""
 
 import re
 from dataclasses import replace
@@ -22,7 +22,7 @@ def test_a_model_larger_than_the_machine_is_refused_with_both_sizes(monkeypatch)
         check_memory(preset("v3_671b"), CPU)
 
 
-def test_a_model_that_may_fit_is_let_through():
+def test_a_model_that_may_fit_is_accepted():
     check_memory(preset("tiny"), CPU)
 
 
@@ -34,5 +34,5 @@ def test_fp8_optimizer_states_need_less(monkeypatch):
         check_memory(config, CPU)
 
 
-def test_the_machine_has_memory():
+def test_the_memory_of_the_cpu_is_found():
     assert memory.device_memory(CPU) > 10**9

@@ -1,4 +1,4 @@
-"""A run's folder keeps what was measured, and nothing twice."""
+"""Tests of a run's folder: nothing is overwritten, and resuming removes measurements after the checkpoint."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from octile.train.run_folder import MetricsWriter, RunFolder, lock_folder, read_
 from tests.train.conftest import micro
 
 
-def started(tmp_path) -> RunFolder:
+def new_run(tmp_path) -> RunFolder:
     config = micro(out=tmp_path / "run")
     run = RunFolder.create(config)
     run.write_config(config)
@@ -23,7 +23,7 @@ def test_a_run_is_not_overwritten(tmp_path):
         RunFolder.create(config)
 
 
-def test_a_file_is_no_place_for_a_run(tmp_path):
+def test_a_file_as_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(FileExistsError, match="is a file: name a folder"):
         RunFolder.create(micro(out=tmp_path / "run"))
@@ -35,7 +35,7 @@ def test_a_comparison_is_not_overwritten_by_a_run(tmp_path):
         RunFolder.create(micro(out=tmp_path))
 
 
-def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
+def test_runs_without_a_name_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_runs_without_a_name_get_one_each(tmp_path, monkeypatch):
     assert names == ["tiny-deepseek_v3", "tiny-deepseek_v3-2", "tiny-deepseek_v3-3"]
 
 
-def test_a_run_without_a_name_takes_a_folder_that_was_left_with_its_data(tmp_path, monkeypatch):
+def test_a_run_without_a_name_reuses_a_folder_that_has_only_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = RunFolder.create(micro()).path
     (first / "data").mkdir()
@@ -67,25 +67,25 @@ def test_the_configuration_is_read_back(tmp_path):
     assert run.read_config() == config
 
 
-def test_what_was_measured_after_the_checkpoint_is_forgotten_with_a_line_cut_short(tmp_path):
-    run = started(tmp_path)
+def test_measurements_after_the_checkpoint_and_a_truncated_line_are_removed(tmp_path):
+    run = new_run(tmp_path)
     run.metrics_file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
     run.truncate_after(1)
     assert run.metrics_file.read_text() == '{"step": 1, "loss": 3.0}\n'
 
 
 def test_a_measurement_is_in_the_file_when_write_returns(tmp_path):
-    run = started(tmp_path)
+    run = new_run(tmp_path)
     writer = MetricsWriter(run, 0)
     writer.write({"step": 1, "loss": 2.5})
     assert json.loads(run.metrics_file.read_text()) == {"step": 1, "loss": 2.5}
     writer.close()
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
+def test_tensorboard_gets_the_same_values(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = started(tmp_path)
+    run = new_run(tmp_path)
     writer = MetricsWriter(run, 0)
     writer.write({"step": 4, "loss": 2.5})
     writer.close()
@@ -93,18 +93,18 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(4, 2.5)]
 
 
-def test_what_is_no_number_is_null_in_the_file(tmp_path):
-    run = started(tmp_path)
+def test_a_non_finite_value_is_null_in_the_file(tmp_path):
+    run = new_run(tmp_path)
     writer = MetricsWriter(run, 0)
     writer.write({"step": 1, "grad_norm": float("inf")})
     writer.close()
     assert run.metrics_file.read_text() == '{"step": 1, "grad_norm": null}\n'
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
+def test_tensorboard_shows_only_the_later_of_repeated_steps(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = started(tmp_path)
+    run = new_run(tmp_path)
     for done, steps in ((0, (1, 2, 3)), (1, (2, 3))):
         writer = MetricsWriter(run, done)
         for step in steps:
@@ -115,7 +115,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 3.0), (3, 4.0)]
 
 
-def test_telemetry_after_the_checkpoint_is_forgotten_too(tmp_path):
+def test_telemetry_after_the_checkpoint_is_removed(tmp_path):
     run = RunFolder(tmp_path)
     run.telemetry_file.write_text('{"step": 1, "layer": "a"}\n{"step": 2, "layer": "a"}\n{"step": 2, "lay')
     run.truncate_after(1)
@@ -123,6 +123,6 @@ def test_telemetry_after_the_checkpoint_is_forgotten_too(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "no JSON\n", "[1]\n", '{"loss": 1}\n', '{"step": "1"}\n'])
-def test_what_is_no_measurement_is_left_out(tmp_path, text):
+def test_lines_that_are_no_measurements_are_left_out(tmp_path, text):
     (tmp_path / "lines.jsonl").write_text(text + '{"step": 3}\n')
     assert read_lines(tmp_path / "lines.jsonl") == [{"step": 3}]

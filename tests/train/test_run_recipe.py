@@ -1,4 +1,4 @@
-"""A run whose recipe is a file needs the file no more once it has begun."""
+"""Tests that a run stores the text of its recipe file and no with_4_steps needs the file."""
 
 import io
 import json
@@ -18,18 +18,14 @@ from octile.train.config import TrainConfig
 from octile.train.console import RunConsole
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
-from tests.train.conftest import micro
+from tests.train.conftest import micro, silent_console
 
 LAYER = "model.layers.0.mlp.down_proj"
 TEXT = f'recipe = "deepseek_v3"  # ε\n[[keep]]\nlayers = "{LAYER}"\nproducts = ["wgrad"]\n'
 RECIPE = replace(Recipe.deepseek_v3(), exceptions=((LAYER, frozenset({"wgrad"})),))
 
 
-def screen():
-    return RunConsole(Console(file=io.StringIO(), width=200))
-
-
-def final(run):
+def final_state(run):
     return load_checkpoint(latest_checkpoint(run / "checkpoints"))[0]
 
 
@@ -46,103 +42,103 @@ def config(text, file, tmp_path):
 
 
 @pytest.fixture
-def begun(config):
+def finished(config):
     """The folder of a run of two steps."""
-    return train(config, False, screen())
+    return train(config, False, silent_console())
 
 
-def longer(run, **changes):
-    """The run's configuration as `octile train --resume --steps 4` asks for it."""
+def with_4_steps(run, **changes):
+    """Return the run's configuration as `octile train --resume --steps 4` requests it."""
     return replace(RunFolder.open(run).read_config(), steps=4, **changes)
 
 
-def test_the_configuration_holds_what_the_file_said(begun, file):
-    saved = RunFolder.open(begun).read_config()
+def test_the_configuration_stores_the_text_of_the_file(finished, file):
+    saved = RunFolder.open(finished).read_config()
     assert (saved.recipe, saved.recipe_text) == (str(file), TEXT)
     assert TrainConfig.from_json(saved.to_json()) == saved
     file.unlink()
     assert saved.load_recipe() == RECIPE
 
 
-def test_a_run_goes_on_to_the_bit_when_its_file_is_gone(file, config, tmp_path):
-    straight = train(replace(config, steps=4, checkpoint_every=2), False, screen())
+def test_a_run_resumes_bit_for_bit_without_its_file(file, config, tmp_path):
+    straight = train(replace(config, steps=4, checkpoint_every=2), False, silent_console())
     killed = shutil.copytree(straight, tmp_path / "killed")
     shutil.rmtree(killed / "checkpoints" / "step_00000004")
     file.unlink()
-    train(replace(RunFolder.open(killed).read_config(), out=killed), True, screen())
-    ours, theirs = final(killed), final(straight)
+    train(replace(RunFolder.open(killed).read_config(), out=killed), True, silent_console())
+    ours, theirs = final_state(killed), final_state(straight)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_run_keeps_its_recipe_when_the_file_changes_and_says_so(begun, file):
+def test_a_changed_file_does_not_change_the_recipe_and_is_reported(finished, file):
     file.write_text('recipe = "bf16"\n')
-    shown = screen()
-    train(longer(begun, recipe_text=None), True, shown)  # as a script asks that knows the file's name only
+    shown = silent_console()
+    train(with_4_steps(finished, recipe_text=None), True, shown)  # as a script that gives only the name of the file
     assert f"{file} has changed since the run began: the run keeps" in shown.console.file.getvalue()
-    assert RunFolder.open(begun).read_config().recipe_text == TEXT
+    assert RunFolder.open(finished).read_config().recipe_text == TEXT
 
 
-def test_a_file_that_has_not_changed_is_not_spoken_of(begun):
-    shown = screen()
-    train(longer(begun), True, shown)
+def test_the_same_file_is_not_reported(finished):
+    shown = silent_console()
+    train(with_4_steps(finished), True, shown)
     assert "changed" not in shown.console.file.getvalue()
 
 
-def test_another_file_is_another_recipe(begun, tmp_path):
+def test_resuming_with_another_file_is_refused(finished, tmp_path):
     (tmp_path / "other.toml").write_text(TEXT, encoding="utf-8")
     with pytest.raises(ValueError, match="keeps its configuration, but recipe would differ"):
-        train(longer(begun, recipe=str(tmp_path / "other.toml")), True, screen())
+        train(with_4_steps(finished, recipe=str(tmp_path / "other.toml")), True, silent_console())
 
 
-def test_a_step_is_captured_when_the_file_is_gone(begun, file):
+def test_a_step_can_be_captured_without_the_file(finished, file):
     file.unlink()
-    path = capture_run(begun, 2, LAYER, say=lambda line: None)
+    path = capture_run(finished, 2, LAYER, say=lambda line: None)
     assert {captured.gemm for captured in load(path).gemms} == {"fprop", "dgrad", "wgrad"}
 
 
-def as_an_earlier_version_left_it(run):
+def remove_recipe_text(run):
     path = RunFolder.open(run).config_file
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "recipe_text"}))
 
 
-def test_a_run_of_an_earlier_version_is_read_and_from_then_on_stands_alone(begun, file):
-    as_an_earlier_version_left_it(begun)
-    assert RunFolder.open(begun).read_config().load_recipe() == RECIPE
-    train(longer(begun), True, screen())
-    assert RunFolder.open(begun).read_config().recipe_text == TEXT
+def test_a_run_of_an_earlier_version_gets_the_recipe_text_when_resumed(finished, file):
+    remove_recipe_text(finished)
+    assert RunFolder.open(finished).read_config().load_recipe() == RECIPE
+    train(with_4_steps(finished), True, silent_console())
+    assert RunFolder.open(finished).read_config().recipe_text == TEXT
 
 
-def test_a_run_of_an_earlier_version_needs_its_file(begun, file):
-    as_an_earlier_version_left_it(begun)
+def test_a_run_of_an_earlier_version_needs_its_file(finished, file):
+    remove_recipe_text(finished)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"mine\.toml"):
-        train(longer(begun), True, screen())
+        train(with_4_steps(finished), True, silent_console())
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16"])
-def test_a_recipe_with_a_name_has_no_text(recipe):
+def test_a_named_recipe_has_no_text(recipe):
     config = micro(recipe=recipe)
     assert config.with_recipe_text() == config
     assert config.load_recipe() == Recipe.named(recipe)
 
 
-def test_a_file_that_is_no_recipe_is_refused_before_anything_is_written(config, file):
+def test_a_malformed_recipe_file_is_refused_before_anything_is_written(config, file):
     file.write_text("recipe = 3")
     with pytest.raises(ValueError, match="must say recipe"):
-        train(config, False, screen())
+        train(config, False, silent_console())
     assert not config.out.exists()
 
 
 def test_a_comparison_reads_a_file_once(text, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    class Deleting(RunConsole):
+    class DeletingConsole(RunConsole):
         def print(self, line):
             file.unlink(missing_ok=True)
 
-    shown = Deleting(Console(file=io.StringIO(), width=200))
+    console = DeletingConsole(Console(file=io.StringIO(), width=200))
     config = micro(data=str(text), steps=1, validate_every=1)
-    result = compare(config, ("mine.toml",), tmp_path / "out", shown, seeds=(0, 1), gradient_steps="none")
+    result = compare(config, ("mine.toml",), tmp_path / "out", console, seeds=(0, 1), gradient_steps="none")
     assert [curve.recipe for curve in result.recipes] == ["mine.toml"] * 2
     assert torch.isfinite(torch.tensor([curve.val_loss[-1] for curve in result.recipes])).all()

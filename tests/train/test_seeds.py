@@ -1,4 +1,4 @@
-"""How many seeds, or which."""
+"""Tests of the option --seeds: a number of seeds or a list of them."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from octile.train.compare import baseline_seeds, parse_seeds
     ("text", "first", "seeds"),
     [("1", 0, (0,)), ("3", 0, (0, 1, 2)), ("2", 7, (7, 8)), ("0,7, 9", 0, (0, 7, 9)), ("5,", 0, (5,))],
 )
-def test_a_number_counts_and_a_list_names(text, first, seeds):
+def test_a_number_is_a_count_and_a_list_names_seeds(text, first, seeds):
     assert parse_seeds(text, first) == seeds
 
 
@@ -26,7 +26,7 @@ def test_a_number_counts_and_a_list_names(text, first, seeds):
         ("0,1", 4, "leave out seed 4"),
     ],
 )
-def test_what_is_neither_is_refused(text, first, message):
+def test_other_texts_are_refused(text, first, message):
     with pytest.raises(ValueError, match=message):
         parse_seeds(text, first)
 

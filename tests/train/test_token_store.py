@@ -1,4 +1,4 @@
-"""A token store gives back what was written, or says what is wrong with it."""
+"""Tests of token stores: they return what was written, and damaged stores are refused."""
 
 import json
 
@@ -22,7 +22,7 @@ def store(text, tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
-def test_writer_uses_the_smallest_dtype_that_holds_every_token(tmp_path, vocab_size, dtype):
+def test_the_writer_uses_the_smallest_dtype_that_holds_every_token(tmp_path, vocab_size, dtype):
     with TokenWriter(tmp_path / "tokens.npy", vocab_size) as writer:
         writer.append([vocab_size - 1])
     tokens = np.load(tmp_path / "tokens.npy")
@@ -30,7 +30,7 @@ def test_writer_uses_the_smallest_dtype_that_holds_every_token(tmp_path, vocab_s
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [7, 0, 5], [60_000, 60_000]])
-def test_writer_appends(tmp_path, lengths):
+def test_the_writer_appends(tmp_path, lengths):
     with TokenWriter(tmp_path / "tokens.npy", 300) as writer:
         for length in lengths:
             writer.append(list(range(300))[:length] * (length // 300 or 1))
@@ -42,16 +42,16 @@ def test_tokens_are_memory_mapped_and_read_only(store):
     assert not store.train.flags.writeable
 
 
-def test_manifest_counts_the_tokens(store):
+def test_the_manifest_counts_the_tokens(store):
     assert store.manifest.tokens == {"train": len(store.train), "val": len(store.val)}
 
 
-def test_opened_again_it_is_the_same(store):
+def test_an_opened_store_has_the_same_manifest(store):
     assert TokenStore.open(store.folder).manifest == store.manifest
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_changed_byte_is_noticed(store, name):
+def test_one_changed_byte_is_refused(store, name):
     content = bytearray((store.folder / name).read_bytes())
     content[-1] ^= 1
     (store.folder / name).write_bytes(content)
@@ -59,19 +59,19 @@ def test_one_changed_byte_is_noticed(store, name):
         TokenStore.open(store.folder)
 
 
-def test_missing_file_is_noticed(store):
+def test_a_missing_file_is_refused(store):
     (store.folder / "val.npy").unlink()
     with pytest.raises(ValueError, match=r"is damaged: val.npy is missing"):
         TokenStore.open(store.folder)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"source": "stdlib"})], ids=["cut", "list", "incomplete"])
-def test_damaged_manifest_is_noticed(store, content):
+def test_a_damaged_manifest_is_refused(store, content):
     (store.folder / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"is damaged: manifest.json"):
         TokenStore.open(store.folder)
 
 
-def test_folder_without_a_manifest_is_no_store(tmp_path):
+def test_a_folder_without_a_manifest_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a finished token store"):
         TokenStore.open(tmp_path)

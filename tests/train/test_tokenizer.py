@@ -1,4 +1,4 @@
-"""The tokenizer loses nothing, always comes out the same, and is one that transformers reads."""
+"""Tests of the tokenizer: it is lossless and deterministic, and transformers reads it."""
 
 import json
 
@@ -26,45 +26,45 @@ def folder(tokenizer, tmp_path):
 
 
 @given(text=st.text())
-def test_any_unicode_comes_back(tokenizer, text):
+def test_any_unicode_text_survives_encoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("text", [BEGIN, f"a{END}b", f"{END}{BEGIN}", "  \t\r\n\n \x00 e\u0301 \u2028 👩‍👩‍👧"])
-def test_awkward_text_comes_back(tokenizer, text):
+def test_special_tokens_and_control_characters_survive_encoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens_in_a_text_are_plain_text(tokenizer):
+def test_special_tokens_in_a_text_are_encoded_as_text(tokenizer):
     assert not {tokenizer.begin, tokenizer.end} & set(tokenizer.encode(f"{BEGIN} text {END}"))
 
 
-def test_batch_encodes_each_text_alone(tokenizer):
+def test_a_batch_encodes_each_text_separately(tokenizer):
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
 
 
-def test_training_merges_what_is_frequent(tokenizer):
+def test_training_merges_frequent_strings(tokenizer):
     assert len(tokenizer.encode(" width height")) < len(" width height") / 2
 
 
-def test_same_texts_give_the_same_tokenizer(tokenizer):
+def test_the_same_texts_give_the_same_tokenizer(tokenizer):
     assert Tokenizer.train(TEXTS, 300).fingerprint == tokenizer.fingerprint
 
 
-def test_vocabulary_has_the_size_asked_for(tokenizer):
+def test_the_vocabulary_has_the_requested_size(tokenizer):
     assert tokenizer.vocab_size == 300
 
 
-def test_vocabulary_stays_small_where_nothing_occurs_twice():
+def test_the_vocabulary_stays_small_where_nothing_occurs_twice():
     assert Tokenizer.train(["abc"], 300).vocab_size == 258
 
 
-def test_vocabulary_without_room_for_the_bytes_is_refused():
+def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(ValueError, match=r"at least 258 \(256 bytes \+ 2\), not 257"):
         Tokenizer.train(TEXTS, 257)
 
 
-def test_saved_and_loaded_is_the_same(tokenizer, folder):
+def test_a_loaded_tokenizer_equals_the_saved_one(tokenizer, folder):
     assert Tokenizer.load(folder).fingerprint == tokenizer.fingerprint
 
 
@@ -74,7 +74,7 @@ def test_begin_and_end_are_found_without_a_config(tokenizer, folder):
     assert (loaded.begin, loaded.end) == (tokenizer.begin, tokenizer.end)
 
 
-def test_transformers_loads_it_beside_a_deepseek_config(tokenizer, folder):
+def test_transformers_loads_it_with_a_deepseek_config(tokenizer, folder):
     from transformers import AutoTokenizer
 
     (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
@@ -85,44 +85,44 @@ def test_transformers_loads_it_beside_a_deepseek_config(tokenizer, folder):
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.begin, tokenizer.end)
 
 
-def test_config_may_write_a_token_as_a_dict(tokenizer, folder):
+def test_a_config_may_give_a_token_as_a_dict(tokenizer, folder):
     config = {"bos_token": {"content": BEGIN, "lstrip": False}, "eos_token": {"content": END}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer.load(folder).end == tokenizer.end
 
 
-def test_tokenizer_with_one_special_token_begins_and_ends_with_it(folder):
+def test_one_special_token_is_used_as_begin_and_end(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": None, "eos_token": END}))
     loaded = Tokenizer.load(folder)
     assert loaded.begin == loaded.end
 
 
-def test_truncation_and_padding_of_a_given_tokenizer_are_off(tokenizer, tmp_path):
-    cutting = Tokenizer.train(TEXTS, 300).backend
-    cutting.enable_truncation(4)
-    cutting.enable_padding(length=8)
-    cutting.save(str(tmp_path / "tokenizer.json"))
+def test_truncation_and_padding_of_a_given_tokenizer_are_disabled(tokenizer, tmp_path):
+    truncating = Tokenizer.train(TEXTS, 300).backend
+    truncating.enable_truncation(4)
+    truncating.enable_padding(length=8)
+    truncating.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
 
 
-def test_missing_tokenizer_is_refused(tmp_path):
+def test_a_missing_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         Tokenizer.load(tmp_path)
 
 
-def test_damaged_tokenizer_is_refused(tmp_path):
+def test_a_damaged_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ValueError, match="cannot be read"):
         Tokenizer.load(tmp_path)
 
 
-def test_damaged_config_is_refused(folder):
+def test_a_damaged_config_is_refused(folder):
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         Tokenizer.load(folder)
 
 
-def test_tokenizer_without_an_end_is_refused(folder):
+def test_a_tokenizer_without_an_end_token_is_refused(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match="has no token '</s>'"):
         Tokenizer.load(folder)

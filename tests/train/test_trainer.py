@@ -1,4 +1,4 @@
-"""A training step, its state, and what happens when numbers break."""
+"""Tests of a training step, the state of a trainer, and non-finite losses and gradients."""
 
 import math
 from dataclasses import replace
@@ -26,16 +26,16 @@ def test_the_loss_falls_under_every_recipe(new_trainer, recipe):
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_two_runs_of_one_seed_are_the_same_to_the_bit(new_trainer):
+def test_two_runs_of_one_seed_are_bit_identical(new_trainer):
     assert run(new_trainer(), 3) == run(new_trainer(), 3)
 
 
-def test_another_seed_is_another_run(new_trainer):
+def test_another_seed_gives_another_run(new_trainer):
     assert run(new_trainer(), 1) != run(new_trainer(seed=1), 1)
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp8_lm", "fp16_loss_scaling"])
-def test_a_run_continues_from_its_saved_state_to_the_bit(new_trainer, tmp_path, recipe):
+def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path, recipe):
     straight = new_trainer(recipe=recipe)
     run(straight, 3)
     tensors, state = straight.state()
@@ -50,10 +50,6 @@ def test_a_run_continues_from_its_saved_state_to_the_bit(new_trainer, tmp_path, 
 
 
 def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
-    from dataclasses import replace
-
-    from octile.train.trainer import Trainer
-
     config = micro()
     config = replace(config, optim=replace(config.optim, ema_decay=0.9))
     first = Trainer(config, store, torch.device("cpu"))
@@ -67,8 +63,8 @@ def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
 
 
 def test_micro_batches_add_up_to_the_whole_batch(new_trainer):
-    whole, pieces = new_trainer(recipe="float32"), new_trainer(recipe="float32", micro_batches=2)
-    assert math.isclose(whole.step()["grad_norm"], pieces.step()["grad_norm"], rel_tol=1e-4)
+    whole, split = new_trainer(recipe="float32"), new_trainer(recipe="float32", micro_batches=2)
+    assert math.isclose(whole.step()["grad_norm"], split.step()["grad_norm"], rel_tol=1e-4)
 
 
 def test_a_state_of_another_shape_is_refused(new_trainer):
@@ -79,7 +75,7 @@ def test_a_state_of_another_shape_is_refused(new_trainer):
         new_trainer().load(tensors, state)
 
 
-def test_a_broken_weight_stops_the_run_and_is_named(new_trainer):
+def test_a_nan_weight_stops_the_run_and_is_named(new_trainer):
     trainer = new_trainer()
     with torch.no_grad():
         trainer.model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
@@ -87,7 +83,7 @@ def test_a_broken_weight_stops_the_run_and_is_named(new_trainer):
         trainer.step()
 
 
-def test_the_first_layer_to_break_is_named(new_trainer):
+def test_the_first_layer_with_a_non_finite_value_is_named(new_trainer):
     trainer = new_trainer(recipe="float32")
     with torch.no_grad():
         trainer.model.model.layers[0].mlp.up_proj.weight.mul_(1e30)
@@ -107,7 +103,7 @@ def test_an_infinite_gradient_stops_the_run_before_the_weights_change(new_traine
     assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
 
 
-def test_a_loss_scale_that_can_back_off_no_further_stops_the_run(new_trainer):
+def test_overflow_at_the_smallest_loss_scale_stops_the_run(new_trainer):
     trainer = new_trainer(recipe="fp16_loss_scaling", skip_limit=0)
     trainer.loss_scale.value = 1.0
     trainer.model.lm_head.weight.register_hook(lambda g: g * float("nan"))
@@ -115,14 +111,14 @@ def test_a_loss_scale_that_can_back_off_no_further_stops_the_run(new_trainer):
         trainer.step()
 
 
-def test_a_broken_gradient_in_8_bits_is_named_too(new_trainer):
+def test_a_nan_gradient_of_fp8_lm_is_named(new_trainer):
     trainer = new_trainer(recipe="fp8_lm", skip_limit=0)
     trainer.model.lm_head.weight.register_hook(lambda g: g * float("nan"))
     with pytest.raises(FloatingPointError, match=r"the nearest to the loss is lm_head\.weight"):
         trainer.step()
 
 
-def test_the_tokenizer_says_what_ends_a_text(new_trainer, store):
+def test_begin_and_end_tokens_come_from_the_tokenizer(new_trainer, store):
     config = new_trainer().model.config
     assert (config.bos_token_id, config.eos_token_id) == (store.tokenizer.begin, store.tokenizer.end)
 
@@ -138,13 +134,13 @@ def test_a_loss_scale_that_overflows_skips_the_step_and_backs_off(new_trainer):
 
 
 @pytest.mark.parametrize("recipe", Recipe.names())
-def test_looking_changes_nothing(new_trainer, recipe):
-    with_look, without = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
-    with_look.step()
-    without.step()
-    with_look.validate()
-    with_look.tile_scales()
-    assert with_look.step()["loss"] == without.step()["loss"]
+def test_validation_and_diagnostics_change_nothing(new_trainer, recipe):
+    observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
+    observed.step()
+    unobserved.step()
+    observed.validate()
+    observed.tile_scales()
+    assert observed.step()["loss"] == unobserved.step()["loss"]
 
 
 def test_tile_scales_are_counted_for_all_three_operands(new_trainer):
@@ -157,19 +153,19 @@ def test_every_token_is_counted_in_the_expert_load(new_trainer):
     assert {sum(load) for load in trainer.expert_load().values()} <= {4 * 32 * 2, 4 * 31 * 2}  # MTP has one fewer
 
 
-def test_the_expert_load_is_the_whole_steps_whatever_its_micro_batches(new_trainer):
+def test_the_expert_load_counts_all_micro_batches_of_a_step(new_trainer):
     trainer = new_trainer(micro_batches=2)
     trainer.step()
     assert {sum(load) for load in trainer.expert_load().values()} <= {4 * 32 * 2, 4 * 31 * 2}
 
 
-def test_a_variation_of_a_recipe_can_be_trained_that_has_no_name(store):
-    fewer_bits = replace(Recipe.deepseek_v3(), attention_output=None)
-    trainer = Trainer(micro(), store, torch.device("cpu"), fewer_bits)
-    assert trainer.recipe == trainer.model.model.layers[0].self_attn.o_proj.recipe == fewer_bits
+def test_a_recipe_without_a_name_can_be_trained(store):
+    changed = replace(Recipe.deepseek_v3(), attention_output=None)
+    trainer = Trainer(micro(), store, torch.device("cpu"), changed)
+    assert trainer.recipe == trainer.model.model.layers[0].self_attn.o_proj.recipe == changed
 
 
-def test_the_balance_bias_moves_by_its_speed(new_trainer):
+def test_the_balance_bias_changes_by_its_speed(new_trainer):
     trainer = new_trainer()
     trainer.step()
     for moe in trainer.moes.values():
@@ -177,7 +173,7 @@ def test_the_balance_bias_moves_by_its_speed(new_trainer):
         assert torch.equal(moe.gate.e_score_correction_bias, 0.001 * torch.sign(load.mean() - load))
 
 
-def test_the_schedule_ends_at_its_floor():
+def test_the_schedule_ends_at_its_final_learning_rate():
     config = micro(steps=100)
     rates = schedule(config)
     assert rates(99) == pytest.approx(config.optim.lr * config.optim.final_lr, rel=0.05)
