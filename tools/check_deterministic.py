@@ -28,9 +28,9 @@ from octile.train.trainer import Trainer
 
 RECIPES = ("deepseek_v3", "bf16")
 STEPS, EMA_STEPS = 24, 60
-ROUNDS = 3  # of runs without and with the moving average
+ROUNDS = 3  # pairs of runs without and with the moving average
 EMA_DECAY = 0.999
-SCHEDULE = 300  # steps of the run whose first ones these are
+SCHEDULE = 300  # steps of the learning rate schedule, of which only the first are run
 WARM_UP = 4  # steps in which kernels are compiled
 
 
@@ -54,6 +54,7 @@ def run(config: TrainConfig, store: TokenStore, steps: int, same_bits: bool = Fa
 
 
 def digest(trainer: Trainer) -> str:
+    """Return the first 12 hex digits of a SHA-256 of the weights."""
     found = hashlib.sha256()
     for tensor in trainer.model.state_dict().values():
         found.update(tensor.float().cpu().numpy().tobytes())
@@ -67,6 +68,7 @@ def compared(recipe: str, same_bits: bool, a: Ran, b: Ran) -> str:
 
 
 def measurements(config: TrainConfig, store: TokenStore) -> Iterator[str]:
+    """Run all measurements and yield the lines of the report."""
     found = machine(pick_device(config.device))
     yield (
         f"The {config.preset} preset on {describe_machine(found)}, {found['date']}, commit {found['commit']}. "

@@ -34,7 +34,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def compiled(only: str) -> Rows:
-    """Registers, spilled bytes, instructions and a hash of the machine code of every kernel, by its case."""
+    """Return registers, spilled bytes, instructions and a hash of the machine code of every kernel, by case."""
     requests: dict[str, tuple[str, Mapping[str, int | bool], Mapping[str, str] | None]] = {}
     seen = set()
     for case, config in gemm_catalog.configs().items():
@@ -61,7 +61,11 @@ def compiled(only: str) -> Rows:
 
 
 def machine_code(cubin: bytes) -> bytes:
-    """The section .text.* of an ELF file, of which a kernel's cubin has one."""
+    """Return the section .text.* of a cubin of one kernel.
+
+    Raises:
+        ValueError: the file has no such section, or several.
+    """
     (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
     count, names_index = struct.unpack_from("<HH", cubin, 0x3C)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections_at + 64 * i) for i in range(count)]
@@ -74,7 +78,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def compare(before: Rows, after: Rows) -> bool:
-    """Print what differs; whether the machine code is as good as before."""
+    """Print the differences, and return whether the machine code is as good as before."""
     by_code = {row["sha256"]: case for case, row in before.items()}
     same = good = 0
     for case, new in after.items():

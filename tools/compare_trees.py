@@ -3,9 +3,9 @@
     python tools/compare_trees.py OUT.json TREE TREE … [--products few,middle] [--peer]
 
 A TREE is a folder with `octile/` in it, such as a git worktree. Each tree runs in its own process on the one GPU, with
-its
-own kernels and its own choice of them; `--peer` adds a process with DeepGEMM. The processes measure in turn, a few
-rounds at a time, so that heat and clocks are alike for all. Name a tree twice to see what order and chance do.
+its own kernels and its own choice of them; `--peer` adds a process with DeepGEMM. The measurements are
+interleaved, a few rounds at a time, so that temperature and clocks are alike for all. Name a tree twice to see the
+effect of order and chance.
 
 A tree whose modules have other names is measured by its own copy of this script (`tools/compare_trees.py`, before that
 `benchmarks/beside.py`), which answers the same requests.
@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-TURNS, ROUNDS = 5, 4  # turns of each process a GEMM, rounds a turn; the median over turns of the median counts
+REPETITIONS, ROUNDS = 5, 4  # repetitions per GEMM and process, rounds of each; the median of their medians counts
 SCRIPTS = ("tools/compare_trees.py", "benchmarks/beside.py")  # where a tree has its copy of this script
 LISTS = {"few": "FEW_ROWS", "middle": "MIDDLE", "large": "LARGE", "tiles": "BOTH_TILES", "accumulated": "ACCUMULATED",
          "wgrad": "WGRAD", "grouped": "GROUPED", "masked": "MASKED"}  # fmt: skip
@@ -71,8 +71,8 @@ def measure(workers: list[Worker], cases: list[dict[str, Any]]) -> Iterator[dict
         for i in range(len(cases)):
             kernels = list(pool.map(lambda worker, i=i: worker.ask("take", i), workers))
             times: dict[str, list[float]] = {worker.name: [] for worker in workers}
-            for turn in range(TURNS):
-                begin = turn % len(workers)  # a different worker is first in each turn
+            for repetition in range(REPETITIONS):
+                begin = repetition % len(workers)  # a different worker is first each time
                 for worker in (*workers[begin:], *workers[:begin]):
                     times[worker.name].append(worker.ask("time"))
             yield {

@@ -53,7 +53,7 @@ class Walk:
 
 @dataclass
 class Recorder:
-    """Profiles octile's calls and keeps a walk for every launch."""
+    """Profile octile's calls and record a walk for every launch."""
 
     walks: list[Walk] = field(default_factory=list)
     entered: dict[str, None] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Recorder:
             self.entered[place.partition(":")[0]] = None
 
     def launch(self, *_: Any) -> tuple[Any]:
-        """Stands for cuLaunchKernelEx."""
+        """Replace cuLaunchKernelEx: record the stack instead of launching."""
         stack, frame = [], sys._getframe(1)
         while frame is not None:
             if place := _place(frame):
@@ -97,7 +97,7 @@ class FakeKernel:
 
 
 def _place(frame: FrameType) -> str | None:
-    """octile's file and function of a frame; None: it is not octile's."""
+    """Return the file and function of a frame of octile, or None for other frames."""
     file = Path(frame.f_code.co_filename)
     if not file.is_relative_to(PACKAGE):
         return None

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One stage of what hopper.md describes: check, tests, gemm, casts, step, tune, profile, sanitize, train, deterministic,
+# Run one stage of hopper.md: check, tests, gemm, casts, step, tune, profile, sanitize, train, deterministic,
 # probe or bits. Needs a Hopper GPU. Ends within nine minutes and writes to $OUT, a short table last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -9,18 +9,18 @@ export PYTHONUNBUFFERED=1 OCTILE_CACHE_DIR=${OCTILE_CACHE_DIR:-$HOME/.cache/octi
 BUDGET=520 # seconds of a stage; SECONDS is bash's clock
 mkdir -p "$OUT"
 
-# Runs a command for as long as it may; at the end a Ctrl-C lets it write what it has.
+# Run a command with a time limit in seconds; at the limit a Ctrl-C lets it write its results.
 within() { timeout --signal=INT --kill-after=15 "$(($1 < BUDGET - SECONDS ? $1 : BUDGET - SECONDS))" "${@:2}"; }
 
-# What an earlier stage found is used from then on, also on a machine that has been emptied meanwhile.
+# Use the tuned kernels of an earlier stage, also on a machine whose cache is empty.
 restore_tuned() {
-    local kept=$OUT/tuned.json
-    [[ -f $kept ]] || kept=benchmarks/results/tuned.json
-    [[ -f $kept ]] || return 0
-    mkdir -p -m 700 "$OCTILE_CACHE_DIR" && cp -u "$kept" "$OCTILE_CACHE_DIR/tuned.json" && echo "kernels as in $kept"
+    local tuned=$OUT/tuned.json
+    [[ -f $tuned ]] || tuned=benchmarks/results/tuned.json
+    [[ -f $tuned ]] || return 0
+    mkdir -p -m 700 "$OCTILE_CACHE_DIR" && cp -u "$tuned" "$OCTILE_CACHE_DIR/tuned.json" && echo "kernels as in $tuned"
 }
 
-# DeepGEMM from a folder of its sources with CUTLASS's and fmt's headers in it (hopper.md); without one, no comparison.
+# Build DeepGEMM from the folder DEEP_GEMM_SOURCE (hopper.md). Without it there is no comparison.
 build_deep_gemm() {
     [[ -n ${DEEP_GEMM_SOURCE:-} ]] || { echo "DEEP_GEMM_SOURCE is not set: no comparison with DeepGEMM"; return 0; }
     if ! compgen -G "$DEEP_GEMM_SOURCE/build/lib*" >/dev/null; then

@@ -4,8 +4,7 @@
     python -m tools.profile_gemm --run             the program that is profiled: each case once, after a warm-up
 
 It reports time, registers, shared memory, activity of the tensor cores, the L2 cache and memory, and stall reasons of
-every
-kernel. Clocks are not locked (`--clock-control none`), as in `octile bench gemm`.
+every kernel. Clocks are not locked (`--clock-control none`), as in `octile bench gemm`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CASES = [
     Case("wgrad", 4096, 7168, 8192, 4, tiles=True, accumulate=True),
 ]
 KERNELS = r"regex:^gemm$|fp8.*gemm"  # octile's and DeepGEMM's
-WANTED = (  # where this ncu knows them for this chip; sections bring the rest
+WANTED = (  # if this ncu has them for this chip; sections report the rest
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
@@ -63,10 +62,13 @@ COLUMNS = {  # of the printed table: title, pattern of the metric
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """ncu's `--csv --page raw`: a line of names, one of units, one a kernel → {"kernel", "metrics", "stalls"} of each.
+    """Parse the output of ncu's `--csv --page raw` into {"kernel", "metrics", "stalls"} for each kernel.
 
-    Lines before the names are what ncu says itself. A metric is {"value", "unit"}; stalls are warps that wait for a
-    reason, for each instruction that is issued, the largest first.
+    The table has a line of names, one of units and one per kernel; lines before it are ncu's own messages. A metric is
+    {"value", "unit"}. Stalls are the warps that wait for a reason, per issued instruction, the largest first.
+
+    Raises:
+        ValueError: there is no table in the text.
     """
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -92,13 +94,13 @@ def _number(text: str) -> float | None:
 
 
 def known(listed: str, wanted: Iterable[str] = WANTED) -> list[str]:
-    """Those of the wanted metrics whose base name is in the text that `ncu --query-metrics` prints."""
+    """Return the wanted metrics whose base name is in the output of `ncu --query-metrics`."""
     bases = set(re.findall(r"^\s*(\w+__\w+)", listed, re.MULTILINE))
     return [name for name in wanted if name.partition(".")[0] in bases or name.startswith("launch__")]
 
 
 def profile(out: Path) -> None:
-    """Profiles the cases, writes the file and prints the table."""
+    """Profile the cases, write the file and print the table."""
     from octile.report.machine import machine
 
     listed = subprocess.run(["ncu", "--query-metrics", "--chip", "gh100"], capture_output=True, text=True, check=False)
@@ -124,7 +126,7 @@ def profile(out: Path) -> None:
 
 
 def show(kernels: list[dict[str, Any]]) -> str:
-    """A line a kernel, with the three reasons for which its warps wait most."""
+    """Format a line per kernel, with the three largest stall reasons."""
     from octile.bench.rows import align_columns
 
     lines = [["case", "kernel", *COLUMNS, "warps wait for"]]
@@ -140,7 +142,7 @@ def show(kernels: list[dict[str, Any]]) -> str:
 
 
 def run() -> None:
-    """Each case warm, then once between the profiler's marks."""
+    """Run each case once to warm up, then once with the profiler on."""
     import torch
 
     from octile.bench.gemm_case import prepare_case
@@ -149,7 +151,7 @@ def run() -> None:
     for case in CASES:
         setup = prepare_case(case, "cuda")
         calls = {"octile": setup.call}
-        if find_spec("deep_gemm") and (case.accumulate or not case.tiles):  # the form it has on Hopper
+        if find_spec("deep_gemm") and (case.accumulate or not case.tiles):  # the form that DeepGEMM supports on Hopper
             calls["DeepGEMM"] = deep_gemm_call(setup)
         for name, call in calls.items():
             call()

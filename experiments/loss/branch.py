@@ -1,7 +1,7 @@
 """Save the weights and optimizer moments of a run half-way, and let runs under other recipes continue from them.
 
 A recipe may store its moments in another format than the BF16 run did, possibly with master weights: both are stored
-anew in the recipe's formats. Histories of scales begin empty, and a loss scale begins at its initial value.
+again in the recipe's formats. Histories of scales begin empty, and a loss scale begins at its initial value.
 """
 
 from __future__ import annotations

@@ -32,16 +32,16 @@ def draw(figure: "Figure", runs: list[Run], least_db: float) -> None:
         axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
         axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
         axes.annotate(" kept in BF16", (low, high), va="top", fontsize=9, color=COLOR["muted"])
-        for product, color in GEMM_COLOR.items():
-            own = [p for name, p in points.items() if name.startswith(product) and None not in p["found"]]
+        for gemm, color in GEMM_COLOR.items():
+            own = [p for name, p in points.items() if name.startswith(gemm) and None not in p["found"]]
             x, first, last = [p["predicted"] for p in own], [p["found"][0] for p in own], [p["found"][-1] for p in own]
             axes.vlines(x, first, last, color=COLOR[color], linewidth=0.8, alpha=0.5)
             axes.plot(x, first, "o", color=COLOR[color], markersize=4.5, alpha=0.8)
         for name in list(run["measured"][0]["first_prediction"]["misses_db"])[:MAX_LABELS]:
             x, y = points[name]["predicted"], points[name]["found"][0]
             if abs(y - x) > LABEL_DB:
-                product, weight = name.split()
-                where = f"{product} {short_names([weight])[0]}"
+                gemm, weight = name.split()
+                where = f"{gemm} {short_names([weight])[0]}"
                 axes.annotate(where, (x, y), (5, -9), textcoords="offset points", fontsize=8, color=COLOR["muted"])
         axes.set_xlim(low, high)
         axes.set_ylim(low, high)

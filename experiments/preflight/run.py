@@ -60,8 +60,8 @@ def measured_db(errors: dict[GemmKey, Error], found: Preflight) -> dict[str, flo
     """Return the measured SNR of a step in dB, in the form of `predicted_db`."""
     weights = {risk.weight for risk in found.risks}
     worst: dict[str, float] = {}
-    for (layer, product), error in errors.items():
-        name = f"{product} {layer if layer in weights else layer.rpartition('.')[0]}"
+    for (layer, gemm), error in errors.items():
+        name = f"{gemm} {layer if layer in weights else layer.rpartition('.')[0]}"
         if error.snr_db is not None:
             worst[name] = min(worst.get(name, math.inf), error.snr_db)
     return worst
@@ -90,7 +90,7 @@ def continue_in(recipe: Recipe, trainer: Trainer, found: Preflight | None) -> di
     """Train on, and measure at the steps in MEASURED if there is a prediction."""
     begin, losses, steps = trainer.steps_done, [], []
     first = predicted_db(found) if found else {}
-    products: dict[str, Any] = {name: {"predicted": db, "found": [], "anew": []} for name, db in first.items()}
+    gemms: dict[str, Any] = {name: {"predicted": db, "found": [], "anew": []} for name, db in first.items()}
     for step in range(1, MEASURED[-1] + 1):
         if found is None or step not in MEASURED:
             losses.append(trainer.step()["main_loss"])
@@ -106,10 +106,10 @@ def continue_in(recipe: Recipe, trainer: Trainer, found: Preflight | None) -> di
                 "prediction_anew": agreement(again, real, found.least_snr_db),
             }
         )
-        for name, values in products.items():
+        for name, values in gemms.items():
             values["found"].append(real.get(name))
             values["anew"].append(again.get(name))
-    return {"val_loss": trainer.validate()["val_loss"], "loss": losses, "measured": steps, "products_db": products}
+    return {"val_loss": trainer.validate()["val_loss"], "loss": losses, "measured": steps, "products_db": gemms}
 
 
 def rounded(value: Any) -> Any:
@@ -144,7 +144,7 @@ def main() -> None:
     def run_recipe(name: str, recipe: Recipe, found: Preflight | None) -> None:
         trainer = load_trainer(config, store, recipe, checkpoint)
         run = continue_in(recipe, trainer, found if not recipe.exceptions else None)
-        exceptions = {module: sorted(products) for module, products in recipe.exceptions}
+        exceptions = {module: sorted(gemms) for module, gemms in recipe.exceptions}
         result["runs"].append({"recipe": name, "exceptions": exceptions, **run})
         write_text(asked.out / "preflight.json", json.dumps(rounded(result), allow_nan=False) + "\n")
         console.print(f"{name}, {len(exceptions)} exceptions: held-out loss {run['val_loss']:.4f}")
