@@ -1,4 +1,4 @@
-"""A small run as `octile train` leaves it, and a page read as a browser reads it."""
+"""Shared by the tests of reports: a small run as `octile train` writes it, and a parser of HTML pages."""
 
 import json
 import math
@@ -28,7 +28,7 @@ SUMMARY = {
 
 
 def training(step: int, **changes: Any) -> dict[str, Any]:
-    """A training line: a loss that falls from 8.3 towards 2.9, with a wiggle."""
+    """Make a training record: a loss that falls from 8.3 towards 2.9 and oscillates."""
     main = 2.9 + 5.4 * math.exp(-step / 12) + 0.05 * math.sin(2.4 * step)
     return {
         "step": step,
@@ -71,7 +71,7 @@ def complete_run() -> list[dict[str, Any]]:
 def write_run(
     folder: Path, metrics: list[dict[str, Any]] | str, config: Any = CONFIG, summary: Any = SUMMARY, sample: str = ""
 ) -> Path:
-    """Writes a run folder from records, or from the text of metrics.jsonl."""
+    """Write a run folder from records, or from the text of metrics.jsonl."""
     folder.mkdir(exist_ok=True)
     text = metrics if isinstance(metrics, str) else "".join(json.dumps(record) + "\n" for record in metrics)
     (folder / "metrics.jsonl").write_text(text)
@@ -85,13 +85,13 @@ def write_run(
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """`write_run` in a folder of this test."""
+    """Return `write_run` with a folder of this test."""
     return partial(write_run, tmp_path / "run")
 
 
 @dataclass
 class Page(HTMLParser):
-    """What a browser would find: elements with their attributes, and the text that a reader sees."""
+    """A parsed HTML page: elements with their attributes, and the visible text."""
 
     elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     text: str = ""
@@ -128,7 +128,7 @@ class Page(HTMLParser):
 
     @property
     def loads(self) -> list[str]:
-        """Every address that the browser would follow on its own, or that a style refers to."""
+        """Return every address that a browser would load, also from styles."""
         fetching = {"src", "href", "xlink:href", "data", "srcset", "poster", "action", "background"}
         found = [v or "" for _, attributes in self.elements for name, v in attributes.items() if name in fetching]
         styles = [self.styles, *(v or "" for _, attributes in self.elements for v in attributes.values())]

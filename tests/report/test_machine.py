@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Tests of the description of the machine on which something was measured."""
 
 import subprocess
 
@@ -14,19 +14,19 @@ def git(folder, *arguments):
     subprocess.run(["git", "-C", folder, *names, *arguments], check=True, capture_output=True)
 
 
-def test_versions_are_those_that_run():
+def test_versions_are_those_of_the_imported_packages():
     found = machine()
     assert (found["octile"], found["torch"], found["threads"]) == (__version__, torch.__version__, 1)
 
 
-def test_work_on_the_cpu_of_a_machine_with_a_gpu_names_no_gpu(monkeypatch):
+def test_the_gpu_is_left_out_for_work_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     assert machine()["gpu"] == "a GPU"
     assert machine(torch.device("cpu"))["gpu"] is None
 
 
-def test_the_gpu_goes_before_the_cpu_in_words():
+def test_the_description_names_the_gpu_before_the_cpu():
     found = {"gpu": "a GPU", "cpu": "a CPU", "threads": 2, "torch": "2.13"}
     assert describe_machine(found) == "a GPU, 2 threads, torch 2.13"
     assert describe_machine(found | {"gpu": None, "threads": 1}) == "a CPU, 1 thread, torch 2.13"
@@ -44,7 +44,7 @@ def test_the_commit_is_that_of_the_source_tree_and_marks_changes(tmp_path, monke
     assert machine()["commit"] == commit + "+"
 
 
-def test_a_repository_around_an_installed_package_is_not_ours(tmp_path, monkeypatch):
+def test_the_commit_of_a_repository_around_an_installed_package_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SOURCE", tmp_path / "site-packages")
     (tmp_path / "site-packages").mkdir()
     git(tmp_path, "init")
@@ -52,6 +52,6 @@ def test_a_repository_around_an_installed_package_is_not_ours(tmp_path, monkeypa
     assert machine()["commit"] is None
 
 
-def test_a_package_that_is_not_there_has_no_version():
+def test_a_missing_package_has_no_version():
     assert version_of("torch") is not None
     assert version_of("no-such-package") is None

@@ -1,4 +1,4 @@
-"""Numbers as a person writes them, colours that follow the reader."""
+"""Tests of formatting numbers and of colors that follow the reader's theme."""
 
 import subprocess
 import sys
@@ -44,11 +44,11 @@ def test_a_percentage_has_a_sign():
     assert (format_percent(0.00113), format_percent(-0.0025)) == ("+0.11%", "−0.25%")
 
 
-def test_every_light_colour_is_unique():
+def test_every_light_color_is_unique():
     assert len({light for light, _ in PALETTE.values()}) == len(PALETTE)
 
 
-def test_colours_of_the_palette_become_variables():
+def test_colors_of_the_palette_become_css_variables():
     with drawing(100, 100) as figure:
         figure.subplots().plot([0, 1], color=PALETTE["blue"][0])
         svg = to_svg(figure, "name", "a & b")

@@ -1,4 +1,4 @@
-"""The roofline: points from recorded rows, and a picture."""
+"""Tests of the roofline: its points from benchmark rows, and its figure."""
 
 import json
 
@@ -26,7 +26,7 @@ def write(path, gpu):
     return path
 
 
-def test_intensity_is_operations_a_byte():
+def test_intensity_is_operations_per_byte():
     assert points(ROWS) == [
         Point("FP8", "1×2×3", 500.0, 1000.0, 800.0),
         Point("FP8, wgrad", "1×2×3", 20.0, 10.0, None),
@@ -34,12 +34,12 @@ def test_intensity_is_operations_a_byte():
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_it_is_drawn_from_a_file(tmp_path, suffix):
+def test_the_roofline_is_drawn_from_a_file(tmp_path, suffix):
     picture = save_roofline(write(tmp_path / "gemm.json", "NVIDIA H200"), tmp_path / f"roof{suffix}")
     assert picture.stat().st_size > 5000
 
 
-def test_the_picture_says_what_it_shows(tmp_path):
+def test_the_figure_contains_its_description(tmp_path):
     text = save_roofline(write(tmp_path / "gemm.json", "NVIDIA H200"), tmp_path / "roof.svg").read_text()
     for words in ("NVIDIA H200, 2026-11-20", "dot: octile, circle: DeepGEMM", "1×128 with 128×128", "4.8 TB/s"):
         assert words in text

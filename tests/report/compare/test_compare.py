@@ -1,4 +1,4 @@
-"""Recipes beside BF16: the gap, the noise band, the bar."""
+"""Tests of comparing recipes with BF16: the gap, the noise band, the bar."""
 
 import io
 import math
@@ -99,7 +99,7 @@ def test_the_sentence_says_by_how_much_the_bar_is_missed():
     assert "0.40% above BF16 after 40 steps, which misses the bar of 0.25% by 0.15 points" in sentence
 
 
-def test_nothing_measured_is_said_and_not_guessed():
+def test_losses_that_were_not_measured_are_reported_as_such():
     blank = {"val_steps": (), "val_loss": ()}
     result = CompareResult("tiny", curve("bf16", 3, **blank), curve("bf16", 3, 1, **blank), (curve("a", 3, **blank),))
     assert "a: not measured." in verdict_sentence(result)
@@ -111,7 +111,7 @@ def test_losses_without_steps_are_refused():
         Curve("bf16", 0, (1, 2), (3.0,), (), (), 1.0)
 
 
-def test_the_table_holds_every_run():
+def test_the_table_contains_every_run():
     table = printed(compared(curve("deepseek_v3", 3.003), diverged()))
     for cell in ("bf16, seed 0", "bf16, seed 1", "3.0060", "+0.20%", "deepseek_v3", "+0.10%", "130 MB", "diverged"):
         assert cell in table
@@ -138,7 +138,7 @@ def test_the_page_loads_nothing(page):
         "global_scale – diverged at step 26 – –",
     ],
 )
-def test_the_page_holds_the_numbers(page, row):
+def test_the_page_contains_the_numbers(page, row):
     assert row in page.words
 
 
@@ -165,11 +165,11 @@ def test_the_same_result_gives_the_same_page(tmp_path):
     ],
     ids=["no recipe", "not measured", "NaN", "diverged at once"],
 )
-def test_odd_results_get_a_page(tmp_path, recipes):
+def test_incomplete_results_get_a_page(tmp_path, recipes):
     assert write_compare_report(tmp_path, compared(*recipes)).exists()
 
 
-def test_a_hostile_name_stays_text(tmp_path):
+def test_a_name_with_html_is_escaped(tmp_path):
     page = read_page(write_compare_report(tmp_path, compared(curve("<script>1</script>", 3.0))))
     assert "script" not in page.tags
 

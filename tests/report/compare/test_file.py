@@ -1,4 +1,4 @@
-"""compare.json: what is written is read, old files too, and what is none is refused in one line."""
+"""Tests of compare.json: it is read as written, older files are read, and other content is refused."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from tests.report.compare.test_compare import compared, curve, diverged
 EXPERIMENT = Path(__file__).parents[3] / "experiments" / "tiny" / "compare.json"
 
 
-def whole():
+def complete_result():
     group = Group("␣the", 12, 0.1, 0.02, -0.1, 0.03)
     groups = ((group,),) * 4
     tokens = TokenDifferences("deepseek_v3", 0.01, 30, 1, 2, 3, 4, *groups, passage=((" the", 0.25), ("\n", -0.5)))
@@ -29,19 +29,19 @@ def whole():
                     recipe_files={"mine.toml": 'recipe = "deepseek_v3"'})  # fmt: skip
 
 
-def test_what_was_written_is_read(tmp_path):
-    write_result(tmp_path / "compare.json", whole(), {"cpu": "some"})
-    assert read_result(tmp_path / "compare.json") == whole()
+def test_a_written_result_is_read(tmp_path):
+    write_result(tmp_path / "compare.json", complete_result(), {"cpu": "some"})
+    assert read_result(tmp_path / "compare.json") == complete_result()
 
 
-def test_a_page_can_be_drawn_again_from_the_file(tmp_path):
-    page = write_compare_report(tmp_path, whole()).read_text()
-    write_result(tmp_path / "compare.json", whole(), {})
+def test_the_page_can_be_written_from_the_file(tmp_path):
+    page = write_compare_report(tmp_path, complete_result()).read_text()
+    write_result(tmp_path / "compare.json", complete_result(), {})
     assert write_compare_report(tmp_path, read_result(tmp_path / "compare.json")).read_text() == page
 
 
-def test_scripts_find_what_follows_from_the_curves(tmp_path):
-    write_result(tmp_path / "compare.json", whole(), {"cpu": "some"})
+def test_the_file_contains_the_outcomes(tmp_path):
+    write_result(tmp_path / "compare.json", complete_result(), {"cpu": "some"})
     found = json.loads((tmp_path / "compare.json").read_text())
     ours, broken = found["outcome"]
     assert (ours["recipe"], ours["verdict"], ours["within_bar"]) == ("deepseek_v3", "within bar and noise", True)
@@ -50,7 +50,7 @@ def test_scripts_find_what_follows_from_the_curves(tmp_path):
     assert found["measured_on"] == {"cpu": "some"}
 
 
-def test_a_loss_that_is_no_number_is_null_and_comes_back_as_nan(tmp_path):
+def test_a_non_finite_loss_is_null_and_read_as_nan(tmp_path):
     broken = curve("a", 3.0, val_loss=(3.0, math.inf, math.nan, 3.0))
     write_result(tmp_path / "compare.json", compared(broken), {})
     text = (tmp_path / "compare.json").read_text()
@@ -60,7 +60,7 @@ def test_a_loss_that_is_no_number_is_null_and_comes_back_as_nan(tmp_path):
     assert [math.isnan(loss) for loss in losses] == [False, True, True, False]
 
 
-def test_a_speed_that_says_nothing_is_null_and_a_dash(tmp_path):
+def test_an_unknown_speed_is_null_in_the_file_and_a_dash_on_the_page(tmp_path):
     result = compared(curve("a", 3.0, tokens_per_s=math.nan))
     write_result(tmp_path / "compare.json", result, {})
     read = read_result(tmp_path / "compare.json")
@@ -69,7 +69,7 @@ def test_a_speed_that_says_nothing_is_null_and_a_dash(tmp_path):
 
 
 @pytest.mark.skipif(not EXPERIMENT.exists(), reason="experiments are not installed")
-def test_a_file_from_before_there_were_many_seeds_is_read(tmp_path):
+def test_a_file_of_an_earlier_version_is_read(tmp_path):
     content = json.loads(EXPERIMENT.read_text())
     for name in ("bf16_more_seeds", "gradients", "measured_on", "outcome", "recipe_files", "tokens"):
         del content[name]
@@ -84,19 +84,19 @@ def test_a_file_from_before_there_were_many_seeds_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"bf16": 3}', '{"bf16": {"recipe": "bf16"}}', '{"preset": "tiny"}'])
-def test_what_is_no_comparison_is_refused(tmp_path, text):
+def test_other_json_is_refused(tmp_path, text):
     (tmp_path / "compare.json").write_text(text)
     with pytest.raises(ValueError, match=r"compare\.json is not a comparison that octile compare wrote"):
         read_result(tmp_path / "compare.json")
 
 
-def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_result(tmp_path / "compare.json")
 
 
-def test_a_number_in_a_curves_place_is_refused(tmp_path):
-    write_result(tmp_path / "compare.json", replace(whole(), recipes=()), {})
+def test_a_number_instead_of_a_curve_is_refused(tmp_path):
+    write_result(tmp_path / "compare.json", replace(complete_result(), recipes=()), {})
     found = json.loads((tmp_path / "compare.json").read_text())
     (tmp_path / "compare.json").write_text(json.dumps({**found, "recipes": [4]}))
     with pytest.raises(ValueError, match="is not a comparison"):

@@ -1,4 +1,4 @@
-"""Angles between gradients, put together from the parts."""
+"""Tests of angles between gradients, combined from those of single weights."""
 
 import math
 
@@ -28,7 +28,7 @@ def gradients():
     return ours, [a + draw.normal(0, 0.2, a.shape) for a in ours]
 
 
-def test_layers_and_the_whole_are_as_one_long_vector(gradients):
+def test_layers_and_the_model_are_treated_as_concatenated_vectors(gradients):
     a, b = gradients
     check = GradientCheck("r", 0, 1, tuple(map(weight, NAMES, a, b)))
     layer = {each.name: each for each in check.by_layer()}
@@ -40,14 +40,14 @@ def test_layers_and_the_whole_are_as_one_long_vector(gradients):
     )
 
 
-def test_experts_that_saw_no_token_do_not_hide_the_others(gradients):
+def test_zero_gradients_of_unused_experts_are_left_out(gradients):
     a, b = gradients
     a[2], b[2] = 0 * a[2], 0 * b[2]
     check = GradientCheck("r", 0, 1, tuple(map(weight, NAMES, a, b)))
     assert check.by_layer()[1].degrees == pytest.approx(angle(a[1], b[1]))
 
 
-def test_a_gradient_that_is_not_finite_has_no_angle():
+def test_the_angle_of_a_non_finite_gradient_is_nan():
     check = GradientCheck("r", 0, 1, (WeightGradient("lm_head.weight", math.nan, math.inf, 1.0),))
     assert math.isnan(check.whole().degrees)
 

@@ -1,4 +1,4 @@
-"""Intervals of a mean: against tables, against all resamples written out, and how often they hold the truth."""
+"""Tests of confidence intervals: compared with tables and with all resamples, and how often they contain the mean."""
 
 from itertools import product
 
@@ -9,7 +9,7 @@ from octile.report.compare.intervals import bootstrap_interval, student_interval
 
 
 @pytest.mark.parametrize(("freedom", "table"), [(1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (99, 1.984)])
-def test_students_quantile_is_that_of_the_tables(freedom, table):
+def test_students_quantile_equals_published_tables(freedom, table):
     assert student_quantile(freedom) == pytest.approx(table, abs=6e-4)
 
 
@@ -23,11 +23,11 @@ def test_one_sample_gives_no_interval():
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_bootstrap_is_refused_where_it_cannot_hold_the_truth_often_enough(n):
+def test_too_few_samples_give_no_bootstrap_interval(n):
     assert bootstrap_interval(np.arange(float(n))) is None
 
 
-def test_the_bootstrap_is_what_all_resamples_give():
+def test_the_bootstrap_equals_the_quantiles_of_all_resamples():
     samples = np.array([0.3, -1.2, 0.9, 2.2, 0.1, -0.4])
     every = np.array([sum(chosen) / 6 for chosen in product(samples.tolist(), repeat=6)])
     interval = bootstrap_interval(samples)
@@ -42,25 +42,25 @@ def test_the_same_samples_give_the_same_bootstrap():
 
 
 def coverage(interval, draw, n: int, repetitions: int) -> float:
-    """How often an interval of n samples around 0 holds 0."""
+    """Return how often an interval of n samples with mean 0 contains 0."""
     found = (interval(draw(n)) for _ in range(repetitions))
     return sum(each.low <= 0 <= each.high for each in found) / repetitions
 
 
 @pytest.mark.parametrize("n", [2, 3, 6])
-def test_students_interval_holds_the_truth_in_95_of_100_repetitions(n):
+def test_students_interval_contains_the_mean_in_95_percent_of_repetitions(n):
     draw = np.random.default_rng(n)
     share = coverage(student_interval, lambda n: draw.normal(size=n), n, 4000)
     assert share == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors of the simulation
 
 
 @pytest.mark.parametrize("n", [6, 128])
-def test_the_bootstrap_holds_the_truth_in_about_95_of_100_repetitions(n):
+def test_the_bootstrap_contains_the_mean_in_about_95_percent_of_repetitions(n):
     draw = np.random.default_rng(n)
     assert coverage(bootstrap_interval, lambda n: draw.normal(size=n), n, 200) == pytest.approx(0.95, abs=0.04)
 
 
-def test_the_bootstrap_holds_the_truth_for_skewed_samples_too():
+def test_the_bootstrap_contains_the_mean_of_skewed_samples():
     draw = np.random.default_rng(0)
     share = coverage(bootstrap_interval, lambda n: draw.exponential(size=n) - 1, 128, 200)
     assert share == pytest.approx(0.95, abs=0.04)

@@ -1,4 +1,4 @@
-"""The page's deeper sections: how sure, which tokens, which gradients."""
+"""Tests of the page's sections on intervals, tokens and gradients."""
 
 import math
 from dataclasses import replace
@@ -9,13 +9,13 @@ from octile.report import write_compare_report
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.report.compare.outcome_figure import caption_outcomes
 from tests.report.compare.test_compare import compared, curve
-from tests.report.compare.test_file import whole
+from tests.report.compare.test_file import complete_result
 from tests.report.conftest import read_page
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return read_page(write_compare_report(tmp_path_factory.mktemp("page"), whole()))
+    return read_page(write_compare_report(tmp_path_factory.mktemp("page"), complete_result()))
 
 
 @pytest.mark.parametrize(
@@ -30,40 +30,42 @@ def page(tmp_path_factory):
         "upper over lower quartile",
     ],
 )
-def test_the_page_says_what_was_measured(tmp_path, words):
+def test_the_page_contains_the_measurements(tmp_path, words):
     uneven = curve("deepseek_v3", 3.003, speed_quartiles=(1.0, 3.0))
-    page = read_page(write_compare_report(tmp_path, replace(whole(), recipes=(uneven,))))
+    page = read_page(write_compare_report(tmp_path, replace(complete_result(), recipes=(uneven,))))
     assert words in page.words
 
 
-def test_the_passage_is_coloured_by_what_each_token_lost(page):
+def test_the_passage_is_colored_by_the_loss_of_each_token(page):
     tokens = [(a["title"], a["style"]) for tag, a in page.elements if tag == "span" and "title" in a]
     assert [title for title, _ in tokens] == ["+0.25 nats", "−0.50 nats"]
     assert ("vermilion" in tokens[0][1], "blue" in tokens[1][1]) == (True, True)
     assert "↵" in page.text
 
 
-def test_a_token_that_looks_like_html_stays_text(tmp_path):
-    result = whole()
+def test_a_token_with_html_is_escaped(tmp_path):
+    result = complete_result()
     tokens = replace(result.tokens[0], passage=(("<script>", 0.1), ("\x00", 0.0)))
     page = read_page(write_compare_report(tmp_path, replace(result, tokens=(tokens,))))
     assert "script" not in page.tags
     assert "<script>" in page.words
 
 
-def test_gradients_that_broke_still_give_a_page(tmp_path):
+def test_non_finite_gradients_give_a_page(tmp_path):
     check = GradientCheck("deepseek_v3", 0, 3, (WeightGradient("lm_head.weight", math.nan, math.nan, 1.0),))
-    page = read_page(write_compare_report(tmp_path, replace(whole(), gradients=(check,))))
+    page = read_page(write_compare_report(tmp_path, replace(complete_result(), gradients=(check,))))
     assert "No gradient of deepseek_v3 at step 3 was finite" in page.words
 
 
-def test_the_page_shows_what_recipe_files_said(tmp_path):
-    page = read_page(write_compare_report(tmp_path, replace(whole(), recipe_files={"mine.toml": 'recipe = "<b>"'})))
+def test_the_page_shows_the_text_of_recipe_files(tmp_path):
+    page = read_page(
+        write_compare_report(tmp_path, replace(complete_result(), recipe_files={"mine.toml": 'recipe = "<b>"'}))
+    )
     assert 'Content of mine.toml recipe = "<b>"' in page.words
 
 
 @pytest.mark.parametrize(("windows", "said"), [((3.0, 3.01) * 4, True), ((), False)])
-def test_an_interval_that_is_not_drawn_is_not_spoken_of(windows, said):
+def test_the_caption_mentions_intervals_only_where_they_are_drawn(windows, said):
     result = compared(curve("deepseek_v3", 3.003, window_loss=windows))
     result = replace(result, bf16=replace(result.bf16, window_loss=windows))
     assert ("thin line" in caption_outcomes(result)) == said

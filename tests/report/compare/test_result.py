@@ -1,4 +1,4 @@
-"""Many seeds: pairs, bands, intervals, and the step from which a recipe leaves the noise."""
+"""Tests of comparisons with several seeds: pairs, noise bands, intervals, and the step of leaving the band."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -29,7 +29,7 @@ def compared(bf16: list[Curve], *recipes: Curve) -> CompareResult:
     return CompareResult("tiny", first, other, recipes, bf16_more_seeds=tuple(more))
 
 
-def test_a_recipe_is_held_against_bf16_of_its_seed():
+def test_a_recipe_is_compared_with_bf16_of_its_seed():
     result = compared(seeds("bf16", 2.0, 4.0, 8.0), *seeds("a", 2.02, 4.04, 8.16))
     assert result.outcome("a").gaps == pytest.approx((0.01, 0.01, 0.02))
     assert result.outcome("a").gap == pytest.approx(0.04 / 3)
@@ -37,11 +37,11 @@ def test_a_recipe_is_held_against_bf16_of_its_seed():
 
 def test_the_noise_band_is_the_mean_over_all_pairs_of_seeds():
     finals = (4.0, 4.1, 3.8, 4.4)
-    slow = [abs(a - b) / 4.0 for a, b in combinations(finals, 2)]
-    assert compared(seeds("bf16", *finals)).noise_band == pytest.approx(sum(slow) / 6)
+    expected = [abs(a - b) / 4.0 for a, b in combinations(finals, 2)]
+    assert compared(seeds("bf16", *finals)).noise_band == pytest.approx(sum(expected) / 6)
 
 
-def test_pairing_takes_the_seeds_own_luck_out_of_the_interval():
+def test_pairing_by_seed_removes_the_variance_between_seeds():
     result = compared(seeds("bf16", 2.0, 2.5, 1.5), *seeds("a", 2.004, 2.505, 1.503))
     interval = result.outcome("a").over_seeds
     assert (interval.low, interval.high) == pytest.approx((0.002, 0.002))
@@ -56,28 +56,28 @@ def test_pairing_takes_the_seeds_own_luck_out_of_the_interval():
         ((0.010, 0.020, -0.006), "misses by 0.55 points, unsure"),
     ],
 )
-def test_the_verdict_says_whether_the_interval_reaches_over_the_bar(gaps, verdict):
+def test_the_verdict_is_unsure_where_the_interval_crosses_the_bar(gaps, verdict):
     result = compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", *(2 * (1 + gap) for gap in gaps)))
     assert result.outcome("a").verdict == verdict
 
 
-def test_one_seed_gives_no_interval_over_seeds_and_is_said_to():
+def test_one_seed_gives_no_interval_and_the_note_says_so():
     result = compared(seeds("bf16", 2.0, 2.1), curve("a", 0, 2.0))
     assert result.outcome("a").over_seeds is None
     assert "there is no interval over seeds" in seeds_note(result)
 
 
-def test_two_seeds_are_said_to_prove_hardly_anything():
+def test_the_note_of_two_seeds_says_that_they_prove_little():
     assert "can hardly prove anything" in seeds_note(compared(seeds("bf16", 2.0, 2.1), *seeds("a", 2.0, 2.1)))
 
 
-def test_one_seed_of_several_that_diverged_is_a_recipe_that_diverged():
+def test_a_recipe_diverged_if_one_seed_did():
     broken = replace(curve("a", 1, 9.0), diverged_at=7)
     result = compared(seeds("bf16", 2.0, 2.1), curve("a", 0, 2.0), broken)
     assert result.outcome("a").verdict == "diverged at step 7 (1 of 2 seeds)"
 
 
-def test_the_sentence_says_the_seeds_and_the_interval():
+def test_the_sentence_contains_the_seeds_and_the_interval():
     result = compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", 2.002, 2.0022, 2.0018))
     sentence = verdict_sentence(result)
     assert "after 100 steps, the mean of 3 seeds, within the bar of 0.25%, and significantly: " in sentence
@@ -85,7 +85,7 @@ def test_the_sentence_says_the_seeds_and_the_interval():
 
 
 def with_gaps(*gaps_in_bands: float) -> CompareResult:
-    """A recipe whose gap is so many noise bands at each measurement; the band is 1%."""
+    """Make a result whose recipe has these gaps, in noise bands of 1%, at each measurement."""
     n = len(gaps_in_bands)
     recipe = curve("a", 0, *(1 + 0.01 * gap for gap in gaps_in_bands))
     return compared([curve("bf16", 0, *[1.0] * n), curve("bf16", 1, *[1.01] * n)], recipe)
@@ -104,49 +104,49 @@ def with_gaps(*gaps_in_bands: float) -> CompareResult:
     ],
     ids=["leaves", "was never inside", "below", "comes back", "only the last", "changes sides", "inside"],
 )
-def test_a_recipe_leaves_the_band_where_it_never_comes_back(gaps, step):
+def test_a_recipe_leaves_the_band_at_the_step_after_which_it_stays_outside(gaps, step):
     assert with_gaps(*gaps).leaves_band_at("a") == step
 
 
-def test_where_two_seeds_happen_to_cross_the_band_is_that_of_the_neighbours():
+def test_where_two_seeds_cross_the_band_is_that_of_neighboring_steps():
     a, b = curve("bf16", 0, 1.0, 1.0, 1.0), curve("bf16", 1, 1.02, 1.0, 0.99)
     assert compared([a, b]).band()[1] == pytest.approx([0.02, 0.02, 0.01])
 
 
-def test_a_run_that_broke_may_have_left_the_band_before():
+def test_a_diverged_run_may_have_left_the_band_before():
     result = with_gaps(0.0, 2.0, 3.0, 4.0)
     broken = replace(result.recipes[0], val_steps=STEPS[-4:-1], val_loss=result.recipes[0].val_loss[:3], diverged_at=95)
     assert replace(result, recipes=(broken,)).leaves_band_at("a") == 80
 
 
-def test_the_interval_over_text_is_that_of_the_windows_drawn_again():
+def test_the_interval_over_text_is_the_bootstrap_over_windows():
     draw = np.random.default_rng(0)
     bf16, recipe = draw.normal(4, 1, 50), draw.normal(4.01, 1, 50)
     first = curve("bf16", 0, float(bf16.mean()), windows=tuple(bf16))
     result = compared([first, curve("bf16", 1, 4.0)], curve("a", 0, float(recipe.mean()), windows=tuple(recipe)))
-    slow = []
+    expected = []
     for _ in range(4000):  # the windows are the same for both models
         drawn = [int(draw.integers(50)) for _ in range(50)]
-        slow.append(sum(recipe[w] for w in drawn) / sum(bf16[w] for w in drawn) - 1)
+        expected.append(sum(recipe[w] for w in drawn) / sum(bf16[w] for w in drawn) - 1)
     interval = result.outcome("a").over_text
-    assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(slow, [0.022, 0.978])), abs=0.01)
+    assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(expected, [0.022, 0.978])), abs=0.01)
 
 
-def test_without_the_losses_of_windows_there_is_no_interval_over_text():
+def test_without_losses_of_windows_there_is_no_interval_over_text():
     assert compared(seeds("bf16", 2.0, 2.1), curve("a", 0, 2.0)).outcome("a").over_text is None
 
 
-# runs that go on from one point
+# runs that continue from one checkpoint
 
 
 def nudged() -> CompareResult:
-    """The seeds lie 5% apart; a nudge makes 0.1%, then 0.02%."""
+    """Make a result whose seeds differ by 5%; a nudge changes the loss by 0.1%, then 0.02%."""
     bf16 = [curve("bf16", 0, 2.0, 2.0, 2.0), curve("bf16", 1, 2.1, 2.1, 2.1)]
     recipes = (curve("a", 0, 2.01, 2.001, 2.001), curve("a", 1, 2.11, 2.101, 2.101), curve("broken", 0, 3.0, 3.0, 3.0))
     return replace(compared(bf16, *recipes), nudge=((80, 0.001), (90, 0.001), (100, 0.0002)))
 
 
-def test_where_runs_go_on_from_one_point_the_noise_is_what_a_nudge_does():
+def test_the_noise_band_of_continued_runs_is_the_effect_of_a_nudge():
     result = nudged()
     assert result.noise_band == 0.0002
     assert result.band()[0].tolist() == [80, 90, 100]
@@ -156,11 +156,11 @@ def test_where_runs_go_on_from_one_point_the_noise_is_what_a_nudge_does():
     assert "rounded once at the start" in caption_compare(result)
 
 
-def test_seeds_that_are_no_noise_are_baselines_all():
+def test_all_seeds_of_continued_runs_are_baselines():
     assert [row["outcome"] for row in outcome_rows(nudged())[:2]] == ["baseline", "baseline"]
 
 
-def test_a_recipe_that_ends_far_away_leaves_the_axis_to_the_others():
+def test_a_recipe_far_away_does_not_stretch_the_axis():
     for draw in (draw_compare, draw_outcomes):
         with drawing(WIDE, 560) as figure:
             draw(figure, nudged())
@@ -169,5 +169,5 @@ def test_a_recipe_that_ends_far_away_leaves_the_axis_to_the_others():
         assert max(limits) < 0.7  # percent; the bar is 0.25
 
 
-def test_two_seeds_do_not_make_sure():
+def test_the_sentence_of_two_seeds_says_that_they_prove_little():
     assert "two seeds can hardly prove anything" in verdict_sentence(nudged())

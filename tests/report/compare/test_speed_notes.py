@@ -1,4 +1,4 @@
-"""When a reader is told that the machine, not the recipe, made the tokens per second what they are."""
+"""Tests of the notes that a speed was affected by the machine, not by the recipe."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def with_speeds(quartiles=None, yardstick_s=None):
 
 
 @pytest.mark.parametrize("quartiles", [None, (500.0, 990.0), (900.0, 950.0)])
-def test_even_speeds_need_no_note(quartiles):
+def test_steady_speeds_have_no_note(quartiles):
     assert speed_notes(with_speeds(quartiles, 0.0025)) == []
 
 
@@ -31,5 +31,5 @@ def test_a_machine_that_was_busy_during_a_whole_run_is_noted():
     assert "took 10.0 times as long during a, seed 0 as during bf16, seed 0" in note
 
 
-def test_files_without_these_measurements_need_no_note():
+def test_files_without_these_measurements_have_no_note():
     assert speed_notes(compared(curve("a", 3.0))) == []

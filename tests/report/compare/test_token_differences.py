@@ -1,4 +1,4 @@
-"""Losses in groups, against loops that count one token after another."""
+"""Tests of loss differences in groups of tokens, compared with loops over single tokens."""
 
 import statistics
 from collections import defaultdict
@@ -25,7 +25,7 @@ def measured():
     return found, tokens, (first - bf16 + second - other) / 2, other - bf16
 
 
-def slowly(keys, differences) -> dict[str, tuple[int, float, float]]:
+def with_loops(keys, differences) -> dict[str, tuple[int, float, float]]:
     groups = defaultdict(list)
     for key, difference in zip(keys, differences.flat, strict=True):
         groups[key].append(float(difference))
@@ -35,7 +35,7 @@ def slowly(keys, differences) -> dict[str, tuple[int, float, float]]:
 
 
 def check(groups, keys, differences, control):
-    ours, theirs = slowly(keys, differences), slowly(keys, control)
+    ours, theirs = with_loops(keys, differences), with_loops(keys, control)
     for group in groups:
         assert (group.count, group.mean, group.error) == pytest.approx(ours[group.name])
         assert (group.control_mean, group.control_error) == pytest.approx(theirs[group.name][1:])
@@ -46,7 +46,7 @@ def test_tokens_have_counts_means_and_standard_errors(measured):
     check((*found.worst, *found.best), [f"t{t}" for t in tokens.flat], differences, control)
 
 
-def test_positions_are_grouped_by_what_was_read_before(measured):
+def test_positions_are_grouped_by_the_length_of_their_context(measured):
     found, _, differences, control = measured
     keys = [str(2 ** ((p + 1).bit_length() - 1)) for _ in range(N) for p in range(S)]
     check(found.positions, keys, differences, control)
@@ -60,16 +60,16 @@ def test_frequencies_rise(measured):
     assert found.frequencies[-1].count == (tokens == 0).sum()
 
 
-def test_the_worst_token_is_the_one_that_surely_loses_most(measured):
+def test_the_worst_token_has_the_largest_significant_difference(measured):
     found, tokens, differences, _ = measured
-    slow = slowly(tokens.flat, differences)
+    slow = with_loops(tokens.flat, differences)
     often = {t: mean - 2 * error for t, (count, mean, error) in slow.items() if count >= MIN_OCCURRENCES}
     assert found.worst[0].name == f"t{max(often, key=often.get)}"
     assert found.tokens == len(often)
     assert found.worse == sum(low > 0 for low in often.values())
 
 
-def test_nothing_but_chance_puts_about_as_many_tokens_above_as_below():
+def test_random_differences_give_as_many_tokens_above_as_below():
     draw = np.random.default_rng(1)
     tokens = draw.integers(0, 1000, (400, 100))
     a, b, c = draw.normal(size=(3, 400, 100))
@@ -78,7 +78,7 @@ def test_nothing_but_chance_puts_about_as_many_tokens_above_as_below():
     assert found.better / found.tokens == pytest.approx(0.027, abs=0.016)
 
 
-def test_the_passage_is_the_stretch_with_the_largest_mean():
+def test_the_passage_has_the_largest_mean_difference():
     losses = np.zeros((3, 2 * PASSAGE))
     losses[1, PASSAGE:] = 0.5
     losses[2, 7] = 9.0
@@ -87,7 +87,7 @@ def test_the_passage_is_the_stretch_with_the_largest_mean():
     assert found.passage == tuple((str(tokens[1, PASSAGE + i]), 0.5) for i in range(PASSAGE))
 
 
-def test_a_text_in_which_no_token_comes_often_is_said_to_be_too_short():
+def test_a_text_without_frequent_tokens_is_reported():
     tokens = np.arange(20).reshape(2, 10)
     losses = np.zeros((2, 10))
     found = token_differences("a", tokens, [(losses, losses)], (losses, losses), np.zeros(20), str, str)

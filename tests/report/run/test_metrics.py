@@ -1,4 +1,4 @@
-"""A run folder read back, whatever state it is in."""
+"""Tests of reading run folders, also incomplete and damaged ones."""
 
 import math
 from pathlib import Path
@@ -19,25 +19,25 @@ def folder_with(path: Path, metrics: str) -> Path:
     return path
 
 
-def test_kinds_of_lines_are_told_apart_by_their_keys(tmp_path):
+def test_kinds_of_lines_are_recognized_by_their_keys(tmp_path):
     metrics = '{"step": 1, "loss": 8.0}\n{"step": 1, "val_loss": 7.5}\n{"step": 1, "expert_load": {"a": [1, 2]}}\n'
     run = read_run(folder_with(tmp_path, metrics))
     assert (len(run.training), len(run.validation), len(run.experts), len(run.tile_scales)) == (1, 1, 1, 0)
 
 
-def test_of_two_lines_about_a_step_the_later_counts(tmp_path):
+def test_of_two_lines_of_a_step_the_later_is_used(tmp_path):
     run = read_run(folder_with(tmp_path, TRAINING % (1, 8, 1) + TRAINING % (2, 7, 2) + TRAINING % (2, 6, 2)))
     assert [(r["step"], r["loss"]) for r in run.training] == [(1, 8), (2, 6)]
 
 
-def test_a_resumed_run_forgets_what_lay_beyond_its_checkpoint(tmp_path):
+def test_a_resumed_run_drops_lines_after_its_checkpoint(tmp_path):
     before = TRAINING % (1, 8, 1) + TRAINING % (2, 7, 2) + TRAINING % (3, 6, 3) + '{"step": 3, "val_loss": 9.9}\n'
     run = read_run(folder_with(tmp_path, before + TRAINING % (2, 6.5, 2)))
     assert [r["step"] for r in run.training] == [1, 2]
     assert run.validation == ()
 
 
-def test_a_validation_written_before_its_training_line_stays(tmp_path):
+def test_a_validation_written_before_its_training_line_is_read(tmp_path):
     run = read_run(folder_with(tmp_path, '{"step": 2, "val_loss": 7.0}\n' + TRAINING % (2, 7, 2)))
     assert len(run.validation) == 1
 
@@ -54,12 +54,12 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path, line):
 
 
 @pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"broken"'])
-def test_a_loss_that_is_no_number_is_a_broken_step(tmp_path, loss):
+def test_a_non_finite_loss_is_a_broken_step(tmp_path, loss):
     run = read_run(folder_with(tmp_path, f'{{"step": 5, "loss": {loss}}}\n'))
     assert run.broken_steps == [5]
 
 
-def test_seconds_of_a_clock_that_starts_anew_are_added_up(tmp_path):
+def test_seconds_of_a_resumed_run_are_added_up(tmp_path):
     run = read_run(folder_with(tmp_path, TRAINING % (1, 8, 10) + TRAINING % (2, 7, 20) + TRAINING % (3, 6, 5)))
     assert run.seconds == 25
 
@@ -85,7 +85,7 @@ def test_a_damaged_configuration_is_named(tmp_path, text):
         read_run(tmp_path)
 
 
-def test_find_prefers_what_lies_nearest_to_the_root():
+def test_find_prefers_the_key_nearest_to_the_root():
     assert find({"a": {"b": {"x": 1}}, "c": {"x": 2}}, "x") == 2
 
 
@@ -107,7 +107,7 @@ def test_a_trend_neither_lags_nor_bends_inside_a_straight_line():
     np.testing.assert_allclose(smooth(straight)[:370], straight[:370], atol=1e-12)
 
 
-def test_a_trend_passes_over_what_is_no_number():
+def test_a_trend_skips_non_finite_values():
     trend = smooth(np.where(np.arange(400) == 200, math.nan, 3.0))
     assert math.isnan(trend[200])
     assert set(np.delete(trend, 200)) == {3.0}

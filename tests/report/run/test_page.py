@@ -1,4 +1,4 @@
-"""The page of one training run."""
+"""Tests of the page of one training run."""
 
 import math
 
@@ -53,11 +53,11 @@ def test_the_lead_names_recipe_steps_and_machine(page):
     assert "trained with the recipe deepseek_v3 for 40 steps on 2 CPU cores." in page.words
 
 
-def test_the_busiest_expert_is_named(page):
+def test_the_maximum_expert_load_is_named(page):
     assert "The maximum expert load is 1.75× the mean, in layer 3" in page.words
 
 
-def test_the_span_of_the_tile_scales_is_named(page):
+def test_the_range_of_the_tile_scales_is_named(page):
     assert "output gradients dy lie between 2⁻³⁰ and 2⁻¹², a factor of 262k: with one scale for the" in page.words
 
 
@@ -74,11 +74,11 @@ def test_every_setting_is_in_the_page(page):
         assert setting in page.words
 
 
-def test_the_prompt_is_told_from_what_the_model_wrote(page):
+def test_the_prompt_is_distinguished_from_the_generated_text(page):
     assert ("b", {}) in page.elements[page.tags.index("pre") :]
 
 
-def test_hostile_text_stays_text(make_run):
+def test_html_in_texts_is_escaped(make_run):
     hostile = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x00\x1b[31m"
     config = {"preset": "<b>tiny</b>", "recipe": "<script>1</script>", "steps": 3}
     run = make_run([training(1), experts(1, **{"L<script>": [1, 2]})], config=config, sample=hostile)
@@ -94,7 +94,7 @@ def test_the_same_files_give_the_same_page(make_run):
     assert write_run_report(run).read_bytes() == first
 
 
-def test_a_page_is_written_beside_and_renamed(make_run):
+def test_a_page_is_written_to_a_temporary_file_and_renamed(make_run):
     run = make_run([training(1)])
     write_run_report(run)
     assert sorted(path.name for path in run.iterdir()) == [
@@ -153,21 +153,21 @@ def test_a_partial_run_gets_a_page(make_run, metrics):
     assert "Configuration" in read_page(write_run_report(make_run(metrics, summary=None))).words
 
 
-def test_a_run_without_validation_says_so(make_run):
+def test_the_page_of_a_run_without_validation_says_so(make_run):
     assert "has not been measured yet" in read_page(write_run_report(make_run([training(1), training(2)]))).words
 
 
-def test_an_unfinished_run_says_how_far_it_came(make_run):
+def test_the_page_of_an_unfinished_run_names_its_last_step(make_run):
     assert "for 2 of 40 steps" in read_page(write_run_report(make_run([training(1), training(2)]))).words
 
 
-def test_a_broken_loss_is_announced(make_run):
+def test_a_broken_loss_is_reported(make_run):
     lines = [training(1), training(2, loss=math.nan), training(3, loss=math.nan)]
     page = read_page(write_run_report(make_run(lines)))
     assert "not finite at step 2 and at 1 other step." in page.words
 
 
-def test_unreadable_lines_are_announced(make_run):
+def test_unreadable_lines_are_reported(make_run):
     assert "1 line of metrics.jsonl could not be read" in read_page(write_run_report(make_run('{"st'))).words
 
 
@@ -192,7 +192,7 @@ def test_an_unknown_suffix_is_refused(make_run, tmp_path):
         save_figure(make_run([training(1)]), "loss", tmp_path / "a.gif")
 
 
-def test_drawing_leaves_the_users_matplotlib_settings_alone(make_run):
+def test_drawing_does_not_change_the_users_matplotlib_settings(make_run):
     import matplotlib
 
     with matplotlib.rc_context({"font.size": 17.0}):
