@@ -24,7 +24,7 @@ settings.load_profile("octile")
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """full_disk(n): from now on only n more bytes fit on the disk."""
+    """Return full_disk(n): after the call only n more bytes can be written."""
 
     from octile.checkpoint import files
 

@@ -1,4 +1,4 @@
-"""The command line as a script calls it: exit codes, one line on errors, results where they were said to be."""
+"""Tests of the command line: exit codes, errors in one line, and the files that commands write."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ MICRO_RUN = [
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Run a command and return its exit code, stdout and stderr."""
     try:
         main(arguments)
         code = 0
@@ -92,7 +92,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor"]], ids=" ".join)
-def test_a_reader_who_has_seen_enough_is_no_failure(arguments):
+def test_a_closed_output_pipe_is_no_failure(arguments):
     command = subprocess.Popen(
         [sys.executable, "-m", "octile", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -193,7 +193,7 @@ def test_the_last_out_is_the_run_that_is_resumed(begun, tmp_path):
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("options", [["--preset="], ["--preset", "tiny", "--preset", ""]], ids=" ".join)
-def test_a_preset_without_a_name_is_not_the_usual_one(capsys, options):
+def test_an_empty_preset_name_is_refused(capsys, options):
     assert "unknown preset ''" in refused(capsys, "train", *options)
 
 
@@ -373,7 +373,7 @@ def test_a_nan_is_one_line_and_exit_code_1(capsys, monkeypatch):
     assert (code, err) == (1, "octile: the loss is nan at step 4\n")
 
 
-def test_a_defect_of_ours_is_one_line_and_exit_code_1(capsys, monkeypatch):
+def test_an_internal_error_is_one_line_and_exit_code_1(capsys, monkeypatch):
     failing(monkeypatch, AssertionError("never"))
     code, _, err = call(capsys, "train")
     assert (code, err.count("\n")) == (1, 1)
@@ -385,7 +385,7 @@ def test_a_value_error_that_is_not_one_of_our_checks_is_not_the_users_fault(caps
     assert call(capsys, "train")[0] == 1
 
 
-def test_a_traceback_is_shown_when_asked_for(monkeypatch):
+def test_a_traceback_is_shown_on_request(monkeypatch):
     failing(monkeypatch, AssertionError("never"))
     monkeypatch.setenv("OCTILE_TRACEBACK", "1")
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""`import octile` costs nothing, needs no optional package, and every public name is there and documented."""
+"""Tests of `import octile`: it is cheap, needs no optional package, and every public name exists and is documented."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ sys.meta_path.insert(0, Missing())
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The modules that are there after a statement in a fresh interpreter."""
+    """Return the modules that a statement loads in a new interpreter."""
     program = f"import sys; {statement}; print(*sys.modules)"
     return set(
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
@@ -56,7 +56,7 @@ def test_importing_octile_does_not_load(loaded, module):
     assert module not in loaded
 
 
-def test_quantising_loads_no_drawing_and_no_training():
+def test_quantizing_loads_no_drawing_and_no_training():
     loaded = loaded_by("import octile; octile.quantize, octile.Recipe, octile.convert")
     late = {"matplotlib", "jinja2", "tensorboard", "transformers", "tokenizers", "octile.report", "octile.train"}
     assert loaded & late == set()

@@ -1,4 +1,4 @@
-"""What the recipes say; what they compute is in tests/nn/test_linear.py."""
+"""Tests of recipes and recipe files; tests/nn/test_linear.py tests what they compute."""
 
 from dataclasses import FrozenInstanceError, astuple, fields, replace
 from itertools import combinations
@@ -116,7 +116,7 @@ def test_scales_from_past_steps(name):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16_loss_scaling", torch.float16)])
-def test_recipes_without_casts_compute_in_16_bits(name, dtype):
+def test_recipes_without_quantization_compute_in_16_bits(name, dtype):
     assert (Recipe.named(name).formats, Recipe.named(name).compute) == (None, dtype)
 
 
@@ -128,7 +128,7 @@ def test_the_loss_is_scaled_where_small_gradients_would_vanish(name):
     assert (Recipe.named(name).loss_scale == "dynamic") == (name in ("global_scale", "fp16_loss_scaling"))
 
 
-def test_fp8_lm_keeps_6_bytes_a_parameter():
+def test_fp8_lm_stores_6_bytes_per_parameter():
     assert Recipe.fp8_lm().optimizer == OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
 
 
@@ -221,7 +221,7 @@ def test_only_recipes_in_tiles_take_the_data_flow_of_deepseek_v3(name):
     assert (recipe.can_fuse_attention, recipe.can_fuse_swiglu) == (fused, fused)
 
 
-def test_a_product_in_high_precision_takes_its_block_apart():
+def test_a_gemm_in_high_precision_disables_fused_blocks():
     recipe = Recipe.deepseek_v3().without("wgrad")
     assert not recipe.can_fuse_attention
     assert not recipe.can_fuse_swiglu

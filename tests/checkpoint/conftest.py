@@ -1,4 +1,4 @@
-"""A file that is damaged, and a folder as other programs write it."""
+"""Shared by the tests of checkpoints: damaged files, and folders as other programs write them."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The files of examples/ as modules: what CI runs is what a reader starts."""
+"""Shared by the tests of examples: load the files of examples/ as modules."""
 
 import importlib.util
 from collections.abc import Callable

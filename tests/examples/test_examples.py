@@ -1,4 +1,4 @@
-"""Each example runs from its command line at a toy size, and does what its first line says."""
+"""Tests that each example runs from its command line at a small size and does what its docstring says."""
 
 import json
 import re

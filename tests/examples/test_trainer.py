@@ -1,4 +1,4 @@
-"""What transformers' Trainer does to a model, it does to a converted one: accumulation, autocast, checkpoints."""
+"""Tests that transformers' Trainer works with converted models: accumulation, autocast, checkpoints."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Parameters, and gradients like noise for them."""
+"""Shared by the tests of optimizers: parameters and random gradients."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]]
 
 
 def backward(params: list[nn.Parameter], step: int) -> None:
-    """Gradients like noise, made by autograd, the same for the same step."""
+    """Compute random gradients by autograd; they depend on the step only."""
     generator = torch.Generator().manual_seed(step)
     loss = sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in params)
     assert isinstance(loss, Tensor)

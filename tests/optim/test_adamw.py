@@ -1,4 +1,4 @@
-"""AdamW's arithmetic is torch's, bit for bit, where the formats are FP32; what it refuses; that it learns."""
+"""Tests of AdamW: bit-identical to torch's where all formats are FP32, refusals, convergence."""
 
 import pytest
 import torch

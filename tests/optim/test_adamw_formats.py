@@ -1,4 +1,4 @@
-"""AdamW in few bytes: how far small moments, masters and gradients are from FP32, and how many bytes they take."""
+"""Tests of AdamW with moments, master weights and gradients in small formats: error vs. FP32 and memory."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_fp8_lm_stores_what_its_paper_says():
     )
 
 
-def test_fp8_lm_keeps_no_full_size_gradient_after_backward():
+def test_fp8_lm_stores_no_high_precision_gradient_after_backward():
     params = parameters()
     AdamW(params, 1e-2, formats=FP8_LM)
     backward(params, 0)
@@ -158,7 +158,7 @@ def test_fp8_gradients_add_up_over_micro_batches():
     torch.testing.assert_close(total, 3 * torch.linspace(-1, 1, 8), rtol=0.15, atol=0)
 
 
-def test_zero_grad_forgets_fp8_gradients():
+def test_zero_grad_clears_fp8_gradients():
     param = nn.Parameter(torch.zeros(8))
     optimizer = AdamW([param], 0.1, formats=FP8_LM)
     param.sum().backward()
@@ -174,7 +174,7 @@ def test_refuses_a_main_grad_where_gradients_are_8_bits():
         AdamW([param], 0.1, formats=FP8_LM).step()
 
 
-def test_fp8_lm_weights_rest_once_their_gradient_is_gone():
+def test_fp8_lm_weights_stop_changing_when_their_gradient_is_zero():
     """The row of a rare token: a first moment stuck above zero would drive it on, faster and faster."""
     param = nn.Parameter(torch.zeros(2, 256))
     optimizer = AdamW([param], 1e-3, weight_decay=0.0, formats=FP8_LM)

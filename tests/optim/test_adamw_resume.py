@@ -1,4 +1,4 @@
-"""AdamW continues from a saved state bit for bit, and from no other optimizer's."""
+"""Tests of AdamW's state: resuming is bit for bit, states of other optimizers are refused."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Clipping finds every kind of gradient and measures them in FP32."""
+"""Tests of gradient clipping: every kind of gradient is found and its norm computed in FP32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The moving average: its value, its resumption, and that it gives the weights back."""
+"""Tests of the moving average of weights: its values, resuming, and restoring the weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loss scale doubles, halves, and leaves the gradients exact."""
+"""Tests of dynamic loss scaling: it doubles, halves, and does not change gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The learning rate, phase by phase."""
+"""Tests of the learning rate in each phase of the schedule."""
 
 import pytest
 from hypothesis import given

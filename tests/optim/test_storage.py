@@ -1,4 +1,4 @@
-"""Scaled tensors: how far off they are, and what their smallest numbers become."""
+"""Tests of scaled tensors in optimizer states: quantization error and the smallest values."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The scripts of tools/ are no part of the package; they are loaded from their files."""
+"""Shared by the tests of tools: load the scripts of tools/ from their files."""
 
 import importlib.util
 import sys

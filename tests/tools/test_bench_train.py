@@ -1,4 +1,4 @@
-"""What is kept of a run that is compared."""
+"""Tests of the training benchmark."""
 
 
 def test_the_first_steps_do_not_count_for_the_speed(script):

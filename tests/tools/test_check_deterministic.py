@@ -1,4 +1,4 @@
-"""Two runs are told apart by their weights, and a CPU measures what a GPU does."""
+"""Tests of tools/check_deterministic.py: it compares the weights of pairs of runs, also on a CPU."""
 
 import re
 
@@ -16,7 +16,7 @@ def deterministic(script, monkeypatch):
     return module
 
 
-def test_on_a_cpu_every_pair_has_the_same_bits(deterministic, tmp_path, capsys):
+def test_on_a_cpu_every_pair_is_bit_identical(deterministic, tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
     for i in range(8):

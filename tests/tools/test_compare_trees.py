@@ -1,4 +1,4 @@
-"""Two trees are measured by turns, each in a process of its own, with its own octile."""
+"""Tests of tools/compare_trees.py: trees are measured interleaved, each in its own process with its own octile."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ def run(*arguments):
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=180)
 
 
-def test_trees_are_measured_beside_the_first(tree, tmp_path):
+def test_trees_are_compared_with_the_first(tree, tmp_path):
     done = run(str(tmp_path / "out.json"), tree("old", 4e-6), tree("new", 2e-6), "--products", "few", "--peer")
     assert done.returncode == 0, done.stderr
     one, two, last = done.stdout.splitlines()
@@ -87,7 +87,7 @@ def test_trees_are_measured_beside_the_first(tree, tmp_path):
     assert rows[0]["kernels"]["DeepGEMM"] == "none: too small"
 
 
-def test_the_last_tree_says_which_products_a_list_has(tree, tmp_path):
+def test_the_last_tree_decides_which_gemms_a_list_has(tree, tmp_path):
     old, new = tree("old", 4e-6), tree("new", 2e-6)
     shapes = Path(old) / "octile/bench/shapes.py"
     shapes.write_text(shapes.read_text().replace("FEW_ROWS", "ANOTHER_LIST"))

@@ -1,4 +1,4 @@
-"""What Nsight Compute prints, as numbers."""
+"""Tests of parsing the output of Nsight Compute."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The tests' own runner: what hangs or crashes costs no more than its own process."""
+"""Tests of the GPU test runner: a test that hangs or crashes does not stop the others."""
 
 import time
 from pathlib import Path
@@ -32,7 +32,7 @@ def runner(script, tmp_path, monkeypatch):
     return runner
 
 
-def test_tests_that_may_hang_run_by_themselves(runner):
+def test_tests_that_may_hang_run_alone(runner):
     assert runner.units(["."]) == [
         "alone/test_hang.py::test_hang",
         "alone/test_hang.py::test_fast",

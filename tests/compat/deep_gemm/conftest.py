@@ -1,4 +1,4 @@
-"""Operands as DeepGEMM's callers have them, their values in FP64, and the bound of FP32 summation."""
+"""Shared by the tests of the DeepGEMM interface: operands, their values in FP64, and the bound of FP32 summation."""
 
 import pytest
 import torch

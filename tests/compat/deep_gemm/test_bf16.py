@@ -12,7 +12,7 @@ sides = {"m": st.integers(1, 40), "n": st.integers(1, 40), "k": st.integers(1, 1
 
 
 @given(**sides, dtype=st.sampled_from([torch.bfloat16, torch.float32]), add=st.booleans())
-def test_the_product_is_stored_or_added(m, n, k, dtype, add):
+def test_the_result_is_stored_or_accumulated(m, n, k, dtype, add):
     a, b, c = random(m, k).bfloat16(), random(n, k, seed=1).bfloat16(), random(m, n, seed=2).to(dtype)
     d = torch.full((m, n), float("nan"), dtype=dtype)
     deep_gemm.bf16_gemm_nt(a, b, d, c if add else None)

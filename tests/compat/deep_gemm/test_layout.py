@@ -32,12 +32,12 @@ def test_packed_scales_hold_the_scales(mn, k, groups):
     assert torch.equal(unpack_ue8m0(deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf), k), sf)
 
 
-def test_a_scale_of_zero_is_packed_as_code_0():
+def test_a_scale_of_zero_is_packed_as_0():
     sf = torch.tensor([[2.0, 0.0]])
     assert deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf).tolist() == [[0x0080]]
 
 
-def test_what_lies_between_groups_is_not_looked_at():
+def test_padding_between_groups_is_not_read():
     deep_gemm.set_mk_alignment_for_contiguous_layout(8)
     sf = powers_of_2(24, 5)
     sf[3:8], sf[12:] = 3.0, float("nan")
@@ -90,7 +90,7 @@ SIZES = torch.tensor([256, 256], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("sf", [None, 1.5, [1.0], torch.ones(3), torch.ones(4, 8).double()])
-def test_what_is_no_scale_is_refused(sf):
+def test_malformed_scales_are_refused(sf):
     for call in (
         lambda: deep_gemm.get_mn_major_tma_aligned_tensor(sf),
         lambda: deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf),
@@ -136,7 +136,7 @@ def test_ends_that_do_not_fit_their_scales_are_refused(ends, error):
 
 
 @pytest.mark.parametrize("recipe", [None, 128, (1,), (1, 0), ("1", 128)])
-def test_a_recipe_that_is_none_is_refused(recipe):
+def test_a_malformed_recipe_is_refused(recipe):
     with pytest.raises((TypeError, ValueError), match="recipe must be"):
         deep_gemm.transform_sf_into_required_layout(torch.ones(4, 8), 4, 1024, recipe)
 

@@ -1,4 +1,4 @@
-"""Settings reach what they are for."""
+"""Tests that DeepGEMM's settings take effect."""
 
 from types import SimpleNamespace
 
