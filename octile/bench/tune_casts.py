@@ -21,7 +21,7 @@ from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import align_columns
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.quantize import launcher
-from octile.kernels.cuda.quantize.catalog import Launched, noted
+from octile.kernels.cuda.quantize.catalog import Launched, recorded_launches
 
 Settings = Mapping[str, int]
 Call = Callable[[], tuple[Tensor, ...]]
@@ -88,9 +88,9 @@ def search(kind: str) -> str:
 
 def kernel(kind: str, settings: Settings) -> Launched:
     """Return the kernel that a kind launches with these settings."""
-    with noted():  # the kernels that make its inputs are not launched either
+    with recorded_launches():  # the kernels that make its inputs are not launched either
         call = prepared(kind, torch.empty(SHAPES[0], dtype=torch.bfloat16, device="meta"))
-    with noted() as launched:
+    with recorded_launches() as launched:
         _with(kind, settings, call)
     (found,) = launched
     return found
@@ -110,23 +110,23 @@ def prepared(kind: str, x: Tensor) -> Call:
         return lambda: launcher.requantize(data, scale, E4M3, False)
     if kind.startswith("swiglu_backward"):
         data, scale = launcher.quantize(x, 1, 128, E4M3, False)
-        dh, saved = x.float() if kind.endswith("wide") else x, (data, data, scale, scale)
+        dh, saved = x.float() if kind == "swiglu_backward, FP32 or INT8" else x, (data, data, scale, scale)
         return lambda: launcher.swiglu_backward(dh, *saved, None, E4M3, False, E4M3, True)[:6]
-    wide = x.float() if kind == "tiles, 32 bits" else x
+    x_32 = x.float() if kind == "tiles, 32 bits" else x
     one = torch.ones(1, device=x.device)
     return {
         "tiles": lambda: launcher.quantize(x, 1, 128, E4M3, False),
-        "tiles, 32 bits": lambda: launcher.quantize(wide, 1, 128, E4M3, False),
+        "tiles, 32 bits": lambda: launcher.quantize(x_32, 1, 128, E4M3, False),
         "tiles, E5M6": lambda: launcher.quantize(x, 1, 128, torch.uint8, True),
         "scale given": lambda: (launcher.quantize_with_scale(x, one, E4M3),),
         "swiglu": lambda: launcher.swiglu(x, x, E4M3, False, None)[:2],
-        "swiglu, inputs kept": lambda: launcher.swiglu(x, x, E4M3, False, None, E4M3, False),
+        "swiglu, inputs saved": lambda: launcher.swiglu(x, x, E4M3, False, None, E4M3, False),
         "both": lambda: launcher.rows_and_columns(x, E4M3, False),
         "columns": lambda: launcher.quantize(x, 128, 1, E4M3, False),
         "block": lambda: launcher.quantize(x, 128, 128, E4M3, False),
         "weight": lambda: launcher.quantize_and_transpose(x, E4M3, False),
         "rms_norm": lambda: launcher.rms_norm(x, x[0], 1e-6, E4M3, False, False)[:3],
-        "rms_norm, wide": lambda: launcher.rms_norm(x, x[0], 1e-6, E4M3, False, True),
+        "rms_norm, FP32 or with y": lambda: launcher.rms_norm(x, x[0], 1e-6, E4M3, False, True),
     }[kind]
 
 

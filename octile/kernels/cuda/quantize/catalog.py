@@ -1,6 +1,6 @@
-"""Catalog of the quantization kernels: the calls of training and serving whose kernels are compiled without a GPU.
+"""Catalog of the quantization kernels: calls of training and serving whose kernels are compiled without a GPU.
 
-The launcher is called with tensors on the meta device, and its launches are recorded instead of made.
+The launcher is called with tensors on the meta device; its launches are recorded and not started.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,36 +26,36 @@ class Launched(NamedTuple):
 
 
 def launches() -> dict[str, Launched]:
-    """Return what each case launches, by its name."""
+    """Return the launch of each case, by the name of the case."""
     found = {}
-    for case, cast in _cases().items():
-        with noted() as seen:
-            cast()
-        (found[case],) = seen
+    for case, call in _cases().items():
+        with recorded_launches() as recorded:
+            call()
+        (found[case],) = recorded
     return found
 
 
 def _cases() -> dict[str, Callable[[], object]]:
     t, k, h = 8192, 7168, 2048
-    x, wide = _empty(t, k), _empty(t, k, dtype=torch.float32)
+    x, x_fp32 = _empty(t, k), _empty(t, k, dtype=torch.float32)
     encoded, packed = _empty(t, k, dtype=E4M3), _empty(t, k * 3 // 2, dtype=E5M6)
     scale = new_scale(encoded, 1, 128)
     gate, up = _empty(t, 2 * h).chunk(2, dim=1)
     dh, weight, rows = _empty(t, h), _empty(t, dtype=torch.float32), _empty(8 * t, dtype=torch.int32)
-    saved, long = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MAX_COLUMNS)
+    saved, long_rows = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MAX_COLUMNS)
     saved_scale = new_scale(saved, 1, 128)
     with_scales: dict[str, Callable[[bool], object]] = {
         "quantize 1×128": lambda p: launcher.quantize(x, 1, 128, E4M3, p),
-        "quantize 1×128 of FP32": lambda p: launcher.quantize(wide, 1, 128, E4M3, p),
+        "quantize 1×128 of FP32": lambda p: launcher.quantize(x_fp32, 1, 128, E4M3, p),
         "quantize 1×128 to E5M6": lambda p: launcher.quantize(x, 1, 128, E5M6, p),
         "quantize 128×1": lambda p: launcher.quantize(x, 128, 1, E4M3, p),
-        "quantize 128×128 of FP32": lambda p: launcher.quantize(wide, 128, 128, E4M3, p),
+        "quantize 128×128 of FP32": lambda p: launcher.quantize(x_fp32, 128, 128, E4M3, p),
         "rows and columns": lambda p: launcher.rows_and_columns(x, E4M3, p),
-        "rows and columns of FP32": lambda p: launcher.rows_and_columns(wide, E4M3, p),
+        "rows and columns of FP32": lambda p: launcher.rows_and_columns(x_fp32, E4M3, p),
         "requantize, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p),
         "requantize rows, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows),
         "requantize E5M6, transposed": lambda p: launcher.requantize(packed, scale, E4M3, p),
-        "weight and its transpose": lambda p: launcher.quantize_and_transpose(wide, E4M3, p),
+        "weight and its transpose": lambda p: launcher.quantize_and_transpose(x_fp32, E4M3, p),
         "SwiGLU": lambda p: launcher.swiglu(gate, up, E4M3, p, None),
         "SwiGLU, inputs saved": lambda p: launcher.swiglu(gate, up, E4M3, p, weight, E4M3, p),
         "SwiGLU backward": lambda p: launcher.swiglu_backward(dh, gate, up, None, None, None, E4M3, p, E4M3, True),
@@ -64,11 +64,11 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "RMSNorm": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, False),
         "RMSNorm, and in high precision": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),
-        "RMSNorm of the longest row": lambda p: launcher.rms_norm(long, long[0], 1e-6, E4M3, p, False),
+        "RMSNorm of the longest row": lambda p: launcher.rms_norm(long_rows, long_rows[0], 1e-6, E4M3, p, False),
     }
     cases: dict[str, Callable[[], object]] = {}
-    for name, cast in with_scales.items():
-        cases |= {name: partial(cast, False), f"{name}, powers of two": partial(cast, True)}
+    for name, call in with_scales.items():
+        cases |= {name: partial(call, False), f"{name}, powers of two": partial(call, True)}
     return cases | {
         "scale given": lambda: launcher.quantize_with_scale(x, _empty(1, dtype=torch.float32), E4M3),
         "dequantize 1×128": lambda: launcher.dequantize(encoded, scale, 1, 128, torch.bfloat16),
@@ -85,11 +85,11 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @contextmanager
-def noted() -> Iterator[list[Launched]]:
-    """Record the launches inside instead of making them."""
-    seen: list[Launched] = []
+def recorded_launches() -> Iterator[list[Launched]]:
+    """Record the launches inside this context; none of them is started."""
+    recorded: list[Launched] = []
 
-    def note(
+    def record(
         name: str,
         constants: Mapping[str, int | bool],
         x: Tensor,
@@ -99,11 +99,11 @@ def noted() -> Iterator[list[Launched]]:
         *_: Any,
         resident: int | None = None,
     ) -> None:
-        seen.append(Launched(name, constants, shared))
+        recorded.append(Launched(name, constants, shared))
 
     launch = launcher._launch
-    launcher._launch = note
+    launcher._launch = record
     try:
-        yield seen
+        yield recorded
     finally:
         launcher._launch = launch

@@ -1,9 +1,10 @@
-"""Launcher of the quantization kernels for Hopper in CUDA C++; they give bit for bit the results of Triton's kernels.
+"""Launcher of Hopper's quantization kernels in CUDA C++, whose results are bit for bit those of Triton's kernels.
 
-    tiles.cu            1×128 tiles; one given scale
-    blocks.cu           128×128 blocks: along rows and columns, requantized and transposed, weights with their transpose
-    swiglu.cu           SwiGLU in 1×128 tiles, and its inputs to be saved for backward
-    swiglu_backward.cu  the gradients of SwiGLU and its recomputed result, along rows and columns
+    tiles.cu            1×128 tiles; one scale that the caller passes
+    blocks.cu           128×128 blocks of the input: tiles along rows and columns, requantization along columns, weights
+                        with their transpose
+    swiglu.cu           SwiGLU in 1×128 tiles; its inputs, quantized to be saved for backward
+    swiglu_backward.cu  the gradients of SwiGLU and its recomputed result, in tiles along rows and columns
     rms_norm.cu         RMSNorm in 1×128 tiles
     dequantize.cu       encoded values to BF16, FP16 or FP32
 
@@ -12,11 +13,14 @@ They are faster than Triton's for three reasons: one of 16 lanes computes a scal
 Triton cannot express the first and the last, and its exponentials and divisions take several times the instructions.
 On an H200 Triton's kernels reach 0.16 to 0.80 of the speed of a copy (benchmarks/LOG.md).
 
-They take what lies as training and serving have it: rows of a multiple of 8 numbers that are contiguous and begin at
-multiples of 16 bytes. `octile.kernels.backends` gives the rest to Triton's kernels.
+They support contiguous rows of a multiple of 8 elements that begin at multiples of 16 bytes, as training and serving
+allocate them. `octile.kernels.backends` calls Triton's kernels for other layouts (`why_unsupported`).
 
-Everything is launched from shapes and strides alone, so that it can be captured in a CUDA graph; only the first call of
-a form compiles and loads a kernel, which cannot.
+A launch depends on shapes and strides, never on values, so it can be captured in a CUDA graph. The first call of a kind
+compiles and loads a kernel, which cannot be captured.
+
+Kernels are loaded and launched as GEMMs are (`jit.specialize`, `jit.driver`), but without a launch cache: their
+arguments are numbers and no tensor maps, and are packed as quickly as a cached launch would be found.
 """
 
 from collections.abc import Mapping
@@ -38,31 +42,31 @@ DTYPES = {  # enum Dtype of scale.cuh
     torch.int8: 5,
     torch.uint8: 6,  # E5M6, packed: two values in three bytes
 }
-SIDE, MAX_COLUMNS = 128, 16384  # rows and columns of a block; columns that RMSNorm takes at most
+SIDE, MAX_COLUMNS = 128, 16384  # rows and columns of a block; the most columns that RMSNorm supports
 BLOCK_THREADS, BLOCK_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # smem::bytes of block.cuh
 BACKWARD_BYTES = 7 * 2 * 16 * BLOCK_THREADS + 4 * 3 * SIDE  # shared memory of swiglu_backward.cu on top
 
-# What the casts' speed depends on besides their shapes; `octile bench tune-casts` searches better ones on a GPU.
-#   rows     of a thread (tiles, swiglu, dequantize), or of a block one after the other (rms_norm)
-#   warps    of a block
-#   blocks   that must fit into a multiprocessor, which bounds the registers of a thread
-#   raster_height  128×128 blocks along M that consecutive thread blocks take
+# Settings that decide on the kernels' speed; `octile bench tune-casts` searches for better ones on a GPU.
+#   rows           rows of a thread (tiles, swiglu, dequantize), or rows that a block computes in sequence (rms_norm)
+#   warps          warps of a block
+#   blocks         blocks that must fit on an SM at the same time, which limits the registers of a thread
+#   raster_height  128×128 blocks along M that consecutive thread blocks compute
 SETTINGS: dict[str, dict[str, int]] = {
     "tiles": {"rows": 8, "warps": 8, "blocks": 3},
     "tiles, 32 bits": {"rows": 4, "warps": 8, "blocks": 3},
     "tiles, E5M6": {"rows": 8, "warps": 8, "blocks": 3},
     "scale given": {"rows": 8, "warps": 8, "blocks": 3},
     "swiglu": {"rows": 2, "warps": 4, "blocks": 8},
-    "swiglu, inputs kept": {"rows": 4, "warps": 4, "blocks": 6},
+    "swiglu, inputs saved": {"rows": 4, "warps": 4, "blocks": 6},
     "both": {"raster_height": 1, "blocks": 3},
     "transposed_only": {"raster_height": 1, "blocks": 4},
     "columns": {"raster_height": 8, "blocks": 3},
     "block": {"raster_height": 8, "blocks": 3},
     "weight": {"raster_height": 8, "blocks": 3},
     "swiglu_backward": {"raster_height": 2, "blocks": 2},
-    "swiglu_backward, wide": {"raster_height": 1, "blocks": 1},
+    "swiglu_backward, FP32 or INT8": {"raster_height": 1, "blocks": 1},
     "rms_norm": {"rows": 1, "blocks": 3},
-    "rms_norm, wide": {"rows": 4, "blocks": 2},
+    "rms_norm, FP32 or with y": {"rows": 4, "blocks": 2},
     "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
 }
 NORM_BYTES = 2 * 4 * 32  # shared memory of rms_norm.cu: two buffers
@@ -70,7 +74,7 @@ NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds
 
 
 class Form(IntEnum):
-    """enum Form of block.cuh."""
+    """What blocks.cu computes; enum Form of block.cuh."""
 
     BOTH = 0
     TRANSPOSED_ONLY = 1
@@ -95,27 +99,31 @@ def layout_error(*matrices: Tensor, out: torch.dtype | None = None) -> str | Non
         packed, size = x.dtype == torch.uint8, x.element_size()
         unit, vector = (12, 4) if packed else (8, 8 if size == 1 else 16)
         if not 0 < x.numel() < 2**31 * SIDE:
-            return "there is nothing to cast" if x.numel() == 0 else "there is too much for one launch"
+            return "it is empty" if x.numel() == 0 else "it has too many elements for one launch"
         if x.shape[-1] % unit:
-            return f"rows of {x.shape[-1]} are no multiple of {unit}"
-        if x.stride(-1) != 1 or (steps := _steps(x)) is None:
-            return "its rows are not contiguous, or its matrices do not lie one step apart"
-        if (x.data_ptr() | steps[0] * size | steps[1] * size) % vector or (packed and any(n % unit for n in steps)):
+            return f"its rows of {x.shape[-1]} are not a multiple of {unit}"
+        if x.stride(-1) != 1 or (strides := _strides(x)) is None:
+            return "its rows are not contiguous, or its matrices are not one stride apart"
+        if (x.data_ptr() | strides[0] * size | strides[1] * size) % vector or (
+            packed and any(n % unit for n in strides)
+        ):
             return f"its rows do not begin at multiples of {unit if packed else vector} bytes"
         if out == torch.uint8 and x.shape[-1] % 32:
-            return f"rows of {x.shape[-1]} are no multiple of 32, so that codes of 12 bits fill whole vectors"
+            return f"its rows of {x.shape[-1]} are not a multiple of 32, as packed E5M6 needs"
     return None
 
 
 def reads_scale(scale: Tensor, block_cols: int) -> bool:
     """Return whether `dequantize` reads such scales: matrices one stride apart, scales of columns contiguous."""
-    of_columns = block_cols == 1
-    return _steps(scale) is not None and (not of_columns or (scale.stride(-1) == 1 and _in_vectors(scale, -2)))
+    has_column_tiles = block_cols == 1
+    return _strides(scale) is not None and (
+        not has_column_tiles or (scale.stride(-1) == 1 and _is_aligned_along(scale, -2))
+    )
 
 
 def reads_tile_scales(scale: Tensor) -> bool:
     """Return whether `requantize` reads such scales of 1×128: contiguous along M, as `new_scale` allocates them."""
-    return _steps(scale) is not None and scale.stride(-2) == 1 and _in_vectors(scale, -1)
+    return _strides(scale) is not None and scale.stride(-2) == 1 and _is_aligned_along(scale, -1)
 
 
 def is_vector(weight: Tensor) -> bool:
@@ -126,13 +134,17 @@ def is_vector(weight: Tensor) -> bool:
 def quantize(
     x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, power_of_2: bool
 ) -> tuple[Tensor, Tensor]:
-    """x [..., M, K] → data [..., M, K] (E5M6: [..., M, 3K/2]), scale, in blocks of 1×128, 128×1 or 128×128."""
+    """Quantize x [..., M, K] in blocks of 1×128, 128×1 or 128×128.
+
+    Returns:
+        data [..., M, K] (E5M6: [..., M, 3K/2]), and its scale.
+    """
     k = x.shape[-1]
     data = x.new_empty(*x.shape[:-1], k // 2 * 3 if dtype == torch.uint8 else k, dtype=dtype)
     scale = new_scale(x, block_rows, block_cols)
     if block_rows == 1:
-        wide = x.dtype == torch.float32 or (dtype == torch.uint8 and not power_of_2)  # takes more registers
-        kind = "tiles, 32 bits" if wide else "tiles, E5M6" if dtype == torch.uint8 else "tiles"
+        needs_registers = x.dtype == torch.float32 or (dtype == torch.uint8 and not power_of_2)
+        kind = "tiles, 32 bits" if needs_registers else "tiles, E5M6" if dtype == torch.uint8 else "tiles"
         _launch_tiles(SETTINGS[kind], x, dtype, power_of_2, data=data, scale=scale)
     elif block_cols == 1:
         _launch_blocks(Form.COLUMNS, x, dtype, power_of_2, data=data, scale_t=scale)
@@ -142,16 +154,17 @@ def quantize(
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., M, K] in the one scale [1] that is given → data [..., M, K]; saturates, NaN stays."""
+    """Quantize x [..., M, K] with one scale [1] to data [..., M, K]; values saturate, NaN stays NaN."""
     data = x.new_empty(x.shape, dtype=dtype)
     _launch_tiles(SETTINGS["scale given"], x, dtype, False, data=data, given=scale)
     return data
 
 
 def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> Tensor:
-    """data [..., M, K], contiguous, times its scale → [..., M, K] in out_dtype.
+    """Dequantize contiguous data [..., M, K] to [..., M, K] in out_dtype.
 
-    The scales are of 1×128, 128×1 (contiguous along K), 128×128, or of all: block_rows and block_cols at least M and K.
+    Blocks are 1×128, 128×1 (scales contiguous along K), 128×128, or the whole matrix: block_rows and block_cols are
+    then at least M and K.
     """
     m, k = data.shape[-2:]
     k = k // 3 * 2 if data.dtype == torch.uint8 else k
@@ -162,14 +175,18 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
         "scale_rows": 0 if block_rows >= m and block_rows > 1 else block_rows,
         "scale_columns": 0 if block_cols >= k else block_cols,
     }  # fmt: skip
-    arguments = (_address(data), _address(scale), _address(out), _step_of_batch(scale), *scale.stride()[-2:], m, k)
-    blocks = _batches(data) * _up(m, 2 * settings["rows"] * settings["warps"]) * _up(k, SIDE)
+    arguments = (_address(data), _address(scale), _address(out), _batch_stride(scale), *scale.stride()[-2:], m, k)
+    blocks = _batches(data) * _ceil_div(m, 2 * settings["rows"] * settings["warps"]) * _ceil_div(k, SIDE)
     _launch("dequantize", constants, data, blocks, 32 * settings["warps"], 0, *arguments)
     return out
 
 
 def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [..., M, K] → data, scale in 1×128; data_t [..., K, M], scale_t in 1×128 along M."""
+    """Quantize x [..., M, K] along its rows and along its columns.
+
+    Returns:
+        data [..., M, K] with its scale in 1×128 tiles, data_t [..., K, M] with its scale in 1×128 tiles along M.
+    """
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
     data_t, scale_t = new_quantized_transposed(x, dtype)
     _launch_blocks(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
@@ -179,9 +196,11 @@ def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[T
 def requantize(
     data: Tensor, scale: Tensor, dtype: torch.dtype, power_of_2: bool, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """data [..., M, K] with scale in 1×128, stored as `new_scale` does → data_t [..., K, M], scale_t.
+    """Requantize data [..., M, K] in 1×128 tiles along its columns to data_t [..., K, M] and its scale.
 
-    With rows [R], contiguous, those rows of a matrix in that order; R takes M's place.
+    Args:
+        scale: of 1×128 tiles, in the layout of `new_scale`.
+        rows: int32 [R], contiguous: only these rows, in this order, so that data_t is [K, R]; None: all rows.
     """
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else len(rows), columns(data), dtype=torch.uint8)
@@ -193,7 +212,7 @@ def requantize(
 
 
 def quantize_and_transpose(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., M, K] → data, scale in 128×128, and data_t [..., K, M]."""
+    """Quantize x [..., M, K] in 128×128 blocks to data [..., M, K], its scale, and the transposed data [..., K, M]."""
     data, scale, data_t = x.new_empty(x.shape, dtype=dtype), new_scale(x, SIDE, SIDE), new_transposed(x, dtype)
     _launch_blocks(Form.WEIGHT, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t)
     return data, scale, data_t
@@ -208,15 +227,20 @@ def swiglu(
     saved_dtype: torch.dtype | None = None,
     saved_power_of_2: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gate, up [M, H], weight [M] → data [M, H], scale for 1×128; saved [2, M, H], saved_scale, or data and scale."""
+    """Compute SwiGLU of gate and up [M, H], times weight [M] if given, and quantize it in 1×128 tiles.
+
+    Returns:
+        data [M, H] and its scale; the quantized inputs [2, M, H] and their scale, or, if saved_dtype is None, data and
+        its scale again.
+    """
     data, scale = gate.new_empty(gate.shape, dtype=dtype), new_scale(gate, 1, SIDE)
     saved, saved_scale = data, scale
     if saved_dtype is not None:
         saved = gate.new_empty(2, *gate.shape, dtype=saved_dtype)
         saved_scale = new_scale(saved, 1, SIDE)
     m, h = gate.shape
-    lean = saved_dtype is None or gate.dtype == torch.float32  # of more rows the others take too many registers
-    settings = SETTINGS["swiglu" if lean else "swiglu, inputs kept"]
+    has_few_rows = saved_dtype is None or gate.dtype == torch.float32  # more rows of FP32 need too many registers
+    settings = SETTINGS["swiglu" if has_few_rows else "swiglu, inputs saved"]
     constants = {
         "dtype": DTYPES[gate.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
         "weighted": weight is not None, "save_inputs": saved_dtype is not None, "saved_format": DTYPES[saved.dtype],
@@ -224,9 +248,9 @@ def swiglu(
     }  # fmt: skip
     arguments = (
         *map(_address, (gate, up, weight, data, scale, saved, saved_scale)), gate.stride(0), up.stride(0),
-        0 if weight is None else weight.stride(0), m, h, _inverse(_up(h, SIDE)),
+        0 if weight is None else weight.stride(0), m, h, _inverse(_ceil_div(h, SIDE)),
     )  # fmt: skip
-    blocks = _up(m, 2 * settings["rows"] * settings["warps"]) * _up(h, SIDE)
+    blocks = _ceil_div(m, 2 * settings["rows"] * settings["warps"]) * _ceil_div(h, SIDE)
     _launch("swiglu", constants, gate, blocks, 32 * settings["warps"], 0, *arguments)
     return data, scale, saved, saved_scale
 
@@ -243,39 +267,45 @@ def swiglu_backward(
     h_dtype: torch.dtype,
     h_power_of_2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dh, gate, up [M, H], H a multiple of 128 → what `octile.ops.swiglu` returns."""
+    """Compute the results of `octile.ops.swiglu.swiglu_backward_quantize`; H is a multiple of 128."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
     scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_quantized_transposed(data, dtype)
     h_t, h_scale_t = new_quantized_transposed(gate, h_dtype)
-    parts = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
-    wide = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8  # takes more registers
+    weight_partials = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
+    needs_registers = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8
+    kind = "swiglu_backward, FP32 or INT8" if needs_registers else "swiglu_backward"
     constants = {
         "dtype": DTYPES[gate.dtype], "dh_dtype": DTYPES[dh.dtype], "format": DTYPES[dtype],
         "power_of_2": power_of_2, "h_format": DTYPES[h_dtype], "h_power_of_2": h_power_of_2,
-        "weighted": weight is not None, **SETTINGS["swiglu_backward, wide" if wide else "swiglu_backward"],
+        "weighted": weight is not None, **SETTINGS[kind],
     }  # fmt: skip
-    steps_of_scales = [step for s in (gate_scale, up_scale) for step in ((0, 0) if s is None else s.stride())]
-    results = (data, scale, data_t, scale_t, h_t, h_scale_t, parts)
+    scale_strides = [stride for s in (gate_scale, up_scale) for stride in ((0, 0) if s is None else s.stride())]
+    results = (data, scale, data_t, scale_t, h_t, h_scale_t, weight_partials)
     arguments = (
         *map(_address, (dh, gate, up, gate_scale, up_scale, weight, *results)),
-        dh.stride(0), gate.stride(0), up.stride(0), *steps_of_scales, 0 if weight is None else weight.stride(0), m, h,
+        dh.stride(0), gate.stride(0), up.stride(0), *scale_strides, 0 if weight is None else weight.stride(0), m, h,
         _inverse(constants["raster_height"] * (h // SIDE)),
     )  # fmt: skip
-    blocks, shared_bytes = _up(m, SIDE) * (h // SIDE), BLOCK_BYTES + BACKWARD_BYTES
+    blocks, shared_bytes = _ceil_div(m, SIDE) * (h // SIDE), BLOCK_BYTES + BACKWARD_BYTES
     _launch("swiglu_backward", constants, gate, blocks, BLOCK_THREADS, shared_bytes, *arguments)
-    return *results[:-1], parts.sum(1)
+    return *results[:-1], weight_partials.sum(1)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, power_of_2: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] → data [M, K], scale in 1×128, rstd [M], and y [M, K] in x's dtype or [0, K]; weight [K] contiguous."""
+    """Normalize x [M, K] with a contiguous weight [K] and quantize the result in 1×128 tiles.
+
+    Returns:
+        data [M, K], its scale, rstd [M], and y: with `values` the result [M, K] in x's dtype, otherwise [0, K].
+    """
     m, k = x.shape
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
     rstd, y = x.new_empty(m, dtype=torch.float32), x.new_empty(m if values else 0, k)
-    wide = values or max(x.element_size(), weight.element_size()) > 2  # takes more registers
-    warps, settings = _up(k, 32 * 8 * NORM_UNITS), SETTINGS["rms_norm, wide" if wide else "rms_norm"]
+    needs_registers = values or max(x.element_size(), weight.element_size()) > 2
+    kind = "rms_norm, FP32 or with y" if needs_registers else "rms_norm"
+    warps, settings = _ceil_div(k, 32 * 8 * NORM_UNITS), SETTINGS[kind]
     constants = {
         "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype], "format": DTYPES[dtype],
         "power_of_2": power_of_2, "store_y": values, "units": NORM_UNITS, "warps": warps,
@@ -283,7 +313,9 @@ def rms_norm(
     }  # fmt: skip
     arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
     resident = None if values else constants["blocks"]
-    _launch("rms_norm", constants, x, _up(m, settings["rows"]), 32 * warps, NORM_BYTES, *arguments, resident=resident)
+    _launch(
+        "rms_norm", constants, x, _ceil_div(m, settings["rows"]), 32 * warps, NORM_BYTES, *arguments, resident=resident
+    )
     return data, scale, rstd, y
 
 
@@ -301,10 +333,10 @@ def _launch_tiles(
         "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2, "scale_given": given is not None,
         **settings,
     }  # fmt: skip
-    arguments = (*map(_address, (x, data, scale, given)), *(_steps(x) or ()), m, k, _inverse(_up(k, SIDE)))
+    arguments = (*map(_address, (x, data, scale, given)), *(_strides(x) or ()), m, k, _inverse(_ceil_div(k, SIDE)))
     warp_rows, warps = 2 * settings["rows"], settings["warps"]
     shared_bytes = warps * warp_rows * SIDE * 3 // 2 if dtype == torch.uint8 else 0
-    blocks = _batches(x) * _up(m, warp_rows * warps) * _up(k, SIDE)
+    blocks = _batches(x) * _ceil_div(m, warp_rows * warps) * _ceil_div(k, SIDE)
     _launch("tiles", constants, x, blocks, 32 * warps, shared_bytes, *arguments)
 
 
@@ -325,16 +357,20 @@ def _launch_blocks(
         "form": form, "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
         "gather": rows is not None, **SETTINGS[form.name.lower()],
     }  # fmt: skip
-    lean = x.dtype == torch.bfloat16 and dtype != torch.int8
-    most = 2 if x.dtype == torch.float32 or (form is Form.BOTH and not lean) else 3 if x.dtype == torch.uint8 else 4
-    constants["blocks"] = min(constants["blocks"], most)  # others take more registers
-    steps = (n // 3 * 2 if x.dtype == torch.uint8 else n for n in _steps(x) or ())  # in numbers
-    old_steps = (0, 0) if old_scale is None else (_step_of_batch(old_scale), old_scale.stride(-1))
+    is_lean = x.dtype == torch.bfloat16 and dtype != torch.int8  # needs the fewest registers
+    max_blocks = 4
+    if x.dtype == torch.float32 or (form is Form.BOTH and not is_lean):
+        max_blocks = 2
+    elif x.dtype == torch.uint8:
+        max_blocks = 3
+    constants["blocks"] = min(constants["blocks"], max_blocks)
+    strides = (n // 3 * 2 if x.dtype == torch.uint8 else n for n in _strides(x) or ())  # in elements, also of E5M6
+    old_strides = (0, 0) if old_scale is None else (_batch_stride(old_scale), old_scale.stride(-1))
     arguments = (
-        *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *steps, *old_steps, m, k,
-        _inverse(constants["raster_height"] * _up(k, SIDE)),
+        *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *strides, *old_strides, m, k,
+        _inverse(constants["raster_height"] * _ceil_div(k, SIDE)),
     )  # fmt: skip
-    blocks = _batches(x) * _up(m, SIDE) * _up(k, SIDE)
+    blocks = _batches(x) * _ceil_div(m, SIDE) * _ceil_div(k, SIDE)
     _launch("blocks", constants, x, blocks, BLOCK_THREADS, BLOCK_BYTES, *arguments)
 
 
@@ -348,7 +384,7 @@ def _launch(
     *arguments: Any,
     resident: int | None = None,
 ) -> None:
-    """Launches a kernel where x lies; with `resident`, no more blocks than that many on each multiprocessor."""
+    """Launch a kernel on x's GPU, with at most `resident` blocks per SM if that is given."""
     from octile.kernels.cuda.jit import specialize  # late: needs a GPU's driver
 
     if resident is not None:
@@ -357,20 +393,20 @@ def _launch(
     kernel.ready(blocks, 1, threads, shared, arguments)()
 
 
-def _steps(x: Tensor) -> tuple[int, int] | None:
-    """From one matrix to the next and from one row to the next, in elements; None: matrices are not one step apart."""
-    shape, steps = x.shape[:-2], x.stride()[:-2]
-    if any(steps[i] != steps[i + 1] * shape[i + 1] for i in range(len(shape) - 1)):
+def _strides(x: Tensor) -> tuple[int, int] | None:
+    """Return the strides of matrices and of rows in elements; None: the matrices are not one stride apart."""
+    shape, strides = x.shape[:-2], x.stride()[:-2]
+    if any(strides[i] != strides[i + 1] * shape[i + 1] for i in range(len(shape) - 1)):
         return None
-    return (steps[-1] if steps else 0), x.stride(-2)
+    return (strides[-1] if strides else 0), x.stride(-2)
 
 
-def _in_vectors(scale: Tensor, dim: int) -> bool:
-    """Whether rows along this dimension begin at multiples of 16 bytes."""
-    return (scale.data_ptr() | 4 * scale.stride(dim) | 4 * _step_of_batch(scale)) % 16 == 0
+def _is_aligned_along(scale: Tensor, dim: int) -> bool:
+    """Return whether rows along this dimension begin at multiples of 16 bytes."""
+    return (scale.data_ptr() | 4 * scale.stride(dim) | 4 * _batch_stride(scale)) % 16 == 0
 
 
-def _step_of_batch(scale: Tensor) -> int:
+def _batch_stride(scale: Tensor) -> int:
     return scale.stride(-3) if scale.dim() > 2 else 0
 
 
@@ -379,7 +415,7 @@ def _batches(x: Tensor) -> int:
 
 
 def columns(data: Tensor) -> int:
-    """K of data [..., M, K], or of packed E5M6 [..., M, 3K/2]."""
+    """Return K of data [..., M, K], or of packed E5M6 [..., M, 3K/2]."""
     return data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
 
 
@@ -388,9 +424,9 @@ def _address(t: Tensor | None) -> int:
 
 
 def _inverse(n: int) -> int:
-    """What `quotient` of tile.cuh divides by n with."""
+    """Return the factor by which `quotient` of tile.cuh divides by n."""
     return min(2**31 // n, 2**31 - 1)
 
 
-def _up(n: int, unit: int) -> int:
+def _ceil_div(n: int, unit: int) -> int:
     return -(-n // unit)

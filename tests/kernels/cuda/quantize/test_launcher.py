@@ -295,15 +295,15 @@ def test_quotients_of_the_host_are_at_most_one_too_small(d: int):
 @pytest.mark.parametrize(
     ("x", "out", "reason"),
     [
-        (torch.empty(3, 100), None, "rows of 100 are no multiple of 8"),
-        (torch.empty(0, 128), None, "there is nothing to cast"),
+        (torch.empty(3, 100), None, "its rows of 100 are not a multiple of 8"),
+        (torch.empty(0, 128), None, "it is empty"),
         (torch.empty(128, 64).mT, None, "its rows are not contiguous"),
-        (torch.empty(4, 3, 130, 128)[:, :2], None, "its matrices do not lie one step apart"),
+        (torch.empty(4, 3, 130, 128)[:, :2], None, "its matrices are not one stride apart"),
         (torch.empty(4, 136)[:, 1:129], None, "its rows do not begin at multiples of 16 bytes"),
         (torch.empty(4, 136, dtype=torch.bfloat16)[:, :128], None, None),
         (torch.empty(4, 132, dtype=torch.bfloat16)[:, :128], None, "its rows do not begin at multiples of 16 bytes"),
-        (torch.empty(4, 72), torch.uint8, "rows of 72 are no multiple of 32"),
-        (torch.empty(4, 18, dtype=torch.uint8), None, "rows of 18 are no multiple of 12"),
+        (torch.empty(4, 72), torch.uint8, "its rows of 72 are not a multiple of 32"),
+        (torch.empty(4, 18, dtype=torch.uint8), None, "its rows of 18 are not a multiple of 12"),
         (torch.empty(2, 5, 96, dtype=torch.bfloat16), torch.uint8, None),
     ],
 )
