@@ -1,4 +1,4 @@
-"""A block-scaled tensor, data · scale, and the functions that make, move and multiply it."""
+"""ScaledTensor, a block-scaled tensor data · scale, and the functions that quantize, dequantize and multiply it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FORMATS = {dtype: by_name[name] for name, dtype in quantize_ops.DATA_DTYPES.ite
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaledTensor:
-    """Quantized matrices in 8 bits (or 12: E5M6) with one FP32 scale a block; the value is data × scale.
+    """Quantized matrices in 8 bits (or 12 bits: E5M6) with one FP32 scale per block; the values are data × scale.
 
     Attributes:
         data: float8_e4m3fn, float8_e5m2 or int8 [..., M, K]; E5M6 as uint8 [..., M, 3K/2].
         scale: float32 [..., ⌈M/R⌉, ⌈K/C⌉].
         block: extents (R, C) of a block.
 
-    It is a plain container and a pytree, so it passes through `torch.compile`, `torch.save` and `torch.load` with
-    `weights_only=True`, and can be a value of a `state_dict`. torch has to know the class before it loads one:
-    `import octile` alone, which loads nothing, does not tell it, `from octile import ScaledTensor` does.
+    It is a dataclass and a pytree, so it passes through `torch.compile`, `torch.save` and `torch.load` with
+    `weights_only=True`, and can be a value of a `state_dict`. Before `torch.load`, import the class
+    (`from octile import ScaledTensor`): `import octile` alone does not register it.
     """
 
     data: Tensor
@@ -57,13 +57,13 @@ class ScaledTensor:
         return self.data.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ScaledTensor:
-        """The same tensor on another device.
+        """Copy the tensor to another device.
 
         Raises:
-            TypeError: device is a dtype; `dequantize` gives the values in another one.
+            TypeError: device is a dtype; `dequantize` returns the values in a dtype.
         """
         if isinstance(device, torch.dtype):
-            raise TypeError(f"device must be a device, not {device}: dequantize({device}) gives the values in it")
+            raise TypeError(f"device must be a device, not {device}: dequantize({device}) returns the values in it")
         data = self.data.to(device, non_blocking=non_blocking)
         return ScaledTensor(data, self.scale.to(device, non_blocking=non_blocking), self.block)
 
@@ -74,51 +74,51 @@ class ScaledTensor:
         return self.to("cuda")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, [..., M, K]."""
+        """Return the values data × scale, [..., M, K]."""
         return dequantize(self, dtype)
 
     def requantize(self, block: tuple[Extent, Extent], scale: ScaleRule = "float32") -> ScaledTensor:
-        """The same values in other blocks.
+        """Quantize the values again in other blocks.
 
-        Where both quantizations have power-of-two scales the values are only shifted: bits are lost only where a
-        value falls below the normal range of its new block.
+        If both scales are powers of two, values are only shifted: bits are lost only if a value falls below the normal
+        range of its new block.
         """
         return quantize(self.dequantize(), block, self.fmt, scale)
 
     @property
     def mT(self) -> ScaledTensor:
-        """The same numbers seen from the other side: [..., K, M] in blocks of C×R. A view, exact for every block."""
+        """The transposed tensor [..., K, M] in blocks of C×R, a view; exact for every block."""
         if self.fmt is E5M6:
-            raise TypeError("mT of packed E5M6 has no view: dequantize it first")
+            raise TypeError("packed E5M6 has no transposed view: dequantize it first")
         return ScaledTensor(self.data.mT, self.scale.mT, self.block[::-1])
 
     def transpose(self) -> ScaledTensor:
-        """[..., K, M] in blocks of the same shape as here, as a GEMM along the other side needs it.
+        """Return the transposed tensor [..., K, M] in blocks of the same shape R×C, as a GEMM along M needs it.
 
-        Exact for square blocks and for one scale a tensor. Tiles, 1×128 say, cut the matrix the other way, so the
-        values are quantised again, with a warning; `requantize` chooses the scales and does not warn.
+        This is exact for square blocks and for per-tensor scales. For tiles such as 1×128 the values are requantized,
+        with a warning; `requantize` lets the caller choose the scales and does not warn.
         """
         rows, cols = self.block
         if rows == cols or (rows >= self.shape[-2] and cols >= self.shape[-1]):
             return self.mT
-        warnings.warn(f"transposing {rows}×{cols} tiles quantises the values again", stacklevel=2)
+        warnings.warn(f"transposing {rows}×{cols} tiles requantizes the values", stacklevel=2)
         powers_of_2 = bool((self.scale.frexp().mantissa == 0.5).all())
-        again = self.requantize((cols, rows), "power_of_2" if powers_of_2 else "float32")
-        return ScaledTensor(again.mT.data.contiguous(), again.mT.scale, self.block)
+        requantized = self.requantize((cols, rows), "power_of_2" if powers_of_2 else "float32")
+        return ScaledTensor(requantized.mT.data.contiguous(), requantized.mT.scale, self.block)
 
     def state_dict(self, name: str = "weight") -> dict[str, Tensor]:
-        """Two plain tensors under the names of published FP8 checkpoints: `name` and `name_scale_inv`."""
+        """Return data and scale under the names of published FP8 checkpoints: `name` and `name_scale_inv`."""
         return {name: self.data, f"{name}_scale_inv": self.scale}
 
     @classmethod
     def from_state_dict(
         cls, state: dict[str, Tensor], name: str = "weight", block: tuple[int, int] = (128, 128)
     ) -> ScaledTensor:
-        """The inverse of `state_dict`; published checkpoints have blocks of 128×128.
+        """Make a tensor from data and scale, the inverse of `state_dict`; published checkpoints have 128×128 blocks.
 
         Raises:
             KeyError: state lacks one of the two names.
-            ValueError: the scale does not fit the data in such blocks.
+            ValueError: the shape of the scale does not match the data and the block.
         """
         data, scale = state[name], state[f"{name}_scale_inv"]
         matmul_ops.check_operand(name, data, scale, block, ndim=data.dim())
@@ -150,24 +150,24 @@ def quantize(
     fmt: FloatFormat | IntFormat = E4M3,
     scale: ScaleRule = "float32",
 ) -> ScaledTensor:
-    """Quantises matrices block by block: scale = amax / fmt.max, data = x / scale rounded to nearest even.
+    """Quantize matrices block by block: scale = amax / fmt.max, data = x / scale rounded to nearest even.
 
-    A block of zeros gives zeros and scale 1. A NaN or an Inf makes its whole block NaN. Nothing else is NaN, and
-    nothing saturates: the largest value of a block becomes the format's largest number (at most half of it less
-    where scales are powers of two, since they are rounded up).
+    A block of zeros gives zeros and scale 1. A NaN or an Inf makes its whole block NaN. No other value becomes NaN, and
+    none saturates: the amax of a block becomes the largest value of the format, or, with power-of-two scales, which are
+    rounded up, at least half of it.
 
     Args:
         x: [..., M, K], float32, bfloat16 or float16.
-        block: extents (rows, columns) of a block; None is the whole side, so (1, None) has one scale a row and
-            (None, None) one a matrix. Blocks at the edge are smaller.
+        block: extents (rows, columns) of a block; None is the whole side, so (1, None) has one scale per row
+            and (None, None) one per matrix. Blocks at the edge are smaller.
         fmt: E4M3, E5M2, INT8, or E5M6 (K even).
-        scale: "float32", or "power_of_2": rounded up to one.
+        scale: "float32", or "power_of_2": rounded up to a power of two.
 
-    No gradient passes: what trains through 8 bits is octile.nn.Linear.
+    The result has no gradient; octile.nn.Linear trains in FP8.
 
     Raises:
-        TypeError: x is no tensor or of another dtype, block no pair, fmt no format.
-        ValueError: x is no matrix; block, fmt or scale is not one of these.
+        TypeError: x is not a tensor or has another dtype, block is not a pair, or fmt is not a format.
+        ValueError: x is not a matrix, or block, fmt or scale is not one of these.
 
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
     """
@@ -180,7 +180,7 @@ def quantize(
     if not isinstance(block, tuple | list) or len(block) != 2:
         raise TypeError(f"block must be two extents (rows, columns), not {block!r}")
     if not all(extent is None or isinstance(extent, int) for extent in block):
-        raise TypeError(f"block's extents must be whole numbers or None, not {block!r}")
+        raise TypeError(f"block's extents must be integers or None, not {block!r}")
     if not isinstance(fmt, FloatFormat | IntFormat):
         raise TypeError(f"fmt must be a format such as octile.E4M3, not {fmt!r}")
     extents = resolve(block, x.shape)
@@ -189,13 +189,13 @@ def quantize(
 
 
 def resolve(block: tuple[Extent, Extent], shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """A block's extents for a matrix [..., M, K]: None becomes the whole side."""
+    """Return a block's extents for a matrix [..., M, K], with None replaced by the whole side."""
     rows, cols = block
     return max(shape[-2], 1) if rows is None else rows, max(shape[-1], 1) if cols is None else cols
 
 
 def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values data × scale, [..., M, K], multiplied in FP32 and rounded to dtype."""
+    """Return the values data × scale, [..., M, K], multiplied in FP32 and rounded to dtype."""
     data, scale, block = _parts("q", q)
     return quantize_ops.dequantize(data, scale, *block, dtype)
 
@@ -207,17 +207,17 @@ def matmul_nt(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """a[M, K] · b[N, K]ᵀ → [M, N], summed in FP32.
+    """Multiply a[M, K] · b[N, K]ᵀ → [M, N], summed in FP32.
 
     Args:
-        a, b: E4M3, E5M2 or INT8 in any blocks (on a GPU: all of K or multiples of 32 of it); 1×128 with 128×128 and
-            1×128 with 1×128 are the fast ones.
-        out_dtype: bfloat16 (default) or float32; out's dtype where out is given.
+        a, b: E4M3, E5M2 or INT8 in any blocks (on a GPU: of a multiple of 32 columns, or all of K); 1×128 with 128×128
+            and 1×128 with 1×128 are fast.
+        out_dtype: bfloat16 (default) or float32; out's dtype if out is given.
         out: [M, N], written in place and returned.
-        accumulate: add to what out holds.
+        accumulate: add the result to out.
 
     Raises:
-        TypeError, ValueError: an operand, dtype, shape or device does not fit; accumulate without out.
+        TypeError, ValueError: an operand, dtype, shape or device does not match; accumulate without out.
     """
     if out is None:
         if accumulate:
@@ -233,9 +233,9 @@ def matmul_nt(
 def grouped_matmul_nt(
     a: ScaledTensor, b: ScaledTensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Rows of group g times b[g]ᵀ: a[T, K], b[G, N, K], offs int32 [G] (end of each group) → [T, N].
+    """Multiply a[rows of g] · b[g]ᵀ for each group g: a[T, K], b[G, N, K], offs int32 [G] (end of each group) → [T, N].
 
-    Groups need no alignment and may be empty; rows past the last group are zero. offs stays on the device.
+    Groups need no alignment and may be empty; rows after the last group are zero. offs stays on the device.
     """
     return grouped_ops.grouped_matmul_nt(*_parts("a", a), *_parts("b", b), offs, out_dtype)
 
@@ -247,13 +247,13 @@ def masked_grouped_matmul_nt(
     out_dtype: torch.dtype = torch.bfloat16,
     expected_rows: int = 0,
 ) -> Tensor:
-    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K], counts int32 [G] → [G, M, N].
+    """Multiply the first counts[g] rows of a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K], counts int32 [G] → [G, M, N].
 
-    What lies in the rows past the count is not specified.
+    The other rows of the result are undefined.
 
     Args:
-        expected_rows: that a group uses on average. Counts lie on the device, where the choice of a kernel cannot see
-            them, and this decides on its speed, not on the result. 0: not known.
+        expected_rows: rows that a group uses on average; 0: not known. The kernel is chosen on the host, which does not
+            know the counts. It affects the speed, not the result.
     """
     return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype, expected_rows)
 
@@ -266,12 +266,12 @@ def grouped_wgrad(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K].
+    """Multiply dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K].
 
     Args:
-        out_dtype: float32 (default) or bfloat16; out's dtype where out is given.
+        out_dtype: float32 (default) or bfloat16; out's dtype if out is given.
         out: [G, N, K], contiguous, written in place and returned.
-        accumulate: add to what out holds, in FP32.
+        accumulate: add the result to out, in FP32.
     """
     if out is None:
         if accumulate:
@@ -286,5 +286,5 @@ def grouped_wgrad(
 
 def _parts(name: str, q: ScaledTensor) -> tuple[Any, Any, Any]:
     if not isinstance(q, ScaledTensor):
-        raise TypeError(f"{name} must be a ScaledTensor, as octile.quantize makes them, not {type(q).__name__}")
+        raise TypeError(f"{name} must be a ScaledTensor, as octile.quantize returns, not {type(q).__name__}")
     return q.data, q.scale, q.block

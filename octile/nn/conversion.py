@@ -1,4 +1,4 @@
-"""`convert`: replace any model's linear layers by FP8 layers, and report what was converted and what was not."""
+"""`convert`: replace the linear layers of a model by FP8 layers, and report which were converted and which were not."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ log = logging.getLogger("octile")
 
 Filter = Callable[[str, nn.Module], bool]
 
-# The linear layers that DeepSeek-V3 (§3.3.1) leaves in high precision, by the last part of a module's name.
+# Linear layers that DeepSeek-V3 (§3.3.1) computes in high precision, by the last part of their names, with their roles.
 HIGH_PRECISION = {
     "lm_head": "output head",
     "head": "output head",
@@ -34,16 +34,16 @@ STACKED = "stacked weights that octile cannot convert"
 def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
     """Replace the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
 
-    Output heads, gates, the MTP projection and weights tied to an embedding stay as they are, like everything that is
-    not a linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, are given
-    the recipe; other stacked weights [E, N, K] stay and count as E layers. A summary, "converted n of m linear layers
-    to deepseek_v3, skipped k: why", goes to the logger `octile` where logging is set up, else to stderr.
+    Output heads, gates, the MTP projection and weights tied to an embedding are not converted, nor is anything that is
+    not a linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, get the
+    recipe; other stacked weights [E, N, K] are not converted and count as E layers. The summary ("converted n of m
+    linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
         recipe: `Recipe.deepseek_v3()` if not given.
         filter: called with the name and the module of each layer (and of experts, which are one module); if it
-            returns False, the layer stays as it is.
+            returns False, the layer is not converted.
 
     Returns:
         The model; `model.conversion_summary` is the summary.
@@ -68,23 +68,23 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
         raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
     recipe = recipe or Recipe.deepseek_v3()
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    places = list(model.named_modules(remove_duplicate=False))  # a layer used twice is replaced at both places
-    done: dict[nn.Module, nn.Module] = {}
+    named = list(model.named_modules(remove_duplicate=False))  # a layer with two names is replaced under both
+    replacements: dict[nn.Module, nn.Module] = {}
     converted, skipped = 0, Counter[str]()
     reached: list[str] = []
 
-    for name, module in places:
-        if module in done:
-            model = _replace(model, name, done[module])
+    for name, module in named:
+        if module in replacements:
+            model = _replace(model, name, replacements[module])
         elif isinstance(module, nn.Linear):
             reason = _reason_to_skip(name, module, tied, filter)
-            done[module] = module if reason else Linear.from_linear(module, recipe.for_layer(name))
+            replacements[module] = module if reason else Linear.from_linear(module, recipe.for_layer(name))
             reached += [] if reason else [name]
-            model = _replace(model, name, done[module])
+            model = _replace(model, name, replacements[module])
             converted += not reason
             skipped.update([reason] if reason else [])
         elif hasattr(module, "use_recipe"):
-            done[module] = module
+            replacements[module] = module
             if filter is None or filter(name, module):
                 module.use_recipe(recipe.for_layer(name))
                 reached.append(name)
@@ -92,7 +92,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
             else:
                 skipped[LEFT_OUT] += module.linear_layers
         else:
-            done[module] = module
+            replacements[module] = module
             skipped.update({STACKED: _stacked(module)})
 
     total = converted + skipped.total()
@@ -115,7 +115,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
 
 def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter | None) -> str | None:
     if type(layer) not in (nn.Linear, Linear):
-        return f"{type(layer).__name__} (a subclass with ways of its own)"
+        return f"{type(layer).__name__} (a subclass of nn.Linear)"
     if id(layer.weight) in tied:
         return "tied to an embedding"
     last = name.rpartition(".")[2]
@@ -127,7 +127,7 @@ def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter 
 
 
 def _stacked(module: nn.Module) -> int:
-    """Count the matrices in a module's own stacked weights [E, N, K]; torch's weights of three dimensions are none."""
+    """Count the matrices in a module's own stacked weights [E, N, K]; those of torch's convolutions do not count."""
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
         return 0
     return sum(len(p) for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) > 1)

@@ -35,18 +35,18 @@ def linear(
 
     Args:
         x: [..., K], float32, bfloat16 or float16.
-        weight: [N, K]. If it has a buffer `main_grad` [N, K] float32, its gradient is added there and `.grad` stays
-            as it is; otherwise the gradient is computed in FP32 and given to autograd.
+        weight: [N, K]. If it has a buffer `main_grad` [N, K] float32, its gradient is added there and `.grad` is
+            not changed; otherwise autograd gets the gradient, computed in FP32.
         bias: [N] or None.
-        recipe: None is `torch.nn.functional.linear`, which knows no main_grad.
+        recipe: None is `torch.nn.functional.linear`, which ignores main_grad.
         history: the amax history of a recipe with delayed scaling.
 
     Returns:
-        [..., N] in autocast's dtype where autocast is on, else in x's.
+        [..., N] in autocast's dtype if autocast is on, else in x's.
 
     Raises:
-        TypeError: x, weight or main_grad is of another dtype.
-        ValueError: shapes or devices do not fit together; history is missing for a delayed recipe.
+        TypeError: x, weight or main_grad has another dtype.
+        ValueError: shapes or devices do not match; history is missing for a recipe with delayed scaling.
     """
     if recipe is None:
         return F.linear(x, weight, bias)
@@ -59,7 +59,7 @@ def linear(
     if _is_high_precision(recipe):
         y_TN = HighPrecisionLinear.apply(x_TK, weight, None, recipe.compute, out_dtype, shared)
     else:
-        cached_and_dgrad = _weight_use(x, weight, recipe)
+        cached_and_dgrad = _cached_and_dgrad(x, weight, recipe)
         y_TN = QuantizedLinear.apply(x_TK, weight, None, recipe, history, out_dtype, shared, *cached_and_dgrad)
     y = y_TN.reshape(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.to(out_dtype)
@@ -82,7 +82,7 @@ def grouped_linear(
         history: as in `linear`.
 
     Returns:
-        [T, N] in autocast's dtype where autocast is on, else in x's.
+        [T, N] in autocast's dtype if autocast is on, else in x's.
 
     Raises:
         TypeError, ValueError: as in `linear`; offs is not int32 [G].
@@ -95,14 +95,14 @@ def grouped_linear(
     if recipe is None or _is_high_precision(recipe):
         compute = out_dtype if recipe is None else recipe.compute
         return HighPrecisionLinear.apply(x_TK, weight_GNK, offs, compute, out_dtype, None)
-    cached_and_dgrad = _weight_use(x_TK, weight_GNK, recipe)
+    cached_and_dgrad = _cached_and_dgrad(x_TK, weight_GNK, recipe)
     return QuantizedLinear.apply(x_TK, weight_GNK, offs, recipe, history, out_dtype, None, *cached_and_dgrad)
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a layer's result for an input x: autocast's where autocast is on, else x's."""
+    """Return the dtype of a layer's result for an input x: autocast's if autocast is on, else x's."""
     device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)  # the meta device knows no autocast
+    on = device != "meta" and torch.is_autocast_enabled(device)  # the meta device has no autocast
     return torch.get_autocast_dtype(device) if on else x.dtype
 
 
@@ -110,10 +110,10 @@ def _is_high_precision(recipe: Recipe) -> bool:
     return recipe.formats is None or len(recipe.high_precision) == len(GEMMS)
 
 
-def _weight_use(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, bool]:
+def _cached_and_dgrad(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, bool]:
     """Return whether the quantized weight may be cached, and whether dgrad will need it.
 
-    Inside of an autograd function grad mode is always off, so this is asked before.
+    Grad mode is off inside an autograd function, so this is decided before.
     """
     assert recipe.formats is not None
     return can_cache(weight, recipe.formats.w), torch.is_grad_enabled() and x.requires_grad
@@ -128,13 +128,13 @@ def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistor
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x {list(x.shape)} must end in the K = {weight.shape[-1]} of weight {list(weight.shape)}")
     if x.device != weight.device:
-        raise ValueError(f"x lies on {x.device} but weight on {weight.device}")
+        raise ValueError(f"x is on {x.device} but weight on {weight.device}")
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and main_grad.dtype != torch.float32:
         raise TypeError(f"weight.main_grad must be float32, not {main_grad.dtype}")
     if main_grad is not None and main_grad.shape != weight.shape:
         raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
     if main_grad is not None and main_grad.device != weight.device:
-        raise ValueError(f"weight lies on {weight.device} but weight.main_grad on {main_grad.device}")
+        raise ValueError(f"weight is on {weight.device} but weight.main_grad on {main_grad.device}")
     if recipe is not None and recipe.has_delayed_scaling and history is None:
-        raise ValueError(f"recipe {recipe.name!r} scales by past steps and needs a history")
+        raise ValueError(f"recipe {recipe.name!r} has delayed scaling and needs a history")

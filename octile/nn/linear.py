@@ -11,11 +11,11 @@ from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe | None)
-_recipe_changes = 0  # assignments of recipes; after one, it is decided again what is fused
+_recipe_changes = 0  # assignments of recipes: after one, modules decide again what is fused
 
 
 class RecipeHolder(Generic[R]):
-    """Mixin for a module with an attribute `recipe`, however it is assigned."""
+    """Mixin for a module with a recipe; it counts the assignments of recipes in all modules."""
 
     _recipe: R
 
@@ -39,15 +39,15 @@ def recipe_changes() -> int:
 class Linear(nn.Linear, RecipeHolder[Recipe]):
     """A linear layer in FP8 with the interface, the parameters and the `state_dict` of `torch.nn.Linear`.
 
-    fprop, dgrad and wgrad read operands as `recipe` quantizes them and sum in FP32. Of the input only its 8-bit form is
-    saved for backward; the weight is quantized once a step, for all micro-batches (with delayed scaling: for each of
-    them). If the weight has a buffer `main_grad` [N, K] float32, its gradient is added there instead of to `.grad`.
+    fprop, dgrad and wgrad read operands that are quantized by `recipe`, and sum in FP32. The input is saved for
+    backward in FP8 only. The weight is quantized once a step for all micro-batches; with delayed scaling, once for each
+    micro-batch. If the weight has a buffer `main_grad` [N, K] float32, its gradient is added there, not to `.grad`.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`; any sizes, multiples of 128 are fast.
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`; any sizes; multiples of 128 are fast.
         recipe: the formats; `Recipe.deepseek_v3()` if not given.
 
-    Shapes: x [..., in_features] → [..., out_features], in autocast's dtype where autocast is on, else in x's.
+    Shapes: x [..., in_features] → [..., out_features], in autocast's dtype if autocast is on, else in x's.
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.
     """
 
@@ -66,7 +66,7 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> "Linear":
-        """Make a layer with the same parameters, not copies of them, and the same hooks and other attributes."""
+        """Make a layer that shares the parameters of `linear`, its hooks and its other attributes."""
         converted = cls.__new__(cls)
         own = {name: linear.__dict__[name].copy() for name in ("_parameters", "_buffers", "_modules")}
         converted.__dict__ = linear.__dict__ | own

@@ -1,8 +1,8 @@
 """The accumulator of FP8 GEMMs, which a model of the tensor core can replace.
 
 The references sum in FP32, in an order that is not specified. `octile.lab` sets a function that accumulates as a
-certain tensor core does; while it is set, all GEMMs of FP8 operands go through it, also on a GPU. GEMMs of INT8
-operands and those in BF16 or FP32 do not.
+particular tensor core does; while it is set, it computes all GEMMs of FP8 operands, also on a GPU. It does not compute
+GEMMs of INT8 operands or those in BF16 or FP32.
 """
 
 import math
@@ -15,16 +15,16 @@ from torch import Tensor
 Block = Sequence[int]
 Gemm = Callable[[Tensor, Tensor, Block, Tensor, Tensor, Block], Tensor]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-PROMOTION = 128  # rows of tokens between two promotions of the kernels' weight gradient, counted from the first of all
+PROMOTION = 128  # tokens between two promotions in the wgrad kernels, counted from token 0
 
-_gemms: list[Gemm] = []  # the innermost last; global, since autograd's thread for a GPU must see it
+_gemms: list[Gemm] = []  # the innermost is last; global, since autograd's GPU thread must see it
 
 
 @contextmanager
 def summed_by(gemm: Gemm) -> Iterator[None]:
     """Compute FP8 GEMMs inside by gemm(a, a_scale, a_block, b, b_scale, b_block): [M, K] · [N, K]ᵀ → float32 [M, N].
 
-    It holds for all threads, and so for a backward pass that runs inside.
+    This holds for all threads, and so also for a backward pass inside the context.
     """
     _gemms.append(gemm)
     try:
@@ -34,7 +34,7 @@ def summed_by(gemm: Gemm) -> Iterator[None]:
 
 
 def accumulator_for(a: Tensor, b: Tensor) -> Gemm | None:
-    """Return the function that replaces the GEMM of these operands; None: reference or kernel compute it."""
+    """Return the function that replaces the GEMM of these operands; None: the reference or a kernel computes it."""
     return _gemms[-1] if _gemms and a.dtype in FP8 and b.dtype in FP8 else None
 
 
@@ -48,7 +48,7 @@ def grouped(
     b_block: Block,
     groups: list[slice],
 ) -> Tensor:
-    """Compute `grouped_matmul_nt` in float32 [T, N], one GEMM a group."""
+    """Compute `grouped_matmul_nt` in float32 [T, N], one GEMM per group."""
     scale_by_row = a_scale.repeat_interleave(a_block[0], dim=0)  # a group may begin within a block
     out_TN = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for g, rows in enumerate(groups):

@@ -1,12 +1,12 @@
-"""Products of a mixture of experts: every group of rows has its own weight.
+"""Grouped GEMMs of a mixture of experts: every group of rows has its own weight.
 
-    grouped          rows sorted by group, `offs[g]` is where group g ends: nothing is padded, groups may be empty
-    masked           [G, M_max, K] with `counts[g]` rows in use: for decoding, where sizes are not known on the host
-    wgrad            groups along the summed dimension: dw[g] = dy[rows of g]ᵀ · x[rows of g]
+    grouped   rows are sorted by group, and `offs[g]` is where group g ends; no padding, groups may be empty
+    masked    a is [G, M, K], of which `counts[g]` rows are used: for decoding, where the host does not know the sizes
+    wgrad     groups along the contracted dimension: dw[g] = dy[rows of g]ᵀ · x[rows of g]
 
-Each has a form that writes into a tensor that exists already, `…_out`; wgrad's can add to it.
+Each has a variant `…_out` that writes to a tensor of the caller; that of wgrad can add to it.
 
-Offsets and counts stay on the device.  Shapes: T rows of all groups together, G groups, N and K sides of a weight.
+Offsets and counts stay on the device. Shapes: T rows of all groups together, G groups, N and K sides of a weight.
 """
 
 from itertools import pairwise
@@ -38,12 +38,12 @@ def grouped_matmul_nt(
     offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Rows of group g times b[g]ᵀ: a[T, K], b[G, N, K] → [T, N]. Rows past the last group are zero.
+    """Multiply a[rows of g] · b[g]ᵀ for each group g: a[T, K], b[G, N, K] → [T, N]; rows after the last group are zero.
 
     Args:
-        a, a_scale, a_block: as in `matmul_nt`; blocks count from the first row of all, whatever the groups.
+        a, a_scale, a_block: as in `matmul_nt`; blocks are counted from row 0, not from the first row of a group.
         b, b_scale, b_block: [G, N, K] with scale [G, ⌈N/R⌉, ⌈K/C⌉].
-        offs: int32 [G], never falling: the rows of group g are offs[g−1] … offs[g].
+        offs: int32 [G], nondecreasing: group g has the rows from offs[g−1] to offs[g], exclusive.
         out_dtype: bfloat16 or float32.
     """
     _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
@@ -91,10 +91,13 @@ def grouped_matmul_nt_out(
     b_block: Block,
     offs: Tensor,
 ) -> None:
-    """`grouped_matmul_nt` into out [T, N], contiguous, bfloat16 or float32; rows past the groups stay as they are."""
+    """Write the result of `grouped_matmul_nt` to out [T, N], contiguous, bfloat16 or float32.
+
+    Rows after the last group are not written.
+    """
     _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
-    past = (torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.numel() else 0))[:, None]
-    out.copy_(torch.where(past, out, _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out.dtype)))
+    is_after = (torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.numel() else 0))[:, None]
+    out.copy_(torch.where(is_after, out, _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out.dtype)))
 
 
 @grouped_matmul_nt_out.register_fake
@@ -125,13 +128,13 @@ def masked_grouped_matmul_nt(
     out_dtype: torch.dtype,
     expected_rows: int = 0,
 ) -> Tensor:
-    """a[g] · b[g]ᵀ for the first counts[g] rows: a[G, M, K], b[G, N, K] → [G, M, N].
+    """Multiply the first counts[g] rows of a[g] · b[g]ᵀ: a[G, M, K], b[G, N, K] → [G, M, N].
 
-    Rows past the count are zero here; a GPU kernel may leave anything in them, and nobody may read them.
+    The reference sets the other rows to zero; on a GPU they are undefined.
 
     Args:
         counts: int32 [G], each from 0 to M.
-        expected_rows: of a group, for the choice of a GPU's kernel only; 0: not known.
+        expected_rows: rows expected in a group, by which a GPU kernel is chosen; 0: not known.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
     _check_counts(counts, a.shape[1])
@@ -146,12 +149,12 @@ def _masked(a, a_scale, a_block, b, b_scale, b_block) -> Tensor:
 
 
 def _check_counts(counts: Tensor, m: int) -> None:
-    """Refuse wrong counts. Only the reference does, as with offsets; kernels clamp them."""
+    """Raise ValueError if a count is negative or more than m. GPU kernels clamp counts instead."""
     refuse_unless(((counts >= 0) & (counts <= m)).all(), f"counts must be from 0 to the {m} rows of a group")
 
 
 def _unused(a: Tensor, counts: Tensor) -> Tensor:
-    """[G, M, 1]: the rows past the counts."""
+    """Return which rows are not used: bool [G, M, 1]."""
     return (torch.arange(a.shape[1], device=a.device) >= counts[:, None])[..., None]
 
 
@@ -185,9 +188,9 @@ def masked_grouped_matmul_nt_out(
     counts: Tensor,
     expected_rows: int = 0,
 ) -> None:
-    """`masked_grouped_matmul_nt` into out [G, M, N], contiguous, bfloat16 or float32.
+    """Write the result of `masked_grouped_matmul_nt` to out [G, M, N], contiguous, bfloat16 or float32.
 
-    Rows past the count stay as they are here; a GPU kernel may leave anything in them.
+    The reference does not write the other rows; on a GPU they are undefined.
     """
     _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
     _check_counts(counts, a.shape[1])
@@ -222,7 +225,7 @@ def grouped_wgrad(
     offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K] → [G, N, K]; a group without rows gives zeros.
+    """Multiply dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K] → [G, N, K]; an empty group gives zeros.
 
     Args:
         dy, x: quantized along the tokens, in blocks such as 128×1; a block may extend over the end of a group.
@@ -274,7 +277,10 @@ def grouped_wgrad_out(
     offs: Tensor,
     accumulate: bool,
 ) -> None:
-    """`grouped_wgrad` into out [G, N, K], contiguous, bfloat16 or float32, or added to what out holds, in FP32."""
+    """Write the result of `grouped_wgrad` to out [G, N, K], contiguous, bfloat16 or float32.
+
+    With `accumulate` the result is added to out, in FP32.
+    """
     _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out)
     dw = _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs)
     out.copy_(out.float() + dw if accumulate else dw)
@@ -297,10 +303,10 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:
-    """Return the rows of each group. Only the reference reads offsets on the host, so only it can refuse wrong ones."""
+    """Return the rows of each group; raise ValueError if offsets decrease or exceed t, which kernels do not check."""
     bounds = [0, *offs.tolist()]
     if bounds != sorted(bounds) or bounds[-1] > t:
-        raise ValueError(f"offs must rise from 0 to at most the {t} rows there are, not {bounds[1:]}")
+        raise ValueError(f"offs must be nondecreasing from 0 to at most {t}, the number of rows, not {bounds[1:]}")
     return [slice(start, end) for start, end in pairwise(bounds)]
 
 
@@ -327,7 +333,7 @@ def _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype, o
     check_operand("x", x, x_scale, x_block, ndim=2)
     check_sizes("offs", offs, offs.numel(), x.device)
     _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
-    check_pair(dy, x, out_dtype, names=("dy", "x"), summed=("T", 0))
+    check_pair(dy, x, out_dtype, names=("dy", "x"), contracted=("T", 0))
 
 
 def _check_out(out: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
@@ -338,16 +344,16 @@ def _check_out(out: Tensor | None, shape: tuple[int, ...], device: torch.device)
     if tuple(out.shape) != shape:
         raise ValueError(f"out must be {shape}, not {tuple(out.shape)}")
     if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
+        raise ValueError(f"out must be contiguous, not have the strides {out.stride()}")
     if out.device != device:
-        raise ValueError(f"out lies on {out.device}, but the operands on {device}")
+        raise ValueError(f"out is on {out.device}, but the operands are on {device}")
 
 
 def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> None:
-    """Refuse offsets or counts that are not one int32 a group."""
+    """Raise TypeError or ValueError if offsets or counts are not int32 [groups] on the device."""
     if sizes.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, not {sizes.dtype}")
     if tuple(sizes.shape) != (groups,):
         raise ValueError(f"{name} must be [{groups}], one for each group, not {tuple(sizes.shape)}")
     if sizes.device != device:
-        raise ValueError(f"{name} lies on {sizes.device}, but the operands on {device}")
+        raise ValueError(f"{name} is on {sizes.device}, but the operands are on {device}")

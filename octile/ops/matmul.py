@@ -1,11 +1,10 @@
-"""Products of block-scaled 8-bit matrices: y = x · wᵀ, summed in FP32.
+"""GEMMs of block-scaled 8-bit matrices: y = a · bᵀ, summed in FP32.
 
-On tensor cores the 8-bit numbers are multiplied as they are, and every 128 along K the partial sum is multiplied by
-its scales and added to an FP32 sum.  The reference below is that sum with the scales multiplied in beforehand; the
-order of FP32 additions is not part of the specification.
+Tensor cores multiply the encoded values. Every 128 along K the accumulator is multiplied by the scales and added to
+FP32 totals (promotion). The reference multiplies by the scales first and then sums in FP32; the order of additions is
+not part of the specification.
 
-Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.  Shapes: M, N rows of x and w, K summed over, G groups, T rows
-of all groups together.
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7. Shapes: M and N rows of a and b, K contracted.
 """
 
 from collections.abc import Sequence
@@ -32,17 +31,17 @@ DENSE = Schedule.DENSE
 def matmul_nt(
     a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, out_dtype: torch.dtype
 ) -> Tensor:
-    """a[M, K] · b[N, K]ᵀ → [M, N]. This form is the specification.
+    """Multiply a[M, K] · b[N, K]ᵀ → [M, N].
 
     Args:
         a, b: float8_e4m3fn, float8_e5m2 or int8, any strides.
-        a_scale, b_scale: float32, one scale a block; blocks count from the first row and column.
+        a_scale, b_scale: float32, one scale per block; blocks are counted from the first row and column.
         a_block, b_block: extents (rows, columns) of a block.
         out_dtype: bfloat16 or float32.
 
     Raises:
-        TypeError: a dtype is none of these.
-        ValueError: shapes, blocks or devices do not fit together.
+        TypeError: a dtype is not one of these.
+        ValueError: shapes, blocks or devices do not match.
     """
     _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
     return _reference(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
@@ -76,7 +75,7 @@ def matmul_nt_out(
     b_block: Block,
     accumulate: bool,
 ) -> None:
-    """`matmul_nt` into out [M, N] (bfloat16 or float32), or added to what out holds, summed in FP32."""
+    """Write the result of `matmul_nt` to out [M, N], bfloat16 or float32; with `accumulate` add it to out, in FP32."""
     _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
     result = _reference(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(out.float() + result if accumulate else result)
@@ -105,14 +104,14 @@ def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: T
 
 
 def in_float32(data: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """Return an operand's values in float32 and in the memory order of data: also of a transposed view."""
+    """Dequantize an operand to float32, in the memory order of data; data may be a transposed view."""
     if data.mT.is_contiguous():
         return dequantize(data.mT, scale.mT, block[1], block[0], torch.float32).mT
     return dequantize(data, scale, *block, torch.float32)
 
 
 def nt_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a · bᵀ in FP32, also where autocast is on."""
+    """Multiply a · bᵀ in FP32, also under autocast."""
     with without_autocast(a.device):
         return a @ b.mT
 
@@ -142,7 +141,7 @@ def _check_matmul(
 
 
 def check_operand(name: str, data: Tensor, scale: Tensor, block: Block, ndim: int) -> None:
-    """Refuse an operand of a GEMM that is not block-scaled as stated."""
+    """Raise TypeError or ValueError if data, scale and block are not an operand of `ndim` dimensions."""
     if data.dtype not in OPERAND_DTYPES:
         raise TypeError(f"{name} must be float8_e4m3fn, float8_e5m2 or int8, not {data.dtype}")
     if data.dim() != ndim:
@@ -157,16 +156,21 @@ def check_pair(
     b: Tensor,
     out_dtype: torch.dtype,
     names: tuple[str, str] = ("a", "b"),
-    summed: tuple[str, int] = ("K", -1),
+    contracted: tuple[str, int] = ("K", -1),
 ) -> None:
-    """Refuse operands that cannot be multiplied, contracted over the named dimension of both."""
-    (first, second), (side, dim) = names, summed
+    """Raise TypeError or ValueError if two operands cannot be multiplied.
+
+    Args:
+        names: the names of both operands, for messages.
+        contracted: name and index of the dimension over which both are contracted.
+    """
+    (first, second), (side, dim) = names, contracted
     if a.shape[dim] != b.shape[dim]:
         raise ValueError(
             f"{first} and {second} must agree in {side}: {first} is {tuple(a.shape)}, {second} is {tuple(b.shape)}"
         )
     if a.device != b.device:
-        raise ValueError(f"{first} lies on {a.device} but {second} on {b.device}")
+        raise ValueError(f"{first} is on {a.device} but {second} on {b.device}")
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype}")
 
@@ -177,13 +181,13 @@ def _check_out(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.shape != (*a.shape[:-1], b.shape[-2]):
         raise ValueError(f"out must be {(*a.shape[:-1], b.shape[-2])}, not {tuple(out.shape)}")
     if out.device != a.device:
-        raise ValueError(f"out lies on {out.device}, but the operands on {a.device}")
-    if overlaps(out):
-        raise ValueError(f"out must not overlap itself, as {tuple(out.shape)} of strides {out.stride()} does")
+        raise ValueError(f"out is on {out.device}, but the operands are on {a.device}")
+    if has_overlap(out):
+        raise ValueError(f"out must not overlap itself, as {tuple(out.shape)} with strides {out.stride()} does")
 
 
-def overlaps(matrix: Tensor) -> bool:
-    """Return whether elements share memory, or rows lie within each other."""
+def has_overlap(matrix: Tensor) -> bool:
+    """Return whether elements of a matrix share memory, or its rows are interleaved in memory."""
     reach = 0
     for step, size in sorted(zip(matrix.stride(), matrix.shape, strict=True)):
         if size > 1 and step <= reach:

@@ -212,7 +212,7 @@ def check_input_dtype(name: str, t: Tensor) -> None:
 def check_device(name: str, t: Tensor, other_name: str, other: Tensor) -> None:
     """Raise ValueError unless both tensors lie on one device."""
     if other.device != t.device:
-        raise ValueError(f"{name} lies on {t.device} but {other_name} on {other.device}")
+        raise ValueError(f"{name} is on {t.device} but {other_name} on {other.device}")
 
 
 def check_scale(name: str, data: Tensor, scale: Tensor, block_rows: int, block_cols: int) -> None:
@@ -223,7 +223,7 @@ def check_scale(name: str, data: Tensor, scale: Tensor, block_rows: int, block_c
 
     Raises:
         TypeError: scale is not float32.
-        ValueError: scale has another shape, lies on another device, or a block extent is below 1.
+        ValueError: scale has another shape, is on another device, or a block extent is below 1.
     """
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}'s scale must be float32, not {scale.dtype}")

@@ -103,7 +103,7 @@ def test_a_scale_that_does_not_fit_is_refused(scale: Tensor, error: type[Excepti
 
 def test_a_scale_on_the_cpu_is_refused():
     data, scale = quantize(torch.ones(4, 256, device="cuda"), 1, 128, "e4m3", False)
-    with pytest.raises(ValueError, match="data lies on cuda:0 but its scale on cpu"):
+    with pytest.raises(ValueError, match="data is on cuda:0 but its scale on cpu"):
         dequantize(data, scale.cpu(), 1, 128, torch.float32)
 
 

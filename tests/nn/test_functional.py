@@ -418,7 +418,7 @@ def meta(*shape: int) -> Tensor:
         (torch.zeros(4, 5), torch.zeros(5), ValueError, r"weight must have 2 dimensions, not the shape \[5\]"),
         (torch.zeros(4, 5).double(), torch.zeros(2, 5), TypeError, r"x must be float32, .* not torch\.float64"),
         (torch.zeros(4, 5), torch.zeros(2, 5).int(), TypeError, r"weight must be float32, .* not torch\.int32"),
-        (torch.zeros(4, 5), meta(2, 5), ValueError, "x lies on cpu but weight on meta"),
+        (torch.zeros(4, 5), meta(2, 5), ValueError, "x is on cpu but weight on meta"),
     ],
     ids=["K", "0-D", "1-D weight", "dtype of x", "dtype of weight", "device"],
 )
@@ -447,12 +447,12 @@ def test_a_main_grad_is_float32(x, w):
 
 def test_a_main_grad_is_on_the_device_of_its_weight(x, w):
     w.main_grad = meta(N, K)
-    with pytest.raises(ValueError, match=r"weight lies on cpu but weight\.main_grad on meta"):
+    with pytest.raises(ValueError, match=r"weight is on cpu but weight\.main_grad on meta"):
         linear(x, w, None, Recipe.deepseek_v3())
 
 
 def test_delayed_scaling_needs_a_history(x, w):
-    with pytest.raises(ValueError, match="recipe 'delayed' scales by past steps and needs a history"):
+    with pytest.raises(ValueError, match="recipe 'delayed' has delayed scaling and needs a history"):
         linear(x, w, None, Recipe.delayed())
 
 

@@ -261,7 +261,7 @@ def test_the_out_variants_are_well_formed_operators(fmt):
 @pytest.mark.parametrize("offs", [[3, 2], [-1, 4], [2, 10]], ids=["falling", "negative", "past the rows"])
 def test_invalid_offsets_are_refused(offs):
     a, b = operand(9, 130), operand(2, 5, 130, block=BLOCK)
-    with pytest.raises(ValueError, match=r"offs must rise from 0 to at most the 9 rows there are, not \["):
+    with pytest.raises(ValueError, match=r"offs must be nondecreasing from 0 to at most 9, the number of rows, not \["):
         grouped_matmul_nt(*a, *b, torch.tensor(offs, dtype=torch.int32), torch.float32)
 
 

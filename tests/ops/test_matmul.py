@@ -212,12 +212,12 @@ def test_arguments_that_do_not_fit_are_refused(position, value, error, message):
 
 
 def test_data_and_scale_must_lie_on_one_device():
-    with pytest.raises(ValueError, match="a lies on cpu but its scale on meta"):
+    with pytest.raises(ValueError, match="a is on cpu but its scale on meta"):
         check_operand("a", torch.zeros(5, 9, dtype=torch.int8), torch.ones(5, 1, device="meta"), (1, 128), ndim=2)
 
 
 def test_operands_must_lie_on_one_device():
-    with pytest.raises(ValueError, match="a lies on cpu but b on meta"):
+    with pytest.raises(ValueError, match="a is on cpu but b on meta"):
         check_pair(torch.zeros(5, 9), torch.zeros(6, 9, device="meta"), torch.float32)
 
 
@@ -234,7 +234,7 @@ def test_operands_must_agree_in_k():
         (
             torch.zeros(1, 6).expand(5, 6),
             ValueError,
-            r"out must not overlap itself, as \(5, 6\) of strides \(0, 1\) does",
+            r"out must not overlap itself, as \(5, 6\) with strides \(0, 1\) does",
         ),
         (torch.zeros(30).as_strided((5, 6), (3, 1)), ValueError, "out must not overlap itself"),
     ],

@@ -154,5 +154,5 @@ def test_named_arguments_are_refused_alike():
 def test_meta_tensors_mixed_with_others_are_refused(name: str):
     b = octile.ScaledTensor(ENCODED.to("meta"), SCALE.to("meta"), (1, 128)) if name == "b" else Q
     out = torch.empty(2, 2, device="meta") if name == "out" else None
-    with pytest.raises(ValueError, match=f"lies on (cpu but {name} on meta|meta but a on cpu)"):
+    with pytest.raises(ValueError, match=f"is on (cpu but {name} on meta|meta but a on cpu)"):
         octile.matmul_nt(Q, b, None, out)

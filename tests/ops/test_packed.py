@@ -62,7 +62,7 @@ def test_the_call_for_sm_100_gives_the_result(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_mm", library)
     a, b = operand(37, 300, 128, 0), operand(21, 300, 32, 1)
-    y = packed.mx_product(*packed_operand(*a), *packed_operand(*b), torch.bfloat16)
+    y = packed.mx_matmul(*packed_operand(*a), *packed_operand(*b), torch.bfloat16)
     expected = matmul_nt(a[0], a[1], (1, 128), b[0], b[1], (1, 32), torch.bfloat16)
     assert y.shape == (37, 21)
     torch.testing.assert_close(y, expected)
@@ -72,7 +72,7 @@ def test_torch_takes_the_shapes_that_sm_100_is_given():
     """As far as torch checks without a GPU: its function for tensors without data."""
     a, b = operand(37, 300, 128, 0), operand(21, 300, 32, 1)
     on_meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in (*packed_operand(*a), *packed_operand(*b))]
-    assert packed.mx_product(*on_meta, torch.float32).shape == (37, 21)
+    assert packed.mx_matmul(*on_meta, torch.float32).shape == (37, 21)
 
 
 def test_it_is_a_well_formed_operator():
@@ -85,7 +85,11 @@ def test_it_is_a_well_formed_operator():
     ("change", "error", "message"),
     [
         ({0: torch.zeros(5, 130, dtype=torch.int8)}, TypeError, "a must be float8_e4m3fn, not torch.int8"),
-        ({1: torch.ones(5, 1)}, TypeError, "a's scale must be int32, four UE8M0 codes each, not torch.float32"),
+        (
+            {1: torch.ones(5, 1)},
+            TypeError,
+            "a's scale must be int32, four UE8M0 exponents each, not torch.float32",
+        ),
         ({1: torch.ones(5, 2, dtype=torch.int32)}, ValueError, r"a's scale must be \(5, 1\) for \(5, 130\), not"),
         ({2: 64}, ValueError, "a_cols must be 32 or 128, not 64"),
         ({6: torch.float16}, TypeError, "out_dtype must be bfloat16 or float32, not torch.float16"),

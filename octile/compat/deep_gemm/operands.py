@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from octile.ops.matmul import OUT_DTYPES, check_operand, check_pair, overlaps
+from octile.ops.matmul import OUT_DTYPES, check_operand, check_pair, has_overlap
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import PER_INT, unpack_ue8m0
 
@@ -220,5 +220,5 @@ def check_d(d: Tensor, shape: tuple[int, ...], device: torch.device, contiguous:
         raise ValueError(f"d must be on {device} as the operands are, not on {d.device}")
     if contiguous and not d.is_contiguous():
         raise ValueError(f"d must be contiguous, but has the strides {d.stride()}")
-    if overlaps(d):
+    if has_overlap(d):
         raise ValueError(f"d must not overlap itself, as {tuple(d.shape)} with strides {d.stride()} does")
