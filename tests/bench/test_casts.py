@@ -1,4 +1,4 @@
-"""The copy that operators are compared with."""
+"""Tests of the device copy with which quantization is compared."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `octile doctor` prints about a machine."""
+"""Tests of what `octile doctor` prints about a machine."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`octile bench gemm` on a GPU, which is simulated: every case is tried first; wrong ones are left out and reported."""
+"""Tests of `octile bench gemm` on a simulated GPU: every case is tried first; wrong ones are left out and reported."""
 
 import pytest
 import torch

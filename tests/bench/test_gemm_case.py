@@ -1,4 +1,4 @@
-"""A GEMM to measure: its operands, what is called, and that a wrong result is detected."""
+"""Tests of a GEMM benchmark case: its operands, its calls, and the detection of wrong results."""
 
 import sys
 

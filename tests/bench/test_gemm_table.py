@@ -1,4 +1,4 @@
-"""The table of GEMMs."""
+"""Tests of the table that `octile bench gemm` prints."""
 
 from octile.bench.gemm_table import gemm_table, legend
 from octile.bench.rows import Row, compare

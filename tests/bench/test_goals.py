@@ -1,4 +1,4 @@
-"""Verdicts: a goal is met only by all of its shapes."""
+"""Tests of the verdicts on goals: a goal is met only if all of its shapes meet it."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_a_line_names_the_missed_goal():
 
 
 def test_the_slowest_call_of_the_host_is_judged():
-    times = {("a", "FP8"): 8.0, ("b", "FP8"): 12.0, ("b", "FP8 1D1D"): 9.0}  # of one shape, too
+    times = {("a", "FP8"): 8.0, ("b", "FP8"): 12.0, ("b", "FP8 1D1D"): 9.0}  # two times of the same shape
     measured = [Row(case, what, time, "µs of host") for (case, what), time in times.items()]
     assert goals.gemm_verdicts(measured).endswith("at most 12.0 µs (b FP8): floor ≤ 25 met, aim ≤ 10 MISSED")
 

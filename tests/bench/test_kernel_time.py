@@ -1,4 +1,4 @@
-"""Which kernels of the profiler's record belong to which call."""
+"""Tests of the attribution of profiled kernels to calls."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The small benchmarks: what they time does the same work twice, and a time becomes the right figure."""
+"""Tests of the small benchmarks: octile and its peer do the same work, and a time becomes the right value."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ OURS, PEER = 1e-3, 2e-3  # seconds
 
 @pytest.fixture
 def results(monkeypatch):
-    """[(our result, the peer's)] of each measurement; every time is simulated."""
+    """Simulate all times; return a list of (our result, the peer's result) per measurement."""
     found = []
 
     def seconds(candidates, rounds):

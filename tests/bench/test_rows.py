@@ -1,4 +1,4 @@
-"""The form of what a benchmark finds: others read it."""
+"""Tests of the rows of a benchmark and their JSON file."""
 
 import json
 

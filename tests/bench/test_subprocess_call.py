@@ -1,4 +1,4 @@
-"""Calls in another process."""
+"""Tests of calls in a subprocess."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The search for faster kernels, as far as it goes without a GPU."""
+"""Tests of the search for faster GEMM kernels that need no GPU."""
 
 from dataclasses import replace
 
@@ -115,7 +115,7 @@ def test_an_entry_is_what_the_gemms_look_up(configs):
 
 
 class Rounds:
-    """Stands for `measure`: what it found, one call after the other, and what it was told to leave out."""
+    """A replacement of `measure` that returns given results call by call, and records what each call leaves out."""
 
     def __init__(self, *found):
         self.found, self.left_out = list(found), []
@@ -126,7 +126,7 @@ class Rounds:
 
 
 class Compiled:
-    """A compilation that has ended."""
+    """A finished compilation."""
 
     def __init__(self, reason=None):
         self.reason = reason
@@ -166,7 +166,7 @@ def test_a_shape_without_a_correct_kernel_stores_none(configs, monkeypatch):
 
 @pytest.fixture
 def candidates(monkeypatch):
-    """candidates(calls): what `measure` finds of them; each is 1 µs slower than the one before."""
+    """candidates(calls): the results of `measure` for these calls; each is 1 µs slower than the one before."""
 
     def run(*calls):
         made = prepare_case(CASES[0], "cpu")

@@ -1,4 +1,4 @@
-"""The search for faster settings of launcher, as far as it goes without a GPU."""
+"""Tests of the search for faster settings of the quantization kernels that need no GPU."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_a_candidate_is_what_is_launched(kind):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """measured(seconds): a search whose candidates all fit and take so long, by their place."""
+    """measured(seconds): a search whose candidates all fit; the i-th one takes seconds[i]."""
 
     def search(seconds, result=lambda settings: 0):
         def cast(kind, x):

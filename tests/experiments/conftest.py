@@ -1,4 +1,4 @@
-"""The scripts of experiments/ are no part of the package: their folder is where Python finds them."""
+"""Put the scripts of experiments/, which are not part of the package, on Python's search path."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One run of the experiment, and the report of many."""
+"""Tests of one run of the loss experiment, and of the report on many runs."""
 
 import json
 from contextlib import nullcontext
@@ -213,7 +213,7 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         "+0.50% (the noise)",
         "diverged at step 8",
         "3.0 × the noise",
-        "| +14.34%, +0.10% | +7.22% | 18.90% | 7.12% | missed |",  # BF16's two of seed 0 lie 20.2% apart
+        "| +14.34%, +0.10% | +7.22% | 18.90% | 7.12% | missed |",  # the two BF16 runs of seed 0 differ by 20.2%
         "| 30m | 1M | 1 | 1 | +0.50% | +0.50% | 28.57% |  | missed |",
         "| below the noise |",
         "| +0.50%, vs. `per_tensor` |",
@@ -249,7 +249,7 @@ def test_longer_runs_have_separate_rows_and_noise():
     ]
     results = Results(runs)
     text = scratch_table(results)
-    assert "1.00% (2 degrees of freedom)" in text  # two pairs of BF16: one ends 2% apart, the other does not
+    assert "1.00% (2 degrees of freedom)" in text  # two BF16 pairs: 2% and 0% apart
     assert "over 100M tokens is +0.10%, with a standard error of 1.22%." in text
     assert "| 30m | 100M | 2 | 1 | +0.10% | +0.10% | 1.22% |  | met |" in text
     assert "| 30m | 300M | 2 | 1 | +0.20% | +0.20% | 1.22% |  | met |" in text

@@ -1,4 +1,4 @@
-"""The models, the recipes and the jobs of the experiment about the loss."""
+"""Tests of the models, recipes and jobs of the loss experiment."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where a step's time goes, from a profiler's record."""
+"""Tests of the time per kind of kernel, computed from a profile."""
 
 import pytest
 

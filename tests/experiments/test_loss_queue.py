@@ -1,4 +1,4 @@
-"""The queue: who runs where, what fails, and what the deadline does."""
+"""Tests of the job queue: which GPU a job gets, failed jobs, and the deadline."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from experiments.loss.run import Queue, main, print_state, results
 
 SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
 FAILS = job("rate", "30m", "int8_tiles", 0, 1e6)
-# what a job's process is replaced by: it writes its result, waits, and ends as it is asked to
+# Replaces the process of a job: it writes its result, waits, and ends as requested.
 SCRIPT = """
 import json, signal, sys, time
 store, asked, out = sys.argv[-3:]
@@ -35,7 +35,7 @@ json.dump(result | {"state": "stopped" if stop else "done"}, open(out, "w"))
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """queue(jobs, …): one whose jobs are the script's."""
+    """queue(jobs, …): a queue whose jobs run SCRIPT."""
     script = tmp_path / "python"
     script.write_text(f"#!{sys.executable}\n{SCRIPT}")
     script.chmod(0o755)
@@ -108,7 +108,7 @@ def test_a_branch_waits_for_the_checkpoint_of_its_trunk(queue):
     trunk = replace(SMALL, name="trunk", until=0.4)
     q = queue([branch(trunk, "bf16"), trunk], seconds=200.0)
     q.run()
-    assert states(q) == {"trunk": "done"}  # the script leaves nothing to go on from, and the queue ends all the same
+    assert states(q) == {"trunk": "done"}  # no checkpoint to continue from; the queue still ends
     (q.out / "trunk.pt").touch()
     q.run()
     assert states(q) == {"trunk": "done", "branch-30m-bf16-0": "done"}
@@ -128,7 +128,7 @@ def test_jobs_with_earlier_results_are_not_run_again(tmp_path, monkeypatch, caps
     options = ["store", str(tmp_path / "out"), "--seconds", "9", "--known", str(tmp_path / "known.json")]
     monkeypatch.setattr(sys, "argv", ["run", *options])
     main()
-    assert begun == ["failed", "trunk", "unknown"]  # what a trunk left is on the machine that is gone
+    assert begun == ["failed", "trunk", "unknown"]  # the checkpoint of the trunk was on another machine
     assert "not begun: failed, trunk, unknown" in capsys.readouterr().out
 
 
@@ -137,7 +137,7 @@ TRUNK = replace(SMALL, name="trunk", until=0.4)
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
-    """begun(option, …): the names of the jobs that main begins, of three and a trunk."""
+    """begun(option, …): the names of the jobs that main starts, out of three jobs and a trunk."""
     jobs = [TRUNK, branch(TRUNK, "bf16"), SMALL, LARGE]
     queued = []
     monkeypatch.setattr(module, "all_jobs", lambda *sizes: jobs)

@@ -1,4 +1,4 @@
-"""Which text is learnt from, and how tokens travel."""
+"""Tests of the selection of training text, and of packing and unpacking token stores."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How far a preflight's prediction is from what a run did: the figures of experiments/preflight."""
+"""Tests of experiments/preflight: the error of a preflight's predictions compared with a run."""
 
 import runpy
 from pathlib import Path

@@ -27,6 +27,6 @@ def a_gpu_that_runs_the_kernels() -> None:
 
 @pytest.fixture(params=["hopper", "portable"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's own kernels, and Triton's in their place, as on every other GPU."""
+    """Run each test with Hopper's CUDA kernels, and with the Triton kernels that every other GPU uses."""
     if request.param == "portable":
         monkeypatch.setattr(gemm_request, "why_not_on", lambda device: "the portable kernels are tested")

@@ -1,4 +1,4 @@
-"""AdamW on a GPU: bit for bit its reference, and bit for bit what the optimizer does on the CPU."""
+"""AdamW on a GPU equals its reference and the optimizer on the CPU, bit for bit."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def test_a_captured_step_follows_gradients_and_the_learning_rate():
     for p, q in zip(captured, eager, strict=True):
         p.grad, q.grad = torch.randn_like(p), torch.empty_like(q)
         q.grad.copy_(p.grad)
-    for optimizer in (ours, theirs):  # the first step makes the moments
+    for optimizer in (ours, theirs):  # the first step allocates the moments
         optimizer.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""The measuring itself on a GPU: what is recorded, what is refused, and that a search ends."""
+"""Benchmarks on a GPU: what is recorded, what is refused, and that a search ends."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A training step whose every cast is made twice: by Hopper's own kernels, and by the portable ones in their place."""
+"""A training step in which every quantization runs twice: with Hopper's CUDA kernels and with the portable ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_every_quantization_of_a_step_is_the_same(tokens: int, monkeypatch: pyte
 
 
 def _twice(name: str, monkeypatch: pytest.MonkeyPatch, differences: dict[str, str]) -> Callable[..., Any]:
-    """The cast by Hopper's kernels; where the portable ones' differs, the first time is noted."""
+    """Return a quantization that runs both kernels, returns Hopper's result, and notes the first difference."""
     cast = partial(backends.run, name)
     allowed = APPROXIMATE if name.startswith(("swiglu", "rms_norm")) else 0.0
 
@@ -63,6 +63,6 @@ def _twice(name: str, monkeypatch: pytest.MonkeyPatch, differences: dict[str, st
 
 
 def _tensors(results: Any) -> list[Tensor]:
-    """Codes as integers, which NaN equals."""
+    """The tensors among the results, encoded values as integers, in which NaN equals itself."""
     found = [t for t in (results if isinstance(results, tuple) else (results,)) if isinstance(t, Tensor)]
     return [t.view(torch.uint8) if t.element_size() == 1 else t for t in found]

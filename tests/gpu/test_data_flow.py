@@ -1,4 +1,4 @@
-"""Blocks on a GPU: what they compute on the CPU, without waiting for the GPU, in graphs, compiled, and twice the same.
+"""Blocks on a GPU agree with the CPU, never wait for the GPU, run in graphs and compiled, and are deterministic.
 
 Between two products a few numbers round to the neighbouring 8-bit code, since sums are made in another order.
 Shapes: B batch, S sequence, H heads, X and V channels of a head.
@@ -72,7 +72,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], worst: float = WOR
 
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for the gate's product
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for the gate's GEMM
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -151,7 +151,7 @@ def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: 
 @pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
 @pytest.mark.usefixtures("kernels")
 def test_a_block_agrees_with_the_cpu(layer: int, name: str):
-    """It shares most of the CPU's rounding: nearer to the CPU's than that is to BF16's, and as near to BF16's.
+    """The result is nearer to the CPU's, whose rounding it mostly shares, than that is to BF16, and as near to BF16.
 
     No nearer: half a unit in BF16's last place, put upon what each projection gives, moves a CPU's own gradients by
     4 to 28%, since numbers on the border between two codes then take the other one.
@@ -309,7 +309,7 @@ def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe, determin
     block = block_of(layer, recipe)
     compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
     # Left to itself the compiler does not round gradients to BF16 between two additions. That is more exact, but where
-    # the sum is cast again it moves 8-bit codes: on a CPU gradients of weights then differ by up to 4%, see below.
+    # the sum is quantized again it moves 8-bit values: weight gradients on a CPU then differ by up to 4% (see below).
     with torch._inductor.config.patch(emulate_precision_casts=True):
         found = run(compiled, *inputs())
     expected = run(block, *inputs())
@@ -323,12 +323,12 @@ def test_a_compiled_block_has_the_same_error(layer: int, deterministic: None):
     compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
     found, eager = run(compiled, *inputs()), run(block, *inputs())
     for ours, theirs, true in zip(found, eager, exact, strict=True):
-        # codes that fall on the other side by chance: on a CPU the errors are alike within 2%
+        # Values that round to the other side by chance: on a CPU the errors agree within 2%.
         assert (ours.double() - true).norm() <= 1.05 * (theirs.double() - true).norm()
 
 
 def _without_casts(block: Block) -> list[Tensor]:
-    """The block in FP32, in single steps."""
+    """The result and gradients of the block in FP32, unfused."""
     plain = Block(CONFIG, 1 if isinstance(block.mlp, MoE) else 0).to("cuda")
     plain.load_state_dict(block.state_dict())
     x, dy = (t.float() for t in inputs())

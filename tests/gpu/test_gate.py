@@ -1,4 +1,4 @@
-"""A gate's product on the tensor cores is one in FP32."""
+"""A gate's GEMM on the tensor cores is as accurate as one in FP32."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_logits_are_as_accurate_as_a_gemm_in_float32(weight: torch.dtype):
     assert (logits.dtype, dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     exact = x.double() @ w.double().mT, dy.double().mT @ x.double()
     for found, true in zip((logits, dw), exact, strict=True):
-        # tensor cores cut sums off where FP32 rounds: D / 16 times by up to 2⁻²³ of the sum so far
+        # Tensor cores truncate where FP32 rounds: D / 16 times by up to 2⁻²³ of the accumulator.
         assert (found.double() - true).norm() <= 1e-5 * true.norm()
     true = dy.double() @ w.double()
     assert (dx.double() - true).norm() <= 1.01 * (true.bfloat16().double() - true).norm()

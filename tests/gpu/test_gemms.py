@@ -1,4 +1,4 @@
-"""The products on a GPU, against exact ones of the same 8-bit operands.
+"""GEMMs on a GPU, compared with exact ones of the same 8-bit operands.
 
 A step of 128 is summed by the tensor cores, whose FP8 sums keep 13 fraction bits of the largest term; the steps are
 summed in FP32. Data of one sign shows best what a sum loses, and a result is then as large as its terms together. At
@@ -15,8 +15,8 @@ from octile.ops.quantize import dequantize, quantize
 
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 
-# Relative error of a result of one sign: on Hopper each of the 4 instructions of a step cuts 32 products and the
-# running sum below 2⁻¹³ of the largest, which is no larger than the sum. What is really lost is some 0.2%.
+# Relative error of a result of one sign: on Hopper each of the 4 instructions of a k-block cuts 32 products and the
+# accumulator below 2⁻¹³ of the largest, which is no larger than the sum. The measured error is some 0.2%.
 WORST = 4 * 33 * 2.0**-13
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 FORMATS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("int8", "int8"), ("int8", "e4m3")]
@@ -29,7 +29,7 @@ def _operand(shape: tuple[int, ...], block: tuple[int, int], fmt: str = "e4m3", 
 
 
 def _exact(operand: Operand) -> Tensor:
-    """In FP64, with the scale applied there: a product with an FP32 rounding is no exact one."""
+    """The operand in FP64, with the scale applied there: a scale applied in FP32 would round."""
     data, scale, block = operand
     ones = dequantize(torch.ones_like(data, dtype=torch.float32).to(data.dtype), scale, *block, torch.float32)
     return data.float().double() * ones.double()

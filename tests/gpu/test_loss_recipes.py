@@ -1,4 +1,4 @@
-"""The experiment's sums that are never promoted, against the model of the tensor core."""
+"""The loss experiment's GEMM without promotion equals the tensor core model."""
 
 import pytest
 import torch

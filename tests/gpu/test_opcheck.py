@@ -27,7 +27,7 @@ TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 
 
 def _operand(shape: tuple[int, ...], block: tuple[int, int], fmt: str = "int8") -> tuple[Any, ...]:
-    """INT8: torch compares an operator's inputs before and after, and has no comparison for FP8."""
+    """An INT8 operand: torch compares an operator's inputs before and after, and has no comparison for FP8."""
     return *quantize(torch.randn(shape, device="cuda"), *block, fmt, False), block
 
 

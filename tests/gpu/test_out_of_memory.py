@@ -1,4 +1,4 @@
-"""On a GPU memory really runs out, and what the message advises fits."""
+"""Running out of GPU memory, and that the settings which the message advises fit."""
 
 import io
 import re
@@ -19,7 +19,7 @@ LIMIT = 2**30  # bytes
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """A process that may have 1 GiB of the GPU."""
+    """Limit the process to 1 GiB of GPU memory."""
     before = torch.cuda.get_per_process_memory_fraction()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""octile::quantize and dequantize on a GPU are bit for bit what they are on the CPU."""
+"""octile::quantize and dequantize on a GPU equal those on the CPU, bit for bit."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def _assert_same_on_gpu(x: Tensor, block: tuple[int, int], fmt: str, power_of_2:
 
 
 def _ugly(*shape: int) -> Tensor:
-    """Magnitudes from FP32's subnormals up to its largest numbers, and zeros."""
+    """Magnitudes from FP32's subnormals up to its largest values, and zeros."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.exp2(torch.randint(-149, 128, shape).float())
     x[torch.rand(shape) < 0.1] = 0.0

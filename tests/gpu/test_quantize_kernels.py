@@ -98,7 +98,7 @@ def test_ragged_transposed_quantization_of_all_magnitudes(
 
 @every_format
 def test_quotients_near_the_middle_between_two_encoded_values(fmt: str):
-    """Scales close to numbers of few bits, where a quotient other than FP32's could round to another encoded value."""
+    """Scales close to values of few bits, where a quotient other than FP32's could round to another encoded value."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}[fmt]
     scale = (torch.arange(128, 256)[:, None] * 2.0**16 + torch.arange(-16, 17)).flatten()[:, None] * 2.0**-23
     middle = torch.arange(128, 257) * 2.0**-8

@@ -1,4 +1,4 @@
-"""`octile bench step` at toy size: every figure that only a GPU gives."""
+"""`octile bench step` at toy size: every value that only a GPU gives."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Telemetry on a GPU says what it says on the CPU, up to the order of sums, and copies to the host once a step."""
+"""Telemetry on a GPU agrees with the CPU up to the order of sums, and copies to the host once a step."""
 
 import copy
 

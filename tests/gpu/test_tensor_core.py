@@ -59,12 +59,12 @@ def test_gradients_equal_the_cpu_gemms_of_their_operands(recipe, promote_every):
     layer = octile.nn.Linear(256, 192, bias=False, recipe=octile.Recipe.named(recipe), device="cuda")
     x = torch.randn(300, 256, device="cuda", requires_grad=True)
     dy = torch.randn(300, 192, device="cuda")
-    layer(x).backward(dy)  # the kernels' own products: the model must not be given one of them again
+    layer(x).backward(dy)  # runs the real kernels first: the model must not reuse their results
     x.grad = layer.weight.grad = None
     operands: dict[str, ScaledTensor] = {}
     with observe_quantization(operands.__setitem__), tensor_core("sm_90", promote_every):
         y = layer(x)
-        y.backward(dy)  # runs in a thread of autograd's
+        y.backward(dy)  # runs in a thread of autograd
     assert x.grad is not None
     found = y.detach(), x.grad, layer.weight.grad
     for actual, expected in zip(found, products_of_a_layer(operands, promote_every), strict=True):

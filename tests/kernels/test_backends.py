@@ -1,4 +1,4 @@
-"""Which kernels a cast is given to, on a GPU of each kind."""
+"""Tests of backend selection: which kernel a quantization runs on each kind of GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The fast conversions on a CPU against the formats' definitions, for all encoded values and about all ties of E5M6."""
+"""Tests of the fast CPU conversions against the formats' definitions: all encoded values, and all ties of E5M6."""
 
 from collections.abc import Iterator
 
@@ -56,7 +56,7 @@ def test_decoding_does_not_change_the_data():
 
 
 def assert_encoded_as_defined(x: torch.Tensor) -> None:
-    """The same encoded values, and NaN for NaN."""
+    """Check for the same encoded values, and NaN for NaN."""
     found, expected = unpack12(encode_e5m6(x), x.shape[-1]), E5M6.encode(x)
     assert torch.equal(torch.where(x.isnan(), 0, found), torch.where(x.isnan(), 0, expected))
     assert torch.equal(E5M6.decode(found).isnan(), x.isnan())

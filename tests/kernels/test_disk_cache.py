@@ -1,4 +1,4 @@
-"""The disk cache of kernels: files are found again, built once by many processes, whole or built again, and private."""
+"""Tests of the disk cache of kernels: built once by many processes, rebuilt if damaged, and private to the user."""
 
 import errno
 import logging

@@ -66,7 +66,7 @@ def test_bytes_of_transposed_reads():
     assert transposed_reads(layer()[:2]) == Traffic(0, 0)
 
 
-def test_bytes_of_partial_sums():
+def test_bytes_of_unpromoted_accumulation():
     today = 4 * (T * N * 2 + T * K * 2 + N * K * 2)  # every K, N and T is two intervals of 128
     assert unpromoted_sums(layer()) == Traffic(today, today // 2)
 

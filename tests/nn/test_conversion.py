@@ -96,7 +96,7 @@ def test_a_parameter_of_two_layers_stays_one_parameter():
     assert model[0].weight is model[1].weight
 
 
-def test_subclasses_that_override_forward_are_not_converted():
+def test_subclasses_of_linear_are_not_converted():
     model = convert(nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)}))
     assert names_of(model) == ["mlp"]
     assert "1 × NonDynamicallyQuantizableLinear (a subclass of nn.Linear)" in model.conversion_summary

@@ -133,7 +133,7 @@ def test_smoothing_moves_each_experts_channel_sizes_into_its_weight():
     torch.testing.assert_close(grouped_linear(smooth_h, smooth_down, offs), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_smoothing_leaves_rows_that_belong_to_no_expert():
+def test_smoothing_leaves_rows_of_no_expert_zero():
     experts, offs = Experts(2, 8, 8), torch.tensor([4, 6], dtype=torch.int32)
     h = torch.randn(9, 8) * 100
     found = grouped_linear(*_smooth(h, experts.down, offs), offs)

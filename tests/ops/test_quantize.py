@@ -240,7 +240,7 @@ def test_values_at_the_end_of_e4m3_do_not_change():
     assert data.float().tolist() == [[448, -448, 448, 448, 416, 1]]  # 432 lies halfway and goes to the even one
 
 
-# A scale that is given
+# A given scale
 
 
 @pytest.mark.parametrize(("fmt", "largest"), [("e4m3", 448), ("e5m2", 57344)])

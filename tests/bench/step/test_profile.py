@@ -1,4 +1,4 @@
-"""What a step's calls and kernels are counted as."""
+"""Tests of the operation, byte and kernel counts of a training step."""
 
 import pytest
 import torch

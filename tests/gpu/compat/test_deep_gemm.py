@@ -1,4 +1,4 @@
-"""DeepGEMM's functions on a GPU give what they give on a CPU, read nothing back, and can be captured in a graph."""
+"""DeepGEMM's functions agree with the CPU on a GPU, read nothing back to the host, and can be captured in a graph."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def _pair(shape: tuple[int, ...], block: tuple[int, int], seed: int) -> tuple[Te
 
 
 def _tensors(seed: int) -> Tensors:
-    """Groups lie differently for every seed."""
+    """Tensors of all layouts; the sizes of groups depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     (a, a_scale), (b, b_scale) = _pair((M, K), (1, 128), seed), _pair((G, N, K), (128, 128), seed + 1)
     (x, x_scale), (dy, dy_scale) = _pair((M, N), (128, 1), seed + 2), _pair((M, K), (128, 1), seed + 3)
@@ -66,7 +66,7 @@ def _masked(t: Tensors) -> Tensor:
 
 def _k_grouped(t: Tensors) -> Tensor:
     d = t["c"].clone()
-    sizes = [128] * G if t["ks"].is_cuda else t["ks"].tolist()  # on a GPU only their sum is looked at
+    sizes = [128] * G if t["ks"].is_cuda else t["ks"].tolist()  # on a GPU only their sum is used
     deep_gemm.k_grouped_fp8_gemm_tn_contiguous(
         (t["x"], t["x_scale"]), (t["dy"], t["dy_scale"]), d, sizes, t["ks"], d
     )  # fmt: skip

@@ -45,7 +45,7 @@ getattr(importlib.import_module(file), function)()
 
 
 def run(source: str, file: str, function: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the stand-in, like the library itself, holds for a whole process."""
+    """Run in a subprocess, since the stand-in, like the library itself, affects the whole process."""
     octile = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [octile, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "DG_USE_NVIDIA_TOOLS": "1"}

@@ -32,7 +32,7 @@ GUARD = 8  # elements around a result
 NAN = 0x7F  # in E4M3 and in E5M2
 Quantized = tuple[Tensor, Tensor, tuple[int, int]]
 IS_1D1D = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
-KERNELS = {  # including kinds that candidates.py seldom chooses
+KERNELS = {  # including kernels that candidates.py seldom chooses
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1),
     "256×128": GemmConfig(256, 128, 3, staged_boxes=4),
     "192×128, three warpgroups": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2),
@@ -120,7 +120,7 @@ def _mT(operand: Quantized) -> Quantized:
 
 
 def _surrounded(operand: Quantized) -> Quantized:
-    """A copy that TMA can read, surrounded by NaN, which the result shows if anything there is read."""
+    """Copy the operand into memory that TMA can read, surrounded by NaN, which reach the result if they are read."""
     data, scale, block = operand
     encoded = torch.full((data.shape[0] + 2, padded(data.shape[1]) + 32), NAN, dtype=torch.uint8, device="cuda")
     inside = encoded.view(data.dtype)[1:-1, 16 : 16 + data.shape[1]].copy_(data)
@@ -159,7 +159,7 @@ def _launch(
     accumulate: bool = False,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The result of a request, by the kernel that octile chooses."""
+    """Return the result of a request, computed by the kernel that octile chooses."""
     dtype = out_dtype if out is None else out.dtype
     return launch_cache.launch(GemmRequest(schedule, Operand(*a), Operand(*b), dtype, out, sizes, accumulate))
 

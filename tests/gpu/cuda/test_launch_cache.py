@@ -1,4 +1,4 @@
-"""Products that are launched because they look like earlier ones: the same bits, from any thread, on any stream."""
+"""The launch cache on a GPU: cached launches give the same bits, from any thread and on any stream."""
 
 import threading
 

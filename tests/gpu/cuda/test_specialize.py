@@ -1,4 +1,4 @@
-"""A kernel from its text to its result on a real GPU: compiled, loaded, launched, captured in a graph."""
+"""CUDA kernels on a GPU from source to result: compiled, loaded, launched, captured in a graph."""
 
 import threading
 
@@ -45,7 +45,7 @@ extern "C" __global__ void cluster(int* ranks) {
     ptx::cluster_sync();
 }
 """
-N, GAP = 1000, 20_000  # with the gap the launch needs more than the 48 KB that no one has to ask for
+N, GAP = 1000, 20_000  # with the gap the launch needs more than 48 KB, which must be requested
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def block_of(scales: Scales, x: Tensor) -> tuple[int, int]:
 
 
 def poisoned(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
-    """A tensor of NaN with `room` elements between its rows."""
+    """A tensor of NaN with `gap` elements between its rows."""
     return torch.full((*shape[:-1], shape[-1] + room), math.nan, dtype=dtype)[..., : shape[-1]]
 
 
@@ -85,7 +85,7 @@ def _operand(x: Operand, schedule: Schedule) -> gemm_request.Operand:
 
 
 def exact(a: Operand, b: Operand, promote: bool = True) -> Tensor:
-    """a[M, K] · b[N, K]ᵀ in float32, bit for bit."""
+    """a[M, K] · b[N, K]ᵀ in float32 as Hopper computes it, bit for bit."""
     (a_data, a_scale, a_kind), (b_data, b_scale, b_kind) = a, b
     blocks = block_of(a_kind, a_data), block_of(b_kind, b_data)
     return tensor_core_scaled_matmul(

@@ -1,4 +1,4 @@
-"""Every CUDA kernel that DeepSeek-V3's shapes need compiles for Hopper, and keeps everything in registers."""
+"""Every CUDA kernel that DeepSeek-V3's shapes need compiles for Hopper without register spills."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Values that are hard to quantize, and comparisons bit for bit."""
+"""Test helpers: values that are hard to quantize, and bit-for-bit comparisons."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def ugly(*shape: int) -> Tensor:
-    """Magnitudes from FP32's subnormals up to its largest numbers, zeros and ties."""
+    """Magnitudes from FP32's subnormals up to its largest values, zeros and ties."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.exp2(torch.randint(-149, 128, shape).float())
     x[torch.rand(shape) < 0.1] = 0.0
@@ -22,7 +22,7 @@ def finite(*shape: int) -> Tensor:
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """The same bits (of a NaN its being one), dtypes, shapes and strides (where they matter)."""
+    """Check for the same bits (any NaN equals any other), dtypes, shapes and strides (where they matter)."""
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert _strides(ours) == _strides(theirs)

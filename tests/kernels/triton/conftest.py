@@ -1,4 +1,4 @@
-"""The kernels run in Triton's interpreter on the CPU.
+"""Fixtures that run the kernels in Triton's interpreter on the CPU.
 
 It has to be chosen before Triton is imported, and then holds for the whole process: where these tests run together with
 those of a GPU, they are skipped.
@@ -36,7 +36,7 @@ TORCH = {
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[DeviceProperties]:
-    """Launches are made for a GPU without and for one with FP8."""
+    """Simulate launches for a GPU without FP8 and for one with FP8."""
     if not knobs.runtime.interpret:
         pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` alone")
     with assume_device(GPUS[request.param]), np.errstate(all="ignore"):

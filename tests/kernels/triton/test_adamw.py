@@ -1,4 +1,4 @@
-"""AdamW's kernel is bit for bit the reference."""
+"""AdamW's Triton kernel equals the reference bit for bit."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_any_shape_and_dtype(shape: tuple[int, ...], moments: torch.dtype, gradi
 
 
 def test_all_magnitudes():
-    """As FP32 has them between its denormals, which a GPU's roots and quotients of them may round otherwise."""
+    """All normal FP32 magnitudes; a GPU may round roots and quotients of subnormal ones differently."""
     w, g, m = (ugly(3000).clamp(-1e18, 1e18) for _ in range(3))
     g, m = (torch.where(t.abs() < 1e-18, 0.0, t) for t in (g, m))
     _both(w, g, m, (g * g * 3).clamp(max=1e37), torch.tensor(CORRECTIONS))

@@ -1,4 +1,4 @@
-"""RMSNorm's kernel: bit for bit the reference, given the rstd that it found."""
+"""RMSNorm's kernel equals the reference bit for bit, given the kernel's rstd."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels that move rows to their experts and back are bit for bit the reference."""
+"""The permute and unpermute kernels equal the reference bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The quantization kernels are bit for bit the reference."""
+"""The quantization kernels equal the reference bit for bit."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_magnitudes_of_all_of_fp32(fmt: str, power_of_2: bool):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_rounding_in_a_block_with_scale_one(fmt: str):
-    # all values, the midpoints between them, and what lies just beside a midpoint; the largest value makes the scale 1
+    # All values, the midpoints between them, and the values next to a midpoint; the largest value makes the scale 1.
     values = torch.arange(256, dtype=torch.uint8).view(DATA_DTYPES[fmt]).float()
     values = values[values.isfinite()].sort().values
     middle = (values[1:] + values[:-1]) / 2
@@ -108,7 +108,7 @@ def test_every_encoded_value_dequantizes(dtype: torch.dtype):
 
 
 def _same_values(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """The same bytes, but that a NaN may be any."""
+    """Check for the same bytes, except that any NaN equals any other."""
     (data, scale), (expected_data, expected_scale) = found, expected
     assert (data.dtype, data.shape) == (expected_data.dtype, expected_data.shape)
     numbers, expected_numbers = reference.decode(data), reference.decode(expected_data)
@@ -164,7 +164,7 @@ def test_e5m6_in_blocks_of_odd_width_is_refused():
         quantize.launch(torch.zeros(3, 150), 3, 75, torch.uint8, False)
 
 
-# A scale that is given
+# A given scale
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,4 +1,4 @@
-"""The rotary kernels are bit for bit the reference, but for the order in which heads are summed."""
+"""The rotary kernels equal the reference bit for bit, except for the order in which heads are summed."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ from octile.formats import E4M3, E5M2, INT8
 from octile.kernels.triton.fp8_bits import quantize_constants
 from octile.kernels.triton.scaling import divide, scale_from_amax
 
-SIGNIFICANT = 8  # bits of a number halfway between two values of INT8 or E5M6; E4M3's and E5M2's have fewer
+SIGNIFICANT = 8  # bits of a midpoint between two values of INT8 or E5M6; those of E4M3 and E5M2 have fewer
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -36,7 +36,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
-    """The FP32 numbers that are `steps` steps above positive ones."""
+    """The FP32 values that are `steps` units in the last place above positive ones."""
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 

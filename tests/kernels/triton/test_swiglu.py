@@ -1,4 +1,4 @@
-"""SwiGLU's kernels: bit for bit their formula, and within the stated bound of the reference."""
+"""SwiGLU's kernels equal their formula bit for bit, and the reference within the stated bound."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[
 
 
 def _sigmoid(gate: Tensor) -> Tensor:
-    """With NumPy's exponential, which is the interpreter's."""
+    """Sigmoid with NumPy's exponential, which the interpreter uses."""
     return 1.0 / (1.0 + torch.from_numpy(np.exp(-gate.numpy())))
 
 
@@ -60,7 +60,7 @@ def _backward(
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     power_of_2: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What the kernel finds, and what the reference does."""
+    """Return the results of the kernel and of the reference."""
     found = swiglu.launch_backward(
         dh, gate, up, *scales, weight, DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[h_fmt], not power_of_2
     )

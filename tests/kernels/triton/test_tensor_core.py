@@ -1,4 +1,4 @@
-"""The Triton form of the tensor core against plain torch, bit for bit, in Triton's interpreter."""
+"""The Triton tensor core model equals the vectorized torch form bit for bit, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def launched(a, b, start, how: Summation):
 
 @pytest.fixture
 def interpreter():
-    """One GPU is as good as another: the kernel uses nothing that only some have."""
+    """Require the interpreter; one GPU suffices, since the kernel uses no feature that only some have."""
     if not knobs.runtime.interpret:
         pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` alone")
     with np.errstate(all="ignore"):

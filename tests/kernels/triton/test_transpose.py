@@ -1,4 +1,4 @@
-"""The kernels that quantize and transpose are bit for bit the reference."""
+"""The kernels that quantize and transpose equal the reference bit for bit."""
 
 import pytest
 import torch

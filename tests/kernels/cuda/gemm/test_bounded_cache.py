@@ -1,4 +1,4 @@
-"""A bounded memory keeps what is used."""
+"""Tests of BoundedCache, which evicts the entries that were not used lately."""
 
 from hypothesis import given
 from hypothesis import strategies as st

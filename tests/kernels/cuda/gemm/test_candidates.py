@@ -1,4 +1,4 @@
-"""The choice of a kernel follows from shape and chip alone, and there is always one."""
+"""Tests of the choice of a GEMM kernel, which depends only on shape and GPU and always finds one."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_a_weight_for_few_rows_is_read_by_all_sms():
     assert -(-2112 // config.tile_m) * config.split_k > 132 // 3
 
 
-BANDS = {  # whether they lie along N, and how many tiles they have
+BANDS = {  # whether the order is along N, and how many tiles a strip has
     "large": (Problem(4096, 7168, 2048), True, 16),
     "groups of many rows": (Problem(32768, 4096, 2048, 8, Schedule.GROUPED), True, 16),
     "groups of few rows": (Problem(8192, 4096, 2048, 32, Schedule.GROUPED), False, 8),
@@ -109,21 +109,21 @@ def test_deepseek_v3_has_launch_plans():
 
 
 def test_every_kernel_that_the_benchmark_takes_is_among_them():
-    """Those plans are what is compiled without a GPU, and what a spill would be found in."""
+    """These kernels are compiled and checked for spills without a GPU."""
     compiled = set(configs().values())
     missing = [(case.name, case.what) for case in shapes.GPU if choose(problem(case), H200) not in compiled]
     assert missing == []
 
 
 def test_the_choice_follows_what_was_measured():
-    """What the timings of another day or kernel say differently is written down, not undone by the way."""
+    """Choices that differ from recorded timings are listed here, so that a change of the cost model is noticed."""
     problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
     slower, not_measured = {}, []
     for row in json.loads(SWEEP.read_text())["products"]:
         product = (row["case"], row["what"])
         config = choose(problems[product], H200)
         name = _named(config)
-        if name not in row["us"]:  # bands along N came after these timings: those along M stand for them
+        if name not in row["us"]:  # rasterization along N is newer than these timings: that along M represents it
             name = _named(replace(config, raster_along_n=False))
         if name in row["us"]:
             slower[product] = row["us"][name] / min(row["us"].values())
@@ -135,7 +135,7 @@ def test_the_choice_follows_what_was_measured():
 
 
 def _named(c: GemmConfig) -> str:
-    """As the file of timings names a kernel; how wide bands are follows from their direction and the tile."""
+    """The kernel's name in the file of timings; the width of strips follows from the order and the tile."""
     parts = (
         f"{c.tile_m}x{c.tile_n}w{c.warpgroups}{'pp' if c.ping_pong else ''}a{c.accumulators}",
         f"{c.cluster_m}x{c.cluster_n}:s{c.stages}:p{c.staged_boxes}:k{c.split_k}",

@@ -1,4 +1,4 @@
-"""A kernel configuration that no SM can run is refused with its reason; the others become constants of the source."""
+"""Tests of kernel configurations: impossible ones are refused with a reason; others become constants of the source."""
 
 import pytest
 

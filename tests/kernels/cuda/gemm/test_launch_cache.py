@@ -1,4 +1,4 @@
-"""What is launched at once because it looks like an earlier product is what would have been launched without that.
+"""Tests of the launch cache: a cached launch equals the launch that an empty cache would prepare.
 
 Products are made one after the other, each differing from the first in a few of the things that may differ: shapes,
 strides, alignment, dtypes, blocks, wrong arguments. Whatever is remembered of the earlier ones, each must give the
@@ -44,7 +44,7 @@ TILE, BLOCK = (1, 128), (128, 128)
 
 
 class FakeKernel:
-    """Of one problem; keeps what is launched, and counts what is made ready."""
+    """A kernel of one problem that records its launches and counts the prepared ones."""
 
     device = 0
 
@@ -63,7 +63,7 @@ class FakeKernel:
 
 @pytest.fixture(autouse=True, scope="module")
 def gpu() -> Iterator[list[Any]]:
-    """A GPU of 132 multiprocessors that takes any launch and notes it, with one kernel for each kind of product."""
+    """A GPU of 132 SMs that accepts and records any launch, with one kernel for each kind of GEMM."""
     launches: list[Any] = []
     decided: list[Problem] = []
 
@@ -101,7 +101,7 @@ def gpu() -> Iterator[list[Any]]:
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """What is remembered inside starts with nothing, and ends with it."""
+    """Run the body with an empty launch cache, and restore the previous one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_cache, "_prepared", BoundedCache(64))
         patch.setattr(launch_cache, "_launches", BoundedCache(64))
@@ -109,7 +109,7 @@ def remembering() -> Iterator[None]:
         yield
 
 
-FIELDS: dict[str, tuple[list[Any], list[Any]]] = {  # what a product that is made may have; what another may have, too
+FIELDS: dict[str, tuple[list[Any], list[Any]]] = {  # values that a valid GEMM may have; further values of invalid ones
     "kind": (["dense", "grouped", "masked", "wgrad"], []),
     "m": ([16, 3], [1]),
     "n": ([24, 130], [8]),
@@ -119,11 +119,11 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {  # what a product that is mad
     "b_dtype": ([E4M3, E5M2], [torch.int8, torch.float16]),
     "a_block": ([TILE], [BLOCK, (200, 200), (1, 200), (1, 64)]),
     "b_block": ([BLOCK, TILE], [(200, 200), (128, 200), (128,)]),
-    "a_room": ([0, 16], [3]),  # numbers behind each row
+    "a_room": ([0, 16], [3]),  # elements after each row
     "b_room": ([0, 16], [3]),
-    "a_past": ([0, 16], [4]),  # numbers before the first
+    "a_past": ([0, 16], [4]),  # elements before the first row
     "b_past": ([0, 16], [4]),
-    "a_scales_first": ([True], [False]),  # along the rows, as the casts write them
+    "a_scales_first": ([True], [False]),  # column-major, as quantization writes them
     "b_scales_first": ([True], [False]),
     "a_scales_past": ([0, 4], [1]),
     "b_scales_past": ([0, 4], [1]),
@@ -146,7 +146,7 @@ changes = st.lists(change, min_size=1, max_size=2).map(dict)
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype, room: int = 0, past: int = 0) -> Tensor:
-    """Rows with room behind them, past so many numbers in 16-byte aligned memory."""
+    """A matrix with `gap` elements after each row, `past` elements after a 16-byte aligned address."""
     *batch, rows, columns = shape
     stride = columns + room
     whole = torch.zeros(past + math.prod(batch) * rows * stride, dtype=dtype)
@@ -167,7 +167,7 @@ def scales(s: Spec, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def make(s: Spec) -> Tensor:
-    """Calls an operator's CUDA kernel; returns its result."""
+    """Call an operator's CUDA kernel; return its result."""
     m, n, k, g, kind, wrong = s["m"], s["n"], s["k"], s["groups"], s["kind"], s["wrong"]
     a_shape = (g, m, k) if kind == "masked" else (m, k)
     b_shape = (n, k + (wrong == "k")) if kind in ("dense", "wgrad") else (g, n, k + (wrong == "k"))
@@ -195,7 +195,7 @@ def make(s: Spec) -> Tensor:
 
 
 def outcome(spec: Spec, launches: list[Any]) -> Any:
-    """What comes of a product: an error, or what was launched and returned. Of addresses, what they have in common."""
+    """The outcome of a GEMM: an error, or its launches and result, with addresses reduced to their alignment."""
     launches.clear()
     num_sms.set_num_sms(spec["bound"])
     try:

@@ -1,4 +1,4 @@
-"""From tensors to a launch: how results may lie, which operands are copied, what the kernels do not take."""
+"""Tests of the launch plan: layouts of results, operands that are copied, and unsupported requests."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Products use all multiprocessors, or as many as they are told."""
+"""Tests of set_num_sms: GEMMs use all SMs, or at most the number that is set."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A product's launch is decided once for a layout, and made once for tensors at the same addresses."""
+"""Tests of PreparedGemm: planned once per layout, and prepared once for tensors at the same addresses."""
 
 import threading
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ class FakeKernel:
 
 @pytest.fixture
 def kernel(monkeypatch, tmp_path) -> FakeKernel:
-    """A GPU of 132 multiprocessors that takes any launch."""
+    """A GPU of 132 SMs that accepts any launch."""
     fake = FakeKernel()
     monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch_cache.specialize, "load", lambda *arguments: fake)
@@ -88,7 +88,7 @@ def test_another_stream_is_another_launch(kernel: FakeKernel, monkeypatch):
 def test_another_workspace_is_another_launch(kernel: FakeKernel):
     p = _request(m=16, k=8192)
     launch_cache.launch(p)
-    first = launch_cache._workspaces.copy()  # kept, so that the next one lies elsewhere
+    first = launch_cache._workspaces.copy()  # held, so that the next one gets another address
     launch_cache._workspaces.clear()
     launch_cache.launch(p)
     launch_cache.launch(p)
@@ -99,7 +99,7 @@ def test_another_workspace_is_another_launch(kernel: FakeKernel):
 
 
 def test_an_operand_that_must_be_copied_does_not_share_the_plan_of_scales_with_its_alignment(kernel: FakeKernel):
-    """Both are at 4 bytes past a multiple of 16; only scales of blocks may be."""
+    """Both are 4 bytes past a multiple of 16, where only block scales may be."""
     p = _request()
     moved = torch.empty(p.b.scale.numel() + 1)[1:].view(p.b.scale.shape).copy_(p.b.scale)
     launch_cache.launch(replace(p, b=replace(p.b, scale=moved)))
@@ -155,7 +155,7 @@ def test_threads_launch_on_their_own_streams_with_their_own_addresses(kernel: Fa
     ours, together = [[_request() for _ in range(3)] for _ in range(3)], threading.Barrier(3)
 
     def work(mine: list[GemmRequest]) -> None:
-        together.wait()  # also so that no thread has the name of one that has ended
+        together.wait()  # also so that no thread reuses the identifier of a finished one
         for _ in range(50):
             for p in mine:
                 launch_cache.launch(p)

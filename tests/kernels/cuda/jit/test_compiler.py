@@ -1,4 +1,4 @@
-"""Text becomes machine code without a GPU, and what the compiler says of it is read and passed on."""
+"""Tests of the compilers: source becomes machine code without a GPU, and their log is read and reported."""
 
 import re
 import tempfile
@@ -36,7 +36,7 @@ def private_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["nvrtc", "nvcc"])
 def each(request, monkeypatch) -> str:
-    """Either compiler, where it is installed. NVRTC is, wherever the tests' requirements are."""
+    """Run the test with each compiler that is installed; NVRTC is among the requirements of the tests."""
     monkeypatch.setenv("OCTILE_CUDA_COMPILER", request.param)
     if request.param == "nvcc":
         try:

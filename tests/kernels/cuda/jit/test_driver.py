@@ -1,4 +1,4 @@
-"""What a launch hands to the driver, byte for byte. A driver of a few lines stands for the real one."""
+"""Tests of what a launch passes to the CUDA driver, byte for byte, with a small fake driver."""
 
 import ctypes
 import struct
@@ -21,7 +21,7 @@ OK, WRONG_CONTEXT = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_INVALID
 
 
 class FakeDriver:
-    """Accepts everything, and keeps what each launch brought: configuration, parameters, and the current context."""
+    """A fake driver that accepts everything and records each launch: configuration, parameters, current context."""
 
     def __init__(self) -> None:
         self.launches: list[dict] = []
@@ -199,7 +199,7 @@ def test_a_grid_that_is_no_multiple_of_the_cluster_is_refused(kernel, grid, clus
     ],
 )
 def test_arguments_of_another_type_are_refused(arguments, message):
-    if message is None:  # four bytes may be either; the first launch decides, and a later one of another kind fails
+    if message is None:  # int or float: the first launch decides, and a later one of another type fails
         with pytest.raises(struct.error):
             layout("product", PARAMETERS, ARGUMENTS).pack(*arguments)
     else:

@@ -1,4 +1,4 @@
-"""A template and its constants become one text, and that text one compiled kernel."""
+"""Tests of specialization: a template and its constants become one source, which becomes one compiled kernel."""
 
 import enum
 import re
@@ -86,7 +86,7 @@ def test_every_constant_and_header_makes_another_kernel(tmp_path):
 
 def test_a_compiled_kernel_comes_from_the_disk_the_second_time():
     first = specialize.compile("smoke", CONSTANTS, headers=HEADERS)
-    assert specialize.compile("smoke", CONSTANTS, headers=HEADERS) == first  # to the seconds that it took
+    assert specialize.compile("smoke", CONSTANTS, headers=HEADERS) == first  # including the seconds that it took
 
 
 def test_the_other_compiler_makes_another_kernel(monkeypatch, tmp_path):

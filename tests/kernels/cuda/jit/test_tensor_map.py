@@ -1,4 +1,4 @@
-"""A tensor map says what torch says of the tensor, and an impossible one is refused before the driver sees it."""
+"""Tests of tensor maps: they describe the tensor as torch does, and impossible ones are refused before the driver."""
 
 import ctypes
 import sys
@@ -14,7 +14,7 @@ GOOD = TensorMap(0x1000, torch.float8_e4m3fn, (32, 4096, 7168), (4096 * 7168, 71
 
 @pytest.fixture
 def encoder(monkeypatch):
-    """Stands for the driver's: keeps its arguments and returns maps that count up."""
+    """A fake of the driver's encoder that records its arguments and returns numbered maps."""
     if sys.platform != "linux":
         pytest.skip("the CUDA driver's bindings are there on Linux")
     pytest.importorskip("cuda.bindings")

@@ -1,4 +1,4 @@
-"""The emulator's conversions, with which the kernels are tested, are those of a GPU: torch's, saturating."""
+"""Tests of the emulator's conversions, which equal a GPU's: those of torch, saturating."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 
 
 def test_conversions_equal_those_of_torch():
-    # every pattern of the upper 16 bits of FP32, and just beside it
+    # every pattern of the upper 16 bits of FP32, and the values next to it
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
     x = torch.cat([upper, upper + 1, upper - 1]).view(torch.float32)
     encoded, back = torch.empty(x.numel(), 4, dtype=torch.int32), torch.empty(x.numel(), 4)

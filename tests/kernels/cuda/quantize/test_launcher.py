@@ -1,4 +1,4 @@
-"""The casts in CUDA C++, from their unchanged source in the emulator: bit for bit the reference."""
+"""Tests of the CUDA quantization kernels: their unchanged source in the emulator equals the reference bit for bit."""
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ pytestmark = [
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = [(1, 128), (128, 1), (128, 128)]
-SHAPE = (140, 264)  # two squares by three, of which the last are small
+SHAPE = (140, 264)  # two by three 128×128 blocks, of which the last are partial
 
-# each pair is compiled for itself, so not all are tried
+# Each pair is compiled separately, so not all are tested.
 formats_and_scales = pytest.mark.parametrize(
     ("fmt", "power_of_2"), [("e4m3", False), ("e4m3", True), ("e5m2", True), ("int8", False)]
 )
@@ -32,7 +32,7 @@ both_scales = pytest.mark.parametrize("power_of_2", [False, True], ids=["float32
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Casts are launched in the emulator, which guards all tensors that they are given."""
+    """Launch the kernels in the emulator, which guards all tensors that they are given."""
     memory: list[Tensor] = []
 
     def address(t: Tensor | None) -> int:
@@ -43,7 +43,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(name, constants, x, blocks, threads, shared, *arguments, resident=None) -> None:
         given = [t for t in memory if t.numel()]
-        grid = blocks if resident is None else min(blocks, 2)  # so that blocks have several turns
+        grid = blocks if resident is None else min(blocks, 2)  # so that a thread block processes several blocks
         emulator.run(
             name, constants, grid=grid, threads=threads, shared_bytes=shared, arguments=arguments, memory=given
         )  # fmt: skip
@@ -51,7 +51,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launcher, "_address", address)
     monkeypatch.setattr(launcher, "_launch", launch)
-    for kind, settings in launcher.SETTINGS.items():  # two squares make a band, so that its edge is met
+    for kind, settings in launcher.SETTINGS.items():  # two 128×128 blocks make a strip, so that its edge is tested
         monkeypatch.setitem(
             launcher.SETTINGS, kind, settings | ({"raster_height": 2} if "raster_height" in settings else {})
         )
@@ -65,7 +65,7 @@ def _bad(*shape: int) -> Tensor:
 
 
 def _hard(*shape: int) -> Tensor:
-    """Blocks whose scales lie so close below a number of few bits that they are divided by with care; some zeros."""
+    """Blocks whose scales lie just below a value of few bits, which need an exact division; some zeros."""
     largest = torch.tensor(448.0 * (1 - 2.0**-23))  # / 448 is two units in the last place below 1
     x = torch.randn(shape) * 100
     x[torch.rand(shape) < 0.1] = -0.0
@@ -138,7 +138,7 @@ def test_rows_are_picked():
 
 
 def _assert_same_packed(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """The same bytes, but that a NaN may be any."""
+    """Check for the same bytes, except that any NaN equals any other."""
     numbers, expected_numbers = decode(found[0]), decode(expected[0])
     torch.testing.assert_close(numbers, expected_numbers, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
@@ -160,7 +160,7 @@ def test_e5m6_becomes_transposed_e4m3():
     assert_same(launcher.requantize(*tiles, E4M3, True), requantize_transposed(*tiles, True, "e4m3"))
 
 
-# ---- And back ----
+# ---- Dequantize ----
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8", "e5m6"])
@@ -180,7 +180,7 @@ def test_every_encoded_value_dequantizes():
         torch.testing.assert_close(values, codes.view(dtype).bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-# ---- A scale that is given ----
+# ---- A given scale ----
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -195,7 +195,7 @@ def test_a_given_scale(fmt: str):
 
 
 def _gate_up(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The halves of one result."""
+    """gate and up as the halves of one GEMM's output."""
     m, h = shape
     both = finite(m, 2 * h).clamp(-60, 60) * torch.tensor([2.0, 0.5]).repeat_interleave(h)
     gate, up = both.to(dtype).chunk(2, 1)
@@ -237,7 +237,7 @@ def test_swiglu_backward(kept: str | None, weighted: bool, power_of_2: bool):
 
 @pytest.mark.parametrize("gate", [-100.0, -90.0, -88.5, -87.5, 0.0, 88.0, 200.0, float("inf"), float("nan")])
 def test_silu_of_large_values(gate: float):
-    """Where the exponential, or its sum with 1, leaves FP32's normal numbers."""
+    """Gates at which the exponential, or its sum with 1, leaves FP32's normal range."""
     x, up = torch.full((2, 128), gate), torch.ones(2, 128)
     (data, scale), (wanted, wanted_scale) = (
         launcher.swiglu(x, up, E4M3, False, None)[:2], swiglu_quantize(x, up, "e4m3", False),
@@ -279,17 +279,17 @@ def test_rms_norm_of_zeros_and_of_nan():
     assert not data[0].float().any()
 
 
-# ---- Which part of a matrix a block takes ----
+# ---- Which part of a matrix a thread block processes ----
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 7, 56, 448, 12345, 2**31 - 1])
 def test_quotients_of_the_host_are_at_most_one_too_small(d: int):
-    """`quotient` of tile.cuh adds the one."""
+    """`quotient` of tile.cuh corrects the difference of one."""
     numbers = {0, 1, d - 1, d, 2 * d - 1, 1000 * d, 2**31 - 1, *torch.randint(2**31, (1000,)).tolist()}
     assert {n // d - (n * launcher._inverse(d) >> 31) for n in numbers if n < 2**31} <= {0, 1}
 
 
-# ---- What is taken ----
+# ---- Supported layouts ----
 
 
 @pytest.mark.parametrize(

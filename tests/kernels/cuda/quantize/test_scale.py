@@ -12,8 +12,8 @@ from tools.emulator.examples import SOURCES
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
-SIGNIFICANT = 8  # bits of a number halfway between two values of INT8 or E5M6; E4M3's and E5M2's have fewer
-BESIDE = 13  # units in the last place: only scales so close to a number with so few bits could decide differently
+SIGNIFICANT = 8  # bits of a midpoint between two values of INT8 or E5M6; those of E4M3 and E5M2 have fewer
+BESIDE = 13  # units in the last place: only scales this close to a value of so few bits could round differently
 DTYPE_OF = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, INT8: torch.int8, E5M6: torch.uint8}
 
 
@@ -29,7 +29,7 @@ def _run(x: Tensor, scale: Tensor, fmt=E4M3) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
-    """The FP32 numbers that are `steps` steps above positive ones."""
+    """The FP32 values that are `steps` units in the last place above positive ones."""
     return (x.view(torch.int32) + steps).view(torch.float32)
 
 
