@@ -1,4 +1,4 @@
-"""ScaledTensor: what quantising, requantising and transposing keep, and that it behaves as a tensor's container."""
+"""Tests of ScaledTensor: quantization, requantization and transposition, and its behavior as a container of tensors."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ a_matrix = {"m": st.integers(1, 300), "k": st.integers(1, 150).map(lambda n: 2 *
 
 
 def matrix(m: int, k: int, seed: int = 0, spread: float = 12.0) -> Tensor:
-    """Normal numbers times powers of two from 2^−spread to 2^spread, so that blocks reach subnormal numbers."""
+    """Normal variates times powers of two from 2^−spread to 2^spread, so that blocks reach subnormals."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((m, k)) * 2.0 ** rng.uniform(-spread, spread, (m, k)).round()
     return torch.from_numpy(x.astype(np.float32))
@@ -54,7 +54,7 @@ def assert_same(a: ScaledTensor, b: ScaledTensor) -> None:
     assert torch.equal(a.scale, b.scale)
 
 
-# Quantising
+# Quantizing
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_quantizing_quantized_values_changes_nothing(m, k, seed, block, fmt):
     assert torch.equal(dequantize(quantize(once, block, fmt, "power_of_2")), once)
 
 
-# Requantising in other blocks
+# Requantizing in other blocks
 
 
 @given(**a_matrix, fmt=st.sampled_from(FLOAT_FORMATS))
@@ -122,7 +122,7 @@ def test_power_of_2_requantization_loses_only_bits_below_the_normal_range_of_the
 
 
 def test_the_bound_of_requantization_is_reached():
-    """448 beside 2⁻¹⁰ in the new tile: half the smallest subnormal of scale 1, a tie that goes to zero."""
+    """The new tile has 448 and 2⁻¹⁰, half the smallest subnormal of scale 1: a tie that rounds to zero."""
     x = torch.tensor([[448.0], [2.0**-10]])
     again = quantize(x, (1, 128), E4M3, "power_of_2").requantize((128, 1), "power_of_2")
     assert dequantize(again).tolist() == [[448], [0]]
@@ -293,7 +293,7 @@ def test_its_repr_describes_it(block, fmt, expected):
     assert repr(quantize(torch.ones(4, 256), block, fmt)) == expected
 
 
-# Products: what these functions add to the operators
+# GEMMs: what these functions add to the operators
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def pair() -> tuple[ScaledTensor, ScaledTensor]:
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of FP32 additions: relative to the largest value."""
+    """Check for equality up to the order of FP32 additions, relative to the largest value."""
     assert (found.double() - expected.double()).abs().amax() <= 1e-6 * expected.abs().amax()
 
 

@@ -178,13 +178,13 @@ def test_without_nvcc_only_nvrtc_is_timed(compilers_used, monkeypatch):
     assert compilers == ["nvrtc"]
 
 
-@pytest.mark.parametrize("said", ["message", "help"])
-def test_the_architectures_are_the_same_wherever_they_are_named(said, capsys):
+@pytest.mark.parametrize("where", ["message", "help"])
+def test_the_architectures_are_the_same_wherever_they_are_named(where, capsys):
     from octile import cli
     from octile.kernels.triton.compile_all import ARCHITECTURES
 
     with pytest.raises(SystemExit):
-        cli.main(["doctor", "--compile", "sm_12"] if said == "message" else ["doctor", "--help"])
+        cli.main(["doctor", "--compile", "sm_12"] if where == "message" else ["doctor", "--help"])
     captured = capsys.readouterr()
     words = (captured.out + captured.err).replace(",", " ").replace(";", " ").split()
     assert [word for word in words if word.startswith("sm_")][: len(ARCHITECTURES)] == list(ARCHITECTURES)

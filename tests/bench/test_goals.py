@@ -65,23 +65,23 @@ def test_the_slowest_call_of_the_host_is_judged():
     assert goals.gemm_verdicts(measured).endswith("at most 12.0 µs (b FP8): floor ≤ 25 met, aim ≤ 10 MISSED")
 
 
-def casts(**ratios):
+def operators(**ratios):
     return [compare("m", what, ratio, "GB/s", "copy", 1.0) for what, ratio in ratios.items()]
 
 
 def test_operators_that_transpose_have_bounds_of_their_own():
-    measured = casts(**{"quantize 1×128": 0.9, "1×128 and turned": 0.86})
+    measured = operators(**{"quantize 1×128": 0.9, "1×128 and turned": 0.86})
     once, twice = goals.casts_verdicts(measured).splitlines()
     assert once.endswith("floor each ≥ 0.80× met, aim each ≥ 0.92× MISSED")
     assert twice.endswith("floor each ≥ 0.70× met, aim each ≥ 0.85× met")
 
 
 def test_permutation_and_optimizer_have_only_a_floor():
-    assert goals.casts_verdicts(casts(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
+    assert goals.casts_verdicts(operators(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
 
 
 def test_the_slowest_operator_of_all_shapes_is_judged():
-    measured = [*casts(**{"RMSNorm, 1×128": 0.7}), compare("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
+    measured = [*operators(**{"RMSNorm, 1×128": 0.7}), compare("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
     assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_verdicts(measured)
 
 

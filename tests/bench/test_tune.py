@@ -73,30 +73,30 @@ def configs():
     return tune.shortlist(tune.problem(shapes.LARGE[0]), H200)
 
 
-def keep(configs, seconds):
-    said = tune._store(shapes.LARGE[0], configs, seconds, H200)
-    return said, choose(tune.problem(shapes.LARGE[0]), H200)
+def store(configs, seconds):
+    message = tune._store(shapes.LARGE[0], configs, seconds, H200)
+    return message, choose(tune.problem(shapes.LARGE[0]), H200)
 
 
 def test_a_faster_kernel_is_used_from_then_on(configs):
-    said, used = keep(configs, {0: 100e-6, 3: 90e-6})
+    message, used = store(configs, {0: 100e-6, 3: 90e-6})
     assert used == configs[3] != configs[0]
-    assert said.startswith("90.0 µs, 1378 TFLOP/s instead of 100.0 µs, with ")
+    assert message.startswith("90.0 µs, 1378 TFLOP/s instead of 100.0 µs, with ")
 
 
 def test_noise_changes_nothing(configs):
-    said, used = keep(configs, {0: 100e-6, 3: 99.5e-6})
+    message, used = store(configs, {0: 100e-6, 3: 99.5e-6})
     assert used == configs[0]
-    assert said.endswith("the chosen kernel")
+    assert message.endswith("the chosen kernel")
 
 
 def test_a_correct_kernel_replaces_a_chosen_one_that_is_wrong(configs):
-    assert keep(configs, {2: 300e-6})[1] == configs[2]
+    assert store(configs, {2: 300e-6})[1] == configs[2]
 
 
 def test_a_search_continues_where_it_ended(configs):
     before = tune._unknown(tune.ORDER, H200)
-    keep(configs, {0: 1e-6})
+    store(configs, {0: 1e-6})
     assert tune._unknown(tune.ORDER, H200) == before[1:]
 
 
@@ -110,7 +110,7 @@ def test_all_shapes_are_searched():
 
 
 def test_an_entry_is_what_the_gemms_look_up(configs):
-    keep(configs, {0: 1e-6})
+    store(configs, {0: 1e-6})
     assert tuned.lookup(rounded(tune.problem(shapes.LARGE[0])), H200) == configs[0]
 
 
@@ -146,10 +146,10 @@ def test_a_kernel_that_hangs_is_left_out_of_the_next_round(configs, monkeypatch)
         tune.Found({}, {1: "TimeoutError: a kernel has not ended"}, broke=True),
         tune.Found({0: 2e-6, 2: 1e-6}, {1: "TimeoutError: a kernel has not ended"}),
     )
-    said = search(configs, rounds, monkeypatch)
+    message = search(configs, rounds, monkeypatch)
     assert rounds.left_out[1] == {1: "TimeoutError: a kernel has not ended"}
-    assert said.startswith("4096×2112×7168 FP8: 1.0 µs")
-    assert said.endswith("TimeoutError: a kernel has not ended")
+    assert message.startswith("4096×2112×7168 FP8: 1.0 µs")
+    assert message.endswith("TimeoutError: a kernel has not ended")
 
 
 def test_a_kernel_that_does_not_compile_well_is_not_run(configs, monkeypatch):
@@ -159,8 +159,8 @@ def test_a_kernel_that_does_not_compile_well_is_not_run(configs, monkeypatch):
 
 
 def test_a_shape_without_a_correct_kernel_stores_none(configs, monkeypatch):
-    said = search(configs, Rounds(tune.Found({}, {0: "differs"})), monkeypatch)
-    assert "no kernel is right" in said
+    message = search(configs, Rounds(tune.Found({}, {0: "differs"})), monkeypatch)
+    assert "no kernel is right" in message
     assert not tuned.path().exists()
 
 
@@ -179,7 +179,7 @@ def candidates(monkeypatch):
     return run
 
 
-def right(setup):
+def correct(setup):
     return setup.call()
 
 
@@ -192,18 +192,18 @@ def hangs(setup):
 
 
 def test_only_correct_kernels_are_timed(candidates):
-    found = candidates(right, wrong, right)
+    found = candidates(correct, wrong, correct)
     assert found.seconds == {0: 1e-6, 2: 3e-6}
     assert "differs" in found.failed[1]
 
 
 def test_a_kernel_that_hangs_ends_the_process(candidates):
-    found = candidates(right, hangs, right)
+    found = candidates(correct, hangs, correct)
     assert (found.seconds, found.broke, list(found.failed)) == ({}, True, [1])
 
 
 def test_the_chosen_kernel_is_timed_again_with_the_best(candidates, monkeypatch):
-    found = candidates(*[right] * 8)
+    found = candidates(*[correct] * 8)
     assert set(found.seconds) == {0, 1, 2, 3}
 
 

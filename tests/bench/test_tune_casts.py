@@ -33,14 +33,14 @@ def measured(monkeypatch):
     """measured(seconds): a search whose candidates all fit; the i-th one takes seconds[i]."""
 
     def search(seconds, result=lambda settings: 0):
-        def cast(kind, x):
+        def prepare(kind, x):
             return lambda: (torch.tensor([result(launcher.SETTINGS[kind])]),)
 
         monkeypatch.setattr(tune_casts, "DEVICE", "cpu")
         monkeypatch.setattr(tune_casts, "SHAPES", ((2, 8), (4, 8)))
         monkeypatch.setattr(tune_casts, "kernel", lambda kind, settings: settings)
         monkeypatch.setattr(tune_casts, "spills", lambda settings: settings["blocks"] == 6)
-        monkeypatch.setattr(tune_casts, "prepared", cast)
+        monkeypatch.setattr(tune_casts, "prepared", prepare)
         monkeypatch.setattr(tune_casts, "work_seconds", lambda calls, rounds: {c: seconds(int(c)) for c in calls})
         return tune_casts.search("tiles")
 

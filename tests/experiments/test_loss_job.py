@@ -129,8 +129,8 @@ def test_a_run_of_balance_stores_the_load_of_every_expert(store, tmp_path):
 
 
 def test_a_run_that_is_stopped_writes_its_partial_result(store, tmp_path, monkeypatch):
-    told = [1]
-    monkeypatch.setattr(module, "_signals", lambda: nullcontext(told))
+    signals = [1]
+    monkeypatch.setattr(module, "_signals", lambda: nullcontext(signals))
     result = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
     assert result["state"] == "stopped"
     assert result["val_loss"]

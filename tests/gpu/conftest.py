@@ -1,6 +1,6 @@
 """Tests on a GPU, from the operators up to training.
 
-`pytest tests/gpu` runs them all; without a GPU each is skipped and says so.
+`pytest tests/gpu` runs all of them; without a GPU each is skipped, with the reason.
 """
 
 import pytest

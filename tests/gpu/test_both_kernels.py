@@ -42,14 +42,14 @@ def test_every_quantization_of_a_step_is_the_same(tokens: int, monkeypatch: pyte
 
 def _twice(name: str, monkeypatch: pytest.MonkeyPatch, differences: dict[str, str]) -> Callable[..., Any]:
     """Return a quantization that runs both kernels, returns Hopper's result, and notes the first difference."""
-    cast = partial(backends.run, name)
+    quantization = partial(backends.run, name)
     allowed = APPROXIMATE if name.startswith(("swiglu", "rms_norm")) else 0.0
 
     def both(*args: Any) -> Any:
-        ours = cast(*args)
+        ours = quantization(*args)
         with monkeypatch.context() as portable:
             portable.setattr(request, "why_not_on", lambda device: "the portable kernels are asked for")
-            theirs = cast(*args)
+            theirs = quantization(*args)
         for i, (a, b) in enumerate(zip(_tensors(ours), _tensors(theirs), strict=True)):
             tolerance = LAST_BITS if allowed and a.dtype == torch.float32 else 0.0
             same = torch.isclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True)

@@ -1,6 +1,6 @@
 """Blocks on a GPU agree with the CPU, never wait for the GPU, run in graphs and compiled, and are deterministic.
 
-Between two products a few numbers round to the neighbouring 8-bit code, since sums are made in another order.
+Between two GEMMs a few values round to the neighboring 8-bit value, since sums are in another order.
 Shapes: B batch, S sequence, H heads, X and V channels of a head.
 """
 
@@ -28,11 +28,11 @@ B, S = 2, 192
 CONFIG = replace(
     ModelConfig.tiny(), hidden_size=384, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=128
 )
-KEPT = Recipe.deepseek_v3()
-RECOMPUTED = replace(KEPT, swiglu_inputs="recomputed")
+SAVED = Recipe.deepseek_v3()
+RECOMPUTED = replace(SAVED, swiglu_inputs="recomputed")
 
 both_kinds = pytest.mark.parametrize("layer", [0, 1], ids=["dense", "mixture"])
-both_settings = pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
+both_settings = pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 
 
 def block_of(layer: int, recipe: Recipe, device: str = "cuda") -> Block:
@@ -138,10 +138,10 @@ def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: 
     expected = latent_keys_backward(q, dv, *angles)
     assert torch.equal(found[0], expected[0])
     assert_close(found[1:], expected[1:], worst=0.01)
-    turned = q.clone().cuda()
-    rotate_(turned, *on_gpu)
+    rotated = q.clone().cuda()
+    rotate_(rotated, *on_gpu)
     rotate_(q, *angles)
-    assert torch.equal(turned.cpu(), q)
+    assert torch.equal(rotated.cpu(), q)
 
 
 # Blocks
@@ -153,13 +153,13 @@ def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: 
 def test_a_block_agrees_with_the_cpu(layer: int, name: str):
     """The result is nearer to the CPU's, whose rounding it mostly shares, than that is to BF16, and as near to BF16.
 
-    No nearer: half a unit in BF16's last place, put upon what each projection gives, moves a CPU's own gradients by
-    4 to 28%, since numbers on the border between two codes then take the other one.
+    A tighter bound is not possible: half a unit in BF16's last place, added to the output of each projection, changes
+    gradients on a CPU by 4 to 28%, since values near a tie then round the other way.
     """
     recipe = Recipe.named(name)
     found, expected = (run(block_of(layer, recipe, device), *inputs(device)) for device in ("cuda", "cpu"))
-    plain = run(block_of(layer, Recipe.named("bf16"), "cpu"), *inputs("cpu"))
-    for ours, theirs, exact in zip(found, expected, plain, strict=True):
+    reference = run(block_of(layer, Recipe.named("bf16"), "cpu"), *inputs("cpu"))
+    for ours, theirs, exact in zip(found, expected, reference, strict=True):
         ours, theirs, exact = ours.float().cpu(), theirs.float(), exact.float()
         rounding = (theirs - exact).norm()
         assert (ours - theirs).norm() <= rounding
@@ -202,7 +202,7 @@ def test_nothing_waits_for_the_gpu(layer: int, recipe: Recipe):
 
 def test_a_models_loss_and_its_gradients_wait_for_nothing():
     torch.manual_seed(0)
-    model = apply_recipe(DeepseekV3(ModelConfig.tiny()).cuda(), KEPT)
+    model = apply_recipe(DeepseekV3(ModelConfig.tiny()).cuda(), SAVED)
     tokens = torch.randint(0, 4096, (2, 64), device="cuda")
 
     def step() -> None:
@@ -259,7 +259,7 @@ def test_a_graph_follows_inputs_and_weights(layer: int, recipe: Recipe):
 
 def test_a_whole_step_in_a_graph_follows_tokens_and_the_learning_rate(deterministic: None):
     torch.manual_seed(0)
-    model = apply_recipe(DeepseekV3(ModelConfig.tiny()).cuda(), KEPT)
+    model = apply_recipe(DeepseekV3(ModelConfig.tiny()).cuda(), SAVED)
     rate = torch.tensor(0.0, dtype=torch.float64, device="cuda")
     tokens = torch.zeros(2, 64, dtype=torch.int64, device="cuda")
     captured, eager = (_whole_step(copy.deepcopy(model), rate, tokens) for _ in range(2))
@@ -318,7 +318,7 @@ def test_a_compiled_block_computes_the_same(layer: int, recipe: Recipe, determin
 
 @both_kinds
 def test_a_compiled_block_has_the_same_error(layer: int, deterministic: None):
-    block = block_of(layer, KEPT)
+    block = block_of(layer, SAVED)
     exact = [t.double() for t in _without_casts(block)]
     compiled: Callable[..., Tensor] = torch.compile(copy.deepcopy(block), fullgraph=True)
     found, eager = run(compiled, *inputs()), run(block, *inputs())
@@ -329,13 +329,13 @@ def test_a_compiled_block_has_the_same_error(layer: int, deterministic: None):
 
 def _without_casts(block: Block) -> list[Tensor]:
     """The result and gradients of the block in FP32, unfused."""
-    plain = Block(CONFIG, 1 if isinstance(block.mlp, MoE) else 0).to("cuda")
-    plain.load_state_dict(block.state_dict())
+    reference = Block(CONFIG, 1 if isinstance(block.mlp, MoE) else 0).to("cuda")
+    reference.load_state_dict(block.state_dict())
     x, dy = (t.float() for t in inputs())
     x.requires_grad_()
-    y = plain(x, Rope(CONFIG.qk_rope_head_dim).cos_sin(torch.arange(S, device="cuda")))
+    y = reference(x, Rope(CONFIG.qk_rope_head_dim).cos_sin(torch.arange(S, device="cuda")))
     y.backward(dy)
-    return [y.detach(), x.grad, *(p.grad for p in plain.parameters())]
+    return [y.detach(), x.grad, *(p.grad for p in reference.parameters())]
 
 
 @pytest.mark.parametrize("again", ["kept", "recomputed"])
@@ -345,14 +345,14 @@ def test_attention_with_rotary_positions_agrees_with_the_cpu(again: str):
 
 
 def test_recomputed_queries_are_the_saved_ones(deterministic: None):
-    kept, made = _attention_block("kept", "cuda"), _attention_block("recomputed", "cuda")
-    assert all(torch.equal(a, b) for a, b in zip(kept, made, strict=True))
+    saved, made = _attention_block("kept", "cuda"), _attention_block("recomputed", "cuda")
+    assert all(torch.equal(a, b) for a, b in zip(saved, made, strict=True))
 
 
 def _attention_block(again: str, device: str) -> list[Tensor]:
     torch.manual_seed(0)
     attention, norm = MHA(384, 3), RMSNorm(384)
-    apply_recipe(attention.to(device), replace(KEPT, attention_inputs=again))
+    apply_recipe(attention.to(device), replace(SAVED, attention_inputs=again))
     norm.to(device)
     x, dy = inputs(device)
     x.requires_grad_()
@@ -364,7 +364,7 @@ def _attention_block(again: str, device: str) -> list[Tensor]:
 
 
 def test_main_grads_of_experts_are_accumulated_in_place():
-    block = block_of(1, KEPT)
+    block = block_of(1, SAVED)
     expected = run(block, *inputs())
     weights = {n: p for n, p in block.named_parameters() if p.dim() > 1 and "gate.weight" not in n}
     grads = {n: p.grad.clone() for n, p in weights.items()}

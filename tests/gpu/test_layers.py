@@ -1,7 +1,7 @@
-"""Layers on a GPU compute what they do on the CPU, and captured in a graph what they do without one.
+"""Layers on a GPU agree with the CPU, and give the same results when they are captured in a graph.
 
-A layer's operands are the same bits, but a product sums them in another order and promotes every 128 along K, so that
-between two layers a few numbers round to the neighbouring 8-bit code. Shapes: T tokens, K inputs, N outputs, E experts.
+The operands of a layer have the same bits, but a GEMM sums them in another order and promotes every 128 along K:
+between two layers a few values round to the neighboring 8-bit value. Shapes: T tokens, K inputs, N outputs, E experts.
 """
 
 import copy
@@ -71,12 +71,12 @@ def test_main_grad_is_accumulated_in_place():
 
 
 def test_a_weight_is_not_cached_while_a_graph_is_captured():
-    weight, cast = nn.Parameter(torch.randn(N, K, device="cuda")), OperandFormat(block=BLOCK)
+    weight, fmt = nn.Parameter(torch.randn(N, K, device="cuda")), OperandFormat(block=BLOCK)
     torch.optim.SGD([weight], lr=0.0).step()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        captured = can_cache(weight, cast)
+        captured = can_cache(weight, fmt)
         weight.detach().clone()  # an empty graph warns
-    assert (captured, can_cache(weight, cast)) == (False, True)
+    assert (captured, can_cache(weight, fmt)) == (False, True)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor", "int8_tiles", "bf16"])

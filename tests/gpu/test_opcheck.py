@@ -35,7 +35,7 @@ def _offs() -> torch.Tensor:
     return torch.tensor([30, 30, 90], dtype=torch.int32, device="cuda")
 
 
-def _kept(m: int, h: int) -> tuple[torch.Tensor, ...]:
+def _swiglu_inputs(m: int, h: int) -> tuple[torch.Tensor, ...]:
     data, scale = quantize(torch.randn(2, m, h, device="cuda"), *TILE, "int8", False)
     return *data, *scale
 
@@ -54,11 +54,11 @@ CASES = {
             torch.randn(8, 64, device="cuda"),
         ),
     ),
-    "plain groups": lambda: (
+    "high-precision groups": lambda: (
         high_precision_grouped_nt,
         (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(3, 70, 60, device="cuda").bfloat16(), _offs()),
     ),
-    "plain groups, summed over rows": lambda: (
+    "high-precision groups, summed over rows": lambda: (
         high_precision_grouped_tn,
         (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(99, 70, device="cuda").bfloat16(), _offs()),
     ),
@@ -72,7 +72,7 @@ CASES = {
     "blocks": lambda: (quantize_and_transpose, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
     "swiglu": lambda: (swiglu_quantize, (*torch.randn(2, 5, 130, device="cuda"), "int8", False)),
-    "swiglu, kept": lambda: (
+    "swiglu, inputs saved": lambda: (
         swiglu_quantize_and_save,
         (*torch.randn(2, 5, 130, device="cuda"), "int8", False, "e4m3", True, torch.rand(5, device="cuda")),
     ),
@@ -80,9 +80,17 @@ CASES = {
         swiglu_backward_quantize,
         (*torch.randn(3, 5, 128, device="cuda"), None, None, None, "int8", False, "e4m3", True),
     ),
-    "swiglu backward of kept": lambda: (
+    "swiglu backward of saved inputs": lambda: (
         swiglu_backward_quantize,
-        (torch.randn(5, 128, device="cuda"), *_kept(5, 128), torch.rand(5, device="cuda"), "int8", False, "e4m3", True),
+        (
+            torch.randn(5, 128, device="cuda"),
+            *_swiglu_inputs(5, 128),
+            torch.rand(5, device="cuda"),
+            "int8",
+            False,
+            "e4m3",
+            True,
+        ),
     ),
     "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
     "permute": lambda: (permute, (*_operand((5, 130), TILE)[:2], _place())),

@@ -19,7 +19,7 @@ def _assert_same_on_gpu(x: Tensor, block: tuple[int, int], fmt: str, power_of_2:
     assert torch.equal(gpu_data.cpu().view(torch.uint8)[number], data.view(torch.uint8)[number])
 
 
-def _ugly(*shape: int) -> Tensor:
+def _extreme(*shape: int) -> Tensor:
     """Magnitudes from FP32's subnormals up to its largest values, and zeros."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.exp2(torch.randint(-149, 128, shape).float())
@@ -42,7 +42,7 @@ def test_ordinary_values(fmt: str, block: tuple[int, int], dtype: torch.dtype, p
 @pytest.mark.parametrize("block", [(1, 1), *BLOCKS])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_magnitudes_of_all_of_fp32(fmt: str, block: tuple[int, int], power_of_2: bool):
-    _assert_same_on_gpu(_ugly(700, 1000), block, fmt, power_of_2)
+    _assert_same_on_gpu(_extreme(700, 1000), block, fmt, power_of_2)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -78,7 +78,7 @@ def test_empty_tensors(shape: tuple[int, ...]):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_dequantize(fmt: str, block: tuple[int, int], out_dtype: torch.dtype):
-    x = _ugly(700, 1000)
+    x = _extreme(700, 1000)
     x[0, 0] = float("nan")
     data, scale = quantize(x, *block, fmt, False)
     values = dequantize(data.cuda(), scale.cuda(), *block, out_dtype)

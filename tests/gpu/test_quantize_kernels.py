@@ -1,8 +1,8 @@
-"""Fused quantization on a GPU: bit for bit the CPU's, or within the stated bound of it.
+"""Fused quantization on a GPU equals that on the CPU bit for bit, or within the stated bound.
 
-A kernel is compiled for each format and way of scaling, and takes longer to compile than to run, so not all pairs are
-tried; fewer still of the matrices that the CUDA kernels leave to Triton, whose compiler is slower. All pairs run in the
-interpreter and in the emulator. One matrix for each operator is large.
+A kernel is compiled for each format and scale rule, which takes longer than running it, so only some pairs are tested
+here, and fewer of the layouts that the CUDA kernels leave to Triton, whose compiler is slower. All pairs run in the
+interpreter and in the emulator. One matrix per operator is large.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
-from tests.kernels.triton.comparison import assert_close_data, assert_same, finite, ugly
+from tests.kernels.triton.comparison import assert_close_data, assert_same, extreme, finite
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -75,7 +75,7 @@ def test_weights_and_their_transposes(shape: tuple[int, ...], power_of_2: bool):
 
 
 def _all_magnitudes(k: int) -> Tensor:
-    x = ugly(700, k)
+    x = extreme(700, k)
     x[3, 5], x[200, 300], x[600, 999] = float("nan"), float("inf"), float("-inf")
     return x
 
@@ -113,7 +113,7 @@ def test_quotients_near_the_middle_between_two_encoded_values(fmt: str):
 @both_scales
 @pytest.mark.parametrize("k", [1024, 1030])
 def test_e5m6(k: int, power_of_2: bool):
-    x = ugly(300, k)
+    x = extreme(300, k)
     data, scale = quantize(x, 1, 128, "e5m6", power_of_2)
     found, found_scale = quantize(x.cuda(), 1, 128, "e5m6", power_of_2)
     assert torch.equal(found.cpu(), data)
@@ -135,7 +135,7 @@ def test_e5m6_of_nan_is_nan():
 )
 @pytest.mark.parametrize("k", [1000, 1003])
 def test_a_given_scale(k: int, fmt: str, scale: float):
-    x, given = ugly(300, k), torch.tensor([scale])
+    x, given = extreme(300, k), torch.tensor([scale])
     x[3, 5], x[200, 300] = float("nan"), float("-inf")
     assert_same(_cpu((quantize_with_scale(x.cuda(), given.cuda(), fmt),)), [quantize_with_scale(x, given, fmt)])
 
@@ -151,9 +151,9 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
     weight = torch.rand(m)
     *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2, weight)
     for inputs in ((gate, up, None, None, None), (*saved, *saved_scale, None), (*saved, *saved_scale, weight)):
-        casts = (fmt, power_of_2, fmt, not power_of_2)
-        found = _cpu(swiglu_backward_quantize(dh.cuda(), *(None if t is None else t.cuda() for t in inputs), *casts))
-        expected = swiglu_backward_quantize(dh, *inputs, *casts)
+        settings = (fmt, power_of_2, fmt, not power_of_2)
+        found = _cpu(swiglu_backward_quantize(dh.cuda(), *(None if t is None else t.cuda() for t in inputs), *settings))
+        expected = swiglu_backward_quantize(dh, *inputs, *settings)
         for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
             assert_close_data(found[pair], expected[pair])
         torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)

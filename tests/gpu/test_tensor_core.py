@@ -1,6 +1,6 @@
-"""The model of the tensor core on a GPU: the Triton form, and on Hopper the hardware itself, bit for bit.
+"""The tensor core model equals its Triton form on a GPU, and the hardware itself on Hopper, bit for bit.
 
-On Hopper: single instructions on some million operands, and whole products of our kernels.
+On Hopper: single instructions on millions of operands, and whole GEMMs of octile's kernels.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from octile.lab.probe.compare import cases, compare
 from octile.lab.tensor_core.architectures import ARCHITECTURES
 from octile.nn.observer import observe_quantization
 from octile.scaled import ScaledTensor
-from tests.lab.products import normal, products_of_a_layer, random_bits, same_bits
+from tests.lab.matrices import gemms_of_a_layer, normal, random_bits, same_bits
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ROWS = [
@@ -67,7 +67,7 @@ def test_gradients_equal_the_cpu_gemms_of_their_operands(recipe, promote_every):
         y.backward(dy)  # runs in a thread of autograd
     assert x.grad is not None
     found = y.detach(), x.grad, layer.weight.grad
-    for actual, expected in zip(found, products_of_a_layer(operands, promote_every), strict=True):
+    for actual, expected in zip(found, gemms_of_a_layer(operands, promote_every), strict=True):
         assert same_bits(actual.cpu(), expected)
 
 

@@ -27,9 +27,9 @@ def test_zeros_keep_their_sign():
     assert decode_e4m3(torch.tensor([0.0, -0.0]).to(torch.float8_e4m3fn)).signbit().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_nan_of_either_sign_is_decoded(code):
-    encoded = torch.tensor([1, code, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn)
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_a_nan_of_either_sign_is_decoded(bits):
+    encoded = torch.tensor([1, bits, 0x7E], dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert decode_e4m3(encoded).isnan().tolist() == [False, True, False]
 
 

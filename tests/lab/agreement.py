@@ -11,11 +11,11 @@ from octile.nn.moe import Experts
 D, T = 256, 200
 OFFS = [60, 60, 200]
 E4M3_HALF_STEP = 2.0**-10  # half the distance of its subnormal numbers
-OTHERWISE = 4  # values that may be lost on one machine and not on the other
+MAX_DIFFERENT = 4  # values that may be flushed on one machine and not on the other
 
 
 class Block(nn.Module):
-    """An MLP and experts, one of which gets no token."""
+    """An MLP and experts; one expert gets no token."""
 
     def __init__(self):
         super().__init__()
@@ -37,12 +37,12 @@ def rows_of(model, device):
 
 
 def assert_agree(one, other):
-    """ErrorSums within 1 dB, and of sums within 3; not the figures that a single number decides.
+    """Check that errors agree within 1 dB, and accumulation errors within 3 dB; single elements may differ.
 
-    A cast that is nearly exact, as that of an input which was quantized by powers of two before, errs in a handful of
-    subnormal values only: 130 dB are two or three of them. Each errs by half a step times its scale at most, and a sum
-    in another order may put some on the other side. So what is compared is the error's energy, and that of a few such
-    values may be on one side alone.
+    A nearly exact quantization, for example of an input that was quantized with power-of-two scales before, has errors
+    in a few subnormal values only: 130 dB are two or three of them. Each error is at most half a step times its scale,
+    and sums in another order may round some of them differently. Therefore the energy of the error is compared, and
+    may differ by that of a few such values.
     """
     if "operand" not in one:
         assert other["quantization_snr_db"] == pytest.approx(one["quantization_snr_db"], abs=1.0)
@@ -52,4 +52,4 @@ def assert_agree(one, other):
     assert other[octaves] == pytest.approx(one[octaves], abs=1.0)
     one_value = (E4M3_HALF_STEP * max(row["scale_inv_max"] for row in (one, other))) ** 2
     energy, other_energy = (row["mse"] * row["values"] for row in (one, other))
-    assert other_energy == pytest.approx(energy, rel=10**0.1 - 1, abs=OTHERWISE * one_value)
+    assert other_energy == pytest.approx(energy, rel=10**0.1 - 1, abs=MAX_DIFFERENT * one_value)

@@ -11,7 +11,7 @@ from octile.nn.moe import Experts
 from octile.recipe import Recipe
 
 TOKENS = 24
-D = 160  # a whole tile and a part of one
+D = 160  # a whole tile and a partial one
 OFFS = torch.tensor([4, 4, 24], dtype=torch.int32)
 
 
@@ -35,7 +35,7 @@ def batch(seed: int = 0) -> Tensor:
 
 
 def write_capture(path: Path, step: int = 3, seed: int = 0, change: Tensor | None = None) -> Path:
-    """Of two sequences of twelve tokens; change is added to the input."""
+    """Write a capture of two sequences of twelve tokens; `change` is added to the input."""
     model = apply_recipe(Block(), Recipe.deepseek_v3())
     with capturing(model) as recorder:
         model(

@@ -9,7 +9,7 @@ from octile.lab.tensor_core import native
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The compiled form is kept where these tests alone look for it."""
+    """Store the compiled form in a cache of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         native.load.cache_clear()

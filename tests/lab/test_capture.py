@@ -34,7 +34,7 @@ def batch(seed=0):
 
 
 def captured(tmp_path, *batches, recipe="deepseek_v3", **options):
-    """The model and the capture of a step, written and read."""
+    """Return the model and the capture of a step, written to a file and read back."""
     model = apply_recipe(Block(), Recipe.named(recipe))
     with capturing(model, **options) as recorder:
         for x in batches or (batch(),):
@@ -43,7 +43,7 @@ def captured(tmp_path, *batches, recipe="deepseek_v3", **options):
     return model, load(path), path
 
 
-def by_place(capture):
+def gemms_by_name(capture):
     return {(p.layer, p.gemm): p for p in capture.gemms}
 
 
@@ -53,7 +53,7 @@ def test_the_operands_are_those_of_the_gemms(tmp_path, recipe):
     x = batch()
     y = model.first(x)
     dy = torch.autograd.grad(model.experts(y, OFFS).square().sum(), y)[0]
-    found = by_place(capture)
+    found = gemms_by_name(capture)
     assert torch.equal(found["first", "fprop"].a, x) and torch.equal(found["first", "fprop"].b, model.first.weight)  # noqa: PT018
     assert torch.equal(found["first", "dgrad"].a, dy)
     assert torch.equal(found["first", "dgrad"].b, model.first.weight.mT)
@@ -63,13 +63,13 @@ def test_the_operands_are_those_of_the_gemms(tmp_path, recipe):
 
 def test_a_gemm_of_the_operands_equals_the_layers(tmp_path):
     model, capture, _ = captured(tmp_path, recipe="float32")
-    found = by_place(capture)["first", "wgrad"]
+    found = gemms_by_name(capture)["first", "wgrad"]
     torch.testing.assert_close(found.a @ found.b.mT, model.first.weight.grad)
 
 
 def test_experts_with_tokens_are_separate_gemms(tmp_path):
     model, capture, _ = captured(tmp_path, layers="experts.down", gemms=["fprop"])
-    found = by_place(capture)
+    found = gemms_by_name(capture)
     assert set(found) == {("experts.down.0", "fprop"), ("experts.down.2", "fprop")}
     assert found["experts.down.2", "fprop"].a.shape == (14, 24)
     assert torch.equal(found["experts.down.2", "fprop"].b, model.experts.down[2])
@@ -83,7 +83,7 @@ def test_a_capture_names_its_source(tmp_path):
 
 def test_only_the_first_micro_batch_is_stored(tmp_path):
     _, capture, _ = captured(tmp_path, batch(1), batch(2))
-    assert torch.equal(by_place(capture)["first", "fprop"].a, batch(1))
+    assert torch.equal(gemms_by_name(capture)["first", "fprop"].a, batch(1))
 
 
 def test_a_forward_pass_alone_is_not_stored(tmp_path):

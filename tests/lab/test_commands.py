@@ -133,7 +133,7 @@ def test_capture_refuses_unknown_gemms(capsys, folder):
 def test_an_unwritable_output_is_refused_before_any_work(capsys, folder, command):
     (folder / "there").mkdir()
     (folder / "file").write_text("")
-    named = [] if command in ("formats", "accumulate") else ["nowhere"]  # looked at later
+    named = [] if command in ("formats", "accumulate") else ["nowhere"]  # checked later
     assert "out 'there' is a folder: name a file" in refused(capsys, "lab", command, *named, "--out", "there")
     said = refused(capsys, "lab", command, *named, "--out", "file/x/page.html")
     assert "out 'file/x/page.html' cannot be written: 'file' is not a folder" in said

@@ -53,7 +53,7 @@ def test_both_errors_of_whole_gemms():
     true = exact(a[rows_a], b[rows_b])
     decoded = [
         [[Fraction(float(d)) * Fraction(float(s)) for d, s in zip(data, scales, strict=True)] for data, scales in pair]
-        for pair in (_codes_and_scales(q_a, rows_a), _codes_and_scales(q_b, rows_b))
+        for pair in (_data_and_scales(q_a, rows_a), _data_and_scales(q_b, rows_b))
     ]
     quantized = [[sum(x * y for x, y in zip(r, c, strict=True)) for c in decoded[1]] for r in decoded[0]]
     assert as_rows(quantization, "q") == pytest.approx(slow_row(quantized, true), rel=1e-9)
@@ -64,7 +64,7 @@ def test_both_errors_of_whole_gemms():
     assert as_rows(accumulation, "a") == pytest.approx(slow_row(found, quantized), rel=1e-9)
 
 
-def _codes_and_scales(q, rows):
+def _data_and_scales(q, rows):
     """(codes, scale of each) of some rows."""
     scale = q.scale.repeat_interleave(q.block[0], 0).repeat_interleave(q.block[1], 1)[: q.shape[0], : q.shape[1]]
     return zip(q.data.float()[rows].tolist(), scale[rows].tolist(), strict=True)

@@ -14,7 +14,7 @@ def row(step, value, figure="underflows%", product="wgrad", layer="mlp.up_proj",
 
 
 def fired(rule, *rows):
-    """The steps at which a rule fires, each row shown for itself."""
+    """The steps at which a rule fires when it is shown the rows one by one."""
     guards = Guards([rule])
     return [event.step for row in rows for event in guards.check([row])]
 

@@ -30,11 +30,11 @@ from octile.scaled import quantize
 from tests.lab.captures import write_capture
 from tests.lab.test_what_if import assert_error, captured, exactly, expanded_scale, slow_error
 
-T, K, N = 200, 130, 140  # each a tile of 128 and a part of one
+T, K, N = 200, 130, 140  # each a tile of 128 and a partial one
 
 
 def layer(t=T, k=K, n=N) -> list[CapturedGemm]:
-    """The three products of a linear layer."""
+    """The three GEMMs of a linear layer."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in ((t, k), (n, k), (t, n)))
     return [

@@ -7,7 +7,7 @@ import octile
 from octile.lab import tensor_core, tensor_core_matmul
 from octile.nn.observer import observe_quantization
 from octile.scaled import ScaledTensor
-from tests.lab.products import products_of_a_layer
+from tests.lab.matrices import gemms_of_a_layer
 
 PER_TENSOR = octile.Recipe.per_tensor()
 
@@ -43,7 +43,7 @@ def test_the_output_and_gradients_are_the_gemms_of_their_operands(recipe, promot
     operands: dict[str, ScaledTensor] = {}
     with observe_quantization(operands.__setitem__), tensor_core("sm_90", promote_every):
         found = gradients(octile.Recipe.named(recipe))
-    for actual, expected in zip(found, products_of_a_layer(operands, promote_every), strict=True):
+    for actual, expected in zip(found, gemms_of_a_layer(operands, promote_every), strict=True):
         assert torch.equal(actual, expected)
 
 

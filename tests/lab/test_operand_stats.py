@@ -33,8 +33,8 @@ def row_of(x, q, *more):
     return stats.row(stats.packed().tolist())
 
 
-def slowly(x: torch.Tensor, q: ScaledTensor, tile: tuple[int, int]) -> dict[str, float]:
-    """The same figures by loops."""
+def reference_statistics(x: torch.Tensor, q: ScaledTensor, tile: tuple[int, int]) -> dict[str, float]:
+    """The same statistics, computed by loops."""
     values = [(Fraction(v), r, c) for r, line in enumerate(x.tolist()) for c, v in enumerate(line)]
     codes = [Fraction(v) for v in decode(q.data).flatten().tolist()]
     scales = [Fraction(float(q.scale[r // q.block[0], c // q.block[1]])) for _, r, c in values]
@@ -90,7 +90,7 @@ def test_every_figure(case):
     block, fmt, scale, tile = CASES[case]
     x = operand()
     q = quantize(x, block, fmt, scale)
-    found, expected = row_of(x, q), slowly(x, q, tile)
+    found, expected = row_of(x, q), reference_statistics(x, q, tile)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 
@@ -146,12 +146,12 @@ def test_the_scale_of_a_tile_of_nan_is_not_left_out(fmt):
     assert (found["scale_inv_min"], found["scale_inv_max"]) == (None, None)  # what is no number is null
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_transposed_operand_has_the_scales_of_its_own_tiles(turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_transposed_operand_has_the_scales_of_its_own_tiles(transposed):
     x = torch.zeros(256, 130)
     x[128:, 4] = 448.0 * 4
-    q = quantize(x.mT if turned else x, (1, 128) if turned else (128, 1))
-    found = row_of(x, q.mT if turned else q)
+    q = quantize(x.mT if transposed else x, (1, 128) if transposed else (128, 1))
+    found = row_of(x, q.mT if transposed else q)
     assert found["scale_histogram"] == {"log2": [2], "count": [1]}
 
 

@@ -1,4 +1,4 @@
-"""Tests of preflight: it finds the layer that was made bad on purpose, and agrees with a real step in 8 bits."""
+"""Tests of preflight: it finds the layer that was made bad on purpose, and agrees with a real FP8 step."""
 
 import copy
 
@@ -20,7 +20,7 @@ CHANNELS = slice(None, None, 32)
 
 
 class Net(nn.Module):
-    """Layers beside a residual stream; one may see channels that are a million times too large, and all but ignore."""
+    """Layers on a residual stream; one may have input channels a million times too large, which it almost ignores."""
 
     def __init__(self, bad: int | None = None):
         super().__init__()

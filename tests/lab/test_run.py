@@ -44,7 +44,7 @@ def same(a, b):
 
 @pytest.fixture(scope="module")
 def run_with(text, tmp_path_factory):  # noqa: F811
-    """Trains the micro model under an observer; 4 steps."""
+    """Train the micro model for 4 steps under an observer."""
 
     def run(*options, resume=None, steps=4, **changes):
         out = resume or tmp_path_factory.mktemp("runs") / "run"
@@ -61,7 +61,7 @@ def measured(run_with):
 
 
 @pytest.fixture(scope="module")
-def plain(run_with):
+def unmeasured(run_with):
     return run_with()
 
 
@@ -87,11 +87,11 @@ def test_tensorboard_has_the_same_values(measured):
     assert [(event.step, event.value) for event in board.Scalars(tag)] == expected
 
 
-def test_measuring_changes_no_bit_of_the_run(measured, plain):
-    assert same(final(measured), final(plain))
+def test_measuring_changes_no_bit_of_the_run(measured, unmeasured):
+    assert same(final(measured), final(unmeasured))
 
 
-def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, plain):
+def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, unmeasured):
     first = guards_of(switched)[0]
     assert first["step"] == 1
     assert {k: first["guard"][k] for k in ("then", "layer", "product")} == {
@@ -99,17 +99,17 @@ def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, plain):
         "layer": LAYER,
         "product": "wgrad",
     }
-    assert not same(final(switched), final(plain))
+    assert not same(final(switched), final(unmeasured))
     rows = [row for row in lines(switched / "telemetry.jsonl") if row["product"] == "wgrad"]
     assert {row["step"] for row in rows} == {1}  # from step 2 on it is not in 8 bits
 
 
 def test_the_action_of_a_guard_is_logged(run_with, caplog):
     run_with(1, LAYER, SWITCHING[:1], steps=2)
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     guard = f"guard at step 1: {ALWAYS} holds since step 1 in wgrad of {LAYER}"
-    assert any(message.startswith(guard) for message in said)
-    assert f"from step 2 on wgrad of {LAYER} is computed in bfloat16" in said
+    assert any(message.startswith(guard) for message in messages)
+    assert f"from step 2 on wgrad of {LAYER} is computed in bfloat16" in messages
 
 
 def test_a_guards_capture_is_of_the_next_step_and_equals_one_made_afterwards(switched, tmp_path):
@@ -124,7 +124,7 @@ def test_a_guards_capture_is_of_the_next_step_and_equals_one_made_afterwards(swi
 
 @pytest.fixture
 def interrupted(switched, tmp_path):
-    """The switched run as it was when it was killed in its fourth step: the checkpoint of step 2 is the newest."""
+    """The switched run, killed in its fourth step: the newest checkpoint is that of step 2."""
     run = shutil.copytree(switched, tmp_path / "killed")
     shutil.rmtree(run / "checkpoints" / "step_00000004")
     with (run / "telemetry.jsonl").open("a") as file:
@@ -152,9 +152,9 @@ def test_a_resumed_run_makes_the_capture_that_was_due(run_with, interrupted):
 
 def test_a_capture_without_a_following_step_is_reported_missing(run_with, caplog):
     out = run_with(1, LAYER, SWITCHING[1:], steps=2)
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     how = f"octile lab capture {out} --step 3 --layers {LAYER} --products dgrad"
-    assert f"this was the last step; to capture the next one: {how}" in said
+    assert f"this was the last step; to capture the next one: {how}" in messages
     assert not (out / "captures").exists()
 
 
@@ -163,34 +163,34 @@ def test_a_resumed_run_without_rules_keeps_the_switches(run_with, switched, inte
     assert same(final(interrupted), final(switched))
 
 
-def test_a_capture_needs_no_older_checkpoint(plain, tmp_path):
-    said = []
-    path = capture_run(plain, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=said.append)
+def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
+    messages = []
+    path = capture_run(unmeasured, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert load(path).step == 1
-    assert said == ["step 1: from the beginning, since no checkpoint is older, 0 steps before it are repeated"]
+    assert messages == ["step 1: from the beginning, since no checkpoint is older, 0 steps before it are repeated"]
 
 
-def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(plain, tmp_path):
-    said = []
-    capture_run(plain, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=said.append)
-    assert said == ["step 4: from step_00000002, 1 steps before it are repeated"]
+def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(unmeasured, tmp_path):
+    messages = []
+    capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
+    assert messages == ["step 4: from step_00000002, 1 steps before it are repeated"]
 
 
-def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folder(plain):
-    path = capture_run(plain, None, LAYER, say=lambda line: None)
-    assert path == plain / "captures" / "step_00000005.safetensors"
+def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folder(unmeasured):
+    path = capture_run(unmeasured, None, LAYER, say=lambda line: None)
+    assert path == unmeasured / "captures" / "step_00000005.safetensors"
     assert {captured.gemm for captured in load(path).gemms} == {"fprop", "dgrad", "wgrad"}
 
 
 @pytest.mark.parametrize("step", [0, 6])
-def test_a_step_that_the_run_does_not_have_is_refused(plain, step):
+def test_a_step_that_the_run_does_not_have_is_refused(unmeasured, step):
     with pytest.raises(ValueError, match=f"step must be from 1 to 5 for this run, not {step}"):
-        capture_run(plain, step)
+        capture_run(unmeasured, step)
 
 
-def test_a_layer_that_the_run_does_not_have_is_refused(plain):
+def test_a_layer_that_the_run_does_not_have_is_refused(unmeasured):
     with pytest.raises(ValueError, match="no layer matches 'lm_head'"):
-        capture_run(plain, 2, "lm_head")
+        capture_run(unmeasured, 2, "lm_head")
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -56,7 +56,7 @@ def rows_of(model, *batches, **options):
         return t.step()
 
 
-def places(rows):
+def keys_of(rows):
     return [(row["layer"], row["product"], row.get("operand")) for row in rows]
 
 
@@ -74,7 +74,7 @@ def test_there_is_a_row_for_every_operand_and_every_gemm():
     model = convert(Block())
     kept = [layer for layer in LAYERS if layer != "head"]  # convert leaves the head in high precision
     expected = {(layer, *place) for layer in kept for place in (*OPERANDS, *WHOLE)}
-    found = places(rows_of(model, batch()))
+    found = keys_of(rows_of(model, batch()))
     assert set(found) == expected
     assert len(found) == len(expected)
 
@@ -116,7 +116,7 @@ def test_every_quantized_recipe_has_rows_that_json_can_hold(name):
 
 
 def test_one_scale_a_tensor_is_not_measured_twice():
-    assert ("mlp.up_proj", "wgrad", "x") not in places(rows_of(convert(Block(), "per_tensor"), batch()))
+    assert ("mlp.up_proj", "wgrad", "x") not in keys_of(rows_of(convert(Block(), "per_tensor"), batch()))
 
 
 def test_integers_have_no_accumulation_figures():
@@ -175,12 +175,12 @@ def test_only_the_chosen_layers_have_rows():
 def test_gemms_in_bf16_have_no_rows():
     model = convert(Block())
     model.mlp.up_proj.use_recipe(Recipe.deepseek_v3().without("wgrad"))
-    found = {place[1:] for place in places(rows_of(model, batch())) if place[0] == "mlp.up_proj"}
+    found = {place[1:] for place in keys_of(rows_of(model, batch())) if place[0] == "mlp.up_proj"}
     assert found == {("fprop", "x"), ("fprop", "w"), ("fprop", None), ("dgrad", "dy"), ("dgrad", None)}
 
 
 def attached(model) -> int:
-    """Everything that could cost something: hooks of any kind on any module and parameter, and watchers."""
+    """The number of hooks of any kind on modules and parameters, and of observers."""
     hooks = sum(
         len(value)
         for module in model.modules()
@@ -197,7 +197,7 @@ def test_between_measured_steps_and_afterwards_nothing_is_attached():
     with telemetry(model, every=2) as t:
         assert attached(model) == 0
         t.step()
-        assert attached(model) == 1  # the watcher
+        assert attached(model) == 1  # the observer
         model(batch()).sum().backward()
         t.step()
         assert attached(model) == 0
@@ -258,7 +258,7 @@ def test_a_model_without_converted_layers_is_refused():
 
 @pytest.fixture(scope="module")
 def by_two_machines():
-    """The rows as octile's references sum, and as an H200 does."""
+    """Rows computed with octile's references, and rows from an H200."""
     model = convert(agreement.Block())
     references = agreement.rows_of(copy.deepcopy(model), "cpu")
     with octile.lab.tensor_core("sm_90", 128):
@@ -270,7 +270,7 @@ def test_rows_of_another_machine_agree(by_two_machines):
     assert references.keys() == tensor_core.keys()
     for place, row in references.items():
         agreement.assert_agree(row, tensor_core[place])
-    nearly_exact = ("experts.down", "wgrad", "x")  # some values decide, and it is these that the other sums move
+    nearly_exact = ("experts.down", "wgrad", "x")  # few values decide, and these depend on the order of sums
     assert abs(references[nearly_exact]["snr_db"] - tensor_core[nearly_exact]["snr_db"]) > 1
 
 

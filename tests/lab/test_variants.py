@@ -37,7 +37,7 @@ def matrix(seed=0, rows=130, columns=200):
 
 
 def slow_scale(amax: Fraction, largest: Fraction, rule: str) -> Fraction:
-    """By the words of the rule."""
+    """The scale by the definition of the rule."""
     exact = amax / largest
     below = power_at_or_below(exact)
     if rule == "up":

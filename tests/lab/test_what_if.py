@@ -86,7 +86,7 @@ def test_per_tensor_accumulation_equals_the_instruction():
 
 
 def chain(x, y, row):
-    """One output as the instruction sums it, step by step."""
+    """One output as the instruction sums it, k-block by k-block."""
     fmt, total = BY_DTYPE[x.dtype], 0.0
     for k in range(0, len(x), row.terms):
         part = slice(k, k + row.terms)
@@ -105,7 +105,7 @@ def test_the_published_accumulation_equals_the_kernel():
 
 
 def test_mx_on_its_own_instruction_needs_no_scale_outside():
-    """With one step of 32 products and 25 bits the sum of the scaled values is exact but for its last bits."""
+    """With one k-block of 32 products and 25 bits, the sum of the scaled values is exact up to its last bits."""
     p = captured(k=32)
     assert SampledGemm.draw(p, 32, 0).row(Variant("mx", "1x32", "up", None, "sm_100")).accumulation.noise < 2.0**-40
 

@@ -47,12 +47,12 @@ def test_what_if_prints_a_ranking_and_leaves_a_page(capsys, folder):
     assert "pictures: lab/what_if.html" in out
 
 
-@pytest.mark.parametrize(("arch", "said"), [("sm_90", False), ("sm_89,sm_100", True)])
-def test_unverified_tensor_cores_are_named(capsys, folder, arch, said):
+@pytest.mark.parametrize(("arch", "found_json"), [("sm_90", False), ("sm_89,sm_100", True)])
+def test_unverified_tensor_cores_are_named(capsys, folder, arch, found_json):
     _, out, _ = call(
         capsys, "lab", "what-if", "c.safetensors", "--layers", "first", "--formats", "e4m3", "--arch", arch
     )
-    assert ("sm_89, sm_100: as published, not checked on hardware" in out) == said
+    assert ("sm_89, sm_100: as published, not checked on hardware" in out) == found_json
 
 
 def test_the_page_is_self_contained_and_complete(capsys, folder):
@@ -72,18 +72,18 @@ def test_the_json_of_what_if_equals_the_result(capsys, folder):
     capture = load(folder / "c.safetensors")
     choice = SearchSpace(("e4m3", "int8", "mx"), ("1x128", "128x128"), ("float32", "up"))
     found = what_if(select_gemms(capture), choice, sample=8, seed=5)
-    said = json.loads(out)
-    assert [(row["fmt"], row["total_snr_db"]) for row in said["ranking"]] == [
+    found_json = json.loads(out)
+    assert [(row["fmt"], row["total_snr_db"]) for row in found_json["ranking"]] == [
         (rank.variant.fmt, noise_to_db(rank.total)) for rank in best(found.ranking(), 2)
     ]
     row = found.rows_of(best(found.ranking(), 2)[0].variant)[0]
-    assert said["products"][0]["quantization"].keys() == row.quantization.statistics().keys()
-    assert row.total.statistics() in [each["total"] for each in said["products"]]
+    assert found_json["products"][0]["quantization"].keys() == row.quantization.statistics().keys()
+    assert row.total.statistics() in [each["total"] for each in found_json["products"]]
     first = next(p for p in capture.gemms if (p.layer, p.gemm) == ("first", "fprop"))
     kinds = ["first token" if token % 12 == 0 else "other tokens" for token in range(24)]
     expected = find_outliers(first, kinds, 12, 8, 5).without
-    assert said["outliers"]["layer"] == "first"
-    assert [row["output"] for row in said["outliers"]["without"]] == [row.output for row in expected]
+    assert found_json["outliers"]["layer"] == "first"
+    assert [row["output"] for row in found_json["outliers"]["without"]] == [row.output for row in expected]
     assert not (folder / "lab").exists()
 
 
@@ -166,9 +166,9 @@ def test_the_json_of_hardware_equals_the_result(capsys, folder):
     assert code == 0
     own = [p for p in load(folder / "c.safetensors").gemms if p.layer == "second"]
     found = hardware(own, own, 6)
-    said = json.loads(out)
-    assert [row["bytes"]["today"] for row in said["suggestions"]] == [s.bytes.today for s in found.suggestions]
-    assert [a["accumulation_snr_db"] for a in said["accumulators"]] == [
+    found_json = json.loads(out)
+    assert [row["bytes"]["today"] for row in found_json["suggestions"]] == [s.bytes.today for s in found.suggestions]
+    assert [a["accumulation_snr_db"] for a in found_json["accumulators"]] == [
         noise_to_db(a.accumulation) for a in found.accumulators
     ]
     assert not (folder / "lab").exists()
@@ -177,9 +177,9 @@ def test_the_json_of_hardware_equals_the_result(capsys, folder):
 def test_hardware_counts_the_bytes_of_all_experts(capsys, folder):
     _, out, _ = call(capsys, "lab", "hardware", "c.safetensors", "--layers", "experts.*", "--json")
     own = [p for p in load(folder / "c.safetensors").gemms if p.expert is not None]
-    busiest = select_gemms(load(folder / "c.safetensors"), "experts.*")
-    assert len(own) > len(busiest)
-    assert json.loads(out)["suggestions"][0]["bytes"]["today"] == hardware(own, busiest).suggestions[0].bytes.today
+    chosen = select_gemms(load(folder / "c.safetensors"), "experts.*")
+    assert len(own) > len(chosen)
+    assert json.loads(out)["suggestions"][0]["bytes"]["today"] == hardware(own, chosen).suggestions[0].bytes.today
 
 
 def test_hardware_of_fprop_alone_has_nothing_to_transpose(capsys, folder):

@@ -1,4 +1,4 @@
-"""Small models whose every part is there, with weights large enough for each part to show in the logits."""
+"""Small models with every component, and with weights large enough for each component to affect the logits."""
 
 from dataclasses import replace
 

@@ -108,7 +108,7 @@ PUBLISHED_V2_LITE = {
 
 
 def same_shape(config, preset):
-    """Equal but for what the papers and the published files say differently, and for what is passed through."""
+    """Check for equality, except where paper and published files differ, and except for passed-through keys."""
     return replace(config, initializer_range=preset.initializer_range, extra={}) == preset
 
 

@@ -28,7 +28,7 @@ def cross_entropy(logits, labels, ahead):
 
 
 def slow_mtp_logits(model, tokens_BS):
-    """The figure of the paper: an own embedding and hidden state for each position, joined, then one block."""
+    """MTP by the paper's figure: the embedding and hidden state of each position, concatenated, then one block."""
     hidden = {}
     model.model.norm.register_forward_hook(lambda _, __, output: hidden.update(h=output))
     model(tokens_BS)
@@ -191,7 +191,7 @@ def test_the_cache_stores_one_latent_per_token_and_layer(mini):
     assert (cache.data[:, :, 6:] == 0).all()
 
 
-# what it refuses
+# refusals
 
 
 @pytest.mark.parametrize("shape", [(24,), (2, 0), (1, 2, 3)])
@@ -229,7 +229,7 @@ def test_sequences_too_short_for_a_loss_are_refused(mini, training, shortest):
     assert mini(tokens(length=shortest), tokens(length=shortest)).isfinite()
 
 
-# how it begins
+# initialization
 
 
 def test_weights_begin_with_the_configured_deviation():

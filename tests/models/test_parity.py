@@ -1,8 +1,8 @@
-"""From the same weights, the same logits as transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM.
+"""The models have the logits of transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM from the same weights.
 
-The weights go the way a user's do: written as a Hugging Face folder and read by `from_pretrained`.  One thing differs
-on purpose from older releases of transformers, which mask forbidden groups of experts with 0 instead of −inf: an input
-where that shows is in tests/nn/test_moe.py.  Here no score is negative, so every release must agree.
+The weights are written as a Hugging Face folder and read by `from_pretrained`, as a user does. octile differs on
+purpose from older releases of transformers, which mask forbidden groups of experts with 0 instead of −inf; a test in
+tests/nn/test_gate.py shows an input where it matters. Here no score is negative, so every release must agree.
 """
 
 from dataclasses import replace

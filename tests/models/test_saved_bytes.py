@@ -38,7 +38,7 @@ def formula() -> dict[str, Any]:
 def saved_bytes(block: Block, config: ModelConfig) -> int:
     """Bytes that autograd saves in a forward pass, each memory once, without the parameters."""
     torch.optim.SGD(block.parameters(), lr=0.0).step()  # as in training: quantized weights live in the cache
-    tensors = [*block.parameters(), *block.buffers()]  # held, so that no memory of theirs is given out again
+    tensors = [*block.parameters(), *block.buffers()]  # held, so that their memory is not reused
     own = {t.untyped_storage().data_ptr() for t in tensors}
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Gates as DeepSeek-V3, V2 and V2-Lite have them, small."""
+"""Small gates with the settings of DeepSeek-V3, V2 and V2-Lite."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""convert: which layers of which models become 8-bit ones, and what is said about the others."""
+"""Tests of convert: which layers are converted, and what is reported about the others."""
 
 import logging
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_experts_that_a_filter_leaves_out_keep_their_history(experts):
     assert experts["experts"].down_history is history
 
 
-# What stays the same
+# What is not changed
 
 
 def test_parameters_are_the_same_objects_under_the_same_names():
@@ -168,7 +168,7 @@ def test_layers_in_eval_mode_stay_in_it():
     assert not convert(Block().eval()).layers[0][0].training
 
 
-# Again, to another recipe
+# Conversion to another recipe
 
 
 def test_a_converted_model_is_converted_to_another_recipe():
@@ -184,7 +184,7 @@ def test_a_model_converted_back_computes_as_before():
     torch.testing.assert_close(model(x), before)
 
 
-# What is said
+# The summary
 
 
 def test_the_summary_lists_skipped_layers_with_reasons():
@@ -280,10 +280,10 @@ def test_three_dimensions_alone_are_no_stack_of_layers(module):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [(nn.Sequential(nn.Linear(4, 4)), True), (MLP(4, 4), False)], ids=["Sequential", "MLP"]
+    ("model", "reported"), [(nn.Sequential(nn.Linear(4, 4)), True), (MLP(4, 4), False)], ids=["Sequential", "MLP"]
 )
-def test_a_model_with_nothing_to_smooth_is_reported(model, said):
-    assert ("nothing is smoothed" in convert(model, Recipe.smooth_swiglu()).conversion_summary) == said
+def test_a_model_with_nothing_to_smooth_is_reported(model, reported):
+    assert ("nothing is smoothed" in convert(model, Recipe.smooth_swiglu()).conversion_summary) == reported
 
 
 # Refusals

@@ -1,4 +1,4 @@
-"""Scales from past steps, and no scales."""
+"""Tests of delayed scaling, and of quantization without a scale."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from octile.nn.delayed_scaling import AmaxHistory, end_step, quantize_unscaled
 from octile.nn.linear import Linear
 from octile.recipe import AMAX_HISTORY, TENSOR, OperandFormat, Recipe
 
-CAST = OperandFormat(block=TENSOR, amax="delayed")
+FORMAT = OperandFormat(block=TENSOR, amax="delayed")
 SMALL, LARGE = torch.tensor([[1.0, -2.0]]), torch.tensor([[1.0, 1000.0]])
 
 
@@ -19,7 +19,7 @@ def history() -> AmaxHistory:
 
 
 def scale_of(history: AmaxHistory, t: Tensor, operand: str = "x") -> float:
-    return history.quantize(t, operand, CAST).scale.item()
+    return history.quantize(t, operand, FORMAT).scale.item()
 
 
 def scale_for(amax: float) -> float:
@@ -51,7 +51,7 @@ def test_this_step_counts_only_when_it_is_over(history):
 def test_a_new_outlier_saturates(history):
     scale_of(history, SMALL)
     history.end_step()
-    assert history.quantize(LARGE, "x", CAST).dequantize()[0, 1].item() == pytest.approx(2)
+    assert history.quantize(LARGE, "x", FORMAT).dequantize()[0, 1].item() == pytest.approx(2)
 
 
 def test_the_largest_micro_batch_of_a_step_counts(history):
@@ -77,7 +77,7 @@ def test_each_operand_has_a_history(history):
 
 
 def test_a_step_without_rows_is_not_recorded(history):
-    history.quantize(torch.zeros(0, 2), "x", CAST)
+    history.quantize(torch.zeros(0, 2), "x", FORMAT)
     history.end_step()
     assert scale_of(history, SMALL) == scale_for(2)
 
@@ -90,7 +90,7 @@ def test_zeros_have_scale_1(history):
 def test_nan_or_inf_makes_the_whole_tensor_nan(history, number):
     scale_of(history, LARGE)
     history.end_step()
-    assert history.quantize(torch.tensor([[1.0, number]]), "x", CAST).dequantize().isnan().all()
+    assert history.quantize(torch.tensor([[1.0, number]]), "x", FORMAT).dequantize().isnan().all()
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -109,7 +109,7 @@ def test_a_validation_in_between_changes_nothing(history):
 
 
 def test_experts_share_one_scale(history):
-    q = history.quantize(torch.stack([SMALL, LARGE]), "w", CAST)
+    q = history.quantize(torch.stack([SMALL, LARGE]), "w", FORMAT)
     assert q.scale.flatten().tolist() == [scale_for(1000)] * 2
 
 

@@ -1,4 +1,4 @@
-"""linear and grouped_linear against the slow definition: quantize and decode as each recipe says, multiply in FP64.
+"""Tests of linear and grouped_linear: they equal a slow definition that quantizes by the recipe and multiplies in FP64.
 
 fprop, dgrad and wgrad must be within the bound of FP32 summation of the exact products of those operands, see
 tests/ops/test_matmul.py: |error| ≤ (K + 2) · 2⁻²⁴ · Σ|a||b|. Shapes: T tokens, K inputs, N outputs, G experts.
@@ -20,12 +20,12 @@ from octile.scaled import ScaledTensor, quantize
 
 T, K, N = 140, 200, 150  # no multiples of 128
 COUNTS = [60, 0, 50, 20]  # rows of the experts; ten are left over
-WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
-WITHOUT_CASTS = [name for name in Recipe.names() if Recipe.named(name).formats is None]
+QUANTIZED_RECIPES = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
+HIGH_PRECISION_RECIPES = [name for name in Recipe.names() if Recipe.named(name).formats is None]
 
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
-every_cast = pytest.mark.parametrize("name", WITH_CASTS)
-every_dtype = pytest.mark.parametrize("name", WITHOUT_CASTS)
+every_quantized_recipe = pytest.mark.parametrize("name", QUANTIZED_RECIPES)
+every_dtype = pytest.mark.parametrize("name", HIGH_PRECISION_RECIPES)
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w, dy, and x, dy as wgrad takes them
 Format = FloatFormat | IntFormat
@@ -80,7 +80,7 @@ def tiles(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor
 
 
 def tensors(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
-    """One scale for each matrix, and wgrad takes the same numbers as fprop and dgrad."""
+    """One scale for each matrix; wgrad uses the same data as fprop and dgrad."""
 
     def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
         x, w = (quantize(t, (None, None), forward).dequantize() for t in (x, w))
@@ -91,7 +91,7 @@ def tensors(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tens
 
 
 def delayed(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
-    """One scale for all experts' weights together; its own, while there is no past (see test_delayed.py)."""
+    """One scale for the weights of all experts, computed from them since there is no history yet."""
     x, w, dy = (quantize(t.reshape(1, -1), (None, None), E4M3).dequantize().view_as(t) for t in (x, w, dy))
     return x, w, dy, x, dy
 
@@ -117,38 +117,38 @@ def history_of(recipe: Recipe) -> AmaxHistory | None:
     return AmaxHistory() if recipe.has_delayed_scaling else None
 
 
-def assert_product(found: Tensor, a: Tensor, b: Tensor) -> None:
-    """found = a · b but for FP32 summation."""
+def assert_gemm(found: Tensor, a: Tensor, b: Tensor) -> None:
+    """Check that found = a · b up to the error of FP32 summation."""
     a, b = a.detach().double(), b.detach().double()
     bound = (a.shape[-1] + 2) * 2.0**-24 * (a.abs() @ b.abs()) * (1 + 1e-4)
     assert ((found.double() - a @ b).abs() <= bound).all()
 
 
 def test_every_quantized_recipe_has_a_slow_definition():
-    assert set(SLOW) == set(WITH_CASTS)
+    assert set(SLOW) == set(QUANTIZED_RECIPES)
 
 
-@every_cast
+@every_quantized_recipe
 def test_fprop_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     slow_x, slow_w, *_ = SLOW[name](x, w, dy)
-    assert_product(linear(x, w, None, recipe, history_of(recipe)), slow_x, slow_w.T)
+    assert_gemm(linear(x, w, None, recipe, history_of(recipe)), slow_x, slow_w.T)
 
 
-@every_cast
+@every_quantized_recipe
 def test_dgrad_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
     _, slow_w, slow_dy, *_ = SLOW[name](x, w, dy)
-    assert_product(x.grad, slow_dy, slow_w)
+    assert_gemm(x.grad, slow_dy, slow_w)
 
 
-@every_cast
+@every_quantized_recipe
 def test_wgrad_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
     *_, slow_x, slow_dy = SLOW[name](x, w, dy)
-    assert_product(w.grad, slow_dy.T, slow_x)
+    assert_gemm(w.grad, slow_dy.T, slow_x)
 
 
 @every_dtype
@@ -181,31 +181,31 @@ def parts(t: Tensor) -> list[Tensor]:
     return list(t[: sum(COUNTS)].split(COUNTS))
 
 
-@every_cast
+@every_quantized_recipe
 def test_fprop_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     slow_x, slow_w, *_ = SLOW[name](x, w_GNK, dy)
     y = grouped_linear(x, w_GNK, offs, recipe, history_of(recipe))
     for y_g, x_g, w_g in zip(parts(y), parts(slow_x), slow_w, strict=True):
-        assert_product(y_g, x_g, w_g.T)
+        assert_gemm(y_g, x_g, w_g.T)
 
 
-@every_cast
+@every_quantized_recipe
 def test_dgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     _, slow_w, slow_dy, *_ = SLOW[name](x, w_GNK, dy)
     for dx_g, dy_g, w_g in zip(parts(x.grad), parts(slow_dy), slow_w, strict=True):
-        assert_product(dx_g, dy_g, w_g)
+        assert_gemm(dx_g, dy_g, w_g)
 
 
-@every_cast
+@every_quantized_recipe
 def test_wgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
     *_, slow_x, slow_dy = SLOW[name](x, w_GNK, dy)
     for dw_g, dy_g, x_g in zip(w_GNK.grad, parts(slow_dy), parts(slow_x), strict=True):
-        assert_product(dw_g, dy_g.T, x_g)
+        assert_gemm(dw_g, dy_g.T, x_g)
 
 
 @every_recipe
@@ -232,10 +232,10 @@ def test_no_rows_at_all_are_no_error(name, w_GNK):
     assert not w_GNK.grad.any()
 
 
-# What is cast, and how
+# What is quantized, and how
 
 
-def casts_of(name: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, ScaledTensor]:
+def quantized_operands(name: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, ScaledTensor]:
     seen: dict[str, ScaledTensor] = {}
     recipe = Recipe.named(name)
     with observe_quantization(seen.__setitem__):
@@ -252,7 +252,7 @@ def is_power_of_2(t: Tensor) -> bool:
     [("deepseek_v3", E4M3, E4M3), ("hybrid_e5m2", E4M3, E5M2), ("int8_tiles", INT8, INT8)],
 )
 def test_fine_grained_recipes_tile_every_operand(name, forward, backward, x, w, dy):
-    seen = casts_of(name, x, w, dy)
+    seen = quantized_operands(name, x, w, dy)
     assert {operand: (q.fmt, q.block, is_power_of_2(q.scale)) for operand, q in seen.items()} == {
         "x": (forward, (1, 128), True),
         "w": (forward, (128, 128), False),
@@ -267,7 +267,7 @@ def test_fine_grained_recipes_tile_every_operand(name, forward, backward, x, w, 
     [("per_tensor", E4M3), ("delayed", E4M3), ("smooth_swiglu", E4M3), ("fp8_lm", E5M2), ("global_scale", E5M2)],
 )
 def test_per_tensor_recipes_quantize_every_operand_once(name, backward, x, w, dy):
-    seen = casts_of(name, x, w, dy)
+    seen = quantized_operands(name, x, w, dy)
     assert {operand: (q.fmt, q.scale.numel()) for operand, q in seen.items()} == {
         "x": (E4M3, 1),
         "w": (E4M3, 1),
@@ -276,17 +276,17 @@ def test_per_tensor_recipes_quantize_every_operand_once(name, backward, x, w, dy
 
 
 def test_the_gradient_is_quantized_only_for_the_gemms_that_run(x, w, dy):
-    assert casts_of("deepseek_v3", x.detach(), w, dy).keys() == {"x", "w", "wgrad_x", "wgrad_dy"}
-    assert casts_of("deepseek_v3", x, w.detach(), dy).keys() == {"x", "w", "dy"}
+    assert quantized_operands("deepseek_v3", x.detach(), w, dy).keys() == {"x", "w", "wgrad_x", "wgrad_dy"}
+    assert quantized_operands("deepseek_v3", x, w.detach(), dy).keys() == {"x", "w", "dy"}
 
 
 def test_the_global_scale_recipe_has_no_scale_of_its_own(x, w, dy):
-    assert [q.scale.item() for q in casts_of("global_scale", x, w, dy).values()] == [1, 1, 1]
+    assert [q.scale.item() for q in quantized_operands("global_scale", x, w, dy).values()] == [1, 1, 1]
 
 
 @every_dtype
 def test_high_precision_recipes_quantize_nothing(name, x, w, dy):
-    assert casts_of(name, x, w, dy) == {}
+    assert quantized_operands(name, x, w, dy) == {}
 
 
 def test_an_observer_sees_nothing_outside_of_its_context(x, w):
@@ -329,7 +329,7 @@ def test_a_gradient_too_large_for_e5m2_is_seen_by_the_loss_scale(x, w, dy):
 
 def test_an_activation_too_large_for_e4m3_saturates_without_a_scale(w):
     x = torch.full((1, K), 1e6)
-    assert_product(linear(x, w, None, Recipe.global_scale()), torch.full((1, K), 448.0), E4M3.round(w).T)
+    assert_gemm(linear(x, w, None, Recipe.global_scale()), torch.full((1, K), 448.0), E4M3.round(w).T)
 
 
 # dtypes and autocast
@@ -378,7 +378,7 @@ def test_a_backward_pass_under_autocast_computes_the_same(name, x, w, dy):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-# Gradients that are added to a buffer
+# Gradients that are accumulated in main_grad
 
 
 @every_recipe
@@ -456,13 +456,13 @@ def test_delayed_scaling_needs_a_history(x, w):
         linear(x, w, None, Recipe.delayed())
 
 
-@pytest.mark.parametrize("recipe", [None, Recipe.deepseek_v3()], ids=["plain", "deepseek_v3"])
+@pytest.mark.parametrize("recipe", [None, Recipe.deepseek_v3()], ids=["no recipe", "deepseek_v3"])
 def test_rows_of_experts_are_a_matrix(recipe, w_GNK, offs):
     with pytest.raises(ValueError, match=r"x must be \[T, K\], not \[2, 3, 200\]"):
         grouped_linear(torch.zeros(2, 3, K), w_GNK, offs, recipe)
 
 
-@pytest.mark.parametrize("recipe", [None, Recipe.deepseek_v3()], ids=["plain", "deepseek_v3"])
+@pytest.mark.parametrize("recipe", [None, Recipe.deepseek_v3()], ids=["no recipe", "deepseek_v3"])
 def test_offsets_of_experts_are_int32(recipe, x, w_GNK, offs):
     with pytest.raises(TypeError, match=r"offs must be int32, not torch\.int64"):
         grouped_linear(x, w_GNK, offs.long(), recipe)
@@ -480,11 +480,11 @@ def test_weights_in_tiles_are_quantized_along_the_k_of_each_gemm(x, w, dy):
     recipe = replace(Recipe.deepseek_v3(), formats=replace(formats, w=OperandFormat(block=TILE)))
     operands = {}
 
-    def watcher(weight, fprop):
+    def observer(weight, fprop):
         operands["fprop"] = fprop.b
         return lambda product: operands.update({product.name: product.b})
 
-    with observe_gemms(watcher):
+    with observe_gemms(observer):
         linear(x, w, recipe=recipe).backward(dy)
     for name, expected in (("fprop", w), ("dgrad", w.mT)):
         tiles = quantize(expected.detach(), TILE, E4M3, "float32")

@@ -1,4 +1,4 @@
-"""Recipe.without: one product in BF16, the others as they were."""
+"""Tests of Recipe.without: one GEMM in BF16, the others unchanged."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from octile.recipe import GEMMS, Recipe
 
 T, K, N = 40, 72, 24
 COUNTS = [16, 0, 20]  # four rows are left over
-WITH_CASTS = ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"]
+QUANTIZED_RECIPES = ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"]
 
 
 def results(recipe: Recipe, experts: bool, main_grad: bool = False) -> dict[str, torch.Tensor]:
-    """What each product gives under a recipe."""
+    """The result of each GEMM under a recipe."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(T, K, generator=generator).requires_grad_()
     shape = (len(COUNTS), N, K) if experts else (N, K)
@@ -30,7 +30,7 @@ def results(recipe: Recipe, experts: bool, main_grad: bool = False) -> dict[str,
 
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("product", GEMMS)
-@pytest.mark.parametrize("name", WITH_CASTS)
+@pytest.mark.parametrize("name", QUANTIZED_RECIPES)
 def test_only_that_gemm_changes_and_equals_bf16(name, product, experts):
     recipe = Recipe.named(name)
     found = results(recipe.without(product), experts)

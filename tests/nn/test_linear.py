@@ -1,6 +1,6 @@
-"""octile.nn.Linear as a module: what it keeps, how often it quantizes, and everything that nn.Linear can do.
+"""Tests of octile.nn.Linear as a module: what it saves, how often it quantizes, and everything that nn.Linear can do.
 
-The numbers of each product are checked in test_functional.py.
+The values of each GEMM are checked in test_functional.py.
 """
 
 import copy
@@ -26,10 +26,10 @@ from octile.nn.mlp import MLP
 from octile.recipe import Recipe
 
 T, K, N = 140, 200, 150  # tokens, inputs and outputs: no multiples of 128
-WITH_CASTS = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
+QUANTIZED_RECIPES = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
 
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
-every_cast = pytest.mark.parametrize("name", WITH_CASTS)
+every_quantized_recipe = pytest.mark.parametrize("name", QUANTIZED_RECIPES)
 some_recipes = pytest.mark.parametrize("name", ["deepseek_v3", "delayed", "bf16"])
 
 
@@ -60,11 +60,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-# Every recipe computes something else
+# Recipes differ
 
 
 def numbers(name: str) -> list[Tensor]:
-    """What a SwiGLU layer computes in its second step, after one with a smaller input."""
+    """The output and gradients of a SwiGLU layer in its second step, after one with a smaller input."""
     torch.manual_seed(0)
     model = MLP(K, N)
     x = torch.randn(T, K)
@@ -76,46 +76,46 @@ def numbers(name: str) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def numbers_of_all() -> dict[str, list[Tensor]]:
+def values_of_all_recipes() -> dict[str, list[Tensor]]:
     return {name: numbers(name) for name in Recipe.names()}
 
 
 @pytest.mark.parametrize("pair", list(combinations(Recipe.names(), 2)), ids="-".join)
-def test_two_recipes_compute_different_gradients(numbers_of_all, pair):
-    one, other = (numbers_of_all[name] for name in pair)
+def test_two_recipes_compute_different_gradients(values_of_all_recipes, pair):
+    one, other = (values_of_all_recipes[name] for name in pair)
     assert not torch.equal(one[1], other[1])
 
 
 @every_recipe
-def test_every_recipe_approximates_the_same_layer(numbers_of_all, name):
-    exact, found = numbers_of_all["float32"][0], numbers_of_all[name][0]
+def test_every_recipe_approximates_the_same_layer(values_of_all_recipes, name):
+    exact, found = values_of_all_recipes["float32"][0], values_of_all_recipes[name][0]
     assert (found - exact).norm() / exact.norm() < 0.15
 
 
 # What is saved for backward
 
 
-def kept_tensors(layer: Linear, x: Tensor) -> list[Tensor]:
-    kept: list[Tensor] = []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def saved_tensors(layer: Linear, x: Tensor) -> list[Tensor]:
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(x)
-    return kept
+    return saved
 
 
-@every_cast
+@every_quantized_recipe
 def test_the_input_is_saved_in_8_bits_and_no_more(name, x):
     layer = layer_of(name)
     layer(x)  # the weight is in the cache from here on
-    of_x = [t for t in kept_tensors(layer, x) if t.shape != layer.weight.shape]
+    of_x = [t for t in saved_tensors(layer, x) if t.shape != layer.weight.shape]
     assert sum(t.nbytes for t in of_x) <= x.numel() * (1 + 2 * 4 / 128)
 
 
-@every_cast
+@every_quantized_recipe
 def test_no_float_tensor_of_the_inputs_size_is_saved(name, x):
-    assert [t.dtype for t in kept_tensors(layer_of(name), x) if t.numel() == x.numel() and t.itemsize > 1] == []
+    assert [t.dtype for t in saved_tensors(layer_of(name), x) if t.numel() == x.numel() and t.itemsize > 1] == []
 
 
-@every_cast
+@every_quantized_recipe
 def test_the_original_input_is_freed(name, x):
     h = x * 2
     y = layer_of(name)(h)
@@ -127,19 +127,19 @@ def test_the_original_input_is_freed(name, x):
 
 def test_without_gradients_nothing_is_saved(x):
     with torch.no_grad():
-        assert kept_tensors(layer_of("deepseek_v3"), x) == []
+        assert saved_tensors(layer_of("deepseek_v3"), x) == []
 
 
 @every_recipe
 def test_a_frozen_weight_needs_no_input(name, x):
     layer = layer_of(name).requires_grad_(False)
-    assert [t for t in kept_tensors(layer, x) if t.numel() == x.numel()] == []
+    assert [t for t in saved_tensors(layer, x) if t.numel() == x.numel()] == []
 
 
 # How often weights are quantized
 
 
-class WeightCasts(TorchDispatchMode):
+class WeightQuantizations(TorchDispatchMode):
     """Counts how often a matrix of the weight's shape is quantized."""
 
     def __init__(self) -> None:
@@ -153,13 +153,13 @@ class WeightCasts(TorchDispatchMode):
 
 
 @pytest.fixture
-def quantizations() -> Iterator[WeightCasts]:
-    with WeightCasts() as mode:
+def quantizations() -> Iterator[WeightQuantizations]:
+    with WeightQuantizations() as mode:
         yield mode
 
 
 def stepped(layer: Linear) -> Linear:
-    """The layer after a step that changed nothing: an optimizer holds its weight from now on."""
+    """Return the layer after an optimizer step that changes nothing: an optimizer holds its weight from now on."""
     torch.optim.SGD(layer.parameters(), lr=0.0).step()
     return layer
 
@@ -171,7 +171,7 @@ def test_before_the_first_step_each_forward_pass_quantizes(x, quantizations):
     assert quantizations.count == 3
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_CASTS if not Recipe.named(n).has_delayed_scaling])
+@pytest.mark.parametrize("name", [n for n in QUANTIZED_RECIPES if not Recipe.named(n).has_delayed_scaling])
 def test_micro_batches_and_both_passes_share_one_quantized_weight(name, x, quantizations):
     layer = stepped(layer_of(name))
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_the_gradient_of_the_bias_is_the_sum_over_tokens(name, x):
 
 @every_recipe
 def test_a_layer_used_twice_sums_both_gradients(name, x):
-    layer, first, second = (layer_of(name).eval() for _ in range(3))  # in eval mode amaxes do not wander on
+    layer, first, second = (layer_of(name).eval() for _ in range(3))  # in eval mode the amax history does not change
     first.load_state_dict(layer.state_dict())
     second.load_state_dict(layer.state_dict())
     dy, x = torch.randn(T, N), x.detach()
@@ -272,7 +272,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(name, frozen, x):
     assert torch.equal(found, expected[1] if frozen == "x" else expected[0])
 
 
-@every_cast
+@every_quantized_recipe
 def test_an_update_between_forward_and_backward_does_not_reach_this_backward(name, x):
     layer, dy = layer_of(name), torch.randn(T, N)
     (expected,) = torch.autograd.grad(layer(x), x, dy)
@@ -307,13 +307,13 @@ def test_sizes_start_at_1(name, inputs, outputs):
     assert [t.shape for t in gradients(layer, x)] == [(3, outputs), (3, inputs), (outputs, inputs), (outputs,)]
 
 
-@every_cast
+@every_quantized_recipe
 def test_a_transposed_input_equals_a_contiguous_one(name):
     layer, x = layer_of(name), torch.randn(K, T)
     assert torch.equal(layer(x.T), layer(x.T.contiguous()))
 
 
-# As torch's other tools see it
+# Other tools of torch
 
 
 def test_the_signature_is_that_of_nn_linear_and_a_recipe():
@@ -459,7 +459,7 @@ def test_it_trains():
     assert losses[-1] < losses[0] / 4
 
 
-# Another recipe
+# Changing the recipe
 
 
 def test_another_recipe_computes_what_a_new_layer_with_it_does(x):

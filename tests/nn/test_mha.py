@@ -1,4 +1,4 @@
-"""Attention with rotary positions: as torch's, under a recipe near to it, and of each input what the formula says."""
+"""Tests of multi-head attention: equal to torch's, close to it under a recipe, with the documented saved bytes."""
 
 import copy
 from dataclasses import replace
@@ -15,8 +15,8 @@ from octile.recipe import Recipe
 from tests.models.test_saved_bytes import formula  # noqa: F401  (a fixture)
 
 B, S, D, H = 2, 24, 256, 2
-KEPT = Recipe.deepseek_v3()
-RECOMPUTED = replace(KEPT, attention_inputs="recomputed")
+SAVED = Recipe.deepseek_v3()
+RECOMPUTED = replace(SAVED, attention_inputs="recomputed")
 
 
 def parts(heads=H, head_dim=None):
@@ -63,7 +63,7 @@ def test_without_rotation_it_equals_torchs_attention():
     assert torch.allclose(ours, theirs.transpose(0, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.per_tensor()], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.per_tensor()], ids=lambda r: r.name)
 @pytest.mark.parametrize("shape", [(2, None), (3, 40)], ids=str)
 def test_a_recipe_computes_nearly_the_same(recipe, shape):
     attention, norm, x, dy = parts(*shape)
@@ -75,37 +75,37 @@ def test_a_recipe_computes_nearly_the_same(recipe, shape):
 
 def test_recomputed_queries_are_the_saved_ones():
     attention, norm, x, dy = parts()
-    kept, made = (
-        gradients(apply_recipe(copy.deepcopy(attention), recipe), norm, x, dy) for recipe in (KEPT, RECOMPUTED)
+    saved, made = (
+        gradients(apply_recipe(copy.deepcopy(attention), recipe), norm, x, dy) for recipe in (SAVED, RECOMPUTED)
     )
-    assert all(torch.equal(a, b) for a, b in zip(kept, made, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(saved, made, strict=True))
 
 
 def test_a_layer_with_a_hook_is_called():
     attention, norm, x, dy = parts()
-    apply_recipe(attention, KEPT)
+    apply_recipe(attention, SAVED)
     seen = []
     attention.k_proj.register_forward_hook(lambda module, args, y: seen.append(y.shape))
     gradients(attention, norm, x, dy)
     assert seen == [(B, S, D)]
 
 
-@pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 def test_it_saves_the_bytes_of_the_formula(formula, recipe):  # noqa: F811
     attention, norm, x, _ = parts()
     apply_recipe(attention, recipe)
     x = x.detach().bfloat16().requires_grad_()
     torch.optim.SGD(attention.parameters(), lr=0.0).step()  # as in training: quantized weights live in the cache
     own = {t.untyped_storage().data_ptr() for t in (*attention.parameters(), *norm.parameters())}
-    angles, kept = cos_sin(attention), {}
+    angles, saved = cos_sin(attention), {}
 
     def keep(t):
         if (at := t.untyped_storage().data_ptr()) not in own:
-            kept[at] = t.untyped_storage().nbytes()
+            saved[at] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
         result = attention(pre_norm(x, norm, attention)[1], angles)
     assert result.dtype == torch.bfloat16
     a_token = formula["multi_head_attention"](D, H, D // H, recipe.attention_inputs == "recomputed")
-    assert sum(kept.values()) == B * S * a_token + sum(t.nbytes for t in angles)
+    assert sum(saved.values()) == B * S * a_token + sum(t.nbytes for t in angles)

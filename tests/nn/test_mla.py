@@ -31,14 +31,14 @@ def cos_sin(start, end):
     return ROPE.cos_sin(torch.arange(start, end))
 
 
-def in_pieces(mla, x_BSD, ends):
-    """The outputs of reading x piece by piece through a cache; every piece but the first is absorbed."""
-    cache, pieces = LatentCache(1, len(x_BSD), x_BSD.shape[1], 40, dtype=x_BSD.dtype), []
+def in_chunks(mla, x_BSD, ends):
+    """The outputs of reading x in chunks through a cache; every chunk but the first uses absorbed attention."""
+    cache, chunks = LatentCache(1, len(x_BSD), x_BSD.shape[1], 40, dtype=x_BSD.dtype), []
     for end in ends:
         start = cache.length
-        pieces.append(mla(x_BSD[:, start:end], cos_sin(start, end), cache[0]))
+        chunks.append(mla(x_BSD[:, start:end], cos_sin(start, end), cache[0]))
         cache.length = end
-    return torch.cat(pieces, dim=1)
+    return torch.cat(chunks, dim=1)
 
 
 def slow(mla, x_BSD):
@@ -76,14 +76,14 @@ def test_unabsorbed_attention_equals_the_definition(q_lora_rank):
 @pytest.mark.parametrize("seed", range(3))
 def test_absorbed_attention_equals_unabsorbed_token_by_token(q_lora_rank, seed):
     mla, x = attention(q_lora_rank, seed), torch.randn(2, 20, 64)
-    naive = mla(x, cos_sin(0, 20))
-    torch.testing.assert_close(in_pieces(mla, x, range(1, 21)), naive, rtol=1e-5, atol=1e-5)
+    unabsorbed = mla(x, cos_sin(0, 20))
+    torch.testing.assert_close(in_chunks(mla, x, range(1, 21)), unabsorbed, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
 def test_absorbed_attention_equals_unabsorbed_in_chunks_of_tokens():
     mla, x = attention(), torch.randn(2, 20, 64)
-    torch.testing.assert_close(in_pieces(mla, x, (9, 10, 14, 20)), mla(x, cos_sin(0, 20)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(in_chunks(mla, x, (9, 10, 14, 20)), mla(x, cos_sin(0, 20)), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def test_the_cache_holds_only_the_normalized_latent_and_the_rotated_key():
     latent, key = cache.data[0, :, :5].split([32, 8], dim=-1)
     raw_latent, raw_key = mla.kv_a_proj_with_mqa(x).split([32, 8], dim=-1)
     torch.testing.assert_close(latent, mla.kv_a_layernorm(raw_latent))
-    torch.testing.assert_close(key[:, 0], raw_key[:, 0] * cos_sin(0, 1)[0].max())  # position 0 turns nothing
+    torch.testing.assert_close(key[:, 0], raw_key[:, 0] * cos_sin(0, 1)[0].max())  # position 0 is not rotated
     assert not torch.allclose(key[:, 4], raw_key[:, 4])
 
 

@@ -31,8 +31,8 @@ def without_quantization(mlp, x, monkeypatch):
 
 
 def test_smooth_swiglu_changes_nothing_before_quantization(monkeypatch):
-    plain, x = layer(), torch.randn(7, 32)
-    expected = plain(x)
+    reference, x = layer(), torch.randn(7, 32)
+    expected = reference(x)
     smooth = convert(layer(), Recipe.smooth_swiglu())
     actual, _ = without_quantization(smooth, x, monkeypatch)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
@@ -48,11 +48,11 @@ def test_smooth_swiglu_equalizes_the_channels(monkeypatch):
 
 
 def test_smooth_swiglu_does_not_change_the_gradients(monkeypatch):
-    plain, x = layer(), torch.randn(7, 32)
-    plain(x).square().sum().backward()
+    reference, x = layer(), torch.randn(7, 32)
+    reference(x).square().sum().backward()
     smooth = convert(layer(), Recipe.smooth_swiglu())
     without_quantization(smooth, x, monkeypatch)[0].square().sum().backward()
-    for (name, p), q in zip(plain.named_parameters(), smooth.parameters(), strict=True):
+    for (name, p), q in zip(reference.named_parameters(), smooth.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 

@@ -24,22 +24,22 @@ def test_a_product_depends_on_the_distance_only(seed, query_at, key_at, shift):
 
 def test_neighboring_channels_are_a_complex_number_that_rotates():
     rope, x = Rope(8), torch.randn(5, 2, 8)
-    turns = torch.exp(1j * torch.arange(5)[:, None] * rope.frequencies())
-    expected = torch.view_as_real(torch.view_as_complex(x.view(5, 2, 4, 2)) * turns[:, None]).flatten(-2)
+    rotations = torch.exp(1j * torch.arange(5)[:, None] * rope.frequencies())
+    expected = torch.view_as_real(torch.view_as_complex(x.view(5, 2, 4, 2)) * rotations[:, None]).flatten(-2)
     torch.testing.assert_close(rotated(x, range(5), rope), expected)
 
 
 def test_factor_one_is_the_unscaled_rotation():
-    plain = torch.tensor([10000.0 ** (-i / 64) for i in range(0, 64, 2)])
-    torch.testing.assert_close(Rope(64).frequencies(), plain)
+    unscaled = torch.tensor([10000.0 ** (-i / 64) for i in range(0, 64, 2)])
+    torch.testing.assert_close(Rope(64).frequencies(), unscaled)
 
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones_by_the_factor():
-    plain, slowed = Rope(64).frequencies(), V3.frequencies()
-    turns = plain * 4096 / (2 * math.pi)  # within the original length
-    assert torch.equal(slowed[turns > 40], plain[turns > 40])
-    torch.testing.assert_close(slowed[turns < 0.7], plain[turns < 0.7] / 40)
-    between = slowed[(turns < 32) & (turns > 1)] / plain[(turns < 32) & (turns > 1)]
+    unscaled, slowed = Rope(64).frequencies(), V3.frequencies()
+    rotations = unscaled * 4096 / (2 * math.pi)  # within the original length
+    assert torch.equal(slowed[rotations > 40], unscaled[rotations > 40])
+    torch.testing.assert_close(slowed[rotations < 0.7], unscaled[rotations < 0.7] / 40)
+    between = slowed[(rotations < 32) & (rotations > 1)] / unscaled[(rotations < 32) & (rotations > 1)]
     assert (between.diff() <= 0).all()
 
 

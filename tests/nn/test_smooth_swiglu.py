@@ -1,4 +1,4 @@
-"""Powers of two that channels are divided by, and weights that are multiplied by them."""
+"""Tests of smooth SwiGLU: the powers of two that divide channels and multiply weights."""
 
 import math
 

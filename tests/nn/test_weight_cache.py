@@ -1,4 +1,4 @@
-"""A weight is quantized again exactly when it may have changed."""
+"""Tests of the weight cache: a weight is quantized again exactly when it may have changed."""
 
 import copy
 import gc
@@ -14,18 +14,18 @@ from octile.optim import AdamW
 from octile.recipe import BLOCK, TENSOR, OperandFormat
 from octile.scaled import ScaledTensor, quantize
 
-CAST = OperandFormat(block=BLOCK)
+FORMAT = OperandFormat(block=BLOCK)
 
 
 class Counter:
-    """Quantizes, and counts how often."""
+    """A quantization function that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, t: Tensor, cast: OperandFormat) -> ScaledTensor:
+    def __call__(self, t: Tensor, fmt: OperandFormat) -> ScaledTensor:
         self.calls += 1
-        return quantize(t, cast.block, cast.fmt, cast.scale)
+        return quantize(t, fmt.block, fmt.fmt, fmt.scale)
 
 
 @pytest.fixture
@@ -39,20 +39,20 @@ def weight() -> nn.Parameter:
 
 
 def test_a_weight_that_did_not_change_is_quantized_once(weight, counter):
-    first = quantized_weight(weight, CAST, counter)
-    assert quantized_weight(weight, CAST, counter) is first
+    first = quantized_weight(weight, FORMAT, counter)
+    assert quantized_weight(weight, FORMAT, counter) is first
     assert counter.calls == 1
 
 
 def test_the_quantized_weight_is_the_weight_quantized(weight, counter):
-    found, expected = quantized_weight(weight, CAST, counter), quantize(weight.detach(), CAST.block)
+    found, expected = quantized_weight(weight, FORMAT, counter), quantize(weight.detach(), FORMAT.block)
     assert torch.equal(found.dequantize(), expected.dequantize())
 
 
 def test_a_gradient_does_not_change_the_weight(weight, counter):
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     weight.square().sum().backward()
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     assert counter.calls == 1
 
 
@@ -60,101 +60,102 @@ def test_a_gradient_does_not_change_the_weight(weight, counter):
 def test_an_optimizer_step_changes_the_weight(optimizer, weight, counter):
     step = optimizer([weight], lr=0.1)
     weight.grad = torch.randn_like(weight)
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     step.step()
-    found = quantized_weight(weight, CAST, counter)
-    assert torch.equal(found.dequantize(), quantize(weight.detach(), CAST.block).dequantize())
+    found = quantized_weight(weight, FORMAT, counter)
+    assert torch.equal(found.dequantize(), quantize(weight.detach(), FORMAT.block).dequantize())
     assert counter.calls == 2
 
 
 def test_writing_in_place_changes_the_weight(weight, counter):
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     with torch.no_grad():
         weight.mul_(2)
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     assert counter.calls == 2
 
 
 def test_assigning_data_changes_the_weight(weight, counter):
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     weight.data = torch.randn(5, 7)
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     assert counter.calls == 2
 
 
 def test_new_data_at_a_reused_address_changes_the_weight(counter):
     layer = nn.Linear(256, 256)
-    quantized_weight(layer.weight, CAST, counter)
+    quantized_weight(layer.weight, FORMAT, counter)
     layer.to(torch.bfloat16).to(torch.float32)  # the allocator likes to hand out the memory that was just freed
-    quantized_weight(layer.weight, CAST, counter)
+    quantized_weight(layer.weight, FORMAT, counter)
     assert counter.calls == 2
 
 
 def test_loading_a_state_dict_changes_the_weight(counter):
     layer = nn.Linear(7, 5)
-    quantized_weight(layer.weight, CAST, counter)
+    quantized_weight(layer.weight, FORMAT, counter)
     layer.load_state_dict(nn.Linear(7, 5).state_dict())
-    quantized_weight(layer.weight, CAST, counter)
+    quantized_weight(layer.weight, FORMAT, counter)
     assert counter.calls == 2
 
 
 def test_another_format_is_quantized_separately(weight, counter):
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     assert quantized_weight(weight, OperandFormat(block=TENSOR), counter).scale.numel() == 1
 
 
 def test_a_copy_has_its_own_cache_entry(weight, counter):
     copied = copy.deepcopy(weight)
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     with torch.no_grad():
         copied.mul_(2)
     assert torch.equal(
-        quantized_weight(copied, CAST, counter).dequantize(), 2 * quantized_weight(weight, CAST, counter).dequantize()
+        quantized_weight(copied, FORMAT, counter).dequantize(),
+        2 * quantized_weight(weight, FORMAT, counter).dequantize(),
     )
 
 
 def test_the_entry_of_a_deleted_weight_is_freed(counter):
     weight = nn.Parameter(torch.randn(5, 7))
-    kept = weakref.ref(quantized_weight(weight, CAST, counter))
+    saved = weakref.ref(quantized_weight(weight, FORMAT, counter))
     del weight
     gc.collect()
-    assert kept() is None
+    assert saved() is None
 
 
 def step(*weights: Tensor) -> None:
-    """A step of an optimizer that changes nothing."""
+    """An optimizer step that changes nothing."""
     torch.optim.SGD(weights, lr=0.0).step()
 
 
 def test_a_weight_that_an_optimizer_steps_can_be_cached(weight):
     step(weight)
-    assert can_cache(weight, CAST)
+    assert can_cache(weight, FORMAT)
 
 
 def test_a_weight_that_no_optimizer_has_stepped_cannot_be_cached(weight):
-    assert not can_cache(weight, CAST)
+    assert not can_cache(weight, FORMAT)
 
 
 def test_without_gradients_a_weight_cannot_be_cached(weight):
     step(weight)
     with torch.no_grad():
-        assert not can_cache(weight, CAST)
+        assert not can_cache(weight, FORMAT)
 
 
 def test_frozen_weights_can_be_cached(weight):
     layer = Linear(7, 5)
     with frozen_weights(layer), torch.no_grad():
-        assert can_cache(layer.weight, CAST)
-        assert not can_cache(weight, CAST)  # of another model
-    assert not can_cache(layer.weight, CAST)
+        assert can_cache(layer.weight, FORMAT)
+        assert not can_cache(weight, FORMAT)  # of another model
+    assert not can_cache(layer.weight, FORMAT)
 
 
 def test_freezing_resets_the_cache(counter):
     layer = Linear(7, 5)
-    quantized_weight(layer.weight, CAST, counter)  # as a training step does, after which nobody counts
+    quantized_weight(layer.weight, FORMAT, counter)  # as in a training step; later writes are not counted
     layer.weight.data.mul_(3)
     with frozen_weights(layer):
-        q = quantized_weight(layer.weight, CAST, counter)
+        q = quantized_weight(layer.weight, FORMAT, counter)
     assert torch.equal(q.data, quantize(layer.weight.detach(), BLOCK).data)
     assert torch.equal(q.scale, quantize(layer.weight.detach(), BLOCK).scale)
 
@@ -164,19 +165,19 @@ def test_nested_freezing_ends_with_the_outer_context():
     with frozen_weights(layer):
         with frozen_weights(layer):
             pass
-        assert can_cache(layer.weight, CAST)
+        assert can_cache(layer.weight, FORMAT)
 
 
 def test_a_tensor_computed_from_a_weight_cannot_be_cached(weight):
     step(weight)
-    assert not can_cache(weight * 2, CAST)
+    assert not can_cache(weight * 2, FORMAT)
 
 
 def test_weights_whose_writes_are_not_counted_cannot_be_cached():
     with torch.inference_mode():
         layer = Linear(7, 5)
     with frozen_weights(layer):
-        assert not can_cache(layer.weight, CAST)
+        assert not can_cache(layer.weight, FORMAT)
 
 
 def test_a_weight_with_a_delayed_scale_cannot_be_cached(weight):
@@ -213,42 +214,42 @@ def test_a_training_loop_written_by_hand_learns():
 
 
 def test_a_fused_optimizer_that_writes_without_counting_invalidates_too(weight, counter):
-    before = quantized_weight(weight, CAST, counter)
+    before = quantized_weight(weight, FORMAT, counter)
     weight.grad = torch.ones_like(weight)
     torch.optim.AdamW([weight], lr=0.5, fused=True).step()
-    assert not torch.equal(quantized_weight(weight, CAST, counter).data.float(), before.data.float())
+    assert not torch.equal(quantized_weight(weight, FORMAT, counter).data.float(), before.data.float())
 
 
 def test_a_step_of_another_model_leaves_a_frozen_weight_alone(weight, counter):
     weight.requires_grad_(False)
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     torch.optim.SGD([other], lr=0.1).step()
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     assert counter.calls == 1
 
 
 def test_a_step_invalidates_a_weight_that_another_tensor_may_be_trained_for(weight, counter):
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     torch.optim.SGD([other], lr=0.1).step()
-    quantized_weight(weight, CAST, counter)
+    quantized_weight(weight, FORMAT, counter)
     assert counter.calls == 2
 
 
 def test_a_step_invalidates_a_frozen_weight_that_its_optimizer_holds(weight, counter):
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight.requires_grad_(False)], lr=0.5, fused=True)
-    before = quantized_weight(weight, CAST, counter)
+    before = quantized_weight(weight, FORMAT, counter)
     optimizer.step()
-    assert not torch.equal(quantized_weight(weight, CAST, counter).data.float(), before.data.float())
+    assert not torch.equal(quantized_weight(weight, FORMAT, counter).data.float(), before.data.float())
 
 
 def test_a_weight_is_not_cached_during_graph_capture(weight, monkeypatch):
     step(weight)
-    assert can_cache(weight, CAST)
+    assert can_cache(weight, FORMAT)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not can_cache(weight, CAST)
+    assert not can_cache(weight, FORMAT)

@@ -1,4 +1,4 @@
-"""What every operator has to be, whatever it computes."""
+"""Checks that every operator must pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def assert_well_formed(operator: Any, arguments: Sequence[Any]) -> None:
-    """torch's own checks: schema, fake, autograd, compilation."""
+    """Run torch's own checks: schema, fake, autograd, compilation."""
     torch.library.opcheck(operator.overload, arguments)
 
 
 def assert_fake_is_true(operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Meta tensors have the shapes, dtypes and strides of real ones."""
+    """Check that results on meta tensors have the shapes, dtypes and strides of real ones."""
     meta = operator(*(a.to("meta") if isinstance(a, Tensor) else a for a in arguments))
     for m, real in zip(_each(meta), _each(operator(*arguments)), strict=True):
         assert (m.shape, m.dtype, m.stride()) == (real.shape, real.dtype, real.stride())

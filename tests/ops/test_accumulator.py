@@ -1,4 +1,4 @@
-"""All four operators go through the product that is set, with operands that mean the same."""
+"""Tests of accumulator.summed_by: all four GEMM operators use the given GEMM, with operands of equal values."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from octile.ops import accumulator, quantize
 
 
 def decoded(a, a_scale, a_block, b, b_scale, b_block):
-    """A product that a group cut wrongly would change."""
+    """A GEMM whose result changes if a group is split incorrectly."""
     seen.append((a, b))
     x, w = (
         quantize.dequantize(data.contiguous(), scale.contiguous(), *block, torch.float32)

@@ -1,4 +1,4 @@
-"""AdamW's operator: the formula in exact arithmetic, torch's own step, and what is stored in what."""
+"""Tests of AdamW's operator: the formula in exact arithmetic, torch's own step, and the stored dtypes."""
 
 import math
 from typing import Any
@@ -38,7 +38,7 @@ def test_it_equals_the_formula(t: int):
 
 
 def test_it_equals_torchs_step():
-    """Bit for bit where the processor has a fused multiply-add; elsewhere torch rounds once more."""
+    """Bit-for-bit equality where the processor has a fused multiply-add; elsewhere torch rounds once more."""
     (w, g, m, v), (w2, _, m2, v2) = tensors(), tensors()
     adamw(w, g, m, v, corrections(5), *SETTINGS)
     settings = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "weight_decay": DECAY, "eps": EPS}

@@ -1,4 +1,4 @@
-"""Attention is torch's own, and its gradients are those that autograd finds."""
+"""Tests of the attention operator: equal to torch's, with the gradients of autograd."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A gate's GEMM in FP32, and the BF16 terms from which a GPU computes it."""
+"""Tests of a gate's GEMM in FP32, and of the BF16 terms from which a GPU computes it."""
 
 import pytest
 import torch

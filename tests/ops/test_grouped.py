@@ -1,4 +1,4 @@
-"""The grouped products equal a loop over their groups, and the loop is within the bound of FP32 summation."""
+"""Tests of the grouped GEMMs: equal to a loop over their groups, which is within the bound of FP32 summation."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ FORMATS = ["e4m3", "e5m2", "int8"]
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 
 every_format = pytest.mark.parametrize("fmt", FORMATS)
-# sizes of groups, empty ones among them, and of what lies past the last
+# Sizes of groups, some of them empty, and the number of rows past the last group.
 a_batch = {
     "counts": st.lists(st.integers(0, 150), min_size=1, max_size=5),
     "past": st.integers(0, 20),
@@ -52,7 +52,7 @@ def groups(x: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
 
 
 def bound(a: Tensor, b: Tensor) -> Tensor:
-    """Of FP32 summation over K: K roundings, see test_matmul.py; here the operands are taken as they were decoded."""
+    """The error bound of FP32 summation over K: K roundings, see test_matmul.py; a and b are dequantized operands."""
     return a.shape[-1] * 2.0**-24 * (a.abs() @ b.abs().mT) * (1 + 1e-4)
 
 
@@ -161,7 +161,7 @@ def test_no_rows_at_all_are_no_error(counts):
     )
 
 
-# Into a given tensor
+# With a given output
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -206,7 +206,7 @@ def test_an_out_that_does_not_fit_is_refused(out, error, message):
         grouped_matmul_nt_out(out, *operand(20, 130), *operand(2, 30, 130, block=BLOCK), ends([5, 10]))
 
 
-# As torch operators; see test_matmul.py for the checks that FP8 can't pass on a CPU
+# Operator checks of torch; see test_matmul.py for the checks that FP8 cannot pass on a CPU
 
 
 def checks(fmt: str):

@@ -1,4 +1,4 @@
-"""octile::matmul_nt and matmul_nt_out: within the bound of FP32 summation of the exact product, and what they refuse.
+"""Tests of octile::matmul_nt and matmul_nt_out: the error bound of FP32 summation, and refused arguments.
 
 The bound: both operands are decoded and multiplied by their scales (one FP32 rounding each), multiplied with one
 another (one), and K products are added up (K − 1 roundings), so |error| ≤ (K + 2) · 2⁻²⁴ · Σ|a||b|, up to second
@@ -38,11 +38,11 @@ def exact(data: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def bound(a: Tensor, b: Tensor) -> Tensor:
-    """Of FP32 summation; see above."""
+    """The error bound of FP32 summation; see above."""
     return (a.shape[-1] + 2) * 2.0**-24 * (a.abs() @ b.abs().mT) * (1 + 1e-4)
 
 
-# What is computed
+# Results
 
 
 @given(m=sizes, n=sizes, k=st.integers(1, 400), seed=st.integers(0, 2**31), **operands)
@@ -109,7 +109,7 @@ def test_an_inf_of_e5m2_stays_inf():
     assert y.item() == torch.inf
 
 
-# Into a tensor that is there
+# With a given output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,8 +137,8 @@ def test_out_may_be_a_transposed_view():
     assert torch.equal(out.mT, matmul_nt(*a, *b, torch.float32))
 
 
-# As torch operators. Whether inputs were mutated is checked by allclose, which torch lacks for FP8 on a CPU: there INT8
-# stands in.
+# Operator checks of torch. They detect mutated inputs by allclose, which torch lacks for FP8 on a CPU: INT8 is used
+# instead.
 
 WITHOUT_ALLCLOSE = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 

@@ -1,4 +1,4 @@
-"""What is no tensor is refused by the name of the argument, by every operator and the functions above them."""
+"""Every operator, and every function above them, refuses an argument that is not a tensor by its name."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""RMSNorm fused with quantization equals torch's norm in FP32, then quantization; its gradients are autograd's."""
+"""Tests of RMSNorm fused with quantization: torch's norm in FP32, then quantization; gradients equal autograd."""
 
 from typing import Any
 

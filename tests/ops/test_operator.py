@@ -1,4 +1,4 @@
-"""What an operator is to torch: the dispatcher's tests of each one are beside it, here is what they share."""
+"""Tests of the properties that all operators share in torch: registration, versions, autograd, compilation."""
 
 import io
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The product of operands with packed scales is that of the same scales unpacked, also in the form for sm_100."""
+"""Tests of GEMMs with packed scales: equal to those with unpacked scales, also in the call for sm_100."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""permute and unpermute are gathers and sums in a stated order, and each is the gradient of the other."""
+"""Tests of permute and unpermute: gathers and sums in a documented order, each the adjoint of the other."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""octile::quantize, quantize_with_scale and dequantize: bit for bit against numpy, block by block, and their bounds."""
+"""Tests of octile::quantize, quantize_with_scale and dequantize: bit for bit equal to NumPy, and their error bounds."""
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ a_matrix = {"m": st.integers(1, 150), "k": st.integers(1, 150).map(lambda n: 2 *
 
 
 def matrix(m: int, k: int, seed: int = 0, spread: float = 12.0) -> Tensor:
-    """Normal numbers times powers of two from 2^−spread to 2^spread, so that blocks reach subnormal numbers."""
+    """Normal variates times powers of two from 2^−spread to 2^spread, so that blocks reach subnormals."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((m, k)) * 2.0 ** rng.uniform(-spread, spread, (m, k)).round()
     return torch.from_numpy(x.astype(np.float32))
@@ -51,7 +51,7 @@ def spacing(y: Tensor, fmt: str) -> Tensor:
     return torch.from_numpy(np.ldexp(form.epsilon, exponent.numpy()))
 
 
-# What a block becomes
+# Quantized blocks
 
 
 @given(
@@ -143,7 +143,7 @@ def test_an_empty_tensor_is_quantized(shape):
     assert dequantize(data, scale, 1, 128, torch.float32).shape == shape
 
 
-# How far it is from what it was
+# Error bounds
 
 
 @given(**a_matrix, block=st.sampled_from(BLOCKS), fmt=st.sampled_from(FORMATS))
@@ -237,7 +237,7 @@ def test_values_at_the_end_of_e4m3_do_not_change():
     x = torch.tensor([[448.0, -448.0, 447.0, 432.0, 431.0, 1.0]])
     data, scale = quantize(x, 1, 128, "e4m3", False)
     assert scale.item() == 1
-    assert data.float().tolist() == [[448, -448, 448, 448, 416, 1]]  # 432 lies halfway and goes to the even one
+    assert data.float().tolist() == [[448, -448, 448, 448, 416, 1]]  # 432 is a tie and rounds to even
 
 
 # A given scale
@@ -262,7 +262,7 @@ def test_a_given_scale_quantizes_as_the_same_computed_scale(m, k, seed):
     assert torch.equal(quantize_with_scale(x, scale.flatten(), "e4m3").float(), data.float())
 
 
-# Back to values
+# Dequantization
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
@@ -292,7 +292,7 @@ def test_dequantizing_does_not_change_the_data(fmt):
     assert torch.equal(numbers(data, fmt), numbers(before, fmt))
 
 
-# As torch operators
+# Operator checks of torch
 
 
 @every_format
@@ -308,7 +308,7 @@ def test_quantize_with_scale_is_a_well_formed_operator():
 @every_format
 def test_dequantize_is_a_well_formed_operator(fmt):
     args = (*quantize(matrix(5, 130), 2, 128, fmt, False), 2, 128, torch.bfloat16)
-    # test_schema compares the inputs by allclose, which torch lacks for FP8 on a CPU: there INT8 and E5M6 stand in
+    # test_schema compares the inputs by allclose, which torch lacks for FP8 on a CPU: INT8 and E5M6 are used instead
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(dequantize.overload, args, test_utils=checks if args[0].dtype.is_floating_point else "ALL")
 

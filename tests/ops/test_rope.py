@@ -1,4 +1,4 @@
-"""Rotary operators of latent attention equal the unfused steps."""
+"""Tests of the rotary operators of latent attention: equal to the unfused steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Scales keep their values in every layout, and have the addresses that the hardware reads."""
+"""Tests of scale layouts: values are preserved, at the addresses that the hardware reads."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_scales_are_float32():
         pack_ue8m0(torch.ones(1, 1, dtype=torch.float64))
 
 
-# Packed
+# Packed scales
 
 
 @given(**sizes, groups=st.sampled_from([(), (1,), (3,)]))
@@ -106,7 +106,7 @@ def test_alignment_is_16_bytes(rows, size, aligned):
     assert tma_aligned(rows, size) == aligned
 
 
-# Packed, of groups
+# Packed scales of groups
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), mn=st.integers(1, 9))

@@ -1,4 +1,4 @@
-"""SwiGLU fused with quantization equals torch's functions in FP32, then quantization."""
+"""Tests of SwiGLU fused with quantization: torch's functions in FP32, then quantization."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Quantization with a transpose equals quantization followed by a transpose, in the layout that GEMMs read."""
+"""Tests of quantization with a transpose: equal to quantization, then a transpose, in the layout that GEMMs read."""
 
 from typing import Any
 

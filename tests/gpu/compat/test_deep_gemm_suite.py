@@ -2,8 +2,8 @@
 
     DEEP_GEMM_SOURCE=~/DeepGEMM pytest tests/gpu/compat/test_deep_gemm_suite.py
 
-Checked with 2.6.1. The checkout need not be built: only its Python is used. What its tests print as times is none,
-see `octile.compat.deep_gemm.__main__`; what they assert is theirs, at their sizes.
+Checked with 2.6.1. The checkout need not be built: only its Python is used. The times that its tests print
+are not real, see `octile.compat.deep_gemm.__main__`; its assertions and sizes are unchanged.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 tests/gpu/test_tensor_core.py compares its bits with those of the tensor core model.
 
-The error bound of an element: each of the 4 wgmmas of a k-block truncates 32 products and the running sum below 2⁻¹³
+The error bound of an element: each of the 4 wgmmas of a k-block truncates 32 products and the accumulator below 2⁻¹³
 of the largest, and then the sum to 13 bits. That is at most 4 · 34 · 2⁻¹³ of Σ|a·b| over the k-block. K-blocks are
 added in FP32. The bound holds for any data; data of one sign lose 0.08% at K = 4096 at most, and 0.06% on average.
 """
@@ -168,14 +168,14 @@ class _Guarded:
     """A poisoned result within a larger tensor."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, odd: bool = False) -> None:
-        self.room = torch.full(
+        self.buffer = torch.full(
             (*shape[:-2], shape[-2] + 2 * GUARD, shape[-1] + 2 * GUARD + odd), torch.nan, dtype=dtype
         ).cuda()
         self.inside = (..., slice(GUARD, GUARD + shape[-2]), slice(GUARD, GUARD + shape[-1]))
-        self.out = self.room[self.inside]
+        self.out = self.buffer[self.inside]
 
     def check(self) -> None:
-        around = self.room.clone()
+        around = self.buffer.clone()
         around[self.inside] = torch.nan
         assert around.isnan().all(), "something was written outside of the result"
 

@@ -158,5 +158,5 @@ def test_a_swizzled_box_has_its_16_byte_chunks_permuted(hopper):
     box = torch.empty_like(x)
     arguments = (encode(describe(x[None], (1, 8, 128), swizzle=128)), box.data_ptr(), 0, 0)
     load("copy", COPY, bytes=8 * 128).ready(1, 1, 128, 4096, arguments)()
-    row, piece = torch.arange(8, device="cuda")[:, None], torch.arange(8, device="cuda")
-    assert torch.equal(box.view(8, 8, 16), x.view(8, 8, 16)[row, piece ^ row])
+    row, chunk = torch.arange(8, device="cuda")[:, None], torch.arange(8, device="cuda")
+    assert torch.equal(box.view(8, 8, 16), x.view(8, 8, 16)[row, chunk ^ row])

@@ -39,9 +39,9 @@ def block_of(scales: Scales, x: Tensor) -> tuple[int, int]:
     return {Scales.PER_ROW: (1, 128), Scales.PER_BLOCK: (128, 128), Scales.PER_TENSOR: whole}[scales]
 
 
-def poisoned(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
+def poisoned(*shape: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
     """A tensor of NaN with `gap` elements between its rows."""
-    return torch.full((*shape[:-1], shape[-1] + room), math.nan, dtype=dtype)[..., : shape[-1]]
+    return torch.full((*shape[:-1], shape[-1] + gap), math.nan, dtype=dtype)[..., : shape[-1]]
 
 
 def emulate(

@@ -173,16 +173,16 @@ TOUCH = 'extern "C" __global__ void touch(unsigned char* data, int at) { if (thr
 
 
 @pytest.mark.parametrize(
-    ("at", "error", "said"),
+    ("at", "error", "error_text"),
     [
         (-1, MemoryError, "outside of a storage of 20 bytes"),
         (20, MemoryError, "outside of a storage of 20 bytes"),
         (32, EmulatorError, "byte 32 of a storage of 20 bytes"),
     ],
 )
-def test_a_write_outside_of_a_tensor_is_caught(at: int, error: type[Exception], said: str) -> None:
+def test_a_write_outside_of_a_tensor_is_caught(at: int, error: type[Exception], error_text: str) -> None:
     data = torch.zeros(20, dtype=torch.uint8)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=error_text):
         emulator.run("touch", {}, grid=1, threads=32, shared_bytes=0, arguments=[data, at], headers={"touch.cu": TOUCH})
 
 

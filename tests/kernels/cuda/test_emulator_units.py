@@ -30,7 +30,7 @@ def copy(
 ) -> None:
     kinds = ["load", "store", "add"]
     size = math.prod(box) * tensor.element_size()
-    settings = [size, size, kinds.index(kind), int(fence)]  # the barrier lies behind the box
+    settings = [size, size, kinds.index(kind), int(fence)]  # the barrier follows the box
     emulator.run(
         "copies",
         {},
@@ -151,13 +151,13 @@ def test_small_whole_numbers_are_multiplied_exactly(a_type: str, b_type: str, n:
 def test_emulated_hopper_accumulates_as_the_tensor_core_model(a_type: str, b_type: str) -> None:
     generator = torch.Generator().manual_seed(1)
 
-    def ugly(rows: int, columns: int) -> torch.Tensor:
+    def extreme(rows: int, columns: int) -> torch.Tensor:
         exponents = torch.randint(-12, 6, (rows, columns), generator=generator).float()
         x = torch.randn(rows, columns, generator=generator) * exponents.exp2()
         return x * (torch.rand(rows, columns, generator=generator) < 0.9)
 
     k = 256 // TYPES[a_type].itemsize
-    a, b, c = ugly(64, k).to(TYPES[a_type]), ugly(8, k).to(TYPES[b_type]), ugly(64, 8)
+    a, b, c = extreme(64, k).to(TYPES[a_type]), extreme(8, k).to(TYPES[b_type]), extreme(64, 8)
     c[0], c[1, 0], c[1, 1] = 0, 1e-42, -0.0
     a[2, 5], a[3, 0], c[4, 1], c[5, 1] = math.nan, 300, math.inf, 3e38
     expected = tensor_core_matmul(a, b, c, "sm_90")

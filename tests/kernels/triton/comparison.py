@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def ugly(*shape: int) -> Tensor:
+def extreme(*shape: int) -> Tensor:
     """Magnitudes from FP32's subnormals up to its largest values, zeros and ties."""
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.exp2(torch.randint(-149, 128, shape).float())

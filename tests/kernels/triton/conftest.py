@@ -1,7 +1,7 @@
 """Fixtures that run the kernels in Triton's interpreter on the CPU.
 
-It has to be chosen before Triton is imported, and then holds for the whole process: where these tests run together with
-those of a GPU, they are skipped.
+The interpreter must be chosen before Triton is imported, for the whole process: if these tests run together with those
+of a GPU, they are skipped.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Every kernel compiles for every generation of GPUs, and fits into its registers and shared memory.
 
-In processes of their own: in this one, Triton interprets.
+Compilation runs in other processes, since Triton interprets in this one.
 """
 
 import multiprocessing

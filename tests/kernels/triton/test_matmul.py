@@ -23,7 +23,7 @@ def _assert_agrees(a: Operand, b: Operand) -> None:
 
 
 def _assert_close(out: Tensor, expected: Tensor) -> None:
-    """FP32 sums of at most 300 terms differ by a few last places of the row's largest partial sums."""
+    """FP32 sums of at most 300 terms differ by a few units in the last place of the largest partial sums of the row."""
     size = expected.float().norm(dim=-1, keepdim=True)
     rounding = torch.finfo(out.dtype).eps
     torch.testing.assert_close(out / size, expected / size, rtol=rounding, atol=1e-5)

@@ -7,7 +7,7 @@ from torch import Tensor
 from octile.kernels.triton import permute as kernel
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import quantize
-from tests.kernels.triton.comparison import assert_same, ugly
+from tests.kernels.triton.comparison import assert_same, extreme
 
 pytestmark = pytest.mark.usefixtures("gpu")
 every_shape = pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def _places(t: int, k: int) -> Tensor:
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
     t, k, d = shape
-    tiles, place = quantize(ugly(t, d), 1, 128, fmt, True), _places(t, k)
+    tiles, place = quantize(extreme(t, d), 1, 128, fmt, True), _places(t, k)
     assert_same(kernel.launch(*tiles, place), permute(*tiles, place))
 
 
@@ -37,7 +37,7 @@ def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: 
 
 
 def test_strides_do_not_matter():
-    data, scale = quantize(ugly(6, 200), 1, 128, "int8", True)
+    data, scale = quantize(extreme(6, 200), 1, 128, "int8", True)
     data, place, y = data.mT.contiguous().mT, _places(6, 3).mT.contiguous().mT, torch.randn(200, 18).mT
     assert_same(kernel.launch(data, scale, place), permute(data, scale, place))
     add = torch.randn(200, 6).mT

@@ -8,7 +8,7 @@ from octile import formats
 from octile.kernels.triton import quantize
 from octile.ops import quantize as reference
 from octile.ops.quantize import DATA_DTYPES
-from tests.kernels.triton.comparison import assert_same, finite, ugly
+from tests.kernels.triton.comparison import assert_same, extreme, finite
 
 FORMATS = ["e4m3", "e5m2", "int8"]
 
@@ -34,8 +34,8 @@ def test_blocks_on_a_ragged_matrix(block: tuple[int, int], fmt: str):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_magnitudes_of_all_of_fp32(fmt: str, power_of_2: bool):
-    _assert_same(ugly(40, 128), (1, 1), fmt, power_of_2)
-    _assert_same(ugly(3, 256), (1, 128), fmt, power_of_2)
+    _assert_same(extreme(40, 128), (1, 1), fmt, power_of_2)
+    _assert_same(extreme(3, 256), (1, 128), fmt, power_of_2)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -90,7 +90,7 @@ def test_empty_tensors(shape: tuple[int, ...]):
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (3, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dequantize(block: tuple[int, int], fmt: str, dtype: torch.dtype):
-    data, scale = reference.quantize(ugly(2, 140, 150)[:, 3:].mT, *block, fmt, False)
+    data, scale = reference.quantize(extreme(2, 140, 150)[:, 3:].mT, *block, fmt, False)
     values = quantize.launch_dequantize(data, scale, *block, dtype)
     expected = reference.dequantize(data, scale, *block, dtype)
     torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
@@ -130,7 +130,7 @@ def test_e5m6(block: tuple[int, int], k: int, power_of_2: bool):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_e5m6_of_extreme_values(bad: float):
-    x = ugly(30, 256)
+    x = extreme(30, 256)
     x[3, 200] = bad
     _same_values(quantize.launch(x, 1, 128, torch.uint8, True), reference.quantize(x, 1, 128, "e5m6", True))
 
@@ -152,7 +152,7 @@ def test_every_encoded_e5m6_value_is_written_and_read():
 @pytest.mark.parametrize("block", [(1, 128), (3, 50)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dequantize_e5m6(block: tuple[int, int], dtype: torch.dtype):
-    data, scale = reference.quantize(ugly(2, 30, 150)[:, 3:], *block, "e5m6", False)
+    data, scale = reference.quantize(extreme(2, 30, 150)[:, 3:], *block, "e5m6", False)
     values = quantize.launch_dequantize(data, scale, *block, dtype)
     expected = reference.dequantize(data, scale, *block, dtype)
     torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
@@ -171,7 +171,7 @@ def test_e5m6_in_blocks_of_odd_width_is_refused():
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", [0.37, 2.0**-10, float("nan"), float("inf")])
 def test_a_given_scale(fmt: str, scale: float):
-    x, given = ugly(2, 35, 130)[..., 1:].mT, torch.tensor([scale])
+    x, given = extreme(2, 35, 130)[..., 1:].mT, torch.tensor([scale])
     x[0, 3, 4], x[0, 5, 6] = float("nan"), float("-inf")
     found = quantize.launch_with_scale(x, given, DATA_DTYPES[fmt])
     assert_same([found], [reference.quantize_with_scale(x, given, fmt)])

@@ -62,7 +62,7 @@ def test_quotients_of_any_magnitude(exponent: int):
 @pytest.mark.parametrize("scale", [2.0**-126, 0.7, 3e38 / 448, float("inf"), float("nan")])
 def test_zeros_keep_their_sign_and_inf_and_nan_are_visible(scale: float):
     x = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-149), 5.0, -5.0, float("inf"), float("-inf"), float("nan")])
-    x = x if not scale < float("inf") else x[:4]  # the others lie in a block with a larger scale
+    x = x if not scale < float("inf") else x[:4]  # the other values belong to a block with a larger scale
     found, expected = _quotient(x, torch.full_like(x, scale)), x / scale
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     number = ~expected.isnan()

@@ -11,7 +11,7 @@ from octile.kernels.triton import tensor_core
 from octile.lab.tensor_core.architectures import find_instruction
 from octile.lab.tensor_core.operand import decode
 from octile.lab.tensor_core.vectorized import Summation, sum_products
-from tests.lab.products import normal, random_bits, same_bits
+from tests.lab.matrices import normal, random_bits, same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = [("sm_90", E4M3, E5M2), ("sm_89", E5M2, E5M2), ("sm_100", E4M3, E4M3), ("sm_90", torch.bfloat16, torch.bfloat16)]

@@ -7,7 +7,7 @@ from torch import Tensor
 from octile.kernels.triton import transpose
 from octile.ops import transpose as reference
 from octile.ops.quantize import DATA_DTYPES, quantize
-from tests.kernels.triton.comparison import assert_same, ugly
+from tests.kernels.triton.comparison import assert_same, extreme
 
 FORMATS = ["e4m3", "e5m2", "int8"]
 SHAPES = [(130, 200), (128, 128), (1, 5), (2, 20, 130), (0, 128), (5, 0)]
@@ -32,13 +32,13 @@ def _block(x: Tensor, fmt: str, power_of_2: bool) -> None:
     assert_same(found, reference.quantize_and_transpose(x, fmt, power_of_2))
 
 
-def _again(x: Tensor, fmt: str, power_of_2: bool) -> None:
+def _requantize(x: Tensor, fmt: str, power_of_2: bool) -> None:
     data, scale = quantize(x, 1, 128, fmt, power_of_2)
     found = transpose.launch_requantize(data, scale, data.dtype, power_of_2)
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2))
 
 
-every_operator = pytest.mark.parametrize("operator", [_both, _block, _again], ids=["both", "block", "again"])
+every_operator = pytest.mark.parametrize("operator", [_both, _block, _requantize], ids=["both", "block", "again"])
 
 
 @every_operator
@@ -50,7 +50,7 @@ def test_any_shape(operator, shape: tuple[int, ...], fmt: str):
 @every_operator
 @both_scales
 def test_magnitudes_of_all_of_fp32(operator, fmt: str, power_of_2: bool):
-    operator(ugly(20, 150), fmt, power_of_2)
+    operator(extreme(20, 150), fmt, power_of_2)
 
 
 @every_operator
@@ -71,13 +71,13 @@ def test_half_precision_and_strides(operator, dtype: torch.dtype, fmt: str):
 @both_scales
 @pytest.mark.parametrize("shape", [(130, 200), (5, 8)], ids=str)
 def test_e5m6_becomes_8_bits(shape: tuple[int, ...], power_of_2: bool, fmt: str):
-    data, scale = quantize(ugly(*shape), 1, 128, "e5m6", True)
+    data, scale = quantize(extreme(*shape), 1, 128, "e5m6", True)
     found = transpose.launch_requantize(data, scale, DATA_DTYPES[fmt], power_of_2)
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2, fmt))
 
 
 def test_rows_in_another_order(fmt: str):
     rows = torch.randint(0, 130, (300,)).to(torch.int32)[::2]
-    data, scale = quantize(ugly(130, 200), 1, 128, fmt, True)
+    data, scale = quantize(extreme(130, 200), 1, 128, fmt, True)
     found = transpose.launch_requantize(data, scale, data.dtype, True, rows)
     assert_same(found, reference.requantize_transposed(data, scale, True, None, rows))

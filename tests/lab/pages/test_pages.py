@@ -79,16 +79,16 @@ def test_captions_contain_the_values():
     rows = [vars(facts(fmt)) for fmt in (E4M3, E5M2, INT8)]
     values = {fmt.name: positive_values(fmt) for fmt in (E4M3, E5M2, INT8)}
     below = {name: sum(v < v_all[-1] / 16 for v in v_all) for name, v_all in values.items()}
-    said = formats_figures.describe_number_line(values)
-    assert f"E4M3 has {below['e4m3']}, E5M2 has {below['e5m2']}, INT8 has {below['int8']}." in said
+    caption = formats_figures.describe_number_line(values)
+    assert f"E4M3 has {below['e4m3']}, E5M2 has {below['e5m2']}, INT8 has {below['int8']}." in caption
     assert "E4M3 has 8 and E5M2 4." in formats_figures.describe_log_line(rows)
 
 
 def test_the_lost_update_caption_names_the_final_weights():
     weights = {"fp32": np.array([1.0, 2.0]), "fp16": np.array([1.0, 1.5]), "bf16": np.array([1.0, 1.0])}
-    said = formats_figures.describe_lost_update(weights, 0.5, {"bf16": 2.0**-7})
-    assert "1 + 2⁻⁷" in said
-    assert "reaches 1.5; FP32 reaches 2" in said
+    caption = formats_figures.describe_lost_update(weights, 0.5, {"bf16": 2.0**-7})
+    assert "1 + 2⁻⁷" in caption
+    assert "reaches 1.5; FP32 reaches 2" in caption
 
 
 def int8_against_e4m3(e4m3, int8, snr_db=(31.0, 43.0)):
@@ -97,28 +97,30 @@ def int8_against_e4m3(e4m3, int8, snr_db=(31.0, 43.0)):
 
 
 def test_the_int8_caption_names_where_e4m3_becomes_better_and_where_int8_is_all_zeros():
-    said = int8_against_e4m3([0.03, 0.03, 0.03, np.nan, 0.03], [0.01, 0.02, 0.2, np.nan, 1.0])
-    assert "INT8 is better for some values less than 2 octaves below the largest of their tile" in said
-    assert "From 4 octaves below the largest on, all values become zero in INT8." in said
-    assert "the SNR is 43.0 dB for INT8 and 31.0 dB for E4M3, since the SNR is dominated by large values." in said
+    caption = int8_against_e4m3([0.03, 0.03, 0.03, np.nan, 0.03], [0.01, 0.02, 0.2, np.nan, 1.0])
+    assert "INT8 is better for some values less than 2 octaves below the largest of their tile" in caption
+    assert "From 4 octaves below the largest on, all values become zero in INT8." in caption
+    assert "the SNR is 43.0 dB for INT8 and 31.0 dB for E4M3, since the SNR is dominated by large values." in caption
 
 
 def test_the_int8_caption_when_int8_is_better():
-    said = int8_against_e4m3([0.03, 0.03, 0.2], [0.01, 0.02, 0.03])
-    assert said.startswith("The input of a. INT8 is at least as good as E4M3 for values of every magnitude. Over all")
-    assert "become zero" not in said
-    assert said.endswith("and 31.0 dB for E4M3.")
+    caption = int8_against_e4m3([0.03, 0.03, 0.2], [0.01, 0.02, 0.03])
+    assert caption.startswith(
+        "The input of a. INT8 is at least as good as E4M3 for values of every magnitude. Over all"
+    )
+    assert "become zero" not in caption
+    assert caption.endswith("and 31.0 dB for E4M3.")
 
 
 def test_the_int8_caption_when_e4m3_is_better_throughout():
-    said = int8_against_e4m3([0.01, 0.01, 1.0], [0.02, 1.0, 1.0], (43.0, 31.0))
-    assert "E4M3 is at least as good as INT8 for values of every magnitude. From 1 octave below" in said
-    assert said.endswith("the SNR is 31.0 dB for INT8 and 43.0 dB for E4M3.")
+    caption = int8_against_e4m3([0.01, 0.01, 1.0], [0.02, 1.0, 1.0], (43.0, 31.0))
+    assert "E4M3 is at least as good as INT8 for values of every magnitude. From 1 octave below" in caption
+    assert caption.endswith("the SNR is 31.0 dB for INT8 and 43.0 dB for E4M3.")
 
 
 def test_the_int8_caption_names_a_size_at_which_int8_is_better_again():
-    said = int8_against_e4m3([0.03, 0.03, 0.05, 0.03], [0.01, 0.2, 0.04, 0.2])
-    assert "less than 3 octaves below the largest of their tile" in said
+    caption = int8_against_e4m3([0.03, 0.03, 0.05, 0.03], [0.01, 0.2, 0.04, 0.2])
+    assert "less than 3 octaves below the largest of their tile" in caption
 
 
 @pytest.mark.parametrize(
@@ -135,15 +137,15 @@ def test_the_int8_caption_names_a_size_at_which_int8_is_better_again():
     ],
 )
 def test_values_flushed_by_int8_are_reported_for_down_projections_and_others(flushed, words):
-    said = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
+    caption = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, flushed, {}))
     worst = max(pair[1] for pair in flushed.values())
-    assert f"up to {worst:.1%} of a layer's input" in said
-    assert words in said
+    assert f"up to {worst:.1%} of a layer's input" in caption
+    assert words in caption
 
 
 def test_without_other_layers_nothing_is_compared():
-    said = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
-    assert "n average" not in said
+    caption = describe_flushed(Int8AgainstE4M3("a", np.ones(1), {}, {"a.down_proj": (0.0, 0.5)}, {}))
+    assert "n average" not in caption
 
 
 @pytest.mark.parametrize(
@@ -151,10 +153,10 @@ def test_without_other_layers_nothing_is_compared():
 )
 def test_the_loss_of_gradients_in_tiles_is_reported(in_tiles, words):
     data = Gradients("a", np.zeros(1), np.ones(1), 2.0**16, 0.9, 0.01, 0.002, in_tiles)
-    said = describe_underflow(data)
-    assert "In FP16, 90.0% of the gradients of a become zero" in said
-    assert "where 1.00% become zero. 0.2% overflow." in said
-    assert words in said
+    caption = describe_underflow(data)
+    assert "In FP16, 90.0% of the gradients of a become zero" in caption
+    assert "where 1.00% become zero. 0.2% overflow." in caption
+    assert words in caption
 
 
 @pytest.mark.parametrize(
@@ -180,33 +182,35 @@ ROWS = [
 
 
 def test_the_accumulation_caption_is_about_k_4096():
-    said = accumulate.describe_errors(ROWS, "sm_90")
-    assert said.startswith(
+    caption = accumulate.describe_errors(ROWS, "sm_90")
+    assert caption.startswith(
         "On sm_90, K = 4,096: the worst error of sums of both signs is 0.060% with promotion every 128 and"
     )
-    assert "6.2% without promotion" in said
+    assert "6.2% without promotion" in caption
 
 
 @pytest.mark.parametrize("interval", [None, 128])
 def test_the_accumulation_caption_with_one_interval_names_no_other(interval):
-    said = accumulate.describe_errors([r for r in ROWS if r.promote_every == interval], "sm_90")
-    assert ("without promotion" in said) == (interval is None)
-    assert ("every 128" in said) == (interval == 128)
+    caption = accumulate.describe_errors([r for r in ROWS if r.promote_every == interval], "sm_90")
+    assert ("without promotion" in caption) == (interval is None)
+    assert ("every 128" in caption) == (interval == 128)
 
 
 def test_the_caption_describes_how_the_accumulation_error_grows():
-    said = accumulate.describe_errors(ROWS, "sm_90")
+    caption = accumulate.describe_errors(ROWS, "sm_90")
     both = "the worst error of sums of both signs stays the same with promotion every 128 and grows 16-fold without"
-    assert f"From K = 256 to 4,096 {both} promotion; that of sums of one sign stays" in said
-    assert said.endswith("With promotion it does not grow, because the tensor core sums only one interval at a time.")
+    assert f"From K = 256 to 4,096 {both} promotion; that of sums of one sign stays" in caption
+    assert caption.endswith(
+        "With promotion it does not grow, because the tensor core sums only one interval at a time."
+    )
 
 
 def test_a_growing_error_with_promotion_is_reported():
     grows = [row(k, "normal", 128, k * 1e-5) for k in (256, 1024, 2048)]
     falls = [row(k, "normal", None, 1 / k) for k in (256, 1024, 2048)]
-    said = accumulate.describe_errors([*grows, *falls], "sm_90")
-    assert "grows 8-fold with promotion every 128 and falls by 88% without promotion" in said
-    assert "does not grow" not in said
+    caption = accumulate.describe_errors([*grows, *falls], "sm_90")
+    assert "grows 8-fold with promotion every 128 and falls by 88% without promotion" in caption
+    assert "does not grow" not in caption
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ LOSSES = [
 
 
 def test_the_best_and_the_worst_8_bit_quantization_are_named():
-    said = what_if_figures.describe_quantization(LOSSES, 7)
-    assert "averaged over 7 GEMMs" in said
-    assert "is E4M3 1×128 with power of two, up with 32.0 dB, and the worst is" in said
-    assert "E4M3 1×128 with power of two, down with 12.0 dB" in said
+    caption = what_if_figures.describe_quantization(LOSSES, 7)
+    assert "averaged over 7 GEMMs" in caption
+    assert "is E4M3 1×128 with power of two, up with 32.0 dB, and the worst is" in caption
+    assert "E4M3 1×128 with power of two, down with 12.0 dB" in caption
 
 
 def test_the_cost_of_rounding_down_is_the_mean_over_variants():
@@ -39,16 +39,16 @@ def test_the_cost_of_rounding_down_is_the_mean_over_variants():
 
 def test_rounding_down_without_harm_is_not_reported():
     other_way = [replace(LOSSES[0], snr_db=12.0), replace(LOSSES[1], snr_db=32.0)]
-    said = what_if_figures.describe_quantization(other_way, 7)
-    assert "down instead of up gains 20 dB on average." in said
-    assert "saturate" not in said
+    caption = what_if_figures.describe_quantization(other_way, 7)
+    assert "down instead of up gains 20 dB on average." in caption
+    assert "saturate" not in caption
 
 
 @pytest.mark.parametrize(("snr", "warned"), [(30.0, False), (36.5, True)])
 def test_a_warning_is_shown_where_int8_ranks_first(snr, warned):
-    said = what_if_figures.describe_quantization([*LOSSES, QuantizationLoss("int8", "row", "float32", snr, 8.0)], 7)
-    assert ("The best INT8 dot is 4.5 dB above the best E4M3 dot" in said) == warned
-    assert ("SNR is dominated by large values" in said) == warned
+    caption = what_if_figures.describe_quantization([*LOSSES, QuantizationLoss("int8", "row", "float32", snr, 8.0)], 7)
+    assert ("The best INT8 dot is 4.5 dB above the best E4M3 dot" in caption) == warned
+    assert ("SNR is dominated by large values" in caption) == warned
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_a_warning_is_shown_where_int8_ranks_first(snr, warned):
 )
 def test_accumulation_error_is_compared_with_quantization_error(snr, verdict):
     sums = [SumLoss("sm_90, never", {"fprop": snr, "wgrad": None}), SumLoss("sm_90, every 32", {"fprop": 90.0})]
-    said = what_if_figures.describe_sums(sums, "E4M3", 30.0, 4096)
-    assert f"sm_90, never, with {snr:.0f} dB in fprop; it causes {verdict} quantization" in said
-    assert "4,096 products" in said
+    caption = what_if_figures.describe_sums(sums, "E4M3", 30.0, 4096)
+    assert f"sm_90, never, with {snr:.0f} dB in fprop; it causes {verdict} quantization" in caption
+    assert "4,096 products" in caption
 
 
 def test_accumulation_without_error():
@@ -72,8 +72,8 @@ HEAT = Heat(["model.layers.0.up", "model.layers.1.up"], ["fprop", "wgrad"], [[30
 
 
 def test_the_worst_and_the_best_gemm_are_named():
-    said = what_if_figures.describe_heat(HEAT, "so")
-    assert "The lowest is in fprop of 1 · up (25.0 dB), the highest in wgrad of 1 · up (35.0 dB)" in said
+    caption = what_if_figures.describe_heat(HEAT, "so")
+    assert "The lowest is in fprop of 1 · up (25.0 dB), the highest in wgrad of 1 · up (35.0 dB)" in caption
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ SIZE[0, 2], SIZE[3, 2], SIZE[3, 5] = 500.0, 300.0, 2.0
 
 
 def test_the_position_of_the_largest_value_is_reported():
-    said = outliers_figures.describe_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
-    assert "500 times the median, in channel 2 of token 0 (first token)" in said
-    assert "Channels 2 hold 100% of the 2 dots" in said
+    caption = outliers_figures.describe_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
+    assert "500 times the median, in channel 2 of token 0 (first token)" in caption
+    assert "Channels 2 hold 100% of the 2 dots" in caption
 
 
 def without(kind, massive, output, others):
@@ -122,17 +122,17 @@ def without(kind, massive, output, others):
 
 def test_layers_without_outliers_are_reported():
     rows = [without("first token", 3, 0.2, (0.5, 1.0)), without("all tokens", 3, 0.25, (0.4, 1.0))]
-    said = outliers_figures.describe_removal(rows, 100.0)
-    assert "first token: 3 in 4" in said
-    assert "keep 40% of their error with INT8, one scale a tensor, and 100% with E4M3, tiles of 1×128" in said
-    assert "output changes by 25%, so the outliers carry much of the information." in said
-    assert "a tile confines an outlier to its own token" in said
+    caption = outliers_figures.describe_removal(rows, 100.0)
+    assert "first token: 3 in 4" in caption
+    assert "keep 40% of their error with INT8, one scale a tensor, and 100% with E4M3, tiles of 1×128" in caption
+    assert "output changes by 25%, so the outliers carry much of the information." in caption
+    assert "a tile confines an outlier to its own token" in caption
 
 
 def test_harmless_outliers_are_not_blamed():
     rows = [without("first token", 3, 0.001, (0.99, 0.5)), without("all tokens", 3, 0.002, (0.99, 0.5))]
-    said = outliers_figures.describe_removal(rows, 100.0)
-    assert said.endswith("and 50% with E4M3, tiles of 1×128. The layer's output changes by 0%.")
+    caption = outliers_figures.describe_removal(rows, 100.0)
+    assert caption.endswith("and 50% with E4M3, tiles of 1×128. The layer's output changes by 0%.")
 
 
 def test_an_input_without_outliers_is_reported():
@@ -145,21 +145,21 @@ CURVE = Curve([13, 14, 15], [60.0, 68.0, 76.0], 70.0, 30.0, 1024)
 
 
 def test_the_number_of_bits_that_matches_promotion():
-    said = hardware_figures.describe_bits(CURVE)
-    assert "13 fraction bits the sums have 60 dB, and the next bit adds 8 dB" in said
-    assert "15 bits would match promotion every 128." in said
-    assert "Quantization alone has 30 dB; a much higher SNR of the sums has no benefit." in said
+    caption = hardware_figures.describe_bits(CURVE)
+    assert "13 fraction bits the sums have 60 dB, and the next bit adds 8 dB" in caption
+    assert "15 bits would match promotion every 128." in caption
+    assert "Quantization alone has 30 dB; a much higher SNR of the sums has no benefit." in caption
 
 
 def test_quantization_without_loss_is_not_mentioned():
     assert "Quantization" not in hardware_figures.describe_bits(replace(CURVE, cast_db=None))
 
 
-@pytest.mark.parametrize("cast", [None, 30.0])
-def test_the_curve_is_drawn_with_or_without_quantization_error(cast):
+@pytest.mark.parametrize("quantization", [None, 30.0])
+def test_the_curve_is_drawn_with_or_without_quantization_error(quantization):
     with drawing(380, 300) as figure:
-        hardware_figures.draw_bits(figure, Curve([13, 14], [None, 68.0], None, cast, 4))
-        assert len(figure.axes[0].lines) == (1 if cast is None else 2)
+        hardware_figures.draw_bits(figure, Curve([13, 14], [None, 68.0], None, quantization, 4))
+        assert len(figure.axes[0].lines) == (1 if quantization is None else 2)
 
 
 def test_the_largest_saving_of_memory_traffic_is_named():
@@ -177,14 +177,14 @@ def predicted(snr=10.0, measured=12.0, excepted=True):
 
 
 def test_the_riskiest_gemm_is_named():
-    said = preflight.describe_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
-    assert "1 of 2 GEMMs is below 20 dB; 1 is advised to stay in BF16." in said
-    assert "wgrad of 0 · e.3, 10.0 dB, caused by the quantization of x, where 25% of the values become zero" in said
+    caption = preflight.describe_risk([predicted(), predicted(30.0, None, False)], "deepseek_v3", 20.0)
+    assert "1 of 2 GEMMs is below 20 dB; 1 is advised to stay in BF16." in caption
+    assert "wgrad of 0 · e.3, 10.0 dB, caused by the quantization of x, where 25% of the values become zero" in caption
 
 
 def test_exceptions_for_the_sake_of_another_gemm_are_distinguished():
-    said = preflight.describe_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
-    assert "1 of 2 GEMMs is below 20 dB; 2 are advised to stay in BF16 (the two weights of experts share" in said
+    caption = preflight.describe_risk([predicted(), predicted(30.0)], "deepseek_v3", 20.0)
+    assert "1 of 2 GEMMs is below 20 dB; 2 are advised to stay in BF16 (the two weights of experts share" in caption
 
 
 def test_without_a_risk_there_are_no_exceptions():
@@ -193,9 +193,9 @@ def test_without_a_risk_there_are_no_exceptions():
 
 
 def test_the_error_of_predictions_is_reported():
-    said = preflight.describe_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
-    assert "Measured SNR of 2 GEMMs" in said
-    assert "the RMS difference is 3.5 dB" in said  # √((9 + 16) / 2)
+    caption = preflight.describe_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
+    assert "Measured SNR of 2 GEMMs" in caption
+    assert "the RMS difference is 3.5 dB" in caption  # √((9 + 16) / 2)
 
 
 def test_the_risk_of_an_expert_is_in_the_row_of_its_layer():

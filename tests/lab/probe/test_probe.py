@@ -11,7 +11,7 @@ from octile.lab.probe import golden, kernels, tiles
 from octile.lab.probe.__main__ import main
 from octile.lab.probe.compare import SIDE, Case, bits, cases, compare, modeled
 from octile.lab.tensor_core.operand import decode
-from tests.lab.products import same_bits
+from tests.lab.matrices import same_bits
 from tools import emulator
 from tools.emulator import build
 
@@ -21,7 +21,7 @@ SHORT = [case for case in cases() if case.steps == 1]
 
 
 def pretended(row_of):
-    """A tensor core that does what a model says."""
+    """A simulated tensor core that computes what a model predicts."""
     return lambda name, a, b, c: modeled(a, b, c, row_of(Case(name, a.dtype, b.dtype, 1).instruction))
 
 

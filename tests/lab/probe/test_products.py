@@ -17,10 +17,10 @@ from tests.kernels.cuda.emulated import emulate
 from tools.emulator import build
 
 CPU = torch.device("cpu")
-MOST = 10_000_000  # products that the emulator is asked for
+MOST = 10_000_000  # multiplications that the emulator is asked for
 SMALL = [case for case in CASES if case.m * case.n * case.k <= MOST]
 H200 = Chip(132)
-NUM_SMS = 32  # so many that some sums over K are cut into parts
+NUM_SMS = 32  # enough that some GEMMs use split-K
 
 
 def _on_cpu(x: Operand) -> Operand:

@@ -15,7 +15,7 @@ from octile.lab.tensor_core import native, reference, vectorized
 from octile.lab.tensor_core.architectures import ARCHITECTURES, NAN, find_instruction
 from octile.lab.tensor_core.operand import FORMATS, decode
 from octile.lab.tensor_core.vectorized import Summation, fma
-from tests.lab.products import normal, random_bits, same_bits, specified
+from tests.lab.matrices import normal, random_bits, same_bits, specified
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = [
@@ -31,7 +31,7 @@ FORMS = [pytest.param(native, id="native"), pytest.param(vectorized, id="vectori
 
 
 def accumulators(shape, seed):
-    """From below the smallest FP32 to beyond 2¹⁰⁰, more bits than a tensor core keeps, some of them zero."""
+    """From below the smallest FP32 to beyond 2¹⁰⁰, with more bits than a tensor core preserves; some are zero."""
     generator = torch.Generator().manual_seed(seed)
     exponent = torch.randint(-150, 125, shape, generator=generator)
     c = torch.randn(shape, generator=generator) * torch.exp2(exponent.double()).float()
@@ -177,7 +177,7 @@ def test_a_scale_of_zero_gives_the_sign_of_a_multiplication(form):
 
 
 def rounded(x):
-    """A rational number → FP32, to nearest: exact arithmetic decides on which side of the middle it lies."""
+    """A rational number → FP32, to nearest: exact arithmetic decides on which side of the midpoint it is."""
     near = torch.tensor(float(x))
     candidates = [near, near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.tensor(-torch.inf))]
     return min((abs(Fraction(c.item()) - x), c.view(torch.int32).item() & 1, c.item()) for c in candidates)[2]
@@ -247,7 +247,7 @@ def test_mma_sync_on_hopper_adds_c_in_fp32():
 
 
 def test_mma_sync_on_hopper_takes_two_of_every_four_operands_at_a_time():
-    # 2¹⁶ and −2¹⁶ meet in the first half, where what is small beside them is in the other half and so survives
+    # 2¹⁶ and −2¹⁶ cancel in the first half; small values survive in the other half
     a, b = torch.zeros(1, 32), torch.ones(1, 32)
     a[0, :3] = torch.tensor([256.0, -256.0, 2.0**-9])
     b[0, :3] = torch.tensor([256.0, 256.0, 2.0**-9])
@@ -310,7 +310,7 @@ def test_a_compiler_is_found_on_this_machine():
     assert native.load() is not None
 
 
-# ---- block-scaled products
+# ---- block-scaled GEMMs
 
 
 @pytest.mark.parametrize("b_block", [(128, 128), (1, 128), (None, None)])

@@ -1,4 +1,4 @@
-"""Attention and the layer after it: operands are quantized by the recipe, and the output is saved once, in E5M6."""
+"""Tests of attention fused with the layer after it: operands follow the recipe, and the output is saved in E5M6."""
 
 import pytest
 import torch
@@ -56,18 +56,18 @@ def test_operands_are_quantized_by_the_recipe():
 def test_it_saves_its_inputs_and_the_output_once():
     q, k, v, w = inputs(torch.bfloat16)
     torch.optim.SGD([w], lr=0.0).step()
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
         y = attention_linear(q, k, v, w, SCALE, RECIPE, torch.bfloat16)
-    of_inputs = sum(kept.pop(t.untyped_storage().data_ptr()) for t in (q, k, v))
+    of_inputs = sum(saved.pop(t.untyped_storage().data_ptr()) for t in (q, k, v))
     assert of_inputs == 2 * B * S * H * (2 * X + V)
     padded_rows = -(-B * S // 4) * 4
-    assert sum(kept.values()) == B * S * H * V * 3 // 2 + 4 * padded_rows + 4 * B * S * H
+    assert sum(saved.values()) == B * S * H * V * 3 // 2 + 4 * padded_rows + 4 * B * S * H
     assert y.dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward layers as one function: every operand of every GEMM is quantized as the recipe says.
+"""Tests of fused feed-forward layers: every operand of every GEMM is quantized by the recipe.
 
 Shapes: T tokens, D model, I intermediate, E experts, K chosen experts.
 """
@@ -31,12 +31,14 @@ from octile.recipe import GEMMS, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
 T, D, I, E, K = 70, 200, 256, 6, 3
-KEPT = Recipe.deepseek_v3()
-RECOMPUTED = replace(KEPT, swiglu_inputs="recomputed")
+SAVED = Recipe.deepseek_v3()
+RECOMPUTED = replace(SAVED, swiglu_inputs="recomputed")
 
-both_settings = pytest.mark.parametrize("recipe", [KEPT, RECOMPUTED], ids=["kept", "recomputed"])
+both_settings = pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 every_fused = pytest.mark.parametrize(
-    "recipe", [KEPT, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles()], ids=["kept", "recomputed", "e5m2", "int8"]
+    "recipe",
+    [SAVED, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles()],
+    ids=["saved", "recomputed", "e5m2", "int8"],
 )
 
 
@@ -47,12 +49,12 @@ def randomized(module: nn.Module) -> nn.Module:
     return module
 
 
-def mlp(recipe: Recipe | None = KEPT) -> MLP:
+def mlp(recipe: Recipe | None = SAVED) -> MLP:
     built = randomized(MLP(D, I))
     return apply_recipe(built, recipe) if recipe else built
 
 
-def moe(recipe: Recipe | None = KEPT, shared: int = 128) -> MoE:
+def moe(recipe: Recipe | None = SAVED, shared: int = 128) -> MoE:
     built = randomized(MoE(Gate(D, E, K), D, I, shared))
     return apply_recipe(built, recipe) if recipe else built
 
@@ -98,7 +100,7 @@ class Seen(dict):
         return [self[id(weight), name] for name in GEMMS]
 
 
-def watched(module: nn.Module, x: Tensor) -> tuple[Seen, Tensor]:
+def observed_gemms(module: nn.Module, x: Tensor) -> tuple[Seen, Tensor]:
     """The observed GEMMs of one pass, and its result."""
     module.zero_grad()
     with observe_gemms(seen := Seen()):
@@ -120,7 +122,7 @@ def assert_quantized(
 @every_fused
 def test_results_of_a_dense_layer_equal_the_gemms_of_the_observed_operands(recipe):
     m, x = mlp(recipe), x_of()
-    seen, y = watched(m, x)
+    seen, y = observed_gemms(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
     assert torch.equal(y.flatten(0, 1), matmul_nt(down[0].a, down[0].b, torch.float32))
     for layer, (_, _, wgrad) in ((m.gate_proj, gate), (m.up_proj, up), (m.down_proj, down)):
@@ -132,7 +134,7 @@ def test_results_of_a_dense_layer_equal_the_gemms_of_the_observed_operands(recip
 @every_fused
 def test_operands_of_a_dense_layer_are_quantized_by_the_recipe(recipe):
     m, x = mlp(recipe), x_of()
-    seen, _ = watched(m, x)
+    seen, _ = observed_gemms(m, x)
     gate, up, down = (seen.of(p.weight) for p in (m.gate_proj, m.up_proj, m.down_proj))
     c = recipe.formats
     dy = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
@@ -157,7 +159,7 @@ def test_operands_of_a_dense_layer_are_quantized_by_the_recipe(recipe):
 
 
 def test_a_recomputed_dense_layer_equals_the_unfused_one():
-    """But for h, which single steps quantize twice on its way to wgrad."""
+    """The results are equal except for h, which the unfused layer quantizes twice before wgrad."""
     fused, steps = mlp(RECOMPUTED), mlp(RECOMPUTED)
     steps.up_proj.register_forward_hook(lambda *_: None)
     found, expected = gradients(fused, x := x_of()), gradients(steps, x)
@@ -202,7 +204,7 @@ def test_results_of_experts_equal_the_gemms_of_the_observed_operands(recipe):
 @every_fused
 def test_operands_of_experts_are_quantized_by_the_recipe(recipe):
     m, x = moe(recipe, shared=0), x_of()
-    seen, _ = watched(m, x)
+    seen, _ = observed_gemms(m, x)
     up, down = seen.of(m.experts.gate_up), seen.of(m.experts.down)
     c = recipe.formats
     routing = m.gate(x.detach().flatten(0, 1))
@@ -269,14 +271,14 @@ def modules(recipe: Recipe) -> list[nn.Module]:
 
 @both_settings
 def test_a_fused_norm_equals_a_separate_one(recipe):
-    """But that the cast is of the norm in FP32, which here it is anyway."""
+    """The fused norm is quantized from FP32, which is the dtype here anyway."""
     for m in modules(recipe):
         norm, x = layer_norm(), x_of()
         found = gradients(m, x, lambda x, m=m, norm=norm: after_norm(m, x, norm))
         of_norm, norm.weight.grad = norm.weight.grad, None
         expected = gradients(m, x, lambda x, m=m, norm=norm: m(norm(x)))
         for ours, theirs in zip([*found, of_norm], [*expected, norm.weight.grad], strict=True):
-            assert (ours - theirs).norm() < 0.02 * theirs.norm()  # the norms differ in the last bit, codes by a step
+            assert (ours - theirs).norm() < 0.02 * theirs.norm()  # the norms differ in the last bit
 
 
 @both_settings
@@ -361,10 +363,10 @@ def test_an_input_without_a_gradient_changes_no_weights(recipe):
 @both_settings
 def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
     for m in modules(recipe):
-        expected, kept = m(x := x_of()), []
-        with torch.no_grad(), saved_tensors_hooks(kept.append, lambda t: t):
+        expected, saved = m(x := x_of()), []
+        with torch.no_grad(), saved_tensors_hooks(saved.append, lambda t: t):
             assert torch.equal(m(x), expected)
-        assert kept == []
+        assert saved == []
 
 
 @both_settings
@@ -388,15 +390,15 @@ def test_every_quantization_is_observed_once():
 
 
 def test_a_size_that_is_no_multiple_of_128_is_not_fused():
-    m, x = apply_recipe(randomized(MLP(D, 200)), KEPT), x_of()
+    m, x = apply_recipe(randomized(MLP(D, 200)), SAVED), x_of()
     assert m.fusion() is None
-    h = F.silu(linear(x, m.gate_proj.weight, None, KEPT)) * linear(x, m.up_proj.weight, None, KEPT)
-    assert torch.equal(m(x), linear(h, m.down_proj.weight, None, KEPT))
+    h = F.silu(linear(x, m.gate_proj.weight, None, SAVED)) * linear(x, m.up_proj.weight, None, SAVED)
+    assert torch.equal(m(x), linear(h, m.down_proj.weight, None, SAVED))
 
 
 def test_layers_of_different_recipes_are_not_fused():
-    m = mlp(KEPT)
+    m = mlp(SAVED)
     m.up_proj.use_recipe(Recipe.per_tensor())
     assert m.fusion() is None
-    assert mlp(KEPT.without("wgrad")).fusion() is None
-    assert mlp(KEPT).fusion().recipe == KEPT
+    assert mlp(SAVED.without("wgrad")).fusion() is None
+    assert mlp(SAVED).fusion().recipe == SAVED

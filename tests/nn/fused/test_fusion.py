@@ -1,4 +1,4 @@
-"""What is fused is decided once, and never by a recipe or a layer that has changed since."""
+"""Tests of the decision what to fuse: made once, and again after a recipe or a layer changed."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Products in an ordinary dtype: experts equal a loop over them for every shape and every stride."""
+"""Tests of grouped GEMMs in high precision: experts equal a loop over them for every shape and stride."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def loop(x_TK: Tensor, weight_GNK: Tensor, counts: list[int]) -> Tensor:
-    """One product for each expert, zeros past the last."""
+    """One GEMM for each expert, zeros past the last."""
     rows = x_TK[: sum(counts)].split(counts)
     y = [x @ w.T for x, w in zip(rows, weight_GNK, strict=True)]
     return torch.cat([*y, x_TK.new_zeros(len(x_TK) - sum(counts), weight_GNK.shape[1])])

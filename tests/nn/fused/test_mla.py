@@ -1,4 +1,4 @@
-"""Latent attention as one function: operands are quantized as the recipe says, and its output is saved once, in E5M6.
+"""Tests of fused latent attention: operands are quantized by the recipe, and the output is saved once, in E5M6.
 
 Shapes: T tokens, D model, H heads.
 """
@@ -56,7 +56,7 @@ def after_norm(m: MLA, x: Tensor, norm: RMSNorm | None) -> Tensor:
 
 
 def observed(m: MLA) -> MLA:
-    """Its layers are called one after the other, since one has a hook."""
+    """Add a hook to one layer, so that the layers are called one after the other."""
     m.kv_b_proj.register_forward_hook(lambda *_: None)
     return m
 
@@ -128,20 +128,20 @@ def test_attention_backward_reads_the_saved_output(monkeypatch):
     exact, _ = attention(q, k, v, m.softmax_scale)
     o_TX = exact.flatten(2).flatten(0, 1)
     assert torch.equal(seen.of(m.o_proj.weight)[0].before, o_TX)
-    kept = quantize(o_TX, (1, 128), E5M6, "power_of_2").dequantize()
-    assert torch.equal(o.flatten(2).flatten(0, 1), kept)
-    assert not torch.equal(kept, o_TX)
+    saved = quantize(o_TX, (1, 128), E5M6, "power_of_2").dequantize()
+    assert torch.equal(o.flatten(2).flatten(0, 1), saved)
+    assert not torch.equal(saved, o_TX)
 
 
 @both_forms
 def test_neither_heads_nor_outputs_are_saved_in_high_precision(q_lora_rank):
-    m, kept = mla(q_lora_rank), []
+    m, saved = mla(q_lora_rank), []
     torch.optim.SGD(m.parameters(), lr=0.0).step()
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), torch.autocast("cpu", torch.bfloat16):
         after_norm(m, x_of().bfloat16(), RMSNorm(D))
     wide = {H * 48, H * 56, H * 24, 48, 56, 24}
-    assert [(t.dtype, t.shape) for t in kept if t.shape[-1] in wide and t.itemsize > 1] == []
-    assert sum(t.dtype == torch.uint8 for t in kept) == 1
+    assert [(t.dtype, t.shape) for t in saved if t.shape[-1] in wide and t.itemsize > 1] == []
+    assert sum(t.dtype == torch.uint8 for t in saved) == 1
 
 
 @both_forms

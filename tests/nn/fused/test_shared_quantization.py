@@ -1,4 +1,4 @@
-"""Layers called together compute what each computes alone, from one cast of their input."""
+"""Tests of shared quantization: layers called together compute what each computes alone, and quantize once."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def x_of(*shape: int) -> Tensor:
     return torch.randn(*shape, K, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
 
-def kept_bytes(call, shape: tuple[int, ...]) -> int:
+def saved_bytes(call, shape: tuple[int, ...]) -> int:
     """Bytes saved for backward in tensors of that many rows, each memory once."""
     rows = {}
 
@@ -54,14 +54,14 @@ def test_layers_called_together_compute_what_they_do_alone(name):
 @pytest.mark.parametrize(("name", "bytes_a_value"), [("deepseek_v3", 1 + 4 / 128), ("bf16", 2)])
 def test_the_input_of_layers_called_together_is_saved_once(name, bytes_a_value):
     x, (a, b) = x_of(40), layers(name)
-    alone, both = kept_bytes(lambda: a(x), (40,)), kept_bytes(lambda: shared_quantization(x, a, b), (40,))
+    alone, both = saved_bytes(lambda: a(x), (40,)), saved_bytes(lambda: shared_quantization(x, a, b), (40,))
     assert alone == both == x.numel() * bytes_a_value
 
 
 def test_layers_called_one_by_one_save_their_input_each():
     x, (a, b) = x_of(40), layers("deepseek_v3")
-    keep = []  # so that no memory is given out twice
-    assert kept_bytes(lambda: keep.extend((a(x), b(x))), (40,)) == 2 * kept_bytes(lambda: a(x), (40,))
+    keep = []  # so that no memory is reused
+    assert saved_bytes(lambda: keep.extend((a(x), b(x))), (40,)) == 2 * saved_bytes(lambda: a(x), (40,))
 
 
 def test_layers_of_different_recipes_quantize_separately():

@@ -32,12 +32,12 @@ def nothing_tuned(tmp_path, monkeypatch):
     schedule=st.sampled_from(Schedule),
     of_b=st.sampled_from([Scales.PER_BLOCK, Scales.PER_ROW]),
     store=st.sampled_from(Store),
-    multiprocessors=st.integers(1, 132),
+    sms=st.integers(1, 132),
 )
-def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, multiprocessors):
+def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, sms):
     dense = schedule is Schedule.DENSE
     problem = Problem(*sides, 1 if dense else groups, schedule, b_scales=of_b, store=store, transposable=dense)
-    config = choose(problem, Chip(multiprocessors))
+    config = choose(problem, Chip(sms))
     assert (config.schedule, config.store is Store.TMA) == (schedule, store is Store.TMA)
     assert {config.a_scales, config.b_scales} == {Scales.PER_ROW, of_b}
     assert config.max_groups >= (0 if dense else groups)
@@ -56,7 +56,7 @@ def test_a_weight_for_few_rows_is_read_by_all_sms():
     assert -(-2112 // config.tile_m) * config.split_k > 132 // 3
 
 
-BANDS = {  # whether the order is along N, and how many tiles a strip has
+STRIPS = {  # whether the order is along N, and how many tiles a strip has
     "large": (Problem(4096, 7168, 2048), True, 16),
     "groups of many rows": (Problem(32768, 4096, 2048, 8, Schedule.GROUPED), True, 16),
     "groups of few rows": (Problem(8192, 4096, 2048, 32, Schedule.GROUPED), False, 8),
@@ -67,11 +67,11 @@ BANDS = {  # whether the order is along N, and how many tiles a strip has
 }
 
 
-@pytest.mark.parametrize("case", BANDS)
+@pytest.mark.parametrize("case", STRIPS)
 def test_rasterization_order(case: str):
-    problem, along_n, band = BANDS[case]
+    problem, along_n, strip = STRIPS[case]
     config = choose(problem, H200)
-    assert (config.raster_along_n, config.raster_width) == (along_n, band)
+    assert (config.raster_along_n, config.raster_width) == (along_n, strip)
 
 
 def test_neighbouring_sizes_share_a_kernel():
@@ -120,15 +120,15 @@ def test_the_choice_follows_what_was_measured():
     problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
     slower, not_measured = {}, []
     for row in json.loads(SWEEP.read_text())["products"]:
-        product = (row["case"], row["what"])
-        config = choose(problems[product], H200)
+        gemm = (row["case"], row["what"])
+        config = choose(problems[gemm], H200)
         name = _named(config)
         if name not in row["us"]:  # rasterization along N is newer than these timings: that along M represents it
             name = _named(replace(config, raster_along_n=False))
         if name in row["us"]:
-            slower[product] = row["us"][name] / min(row["us"].values())
+            slower[gemm] = row["us"][name] / min(row["us"].values())
         else:
-            not_measured.append(product)
+            not_measured.append(gemm)
     assert math.exp(sum(map(math.log, slower.values())) / len(slower)) < 1.02
     assert max(slower.values()) < 1.12
     assert len(not_measured) <= 5

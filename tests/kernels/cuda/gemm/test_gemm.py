@@ -1,7 +1,7 @@
 """Tests of the GEMM kernel in the CPU emulator: its result is bit for bit that of Hopper's tensor cores.
 
-Results are poisoned before, and the emulator guards the memory around every tensor. Every case runs with another seed,
-which is another order of everything whose order a GPU leaves open.
+Outputs are filled with NaN first, and the emulator guards the memory around every tensor. Every case has another seed,
+and with it another order of all operations whose order is undefined on a GPU.
 """
 
 import math
@@ -149,7 +149,7 @@ def _dense(kernel: GemmConfig, m: int, n: int, k: int, seed: int) -> None:
         a_scales, b_scales = b_scales, a_scales
     a = operand((m, k), a_scales, seed, "e5m2" if kernel.a_e5m2 else "e4m3")
     b = operand((n, k), b_scales, seed + 100)
-    out = poisoned(m, n, dtype=_dtype(kernel), room=_room(kernel, n))
+    out = poisoned(m, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
     before = torch.zeros(m, n)
     if kernel.accumulate:
         before = torch.randn(m, n).to(out.dtype).float()
@@ -179,7 +179,7 @@ def _dtype(kernel: GemmConfig) -> torch.dtype:
     return torch.float32 if kernel.out_float else torch.bfloat16
 
 
-def _room(kernel: GemmConfig, n: int) -> int:
+def _gap(kernel: GemmConfig, n: int) -> int:
     """Elements between two rows of the result, which must not be written; an odd stride for Store.SINGLE."""
     if kernel.store is Store.SINGLE:
         return 5 + n % 2
@@ -216,7 +216,7 @@ def test_grouped(case: str):
     for seed, ends in enumerate(ENDS.values()):
         n, k = (40, 160) if seed % 2 else (kernel.tile_n * 2 + 1 + kernel.out_float, 256)
         a, b = operand((200, k), ROW, seed), operand((len(ends), n, k), kernel.b_scales, seed + 100)
-        out = poisoned(200, n, dtype=_dtype(kernel), room=_room(kernel, n))
+        out = poisoned(200, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
         emulate(kernel, out, a, b, _sizes(ends), seed=seed)
         expected = torch.zeros(200, n)
         for g, (start, end) in enumerate(pairwise([0, *ends])):
@@ -276,7 +276,7 @@ def test_masked(case: str, counts: list[int]):
     kernel = GemmConfig(**(_fields(ROWS_GROUPED[case]) | values))
     n, k = 41 + kernel.out_float, 200
     a, b = operand((len(counts), 150, k), ROW), operand((len(counts), n, k), BLOCK, 1)
-    out = poisoned(len(counts), 150, n, dtype=_dtype(kernel), room=_room(kernel, n))
+    out = poisoned(len(counts), 150, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
     emulate(kernel, out, a, b, _sizes(counts), seed=sum(counts))
     for g, count in enumerate(counts):
         expected = exact(group(a, g), group(b, g))[:count]
@@ -319,7 +319,7 @@ def test_wgrad(case: str):
         m, n = (40, 51 + kernel.tile_n) if seed % 2 else (kernel.tile_m + 1, 50)
         n += n % 2 if kernel.store is PAIRS else 0
         a, b = operand((m, 200), ROW, seed), operand((n, 200), ROW, seed + 100)
-        out = poisoned(len(ends), m, n, dtype=_dtype(kernel), room=_room(kernel, n))
+        out = poisoned(len(ends), m, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
         before = torch.zeros(out.shape)
         if kernel.accumulate:
             before = torch.randn(out.shape).to(out.dtype).float()
@@ -356,9 +356,9 @@ def test_tokens_of_nan_stay_in_their_group(nan: str):
 @pytest.mark.parametrize("case", ["ping-pong, in clusters, two accumulators", "split-K", "a cluster shares a"])
 def test_many_orders_give_the_same_bits(case: str):
     a, b = operand((300, 700), ROW), operand((130, 700), BLOCK, 1)
-    first = emulate(DENSE[case], poisoned(300, 130, dtype=torch.bfloat16, room=6), a, b)
+    first = emulate(DENSE[case], poisoned(300, 130, dtype=torch.bfloat16, gap=6), a, b)
     for seed in range(1, 6):
-        out = poisoned(300, 130, dtype=torch.bfloat16, room=6)
+        out = poisoned(300, 130, dtype=torch.bfloat16, gap=6)
         assert torch.equal(emulate(DENSE[case], out, a, b, seed=seed), first)
 
 
@@ -368,7 +368,7 @@ def test_any_number_of_sms(num_sms: int):
     a, b = operand((300, 260), ROW), operand((130, 260), BLOCK, 1)
     expected = exact(a, b)
     for case in ("ping-pong", "a cluster shares b", "256 rows", "float32, by TMA"):
-        out = poisoned(300, 130, dtype=_dtype(DENSE[case]), room=6)
+        out = poisoned(300, 130, dtype=_dtype(DENSE[case]), gap=6)
         emulate(DENSE[case], out, a, b, num_sms=num_sms)
         assert torch.equal(out, expected.to(out.dtype))
 

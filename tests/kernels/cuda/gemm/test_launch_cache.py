@@ -1,8 +1,8 @@
 """Tests of the launch cache: a cached launch equals the launch that an empty cache would prepare.
 
-Products are made one after the other, each differing from the first in a few of the things that may differ: shapes,
-strides, alignment, dtypes, blocks, wrong arguments. Whatever is remembered of the earlier ones, each must give the
-kernel, the launch and the error that it gives when nothing is remembered.
+GEMMs run one after the other, each differing from the first in a few properties: shapes,
+strides, alignment, dtypes, blocks, wrong arguments. Whatever the cache holds of the earlier ones, each must give the
+kernel, the launch and the error that it gives with an empty cache.
 """
 
 import math
@@ -100,7 +100,7 @@ def gpu() -> Iterator[list[Any]]:
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
+def empty_launch_cache() -> Iterator[None]:
     """Run the body with an empty launch cache, and restore the previous one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_cache, "_prepared", BoundedCache(64))
@@ -119,8 +119,8 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {  # values that a valid GEMM m
     "b_dtype": ([E4M3, E5M2], [torch.int8, torch.float16]),
     "a_block": ([TILE], [BLOCK, (200, 200), (1, 200), (1, 64)]),
     "b_block": ([BLOCK, TILE], [(200, 200), (128, 200), (128,)]),
-    "a_room": ([0, 16], [3]),  # elements after each row
-    "b_room": ([0, 16], [3]),
+    "a_gap": ([0, 16], [3]),  # elements after each row
+    "b_gap": ([0, 16], [3]),
     "a_past": ([0, 16], [4]),  # elements before the first row
     "b_past": ([0, 16], [4]),
     "a_scales_first": ([True], [False]),  # column-major, as quantization writes them
@@ -130,7 +130,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {  # values that a valid GEMM m
     "scales_dtype": ([torch.float32], [torch.int32]),
     "out": ([True, False], []),  # given
     "out_dtype": ([torch.bfloat16, torch.float32], [torch.float16]),
-    "out_room": ([0], [8, 1]),
+    "out_gap": ([0], [8, 1]),
     "out_past": ([0, 8], [2, 1]),
     "accumulate": ([False, True], []),
     "sizes_dtype": ([torch.int32], [torch.int64]),
@@ -145,10 +145,10 @@ change = st.sampled_from([(name, value) for name, (usual, unusual) in FIELDS.ite
 changes = st.lists(change, min_size=1, max_size=2).map(dict)
 
 
-def matrix(shape: tuple[int, ...], dtype: torch.dtype, room: int = 0, past: int = 0) -> Tensor:
+def matrix(shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0, past: int = 0) -> Tensor:
     """A matrix with `gap` elements after each row, `past` elements after a 16-byte aligned address."""
     *batch, rows, columns = shape
-    stride = columns + room
+    stride = columns + gap
     whole = torch.zeros(past + math.prod(batch) * rows * stride, dtype=dtype)
     return whole.as_strided(shape, (rows * stride, stride, 1)[-len(shape) :], past)
 
@@ -171,12 +171,12 @@ def make(s: Spec) -> Tensor:
     m, n, k, g, kind, wrong = s["m"], s["n"], s["k"], s["groups"], s["kind"], s["wrong"]
     a_shape = (g, m, k) if kind == "masked" else (m, k)
     b_shape = (n, k + (wrong == "k")) if kind in ("dense", "wgrad") else (g, n, k + (wrong == "k"))
-    a = matrix(a_shape, s["a_dtype"], s["a_room"], s["a_past"])
-    b = matrix(b_shape, s["b_dtype"], s["b_room"], s["b_past"])
+    a = matrix(a_shape, s["a_dtype"], s["a_gap"], s["a_past"])
+    b = matrix(b_shape, s["b_dtype"], s["b_gap"], s["b_past"])
     a_scale, b_scale = scales(s, "a", a_shape), scales(s, "b", b_shape)
     out_shape = {"dense": (m, n), "grouped": (m, n), "masked": (g, m, n), "wgrad": (g, m, n)}[kind]
     out_shape = (*out_shape[:-1], n + (wrong == "out"))
-    out = matrix(out_shape, s["out_dtype"], s["out_room"], s["out_past"]) if s["out"] else None
+    out = matrix(out_shape, s["out_dtype"], s["out_gap"], s["out_past"]) if s["out"] else None
     sizes = torch.zeros(s["sizes_step"] * (g + (wrong == "sizes")), dtype=s["sizes_dtype"])[:: s["sizes_step"]]
     operands = (a, a_scale, s["a_block"], b, b_scale, s["b_block"])
     if kind == "wgrad":
@@ -228,9 +228,9 @@ def test_the_launch_cache_changes_no_launch(gpu, first: Spec, others: list[Spec]
     specs = [first, first, *(first | other for other in others), first]
     expected = []
     for spec in specs:
-        with remembering():
+        with empty_launch_cache():
             expected.append(outcome(spec, gpu))
-    with remembering():
+    with empty_launch_cache():
         for spec, what in zip(specs, expected, strict=True):
             assert outcome(spec, gpu) == what
 
@@ -240,13 +240,13 @@ def test_the_launch_cache_changes_no_launch(gpu, first: Spec, others: list[Spec]
 def test_tensors_that_differ_in_one_property_have_different_keys(name: str, differs: str):
     if (name, differs) == ("sizes", "alignment"):
         return  # read one by one
-    room = torch.zeros(64)
-    tensors = {each: room.as_strided((4, 8), (8, 1)) for each in ("a", "a_scale", "b", "b_scale", "sizes", "out")}
+    buffer = torch.zeros(64)
+    tensors = {each: buffer.as_strided((4, 8), (8, 1)) for each in ("a", "a_scale", "b", "b_scale", "sizes", "out")}
     other = {
-        "shape": room.as_strided((4, 7), (8, 1)),
-        "strides": room.as_strided((4, 8), (9, 1)),
-        "dtype": room.view(torch.int32).as_strided((4, 8), (8, 1)),
-        "alignment": room.as_strided((4, 8), (8, 1), 1),
+        "shape": buffer.as_strided((4, 7), (8, 1)),
+        "strides": buffer.as_strided((4, 8), (9, 1)),
+        "dtype": buffer.view(torch.int32).as_strided((4, 8), (8, 1)),
+        "alignment": buffer.as_strided((4, 8), (8, 1), 1),
     }[differs]
 
     def key(t: dict[str, Tensor]) -> object:
@@ -260,11 +260,11 @@ def test_tensors_that_differ_in_one_property_have_different_keys(name: str, diff
 def test_a_tensor_on_another_device_has_a_different_key():
     x, elsewhere = torch.zeros(4, 8), torch.zeros(4, 8)
     elsewhere.get_device = lambda: 1  # type: ignore[method-assign]
-    looks = [key_of((x, x, TILE), (x, x, TILE), x, x)]
+    keys = [key_of((x, x, TILE), (x, x, TILE), x, x)]
     for place in range(6):
         a, a_scale, b, b_scale, sizes, out = (elsewhere if place == i else x for i in range(6))
-        looks.append(key_of((a, a_scale, TILE), (b, b_scale, TILE), sizes, out))
-    assert len(set(looks)) == 7
+        keys.append(key_of((a, a_scale, TILE), (b, b_scale, TILE), sizes, out))
+    assert len(set(keys)) == 7
 
 
 def test_different_blocks_have_different_keys():
@@ -296,11 +296,11 @@ def test_only_launches_without_copies_are_cached(monkeypatch):
     monkeypatch.setattr(grouped, "launch_cached", launch_cached)
     spec = {name: usual[0] for name, (usual, _) in FIELDS.items()} | {"k": 160}
     for change in ({"a_scales_first": False}, {"kind": "grouped", "sizes_step": 2}, {"a_block": BLOCK}):
-        with remembering():
+        with empty_launch_cache():
             make(spec | change)
             make(spec | change)
     assert hits == [False] * 6
-    with remembering():
+    with empty_launch_cache():
         make(spec)
         make(spec)
     assert hits[6:] == [False, True]
@@ -311,7 +311,7 @@ def test_cached_launches_skip_the_checks_and_others_do_not(monkeypatch):
     monkeypatch.setattr(matmul, "_check_matmul", lambda *_: checked.append(1))
     x = matrix((16, 128), E4M3)
     scale = torch.zeros(1, 16).mT
-    with remembering():
+    with empty_launch_cache():
         results = [matmul_nt.kernels["cuda"](x, scale, TILE, x, scale, TILE, torch.float32) for _ in range(3)]
     assert len(checked) == 1
     assert len({out.data_ptr() for out in results}) == 3

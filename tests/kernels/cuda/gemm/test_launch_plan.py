@@ -30,8 +30,8 @@ def _request(out=None, a=None, b=None, **others) -> GemmRequest:
 
 
 OUTS = {
-    "copy engine": (torch.empty(M, N, dtype=torch.bfloat16), Store.TMA),
-    "rows with room behind them": (torch.empty(M, N + 8, dtype=torch.bfloat16)[:, :N], Store.TMA),
+    "TMA": (torch.empty(M, N, dtype=torch.bfloat16), Store.TMA),
+    "strided rows": (torch.empty(M, N + 8, dtype=torch.bfloat16)[:, :N], Store.TMA),
     "float32": (torch.empty(M, N), Store.TMA),
     "float32, rows at 8 bytes": (torch.empty(M, N + 2)[:, :N], Store.PAIRS),
     "rows at 4 bytes": (torch.empty(M, N + 2, dtype=torch.bfloat16)[:, :N], Store.PAIRS),
@@ -68,14 +68,14 @@ def test_row_major_scales_are_copied():
     assert copied.b.scale is p.b.scale
 
 
-@pytest.mark.parametrize("lies", ["unaligned rows", "unaligned base", "columns first"])
-def test_data_that_tma_cannot_read(lies: str):
+@pytest.mark.parametrize("layout", ["unaligned rows", "unaligned base", "columns first"])
+def test_data_that_tma_cannot_read(layout: str):
     data = torch.empty(M, K + 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     data = {
         "unaligned rows": torch.empty(M, K + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :K],
         "unaligned base": data[:, 1 : K + 1],
         "columns first": torch.empty(K, M, dtype=torch.uint8).view(torch.float8_e4m3fn).mT,
-    }[lies]
+    }[layout]
     assert not is_tma_readable(_request(a=replace(operand((M, K), ROW), data=data)))
 
 
@@ -115,10 +115,10 @@ def test_a_request_without_promotion_has_one_scale(monkeypatch):
 def _reason(monkeypatch, a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> str | None:
     monkeypatch.setattr(request, "why_not_on", lambda device: None)
     request._why_unsupported.cache_clear()
-    return request.why_unsupported(_square(a_block, b_block, dtype, groups))
+    return request.why_unsupported(_dense_request(a_block, b_block, dtype, groups))
 
 
-def _square(a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> GemmRequest:
+def _dense_request(a_block=(1, 128), b_block=(128, 128), dtype=torch.float8_e4m3fn, groups=None) -> GemmRequest:
     x, scale = torch.empty(256, 256, dtype=dtype), torch.empty(0)
     schedule, sizes = (Schedule.GROUPED, torch.empty(groups)) if groups else (Schedule.DENSE, None)
     return GemmRequest(schedule, Operand(x, scale, a_block), Operand(x, scale, b_block), torch.float32, sizes=sizes)
@@ -138,7 +138,7 @@ def test_which_operands_are_supported(monkeypatch):
 
 def test_no_other_device_is_supported():
     request._why_unsupported.cache_clear()
-    assert request.why_unsupported(_square()) == "they are written for Hopper (sm_90)"
+    assert request.why_unsupported(_dense_request()) == "they are written for Hopper (sm_90)"
 
 
 def test_k_of_zero_leaves_the_rows_past_the_groups_of_a_given_result():

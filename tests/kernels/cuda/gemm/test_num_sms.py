@@ -22,9 +22,9 @@ def test_all_sms_are_used_by_default():
     assert num_sms.num_sms() == 132
 
 
-@pytest.mark.parametrize(("told", "used"), [(1, 1), (78, 78), (132, 132), (200, 132)])
-def test_num_sms_is_bounded_by_the_setting_and_the_gpu(told, used):
-    num_sms.set_num_sms(told)
+@pytest.mark.parametrize(("limit", "used"), [(1, 1), (78, 78), (132, 132), (200, 132)])
+def test_num_sms_is_bounded_by_the_setting_and_the_gpu(limit, used):
+    num_sms.set_num_sms(limit)
     assert num_sms.num_sms() == used
 
 

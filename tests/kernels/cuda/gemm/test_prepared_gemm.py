@@ -103,10 +103,10 @@ def test_an_operand_that_must_be_copied_does_not_share_the_plan_of_scales_with_i
     p = _request()
     moved = torch.empty(p.b.scale.numel() + 1)[1:].view(p.b.scale.shape).copy_(p.b.scale)
     launch_cache.launch(replace(p, b=replace(p.b, scale=moved)))
-    room = torch.empty(p.a.scale.numel() + 1)[1:].view(p.a.scale.mT.shape).mT.copy_(p.a.scale)
-    launch_cache.launch(replace(p, a=replace(p.a, scale=room)))
+    buffer = torch.empty(p.a.scale.numel() + 1)[1:].view(p.a.scale.mT.shape).mT.copy_(p.a.scale)
+    launch_cache.launch(replace(p, a=replace(p.a, scale=buffer)))
     assert moved.data_ptr() in kernel.launches[0][4]
-    assert room.data_ptr() not in kernel.launches[1][4]
+    assert buffer.data_ptr() not in kernel.launches[1][4]
 
 
 def test_other_memory_of_the_same_layout_shares_the_plan(kernel: FakeKernel):
@@ -204,8 +204,8 @@ def test_blocks_decide_on_the_plan(name: str):
 
 @pytest.mark.parametrize("name", ["a", "b", "a_scale", "b_scale", "out"])
 def test_layouts_of_tensors_decide_on_the_plan(name: str):
-    room = torch.zeros(64)
-    tensors = dict.fromkeys(["a", "b", "a_scale", "b_scale", "out"], room.as_strided((4, 4), (8, 1)))
+    buffer = torch.zeros(64)
+    tensors = dict.fromkeys(["a", "b", "a_scale", "b_scale", "out"], buffer.as_strided((4, 4), (8, 1)))
 
     def key(**others) -> object:
         t = tensors | others
@@ -213,10 +213,10 @@ def test_layouts_of_tensors_decide_on_the_plan(name: str):
         return _key(GemmRequest(Schedule.DENSE, a, b, torch.float32, t["out"]))
 
     others = [
-        room.as_strided((4, 4), (8, 1), 1),
-        room.as_strided((4, 4), (9, 1)),
+        buffer.as_strided((4, 4), (8, 1), 1),
+        buffer.as_strided((4, 4), (9, 1)),
         torch.zeros(64, dtype=torch.int32).as_strided((4, 4), (8, 1)),
-        room.as_strided((4, 3), (8, 1)),
+        buffer.as_strided((4, 3), (8, 1)),
     ]
-    assert key() == key(**{name: room.as_strided((4, 4), (8, 1), 4)})
+    assert key() == key(**{name: buffer.as_strided((4, 4), (8, 1), 4)})
     assert key() not in [key(**{name: other}) for other in others]

@@ -75,8 +75,8 @@ def test_registers_that_do_not_fit_show_as_spills(each):
 def test_an_error_shows_the_message_and_stores_the_source(each):
     with pytest.raises(RuntimeError, match='identifier "y" is undefined') as raised:
         compiler.compile("smoke", KERNEL.replace("x[threadIdx.x] =", "y[threadIdx.x] ="), "sm_90a")
-    kept = Path(re.search(r"source saved: (\S+)", str(raised.value))[1])
-    assert "y[threadIdx.x] = shared" in kept.read_text()
+    saved = Path(re.search(r"source saved: (\S+)", str(raised.value))[1])
+    assert "y[threadIdx.x] = shared" in saved.read_text()
 
 
 def test_an_unknown_architecture_is_refused(each):

@@ -10,7 +10,7 @@ from octile.ops.norm import normalized, rms_norm_quantize
 from octile.ops.quantize import DATA_DTYPES, decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
-from tests.kernels.triton.comparison import assert_close_data, assert_same, finite, ugly
+from tests.kernels.triton.comparison import assert_close_data, assert_same, extreme, finite
 from tools import emulator
 from tools.emulator import build
 
@@ -58,14 +58,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bad(*shape: int) -> Tensor:
-    """All magnitudes, and NaN and Inf in three places."""
-    x = ugly(*shape)
+    """All magnitudes, and three NaN or Inf values."""
+    x = extreme(*shape)
     x[3, 5], x[shape[0] - 30, 200], x[-1, -1] = float("nan"), float("inf"), float("-inf")
     return x
 
 
 def _hard(*shape: int) -> Tensor:
-    """Blocks whose scales lie just below a value of few bits, which need an exact division; some zeros."""
+    """Blocks whose scales are just below a value of few bits, which need an exact division; some zeros."""
     largest = torch.tensor(448.0 * (1 - 2.0**-23))  # / 448 is two units in the last place below 1
     x = torch.randn(shape) * 100
     x[torch.rand(shape) < 0.1] = -0.0
@@ -122,9 +122,9 @@ def test_batches_and_strided_rows():
 def test_padding_after_the_scales_of_rows_is_ignored():
     data, scale = quantize(finite(35, 264), 1, 128, "e4m3", False)  # three columns of 36, of which 35 are scales
     expected = requantize_transposed(data, scale, False)
-    kept = scale.clone()
+    saved = scale.clone()
     torch.empty(0).set_(scale.untyped_storage()).fill_(float("nan"))
-    assert_same(launcher.requantize(data, scale.copy_(kept), E4M3, False), expected)
+    assert_same(launcher.requantize(data, scale.copy_(saved), E4M3, False), expected)
 
 
 def test_rows_are_picked():
@@ -149,7 +149,7 @@ def _assert_same_packed(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Te
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_e5m6(dtype: torch.dtype, power_of_2: bool):
-    for x in (finite(70, 288).clamp(-6e4, 6e4), ugly(70, 288), _bad(70, 288), _hard(70, 288)):
+    for x in (finite(70, 288).clamp(-6e4, 6e4), extreme(70, 288), _bad(70, 288), _hard(70, 288)):
         x = x.clamp(-6e4, 6e4).to(dtype) if dtype == torch.float16 else x.to(dtype)
         found = launcher.quantize(x, 1, 128, torch.uint8, power_of_2)
         _assert_same_packed(found, quantize(x, 1, 128, "e5m6", power_of_2))
@@ -174,10 +174,10 @@ def test_dequantize(block: tuple[int, int], fmt: str):
 
 
 def test_every_encoded_value_dequantizes():
-    codes = torch.arange(256, dtype=torch.uint8)[None]
+    encoded = torch.arange(256, dtype=torch.uint8)[None]
     for dtype in (E4M3, E5M2, torch.int8):
-        values = launcher.dequantize(codes.view(dtype), torch.ones(1, 2), 1, 128, torch.bfloat16)
-        torch.testing.assert_close(values, codes.view(dtype).bfloat16(), rtol=0, atol=0, equal_nan=True)
+        values = launcher.dequantize(encoded.view(dtype), torch.ones(1, 2), 1, 128, torch.bfloat16)
+        torch.testing.assert_close(values, encoded.view(dtype).bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 # ---- A given scale ----
@@ -217,15 +217,15 @@ def test_swiglu(dtype: torch.dtype, power_of_2: bool):
 
 
 @pytest.mark.parametrize(
-    ("kept", "weighted", "power_of_2"),
+    ("saved", "weighted", "power_of_2"),
     [(None, False, False), (None, True, True), ("e4m3", True, False), ("int8", False, True)],
 )
-def test_swiglu_backward(kept: str | None, weighted: bool, power_of_2: bool):
+def test_swiglu_backward(saved: str | None, weighted: bool, power_of_2: bool):
     m, h = 140, 256
     gate, up = _gate_up((m, h), torch.bfloat16)
     scales, dh = (None, None), torch.randn(m, h).bfloat16()
-    if kept:
-        both = quantize(torch.stack((gate, up)), 1, 128, kept, power_of_2)
+    if saved:
+        both = quantize(torch.stack((gate, up)), 1, 128, saved, power_of_2)
         (gate, up), scales = both[0], (both[1][0], both[1][1])
     weight = torch.rand(m) + 0.5 if weighted else None
     found = launcher.swiglu_backward(dh, gate, up, *scales, weight, E4M3, power_of_2, E5M2, True)
@@ -308,8 +308,8 @@ def test_quotients_of_the_host_are_at_most_one_too_small(d: int):
     ],
 )
 def test_matrices_in_other_layouts_are_left_to_triton(x: Tensor, out: torch.dtype | None, reason: str | None):
-    said = launcher.layout_error(x, out=out)
-    assert said is None if reason is None else said is not None and reason in said
+    error_text = launcher.layout_error(x, out=out)
+    assert error_text is None if reason is None else error_text is not None and reason in error_text
 
 
 def test_scales_in_other_layouts_are_left_to_triton():

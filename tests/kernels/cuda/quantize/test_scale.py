@@ -13,7 +13,7 @@ from tools.emulator.examples import SOURCES
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
 SIGNIFICANT = 8  # bits of a midpoint between two values of INT8 or E5M6; those of E4M3 and E5M2 have fewer
-BESIDE = 13  # units in the last place: only scales this close to a value of so few bits could round differently
+NEAR = 13  # units in the last place: only scales this close to a value of so few bits could round differently
 DTYPE_OF = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, INT8: torch.int8, E5M6: torch.uint8}
 
 
@@ -36,7 +36,7 @@ def _steps(x: Tensor, steps: Tensor | int) -> Tensor:
 @pytest.mark.parametrize("binade", [1.0, 0.5])
 def test_quotients_nearly_halfway_between_two_values(binade: float):
     halfway = torch.arange(1 << SIGNIFICANT - 1, (1 << SIGNIFICANT) + 1) * 2.0 ** (1 - SIGNIFICANT)
-    beside = torch.arange(-BESIDE, BESIDE + 1, dtype=torch.int32)
+    beside = torch.arange(-NEAR, NEAR + 1, dtype=torch.int32)
     scale = _steps(halfway[:-1, None], beside).flatten()[:, None]
     middle = (halfway * binade).expand(len(scale), -1)
     scale = scale.expand_as(middle).contiguous()
@@ -57,7 +57,7 @@ def test_quotients_of_any_magnitude(exponent: int):
 @pytest.mark.parametrize("scale", [2.0**-126, 0.7, 1 - 2.0**-24, 3e38 / 448, float("inf"), float("nan")])
 def test_zeros_keep_their_sign_and_inf_and_nan_are_visible(scale: float):
     x = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-149), 5.0, -5.0, float("inf"), float("-inf"), float("nan")])
-    x = x if not scale < float("inf") else x[:4]  # the others lie in a block with a larger scale
+    x = x if not scale < float("inf") else x[:4]  # the other values belong to a block with a larger scale
     found, expected = _run(x, torch.full_like(x, scale))[0], x / scale
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     number = ~expected.isnan()

@@ -11,7 +11,7 @@ from octile.scaled import ScaledTensor
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int, finite: bool = False) -> Tensor:
-    """Every code of the dtype with the same probability: subnormal numbers, both ends of the range, NaN and Inf."""
+    """Every bit pattern of the dtype with the same probability: subnormals, both ends of the range, NaN and Inf."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     x = codes.view(dtype).squeeze(-1)
@@ -37,12 +37,12 @@ def specified(a: Tensor, b: Tensor, c: Tensor, row: Instruction, fp16_accumulato
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """All NaN are one."""
+    """Whether the bits are equal; any NaN equals any other."""
     nan = actual.isnan() & expected.isnan()
     return bool((nan | (actual.view(torch.int32) == expected.view(torch.int32))).all())
 
 
-def products_of_a_layer(operands: dict[str, ScaledTensor], promote_every: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def gemms_of_a_layer(operands: dict[str, ScaledTensor], promote_every: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """fprop, dgrad and wgrad by the model on the CPU, from what `observe_quantization` saw of a linear layer."""
     on_cpu = {name: q.cpu() for name, q in operands.items()}
     x, w, dy = on_cpu["x"], on_cpu["w"], on_cpu["dy"]
