@@ -1,7 +1,7 @@
-"""Disk cache of compiled kernels: one file each, named by what decides on its content.
+"""Disk cache of compiled kernels: a file per kernel, named by a hash of its source, options and compiler.
 
-A file holds a checksum and what was built; it is written under another name and renamed. Nothing needs to survive a
-power failure: a file that does not match its checksum is built again.
+A file holds a checksum and the compiled kernel; it is written under another name and renamed. A file that does not
+match its checksum, for example after a power failure, is built again.
 
 The 64 ranks of a job start at once and want the same kernels. A process that does not find one acquires the lock of its
 file, looks again, and compiles; the others wait for the lock and then find the kernel. The machine code runs with the
@@ -31,10 +31,9 @@ def folder() -> Path:
 
 
 def fetch(name: str, identity: Sequence[str], build: Callable[[], bytes]) -> bytes:
-    """Return what was built of an identity: from the disk, or built now and stored.
+    """Return a compiled kernel from the disk, or build and store it.
 
-    Where nothing can be stored (a full disk, a read-only folder) it is built in memory, and the logger `octile` warns
-    once.
+    If it cannot be stored (a full disk, a read-only folder), the logger `octile` warns once.
 
     Args:
         name: name of the kernel; its file starts with it.

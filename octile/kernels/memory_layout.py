@@ -1,8 +1,8 @@
 """The memory layout of quantized tensors, such that Hopper's GEMMs read them without a copy.
 
-FP8 tensor cores need operands contiguous along the summed dimension, and TMA needs rows that begin at multiples of 16
-bytes. Rows are therefore padded in memory; shapes do not change. The reference, the fake and the kernel of an operator
-allocate with these functions.
+FP8 tensor cores need operands contiguous along the contracted dimension, and TMA needs rows that begin at multiples of
+16 bytes. Rows are therefore padded in memory; shapes do not change. The reference, the fake and the kernel of an
+operator allocate with these functions.
 """
 
 import torch
@@ -18,7 +18,7 @@ def padded(n: int, itemsize: int = 1) -> int:
 
 
 def new_scale(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
-    """An uninitialized scale [..., ⌈M/R⌉, ⌈K/C⌉] float32 for x [..., M, K] in blocks of R×C.
+    """Allocate an uninitialized scale [..., ⌈M/R⌉, ⌈K/C⌉] float32 for x [..., M, K] in blocks of R×C.
 
     A GEMM reads the scales of one k-block together. So the scales of 1×C tiles are contiguous along M, those of R×1
     tiles along K; the transposed view of either has the layout of the other. The scales of other blocks are row-major.
@@ -33,11 +33,11 @@ def new_scale(x: Tensor, block_rows: int, block_cols: int) -> Tensor:
 
 
 def new_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialized [..., K, M] for x [..., M, K], of a dtype of one byte: contiguous along M, rows padded."""
+    """Allocate an uninitialized [..., K, M] for x [..., M, K], of a 1-byte dtype: contiguous along M, rows padded."""
     *batch, m, k = x.shape
     return x.new_empty(*batch, k, padded(m), dtype=dtype)[..., :m]
 
 
 def new_quantized_transposed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """An uninitialized `new_transposed` [..., K, M], and its scale for 1×128 tiles along M, [..., K, ⌈M/128⌉]."""
+    """Allocate `new_transposed` [..., K, M] and its scale for 1×128 tiles along M, [..., K, ⌈M/128⌉]."""
     return new_transposed(x, dtype), new_scale(x, 128, 1).mT

@@ -279,6 +279,6 @@ def _rounded_up(n: int, unit: int) -> int:
 
 
 def _max_blocks(tile_n: int) -> int:
-    """The largest number of blocks of 128 columns that a tile of this width reaches."""
+    """Return the largest number of blocks of 128 columns that a tile of this width overlaps."""
     starts = range(0, BLOCK_K, gcd(tile_n, BLOCK_K))
     return max(-(-(start + tile_n) // BLOCK_K) for start in starts)

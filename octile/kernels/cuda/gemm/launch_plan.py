@@ -1,8 +1,8 @@
-"""Launch plans: which kernel makes a GEMM, with how many thread blocks and which arguments.
+"""Launch plans: the kernel of a GEMM, its number of thread blocks and its arguments.
 
-TMA needs elements that are contiguous along K, a base and strides that are multiples of 16 bytes, and scales of rows
-that are contiguous along the rows. octile's quantization kernels write exactly that. Any other operand is copied first
-by one more kernel: two bytes of traffic an element, a few percent of a GEMM's time.
+TMA needs data that is contiguous along K, an address and strides that are multiples of 16 bytes, and 1×128 scales that
+are contiguous along the rows. octile's quantization kernels write this layout. Any other operand is copied first by one
+more kernel: two bytes of traffic per element, a few percent of a GEMM's time.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from octile.kernels.cuda.jit.tensor_map import BYTES, TensorMap
 from octile.kernels.memory_layout import VECTOR, padded
 
 NO_MAP = bytes(BYTES)  # for a parameter that the kernel does not read
-UNKNOWN = VECTOR  # a map's pointer until it is filled in: aligned, and nothing else
+UNKNOWN = VECTOR  # stands for a map's pointer until the launch; it is aligned
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LaunchPlan:
         config: the kernel.
         grid: number of thread blocks.
         maps: tensor maps of a, b, their scales and out, without their pointers; None where the kernel uses none.
-        numbers: strides of the scales of 128×128 blocks; strides of out; m, n, k and groups, as the kernel sees them.
+        strides_and_extents: strides of the scales of 128×128 blocks; strides of out; m, n, k and groups of the kernel.
         partials: floats of workspace for split-K partials.
         arrivals: ints of workspace that count them; zero before and after a launch.
     """
@@ -39,7 +39,7 @@ class LaunchPlan:
     config: GemmConfig
     grid: int
     maps: tuple[TensorMap | None, ...]
-    numbers: tuple[tuple[int, ...], ...]
+    strides_and_extents: tuple[tuple[int, ...], ...]
     partials: int
     arrivals: int
 
@@ -51,14 +51,14 @@ class LaunchPlan:
         Args:
             pointers: addresses of a, b, their scales, sizes and out.
             partials, arrivals: addresses of the workspace.
-            encode: takes a map and a pointer and returns what is passed for it.
+            encode: returns the argument for a map and a pointer.
         """
         a, b, a_scale, b_scale, sizes, out = pointers
         if self.config.transposed:
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         mapped = zip(self.maps, (a, b, a_scale, b_scale, out), strict=True)
         maps = [NO_MAP if described is None else encode(described, pointer) for described, pointer in mapped]
-        scale_strides, out_strides, extents = self.numbers
+        scale_strides, out_strides, extents = self.strides_and_extents
         return [*maps, a_scale, b_scale, *scale_strides, out, *out_strides, partials, arrivals, sizes, *extents]
 
 
@@ -97,7 +97,7 @@ def plan_launch(request: GemmRequest, chip: Chip, config: GemmConfig | None = No
         config,
         grid=min(chip.clusters(config.cluster_size), tiles) * config.cluster_size,
         maps=maps,
-        numbers=(_strides(block_scale), _strides(out), (m, n, k, groups)),
+        strides_and_extents=(_strides(block_scale), _strides(out), (m, n, k, groups)),
         partials=split_tiles * config.split_k * config.tile_m * config.tile_n,
         arrivals=split_tiles * config.warpgroups,
     )
@@ -135,7 +135,7 @@ def is_tma_readable(request: GemmRequest) -> bool:
 
 
 def make_tma_readable(request: GemmRequest, copy: Callable[[Tensor], Tensor] | None = None) -> GemmRequest:
-    """Return the request with copies of those operands that TMA cannot read; the request itself where there are none.
+    """Return the request with copies of the operands that TMA cannot read; the request itself if TMA reads all of them.
 
     Args:
         copy: makes a copy of data or scales [..., rows, columns]; None: in the layout that TMA reads.
@@ -163,7 +163,7 @@ def _is_aligned(t: Tensor) -> bool:
 
 
 def _k_major(data: Tensor) -> Tensor:
-    from octile.kernels.triton.layout import to_k_major  # late: Triton is there where a GPU is
+    from octile.kernels.triton.layout import to_k_major  # late: Triton may not be installed without a GPU
 
     return to_k_major(data)[..., : data.shape[-1]]
 
@@ -185,7 +185,7 @@ def _store(out: Tensor) -> Store:
         return Store.SINGLE
     strides = [stride for stride, extent in zip(outer, out.shape, strict=False) if extent > 1]
     address, size = out.data_ptr(), out.itemsize
-    # of a row that ends within 16 bytes TMA would write all 16 (seen on an H200)
+    # TMA writes all 16 bytes at the end of a row, even if the row ends within them (observed on an H200)
     whole = (address // size, out.shape[-1], *strides)
     if all(i % (VECTOR // size) == 0 for i in whole):
         return Store.TMA

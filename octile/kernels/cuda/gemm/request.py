@@ -1,6 +1,6 @@
-"""Requests for GEMMs: what an operator of `octile::` asks a backend for, and whether Hopper's own kernels support it.
+"""GEMM requests: the calls that operators of `octile::` pass to a backend, and whether Hopper's kernels support them.
 
-A request is made once, right below the operator's flat schema, and stays as it is until the launch.
+A request is made once, from the operator's flat schema, and is passed unchanged to the launch.
 """
 
 import functools
@@ -80,7 +80,7 @@ class GemmRequest:
         return a.new_empty(shape, dtype=self.out_dtype)
 
     def scale_kinds(self) -> tuple[Scales, Scales]:
-        """What one scale of each operand stands for.
+        """Return the kind of block of each operand.
 
         Raises:
             ValueError: the kernels have no such blocks; see `why_unsupported`.
