@@ -1,4 +1,4 @@
-"""Number formats (FP8 and others), exact conversions to and from them, and the block shapes that share a scale.
+"""Number formats (FP8 and others), exact conversions to and from them, and the common shapes of a block.
 
 An encoded value of E exponent bits and M mantissa bits is a sign, an exponent field f and a mantissa t, in that order:
 

@@ -1,4 +1,4 @@
-"""Recipes: which operand of which GEMM gets which 8-bit format, block and scale rule.
+"""Recipes. A recipe says which operand of which GEMM gets which 8-bit format, block and scale rule.
 
 A linear layer has three GEMMs:
 

@@ -1,4 +1,4 @@
-"""The numerics lab: what 8 bits do to a GEMM, bit for bit.
+"""Numerics lab: measures what FP8 does to the GEMMs of a model, with a bit-exact model of the tensor core.
 
 The tensor core:
 

@@ -1,4 +1,4 @@
-"""The model: DeepSeek-V3, and V2 as a setting of it.
+"""Models: DeepSeek-V3, and DeepSeek-V2 as a configuration of it.
 
 config.py        `ModelConfig` and the presets, without torch
 hf_config.py     reading a Hugging Face `config.json`

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, and V2 by its configuration: the whole model.
+"""The whole DeepSeek-V3 model; DeepSeek-V2 is a configuration of it.
 
     block      x + MLA(norm(x)), then x + MLP(norm(x)); after the first few layers the MLP is a mixture of experts
     main       embedding → blocks → norm → head, which predicts the next token

@@ -1,4 +1,4 @@
-"""Layers with autograd, of which a model is built; `functional` has the linear layers as functions."""
+"""Modules that a model is built of, trained in FP8; `functional` has the linear layers as functions."""
 
 from octile.nn import functional
 from octile.nn.conversion import convert

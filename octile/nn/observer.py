@@ -9,7 +9,7 @@ Because fprop's observer returns the function that sees the other two GEMMs, it 
 closure. For a forward pass that has no backward pass (a validation, the first pass of a checkpointed block) that
 function is never called.
 
-Usually there is no observer, and an event costs one look at an empty list.
+Usually there is no observer, and an event costs one check of an empty list.
 """
 
 from __future__ import annotations

@@ -1,0 +1,23 @@
+"""Training: from text to a run folder with a model, checkpoints, metrics and a report.
+
+config.py        `TrainConfig` and the presets, without torch
+corpus.py        documents from a folder, files, the standard library or a hub dataset
+corpus_index.py  a first pass over a corpus: duplicates, and which documents are held out
+data.py          from text to tokens on disk
+tokenizer.py     byte-level BPE
+token_store.py   a folder of tokens, memory-mapped
+batches.py       the order of training, a function of seed and step
+
+loop.py          `octile train`
+trainer.py       the state of a run, and one step
+run_folder.py    the files of a run, and its lock
+fine_tune.py     a run that starts from a checkpoint's weights
+memory.py        memory checks, and advice when memory runs out
+deterministic.py runs that give the same bits again
+diagnostics.py   scale statistics, and the first non-finite tensor
+console.py       the terminal output of a run
+
+compare.py       `octile compare`; compared_run.py, gradient_check.py and token_losses.py are its parts
+generate.py      `octile generate`
+draft_acceptance.py   how often drafts of multi-token prediction are accepted
+"""

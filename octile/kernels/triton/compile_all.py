@@ -194,7 +194,7 @@ def _compile(
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         value, parameter = arguments[name], function.params[index]
-        # Triton specializes kernels for an integer 1 and for multiples of 16, unless told not to
+        # Triton specializes kernels for an integer 1 and for multiples of 16, unless do_not_specialize names them
         specialized = not isinstance(value, Tensor) and not parameter.do_not_specialize
         if parameter.is_constexpr or (specialized and value == 1):
             signature[name], constants[name] = "constexpr", value

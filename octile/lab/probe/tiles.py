@@ -18,7 +18,7 @@ def operand(dtype: torch.dtype, rows: int, k: int, generator: torch.Generator, o
     """Draw an operand [rows, k] whose row i is of kind i modulo the number of kinds.
 
     Args:
-        opposite: whether cancelling rows are pairs (x, −x) instead of (x, x); a and b differ in this.
+        opposite: whether canceling rows are pairs (x, −x) instead of (x, x); a and b differ in this.
         special: whether one value in 64 is NaN or Inf.
     """
     shape, device = (rows, k), generator.device

@@ -1,4 +1,4 @@
-"""Attention and the layer that reads its output as one function, which saves that output once, in E5M6.
+"""Autograd function of attention and its output projection, which saves the attention output once, in E5M6.
 
     forward     o = softmax(q · kᵀ) · v in BF16        o → 1×128 for the GEMM, and → E5M6, saved with q, k and v
                 y = o · wᵀ

@@ -1,4 +1,4 @@
-"""Fusion: whether one autograd function takes the place of several layers of a module.
+"""Decision whether one autograd function replaces several layers of a module (fusion).
 
 Half a transformer block is one function where the data flow of DeepSeek-V3 needs it: what lies between two GEMMs is
 quantized as it is computed, and what is not saved for backward is recomputed (`docs/data_flow.md`).

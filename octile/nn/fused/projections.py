@@ -1,4 +1,4 @@
-"""Layers that read one input as one function: the input is quantized and saved once, and gets one gradient.
+"""Autograd function of several linear layers that read one input, which is quantized and saved once.
 
     forward     x → 1×128                               y_i = x · w_iᵀ
     backward    dy_i → 1×128 and 128×1                  dx = Σ dy_i · w_i

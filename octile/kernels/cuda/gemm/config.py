@@ -1,4 +1,4 @@
-"""Configuration of one GEMM kernel: the constants of gemm.cu, and the rules which of them fit together on an SM.
+"""Configuration of a GEMM kernel: the constants of gemm.cu, and the rules that make them fit an SM.
 
 A thread block has one producer warpgroup, which loads tiles with TMA, and one to three consumer warpgroups, which
 multiply them. The consumers are cooperative (all work on one tile) or ping-pong (each has its own tile and pipeline).

@@ -16,6 +16,12 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem
 
 ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": Store}
+RENAMED = {  # fields of entries that were written before a field had its present name
+    "fetch": "load_c",
+    "staged_pieces": "staged_boxes",
+    "along_n": "raster_along_n",
+    "band": "raster_width",
+}
 
 
 def lookup(problem: Problem, chip: Chip) -> GemmConfig | None:
@@ -61,6 +67,7 @@ def _load(file: Path, stamp: int) -> dict[str, GemmConfig]:
 
 
 def _config(values: dict[str, int | bool]) -> GemmConfig:
+    values = {RENAMED.get(name, name): value for name, value in values.items()}
     names = {field.name for field in fields(GemmConfig)}
     if set(values) != names:
         raise ValueError(f"an entry must name {sorted(names)}")

@@ -98,6 +98,17 @@ def test_a_measured_kernel_comes_first():
     assert choose(problem, Chip(100)) != measured
 
 
+def test_a_measured_kernel_with_the_former_names_of_fields_comes_first():
+    """As files of 0.1.0 before the fields were named after CUTLASS's terms have it."""
+    problem, measured = Problem(4096, 7168, 2048), GemmConfig(128, 64, 3, staged_boxes=1, raster_width=16)
+    tuned.store(rounded(problem), H200, measured, 12.5)
+    text = tuned.path().read_text()
+    for former, present in tuned.RENAMED.items():
+        text = text.replace(f'"{present}"', f'"{former}"')
+    tuned.path().write_text(text)
+    assert choose(problem, H200) == measured
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"x": {"config": {"tile_m": 3}}}', "{"])
 def test_an_invalid_file_of_measured_kernels_is_ignored(text: str):
     tuned.path().write_text(text)
