@@ -262,6 +262,10 @@ BF16 = FloatFormat("bf16", 8, 7, 127, torch.bfloat16)
 FP32 = FloatFormat("fp32", 8, 23, 127, torch.float32)
 INT8 = IntFormat("int8", 8, torch.int8)
 
+# The formats that tensors are quantized to, by name, with the torch dtype in which the encoded values are stored.
+STORAGE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e5m6": torch.uint8, "int8": torch.int8}
+GEMM_FORMATS = ("e4m3", "e5m2", "int8")  # those of a GEMM's operands; E5M6 is dequantized or requantized first
+
 # Blocks R×C, the elements of a matrix [M, K] that share one scale; Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
 TILE: tuple[int, int] = (1, 128)  # one token, 128 channels
 COLUMN_TILE: tuple[int, int] = (128, 1)  # 128 tokens, one channel

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from octile.formats import E4M3, E5M6, FloatFormat, IntFormat, by_name
+from octile.formats import E4M3, E5M6, STORAGE_DTYPES, FloatFormat, IntFormat, by_name
 from octile.ops import grouped as grouped_ops
 from octile.ops import matmul as matmul_ops
 from octile.ops import quantize as quantize_ops
 from octile.ops.operator import check_tensor
 from octile.recipe import Extent, ScaleRule
 
-_FORMATS = {dtype: by_name[name] for name, dtype in quantize_ops.DATA_DTYPES.items()}
+_FORMATS = {dtype: by_name[name] for name, dtype in STORAGE_DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

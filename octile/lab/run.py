@@ -192,7 +192,7 @@ def capture_run(
     run = RunFolder.open(path)
     config = run.read_config()
     if step is not None and not 1 <= step <= config.steps + 1:
-        raise ValueError(f"step must be from 1 to {config.steps + 1} for this run, not {step}")
+        raise ValueError(f"step must be from 1 to {config.steps + 1} (the step after the last), not {step}")
     checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
     config = replace(config, skip_limit=config.steps)  # a step with broken gradients can be captured too
     if checkpoint is not None:

@@ -27,6 +27,8 @@ class RecipeHolder(Generic[R]):
     @recipe.setter
     def recipe(self, recipe: R) -> None:
         global _recipe_changes
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
         self._recipe = recipe
         _recipe_changes += 1
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from octile.formats import GEMM_FORMATS, STORAGE_DTYPES
 from octile.kernels import backends
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.launch_cache import launch_cached
@@ -22,7 +23,7 @@ from octile.ops.operator import operator
 from octile.ops.quantize import check_scale, dequantize
 
 Block = Sequence[int]
-OPERAND_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+OPERAND_DTYPES = tuple(STORAGE_DTYPES[name] for name in GEMM_FORMATS)
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 DENSE = Schedule.DENSE
 

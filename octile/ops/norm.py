@@ -15,12 +15,11 @@ Source: Zhang and Sennrich (arXiv 1910.07467).  Shapes: x [M, K], weight [K], rs
 import torch
 from torch import Tensor
 
-from octile.formats import TILE
+from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, quantize
-from octile.ops.transpose import FORMATS
+from octile.ops.quantize import check_device, check_input_dtype, quantize
 
 MAX_COLUMNS = 32768  # a row must fit into one Triton program
 
@@ -63,13 +62,13 @@ def normalized(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
 def _(x, weight, eps, fmt, power_of_2, values=False):
     rstd = x.new_empty(len(x), dtype=torch.float32)
     y = x.new_empty(len(x) if values else 0, x.shape[1])
-    return x.new_empty(x.shape, dtype=DATA_DTYPES[fmt]), new_scale(x, *TILE), rstd, y
+    return x.new_empty(x.shape, dtype=STORAGE_DTYPES[fmt]), new_scale(x, *TILE), rstd, y
 
 
 @rms_norm_quantize.register_kernel("cuda")
 def _(x, weight, eps, fmt, power_of_2, values=False):
     _check(x, weight, fmt)
-    return backends.run("rms_norm_quantize", x, weight, eps, DATA_DTYPES[fmt], power_of_2, values)
+    return backends.run("rms_norm_quantize", x, weight, eps, STORAGE_DTYPES[fmt], power_of_2, values)
 
 
 @operator()
@@ -114,7 +113,7 @@ def _(dy, x, weight, rstd, add=None):
 
 def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
     _check_operands(x, weight)
-    if fmt not in FORMATS:
+    if fmt not in GEMM_FORMATS:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8', not {fmt!r}")
 
 

@@ -15,11 +15,10 @@ Shapes: T tokens, D model width, K experts per token, R = T·K rows.
 import torch
 from torch import Tensor
 
-from octile.formats import TILE
+from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, check_scale
-from octile.ops.transpose import FORMATS
+from octile.ops.quantize import check_device, check_input_dtype, check_scale
 
 
 @operator()
@@ -97,7 +96,7 @@ def _(y, place, add=None):
 
 
 def _check_permute(data: Tensor, scale: Tensor, place: Tensor) -> None:
-    if data.dtype not in map(DATA_DTYPES.get, FORMATS):
+    if data.dtype not in map(STORAGE_DTYPES.get, GEMM_FORMATS):
         raise TypeError(f"data must be float8_e4m3fn, float8_e5m2 or int8, not {data.dtype}")
     if data.dim() != 2:
         raise ValueError(f"data must be a matrix [T, D], not {tuple(data.shape)}")

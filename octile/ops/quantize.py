@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile import formats
+from octile.formats import STORAGE_DTYPES
 from octile.kernels import backends, cpu
 from octile.kernels.memory_layout import new_scale
 from octile.ops.operator import operator
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32 number: for it, x / scale is exact
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DATA_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e5m6": torch.uint8, "int8": torch.int8}
 
 
 @operator()
@@ -71,7 +71,7 @@ def _(x, block_rows, block_cols, fmt, power_of_2):
 @quantize.register_kernel("cuda")
 def _(x, block_rows, block_cols, fmt, power_of_2):
     _check(x, block_rows, block_cols, fmt)
-    return backends.run("quantize", x, block_rows, block_cols, DATA_DTYPES[fmt], power_of_2)
+    return backends.run("quantize", x, block_rows, block_cols, STORAGE_DTYPES[fmt], power_of_2)
 
 
 @operator()
@@ -102,7 +102,7 @@ def _(x, scale, fmt):
 @quantize_with_scale.register_kernel("cuda")
 def _(x, scale, fmt):
     _check_with_scale(x, scale, fmt)
-    return backends.run("quantize_with_scale", x, scale, DATA_DTYPES[fmt])
+    return backends.run("quantize_with_scale", x, scale, STORAGE_DTYPES[fmt])
 
 
 @operator()
@@ -178,7 +178,7 @@ def _check(x: Tensor, block_rows: int, block_cols: int, fmt: str) -> None:
         raise ValueError(f"x must be a matrix [..., M, K], not {tuple(x.shape)}")
     if min(block_rows, block_cols) < 1:
         raise ValueError(f"block must be at least 1×1, not {block_rows}×{block_cols}")
-    if fmt not in DATA_DTYPES:
+    if fmt not in STORAGE_DTYPES:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2', 'e5m6' or 'int8', not {fmt!r}")
     if fmt == "e5m6" and x.shape[-1] % 2:
         raise ValueError(f"x must have an even number of columns to be packed as E5M6, not {x.shape[-1]}")
@@ -194,7 +194,7 @@ def _check_with_scale(x: Tensor, scale: Tensor, fmt: str) -> None:
 
 
 def _check_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, out_dtype: torch.dtype) -> None:
-    if data.dtype not in DATA_DTYPES.values():
+    if data.dtype not in STORAGE_DTYPES.values():
         raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
     if out_dtype not in INPUT_DTYPES:
         raise TypeError(f"out_dtype must be float32, bfloat16 or float16, not {out_dtype}")
@@ -269,13 +269,13 @@ def _round(blocks: Tensor, shape: torch.Size, fmt: str) -> Tensor:
         return formats.pack12(formats.E5M6.encode(scaled))
     if fmt == "int8":
         return scaled.round_().nan_to_num_(0.0).to(torch.int8)  # the scale of the block shows the NaN
-    return scaled.to(DATA_DTYPES[fmt])
+    return scaled.to(STORAGE_DTYPES[fmt])
 
 
 def _empty_data(x: Tensor, fmt: str) -> Tensor:
     """An uninitialized `data` for x [..., M, K]."""
     *batch, m, k = x.shape
-    return x.new_empty(*batch, m, k // 2 * 3 if fmt == "e5m6" else k, dtype=DATA_DTYPES[fmt])
+    return x.new_empty(*batch, m, k // 2 * 3 if fmt == "e5m6" else k, dtype=STORAGE_DTYPES[fmt])
 
 
 def round_up_to_power_of_2(x: Tensor) -> Tensor:

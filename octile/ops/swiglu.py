@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.formats import TILE
+from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, check_scale, dequantize, quantize
-from octile.ops.transpose import FORMATS, quantize_columns, quantize_rows_and_columns
+from octile.ops.quantize import check_device, check_input_dtype, check_scale, dequantize, quantize
+from octile.ops.transpose import quantize_columns, quantize_rows_and_columns
 
 
 @operator()
@@ -60,14 +60,14 @@ def swiglu_quantize(
 
 @swiglu_quantize.register_fake
 def _(gate, up, fmt, power_of_2, weight=None):
-    return gate.new_empty(gate.shape, dtype=DATA_DTYPES[fmt]), new_scale(gate, *TILE)
+    return gate.new_empty(gate.shape, dtype=STORAGE_DTYPES[fmt]), new_scale(gate, *TILE)
 
 
 @swiglu_quantize.register_kernel("cuda")
 def _(gate, up, fmt, power_of_2, weight=None):
     _check(gate, up, fmt)
     _check_weight(weight, gate)
-    return backends.run("swiglu_quantize", gate, up, DATA_DTYPES[fmt], power_of_2, weight)
+    return backends.run("swiglu_quantize", gate, up, STORAGE_DTYPES[fmt], power_of_2, weight)
 
 
 @operator()
@@ -101,8 +101,8 @@ def swiglu_quantize_and_save(
 
 @swiglu_quantize_and_save.register_fake
 def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
-    data = gate.new_empty(gate.shape, dtype=DATA_DTYPES[fmt])
-    saved = gate.new_empty(2, *gate.shape, dtype=DATA_DTYPES[saved_fmt])
+    data = gate.new_empty(gate.shape, dtype=STORAGE_DTYPES[fmt])
+    saved = gate.new_empty(2, *gate.shape, dtype=STORAGE_DTYPES[saved_fmt])
     return data, new_scale(data, *TILE), saved, new_scale(saved, *TILE)
 
 
@@ -110,8 +110,8 @@ def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
 def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
     _check(gate, up, fmt, saved_fmt)
     _check_weight(weight, gate)
-    casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[saved_fmt], saved_power_of_2)
-    return backends.run("swiglu_quantize_and_save", gate, up, *casts, weight)
+    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[saved_fmt], saved_power_of_2)
+    return backends.run("swiglu_quantize_and_save", gate, up, *settings, weight)
 
 
 def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
@@ -168,17 +168,17 @@ def swiglu_backward_quantize(
 
 @swiglu_backward_quantize.register_fake
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
-    both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), DATA_DTYPES[fmt]
+    both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), STORAGE_DTYPES[fmt]
     data, transposed = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype)
     dweight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
-    return data, new_scale(both, *TILE), *transposed, *new_quantized_transposed(gate, DATA_DTYPES[h_fmt]), dweight
+    return data, new_scale(both, *TILE), *transposed, *new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt]), dweight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt)
-    casts = (DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[h_fmt], h_power_of_2)
-    return backends.run("swiglu_backward_quantize", dh, gate, up, gate_scale, up_scale, weight, *casts)
+    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], h_power_of_2)
+    return backends.run("swiglu_backward_quantize", dh, gate, up, gate_scale, up_scale, weight, *settings)
 
 
 def _check_backward(
@@ -191,7 +191,7 @@ def _check_backward(
     fmt: str,
     h_fmt: str,
 ) -> None:
-    is_quantized = gate.dtype in map(DATA_DTYPES.get, FORMATS)
+    is_quantized = gate.dtype in map(STORAGE_DTYPES.get, GEMM_FORMATS)
     _check(gate, up, fmt, h_fmt, is_quantized=is_quantized)
     check_input_dtype("dh", dh)
     if gate.shape[1] % TILE[1]:
@@ -222,7 +222,7 @@ def _check(gate: Tensor, up: Tensor, *formats: str, is_quantized: bool = False) 
         raise TypeError(f"up must be {gate.dtype} as gate, not {up.dtype}")
     _check_like("up", up, gate.shape, gate)
     for fmt in formats:
-        if fmt not in FORMATS:
+        if fmt not in GEMM_FORMATS:
             raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8', not {fmt!r}")
 
 

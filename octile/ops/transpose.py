@@ -16,13 +16,11 @@ Shapes: [..., M, K] → [..., K, M]. The rows of a transposed matrix are padded 
 import torch
 from torch import Tensor
 
-from octile.formats import BLOCK, COLUMN_TILE, TILE
+from octile.formats import BLOCK, COLUMN_TILE, GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.ops.operator import operator
-from octile.ops.quantize import DATA_DTYPES, check_device, check_input_dtype, check_scale, columns, dequantize, quantize
-
-FORMATS = ("e4m3", "e5m2", "int8")  # the 8-bit ones: E5M6 is not stored transposed
+from octile.ops.quantize import check_device, check_input_dtype, check_scale, columns, dequantize, quantize
 
 
 @operator()
@@ -56,14 +54,14 @@ def quantize_columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, Ten
 
 @quantize_rows_and_columns.register_fake
 def _(x, fmt, power_of_2):
-    dtype = DATA_DTYPES[fmt]
+    dtype = STORAGE_DTYPES[fmt]
     return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_quantized_transposed(x, dtype)
 
 
 @quantize_rows_and_columns.register_kernel("cuda")
 def _(x, fmt, power_of_2):
     _check(x, fmt)
-    return backends.run("quantize_rows_and_columns", x, DATA_DTYPES[fmt], power_of_2)
+    return backends.run("quantize_rows_and_columns", x, STORAGE_DTYPES[fmt], power_of_2)
 
 
 @operator()
@@ -100,13 +98,13 @@ def requantize_transposed(
 def _(data, scale, power_of_2, fmt=None, rows=None):
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
-    return new_quantized_transposed(like, DATA_DTYPES[fmt or _format(data)])
+    return new_quantized_transposed(like, STORAGE_DTYPES[fmt or _format(data)])
 
 
 @requantize_transposed.register_kernel("cuda")
 def _(data, scale, power_of_2, fmt=None, rows=None):
     _check_tiles(data, scale, fmt, rows)
-    return backends.run("requantize_transposed", data, scale, DATA_DTYPES[fmt or _format(data)], power_of_2, rows)
+    return backends.run("requantize_transposed", data, scale, STORAGE_DTYPES[fmt or _format(data)], power_of_2, rows)
 
 
 @operator()
@@ -133,31 +131,31 @@ def quantize_and_transpose(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tenso
 
 @quantize_and_transpose.register_fake
 def _(x, fmt, power_of_2):
-    dtype = DATA_DTYPES[fmt]
+    dtype = STORAGE_DTYPES[fmt]
     return x.new_empty(x.shape, dtype=dtype), new_scale(x, *BLOCK), new_transposed(x, dtype)
 
 
 @quantize_and_transpose.register_kernel("cuda")
 def _(x, fmt, power_of_2):
     _check(x, fmt)
-    return backends.run("quantize_and_transpose", x, DATA_DTYPES[fmt], power_of_2)
+    return backends.run("quantize_and_transpose", x, STORAGE_DTYPES[fmt], power_of_2)
 
 
 def _check(x: Tensor, fmt: str) -> None:
     check_input_dtype("x", x)
     if x.dim() < 2:
         raise ValueError(f"x must be a matrix [..., M, K], not {tuple(x.shape)}")
-    if fmt not in FORMATS:
+    if fmt not in GEMM_FORMATS:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' for a transposed result, not {fmt!r}")
 
 
 def _check_tiles(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | None) -> None:
-    if data.dtype not in DATA_DTYPES.values():
+    if data.dtype not in STORAGE_DTYPES.values():
         raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
     if data.dim() < 2:
         raise ValueError(f"data must be a matrix [..., M, K], not {tuple(data.shape)}")
     check_scale("data", data, scale, *TILE)
-    if (fmt or _format(data)) not in FORMATS:
+    if (fmt or _format(data)) not in GEMM_FORMATS:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' for a transposed result, not {fmt!r}")
     if rows is None:
         return
@@ -170,4 +168,4 @@ def _check_tiles(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | No
 
 def _format(data: Tensor) -> str:
     """The name of data's format."""
-    return next(fmt for fmt, dtype in DATA_DTYPES.items() if dtype == data.dtype)
+    return next(fmt for fmt, dtype in STORAGE_DTYPES.items() if dtype == data.dtype)

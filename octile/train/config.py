@@ -222,13 +222,14 @@ def small() -> TrainConfig:
 
 def published(preset: str) -> TrainConfig:
     """A run of a published model with DeepSeek-V3's hyper-parameters and a batch that fits one host."""
+    model = MODELS[preset]()
     return TrainConfig(
         preset=preset,
         steps=1000,
         batch_size=8,
         micro_batches=8,
-        sequence_length=4096,
-        model=MODELS[preset](),
+        sequence_length=min(4096, model.max_position_embeddings),
+        model=model,
         optim=OptimConfig(),
     )
 
@@ -241,9 +242,8 @@ def preset(name: str) -> TrainConfig:
     """
     if name not in MODELS:
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(MODELS)}")
-    if name in ("tiny", "small"):
-        return {"tiny": tiny, "small": small}[name]()
-    return published(name)
+    own = {"tiny": tiny, "small": small}
+    return own[name]() if name in own else published(name)
 
 
 RESUMABLE = {  # the settings that may differ when a run is resumed

@@ -184,7 +184,7 @@ def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folde
 
 @pytest.mark.parametrize("step", [0, 6])
 def test_a_step_that_the_run_does_not_have_is_refused(unmeasured, step):
-    with pytest.raises(ValueError, match=f"step must be from 1 to 5 for this run, not {step}"):
+    with pytest.raises(ValueError, match=rf"step must be from 1 to 5 \(the step after the last\), not {step}"):
         capture_run(unmeasured, step)
 
 

@@ -492,3 +492,8 @@ def test_a_layer_made_from_another_keeps_its_hooks():
 def test_a_layer_made_from_another_keeps_its_mode():
     layer = Linear.from_linear(nn.Linear(3, 2).eval(), Recipe.delayed())
     assert (layer.training, layer.history.training) == (False, False)
+
+
+def test_a_recipe_that_is_no_recipe_is_refused():
+    with pytest.raises(TypeError, match=r"recipe must be an octile\.Recipe, not str: see Recipe\.named"):
+        Linear(16, 8, recipe="deepseek_v3")

@@ -78,3 +78,9 @@ def test_reading_a_configuration_loads_no_torch():
 
 def test_the_default_run_is_the_tiny_one():
     assert TrainConfig() == preset("tiny")
+
+
+def test_a_preset_of_a_short_model_trains_at_its_length(monkeypatch):
+    short = replace(PRESETS["tiny"](), max_position_embeddings=512)
+    monkeypatch.setitem(PRESETS, "short", lambda: short)
+    assert preset("short").sequence_length == 512

@@ -6,18 +6,18 @@ from torch import Tensor
 
 from octile.kernels.triton import norm
 from octile.ops.norm import normalized, rms_norm_backward, rms_norm_quantize
-from octile.ops.quantize import DATA_DTYPES, quantize
+from octile.ops.quantize import STORAGE_DTYPES, quantize
 from tests.kernels.triton.comparison import assert_same, finite
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def _check(x: Tensor, weight: Tensor, fmt: str = "e4m3", power_of_2: bool = False, eps: float = 1e-6) -> None:
-    *found, rstd, y = norm.launch(x, weight, eps, DATA_DTYPES[fmt], power_of_2, True)
+    *found, rstd, y = norm.launch(x, weight, eps, STORAGE_DTYPES[fmt], power_of_2, True)
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, eps, fmt, False)[2], rtol=2.0**-20, atol=0)
     values = normalized(x, rstd, weight)
     assert_same([*found, y], [*quantize(values, 1, 128, fmt, power_of_2), values.to(x.dtype).contiguous()])
-    *again, rstd_again, nothing = norm.launch(x, weight, eps, DATA_DTYPES[fmt], power_of_2)
+    *again, rstd_again, nothing = norm.launch(x, weight, eps, STORAGE_DTYPES[fmt], power_of_2)
     assert_same([*again, rstd_again], [*found, rstd])
     assert nothing.shape == (0, x.shape[1])
 

@@ -7,14 +7,14 @@ from torch import Tensor
 from octile import formats
 from octile.kernels.triton import quantize
 from octile.ops import quantize as reference
-from octile.ops.quantize import DATA_DTYPES
+from octile.ops.quantize import STORAGE_DTYPES
 from tests.kernels.triton.comparison import assert_same, extreme, finite
 
 FORMATS = ["e4m3", "e5m2", "int8"]
 
 
 def _assert_same(x: Tensor, block: tuple[int, int], fmt: str, power_of_2: bool = False) -> None:
-    found = quantize.launch(x, *block, DATA_DTYPES[fmt], power_of_2)
+    found = quantize.launch(x, *block, STORAGE_DTYPES[fmt], power_of_2)
     assert_same(found, reference.quantize(x, *block, fmt, power_of_2))
 
 
@@ -42,7 +42,7 @@ def test_magnitudes_of_all_of_fp32(fmt: str, power_of_2: bool):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_rounding_in_a_block_with_scale_one(fmt: str):
     # All values, the midpoints between them, and the values next to a midpoint; the largest value makes the scale 1.
-    values = torch.arange(256, dtype=torch.uint8).view(DATA_DTYPES[fmt]).float()
+    values = torch.arange(256, dtype=torch.uint8).view(STORAGE_DTYPES[fmt]).float()
     values = values[values.isfinite()].sort().values
     middle = (values[1:] + values[:-1]) / 2
     inf = torch.tensor(float("inf"))
@@ -173,5 +173,5 @@ def test_e5m6_in_blocks_of_odd_width_is_refused():
 def test_a_given_scale(fmt: str, scale: float):
     x, given = extreme(2, 35, 130)[..., 1:].mT, torch.tensor([scale])
     x[0, 3, 4], x[0, 5, 6] = float("nan"), float("-inf")
-    found = quantize.launch_with_scale(x, given, DATA_DTYPES[fmt])
+    found = quantize.launch_with_scale(x, given, STORAGE_DTYPES[fmt])
     assert_same([found], [reference.quantize_with_scale(x, given, fmt)])

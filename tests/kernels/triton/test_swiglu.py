@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import swiglu
-from octile.ops.quantize import DATA_DTYPES, quantize
+from octile.ops.quantize import STORAGE_DTYPES, quantize
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.kernels.triton.comparison import assert_close_data, assert_same, finite
@@ -62,7 +62,7 @@ def _backward(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the results of the kernel and of the reference."""
     found = swiglu.launch_backward(
-        dh, gate, up, *scales, weight, DATA_DTYPES[fmt], power_of_2, DATA_DTYPES[h_fmt], not power_of_2
+        dh, gate, up, *scales, weight, STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], not power_of_2
     )
     return found, swiglu_backward_quantize(dh, gate, up, *scales, weight, fmt, power_of_2, h_fmt, not power_of_2)
 
@@ -93,7 +93,7 @@ def test_backward(shape: tuple[int, ...], weighted: bool):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes(fmt: str, dtype: torch.dtype):
     dh, gate, up = _inputs((20, 128), dtype)
-    assert_close_data(swiglu.launch(gate, up, DATA_DTYPES[fmt], False), swiglu_quantize(gate, up, fmt, False))
+    assert_close_data(swiglu.launch(gate, up, STORAGE_DTYPES[fmt], False), swiglu_quantize(gate, up, fmt, False))
     _assert_close(*_backward(dh, gate, up, torch.rand(20), fmt))
     _assert_close(*_backward(dh, gate, up, torch.rand(20), h_fmt=fmt))
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octile.kernels.triton import transpose
 from octile.ops import transpose as reference
-from octile.ops.quantize import DATA_DTYPES, quantize
+from octile.ops.quantize import STORAGE_DTYPES, quantize
 from tests.kernels.triton.comparison import assert_same, extreme
 
 FORMATS = ["e4m3", "e5m2", "int8"]
@@ -23,12 +23,12 @@ def _ordinary(shape: tuple[int, ...]) -> Tensor:
 
 
 def _both(x: Tensor, fmt: str, power_of_2: bool) -> None:
-    found = transpose.launch_rows_and_columns(x, DATA_DTYPES[fmt], power_of_2)
+    found = transpose.launch_rows_and_columns(x, STORAGE_DTYPES[fmt], power_of_2)
     assert_same(found, reference.quantize_rows_and_columns(x, fmt, power_of_2))
 
 
 def _block(x: Tensor, fmt: str, power_of_2: bool) -> None:
-    found = transpose.launch_block(x, DATA_DTYPES[fmt], power_of_2)
+    found = transpose.launch_block(x, STORAGE_DTYPES[fmt], power_of_2)
     assert_same(found, reference.quantize_and_transpose(x, fmt, power_of_2))
 
 
@@ -72,7 +72,7 @@ def test_half_precision_and_strides(operator, dtype: torch.dtype, fmt: str):
 @pytest.mark.parametrize("shape", [(130, 200), (5, 8)], ids=str)
 def test_e5m6_becomes_8_bits(shape: tuple[int, ...], power_of_2: bool, fmt: str):
     data, scale = quantize(extreme(*shape), 1, 128, "e5m6", True)
-    found = transpose.launch_requantize(data, scale, DATA_DTYPES[fmt], power_of_2)
+    found = transpose.launch_requantize(data, scale, STORAGE_DTYPES[fmt], power_of_2)
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2, fmt))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.memory_layout import new_scale
 from octile.ops.norm import normalized, rms_norm_quantize
-from octile.ops.quantize import DATA_DTYPES, decode, dequantize, quantize, quantize_with_scale
+from octile.ops.quantize import STORAGE_DTYPES, decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from tests.kernels.triton.comparison import assert_close_data, assert_same, extreme, finite
@@ -81,13 +81,13 @@ def _hard(*shape: int) -> Tensor:
 def test_blocks(make, fmt: str, power_of_2: bool):
     x = make(*SHAPE)
     for block in BLOCKS:
-        assert_same(launcher.quantize(x, *block, DATA_DTYPES[fmt], power_of_2), quantize(x, *block, fmt, power_of_2))
+        assert_same(launcher.quantize(x, *block, STORAGE_DTYPES[fmt], power_of_2), quantize(x, *block, fmt, power_of_2))
 
 
 @formats_and_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
 def test_transposed(make, fmt: str, power_of_2: bool):
-    x, dtype = make(*SHAPE), DATA_DTYPES[fmt]
+    x, dtype = make(*SHAPE), STORAGE_DTYPES[fmt]
     assert_same(launcher.rows_and_columns(x, dtype, power_of_2), quantize_rows_and_columns(x, fmt, power_of_2))
     assert_same(launcher.quantize_and_transpose(x, dtype, power_of_2), quantize_and_transpose(x, fmt, power_of_2))
     tiles = quantize(x, 1, 128, fmt, power_of_2)
@@ -188,7 +188,7 @@ def test_a_given_scale(fmt: str):
     x = _bad(*SHAPE)
     for scale in (0.37, 1 - 2.0**-23, 2.0**-10, 2.0**-100, 1e-40, 0.0, -3.0, float("nan"), float("inf")):
         given = torch.tensor([scale])
-        assert_same([launcher.quantize_with_scale(x, given, DATA_DTYPES[fmt])], [quantize_with_scale(x, given, fmt)])
+        assert_same([launcher.quantize_with_scale(x, given, STORAGE_DTYPES[fmt])], [quantize_with_scale(x, given, fmt)])
 
 
 # ---- SwiGLU ----
