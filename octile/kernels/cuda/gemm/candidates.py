@@ -142,7 +142,7 @@ def _with_stages(config: GemmConfig) -> Iterator[GemmConfig]:
 
 
 def _loading_c(config: GemmConfig) -> GemmConfig:
-    """Return the configuration with an epilogue that loads C, and with as many stages as fit beside that."""
+    """Return the configuration with an epilogue that loads C, and with as many stages as then fit."""
     loading = replace(config, store=Store.TMA, load_c=True, staged_boxes=config.store_boxes // config.waves)
     stages = (SHARED_BYTES - loading.other_bytes) // (config.pipelines * config.stage_bytes)
     return replace(loading, stages=min(stages, MAX_STAGES))
