@@ -25,12 +25,12 @@ WRITE_ONCE = {
     "RMSNorm, 1×128",
 }
 WRITE_TWICE = {  # or transpose
-    "1×128 and turned",
-    "requantize 1×128 turned",
-    "128×128 and turned",
-    "SwiGLU, 1×128, inputs kept",
-    "SwiGLU backward, 1×128 and turned",
-    "RMSNorm, 1×128 and as it is",
+    "1×128 and transposed",
+    "requantize 1×128, transposed",
+    "128×128 and transposed",
+    "SwiGLU, 1×128, inputs saved",
+    "SwiGLU backward, 1×128 and transposed",
+    "RMSNorm, 1×128 and high precision",
 }
 MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments"}
 CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
@@ -171,7 +171,7 @@ DENSE, SLICE = "dense decoder", "V3 rank slice"
 STEP, OPTIMIZED = "forward + backward", "forward + backward + AdamW"
 BF16, EAGER = "compiled BF16", "BF16"
 OUTSIDE, OUTSIDE_LAYERS = "outside the products, attention's among them", "outside the products of layers"
-SAVED, SAVED_LESS = "saved, octile", "saved, octile, q k v again"
+SAVED, SAVED_LESS = "saved, octile", "saved, octile, q k v recomputed"
 OF_A_PARAMETER = "of a parameter"
 
 

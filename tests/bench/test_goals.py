@@ -70,7 +70,7 @@ def operators(**ratios):
 
 
 def test_operators_that_transpose_have_bounds_of_their_own():
-    measured = operators(**{"quantize 1×128": 0.9, "1×128 and turned": 0.86})
+    measured = operators(**{"quantize 1×128": 0.9, "1×128 and transposed": 0.86})
     once, twice = goals.casts_verdicts(measured).splitlines()
     assert once.endswith("floor each ≥ 0.80× met, aim each ≥ 0.92× MISSED")
     assert twice.endswith("floor each ≥ 0.70× met, aim each ≥ 0.85× met")

@@ -62,7 +62,7 @@ def test_a_copy_moves_what_the_operator_does_in_aligned_halves(results):
 
 def test_an_operator_that_writes_twice_counts_both(results):
     values, tiles = 128 * 256, 128 * 2 + 256
-    row = next(row for row in casts.rows() if row.what == "1×128 and turned")
+    row = next(row for row in casts.rows() if row.what == "1×128 and transposed")
     assert row.value == (4 * values + 2 * values + 4 * tiles) / OURS / 1e9
 
 
@@ -71,14 +71,14 @@ def test_every_operator_is_measured(results):
     assert [row.what for row in casts.rows()] == [
         *(f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")),
         "quantize, scale given",
-        "1×128 and turned",
-        "requantize 1×128 turned",
-        "128×128 and turned",
+        "1×128 and transposed",
+        "requantize 1×128, transposed",
+        "128×128 and transposed",
         "SwiGLU, 1×128",
-        "SwiGLU, 1×128, inputs kept",
-        "SwiGLU backward, 1×128 and turned",
+        "SwiGLU, 1×128, inputs saved",
+        "SwiGLU backward, 1×128 and transposed",
         "RMSNorm, 1×128",
-        "RMSNorm, 1×128 and as it is",
+        "RMSNorm, 1×128 and high precision",
         "RMSNorm backward",
         "permute to 8 places",
         "unpermute, sums of 8",

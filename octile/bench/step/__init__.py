@@ -61,8 +61,8 @@ OCTILE, COMPILED, MAIN_GRAD = "octile", "octile, compiled", "octile, main_grad"
 V3 = Recipe.deepseek_v3()
 SETTINGS = {  # names as in committed results
     OCTILE: V3,
-    "octile, q k v again": replace(V3, attention_inputs="recomputed"),
-    "octile, gate and up again": replace(V3, swiglu_inputs="recomputed"),
+    "octile, q k v recomputed": replace(V3, attention_inputs="recomputed"),
+    "octile, gate and up recomputed": replace(V3, swiglu_inputs="recomputed"),
 }
 Candidates = dict[str, Work]
 
@@ -133,8 +133,8 @@ def mixture(config: ModelConfig, ranks: int, sequence: int, device: str, begin: 
         EAGER: lambda: rank_slice(config, ranks, sequence, device),
         BF16: lambda: compiled(rank_slice(config, ranks, sequence, device)),
         OCTILE: lambda: _convert(rank_slice(config, ranks, sequence, device), V3),
-        "octile, gate and up again": lambda: _convert(
-            rank_slice(config, ranks, sequence, device), SETTINGS["octile, gate and up again"]
+        "octile, gate and up recomputed": lambda: _convert(
+            rank_slice(config, ranks, sequence, device), SETTINGS["octile, gate and up recomputed"]
         ),
         COMPILED: lambda: compiled(_convert(rank_slice(config, ranks, sequence, device), V3)),
     }
@@ -351,6 +351,6 @@ def _saved_bytes() -> list[Row]:
     ours, weights = bytes_saved_for_backward(fp8, autocast(fp8)), sum(p.numel() for p in fp8.parameters())
     case, mib = f"{depth} Linear {width}", 2**20
     return [
-        compare(case, "kept for backward", ours / mib, "MiB", "bf16", inputs / mib),
-        compare(case, "kept, with weights", (ours + weights) / mib, "MiB", "autocast", with_copies / mib),
+        compare(case, "saved for backward", ours / mib, "MiB", "bf16", inputs / mib),
+        compare(case, "saved, with weights", (ours + weights) / mib, "MiB", "autocast", with_copies / mib),
     ]

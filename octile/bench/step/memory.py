@@ -90,4 +90,4 @@ def checkpoint_bytes() -> Row:
                 for name in (n for n in names if f"{n}_scale_inv" in names):
                     weight, scale = tensors.get_tensor(name), tensors.get_tensor(f"{name}_scale_inv")
                     size, count = size + weight.nbytes + scale.nbytes, count + weight.numel()
-    return compare("tiny, saved", "quantised weights", size / count, "bytes a weight", "bf16", 2.0)
+    return compare("tiny, saved", "quantized weights", size / count, "bytes a weight", "bf16", 2.0)
