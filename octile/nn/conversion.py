@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from octile.nn.linear import Linear
+from octile.nn.linear import Linear, check_recipe
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
 from octile.recipe import Recipe
@@ -64,8 +64,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     """Do what `convert` does, without printing the summary."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
+    check_recipe(recipe)
     recipe = recipe or Recipe.deepseek_v3()
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = list(model.named_modules(remove_duplicate=False))  # a layer with two names is replaced under both

@@ -27,10 +27,19 @@ class RecipeHolder(Generic[R]):
     @recipe.setter
     def recipe(self, recipe: R) -> None:
         global _recipe_changes
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
+        check_recipe(recipe)
         self._recipe = recipe
         _recipe_changes += 1
+
+
+def check_recipe(recipe: object) -> None:
+    """Refuse what is neither a recipe nor None.
+
+    Raises:
+        TypeError: recipe is something else.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
 
 
 def recipe_changes() -> int:
