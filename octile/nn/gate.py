@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.fused.block_input import BlockInput, Saved
@@ -20,11 +21,11 @@ from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 
 class Routing(NamedTuple):
-    """The result of a gate: weights [T, K] float32, experts [T, K] int64, affinity [T, E] float32."""
+    """The result of a gate: weights [T, K] float32, experts [T, K] int64, logits of the affinities [T, E] float32."""
 
     weights_TK: Tensor
     experts_TK: Tensor
-    affinity_TE: Tensor
+    logits_TE: Tensor
 
 
 class Gate(nn.Module):
@@ -37,6 +38,7 @@ class Gate(nn.Module):
         scoring_func           sigmoid                  softmax
         norm_topk_prob         True                     False
         balance by             a bias on the choice     the balance loss alone
+        balance loss counts    K highest affinities     the experts that a token goes to
 
     Args:
         n_chosen: K.
@@ -75,17 +77,23 @@ class Gate(nn.Module):
     def forward(self, x: Tensor | BlockInput) -> Routing:
         """Choose experts for x [T, D], or for an input that fused layers read and save as well."""
         inputs = (x.x, x.saved, x.how_saved) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
-        logit_TE = _Logits.apply(self.weight, *inputs)
-        affinity_TE = logit_TE.sigmoid() if self.scoring_func == "sigmoid" else logit_TE.softmax(-1)
-        score_TE = affinity_TE.detach()
+        logits_TE = _Logits.apply(self.weight, *inputs)
+        if self.scoring_func == "sigmoid":
+            score_TE = logits_TE.detach().sigmoid()
+        else:
+            affinity_TE = logits_TE.softmax(-1)
+            score_TE = affinity_TE.detach()
         if self.e_score_correction_bias is not None:
             score_TE = score_TE + self.e_score_correction_bias
         experts_TK = self._within_best_groups(score_TE).topk(self.n_chosen, dim=-1).indices
 
-        weights_TK = affinity_TE.gather(1, experts_TK)
+        if self.scoring_func == "sigmoid":  # of the chosen ones alone, which are all that is saved for backward
+            weights_TK = logits_TE.gather(1, experts_TK).sigmoid()
+        else:
+            weights_TK = affinity_TE.gather(1, experts_TK)
         if self.norm_topk_prob:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return Routing(weights_TK * self.routed_scaling_factor, experts_TK, affinity_TE)
+        return Routing(weights_TK * self.routed_scaling_factor, experts_TK, logits_TE)
 
     def _within_best_groups(self, score_TE: Tensor) -> Tensor:
         """Set every score outside the token's best groups to −inf: a bias may make scores negative, so 0 would win."""
@@ -97,6 +105,34 @@ class Gate(nn.Module):
         best_TG = group_TG.topk(self.topk_group, dim=-1).indices
         outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, best_TG, False)
         return score_TGe.masked_fill(outside_TG[..., None], float("-inf")).flatten(1)
+
+    def sequence_balance(self, routing: Routing, batch: int) -> Tensor:
+        """Compute the balance of the experts within each sequence, Σ_i f_i · P_i; 1 if all are used equally.
+
+            f_i = E / (K · S) · Σ_t [s_{i,t} is among the K highest of s_{1,t} … s_{E,t}]
+            P_i = 1 / S · Σ_t s'_{i,t}        s'_{i,t} = s_{i,t} / Σ_j s_{j,t}
+
+        The sums are over the S tokens of a sequence; s is the affinity, without the bias that steers the choice, and
+        no group limits the K highest. V2 counts the experts that the token goes to instead. Only P has a gradient.
+
+        Args:
+            routing: the gate's result for `batch` sequences of equal length, one after the other.
+
+        Returns:
+            the mean over the sequences, float32, without the weight α; 0 if there is no token.
+
+        Source: DeepSeek-V3 (arXiv 2412.19437) equations 17 to 20; DeepSeek-V2 (arXiv 2405.04434) equations 23 to 25.
+        """
+        logits_TE = routing.logits_TE
+        if not logits_TE.numel():
+            return logits_TE.sum()
+        counted_TK = routing.experts_TK
+        if self.topk_method == "noaux_tc":  # an affinity rises with its logit
+            counted_TK = logits_TE.detach().topk(self.n_chosen, dim=-1).indices
+        count_BE = count_tokens(counted_TK, logits_TE.shape[1], batch)
+        f_BE = count_BE * logits_TE.shape[1] / count_BE.sum(1, keepdim=True)
+        share_TE = _SigmoidShares.apply(logits_TE) if self.scoring_func == "sigmoid" else logits_TE.softmax(-1)
+        return (f_BE * share_TE.unflatten(0, (batch, -1)).mean(1)).sum(1).mean()
 
     @torch.no_grad()
     def balance(self, load_E: Tensor, speed: float) -> None:
@@ -121,6 +157,34 @@ class Gate(nn.Module):
         if before is not None and after is not None and after.dtype != before.dtype:
             self.e_score_correction_bias = before.to(after.device)
         return self
+
+
+def count_tokens(experts_TK: Tensor, n_experts: int, batch: int = 1) -> Tensor:
+    """Count the tokens of each of `batch` equally long sequences that go to each expert: int64 [batch, n_experts]."""
+    tokens = len(experts_TK)
+    sequence_T = torch.arange(tokens, device=experts_TK.device) // max(tokens // max(batch, 1), 1)
+    index_X = (experts_TK + sequence_T[:, None] * n_experts).flatten()  # one dimension: summed in a fixed order
+    zeros_X = experts_TK.new_zeros(batch * n_experts)
+    return zeros_X.scatter_add_(0, index_X, torch.ones_like(index_X)).view(batch, n_experts)
+
+
+class _SigmoidShares(torch.autograd.Function):
+    """Compute s / Σ s of each row's sigmoids as softmax(log s), and save only the logits for backward.
+
+    All the sigmoids of a row may be 0 in FP32, but their logarithms are finite.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor) -> Tensor:
+        ctx.save_for_backward(logits_TE)
+        return F.logsigmoid(logits_TE).softmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, d_TE: Tensor) -> Tensor:
+        (logits_TE,) = ctx.saved_tensors
+        share_TE = F.logsigmoid(logits_TE).softmax(-1)
+        d_log_TE = share_TE * (d_TE - (d_TE * share_TE).sum(-1, keepdim=True))
+        return d_log_TE * (-logits_TE).sigmoid()
 
 
 class _Logits(torch.autograd.Function):

@@ -18,7 +18,7 @@ from octile.nn.functional import grouped_linear, result_dtype
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
 from octile.nn.fused.fusion import FusableModule, Fusion, has_hooks
-from octile.nn.gate import Gate, Routing
+from octile.nn.gate import Gate, Routing, count_tokens
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.mlp import MLP
 from octile.nn.smooth_swiglu import power_of_2_at_least, scale_columns
@@ -79,7 +79,7 @@ class MoE(FusableModule):
     In training mode a forward pass leaves two things behind:
 
         last_load_E     int64 [E], how many tokens each expert got: what `gate.balance` needs after the step
-        balance_loss    α · Σ f_i · P_i, the mean over the sequences, for the model to add to its loss (or None)
+        balance_loss    α · `gate.sequence_balance`, for the model to add to its loss; None where α is 0
 
     Args:
         gate: chooses the experts, and has their number.
@@ -168,37 +168,13 @@ class MoE(FusableModule):
         if isinstance(x, BlockInput) and (type(self.gate) is not Gate or has_hooks(self.gate)):
             x = x.x
         routing = self.gate(x)
-        load_BE = self._load(routing.experts_TK, batch)
+        load_E = count_tokens(routing.experts_TK, len(self.gate.weight))[0]
         if self.training:
-            self.last_load_E = load_BE.sum(0)
-            self.balance_loss = self.alpha * sequence_balance(routing.affinity_TE, load_BE)
-        return routing, self.dispatcher.plan(routing.experts_TK, load_BE.sum(0))
+            self.last_load_E = load_E
+            self.balance_loss = self.alpha * self.gate.sequence_balance(routing, batch) if self.alpha else None
+        return routing, self.dispatcher.plan(routing.experts_TK, load_E)
 
     def pop_balance_loss(self) -> Tensor | float:
         """Return the balance loss of the last forward pass in training mode, once; 0 if there was none."""
         loss, self.balance_loss = self.balance_loss, None
         return 0.0 if loss is None else loss
-
-    def _load(self, experts_TK: Tensor, batch: int) -> Tensor:
-        """Count the tokens of each sequence that go to each expert: int64 [B, E]."""
-        tokens, n_experts = len(experts_TK), len(self.gate.weight)
-        sequence_T = torch.arange(tokens, device=experts_TK.device) // max(tokens // max(batch, 1), 1)
-        index_X = (experts_TK + sequence_T[:, None] * n_experts).flatten()  # one dimension: summed in a fixed order
-        zeros_X = experts_TK.new_zeros(batch * n_experts)
-        return zeros_X.scatter_add_(0, index_X, torch.ones_like(index_X)).view(batch, n_experts)
-
-
-def sequence_balance(affinity_TE: Tensor, load_BE: Tensor) -> Tensor:
-    """Compute Σ_i f_i · P_i of each sequence, averaged over the batch; 1 if all experts are used equally.
-
-        f_i = E / (K · S) · how many tokens chose expert i        P_i = mean over tokens of s_i / Σ_j s_j
-
-    Only P carries a gradient. Source: DeepSeek-V3 (arXiv 2412.19437) equations 17 to 20.
-    """
-    b, e = load_BE.shape
-    if not affinity_TE.numel():
-        return affinity_TE.sum()  # no token, no imbalance
-    share_TE = affinity_TE / affinity_TE.sum(-1, keepdim=True)
-    p_BE = share_TE.view(b, -1, e).mean(1)
-    f_BE = load_BE * e / load_BE.sum(1, keepdim=True)
-    return (f_BE * p_BE).sum(1).mean()

@@ -1,9 +1,10 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.nn.gate import Gate
+from octile.nn.gate import Gate, _SigmoidShares
 from tests.nn.gates import V2, V2_LITE, V3, gate
 
 
@@ -154,3 +155,21 @@ def test_impossible_gate_settings_are_refused(settings, message):
 def test_settings_at_the_edge_choose_different_experts(settings):
     experts_TK = Gate(32, 16, **settings)(torch.randn(20, 32)).experts_TK
     assert all(len(set(chosen)) == settings["n_chosen"] for chosen in experts_TK.tolist())
+
+
+@given(st.integers(0, 2**31))
+def test_the_balance_losses_gradient_is_that_of_autograd_in_float64(seed):
+    g, x = gate(seed, scoring_func="sigmoid"), torch.randn(6, 32)
+    leaf = (x @ g.weight.T).detach().double().requires_grad_()
+    routing = g(x)
+    (found,) = torch.autograd.grad(g.sequence_balance(routing, 2), routing.logits_TE)
+    s_BSE = leaf.sigmoid().view(2, 3, 16)
+    f_BE = F.one_hot(s_BSE.topk(4).indices, 16).sum((1, 2)) * 16 / (4 * 3)
+    loss = (f_BE * (s_BSE / s_BSE.sum(-1, keepdim=True)).mean(1)).sum(1).mean()
+    (expected,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_the_balance_losses_gradient_can_be_differentiated_again():
+    logits_TE = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(_SigmoidShares.apply, logits_TE)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from octile.nn.functional import grouped_linear
-from octile.nn.moe import Experts, MoE, _smooth, sequence_balance
+from octile.nn.moe import Experts, MoE, _smooth
 from octile.recipe import Recipe
 from tests.nn.gates import V2, V2_LITE, V3, gate
 
@@ -156,31 +156,92 @@ def test_smoothed_experts_accumulate_the_same_gradient_in_main_grad():
 # the balance loss
 
 
-def slow_balance(affinity_BSE, chosen_BSK):
+def paper_balance(logits_BSE, k, scoring_func, chosen_BSK=None):
+    """Equations 17 to 20 of DeepSeek-V3 in FP64, by loops; `chosen_BSK` replaces the top K of the affinities."""
+    logits_BSE = logits_BSE.detach().double()
+    s_BSE = logits_BSE.sigmoid() if scoring_func == "sigmoid" else logits_BSE.softmax(-1)
+    batch, length, n_experts = s_BSE.shape
     total = 0.0
-    b, s, e = affinity_BSE.shape
-    k = chosen_BSK.shape[-1]
-    for sequence, choices in zip(affinity_BSE, chosen_BSK, strict=True):
-        for i in range(e):
-            f = e / (k * s) * sum(int(i in token) for token in choices.tolist())
-            p = sum(float(token[i] / token.sum()) for token in sequence.detach()) / s
-            total += f * p
-    return total / b
+    for sequence in range(batch):
+        for i in range(n_experts):
+            f = p = 0.0
+            for t in range(length):
+                s = s_BSE[sequence, t].tolist()
+                top = sorted(range(n_experts), key=lambda j: -s[j])[:k]
+                f += i in (top if chosen_BSK is None else chosen_BSK[sequence, t].tolist())
+                p += s[i] / sum(s)
+            total += n_experts / (k * length) * f * p / length
+    return total / batch
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 7))
-def test_balance_loss_equals_a_slow_loop(seed, batch, length):
-    m = moe(seed)
-    x = torch.randn(batch, length, 32)
+def test_v3s_balance_loss_counts_the_top_k_of_the_unbiased_affinities(seed, batch, length):
+    m, x = moe(seed), torch.randn(batch, length, 32)
     m(x)
-    routing = m.gate(x.flatten(0, 1))
-    expected = slow_balance(routing.affinity_TE.view(batch, length, -1), routing.experts_TK.view(batch, length, -1))
+    expected = paper_balance(x @ m.gate.weight.T, 4, "sigmoid")
     assert m.pop_balance_loss().item() == pytest.approx(1e-2 * expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("settings", [V2, V2_LITE], ids=["V2", "V2-Lite"])
+@given(seed=st.integers(0, 2**31), batch=st.integers(1, 3), length=st.integers(1, 7))
+def test_v2s_balance_loss_counts_the_experts_that_tokens_go_to(settings, seed, batch, length):
+    m, x = moe(seed, **settings), torch.randn(batch, length, 32)
+    m(x)
+    chosen_BSK = m.gate(x.flatten(0, 1)).experts_TK.view(batch, length, -1)
+    expected = paper_balance(x @ m.gate.weight.T, 4, "softmax", chosen_BSK)
+    assert m.pop_balance_loss().item() == pytest.approx(1e-2 * expected, rel=1e-5)
+
+
+def test_the_bias_does_not_change_the_balance_loss():
+    m, x = moe(), torch.randn(2, 9, 32)
+    m(x)
+    loss = m.pop_balance_loss()
+    m.gate.e_score_correction_bias[:4] = 10.0
+    m(x)
+    assert torch.equal(m.pop_balance_loss(), loss)
+
+
 def test_balance_loss_of_even_use_is_one():
-    load_BE = torch.full((3, 16), 5)
-    assert sequence_balance(torch.rand(60, 16), load_BE).item() == pytest.approx(1.0)
+    m = moe()
+    with torch.no_grad():
+        m.gate.weight.copy_(torch.eye(16).repeat_interleave(2, 1))
+    x_SD = sum(torch.eye(16).roll(shift, 1) for shift in range(4)).repeat_interleave(2, 1)  # each expert 4 times
+    m(x_SD.expand(3, 16, 32))
+    assert m.pop_balance_loss().item() == pytest.approx(m.alpha)
+
+
+@pytest.mark.parametrize("size", [20.0, 110.0, 700.0])
+def test_the_balance_loss_is_right_where_sigmoids_underflow(size):
+    """The sigmoid of −110 is 0 in FP32; in FP64 that of −700 is not."""
+    m, x = moe(), torch.randn(2, 5, 32)
+    x[..., 0] = 1.0
+    with torch.no_grad():
+        m.gate.weight[:, 0] -= size
+    m(x)
+    expected = paper_balance(x @ m.gate.weight.T, 4, "sigmoid")
+    assert m.pop_balance_loss().item() == pytest.approx(1e-2 * expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [-1000.0, -110.0, 0.0, 110.0, 1000.0])
+def test_the_balance_losses_gradients_are_finite_for_logits_of_any_size(size):
+    m, x = moe(), torch.randn(2, 5, 32)
+    x[0, :3, 0] = 1.0
+    with torch.no_grad():
+        m.gate.weight[:, 0] = size
+    m(x)
+    loss = m.pop_balance_loss()
+    loss.backward()
+    assert loss.isfinite()
+    assert m.gate.weight.grad.isfinite().all()
+    assert m.gate.weight.grad.any()
+
+
+def test_without_a_weight_there_is_no_balance_loss():
+    m = moe()
+    m.alpha = 0.0
+    m(torch.full((2, 5, 32), -1e4))
+    assert m.balance_loss is None
+    assert m.pop_balance_loss() == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 32), (0, 5, 32)])
