@@ -10,6 +10,7 @@ branch       the rest of that run under each recipe, from the same weights and m
              seed 2 also the control
 long-trunk,  the same for runs over 300M tokens: they measure the cost of the last 180M tokens
 long-branch
+billion      the smallest size over 1B tokens
 ablation     recipes and variations at the smallest size, all from the same weights and the same batches
 rate         learning rates up to divergence
 balance      variations of the expert balance, and multi-token prediction
@@ -27,9 +28,11 @@ from typing import Any, Literal
 from experiments.loss.sizes import run_config
 from octile.train.config import TrainConfig
 
-Group = Literal["core", "again", "long", "long-trunk", "long-branch", "trunk", "branch", "ablation", "rate", "balance"]
+Group = Literal[
+    "core", "again", "long", "long-trunk", "long-branch", "billion", "trunk", "branch", "ablation", "rate", "balance"
+]
 TRUNK = 0.4  # the share of a run's steps that its trunk takes
-LONG, CORE, SHORT, RATE = 300e6, 100e6, 40e6, 12e6  # tokens
+BILLION, LONG, CORE, SHORT, RATE = 1e9, 300e6, 100e6, 40e6, 12e6  # tokens
 ABLATIONS = (  # the slowest first
     "no_promotion",
     "smooth_swiglu",
@@ -46,8 +49,8 @@ ABLATIONS = (  # the slowest first
     "fp32_moments",
     "global_scale",
 )
-MORE_SEEDS = (2, 3, 4, 5)
-BRANCHES = ("bf16", "nudged", "deepseek_v3")  # recipes that continue from every trunk
+MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 12), "30m": range(2, 17)}  # as many as `power.py` asks for, or fit
+BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
 LONG_SEEDS = (1, 2)  # seeds of further runs over 300M tokens, and of their trunks
 RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual learning rate, which all other jobs have
@@ -134,7 +137,12 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     for name, changes in BALANCES.items():
         one = job("balance", small, "deepseek_v3", 0, BALANCE_TOKENS.get(name, SHORT), **changes)
         jobs.append(replace(one, name=f"balance-{name.replace(' ', '-')}"))
-    jobs += [job("core", size, *run, CORE) for size in sizes for run in product(("bf16", "deepseek_v3"), MORE_SEEDS)]
+    jobs += [
+        job("core", size, recipe, seed, CORE)
+        for size in sizes
+        for seed in MORE_SEEDS.get(size, ())
+        for recipe in ("bf16", "deepseek_v3")
+    ]
     jobs += [
         replace(again, name=f"{again.name}-{number}")
         for number in (1, 2)
@@ -144,7 +152,8 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     for seed in LONG_SEEDS:
         trunk = replace(job("long-trunk", small, "bf16", seed, LONG), until=TRUNK)
         jobs += [trunk, *(branch(trunk, recipe) for recipe in BRANCHES)]
-    return [*jobs, job("ablation", small, "deepseek_v3", 1, SHORT)]
+    jobs.append(job("ablation", small, "deepseek_v3", 1, SHORT))
+    return [*jobs, *(job("billion", small, recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
 
 
 def named(jobs: list[Job], names: list[str]) -> list[Job]:

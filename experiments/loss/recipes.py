@@ -5,6 +5,8 @@ nudged               BF16, starting from weights that were rounded to BF16 once;
 control              E4M3 with one scale per tensor for inputs and weights, and no scale for gradients. The loss is a
                      mean over 65,536 tokens, so most gradient values are below 2⁻¹⁰, half of E4M3's smallest, and
                      become zero: FP8 layers hardly learn. It has to fail, and visibly
+e5m2                 E5M2 for all operands, which has 2 bits of mantissa instead of E4M3's 3. The control near the bar:
+                     it should end measurably above BF16, and the statistics have to find it
 no_promotion         `per_tensor`, accumulated in the tensor core alone (octile's Hopper kernel without promotion).
                      Tiles need promotion, because each 128 elements along K have their own scales
 no_e5m6              attention saves its output for backward in BF16
@@ -23,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.formats import E5M2
 from octile.kernels import backends
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
@@ -37,10 +40,12 @@ def _variations() -> dict[str, Recipe]:
     formats = v3.formats
     assert formats is not None
     unscaled = OperandFormat(block=TENSOR, amax="unscaled")
+    coarse = {name: replace(getattr(formats, name), fmt=E5M2) for name in ("x", "w", "dy", "wgrad_x", "wgrad_dy")}
     free, block = replace(formats.x, scale="float32"), OperandFormat(block=BLOCK)
     return {
         "nudged": Recipe.bf16(),
         "control": Recipe("control", GemmFormats.per_tensor(OperandFormat(block=TENSOR), unscaled)),
+        "e5m2": replace(v3, formats=GemmFormats(**coarse)),
         "no_promotion": per_tensor,
         "no_e5m6": replace(v3, attention_output=None),
         "float32_scales": replace(

@@ -1,0 +1,71 @@
+"""Calculate how many pairs of seeds show that two recipes are equal: `python -m experiments.loss.power RESULTS.json`.
+
+Equal means that Student's 95% interval of the mean gap over seeds lies inside ± the bar (two one-sided tests of level
+2.5%; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). The power is the probability that this happens, for gaps that
+are normally distributed with a given mean and standard deviation. RESULTS.json gives the deviations of the gaps that
+were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from experiments.loss.report import BAR, Results
+from octile.bench.rows import align_columns
+from octile.report.compare.intervals import student_quantile
+
+MEANS = (0.0, 0.0005, 0.001, 0.0015)  # the true gap
+DEVIATIONS = (0.001, 0.0015, 0.002, 0.0025, 0.003)  # of a pair's gap
+POWER = 0.8
+MAX_PAIRS = 60
+DRAWS = 20_000
+
+
+def power(pairs: int, mean: float, deviation: float) -> float:
+    """Return the probability that the 95% interval over `pairs` ≥ 2 gaps lies inside ± BAR, by simulation."""
+    draw = np.random.default_rng(0)
+    gaps = draw.normal(mean, deviation, size=(DRAWS, pairs))
+    half = student_quantile(pairs - 1) * gaps.std(axis=1, ddof=1) / math.sqrt(pairs)
+    return float(np.mean(np.abs(gaps.mean(axis=1)) + half <= BAR))
+
+
+def pairs_needed(mean: float, deviation: float) -> int | None:
+    """Return the fewest pairs with a power of at least POWER; None if MAX_PAIRS are too few."""
+    return next((n for n in range(2, MAX_PAIRS + 1) if power(n, mean, deviation) >= POWER), None)
+
+
+def table() -> str:
+    """Format the pairs needed for each mean and deviation."""
+    rows = [["deviation of a pair's gap", *(f"true gap {mean:.2%}" for mean in MEANS)]]
+    for deviation in DEVIATIONS:
+        needed = (pairs_needed(mean, deviation) for mean in MEANS)
+        rows.append([f"{deviation:.2%}", *(str(n) if n else f"> {MAX_PAIRS}" for n in needed)])
+    return align_columns(rows, right=set(rows[0][1:]))
+
+
+def measured(r: Results) -> str:
+    """Format the mean and the standard deviation of the gaps that were measured from scratch."""
+    rows = [["from scratch", "pairs", "mean gap", "deviation of a pair's gap"]]
+    for group in ("core", "long"):
+        for size in r.sizes(group):
+            gaps = r.gaps(group, size, "deepseek_v3")
+            if len(gaps) > 1:
+                row = (str(len(gaps)), f"{statistics.fmean(gaps):+.2%}", f"{statistics.stdev(gaps):.2%}")
+                rows.append([f"{size}, {r.tokens(group, size)} tokens", *row])
+    return align_columns(rows, right=set(rows[0][1:]))
+
+
+def main(files: list[Path]) -> None:
+    found = Results(result for file in files for result in json.loads(file.read_text())["results"])
+    print(f"Pairs of seeds so that the 95% interval lies inside ±{BAR:.2%} with a probability of {POWER:.0%}:\n")
+    print(f"{table()}\n\n{measured(found)}")
+
+
+if __name__ == "__main__":
+    main([Path(file) for file in sys.argv[1:]])
