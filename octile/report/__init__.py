@@ -8,6 +8,7 @@ dark setting. Every figure has a caption that is written from the data.
     page.py         templates, and numbers formatted for a page
     style.py        the style of figures: palette, axes, labels
     svg.py          figures as inline SVG
+    text.py         text from elsewhere with its control characters escaped
     console.py      the console on which commands print
     machine.py      the machine, versions and commit of a measurement
     conversion.py   the terminal output of `octile convert`

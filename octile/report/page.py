@@ -26,11 +26,6 @@ def render(template: str, **content: Any) -> str:
     return environment.get_template(template).render(palette=PALETTE, **content)
 
 
-def replace_control_characters(text: str) -> str:
-    """Replace control characters, which HTML cannot contain, by the replacement character."""
-    return "".join(c if c in "\n\t" or (ord(c) >= 32 and ord(c) != 127) else "\ufffd" for c in text)
-
-
 def format_quantity(value: float) -> str:
     """A number with three significant digits: 8_131_072 → "8.13M", 671e9 → "671B", 512 → "512"."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):

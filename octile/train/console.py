@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.train.run_folder import Metrics, RunFolder
+from octile.train.token_store import LEFT_OUT, TokenStore
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from octile.train.token_store import TokenStore
     from octile.train.trainer import Trainer
 
+NAMED = 3  # files left out that are named, of each reason
 LOG_LINES = 20  # lines of progress in a log file
 
 
@@ -46,13 +47,19 @@ class RunConsole:
         """Print the amount of training and held-out text, and what was left out."""
         m = store.manifest
         self.print(
-            f"data: {m.source}, {m.tokens['train']:,} tokens of {m.documents['train']:,} documents to train on, "
-            f"{m.tokens['val']:,} held out, {m.bytes['train'] / m.tokens['train']:.2f} bytes per token"
+            f"data: {m.source}, {m.tokens['train']:,} tokens of {m.documents['train']:,} {m.unit} to train on, "
+            f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text), "
+            f"{m.bytes['train'] / m.tokens['train']:.2f} bytes per token"
         )
-        if sum(m.skipped.values()):
+        if m.span is not None:
             self.print(
-                "left out: " + ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in m.skipped.items() if n)
+                f"the documents are few, so they were cut at line ends into spans of about {m.span:,} characters"
             )
+        for reason, names in store.left_out(NAMED).items():
+            more = f" and {m.skipped[reason] - len(names):,} more" if m.skipped[reason] > len(names) else ""
+            self.print(f"left out: {m.skipped[reason]:,} {reason.replace('_', ' ')}: {', '.join(names)}{more}")
+        if any(count > NAMED for count in m.skipped.values()):
+            self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
 
     def print_results(self, run: RunFolder, sample: str, report: Path) -> None:
         """Print a sample of generated text and where the results are."""

@@ -7,28 +7,29 @@ A source is named by one string:
     PATH                                      a text file, or a folder of them
     hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]   a dataset of the Hugging Face Hub, if the package `datasets` is installed
 
-A file is a document. A single file, or a file longer than 1 MiB, is split at line ends into about 64 passages, each of
-which is a document, so that a part of it can be held out. Text is what decodes as UTF-8 and contains no NUL; everything
-else is left out and counted.
+A file is a document; a file longer than 1 MiB is cut at line ends into passages, each of which is a document. Where
+documents are few, `Corpus.in_spans` cuts them further, so that a small part of the text can be held out. Text is what
+decodes as UTF-8 and contains no NUL; everything else is left out and named.
 """
 
 import hashlib
+import io
 import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 STANDARD_LIBRARY = "stdlib"
 HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
 
-MAX_WHOLE_FILE = 2**20  # bytes; a longer file is split into passages
-MIN_PASSAGE, MAX_PASSAGE = 2**10, 2**16  # characters
+MAX_WHOLE_FILE = 2**20  # bytes; a longer file is cut into passages
+MIN_SPAN, MAX_SPAN = 2**6, 2**16  # characters
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
@@ -41,32 +42,67 @@ class Document:
     text: str
 
 
+class NamedText(NamedTuple):
+    """A text and its name: the file below the source, or the number of a row."""
+
+    name: str
+    text: str
+
+
+class LeftOut(NamedTuple):
+    """The name of a file, a folder or a text that is not read, and the reason."""
+
+    reason: str
+    name: str
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A stream of texts that can be read repeatedly.
 
     Attributes:
         source: the string that named it.
-        skipped: how many files were left out, by reason.
-        texts: reads the source from its beginning, in an order that depends only on the names of the files.
+        left_out: the files and folders that are not read.
+        read: reads the source from its beginning, in an order that depends only on the names of the files.
     """
 
     source: str
-    skipped: Mapping[str, int]
-    texts: Callable[[], Iterator[str]]
+    left_out: Sequence[LeftOut]
+    read: Callable[[], Iterator[NamedText]]
 
-    def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """Every distinct text once; empty texts and exact duplicates are left out and added to `skipped`."""
+    def texts(self) -> Iterator[str]:
+        """All texts, without their names."""
+        return (text for _, text in self.read())
+
+    def documents(self, left_out: list[LeftOut] | None = None) -> Iterator[Document]:
+        """Every distinct text once; empty texts and exact duplicates are left out and added to `left_out`."""
+        left_out = [] if left_out is None else left_out
         seen: set[bytes] = set()
-        for text in self.texts():
+        for name, text in self.read():
             digest = hashlib.sha256(text.encode()).digest()[:16]
             if not text or text.isspace():
-                skipped["empty"] += 1
+                left_out.append(LeftOut("empty", name))
             elif digest in seen:
-                skipped["duplicate"] += 1
+                left_out.append(LeftOut("duplicate", name))
             else:
                 seen.add(digest)
                 yield Document(digest, text)
+
+    def in_spans(self, length: int) -> "Corpus":
+        """This corpus, with each longer text cut after the first line end from `length` characters on.
+
+        A line that is longer than `length` is cut too. The spans together are the text.
+        """
+
+        def read() -> Iterator[NamedText]:
+            for name, text in self.read():
+                if len(text) <= length:
+                    yield NamedText(name, text)
+                    continue
+                for number, span in enumerate(_cut(io.StringIO(text, newline=""), length), start=1):
+                    yield NamedText(f"{name}, span {number}", span)
+
+        return replace(self, read=read)
 
 
 def open_corpus(source: str | Path) -> Corpus:
@@ -85,44 +121,75 @@ def open_corpus(source: str | Path) -> Corpus:
         raise ValueError("source is empty: name a file, a folder, 'stdlib' or 'hf:OWNER/NAME'")
     if not path.exists():
         raise FileNotFoundError(f"source {str(source)!r} is no file or folder (nor 'stdlib', nor 'hf:OWNER/NAME')")
-    return _from_files(str(source), path, _files_below(path) if path.is_dir() else [path])
+    if not path.is_dir():
+        return _from_files(str(source), path.parent, [path], [])
+    files, left_out = _files_below(path)
+    return _from_files(str(source), path, files, left_out)
 
 
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _files_below(root, excluded=EXCLUDED_FOLDERS) if file.suffix == ".py"]
-    return _from_files(STANDARD_LIBRARY, root, files)
+    files, _ = _files_below(root, excluded=EXCLUDED_FOLDERS)
+    return _from_files(STANDARD_LIBRARY, root, [file for file in files if file.suffix == ".py"], [])
 
 
-def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
-    """All files below a folder, sorted by their relative names, without hidden files and folders."""
+def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[list[Path], list[LeftOut]]:
+    """All files below a folder, sorted by their relative names, and what is not read below it.
+
+    Hidden files and folders, links to folders, and folders that cannot be read are left out.
+    """
     found: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
+    left_out: list[LeftOut] = []
+
+    def leave_out(reason: str, path: str | Path) -> None:
+        left_out.append(LeftOut(reason, Path(path).relative_to(root).as_posix()))
+
+    for folder, subfolders, names in os.walk(
+        root, onerror=lambda error: leave_out("unreadable_folder", error.filename)
+    ):
+        for name in (*subfolders, *names):
+            path = Path(folder, name)
+            if name.startswith("."):
+                leave_out("hidden", path)
+            elif name not in subfolders:
+                found.append(path)
+            elif path.is_symlink():  # os.walk does not follow it
+                leave_out("linked_folder", path)
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix()), sorted(left_out)
 
 
-def _from_files(source: str, root: Path, files: list[Path]) -> Corpus:
+def _from_files(source: str, root: Path, files: list[Path], left_out: list[LeftOut]) -> Corpus:
+    """The corpus of the files that are text; the others follow what is left out already.
+
+    Args:
+        source: its name.
+        root: the folder of the files, to which their names are relative.
+        files: in reading order.
+        left_out: what is not read below the folder.
+    """
     if not files:
-        raise FileNotFoundError(f"source {source!r}: the folder {root} holds no files to read; name one that does")
+        others = f" ({_list(left_out)})" if left_out else ""
+        raise FileNotFoundError(
+            f"source {source!r}: the folder {root} holds no files to read{others}; name one that does"
+        )
     refusals = {file: _why_not_text(file) for file in files}
-    skipped = Counter(reason for reason in refusals.values() if reason)
+    refused = [LeftOut(reason, file.relative_to(root).as_posix()) for file, reason in refusals.items() if reason]
     readable = [file for file, reason in refusals.items() if not reason]
     if not readable:
-        raise ValueError(f"source {source!r} holds no UTF-8 text: {_list(skipped)} of {len(files)} files")
+        raise ValueError(f"source {source!r} holds no UTF-8 text: {_list(refused)} of {len(files)} files")
 
-    def texts() -> Iterator[str]:
+    def read() -> Iterator[NamedText]:
         for file in readable:
-            yield from _passages(file, split=len(readable) == 1 or file.stat().st_size > MAX_WHOLE_FILE)
+            yield from _passages(file, file.relative_to(root).as_posix())
 
-    return Corpus(source, skipped, texts)
+    return Corpus(source, [*left_out, *refused], read)
 
 
 def _why_not_text(file: Path) -> str | None:
-    if not file.is_file():  # a pipe, a socket, a link to nothing
-        return "unreadable"
     try:
+        if not file.is_file():  # a pipe, a socket, a link to nothing
+            return "unreadable"
         with file.open(encoding="utf-8", newline="") as stream:
             while chunk := stream.read(MAX_WHOLE_FILE):
                 if "\0" in chunk:
@@ -134,14 +201,26 @@ def _why_not_text(file: Path) -> str | None:
     return None
 
 
-def _passages(file: Path, split: bool) -> Iterator[str]:
+def _passages(file: Path, name: str) -> Iterator[NamedText]:
+    """A file as one text, or as passages of a 64th of the file, at most MAX_SPAN characters and the rest of a line."""
+    size = file.stat().st_size
     with file.open(encoding="utf-8", newline="") as stream:  # newline="": line ends stay as they are
-        if not split:
-            yield stream.read()
+        if size <= MAX_WHOLE_FILE:
+            yield NamedText(name, stream.read())
             return
-        length = min(max(file.stat().st_size // 64, MIN_PASSAGE), MAX_PASSAGE)
-        while passage := stream.read(length) + stream.readline(length):
-            yield passage
+        for number, passage in enumerate(_cut(stream, span_length(size)), start=1):
+            yield NamedText(f"{name}, passage {number}", passage)
+
+
+def span_length(size: int) -> int:
+    """The characters of a span if a text of `size` bytes is cut into 64 spans, within MIN_SPAN and MAX_SPAN."""
+    return min(max(size // 64, MIN_SPAN), MAX_SPAN)
+
+
+def _cut(stream: TextIO, length: int) -> Iterator[str]:
+    """Cut a text at the first line end from `length` characters on, but after 2 × length characters at the latest."""
+    while span := stream.read(length) + stream.readline(length):
+        yield span
 
 
 def _hub_dataset(source: str) -> Corpus:
@@ -158,11 +237,11 @@ def _hub_dataset(source: str) -> Corpus:
         raise ValueError(f"source {source!r} could not be loaded: {str(error).partition(chr(10))[0]}") from error
     column = _text_column(source, dataset.features, name["column"])
 
-    def texts() -> Iterator[str]:
-        for row in dataset.select_columns([column]):
-            yield row[column] or ""
+    def read() -> Iterator[NamedText]:
+        for number, row in enumerate(dataset.select_columns([column])):
+            yield NamedText(f"row {number}", row[column] or "")
 
-    return Corpus(source, {}, texts)
+    return Corpus(source, (), read)
 
 
 def _text_column(source: str, features: Mapping[str, Any], requested: str | None) -> str:
@@ -177,5 +256,6 @@ def _text_column(source: str, features: Mapping[str, Any], requested: str | None
     return requested or ("text" if "text" in strings else strings[0])
 
 
-def _list(counts: Mapping[str, int]) -> str:
+def _list(left_out: Iterable[LeftOut]) -> str:
+    counts = Counter(reason for reason, _ in left_out)
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items())

@@ -1,26 +1,29 @@
 """Builds a token store from a corpus in three passes, without holding the corpus in memory.
 
 1. `CorpusIndex` computes the digest and size of each document, which decide what is held out and whether an existing
-   store can be reused.
+   store can be reused. Where documents are few, they are cut into spans and read once more.
 2. The tokenizer is trained on a sample of the training documents.
 3. Every document is encoded into the training or the held-out part.
 """
 
 import hashlib
 import os
+import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import checksum
+from octile.report.text import escape_control_characters
 from octile.train.corpus import Corpus, Document, open_corpus
 from octile.train.corpus_index import CorpusIndex
-from octile.train.token_store import FILES, MANIFEST, Manifest, TokenStore, TokenWriter
+from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.tokenizer import Tokenizer, check_vocab_size
 
+PREPARATION = 2  # the version of what this module writes for the same text; 1 held out whole documents of any size
 SAMPLE_BYTES = 16 * 2**20  # of text on which the tokenizer is trained
+BUILDING = ".building-"  # begins the name of the folder in which a store is built
 BATCH_CHARACTERS = 4 * 2**20  # that are encoded at a time
 
 Progress = Callable[[str, float], None]
@@ -41,7 +44,8 @@ def prepare(
     Args:
         source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.corpus`.
         vocab_size: the maximum number of tokens of the tokenizer.
-        folder: the folder of the store; other files in it are not changed.
+        folder: the folder of the store; other files in it are not changed. What a killed process left half-built is
+            removed.
         sequence_length: S; a window is S + 1 tokens.
         tokenizer: a tokenizer.json, or its folder, to use instead of training one.
         held_out_windows: the minimum number of held-out windows, if a tenth of the text suffices for them.
@@ -61,19 +65,26 @@ def prepare(
     if given is not None and given.vocab_size > vocab_size:
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
     settings = {
+        "preparation": PREPARATION,
         "vocab_size": vocab_size,
         "sequence_length": sequence_length,
         "held_out_windows": held_out_windows,
         "tokenizer": given and given.fingerprint,
     }
 
+    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
+        shutil.rmtree(unfinished)
     corpus = open_corpus(source)
     progress("reading", 0.0)
     index = CorpusIndex.of(corpus)
+    span = index.span(sequence_length, held_out_windows)
+    if span is not None:
+        corpus = corpus.in_spans(span)
+        index = CorpusIndex.of(corpus)
     if not _is_built(folder, corpus.source, settings, index.fingerprint):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as building:
-            _build(Path(building), corpus, index, settings, given, progress)
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
+            _build(Path(building), corpus, index, settings, given, span, progress)
             _publish(Path(building), folder)
     return TokenStore.open(folder)
 
@@ -97,24 +108,28 @@ def _build(
     index: CorpusIndex,
     settings: dict[str, Any],
     given: Tokenizer | None,
+    span: int | None,
     progress: Progress,
 ) -> None:
     held_out = index.hold_out(settings["sequence_length"], settings["held_out_windows"])
     if given is None:
         progress("training the tokenizer", 0.0)
         sample = index.sample(held_out, SAMPLE_BYTES)
-        texts = (document.text for document in corpus.documents(Counter()) if document.digest in sample)
+        texts = (document.text for document in corpus.documents() if document.digest in sample)
         tokenizer = Tokenizer.train(texts, settings["vocab_size"])
     else:
         tokenizer = given
     tokenizer.save(folder)
+    lines = (f"{reason}: {_one_line(name)}\n" for reason, name in index.left_out)
+    (folder / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
     tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
 
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
         raise ValueError(
             f"source {corpus.source!r} has too little text: {len(index.sizes)} documents, {index.total_bytes} bytes, "
-            f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}"
+            f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}, and "
+            "at most a tenth of the text is held out"
         )
     digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     Manifest(
@@ -125,9 +140,14 @@ def _build(
         documents={part: len(digests[part]) for part in digests},
         bytes={part: sum(index.sizes[digest] for digest in digests[part]) for part in digests},
         tokens=tokens,
-        skipped=dict(index.skipped),
+        skipped=index.skipped,
+        span=span,
         sha256={name: checksum(folder / name)["sha256"] for name in FILES},
     ).write(folder)
+
+
+def _one_line(name: str) -> str:
+    return escape_control_characters(name).replace("\n", r"\n")
 
 
 def _encode(
@@ -140,7 +160,7 @@ def _encode(
         TokenWriter(folder / "train.npy", tokenizer.vocab_size) as train,
         TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val,
     ):
-        for batch in _batches_of_text(corpus.documents(Counter())):
+        for batch in _batches_of_text(corpus.documents()):
             progress("encoding", done / index.total_bytes)
             ids = tokenizer.encode_batch([document.text for document in batch])
             for document, tokens in zip(batch, ids, strict=True):
@@ -169,5 +189,5 @@ def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _publish(building: Path, folder: Path) -> None:
     """Move a built store to its folder, the manifest last, so that it never describes files of another build."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    for name in (*FILES, MANIFEST):
+    for name in (*FILES, LEFT_OUT, MANIFEST):
         os.replace(building / name, folder / name)

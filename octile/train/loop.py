@@ -329,14 +329,16 @@ def sample_text(trainer: Trainer, store: TokenStore) -> str:
 
 
 def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
-    counts = count_parameters(trainer.config.model)
+    counts, m = count_parameters(trainer.config.model), store.manifest
     measured_on = machine(trainer.device)
     summary = {
         "preset": trainer.config.preset,
         "recipe": trainer.config.recipe,
         "parameters": counts.total,
         "active_parameters": counts.active,
-        "bytes_per_token": store.manifest.bytes["val"] / store.manifest.tokens["val"],
+        "bytes_per_token": m.bytes["val"] / m.tokens["val"],
+        "held_out_share": m.held_out_share,
+        "held_out_text": f"{m.tokens['val']:,} tokens in {m.documents['val']:,} {m.unit}",
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,
         "prompt": trainer.config.prompt,

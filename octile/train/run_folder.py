@@ -75,7 +75,9 @@ class RunFolder:
         """
         run = cls(path)
         if not run.config_file.is_file():
-            raise FileNotFoundError(f"{str(path)!r} holds no run: there is no {run.config_file}")
+            begun = run.data.is_dir()
+            begin = "; it ended while its data was prepared: start it again, without --resume" if begun else ""
+            raise FileNotFoundError(f"{str(path)!r} holds no run: there is no {run.config_file}{begin}")
         return run
 
     def write_config(self, config: TrainConfig) -> None:

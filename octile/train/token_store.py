@@ -2,7 +2,8 @@
 
     tokenizer.json, tokenizer_config.json   the tokenizer
     train.npy, val.npy                      uint16 (or uint32) [tokens]: <|begin|> text <|end|> <|begin|> text <|end|> …
-    manifest.json                           their source and number, and the SHA-256 of each file
+    left_out.txt                            the files and texts that were left out, a line each: reason, name
+    manifest.json                           their source and number, and the SHA-256 of each file but left_out.txt
 
 The manifest is written last: a folder without one is not finished, and a folder that does not match it is damaged.
 """
@@ -21,6 +22,7 @@ from octile.train.tokenizer import Tokenizer
 
 PARTS = ("train", "val")
 FILES = ("tokenizer.json", "tokenizer_config.json", "train.npy", "val.npy")
+LEFT_OUT = "left_out.txt"
 MANIFEST = "manifest.json"
 
 REMEDY = "delete it to have it built anew"
@@ -37,7 +39,9 @@ class Manifest:
         vocab_size: the tokens of the tokenizer.
         documents, bytes, tokens: the numbers of each of the parts "train" and "val".
         skipped: how many texts were left out, by reason.
-        sha256: the checksum of every file of the store but the manifest.
+        sha256: the checksum of every file of the store but the manifest and left_out.txt.
+        span: the characters of the spans into which few documents were cut, which count as documents; None if they are
+            whole.
     """
 
     source: str
@@ -49,6 +53,17 @@ class Manifest:
     tokens: dict[str, int]
     skipped: dict[str, int]
     sha256: dict[str, str]
+    span: int | None = None
+
+    @property
+    def unit(self) -> str:
+        """What is held out: "documents", or "spans" of them."""
+        return "documents" if self.span is None else "spans"
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of the text's bytes that is held out."""
+        return self.bytes["val"] / (self.bytes["train"] + self.bytes["val"])
 
     def write(self, folder: Path) -> None:
         """Write manifest.json."""
@@ -86,6 +101,16 @@ class TokenStore:
     def digest(self) -> str:
         """The SHA-256 of the files' digests, which identifies all tokens and the tokenizer."""
         return hashlib.sha256(json.dumps(self.manifest.sha256, sort_keys=True).encode()).hexdigest()
+
+    def left_out(self, limit: int) -> dict[str, list[str]]:
+        """The names of the first `limit` files and texts that were left out for each reason."""
+        names: dict[str, list[str]] = {}
+        with (self.folder / LEFT_OUT).open(encoding="utf-8") as lines:
+            for line in lines:
+                reason, _, name = line.rstrip("\n").partition(": ")
+                if len(named := names.setdefault(reason, [])) < limit:
+                    named.append(name)
+        return names
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:

@@ -1,9 +1,10 @@
 """Tests of reading a corpus: which files are text, their order, and what is refused."""
 
+import errno
 import json
+import os
 import sys
 import sysconfig
-from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.corpus import MAX_WHOLE_FILE, open_corpus
+from octile.train.corpus import MAX_WHOLE_FILE, open_corpus, span_length
 
 
 def write(root: Path, **texts: str | bytes) -> Path:
@@ -42,15 +43,51 @@ def test_hidden_files_and_folders_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"caf\xe9", b"PK\x03\x04\x00\x00"], ids=["not UTF-8", "NUL"])
-def test_what_is_not_text_is_skipped_and_counted(tmp_path, content):
+def test_what_is_not_text_is_left_out_and_named(tmp_path, content):
     corpus = open_corpus(write(tmp_path, a="text", b=content))
-    assert (list(corpus.texts()), corpus.skipped) == (["text"], {"not_text": 1})
+    assert (list(corpus.texts()), corpus.left_out) == (["text"], [("not_text", "b.txt")])
 
 
-def test_a_broken_link_is_skipped_and_counted(tmp_path):
+def test_a_broken_link_is_left_out_and_named(tmp_path):
     write(tmp_path, a="text")
     (tmp_path / "b").symlink_to(tmp_path / "nowhere")
-    assert open_corpus(tmp_path).skipped == {"unreadable": 1}
+    assert open_corpus(tmp_path).left_out == [("unreadable", "b")]
+
+
+def test_hidden_files_and_folders_are_named(tmp_path):
+    write(tmp_path, a="text", **{".git__HEAD": "ref", "b__.profile": "export", "b__c": "text"})
+    assert open_corpus(tmp_path).left_out == [("hidden", ".git"), ("hidden", "b/.profile.txt")]
+
+
+def test_a_link_to_a_folder_is_left_out_and_named(tmp_path):
+    write(tmp_path, text__a="text", other__b="more")
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "other")
+    assert open_corpus(tmp_path / "text").left_out == [("linked_folder", "link")]
+
+
+def refuse(monkeypatch, function: str, path: Path) -> None:
+    """Make a function of `os` raise for a path what it raises for a user without permission; root has it always."""
+    original = getattr(os, function)
+
+    def call(argument=".", *args, **kwargs):
+        if argument in (path, str(path)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(argument, *args, **kwargs)
+
+    monkeypatch.setattr(os, function, call)
+
+
+def test_a_folder_that_cannot_be_read_is_left_out_and_named(tmp_path, monkeypatch):
+    write(tmp_path, a="text", locked__b="more")
+    refuse(monkeypatch, "scandir", tmp_path / "locked")
+    assert open_corpus(tmp_path).left_out == [("unreadable_folder", "locked")]
+
+
+def test_a_link_into_a_folder_that_cannot_be_read_is_left_out_and_named(tmp_path, monkeypatch):
+    write(tmp_path, text__a="text", locked__b="more")
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "locked" / "b.txt")
+    refuse(monkeypatch, "stat", tmp_path / "text" / "link")
+    assert open_corpus(tmp_path / "text").left_out == [("unreadable", "link")]
 
 
 def test_a_file_among_others_is_one_document(tmp_path):
@@ -58,18 +95,23 @@ def test_a_file_among_others_is_one_document(tmp_path):
     assert list(open_corpus(write(tmp_path, a=text, b="other")).texts()) == [text, "other"]
 
 
-def test_a_file_alone_in_a_folder_is_cut_into_passages(tmp_path):
-    assert len(list(open_corpus(write(tmp_path, a="a line\n" * 10_000)).texts())) > 1
+def test_a_text_is_cut_into_about_64_spans(tmp_path):
+    corpus = open_corpus(write(tmp_path, a="a line of text\n" * 10_000) / "a.txt")
+    assert 56 <= len(list(corpus.in_spans(span_length(150_000)).texts())) <= 64
 
 
-def test_a_file_given_alone_is_cut_into_about_64_passages(tmp_path):
-    file = write(tmp_path, a="a line of text\n" * 10_000) / "a.txt"
-    assert 56 <= len(list(open_corpus(file).texts())) <= 64
+def test_spans_end_at_line_ends(tmp_path):
+    corpus = open_corpus(write(tmp_path, a="a line of text\n" * 200) / "a.txt")
+    assert [len(span) for span in corpus.in_spans(1024).texts()] == [1035, 1035, 930]
 
 
-def test_passages_of_a_short_file_have_a_thousand_characters(tmp_path):
-    file = write(tmp_path, a="a line of text\n" * 200) / "a.txt"
-    assert [len(passage) for passage in open_corpus(file).texts()] == [1035, 1035, 930]
+def test_a_text_that_is_no_longer_than_a_span_is_whole(tmp_path):
+    assert list(open_corpus(write(tmp_path, a="1234\n6789")).in_spans(9).texts()) == ["1234\n6789"]
+
+
+def test_spans_have_the_name_of_their_file_and_a_number(tmp_path):
+    corpus = open_corpus(write(tmp_path, a="1\n2\n", b="3")).in_spans(2)
+    assert list(corpus.read()) == [("a.txt, span 1", "1\n2\n"), ("b.txt", "3")]
 
 
 def test_a_very_long_file_in_a_folder_is_cut(tmp_path):
@@ -77,18 +119,18 @@ def test_a_very_long_file_in_a_folder_is_cut(tmp_path):
     assert len(list(corpus.texts())) > 1
 
 
-@given(text=st.text(st.sampled_from("ab\n\r\u2028é😀"), min_size=1, max_size=5000))
-def test_concatenated_passages_equal_the_file(tmp_path_factory, text):
+@given(text=st.text(st.sampled_from("ab\n\r\u2028é😀"), min_size=1, max_size=5000), length=st.integers(1, 100))
+def test_concatenated_spans_equal_the_file(tmp_path_factory, text, length):
     file = tmp_path_factory.mktemp("text") / "book.txt"
     file.write_bytes(text.encode())
-    assert "".join(open_corpus(file).texts()) == text
+    assert "".join(open_corpus(file).in_spans(length).texts()) == text
 
 
-def test_repeated_and_empty_documents_are_dropped_and_counted(tmp_path):
+def test_repeated_and_empty_documents_are_left_out_and_named(tmp_path):
     corpus = open_corpus(write(tmp_path, a="one", b="one", c=" \n", d="", e="two"))
-    skipped = Counter()
-    assert [document.text for document in corpus.documents(skipped)] == ["one", "two"]
-    assert skipped == {"duplicate": 1, "empty": 2}
+    left_out = []
+    assert [document.text for document in corpus.documents(left_out)] == ["one", "two"]
+    assert left_out == [("duplicate", "b.txt"), ("empty", "c.txt"), ("empty", "d.txt")]
 
 
 def test_stdlib_is_the_source_of_this_interpreter():

@@ -10,7 +10,7 @@ from octile.train.corpus_index import BYTES_PER_TOKEN, CorpusIndex
 
 
 def index_of(documents: int, size: int = 4000) -> CorpusIndex:
-    return CorpusIndex({hashlib.sha256(b"%d" % n).digest()[:16]: size for n in range(documents)}, {})
+    return CorpusIndex({hashlib.sha256(b"%d" % n).digest()[:16]: size for n in range(documents)}, ())
 
 
 def test_about_two_percent_of_the_documents_are_held_out():
@@ -33,9 +33,19 @@ def test_many_windows_hold_out_a_tenth_at_most():
     assert len(index_of(100).hold_out(sequence_length=99, windows=10_000)) == 10
 
 
-@pytest.mark.parametrize("documents", [2, 3, 10])
-def test_a_single_window_is_always_held_out(documents):
-    assert len(index_of(documents).hold_out(sequence_length=400, windows=64)) == 1
+SIZES = st.lists(st.integers(1, 100_000), min_size=1, max_size=100)
+
+
+@given(sizes=SIZES, sequence_length=st.integers(1, 10_000), windows=st.integers(1, 1000))
+def test_at_most_a_tenth_of_the_text_is_held_out(sizes, sequence_length, windows):
+    index = CorpusIndex({hashlib.sha256(b"%d" % n).digest()[:16]: size for n, size in enumerate(sizes)}, ())
+    held_out = index.hold_out(sequence_length, windows)
+    assert 10 * sum(index.sizes[digest] for digest in held_out) <= sum(sizes)
+
+
+@pytest.mark.parametrize(("documents", "whole"), [(1, False), (9, False), (10, True), (1000, True)])
+def test_documents_that_are_too_few_are_cut_into_spans(documents, whole):
+    assert (index_of(documents).span(sequence_length=400, windows=64) is None) == whole
 
 
 @given(documents=st.integers(1, 20), sequence_length=st.integers(1, 10_000), windows=st.integers(1, 1000))
@@ -54,5 +64,5 @@ def test_the_sample_stops_when_it_is_large_enough():
 
 def test_the_fingerprint_depends_on_the_order():
     forwards = index_of(3)
-    backwards = CorpusIndex(dict(reversed(forwards.sizes.items())), {})
+    backwards = CorpusIndex(dict(reversed(forwards.sizes.items())), ())
     assert forwards.fingerprint != backwards.fingerprint

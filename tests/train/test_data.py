@@ -1,5 +1,6 @@
 """Tests of `prepare`: a document is in one part, training or held-out, and only valid stores are reused."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from octile.train import data
-from octile.train.corpus import Corpus, open_corpus
+from octile.train.corpus import Corpus, NamedText, open_corpus
 from octile.train.data import prepare
 from octile.train.token_store import FILES, TokenStore
 from octile.train.tokenizer import Tokenizer
@@ -74,6 +75,28 @@ def test_the_manifest_counts_documents_bytes_and_skipped_files(source, tmp_path)
     assert manifest.skipped == {"empty": 1, "not_text": 1, "duplicate": 1}
     assert sum(manifest.documents.values()) == 60
     assert sum(manifest.bytes.values()) == sum(len(document(n)) for n in range(60))
+
+
+def test_what_is_left_out_is_named_in_a_file(source, tmp_path):
+    (source / "empty.txt").write_text("\n")
+    (source / "two\nlines.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    (source / "copy.txt").write_text(document(0))
+    store = build(source, tmp_path / "data")
+    named = (store.folder / "left_out.txt").read_text()
+    assert named == "not_text: two\\nlines.jpg\nduplicate: copy.txt\nempty: empty.txt\n"
+
+
+def test_the_first_names_of_each_reason_can_be_read(source, tmp_path):
+    for n in range(5):
+        (source / f"photo{n}.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    assert build(source, tmp_path / "data").left_out(2) == {"not_text": ["photo0.jpg", "photo1.jpg"]}
+
+
+def test_what_a_killed_process_left_half_built_is_removed(source, tmp_path):
+    (tmp_path / "data" / ".building-x").mkdir(parents=True)
+    (tmp_path / "data" / ".building-x" / "train.npy").touch()
+    store = build(source, tmp_path / "data")
+    assert {path.name for path in store.folder.iterdir()} == {*FILES, "left_out.txt", "manifest.json"}
 
 
 def test_two_builds_are_identical(source, tmp_path):
@@ -166,6 +189,44 @@ def test_one_short_file_is_enough(tmp_path):
     assert min(len(store.train), len(store.val)) > SEQUENCE_LENGTH
 
 
+@pytest.fixture
+def two_files(tmp_path) -> Path:
+    """A folder of a file of 10 kB and one of 60 kB."""
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name, begin, size in (("short", 0, 10_000), ("long", 1000, 60_000)):
+        text = "".join(document(n) for n in range(begin, begin + 200))
+        (folder / f"{name}.txt").write_text(text[:size].rpartition("\n")[0] + "\n")
+    return folder
+
+
+def test_of_two_files_about_a_tenth_is_held_out(two_files, tmp_path):
+    manifest = build(two_files, tmp_path / "data").manifest
+    assert 0.08 < manifest.held_out_share <= 0.1
+
+
+def test_held_out_spans_of_two_files_are_whole_lines_that_are_not_trained_on(two_files, tmp_path):
+    store = build(two_files, tmp_path / "data")
+    trained, held_out = ("".join(texts(store, tokens)).splitlines() for tokens in (store.train, store.val))
+    lines = "".join(open_corpus(two_files).texts()).splitlines()
+    assert Counter(trained) + Counter(held_out) == Counter(lines)
+    assert not set(trained) & set(held_out)
+
+
+def test_spans_are_held_out_of_both_files(two_files, tmp_path):
+    store = build(two_files, tmp_path / "data")
+    held_out = texts(store, store.val)
+    assert {any(span in text for span in held_out) for text in open_corpus(two_files).texts()} == {True}
+
+
+def test_a_store_of_an_earlier_version_is_built_again(source, built, stages):
+    manifest = json.loads((built.folder / "manifest.json").read_text())
+    del manifest["settings"]["preparation"], manifest["span"]
+    (built.folder / "manifest.json").write_text(json.dumps(manifest))
+    build(source, built.folder, progress=lambda stage, share: stages.append(stage))
+    assert "encoding" in stages
+
+
 def test_too_little_text_is_refused_with_the_numbers(tmp_path):
     (tmp_path / "text.txt").write_text("two words")
     with pytest.raises(
@@ -197,8 +258,8 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
     def changing():
         reading = next(readings)
-        yield from (document(100 * reading + n) for n in range(20))
+        yield from (NamedText(f"row {n}", document(100 * reading + n)) for n in range(20))
 
-    monkeypatch.setattr(data, "open_corpus", lambda source: Corpus(str(source), {}, changing))
+    monkeypatch.setattr(data, "open_corpus", lambda source: Corpus(str(source), (), changing))
     with pytest.raises(RuntimeError, match="changed while it was read"):
         build(Path("changing"), tmp_path / "data")

@@ -55,6 +55,12 @@ def test_a_run_without_a_name_reuses_a_folder_that_has_only_data(tmp_path, monke
         assert RunFolder.create(micro()).path.name == "tiny-deepseek_v3-2"
 
 
+def test_a_run_that_was_killed_in_data_preparation_is_to_be_started_again(tmp_path):
+    (tmp_path / "data" / ".building-x").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="while its data was prepared: start it again, without --resume"):
+        RunFolder.open(tmp_path)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no run: there is no .*config\.json"):
         RunFolder.open(tmp_path)

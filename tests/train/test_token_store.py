@@ -50,6 +50,13 @@ def test_an_opened_store_has_the_same_manifest(store):
     assert TokenStore.open(store.folder).manifest == store.manifest
 
 
+def test_a_store_of_an_earlier_version_is_opened_with_the_same_digest(store):
+    manifest = json.loads((store.folder / "manifest.json").read_text())
+    del manifest["settings"]["preparation"], manifest["span"]
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    assert TokenStore.open(store.folder).digest == store.digest
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_one_changed_byte_is_refused(store, name):
     content = bytearray((store.folder / name).read_bytes())

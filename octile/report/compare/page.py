@@ -16,10 +16,11 @@ from octile.report.compare.result import CompareResult
 from octile.report.compare.summary import seeds_note, speed_notes, verdict_sentence
 from octile.report.compare.tables import detail_rows, outcome_rows
 from octile.report.compare.token_differences import TokenDifferences
-from octile.report.page import render, replace_control_characters
+from octile.report.page import render
 from octile.report.run.metrics import flatten
 from octile.report.style import HALF, PHONE, WIDE, palette_name, save_drawing
 from octile.report.svg import Chart, make_chart
+from octile.report.text import escape_control_characters
 
 
 def write_compare_report(folder: Path, result: CompareResult) -> Path:
@@ -118,7 +119,7 @@ def _tokens(found: TokenDifferences) -> dict[str, Any]:
         ),
         "worst": [
             (
-                replace_control_characters(g.name),
+                escape_control_characters(g.name),
                 f"{g.count:,}",
                 f"{_signed(g.mean, 3)} ± {g.error:.3f}",
                 f"{_signed(g.control_mean, 3)} ± {g.control_error:.3f}",
@@ -138,7 +139,7 @@ def _signed(value: float, digits: int) -> str:
 
 def _visible(text: str) -> str:
     """A text with visible line ends."""
-    return replace_control_characters(text).replace("\n", "↵\n")
+    return escape_control_characters(text).replace("\n", "↵\n")
 
 
 def _change_color(change: float) -> str:

@@ -35,8 +35,8 @@ class Run:
     Attributes:
         config: config.json.
         summary: summary.json, or empty. All its keys are optional: `preset`, `recipe`, `parameters`,
-            `active_parameters` (per token), `bytes_per_token` (of the held-out text), `machine`, `prompt` (the
-            beginning of sample.txt).
+            `active_parameters` (per token), `bytes_per_token` (of the held-out text), `held_out_share` (of the text's
+            bytes), `held_out_text` (how much that is), `machine`, `prompt` (the beginning of sample.txt).
         sample: sample.txt, or None.
         training, validation, experts, tile_scales: the records of each kind in order of their steps, each step once.
         unreadable_lines: lines of metrics.jsonl that could not be read.

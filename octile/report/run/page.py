@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.checkpoint.files import write_text
-from octile.report.page import format_duration, format_quantity, render, replace_control_characters
+from octile.report.page import format_duration, format_quantity, render
 from octile.report.run import curves, experts_and_scales
 from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
 from octile.report.run.spikes import find_spikes
 from octile.report.style import HALF, PHONE, THIRD, WIDE, save_drawing
 from octile.report.svg import Chart, make_chart
+from octile.report.text import escape_control_characters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,6 +164,9 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if math.isfinite(tokens):
         steps = len(run.training)
         facts.append(("Tokens seen", format_quantity(tokens), f"in {steps:,} recorded step{'s' * (steps != 1)}"))
+    share = as_float(run.fact("held_out_share"))
+    if math.isfinite(share):
+        facts.append(("Held out", f"{share:.1%}", f"of the text: {run.fact('held_out_text')}"))
     if run.seconds:
         facts.append(("Time", format_duration(run.seconds), ""))
     if np.isfinite(speed).any():
@@ -201,4 +205,4 @@ def _sample(run: Run) -> tuple[str, str] | None:
     prompt = str(run.fact("prompt") or "")
     if not run.sample.startswith(prompt):
         prompt = ""
-    return replace_control_characters(prompt), replace_control_characters(run.sample[len(prompt) :])
+    return escape_control_characters(prompt), escape_control_characters(run.sample[len(prompt) :])

@@ -1,0 +1,44 @@
+"""Tests of what a run prints about its data: the held-out share, and the names of what is left out."""
+
+from pathlib import Path
+
+import pytest
+
+from octile.train.data import prepare
+from tests.train.conftest import silent_console
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, size in (("short", 100), ("long", 600)):
+        text = "".join(f"line {n} of the {name} file, {n * n}\n" for n in range(size))
+        (folder / f"{name}.txt").write_text(text)
+    for n in range(5):
+        (folder / f"photo{n}.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    return folder
+
+
+def shown(source: Path, folder: Path) -> list[str]:
+    console = silent_console()
+    console.print_data(prepare(source, 300, folder, 16))
+    return console.console.file.getvalue().splitlines()
+
+
+def test_the_held_out_share_is_printed(source, tmp_path):
+    (line,) = (line for line in shown(source, tmp_path / "data") if line.startswith("data: "))
+    assert "of 57 spans to train on, " in line
+    assert " held out (9." in line
+
+
+def test_the_first_files_that_are_left_out_are_named_with_the_number_of_the_others(source, tmp_path):
+    lines = shown(source, tmp_path / "data")
+    assert "left out: 5 not text: photo0.jpg, photo1.jpg, photo2.jpg and 2 more" in lines
+    assert lines[-1] == f"all that is left out is named in {tmp_path / 'data' / 'left_out.txt'}"
+
+
+def test_nothing_is_said_of_what_is_left_out_if_nothing_is(source, tmp_path):
+    for photo in source.glob("*.jpg"):
+        photo.unlink()
+    assert not any("left out" in line for line in shown(source, tmp_path / "data"))
