@@ -165,6 +165,20 @@ class Recipe:
     attention_inputs: Literal["kept", "recomputed"] = "kept"
     swiglu_inputs: OperandFormat | Literal["recomputed"] | None = None
 
+    def __post_init__(self) -> None:
+        assert self.smoothed  # computed now, as `GemmFormats.routed_dy`
+
+    @cached_property
+    def smoothed(self) -> Recipe:
+        """This recipe for the layer that reads smoothed SwiGLU: with the current amax for its weight.
+
+        The weight's columns are multiplied by the channels' scales, which change with every micro-batch, so that the
+        amax of past steps is not that of the product.
+        """
+        if not self.has_smooth_swiglu or self.formats is None or self.formats.w.amax != "delayed":
+            return self
+        return replace(self, formats=replace(self.formats, w=replace(self.formats.w, amax="current")))
+
     @property
     def can_fuse_attention(self) -> bool:
         """Whether attention and the layers around it can be one function that saves `attention_output`."""

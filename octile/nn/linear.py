@@ -92,8 +92,10 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
 
     def forward(self, x: Tensor, column_scale: Tensor | None = None) -> Tensor:
         """Return x · weightᵀ + bias; column_scale [in_features], if given, multiplies the weight's columns first."""
-        weight = self.weight if column_scale is None else scale_columns(self.weight, column_scale)
-        return functional.linear(x, weight, self.bias, self.recipe, self.history)
+        if column_scale is None:
+            return functional.linear(x, self.weight, self.bias, self.recipe, self.history)
+        weight = scale_columns(self.weight, column_scale)
+        return functional.linear(x, weight, self.bias, self.recipe.smoothed, self.history)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -48,10 +48,10 @@ class Experts(nn.Module, RecipeHolder[Recipe | None]):
         """Compute rows [R, D] sorted by expert; offs_E int32 [E] is the end of each expert's rows: [R, D]."""
         gate_RI, up_RI = grouped_linear(x_RD, self.gate_up, offs_E, self.recipe, self.gate_up_history).chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
-        down_EDI: Tensor = self.down
-        if self.recipe is not None and self.recipe.has_smooth_swiglu:
-            h_RI, down_EDI = _smooth(h_RI, down_EDI, offs_E)
-        return grouped_linear(h_RI, down_EDI, offs_E, self.recipe, self.down_history)
+        if self.recipe is None or not self.recipe.has_smooth_swiglu:
+            return grouped_linear(h_RI, self.down, offs_E, self.recipe, self.down_history)
+        h_RI, down_EDI = _smooth(h_RI, self.down, offs_E)
+        return grouped_linear(h_RI, down_EDI, offs_E, self.recipe.smoothed, self.down_history)
 
 
 def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 The product of SwiGLU's two projections has rare, very large values in a few channels, which cost every other value of
 an FP8 tensor its precision.  Each channel is divided by its largest value, and the column of the down-projection's
-weight is multiplied by the same number: the result is the same, and neither operand has outliers.
+weight is multiplied by the same number: the result is the same, and neither operand has outliers.  The weight's amax
+then changes with every micro-batch, so its scale is never delayed (`octile.recipe.Recipe.smoothed`).
 
 Source: arXiv 2409.12517.
 """

@@ -3,6 +3,7 @@ import torch.nn.functional as F
 
 from octile.nn import functional
 from octile.nn.conversion import convert
+from octile.nn.delayed_scaling import end_step
 from octile.nn.mlp import MLP
 from octile.recipe import Recipe
 
@@ -80,3 +81,15 @@ def test_hooks_of_the_down_projection_are_called_under_smooth_swiglu():
     smooth.down_proj.register_forward_hook(lambda *_: calls.append(1))
     smooth(torch.randn(7, 32))
     assert calls == [1]
+
+
+def test_the_smoothed_weight_does_not_saturate_when_a_channel_grows():
+    """The weight times the channels' scales then has an amax that no step before had."""
+    down, x = convert(layer(), Recipe.smooth_swiglu()).down_proj, torch.randn(64, 48)
+    for _ in range(2):
+        down(x, torch.ones(48))
+        end_step(down)
+    scale = torch.ones(48)
+    scale[3] = 1024.0
+    expected = x @ (down.weight * scale).T
+    assert (down(x, scale) - expected).norm() < 0.06 * expected.norm()

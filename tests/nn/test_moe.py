@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from octile.nn.delayed_scaling import OPERANDS
 from octile.nn.functional import grouped_linear
 from octile.nn.moe import Experts, MoE, _smooth
 from octile.recipe import Recipe
@@ -151,6 +152,15 @@ def test_smoothed_experts_accumulate_the_same_gradient_in_main_grad():
     experts(x, offs).square().sum().backward()
     assert experts.down.grad is None
     assert torch.equal(experts.down.main_grad, 1 + expected)
+
+
+def test_past_steps_do_not_matter_to_the_scale_of_smoothed_experts():
+    experts, x, offs = Experts(2, 32, 48), torch.randn(64, 32), torch.tensor([40, 64], dtype=torch.int32)
+    experts.use_recipe(Recipe.smooth_swiglu())
+    expected = experts(x, offs)
+    experts.use_recipe(Recipe.smooth_swiglu())
+    experts.down_history.amax_OH[OPERANDS.index("w"), 1:] = 1e-6
+    assert torch.equal(experts(x, offs), expected)
 
 
 # the balance loss
