@@ -58,18 +58,13 @@ def _triton_gemm(gemm: GemmRequest) -> Tensor:
 
     if not gemm.promote:
         raise ValueError(f"only Hopper's kernels sum without promotion: {why_unsupported(gemm)}")
-    operands = (*gemm.a.parts(), *gemm.b.parts())
-    out, sizes = gemm.out, gemm.sizes
-    if gemm.schedule is Schedule.DENSE:
-        out = gemm.new_out() if out is None else out
-        matmul.launch(out, *operands, gemm.accumulate)
-        return out
-    assert sizes is not None
-    if gemm.schedule is Schedule.GROUPED:
-        return grouped.launch(*operands, sizes, gemm.out_dtype, out)
-    if gemm.schedule is Schedule.MASKED:
-        return grouped.launch_masked(*operands, sizes, gemm.out_dtype, out)
-    return grouped.launch_wgrad(*operands, sizes, gemm.out_dtype, out, gemm.accumulate)
+    launch = {
+        Schedule.DENSE: matmul.launch,
+        Schedule.GROUPED: grouped.launch,
+        Schedule.MASKED: grouped.launch_masked,
+        Schedule.ALONG_K: grouped.launch_wgrad,
+    }[gemm.schedule]
+    return launch(gemm)
 
 
 def _why_not_quantize(x: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype, *_: bool) -> str | None:

@@ -19,7 +19,7 @@ from octile.nn.fused.high_precision import HighPrecisionLinear
 from octile.nn.fused.linear import QuantizedLinear
 from octile.nn.fused.shared_quantization import shared_by_layers
 from octile.nn.weight_cache import can_cache
-from octile.ops.grouped import check_sizes
+from octile.ops.matmul import check_sizes
 from octile.ops.quantize import INPUT_DTYPES
 from octile.recipe import GEMMS, Recipe
 

@@ -14,17 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from octile.kernels import backends
 from octile.kernels.cuda.gemm.config import Schedule
-from octile.kernels.cuda.gemm.launch_cache import launch_cached
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops import accumulator
 from octile.ops.accumulator import accumulator_for
-from octile.ops.matmul import OUT_DTYPES, Block, check_operand, check_pair, in_float32, nt_float32
+from octile.ops.matmul import Block, check_request, gemm_kernel, in_float32, nt_float32
 from octile.ops.operator import operator
 from octile.ops.scale_layouts import refuse_unless
-
-GROUPED, MASKED, ALONG_K = Schedule.GROUPED, Schedule.MASKED, Schedule.ALONG_K
 
 
 @operator()
@@ -46,7 +42,7 @@ def grouped_matmul_nt(
         offs: int32 [G], nondecreasing: group g has the rows from offs[g−1] to offs[g], exclusive.
         out_dtype: bfloat16 or float32.
     """
-    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+    check_request(_grouped_request(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype))
     return _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out_dtype)
 
 
@@ -67,17 +63,10 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-@grouped_matmul_nt.register_kernel("cuda")
-def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
-    if accumulator_for(a, b):
-        return grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
+@gemm_kernel(grouped_matmul_nt)
+def _grouped_request(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(GROUPED, *operands, out_dtype, sizes=offs)
-    y = launch_cached(request)
-    if y is None:
-        _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype)
-        y = backends.run("gemm", request)
-    return y
+    return GemmRequest(Schedule.GROUPED, *operands, out_dtype, None, offs)
 
 
 @operator(writes=("out",))
@@ -95,7 +84,7 @@ def grouped_matmul_nt_out(
 
     Rows after the last group are not written.
     """
-    _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
+    check_request(_grouped_request_out(out, a, a_scale, a_block, b, b_scale, b_block, offs))
     is_after = (torch.arange(a.shape[0], device=a.device) >= (offs[-1] if offs.numel() else 0))[:, None]
     out.copy_(torch.where(is_after, out, _grouped(a, a_scale, a_block, b, b_scale, b_block, offs).to(out.dtype)))
 
@@ -105,15 +94,10 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
     return None
 
 
-@grouped_matmul_nt_out.register_kernel("cuda")
-def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
-    if accumulator_for(a, b):
-        return grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, offs)
+@gemm_kernel(grouped_matmul_nt_out)
+def _grouped_request_out(out, a, a_scale, a_block, b, b_scale, b_block, offs):
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(GROUPED, *operands, out.dtype, out, offs, zero_rest=False)
-    if launch_cached(request) is None:
-        _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out.dtype, out)
-        backends.run("gemm", request)
+    return GemmRequest(Schedule.GROUPED, *operands, out.dtype, out, offs, zero_rest=False)
 
 
 @operator()
@@ -136,7 +120,7 @@ def masked_grouped_matmul_nt(
         counts: int32 [G], each from 0 to M.
         expected_rows: rows expected in a group, by which a GPU kernel is chosen; 0: not known.
     """
-    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+    check_request(_masked_request(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype))
     _check_counts(counts, a.shape[1])
     result = _masked(a, a_scale, a_block, b, b_scale, b_block)
     return result.masked_fill_(_unused(a, counts), 0.0).to(out_dtype)
@@ -163,17 +147,10 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows
     return a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
 
 
-@masked_grouped_matmul_nt.register_kernel("cuda")
-def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
-    if accumulator_for(a, b):
-        return masked_grouped_matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
+@gemm_kernel(masked_grouped_matmul_nt)
+def _masked_request(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(MASKED, *operands, out_dtype, sizes=counts, expected_rows=expected_rows)
-    y = launch_cached(request)
-    if y is None:
-        _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype)
-        y = backends.run("gemm", request)
-    return y
+    return GemmRequest(Schedule.MASKED, *operands, out_dtype, None, counts, expected_rows=expected_rows)
 
 
 @operator(writes=("out",))
@@ -192,7 +169,7 @@ def masked_grouped_matmul_nt_out(
 
     The reference does not write the other rows; on a GPU they are undefined.
     """
-    _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
+    check_request(_masked_request_out(out, a, a_scale, a_block, b, b_scale, b_block, counts))
     _check_counts(counts, a.shape[1])
     result = _masked(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(torch.where(_unused(a, counts), out, result.to(out.dtype)))
@@ -203,15 +180,10 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     return None
 
 
-@masked_grouped_matmul_nt_out.register_kernel("cuda")
-def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
-    if accumulator_for(a, b):
-        return masked_grouped_matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, counts)
+@gemm_kernel(masked_grouped_matmul_nt_out)
+def _masked_request_out(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
-    if launch_cached(request) is None:
-        _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out.dtype, out)
-        backends.run("gemm", request)
+    return GemmRequest(Schedule.MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
 
 
 @operator()
@@ -231,7 +203,7 @@ def grouped_wgrad(
         dy, x: quantized along the tokens, in blocks such as 128×1; a block may extend over the end of a group.
         offs: int32 [G], as in `grouped_matmul_nt`.
     """
-    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+    check_request(_wgrad_request(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype))
     return _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs).to(out_dtype)
 
 
@@ -252,17 +224,10 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
 
 
-@grouped_wgrad.register_kernel("cuda")
-def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
-    if accumulator_for(dy, x):
-        return grouped_wgrad.reference(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
+@gemm_kernel(grouped_wgrad)
+def _wgrad_request(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
     operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
-    request = GemmRequest(ALONG_K, *operands, out_dtype, sizes=offs)
-    dw = launch_cached(request)
-    if dw is None:
-        _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype)
-        dw = backends.run("gemm", request)
-    return dw
+    return GemmRequest(Schedule.ALONG_K, *operands, out_dtype, None, offs)
 
 
 @operator(writes=("out",))
@@ -281,7 +246,7 @@ def grouped_wgrad_out(
 
     With `accumulate` the result is added to out, in FP32.
     """
-    _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out)
+    check_request(_wgrad_request_out(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate))
     dw = _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs)
     out.copy_(out.float() + dw if accumulate else dw)
 
@@ -291,15 +256,10 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
     return None
 
 
-@grouped_wgrad_out.register_kernel("cuda")
-def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
-    if accumulator_for(dy, x):
-        return grouped_wgrad_out.reference(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate)
+@gemm_kernel(grouped_wgrad_out)
+def _wgrad_request_out(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
     operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
-    request = GemmRequest(ALONG_K, *operands, out.dtype, out, offs, accumulate)
-    if launch_cached(request) is None:
-        _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out.dtype, out)
-        backends.run("gemm", request)
+    return GemmRequest(Schedule.ALONG_K, *operands, out.dtype, out, offs, accumulate)
 
 
 def _rows(offs: Tensor, t: int) -> list[slice]:
@@ -308,52 +268,3 @@ def _rows(offs: Tensor, t: int) -> list[slice]:
     if bounds != sorted(bounds) or bounds[-1] > t:
         raise ValueError(f"offs must be nondecreasing from 0 to at most {t}, the number of rows, not {bounds[1:]}")
     return [slice(start, end) for start, end in pairwise(bounds)]
-
-
-def _check_grouped(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, out=None) -> None:
-    check_operand("a", a, a_scale, a_block, ndim=2)
-    check_operand("b", b, b_scale, b_block, ndim=3)
-    _check_out(out, (a.shape[0], b.shape[1]), a.device)
-    check_pair(a, b, out_dtype)
-    check_sizes("offs", offs, b.shape[0], a.device)
-
-
-def _check_masked(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, out=None) -> None:
-    check_operand("a", a, a_scale, a_block, ndim=3)
-    check_operand("b", b, b_scale, b_block, ndim=3)
-    _check_out(out, (*a.shape[:2], b.shape[1]), a.device)
-    check_pair(a, b, out_dtype)
-    if a.shape[0] != b.shape[0]:
-        raise ValueError(f"a and b must have the same number of groups: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
-    check_sizes("counts", counts, b.shape[0], a.device)
-
-
-def _check_wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype, out=None) -> None:
-    check_operand("dy", dy, dy_scale, dy_block, ndim=2)
-    check_operand("x", x, x_scale, x_block, ndim=2)
-    check_sizes("offs", offs, offs.numel(), x.device)
-    _check_out(out, (offs.shape[0], dy.shape[1], x.shape[1]), x.device)
-    check_pair(dy, x, out_dtype, names=("dy", "x"), contracted=("T", 0))
-
-
-def _check_out(out: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    if out is None:
-        return
-    if out.dtype not in OUT_DTYPES:
-        raise TypeError(f"out must be bfloat16 or float32, not {out.dtype}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out must be {shape}, not {tuple(out.shape)}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, not have the strides {out.stride()}")
-    if out.device != device:
-        raise ValueError(f"out is on {out.device}, but the operands are on {device}")
-
-
-def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> None:
-    """Raise TypeError or ValueError if offsets or counts are not int32 [groups] on the device."""
-    if sizes.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, not {sizes.dtype}")
-    if tuple(sizes.shape) != (groups,):
-        raise ValueError(f"{name} must be [{groups}], one for each group, not {tuple(sizes.shape)}")
-    if sizes.device != device:
-        raise ValueError(f"{name} is on {sizes.device}, but the operands are on {device}")

@@ -7,8 +7,9 @@ not part of the specification.
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7. Shapes: M and N rows of a and b, K contracted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,44 @@ from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.launch_cache import launch_cached
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops.accumulator import accumulator_for
-from octile.ops.operator import operator
+from octile.ops.operator import Operator, operator
 from octile.ops.quantize import check_scale, dequantize
 
 Block = Sequence[int]
 OPERAND_DTYPES = tuple(STORAGE_DTYPES[name] for name in GEMM_FORMATS)
 OUT_DTYPES = (torch.bfloat16, torch.float32)
-DENSE = Schedule.DENSE
+MakeRequest = Callable[..., GemmRequest]
+# By schedule: the operands' names and dimensions, and the name of the sizes, for messages.
+NAMES = {
+    Schedule.DENSE: (("a", 2), ("b", 2), ""),
+    Schedule.GROUPED: (("a", 2), ("b", 3), "offs"),
+    Schedule.MASKED: (("a", 3), ("b", 3), "counts"),
+    Schedule.ALONG_K: (("dy", 2), ("x", 2), "offs"),
+}
+
+
+def gemm_kernel(op: Operator) -> Callable[[MakeRequest], MakeRequest]:
+    """Decorate the function that makes the `GemmRequest` of an operator's arguments; on a GPU the request is launched.
+
+    A request whose key was launched before is launched again at once. Others are checked, and `backends.run` finds a
+    backend for them.
+    """
+
+    def register(make_request: MakeRequest) -> MakeRequest:
+        @op.register_kernel("cuda")
+        def launch(*args: Any) -> Tensor | None:
+            request = make_request(*args)
+            if accumulator_for(request.a.data, request.b.data):
+                return op.reference(*args)
+            result = launch_cached(request)
+            if result is None:
+                check_request(request)
+                result = backends.run("gemm", request)
+            return result if request.out is None else None
+
+        return make_request
+
+    return register
 
 
 @operator()
@@ -44,7 +76,7 @@ def matmul_nt(
         TypeError: a dtype is not one of these.
         ValueError: shapes, blocks or devices do not match.
     """
-    _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    check_request(_dense_request(a, a_scale, a_block, b, b_scale, b_block, out_dtype))
     return _reference(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
 
 
@@ -53,16 +85,9 @@ def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-@matmul_nt.register_kernel("cuda")
-def _(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
-    if accumulator_for(a, b):
-        return matmul_nt.reference(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
-    request = GemmRequest(DENSE, Operand(a, a_scale, a_block), Operand(b, b_scale, b_block), out_dtype)
-    y = launch_cached(request)
-    if y is None:
-        _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
-        y = backends.run("gemm", request)
-    return y
+@gemm_kernel(matmul_nt)
+def _dense_request(a, a_scale, a_block, b, b_scale, b_block, out_dtype):
+    return GemmRequest(Schedule.DENSE, Operand(a, a_scale, a_block), Operand(b, b_scale, b_block), out_dtype)
 
 
 @operator(writes=("out",))
@@ -77,7 +102,7 @@ def matmul_nt_out(
     accumulate: bool,
 ) -> None:
     """Write the result of `matmul_nt` to out [M, N], bfloat16 or float32; with `accumulate` add it to out, in FP32."""
-    _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
+    check_request(_dense_request_out(out, a, a_scale, a_block, b, b_scale, b_block, accumulate))
     result = _reference(a, a_scale, a_block, b, b_scale, b_block)
     out.copy_(out.float() + result if accumulate else result)
 
@@ -87,15 +112,10 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
     return None
 
 
-@matmul_nt_out.register_kernel("cuda")
-def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
-    if accumulator_for(a, b):
-        return matmul_nt_out.reference(out, a, a_scale, a_block, b, b_scale, b_block, accumulate)
-    a_operand, b_operand = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    request = GemmRequest(DENSE, a_operand, b_operand, out.dtype, out, accumulate=accumulate)
-    if launch_cached(request) is None:
-        _check_matmul(a, a_scale, a_block, b, b_scale, b_block, out.dtype, out)
-        backends.run("gemm", request)
+@gemm_kernel(matmul_nt_out)
+def _dense_request_out(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
+    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.DENSE, *operands, out.dtype, out, None, accumulate)
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:
@@ -124,21 +144,21 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _check_matmul(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Block,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> None:
-    check_operand("a", a, a_scale, a_block, ndim=2)
-    check_operand("b", b, b_scale, b_block, ndim=2)
+def check_request(request: GemmRequest) -> None:
+    """Raise TypeError or ValueError if a GEMM is not possible; the message names the operator's arguments."""
+    schedule, out, sizes = request.schedule, request.out, request.sizes
+    (first, first_ndim), (second, second_ndim), sizes_name = NAMES[schedule]
+    a, b = request.a.data, request.b.data
+    check_operand(first, *request.a.parts(), first_ndim)
+    check_operand(second, *request.b.parts(), second_ndim)
+    if sizes is not None:
+        check_sizes(sizes_name, sizes, sizes.numel() if schedule is Schedule.ALONG_K else b.shape[0], a.device)
     if out is not None:
-        _check_out(out, a, b)
-    check_pair(a, b, out_dtype)
+        _check_out(out, request)
+    contracted = ("T", 0) if schedule is Schedule.ALONG_K else ("K", -1)
+    check_pair(a, b, request.out_dtype, (first, second), contracted)
+    if schedule is Schedule.MASKED and a.shape[0] != b.shape[0]:
+        raise ValueError(f"a and b must have the same number of groups: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
 
 
 def check_operand(name: str, data: Tensor, scale: Tensor, block: Block, ndim: int) -> None:
@@ -176,15 +196,28 @@ def check_pair(
         raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype}")
 
 
-def _check_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _check_out(out: Tensor, request: GemmRequest) -> None:
+    shape, device = request.out_shape(), request.a.data.device
     if out.dtype not in OUT_DTYPES:
         raise TypeError(f"out must be bfloat16 or float32, not {out.dtype}")
-    if out.shape != (*a.shape[:-1], b.shape[-2]):
-        raise ValueError(f"out must be {(*a.shape[:-1], b.shape[-2])}, not {tuple(out.shape)}")
-    if out.device != a.device:
-        raise ValueError(f"out is on {out.device}, but the operands are on {a.device}")
-    if has_overlap(out):
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must be {shape}, not {tuple(out.shape)}")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device}, but the operands are on {device}")
+    if request.schedule is not Schedule.DENSE and not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, not have the strides {out.stride()}")
+    if request.schedule is Schedule.DENSE and has_overlap(out):
         raise ValueError(f"out must not overlap itself, as {tuple(out.shape)} with strides {out.stride()} does")
+
+
+def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError if offsets or counts are not int32 [groups] on the device."""
+    if sizes.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, not {sizes.dtype}")
+    if tuple(sizes.shape) != (groups,):
+        raise ValueError(f"{name} must be [{groups}], one for each group, not {tuple(sizes.shape)}")
+    if sizes.device != device:
+        raise ValueError(f"{name} is on {sizes.device}, but the operands are on {device}")
 
 
 def has_overlap(matrix: Tensor) -> bool:

@@ -98,7 +98,7 @@ class Operator:
                     if args[i].requires_grad:
                         raise RuntimeError(f"octile::{self.name} has no gradient: octile.nn.Linear trains in FP8")
             for i in written:
-                torch.autograd.graph.increment_version(args[i])
+                torch._C._increment_version((args[i],))  # torch.autograd.graph.increment_version costs 0.1 µs more
             return function(*args)
 
         set_code_exec_strategy(entry.__code__, UNTRACED)

@@ -14,8 +14,7 @@ from octile.compat.deep_gemm.grouped import check_layout, check_masked, offsets,
 from octile.compat.deep_gemm.k_grouped import check_ks, check_values
 from octile.compat.deep_gemm.operands import check_cd, check_d, copy_c_to_d, transpose_one, transposed_form
 from octile.nn.fused.high_precision import nt
-from octile.ops.grouped import check_sizes
-from octile.ops.matmul import without_autocast
+from octile.ops.matmul import check_sizes, without_autocast
 from octile.ops.operator import check_tensor
 
 SIDE_MULTIPLE = 16  # cuBLASLt's FP8 GEMMs need N and K to be multiples of this

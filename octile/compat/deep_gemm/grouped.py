@@ -17,7 +17,8 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.operands import Block, Pair, Recipe, check_d, operands, transpose_pairs
 from octile.compat.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
-from octile.ops.grouped import check_sizes, grouped_matmul_nt_out, masked_grouped_matmul_nt_out
+from octile.ops.grouped import grouped_matmul_nt_out, masked_grouped_matmul_nt_out
+from octile.ops.matmul import check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import refuse_unless
 

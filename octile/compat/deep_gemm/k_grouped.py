@@ -15,8 +15,8 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import align_rows, check_ends
 from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, check_cd, check_pairs, copy_c_to_d
-from octile.ops.grouped import check_sizes, grouped_wgrad_out
-from octile.ops.matmul import check_operand
+from octile.ops.grouped import grouped_wgrad_out
+from octile.ops.matmul import check_operand, check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import PER_INT, unpack_grouped_ue8m0
 

@@ -9,7 +9,7 @@ from octile.compat.deep_gemm.dense import has_mx_tensor_cores
 from octile.compat.deep_gemm.grouped import check_ends, padding
 from octile.compat.deep_gemm.k_grouped import check_ks, check_values
 from octile.compat.deep_gemm.operands import Block, Recipe, check_recipe
-from octile.ops.grouped import check_sizes
+from octile.ops.matmul import check_sizes
 from octile.ops.operator import check_tensor
 from octile.ops.scale_layouts import (
     PER_INT,

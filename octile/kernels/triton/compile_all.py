@@ -7,7 +7,7 @@ code for a given architecture.
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
 from octile.kernels.triton.device import DeviceProperties, assume_device
@@ -33,6 +35,7 @@ ARCHITECTURES = {
 }
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+Quantized = tuple[Tensor, Tensor, tuple[int, int]]  # data, scale and block
 Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
 
 
@@ -78,9 +81,13 @@ def _cases() -> dict[str, Callable[[], object]]:
     rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
     ragged = _empty(700, 1000, dtype=fp32)  # elements of such a layout are loaded one by one
 
-    def dense(block: Sequence[int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
+    def dense(block: tuple[int, int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
         out = _empty(m, n, dtype=fp32 if accumulate else bf16)
-        matmul.launch(out, *_operand(m, k, TILE, dtype), *_operand(n, k, block, dtype), accumulate=accumulate)
+        operands = Operand(*_operand(m, k, TILE, dtype)), Operand(*_operand(n, k, block, dtype))
+        matmul.launch(GemmRequest(Schedule.DENSE, *operands, out.dtype, out, None, accumulate))
+
+    def with_sizes(schedule: Schedule, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> GemmRequest:
+        return GemmRequest(schedule, Operand(*a), Operand(*b), out_dtype, None, offs)
 
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
@@ -145,13 +152,13 @@ def _cases() -> dict[str, Callable[[], object]]:
         "x · wᵀ INT8": lambda: dense(BLOCK, INT8, k),
         "dyᵀ · x": lambda: dense(TILE, E4M3, t, accumulate=True),
         "grouped, ragged K": lambda: grouped.launch(
-            *_operand(t, 10944, TILE), *_operand(n, 10944, BLOCK, E4M3, groups), offs, bf16
+            with_sizes(Schedule.GROUPED, _operand(t, 10944, TILE), _operand(n, 10944, BLOCK, E4M3, groups), bf16)
         ),
         "masked": lambda: grouped.launch_masked(
-            *_operand(512, k, TILE, E4M3, groups), *_operand(n, k, BLOCK, E4M3, groups), offs, bf16
+            with_sizes(Schedule.MASKED, _operand(512, k, TILE, E4M3, groups), _operand(n, k, BLOCK, E4M3, groups), bf16)
         ),
         "grouped dyᵀ · x": lambda: grouped.launch_wgrad(
-            *_operand(t, n, COLUMN_TILE), *_operand(t, k, COLUMN_TILE), offs, fp32
+            with_sizes(Schedule.ALONG_K, _operand(t, n, COLUMN_TILE), _operand(t, k, COLUMN_TILE), fp32)
         ),
         "Hopper's tensor core, FP8": lambda: modeled(fp32, 32, 13),
         "Hopper's tensor core, BF16": lambda: modeled(torch.float64, 16, 25),
@@ -163,8 +170,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _operand(
-    rows: int, cols: int, block: Sequence[int], dtype: torch.dtype = E4M3, groups: int | None = None
-) -> tuple[Tensor, Tensor, Sequence[int]]:
+    rows: int, cols: int, block: tuple[int, int], dtype: torch.dtype = E4M3, groups: int | None = None
+) -> Quantized:
     batch = () if groups is None else (groups,)
     data = _empty(*batch, rows, cols, dtype=dtype)
     return data, new_scale(data, *block), block

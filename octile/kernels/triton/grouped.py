@@ -7,136 +7,102 @@ and rows from the offsets; programs without rows exit. Tiles begin where their g
 Shapes: T rows of all groups together, G groups, N and K of a weight.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.k_loop import choose_tile, operand_arguments, raster_tile, store_tile, sum_over_k
 
 
-def launch(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Multiply the rows of group g of a[T, K] by b[g]ᵀ of b[G, N, K] → [T, N].
-
-    With out, contiguous and of out_dtype, the result is written there and returned, and rows past offs[-1] are not
-    written; without out they are zero.
+def launch(request: GemmRequest) -> Tensor:
+    """Multiply the rows of group g of a[T, K] by b[g]ᵀ of b[G, N, K], and return the request's out [T, N].
 
     Raises:
         ValueError: the kernel does not support the blocks; see `choose_tile`.
     """
-    (t, k), (groups, n, _) = a.shape, b.shape
-    gpu = device_properties(a.device)
+    a, b = request.a, request.b
+    (t, k), (groups, n, _) = a.data.shape, b.data.shape
+    gpu = device_properties(a.data.device)
     mean_rows = triton.cdiv(t, max(groups, 1))
-    tile = choose_tile(mean_rows, n, k, max(groups, 1), a_block, b_block, gpu)
-    rest = t if out is None else 0
-    out = a.new_empty(t, n, dtype=out_dtype) if out is None else out
+    tile = choose_tile(mean_rows, n, k, max(groups, 1), a.block, b.block, gpu)
+    out = request.new_out() if request.out is None else request.out
     if out.numel() == 0:
         return out
     # each group, and the rows past the last group, end in a tile that may have a single row
     max_tiles = (t + (groups + 1) * (tile["TILE_M"] - 1)) // tile["TILE_M"]
-    with torch.cuda.device_of(a):
+    with torch.cuda.device_of(a.data):
         _grouped[(max_tiles * triton.cdiv(n, tile["TILE_N"]),)](
             out=out,
-            offs=offs,
+            offs=request.sizes,
             T=t,
             N=n,
             G=groups,
-            rest=rest,
+            rest=t if request.zero_rest else 0,
             ENDS=triton.next_power_of_2(groups + 1),
             max_tiles=max_tiles,
-            **operand_arguments(a, a_scale, a_block, b, b_scale, b_block, tile["BLOCK_K"], gpu),
+            **operand_arguments(a, b, tile["BLOCK_K"], gpu),
             **tile,
         )
     return out
 
 
-def launch_masked(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    counts: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Multiply the first counts[g] rows of a[g] by b[g]ᵀ: a[G, M, K], b[G, N, K] → [G, M, N], or into out.
+def launch_masked(request: GemmRequest) -> Tensor:
+    """Multiply the first sizes[g] rows of a[g] by b[g]ᵀ: a[G, M, K], b[G, N, K] → the request's out [G, M, N].
 
     Other rows are not written.
 
     Raises:
         ValueError: the kernel does not support the blocks; see `choose_tile`.
     """
-    (groups, m, k), n = a.shape, b.shape[1]
-    gpu = device_properties(a.device)
-    tile = choose_tile(m, n, k, groups, a_block, b_block, gpu)
-    out = a.new_empty(groups, m, n, dtype=out_dtype) if out is None else out
+    a, b = request.a, request.b
+    (groups, m, k), n = a.data.shape, b.data.shape[1]
+    gpu = device_properties(a.data.device)
+    tile = choose_tile(m, n, k, groups, a.block, b.block, gpu)
+    out = request.new_out() if request.out is None else request.out
     if out.numel() == 0:
         return out
     grid = (groups * triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
-    with torch.cuda.device_of(a):
+    with torch.cuda.device_of(a.data):
         _masked[grid](
             out=out,
-            counts=counts,
+            counts=request.sizes,
             M=m,
             N=n,
-            **operand_arguments(a, a_scale, a_block, b, b_scale, b_block, tile["BLOCK_K"], gpu),
+            **operand_arguments(a, b, tile["BLOCK_K"], gpu),
             **tile,
         )
     return out
 
 
-def launch_wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    dy_block: Sequence[int],
-    x: Tensor,
-    x_scale: Tensor,
-    x_block: Sequence[int],
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """Compute dy[g]ᵀ · x[g] over the rows of each group g: dy[T, N], x[T, K] → [G, N, K], or into out.
+def launch_wgrad(request: GemmRequest) -> Tensor:
+    """Compute a[g]ᵀ · b[g] over the rows of each group g: a[T, N], b[T, K] → the request's out [G, N, K].
 
     The result of a group without rows is zero. With accumulate, the result is added to out in FP32.
 
     Raises:
         ValueError: the kernel does not support the blocks; see `choose_tile`.
     """
-    (t, n), k, groups = dy.shape, x.shape[1], offs.shape[0]
-    a_block, b_block = (dy_block[1], dy_block[0]), (x_block[1], x_block[0])
-    gpu = device_properties(x.device)
-    tile = choose_tile(n, k, t, groups, a_block, b_block, gpu)
-    out = x.new_empty(groups, n, k, dtype=out_dtype) if out is None else out
+    assert request.sizes is not None
+    a, b = request.nt_operands()
+    (n, t), k, groups = a.data.shape, b.data.shape[0], request.sizes.shape[0]
+    gpu = device_properties(a.data.device)
+    tile = choose_tile(n, k, t, groups, a.block, b.block, gpu)
+    out = request.new_out() if request.out is None else request.out
     if out.numel() == 0:
         return out
     grid = (groups * triton.cdiv(n, tile["TILE_M"]) * triton.cdiv(k, tile["TILE_N"]),)
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(a.data):
         _wgrad[grid](
             out=out,
-            offs=offs,
+            offs=request.sizes,
             T=t,
             M=n,
             N=k,
-            ACCUMULATE=accumulate,
-            **operand_arguments(dy.mT, dy_scale.mT, a_block, x.mT, x_scale.mT, b_block, tile["BLOCK_K"], gpu)
-            | {"MASK_K": True},
+            ACCUMULATE=request.accumulate,
+            **operand_arguments(a, b, tile["BLOCK_K"], gpu) | {"MASK_K": True},
             **tile,
         )
     return out

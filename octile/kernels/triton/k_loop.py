@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from octile.kernels.cuda.gemm.request import Operand
 from octile.kernels.memory_layout import padded
 from octile.kernels.triton.device import DeviceProperties, tile
 from octile.kernels.triton.fp8_bits import FORMAT_OF_DTYPE, format_constants, to_half
@@ -50,29 +50,20 @@ def choose_tile(
     return tile(m, n, num_gemms, block_k, rows >= n or rows % MAX_TILE_N == 0, gpu)
 
 
-def operand_arguments(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    block_k: int,
-    gpu: DeviceProperties,
-) -> dict[str, Any]:
+def operand_arguments(a: Operand, b: Operand, block_k: int, gpu: DeviceProperties) -> dict[str, Any]:
     """The kernel arguments of both operands, [M, K] and [N, K] or with a leading dimension of groups: `a…`, `b…`, `K`.
 
     Data stays FP8 if the tensor cores multiply FP8; otherwise the kernels take encoded values as integers.
     """
-    fp8 = gpu.fp8 and torch.int8 not in (a.dtype, b.dtype)
-    k = padded(a.shape[-1])
-    both = _operand("a", a, a_scale, a_block, block_k, fp8) | _operand("b", b, b_scale, b_block, block_k, fp8)
+    fp8 = gpu.fp8 and torch.int8 not in (a.data.dtype, b.data.dtype)
+    k = padded(a.data.shape[-1])
+    both = _operand_arguments("a", a, block_k, fp8) | _operand_arguments("b", b, block_k, fp8)
     return both | {"K": k, "MASK_K": k % block_k != 0}
 
 
-def _operand(name: str, data: Tensor, scale: Tensor, block: Sequence[int], block_k: int, fp8: bool) -> dict[str, Any]:
+def _operand_arguments(name: str, operand: Operand, block_k: int, fp8: bool) -> dict[str, Any]:
     # a block that covers a whole dimension has stride 0 along it, so that no kernel is compiled for its length
-    rows, cols = block
+    data, scale, (rows, cols) = operand.parts()
     m, k = data.shape[-2:]
     scale_row, rows = (scale.stride(-2), rows) if rows < m else (0, MAX_TILE_N)
     scale_col, cols = (scale.stride(-1), cols) if cols < k else (0, block_k)

@@ -1,49 +1,42 @@
 # mypy: allow-untyped-defs
 """Dense GEMM of block-quantized operands, a[M, K] · b[N, K]ᵀ."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.k_loop import choose_tile, operand_arguments, raster_tile, store_tile, sum_over_k
 
 
-def launch(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    accumulate: bool,
-) -> None:
-    """Compute a[M, K] · b[N, K]ᵀ into out [M, N], or with accumulate add it in FP32. Any sizes and strides.
+def launch(request: GemmRequest) -> Tensor:
+    """Compute a[M, K] · b[N, K]ᵀ of a dense request, any sizes and strides, and return its out.
 
     Raises:
         ValueError: the kernel does not support the blocks; see `choose_tile`.
     """
-    (m, k), n = a.shape, b.shape[0]
-    gpu = device_properties(a.device)
-    tile = choose_tile(m, n, k, 1, a_block, b_block, gpu)
+    a, b = request.a, request.b
+    (m, k), n = a.data.shape, b.data.shape[0]
+    gpu = device_properties(a.data.device)
+    tile = choose_tile(m, n, k, 1, a.block, b.block, gpu)
+    out = request.new_out() if request.out is None else request.out
     if out.numel() == 0:
-        return
+        return out
     grid = (triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
-    with torch.cuda.device_of(a):
+    with torch.cuda.device_of(a.data):
         _matmul[grid](
             out=out,
             out_row=out.stride(0),
             out_col=out.stride(1),
             M=m,
             N=n,
-            ACCUMULATE=accumulate,
-            **operand_arguments(a, a_scale, a_block, b, b_scale, b_block, tile["BLOCK_K"], gpu),
+            ACCUMULATE=request.accumulate,
+            **operand_arguments(a, b, tile["BLOCK_K"], gpu),
             **tile,
         )
+    return out
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.triton import matmul
 from octile.ops import matmul as reference
 from octile.ops.quantize import quantize
@@ -16,9 +19,14 @@ def _operand(rows: int, cols: int, block: tuple[int, int], fmt: str = "e4m3") ->
     return *quantize(torch.randn(rows, cols) * spread, *block, fmt, False), block
 
 
+def _launch(out: Tensor, a: Operand, b: Operand, accumulate: bool = False) -> None:
+    operands = request.Operand(*a), request.Operand(*b)
+    assert matmul.launch(GemmRequest(Schedule.DENSE, *operands, out.dtype, out, None, accumulate)) is out
+
+
 def _assert_agrees(a: Operand, b: Operand) -> None:
     out = torch.full((a[0].shape[0], b[0].shape[0]), float("nan"))
-    matmul.launch(out, *a, *b, accumulate=False)
+    _launch(out, a, b)
     _assert_close(out, reference.matmul_nt(*a, *b, torch.float32))
 
 
@@ -74,7 +82,7 @@ def test_accumulates_into_a_strided_output(dtype: torch.dtype):
     before = torch.randn(20, 30).to(dtype)
     out = torch.randn(30, 40).to(dtype).mT[:20]
     out.copy_(before)
-    matmul.launch(out, *a, *b, accumulate=True)
+    _launch(out, a, b, accumulate=True)
     expected = (before.float() + reference.matmul_nt(*a, *b, torch.float32)).to(dtype)
     _assert_close(out, expected)
 
@@ -83,16 +91,17 @@ def test_accumulates_into_a_strided_output(dtype: torch.dtype):
 def test_no_terms_to_sum():
     out = torch.ones(3, 5)
     nothing = torch.empty(3, 0, dtype=torch.float8_e4m3fn), torch.empty(3, 0), (1, 128)
-    matmul.launch(out, *nothing, nothing[0].new_empty(5, 0), torch.empty(1, 0), (128, 128), accumulate=True)
+    b = nothing[0].new_empty(5, 0), torch.empty(1, 0), (128, 128)
+    _launch(out, nothing, b, accumulate=True)
     assert torch.equal(out, torch.ones(3, 5))
-    matmul.launch(out, *nothing, nothing[0].new_empty(5, 0), torch.empty(1, 0), (128, 128), accumulate=False)
+    _launch(out, nothing, b)
     assert torch.equal(out, torch.zeros(3, 5))
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0)])
 def test_no_results(m: int, n: int):
-    matmul.launch(torch.empty(m, n), *_operand(m, 128, (1, 128)), *_operand(n, 128, (128, 128)), accumulate=False)
+    _launch(torch.empty(m, n), _operand(m, 128, (1, 128)), _operand(n, 128, (128, 128)))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -101,9 +110,7 @@ def test_a_nan_reaches_its_row_and_no_other(fmt: str):
     x = torch.randn(4, 256)
     x[2, 130] = float("nan")
     out = torch.empty(4, 16)
-    matmul.launch(
-        out, *quantize(x, 1, 128, fmt, False), (1, 128), *_operand(16, 256, (128, 128), fmt), accumulate=False
-    )
+    _launch(out, (*quantize(x, 1, 128, fmt, False), (1, 128)), _operand(16, 256, (128, 128), fmt))
     assert out.isnan().all(dim=1).tolist() == [False, False, True, False]
     assert out.isnan().any(dim=1).tolist() == [False, False, True, False]
 
@@ -112,4 +119,4 @@ def test_a_nan_reaches_its_row_and_no_other(fmt: str):
 def test_blocks_too_short_for_a_k_step_are_refused():
     a, b = _operand(4, 256, (128, 1)), _operand(4, 256, (1, 128))
     with pytest.raises(ValueError, match=r"a has \(128, 1\) and b \(1, 128\)"):
-        matmul.launch(torch.empty(4, 4), *a, *b, accumulate=False)
+        _launch(torch.empty(4, 4), a, b)

@@ -27,39 +27,36 @@ MAX_KEYS = 8192  # some 6 kB each
 MAX_LAUNCHES = 8192  # some 2 kB each; training steps allocate the same addresses again
 
 
-class BoundedCache(Generic[Value]):
+class BoundedCache(dict[Hashable, Value | None], Generic[Value]):
     """Cache that holds the last `max_entries` entries that were used, and at most twice as many in all.
 
-    Entries are stored in a young dictionary. When that is full, it becomes the old one, and the previous old one is
-    dropped. An old entry that is read becomes young again. Reading a young entry is one dictionary look-up.
+    `cache[key]` is the stored value, or None. Entries are stored in this dictionary, and when it is full they become
+    the old ones; the previous old ones are dropped. An old entry that is read becomes young again. Reading a young
+    entry is one dictionary look-up, without a Python function.
 
     Threads may share a cache: a thread that reads while another one writes gets the entry or None.
     """
 
     def __init__(self, max_entries: int) -> None:
+        super().__init__()
         self._max_entries = max_entries
-        self._young: dict[Hashable, Value] = {}
-        self._old: dict[Hashable, Value] = {}
+        self._old: dict[Hashable, Value | None] = {}
 
-    def get(self, key: Hashable) -> Value | None:
-        """Return the stored value; None: nothing is stored, or it was dropped."""
-        found = self._young.get(key)
-        if found is None:
-            found = self._old.get(key)
-            if found is not None:
-                self[key] = found
+    def __missing__(self, key: Hashable) -> Value | None:
+        """Return an old entry, and make it young; None: nothing is stored, or it was dropped."""
+        found = self._old.get(key)
+        if found is not None:
+            self[key] = found
         return found
 
-    def __setitem__(self, key: Hashable, value: Value) -> None:
-        if len(self._young) >= self._max_entries:
-            self._young, self._old = {}, self._young
-        self._young[key] = value
-
-    def __len__(self) -> int:
-        return len(self._young.keys() | self._old.keys())
+    def __setitem__(self, key: Hashable, value: Value | None) -> None:
+        if len(self) >= self._max_entries:
+            self._old = self.copy()
+            self.clear()
+        super().__setitem__(key, value)
 
 
-_prepared: "BoundedCache[tuple[PreparedGemm, torch.Size]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
+_prepared: "BoundedCache[tuple[PreparedGemm, tuple[int, ...]]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
 _launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)
 _workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -67,7 +64,7 @@ _workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 def launch_cached(request: GemmRequest) -> Tensor | None:
     """Launch a request whose key was launched before and return its result; None: there was none, nothing happens."""
     key, pointers = launch_key(request)
-    found = _prepared.get(key)
+    found = _prepared[key]
     if found is None:
         return None
     prepared, shape = found
@@ -89,9 +86,9 @@ def launch(request: GemmRequest) -> Tensor:
     sizes = None if request.sizes is None else request.sizes.contiguous()
     readable = make_tma_readable(replace(request, out=out, sizes=sizes))
     key, pointers = launch_key(readable)
-    found = _prepared.get(key)
+    found = _prepared[key]
     if found is None:
-        found = _prepared[key] = _prepare(readable), out.shape
+        found = _prepared[key] = _prepare(readable), tuple(out.shape)
     found[0].launch_at(pointers, out)()
     request_key, request_pointers = launch_key(request)
     if request_pointers[:-1] == pointers[:-1]:  # requests of this key need no copies
@@ -104,23 +101,26 @@ def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:
 
     Also invalid requests have a key.
     """
-    operand, other, out, sizes = request.a, request.b, request.out, request.sizes
-    a, a_scale, b, b_scale = operand.data, operand.scale, other.data, other.scale
-    out_pointer = 0 if out is None else out.data_ptr()
-    a_pointer, a_scale_pointer = a.data_ptr(), a_scale.data_ptr()
-    b_pointer, b_scale_pointer = b.data_ptr(), b_scale.data_ptr()
+    a, b, out, sizes = request.a, request.b, request.out, request.sizes
+    a_data, a_scale, b_data, b_scale = a.data, a.scale, b.data, b.scale
+    at_a, at_a_scale, at_b, at_b_scale = a_data.data_ptr(), a_scale.data_ptr(), b_data.data_ptr(), b_scale.data_ptr()
+    out_key = sizes_key = None
+    at_out = at_sizes = 0
+    if out is not None:
+        at_out = out.data_ptr()
+        out_key = out.shape, out.stride(), out.dtype, at_out & 15, out.get_device()
+    if sizes is not None:
+        at_sizes = sizes.data_ptr()
+        sizes_key = sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()
     key = (
         request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
-        request.expected_rows, tuple(operand.block), tuple(other.block), num_sms.limit,
-        a.shape, a.stride(), a.dtype, a_pointer & 15, a.get_device(),
-        b.shape, b.stride(), b.dtype, b_pointer & 15, b.get_device(),
-        a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale_pointer & 15, a_scale.get_device(),
-        b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale_pointer & 15, b_scale.get_device(),
-        sizes is not None and (sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()),
-        out is not None and (out.shape, out.stride(), out.dtype, out_pointer & 15, out.get_device()),
+        request.expected_rows, tuple(a.block), tuple(b.block), num_sms.limit, out_key, sizes_key,
+        a_data.shape, a_data.stride(), a_data.dtype, at_a & 15, a_data.get_device(),
+        b_data.shape, b_data.stride(), b_data.dtype, at_b & 15, b_data.get_device(),
+        a_scale.shape, a_scale.stride(), a_scale.dtype, at_a_scale & 15, a_scale.get_device(),
+        b_scale.shape, b_scale.stride(), b_scale.dtype, at_b_scale & 15, b_scale.get_device(),
     )  # fmt: skip
-    sizes_pointer = 0 if sizes is None else sizes.data_ptr()
-    return key, (a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer, out_pointer)
+    return key, (at_a, at_b, at_a_scale, at_b_scale, at_sizes, at_out)
 
 
 class PreparedGemm:
@@ -139,7 +139,7 @@ class PreparedGemm:
         stream = self.kernel.current_stream()
         workspace = _workspace(self.plan, out.device, stream) if self.plan.partials else (0, 0)
         key = (self, pointers, workspace, stream)
-        launch = _launches.get(key)
+        launch = _launches[key]
         if launch is None:
             with self.kernel.in_context():
                 arguments = self.plan.arguments(pointers, *workspace, tensor_map.encode)

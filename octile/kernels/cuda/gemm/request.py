@@ -70,14 +70,17 @@ class GemmRequest:
         """Both operands with K as their last dimension: [..., M, K] and [..., N, K]."""
         return (self.a.mT, self.b.mT) if self.schedule is Schedule.ALONG_K else (self.a, self.b)
 
-    def new_out(self) -> Tensor:
-        """An empty tensor for the result."""
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
         a, b = self.a.data, self.b.data
-        shape = (*a.shape[:-1], b.shape[-2])
         if self.schedule is Schedule.ALONG_K:
             assert self.sizes is not None
-            shape = (*self.sizes.shape, a.shape[1], b.shape[1])
-        return a.new_empty(shape, dtype=self.out_dtype)
+            return (*self.sizes.shape, a.shape[1], b.shape[1])
+        return (*a.shape[:-1], b.shape[-2])
+
+    def new_out(self) -> Tensor:
+        """An empty tensor for the result."""
+        return self.a.data.new_empty(self.out_shape(), dtype=self.out_dtype)
 
     def scale_kinds(self) -> tuple[Scales, Scales]:
         """Return the kind of block of each operand.

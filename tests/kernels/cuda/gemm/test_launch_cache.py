@@ -27,7 +27,7 @@ from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import tensor_map
 from octile.kernels.triton import grouped as triton_grouped
 from octile.kernels.triton import matmul as triton_matmul
-from octile.ops import grouped, matmul
+from octile.ops import matmul
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -293,7 +293,6 @@ def test_only_launches_without_copies_are_cached(monkeypatch):
         return found
 
     monkeypatch.setattr(matmul, "launch_cached", launch_cached)
-    monkeypatch.setattr(grouped, "launch_cached", launch_cached)
     spec = {name: usual[0] for name, (usual, _) in FIELDS.items()} | {"k": 160}
     for change in ({"a_scales_first": False}, {"kind": "grouped", "sizes_step": 2}, {"a_block": BLOCK}):
         with empty_launch_cache():
@@ -308,7 +307,7 @@ def test_only_launches_without_copies_are_cached(monkeypatch):
 
 def test_cached_launches_skip_the_checks_and_others_do_not(monkeypatch):
     checked: list[int] = []
-    monkeypatch.setattr(matmul, "_check_matmul", lambda *_: checked.append(1))
+    monkeypatch.setattr(matmul, "check_request", lambda _: checked.append(1))
     x = matrix((16, 128), E4M3)
     scale = torch.zeros(1, 16).mT
     with empty_launch_cache():
