@@ -138,7 +138,7 @@ class Recipe:
     Attributes:
         name: by which `octile compare --recipes` and a run's configuration name it.
         formats: of the GEMMs' operands; None: they are in `compute`.
-        compute: dtype of the GEMMs that are not quantized.
+        compute: dtype of the GEMMs that are not quantized; in training on a GPU, autocast's dtype.
         high_precision: the GEMMs that run in `compute` although the recipe has formats.
         exceptions: further GEMMs in high precision of single layers: (pattern of layer names as of file names, GEMMs).
         loss_scale: "dynamic" multiplies the loss by a power of two that backs off on overflow.
@@ -298,7 +298,7 @@ class Recipe:
 
     @classmethod
     def float32(cls) -> Recipe:
-        """GEMMs of FP32 operands: the reference that all other recipes approximate."""
+        """GEMMs of FP32 operands, on a GPU without autocast: the reference that all other recipes approximate."""
         return cls("float32", compute=torch.float32)
 
     @classmethod
@@ -325,7 +325,7 @@ class Recipe:
 
     @classmethod
     def fp16_loss_scaling(cls) -> Recipe:
-        """GEMMs of FP16 operands with a dynamic loss scale."""
+        """GEMMs of FP16 operands with a dynamic loss scale; on a GPU all that autocast reaches is in FP16."""
         return cls("fp16_loss_scaling", compute=torch.float16, loss_scale="dynamic")
 
     @classmethod

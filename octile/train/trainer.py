@@ -175,9 +175,17 @@ class Trainer:
                 history.amax_OH.copy_(amax[name])
             self.optimizer.zero_grad(set_to_none=True)
 
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
+
+        On a CPU, and under a recipe that computes in FP32, it is in FP32.
+        """
+        dtype = self.recipe.compute
+        return torch.autocast(self.device.type, dtype, self.device.type == "cuda" and dtype != torch.float32)
+
     def _loss(self, tokens_BS: Tensor) -> Tensor:
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self.autocast():
             return self.model(tokens_BS, tokens_BS)
 
     def _check_loss(self, loss: float, tokens_BS: Tensor) -> None:

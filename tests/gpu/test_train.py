@@ -37,6 +37,14 @@ def test_two_steps_have_the_losses_of_the_cpu(trainer_of, recipe: str):
 
 
 @every_recipe
+def test_the_residual_is_in_the_dtype_in_which_the_recipe_computes(trainer_of, recipe: str):
+    trainer, seen = trainer_of(recipe), []
+    trainer.model.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    trainer.step()
+    assert set(seen) == {Recipe.named(recipe).compute}
+
+
+@every_recipe
 def test_a_step_changes_every_weight(trainer_of, recipe: str):
     trainer = trainer_of(recipe)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

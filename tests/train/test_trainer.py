@@ -30,6 +30,19 @@ def test_two_runs_of_one_seed_are_bit_identical(new_trainer):
     assert run(new_trainer(), 3) == run(new_trainer(), 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("recipe", Recipe.names())
+def test_forward_passes_on_a_gpu_are_in_the_recipes_dtype(new_trainer, recipe):
+    trainer = new_trainer(recipe=recipe)
+    trainer.device = torch.device("cuda")
+    assert trainer.autocast().fast_dtype == Recipe.named(recipe).compute
+
+
+def test_forward_passes_on_a_cpu_are_in_float32(new_trainer):
+    with new_trainer().autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
 def test_another_seed_gives_another_run(new_trainer):
     assert run(new_trainer(), 1) != run(new_trainer(seed=1), 1)
 
