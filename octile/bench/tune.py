@@ -200,7 +200,7 @@ def launcher(setup: PreparedCase, config: GemmConfig) -> Callable[[], Tensor]:
     _, pointers = launch_key(gemm)
 
     def call() -> Tensor:
-        prepared.launch_at(pointers, setup.out)()
+        prepared.launch_at(prepared.with_workspace(pointers, setup.out))()
         return setup.out
 
     return call

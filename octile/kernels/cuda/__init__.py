@@ -4,6 +4,7 @@
       specialize      template and constants → source text → kernel
       compiler        source text → machine code, by NVRTC or NVCC
       driver          machine code → a loaded kernel and its launches
+      prepared        kernels with a launch shape, and the cache of their launches
       tensor_map      TMA descriptors
       wgmma           generates the header with the wgmma instruction
       ptx.cuh         wrappers of other PTX instructions

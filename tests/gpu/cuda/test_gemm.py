@@ -146,7 +146,8 @@ def _make(
     made = plan_launch(request, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
     kernel = specialize.load("gemm", made.config.constants(), out.device, made.config.headers())
     _, pointers = launch_cache.launch_key(request)
-    launch_cache.PreparedGemm(made, kernel).launch_at(pointers, out)()
+    prepared = launch_cache.PreparedGemm(made, kernel)
+    prepared.launch_at(prepared.with_workspace(pointers, out))()
     return made.config
 
 

@@ -7,7 +7,7 @@ so a repeated GEMM costs two dictionary look-ups and one call of the driver.
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,47 +17,15 @@ from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import LaunchPlan, make_tma_readable, plan_launch
 from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.cuda.jit import specialize, tensor_map
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 
 if TYPE_CHECKING:
-    from octile.kernels.cuda.jit.driver import Kernel, Launch
+    from octile.kernels.cuda.jit.driver import Kernel
 
-Value = TypeVar("Value")
 Pointers = tuple[int, ...]  # addresses of a, b, their scales, sizes and out
 MAX_KEYS = 8192  # some 6 kB each
-MAX_LAUNCHES = 8192  # some 2 kB each; training steps allocate the same addresses again
-
-
-class BoundedCache(dict[Hashable, Value | None], Generic[Value]):
-    """Cache that holds the last `max_entries` entries that were used, and at most twice as many in all.
-
-    `cache[key]` is the stored value, or None. Entries are stored in this dictionary, and when it is full they become
-    the old ones; the previous old ones are dropped. An old entry that is read becomes young again. Reading a young
-    entry is one dictionary look-up, without a Python function.
-
-    Threads may share a cache: a thread that reads while another one writes gets the entry or None.
-    """
-
-    def __init__(self, max_entries: int) -> None:
-        super().__init__()
-        self._max_entries = max_entries
-        self._old: dict[Hashable, Value | None] = {}
-
-    def __missing__(self, key: Hashable) -> Value | None:
-        """Return an old entry, and make it young; None: nothing is stored, or it was dropped."""
-        found = self._old.get(key)
-        if found is not None:
-            self[key] = found
-        return found
-
-    def __setitem__(self, key: Hashable, value: Value | None) -> None:
-        if len(self) >= self._max_entries:
-            self._old = self.copy()
-            self.clear()
-        super().__setitem__(key, value)
-
 
 _prepared: "BoundedCache[tuple[PreparedGemm, tuple[int, ...]]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
-_launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)
 _workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
@@ -72,7 +40,7 @@ def launch_cached(request: GemmRequest) -> Tensor | None:
     if out is None:
         out = request.a.data.new_empty(shape, dtype=request.out_dtype)
         pointers = (*pointers[:-1], out.data_ptr())
-    prepared.launch_at(pointers, out)()
+    prepared.launch_at(prepared.with_workspace(pointers, out))()
     return out
 
 
@@ -89,7 +57,8 @@ def launch(request: GemmRequest) -> Tensor:
     found = _prepared[key]
     if found is None:
         found = _prepared[key] = _prepare(readable), tuple(out.shape)
-    found[0].launch_at(pointers, out)()
+    prepared, _ = found
+    prepared.launch_at(prepared.with_workspace(pointers, out))()
     request_key, request_pointers = launch_key(request)
     if request_pointers[:-1] == pointers[:-1]:  # requests of this key need no copies
         _prepared[request_key] = found
@@ -123,28 +92,25 @@ def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:
     return key, (at_a, at_b, at_a_scale, at_b_scale, at_sizes, at_out)
 
 
-class PreparedGemm:
+class PreparedGemm(PreparedKernel):
     """A launch plan and its kernel on one GPU."""
 
     def __init__(self, plan: LaunchPlan, kernel: "Kernel") -> None:
-        self.plan, self.kernel, config = plan, kernel, plan.config
-        self.shape = (plan.grid, config.cluster_size, config.threads, config.shared_bytes)
+        config = plan.config
+        super().__init__(kernel, plan.grid, config.cluster_size, config.threads, config.shared_bytes)
+        self.plan = plan
 
-    def launch_at(self, pointers: Pointers, out: Tensor) -> "Launch":
-        """Return the launch on the current stream for tensors at these addresses; calling it starts the kernel.
+    def with_workspace(self, pointers: Pointers, out: Tensor) -> tuple[int, ...]:
+        """Return the values of a launch: the addresses, and those of a workspace if the kernel needs one."""
+        if not self.plan.partials:
+            return pointers
+        return *pointers, *_workspace(self.plan, out.device, self.kernel.current_stream())
 
-        Args:
-            out: the result, on whose device a workspace is allocated where the kernel needs one.
-        """
-        stream = self.kernel.current_stream()
-        workspace = _workspace(self.plan, out.device, stream) if self.plan.partials else (0, 0)
-        key = (self, pointers, workspace, stream)
-        launch = _launches[key]
-        if launch is None:
-            with self.kernel.in_context():
-                arguments = self.plan.arguments(pointers, *workspace, tensor_map.encode)
-            launch = _launches[key] = self.kernel.ready(*self.shape, arguments, stream)
-        return launch
+    def arguments(self, values: tuple[int, ...]) -> list[Any]:
+        """Return the kernel's arguments for the values of a launch."""
+        *pointers, partials, arrivals = values if self.plan.partials else (*values, 0, 0)
+        with self.kernel.in_context():
+            return self.plan.arguments(pointers, partials, arrivals, tensor_map.encode)
 
 
 def _prepare(request: GemmRequest) -> PreparedGemm:

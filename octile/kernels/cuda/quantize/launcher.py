@@ -19,8 +19,8 @@ allocate them. `octile.kernels.backends` calls Triton's kernels for other layout
 A launch depends on shapes and strides, never on values, so it can be captured in a CUDA graph. The first call of a kind
 compiles and loads a kernel, which cannot be captured.
 
-Kernels are loaded and launched as GEMMs are (`jit.specialize`, `jit.driver`), but without a launch cache: their
-arguments are numbers and no tensor maps, and are packed as quickly as a cached launch would be found.
+Kernels are loaded and launched as GEMMs are: a kernel with its launch shape is cached by its constants, and a launch by
+its arguments (`jit.prepared`).
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 
 DTYPES = {  # enum Dtype of scale.cuh
@@ -71,6 +73,10 @@ SETTINGS: dict[str, dict[str, int]] = {
 }
 NORM_BYTES = 2 * 4 * 32  # shared memory of rms_norm.cu: two buffers
 NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds
+
+
+MAX_KEYS = 8192  # kernels with a launch shape
+_prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 
 
 class Form(IntEnum):
@@ -385,12 +391,14 @@ def _launch(
     resident: int | None = None,
 ) -> None:
     """Launch a kernel on x's GPU, with at most `resident` blocks per SM if that is given."""
-    from octile.kernels.cuda.jit import specialize  # late: needs a GPU's driver
-
     if resident is not None:
         blocks = min(blocks, resident * num_sms.multiprocessors(x.device))
-    kernel = specialize.load(name, constants, x.device)
-    kernel.ready(blocks, 1, threads, shared, arguments)()
+    key = (name, *constants.values(), blocks, threads, shared, x.get_device())
+    prepared = _prepared[key]
+    if prepared is None:
+        kernel = specialize.load(name, constants, x.device)
+        prepared = _prepared[key] = PreparedKernel(kernel, blocks, 1, threads, shared)
+    prepared.launch_at(arguments)()
 
 
 def _strides(x: Tensor) -> tuple[int, int] | None:

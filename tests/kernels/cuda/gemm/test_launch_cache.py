@@ -22,9 +22,9 @@ pytest.importorskip("cuda.bindings")
 from octile.kernels.cuda.gemm import launch_cache, launch_plan, num_sms, request
 from octile.kernels.cuda.gemm.config import GemmConfig, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem
-from octile.kernels.cuda.gemm.launch_cache import BoundedCache
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
-from octile.kernels.cuda.jit import tensor_map
+from octile.kernels.cuda.jit import prepared, tensor_map
+from octile.kernels.cuda.jit.prepared import BoundedCache
 from octile.kernels.triton import grouped as triton_grouped
 from octile.kernels.triton import matmul as triton_matmul
 from octile.ops import matmul
@@ -104,7 +104,7 @@ def empty_launch_cache() -> Iterator[None]:
     """Run the body with an empty launch cache, and restore the previous one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_cache, "_prepared", BoundedCache(64))
-        patch.setattr(launch_cache, "_launches", BoundedCache(64))
+        patch.setattr(prepared, "_launches", BoundedCache(64))
         patch.setattr(launch_cache, "_workspaces", {})
         yield
 

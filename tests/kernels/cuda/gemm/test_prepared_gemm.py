@@ -12,9 +12,9 @@ pytest.importorskip("cuda.bindings")
 
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import Scales, Schedule
-from octile.kernels.cuda.gemm.launch_cache import BoundedCache
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
-from octile.kernels.cuda.jit import tensor_map
+from octile.kernels.cuda.jit import prepared, tensor_map
+from octile.kernels.cuda.jit.prepared import BoundedCache
 from tests.kernels.cuda.emulated import block_of, operand
 
 
@@ -48,7 +48,7 @@ def kernel(monkeypatch, tmp_path) -> FakeKernel:
     monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch_cache, "_prepared", BoundedCache(8))
-    monkeypatch.setattr(launch_cache, "_launches", BoundedCache(8))
+    monkeypatch.setattr(prepared, "_launches", BoundedCache(8))
     monkeypatch.setattr(launch_cache, "_workspaces", {})
     return fake
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.kernels.cuda.gemm.launch_cache import BoundedCache
+from octile.kernels.cuda.jit.prepared import BoundedCache
 
 
 @given(keys=st.lists(st.integers(0, 12), max_size=80), most=st.integers(1, 6))

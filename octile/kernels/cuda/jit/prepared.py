@@ -1,0 +1,72 @@
+"""Prepared kernels: a loaded kernel with its launch shape, whose launches are cached by their arguments.
+
+GEMMs and quantizations launch through it. A step of training allocates the same addresses again, so most launches were
+prepared before: then a launch costs one dictionary look-up and one call of the driver.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from octile.kernels.cuda.jit.driver import Kernel, Launch
+
+Value = TypeVar("Value")
+MAX_LAUNCHES = 16384  # some 2 kB each
+
+
+class BoundedCache(dict[Hashable, Value | None], Generic[Value]):
+    """Cache that holds the last `max_entries` entries that were used, and at most twice as many in all.
+
+    `cache[key]` is the stored value, or None. Entries are stored in this dictionary, and when it is full they become
+    the old ones; the previous old ones are dropped. An old entry that is read becomes young again. Reading a young
+    entry is one dictionary look-up, without a Python function.
+
+    Threads may share a cache: a thread that reads while another one writes gets the entry or None.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        super().__init__()
+        self._max_entries = max_entries
+        self._old: dict[Hashable, Value | None] = {}
+
+    def __missing__(self, key: Hashable) -> Value | None:
+        """Return an old entry, and make it young; None: nothing is stored, or it was dropped."""
+        found = self._old.get(key)
+        if found is not None:
+            self[key] = found
+        return found
+
+    def __setitem__(self, key: Hashable, value: Value | None) -> None:
+        if len(self) >= self._max_entries:
+            self._old = self.copy()
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)
+
+
+class PreparedKernel:
+    """A kernel on one GPU with its launch shape."""
+
+    def __init__(self, kernel: "Kernel", grid: int, cluster: int, threads: int, shared_bytes: int) -> None:
+        """Args as for `driver.Kernel.ready`."""
+        self.kernel = kernel
+        self.shape = (grid, cluster, threads, shared_bytes)
+
+    def arguments(self, values: tuple[Any, ...]) -> Sequence[Any]:
+        """Return the kernel's arguments for the values of a launch: the values themselves."""
+        return values
+
+    def launch_at(self, values: tuple[Any, ...]) -> "Launch":
+        """Return the launch on the current stream; calling it starts the kernel.
+
+        Args:
+            values: numbers and addresses from which the arguments follow.
+        """
+        stream = self.kernel.current_stream()
+        key = (self, values, stream)
+        launch = _launches[key]
+        if launch is None:
+            launch = _launches[key] = self.kernel.ready(*self.shape, self.arguments(values), stream)
+        return launch
