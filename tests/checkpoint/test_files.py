@@ -131,3 +131,35 @@ def test_what_a_killed_writer_left_is_gone_after_the_next_one(folder):
     (folder / STAGING / "half").write_text("half")
     put(folder)
     assert contents(folder).keys() == {"model.safetensors", "config.json", "notes.txt"}
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The renames, and the folders that are forced to disk, in order, by their names."""
+    done = []
+    replace, fsync = os.replace, os.fsync
+
+    def logged_replace(source, target):
+        replace(source, target)
+        done.append(f"rename {os.path.basename(target)}")
+
+    def logged_fsync(descriptor):
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path):
+            done.append(f"sync {os.path.basename(path)}")
+
+    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    return done
+
+
+def test_a_written_file_is_renamed_and_then_its_folder_is_forced_to_disk(tmp_path, disk):
+    write_json(tmp_path / "a", {})
+    assert disk == ["rename a", f"sync {tmp_path.name}"]
+
+
+def test_the_renames_of_a_checkpoint_are_followed_by_forcing_its_folder_to_disk(tmp_path, disk):
+    put(tmp_path / "model")
+    assert sorted(disk[2:4]) == ["rename config.json", "rename model.safetensors"]
+    assert disk[4:] == [f"rename {RECORD}", "sync model"]

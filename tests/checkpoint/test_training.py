@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octile.checkpoint import files
+from octile.checkpoint import files, training
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 
 
@@ -198,3 +198,14 @@ def test_the_newest_up_to_a_step_is_found(tmp_path, up_to, found):
         save_checkpoint(tmp_path, step, {}, {}, keep=3)
     path = latest_checkpoint(tmp_path, up_to)
     assert (path and path.name) == (found and f"step_{found:08d}")
+
+
+def test_the_rename_of_a_checkpoint_is_forced_to_disk(tmp_path, monkeypatch):
+    synced = []
+
+    def sync(folder):
+        synced.append((folder, sorted(path.name for path in folder.iterdir())))
+
+    monkeypatch.setattr(training, "sync_folder", sync)
+    save_checkpoint(tmp_path, 1, {}, {})
+    assert synced == [(tmp_path, ["step_00000001"])]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,12 @@ def test_a_run_writes(finished, name):
     assert (finished[0] / name).exists()
 
 
+def test_the_last_step_is_saved_when_it_is_no_multiple_of_the_interval(text, tmp_path):
+    out = tmp_path / "run"
+    train(micro(data=str(text), out=out, steps=3, checkpoint_every=2), False, silent_console())
+    assert latest_checkpoint(out / "checkpoints").name == "step_00000003"
+
+
 def test_every_step_is_in_the_metrics(finished):
     assert list(metrics(finished[0], "loss")) == [1, 2, 3, 4, 5, 6]
 
@@ -88,7 +95,7 @@ def test_the_screen_shows_loss_speed_time_left_and_the_sample(finished):
 
 def test_a_resumed_run_keeps_its_configuration(finished):
     config = micro(data="elsewhere", out=finished[0])
-    with pytest.raises(ValueError, match="keeps its configuration, but data would differ"):
+    with pytest.raises(ValueError, match="keeps its configuration: data is elsewhere instead of "):
         train(config, True, silent_console())
 
 
@@ -97,6 +104,65 @@ def test_a_resumed_run_cannot_have_fewer_steps_than_it_has_done(finished):
     with pytest.raises(ValueError, match=r"steps is 1, but the run has done \d+ already"):
         train(dataclasses.replace(before, steps=1), True, silent_console())
     assert RunFolder.open(finished[0]).read_config() == before
+
+
+@pytest.fixture
+def half(text, tmp_path):
+    """A run with a checkpoint after its second step."""
+    out = tmp_path / "half"
+    train(micro(data=str(text), out=out, steps=2), False, silent_console())
+    return out
+
+
+def resume(run: Path, **changes) -> str:
+    """Resume a run from the configuration in its folder, and return what it prints."""
+    screen = silent_console()
+    train(dataclasses.replace(RunFolder.open(run).read_config(), **changes), True, screen)
+    return screen.console.file.getvalue()
+
+
+def test_a_resumed_run_prints_the_settings_that_it_takes_from_its_folder(half):
+    line = " ".join(resume(half).partition("settings from ")[2].split())
+    assert line.startswith(f"{half / 'config.json'}: preset tiny, recipe deepseek_v3, seed 0, data ")
+    assert "steps 2, checkpoint_every 2" in line
+    assert "optim.lr 0.003" in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"lr": 0.003', '"lr": 0.03', "optim.lr is 0.03 instead of 0.003 in step_00000002"),
+        ('"batch_size": 4', '"batch_size": 2', "batch_size is 2 instead of 4 in step_00000002"),
+        ('"rope_theta": 10000.0', '"rope_theta": 100.0', "model.rope_theta is 100.0 instead of 10000.0 in step_"),
+    ],
+)
+def test_an_edited_configuration_is_refused(half, old, new, message):
+    file = half / "config.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    before = {path: path.read_bytes() for path in half.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"config.json was changed after the run began: {message}"):
+        resume(half)
+    assert {path: path.read_bytes() for path in half.rglob("*") if path.is_file()} == before
+
+
+def test_an_edited_number_of_steps_is_printed(half):
+    file = half / "config.json"
+    file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
+    assert "steps were 2 and are now 3" in resume(half)
+
+
+def test_another_number_of_threads_is_warned_of(half, monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    message = f"step_00000002 was computed with threads {threads}, this machine has {threads + 1}: the run is not bit-"
+    with pytest.warns(UserWarning, match=message):
+        resume(half, steps=3)
+
+
+def test_the_same_machine_is_not_warned_of(half, recwarn):
+    resume(half, steps=3)
+    assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
 
 
 def test_resuming_with_other_tokens_is_refused(text, tmp_path):
@@ -215,9 +281,9 @@ def start(out: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def new_run(text: Path, out: Path) -> subprocess.Popen:
-    """Start the micro run, given by command-line options."""
-    config, options = micro(data=str(text)), []
+def new_run(text: Path, out: Path, **changes) -> subprocess.Popen:
+    """Start the micro run, with `changes`, given by command-line options."""
+    config, options = micro(data=str(text), **changes), []
     for path, value in _differences(config, TrainConfig()):
         options += [f"--{path.replace('_', '-')}", "None" if value is None else str(value)]
     return start(out, *options)
@@ -255,6 +321,32 @@ def test_a_killed_run_resumes_to_the_same_losses_and_weights(text, tmp_path):
     assert metrics(killed, "loss") == metrics(straight, "loss")
     assert metrics(killed, "val_loss") == metrics(straight, "val_loss")
     ours, theirs = final_state(killed), final_state(straight)
+    assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
+
+
+RULES = '[[rule]]\nwhen = "flushed >= 0%"\nthen = "bf16"\nproduct = "wgrad"\nlayers = "*.down_proj"\nfor_steps = 2\n'
+
+
+def test_the_printed_command_continues_a_run_with_guards_to_the_same_weights(text, tmp_path):
+    straight, stopped, rules = tmp_path / "straight", tmp_path / "it's stopped", tmp_path / "rules.toml"
+    rules.write_text(RULES, encoding="utf-8")
+    guarded = {"telemetry_every": 2, "telemetry_layers": "*.down_proj", "guards": rules}  # fires at step 4
+    reference, process = new_run(text, straight, **guarded), new_run(text, stopped, **guarded)
+    wait_for_step(stopped, 2, process)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=120)
+    assert reference.wait(120) == 0, reference.stderr.read()
+    guards = [line for line in (straight / "metrics.jsonl").read_text().splitlines() if '"guard"' in line]
+    assert guards
+
+    program, *command = shlex.split(stderr.partition("to continue: ")[2])
+    assert program == "octile"
+    resumed = subprocess.run(
+        [sys.executable, "-c", SLOW, *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line for line in (stopped / "metrics.jsonl").read_text().splitlines() if '"guard"' in line] == guards
+    ours, theirs = final_state(stopped), final_state(straight)
     assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
 
 
