@@ -48,17 +48,12 @@ class Train(TrainConfig):
     """Train a model: from text to a run folder with checkpoints, the model, a report and a sample.
 
     Attributes:
-        resume: continue the run in --out from its newest checkpoint.
-        telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
-        telemetry_layers: patterns of the names of the layers to measure, separated by commas.
-        guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
+        resume: continue the run in --out from its newest checkpoint, with the settings that are stored there.
     """
 
     recipe_text: tyro.conf.Suppress[str | None] = None
+    guards_text: tyro.conf.Suppress[str | None] = None
     resume: bool = False
-    telemetry_every: int = 0
-    telemetry_layers: str = "*"
-    guards: Path | None = None
 
 
 def train(arguments: list[str]) -> None:
@@ -77,15 +72,12 @@ def train(arguments: list[str]) -> None:
             default = fine_tuning(default, Path(begin))
     names = [f.name for f in fields(TrainConfig)]
     options = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
-    from octile.lab.guards import read_rules
     from octile.lab.run import observer
     from octile.train.console import RunConsole
     from octile.train.loop import train as run
 
     config = TrainConfig(**{name: getattr(options, name) for name in names})
-    rules = read_rules(options.guards) if options.guards else ()
-    hook = observer(config, options.telemetry_every, options.telemetry_layers, rules)
-    run(config, options.resume, RunConsole(), hook)
+    run(config, options.resume, RunConsole(), observer(config))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ correction bias, which changes by 0.001 per step, is always FP32. transformers w
 and a model loaded from such a folder has none.
 """
 
+import shlex
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -206,7 +207,8 @@ def checkpoint_folder(path: str | Path) -> Path:
         if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # else it configures a run
             return folder
     if (path / "metrics.jsonl").exists():
-        raise FileNotFoundError(f"the run at {path} has no model yet: octile train --resume --out {path} finishes it")
+        command = f"octile train --resume --out {shlex.quote(str(path))}"
+        raise FileNotFoundError(f"the run at {path} has no model yet: {command} finishes it")
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 
 

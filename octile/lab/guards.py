@@ -139,18 +139,19 @@ class Guards:
         return events
 
 
-def read_rules(path: Path) -> tuple[Rule, ...]:
-    """Read rules from a TOML file.
+def parse_rules(text: str, path: Path) -> tuple[Rule, ...]:
+    """Parse the rules in the text of a TOML file.
+
+    Args:
+        text: of the file.
+        path: of the file, for messages.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is not TOML or holds anything but rules, or a rule is invalid; the message says which.
+        ValueError: the text is not TOML or holds anything but rules, or a rule is invalid; the message says which.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"the file of rules {str(path)!r} does not exist")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} must be TOML: {error}") from None
     rules = content.pop("rule", [])
     if content or not isinstance(rules, list) or not rules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import capturing
-from octile.lab.guards import Action, Event, Guards, Rule
+from octile.lab.guards import Action, Event, Guards, Rule, parse_rules
 from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import Row
 from octile.lab.telemetry import telemetry
@@ -31,7 +32,7 @@ from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 
-def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Rule, ...] = ()) -> RunHook:
+def observer(config: TrainConfig) -> RunHook:
     """Return the observer that `octile train` enters around every step: it measures, records, and applies rules.
 
     Rows are written to RUN/telemetry.jsonl and TensorBoard ("telemetry/LAYER/PRODUCT_OPERAND_STATISTIC"). Events of
@@ -39,34 +40,29 @@ def observer(config: TrainConfig, every: int, layers: str = "*", rules: tuple[Ru
     were switched to high precision, which captures are due, and since when conditions of rules have held.
 
     Args:
-        config: the run's configuration.
-        every: n; the steps n, 2n, … are measured; 0 for none.
-        layers: patterns of layer names.
-        rules: rules from `read_rules`.
+        config: the run's configuration, which has the interval of the telemetry, its layers and the guards.
 
     Raises:
-        ValueError: every is negative or above the number of steps; rules or layers are given without telemetry; the
-            recipe has no GEMM in 8 bits; a pattern matches no layer, or a rule's pattern no measured layer.
+        FileNotFoundError: the file of the guards does not exist.
+        ValueError: the recipe has no GEMM in 8 bits; a pattern matches no layer, or a rule's pattern no measured layer;
+            or the file of the guards is invalid.
     """
-    if not 0 <= every <= config.steps:
-        raise ValueError(
-            f"telemetry_every must be from 1 to {config.steps}, the run's steps, or 0 for none; not {every}"
-        )
-    if rules and not every:
-        raise ValueError("guards need telemetry: add --telemetry-every N")
-    if layers != "*" and not every:
-        raise ValueError("telemetry_layers has no effect without telemetry: add --telemetry-every N")
-    if every and config.load_recipe().formats is None:
-        raise ValueError(f"telemetry measures GEMMs in 8 bits, and recipe {config.recipe!r} has none")
-    if every:
-        measured = tuple(layer_weights(_meta_model(config), layers).weights)
-        for rule in rules:
+    config = config.with_file_texts()
+    if config.telemetry_every:
+        if config.load_recipe().formats is None:
+            raise ValueError(f"telemetry measures GEMMs in 8 bits, and recipe {config.recipe!r} has none")
+        measured = tuple(layer_weights(_meta_model(config), config.telemetry_layers).weights)
+        for rule in _rules(config):
             match_layers(measured, rule.layers)  # a rule for layers that are not measured would never fire
 
     def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
-        return _RunObserver(trainer, run, metrics, every, layers, Guards(rules)).around
+        return _RunObserver(trainer, run, metrics).around
 
     return attach
+
+
+def _rules(config: TrainConfig) -> tuple[Rule, ...]:
+    return () if config.guards is None else parse_rules(config.guards_text or "", config.guards)
 
 
 def _meta_model(config: TrainConfig) -> DeepseekV3:
@@ -80,16 +76,15 @@ def _meta_model(config: TrainConfig) -> DeepseekV3:
 class _RunObserver:
     """Telemetry, guards and captures of one run."""
 
-    def __init__(
-        self, trainer: Trainer, run: RunFolder, metrics: MetricsWriter, every: int, layers: str, guards: Guards
-    ):
+    def __init__(self, trainer: Trainer, run: RunFolder, metrics: MetricsWriter):
         self.trainer, self.run, self.metrics = trainer, run, metrics
-        self.every, self.layers, self.guards = every, layers, guards
+        self.every, self.layers = trainer.config.telemetry_every, trainer.config.telemetry_layers
+        self.guards = Guards(_rules(trainer.config))
         due = _guards(run, "capture", trainer.steps_done - 1, trainer.steps_done)
         self.to_capture: set[tuple[str, GemmName]] = {(guard["layer"], guard["product"]) for guard in due}
         restore_switches(trainer, run, 0, trainer.steps_done)
         if run.telemetry_file.exists():
-            guards.check(read_lines(run.telemetry_file))
+            self.guards.check(read_lines(run.telemetry_file))
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -127,10 +122,9 @@ class _RunObserver:
         if event.rule.then == "capture":
             self.to_capture.add((event.layer, event.product))
             if event.step == self.trainer.config.steps:
-                options = f"--step {event.step + 1} --layers {event.layer} --products {event.product}"
-                log.warning(
-                    "this was the last step; to capture the next one: octile lab capture %s %s", self.run.path, options
-                )
+                options = f"--step {event.step + 1} --layers {shlex.quote(event.layer)} --products {event.product}"
+                command = f"octile lab capture {shlex.quote(str(self.run.path))} {options}"
+                log.warning("this was the last step; to capture the next one: %s", command)
         elif event.rule.then == "bf16":
             log.warning("from step %d on %s", event.step + 1, switch(self.trainer, event.layer, event.product))
         self.metrics.write({"step": event.step, "guard": event.record()})

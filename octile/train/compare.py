@@ -94,7 +94,7 @@ def compare(
     require("tokenizers", "filelock", extra="train")
     require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name not in ("", "bf16"))
-    texts = {name: replace(config, recipe=name).with_recipe_text() for name in recipes}
+    texts = {name: replace(config, recipe=name).with_file_texts() for name in recipes}
     configs = {short: replace(texts[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
         each.load_recipe()  # refuses an unknown recipe before any work

@@ -5,9 +5,9 @@ This module imports no torch, so that the command line answers at once.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,11 +86,16 @@ class TrainConfig:
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences of a validation.
         device: auto uses a GPU if there is one.
-        deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do.
+        deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
+            number of threads.
         prompt: what the sample at the end continues.
+        telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
+        telemetry_layers: patterns of the names of the layers to measure, separated by commas.
+        guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
         model: the shape of the model.
         optim: the optimizer.
         recipe_text: the content of the recipe's .toml file when the run began; used even if the file changes later.
+        guards_text: the content of the file of rules when the run began; used even if the file changes later.
     """
 
     preset: str = "tiny"
@@ -110,9 +115,13 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     prompt: str = "def "
+    telemetry_every: int = 0
+    telemetry_layers: str = "*"
+    guards: Path | None = None
     model: ModelConfig = field(default_factory=MODELS["tiny"])
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, balance_speed=0.01))
     recipe_text: str | None = None
+    guards_text: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "micro_batches", "sequence_length", "val_sequences", "validate_every"):
@@ -137,6 +146,15 @@ class TrainConfig:
                 f"sequence_length {self.sequence_length} exceeds the model's max_position_embeddings, "
                 f"{self.model.max_position_embeddings}"
             )
+        if not 0 <= self.telemetry_every <= self.steps:
+            raise ValueError(
+                f"telemetry_every must be from 1 to {self.steps}, the run's steps, or 0 for none; "
+                f"not {self.telemetry_every}"
+            )
+        if self.guards is not None and not self.telemetry_every:
+            raise ValueError("guards need telemetry: add --telemetry-every N")
+        if self.telemetry_layers != "*" and not self.telemetry_every:
+            raise ValueError("telemetry_layers has no effect without telemetry: add --telemetry-every N")
 
     @property
     def min_sequence_length(self) -> int:
@@ -156,19 +174,31 @@ class TrainConfig:
             return Recipe.parse(self.recipe_text, self.recipe)
         return Recipe.named(self.recipe)
 
-    def with_recipe_text(self) -> TrainConfig:
-        """This configuration with the content of its recipe's .toml file, so that the run no longer needs the file.
+    def with_file_texts(self) -> TrainConfig:
+        """This configuration with the contents of the files of its recipe and its guards, which the run then keeps.
 
-        Returns the same configuration if it holds a text already or names no file.
+        A text that it holds already stays.
 
         Raises:
-            ValueError: the file is not a recipe.
-            FileNotFoundError: the file does not exist.
+            ValueError: the recipe's file is not a recipe, or a file is not UTF-8.
+            FileNotFoundError: a file does not exist.
         """
-        if self.recipe_text is not None or not self.recipe.endswith(".toml"):
-            return self
-        self.load_recipe()  # checks the file
-        return replace(self, recipe_text=Path(self.recipe).read_text(encoding="utf-8"))
+        recipe_text, guards_text = self.recipe_text, self.guards_text
+        if recipe_text is None and self.recipe.endswith(".toml"):
+            self.load_recipe()  # checks the file
+            recipe_text = Path(self.recipe).read_text(encoding="utf-8")
+        if guards_text is None and self.guards is not None:
+            guards_text = _read_rules(self.guards)
+        return replace(self, recipe_text=recipe_text, guards_text=guards_text)
+
+    def with_texts_of(self, saved: TrainConfig) -> TrainConfig:
+        """This configuration with the texts of a saved one, for the files that both name."""
+        config = self
+        if config.recipe_text is None and config.recipe == saved.recipe:
+            config = replace(config, recipe_text=saved.recipe_text)
+        if config.guards_text is None and config.guards == saved.guards:
+            config = replace(config, guards_text=saved.guards_text)
+        return config
 
     def to_json(self) -> str:
         """This configuration as JSON text, as in a run's config.json."""
@@ -186,11 +216,11 @@ class TrainConfig:
             model = values.pop("model")
             rope = model.pop("rope_scaling")
             optim = values.pop("optim")
-            out, init_from = values.pop("out"), values.pop("init_from", None)
+            values |= {
+                name: Path(values[name]) for name in ("out", "init_from", "guards") if values.get(name) is not None
+            }
             return cls(
                 **values,
-                out=None if out is None else Path(out),
-                init_from=None if init_from is None else Path(init_from),
                 model=ModelConfig(**model, rope_scaling=RopeScaling(**rope) if rope else None),
                 optim=OptimConfig(**{**optim, "betas": tuple(optim["betas"])}),
             )
@@ -249,9 +279,59 @@ def preset(name: str) -> TrainConfig:
 RESUMABLE = {  # the settings that may differ when a run is resumed
     *("steps", "checkpoint_every", "validate_every", "out", "device", "prompt", "micro_batches", "skip_limit"),
 }
+OBSERVATION = {"telemetry_every", "telemetry_layers", "guards", "guards_text"}  # may differ if the run has no guards
 
 
-def changed_settings(saved: TrainConfig, requested: TrainConfig) -> list[str]:
-    """The settings that differ between a saved and a requested configuration, but may not when a run is resumed."""
-    fields = (f.name for f in dataclasses.fields(TrainConfig))
-    return [name for name in fields if name not in RESUMABLE and getattr(saved, name) != getattr(requested, name)]
+def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ between two configurations, as {"optim.lr": (before, after)}."""
+    old, new = dict(_flatten(asdict(before))), dict(_flatten(asdict(after)))
+    names = dict.fromkeys((*old, *new))
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+
+
+def changed_settings(saved: TrainConfig, requested: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ between a saved and a requested configuration, but may not when a run is resumed.
+
+    Guards switch GEMMs, and telemetry is what they see, so both stay as they are. They may be added to a run that has
+    no guards.
+    """
+    allowed = RESUMABLE if saved.guards is not None else RESUMABLE | OBSERVATION
+    return {
+        name: change for name, change in differences(saved, requested).items() if name.partition(".")[0] not in allowed
+    }
+
+
+def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Changed settings in words: "seed is 1 instead of 0". Contents of files are not quoted."""
+    texts = {"recipe_text": "recipe", "guards_text": "guards"}
+    words = [
+        f"{name} is {new} instead of {old}" if name not in texts else f"the file of {texts[name]} has other contents"
+        for name, (old, new) in changes.items()
+        if texts.get(name) not in changes
+    ]
+    return ", ".join(words)
+
+
+def describe_settings(config: TrainConfig) -> str:
+    """A configuration in a line: preset, recipe and seed, and what else differs from the preset's default."""
+    default = preset(config.preset) if config.preset in MODELS else TrainConfig()
+    other = {name: new for name, (_, new) in differences(default, config).items()}
+    shown = {"preset": config.preset, "recipe": config.recipe, "seed": config.seed} | other
+    return ", ".join(f"{name} {shown[name]}" for name in shown if name not in ("out", "recipe_text", "guards_text"))
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _read_rules(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"the file of rules {str(path)!r} does not exist")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be TOML: {error}") from None

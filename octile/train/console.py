@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,8 @@ class RunConsole:
         from rich.text import Text
 
         self.console.print(Panel(Text(sample), title="a sample of generated text", title_align="left"))
-        self.print(f"model:  {run.model}\nreport: {report}\nmore:   octile generate {run.path} --prompt 'class '")
+        more = f"octile generate {shlex.quote(str(run.path))} --prompt 'class '"
+        self.print(f"model:  {run.model}\nreport: {report}\nmore:   {more}")
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:

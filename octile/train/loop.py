@@ -6,6 +6,8 @@ An error of the disk leaves the last checkpoint as it was.
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -28,12 +30,13 @@ from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import fine_tune
 from octile.train.batches import count_windows
-from octile.train.config import TrainConfig, changed_settings
+from octile.train.config import TrainConfig
 from octile.train.console import RunConsole
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
+from octile.train.resume import check_settings, computed_on, open_run
 from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, Stopped, lock_folder, read_lines
 from octile.train.token_losses import token_losses
 from octile.train.token_store import MANIFEST, TokenStore
@@ -76,12 +79,13 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     require("tokenizers", "filelock", "tensorboard", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
     device = pick_device(config.device)
-    run, config = _resumed(config, console) if resume else (None, config.with_recipe_text())
+    run, config = open_run(config, console) if resume else (None, config.with_file_texts())
     config.load_recipe()  # refuses an unknown recipe before anything is written
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
     check_memory(config, device)
     run = run or RunFolder.create(config)
+    config = replace(config, out=run.path)
     with lock_folder(run.path):
         console.print(f"run folder: {run.path}")
         return _train(config, run, device, resume, console, hook)
@@ -93,6 +97,8 @@ def _train(
     store = _tokens(config, run, resume, console)
     _check_prompt(config, store)
     checkpoint = latest_checkpoint(run.checkpoints) if resume else None
+    if checkpoint is not None:
+        check_settings(config, checkpoint, device, console)
     with explain_out_of_memory(config, device):
         # a checkpoint holds the weights, and the folder that the run began with may be gone
         trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device)
@@ -125,10 +131,10 @@ def _train(
             if last or trainer.steps_done % config.validate_every == 0:
                 progress.validation(_validate(trainer, metrics))
             if last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
-                _checkpoint(trainer, run)
-    resume_command = f"octile train --resume --out {run.path}"
+                _checkpoint(trainer, run, config)
+    resume_command = f"octile train --resume --out {shlex.quote(str(run.path))}"
     if trainer.steps_done < config.steps:
-        _checkpoint(trainer, run)
+        _checkpoint(trainer, run, config)
         raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {resume_command}")
     try:
         _finish(trainer, run, store, console)
@@ -187,34 +193,6 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no GPU here: use --device cpu or auto")
     return torch.device(name)
-
-
-def _resumed(config: TrainConfig, console: RunConsole) -> tuple[RunFolder, TrainConfig]:
-    """The run to resume, and its configuration: as requested, with the recipe that the run began with."""
-    if config.out is None:
-        raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
-    run = RunFolder.open(config.out)
-    saved = run.read_config()
-    if config.recipe_text is None and config.recipe == saved.recipe:
-        config = replace(config, recipe_text=saved.recipe_text)
-    different = changed_settings(saved, config)
-    if different:
-        raise ValueError(
-            f"a resumed run keeps its configuration, but {', '.join(different)} would differ from {run.path}"
-        )
-    if saved.steps != config.steps:
-        console.print(f"steps were {saved.steps} and are now {config.steps}: the learning rate follows the new number")
-    if saved.micro_batches != config.micro_batches:
-        console.print(
-            f"micro_batches were {saved.micro_batches} and are now {config.micro_batches}: gradients are summed in "
-            "another order, so the run is not bit-identical to an uninterrupted one"
-        )
-    file = Path(config.recipe)
-    if saved.recipe_text is None:
-        config = config.with_recipe_text()  # a run of an earlier version saved only the file's name
-    elif file.is_file() and file.read_text(encoding="utf-8", errors="replace") != saved.recipe_text:
-        console.print(f"{file} has changed since the run began: the run keeps the recipe that it began with")
-    return run, config
 
 
 def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConsole) -> TokenStore:
@@ -289,9 +267,10 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
     )
 
 
-def _checkpoint(trainer: Trainer, run: RunFolder) -> None:
+def _checkpoint(trainer: Trainer, run: RunFolder, config: TrainConfig) -> None:
     tensors, state = trainer.state()
-    save_checkpoint(run.checkpoints, trainer.steps_done, tensors, state)
+    settings = {"config": json.loads(config.to_json()), "computed_on": computed_on(trainer.device)}
+    save_checkpoint(run.checkpoints, trainer.steps_done, tensors, {**state, **settings})
 
 
 def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, console: RunConsole) -> None:

@@ -13,6 +13,7 @@ the tensors that autograd saves for backward, which is less than the peak.
 from __future__ import annotations
 
 import os
+import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,7 +134,7 @@ def advice(config: TrainConfig, need: MemoryNeed | None) -> str:
         micro_batches = config.batch_size // fitting[-1]
         return (
             f"{explanation}: use --micro-batches {micro_batches} (now {config.micro_batches}), {fitting[-1]} at a time "
-            f"instead of {at_once}; to continue: octile train --resume --out {config.out} "
+            f"instead of {at_once}; to continue: octile train --resume --out {shlex.quote(str(config.out))} "
             f"--micro-batches {micro_batches}"
         )
     length = min(int(config.sequence_length * free / need.sequence), config.sequence_length // 2)

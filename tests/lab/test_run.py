@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +13,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
-from octile.lab.guards import Rule
 from octile.lab.run import capture_run, observer
 from octile.train.console import RunConsole
 from octile.train.loop import train
+from octile.train.run_folder import RunFolder
 from tests.train.conftest import micro, text  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"
 ALWAYS = "flushed >= 0%"
-SWITCHING = (Rule(ALWAYS, "bf16", "wgrad", LAYER), Rule(ALWAYS, "capture", "dgrad", LAYER, for_steps=2))
+SWITCH = f'[[rule]]\nwhen = "{ALWAYS}"\nthen = "bf16"\nproduct = "wgrad"\nlayers = "{LAYER}"\n'
+CAPTURE = f'[[rule]]\nwhen = "{ALWAYS}"\nthen = "capture"\nproduct = "dgrad"\nlayers = "{LAYER}"\nfor_steps = 2\n'
+SWITCHING = SWITCH + CAPTURE
 
 
 def quiet():
@@ -46,13 +50,24 @@ def same(a, b):
 def run_with(text, tmp_path_factory):  # noqa: F811
     """Train the micro model for 4 steps under an observer."""
 
-    def run(*options, resume=None, steps=4, **changes):
-        out = resume or tmp_path_factory.mktemp("runs") / "run"
-        config = micro(data=str(text), out=out, steps=steps, checkpoint_every=2, validate_every=2, **changes)
-        train(config, resume is not None, quiet(), observer(config, *(options or (0,))))
+    def run(every=0, layers="*", rules=None, steps=4, **changes):
+        out = tmp_path_factory.mktemp("runs") / "run"
+        config = micro(
+            **{"data": str(text), "out": out, "steps": steps, "checkpoint_every": 2, "validate_every": 2, **changes},
+            telemetry_every=every,
+            telemetry_layers=layers,
+            **({} if rules is None else {"guards": Path("rules.toml"), "guards_text": rules}),
+        )
+        train(config, False, quiet(), observer(config))
         return out
 
     return run
+
+
+def resume(run, **changes):
+    """Resume a run as `octile train --resume --out RUN` does, with the configuration in its folder."""
+    config = replace(RunFolder.open(run).read_config(), out=run, **changes)
+    train(config, True, quiet(), observer(config))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +120,7 @@ def test_a_switched_gemm_is_recorded_and_changes_the_run(switched, unmeasured):
 
 
 def test_the_action_of_a_guard_is_logged(run_with, caplog):
-    run_with(1, LAYER, SWITCHING[:1], steps=2)
+    run_with(1, LAYER, SWITCH, steps=2)
     messages = [record.getMessage() for record in caplog.records]
     guard = f"guard at step 1: {ALWAYS} holds since step 1 in wgrad of {LAYER}"
     assert any(message.startswith(guard) for message in messages)
@@ -132,8 +147,8 @@ def interrupted(switched, tmp_path):
     return run
 
 
-def test_a_resumed_run_continues_as_the_uninterrupted_one(run_with, switched, interrupted):
-    run_with(1, LAYER, SWITCHING, resume=interrupted)
+def test_a_resumed_run_continues_as_the_uninterrupted_one(switched, interrupted):
+    resume(interrupted)
     assert same(final(interrupted), final(switched))
     for file in ("telemetry.jsonl", "metrics.jsonl"):
         old, new = (
@@ -143,24 +158,48 @@ def test_a_resumed_run_continues_as_the_uninterrupted_one(run_with, switched, in
         assert new == old, file
 
 
-def test_a_resumed_run_makes_the_capture_that_was_due(run_with, interrupted):
+def test_a_resumed_run_makes_the_capture_that_was_due(interrupted):
     shutil.rmtree(interrupted / "captures")
-    run_with(1, LAYER, SWITCHING, resume=interrupted)
+    resume(interrupted)
     (path,) = (interrupted / "captures").iterdir()
     assert load(path).step == 3
 
 
 def test_a_capture_without_a_following_step_is_reported_missing(run_with, caplog):
-    out = run_with(1, LAYER, SWITCHING[1:], steps=2)
+    out = run_with(1, LAYER, CAPTURE, steps=2)
     messages = [record.getMessage() for record in caplog.records]
     how = f"octile lab capture {out} --step 3 --layers {LAYER} --products dgrad"
     assert f"this was the last step; to capture the next one: {how}" in messages
     assert not (out / "captures").exists()
 
 
-def test_a_resumed_run_without_rules_keeps_the_switches(run_with, switched, interrupted):
-    run_with(resume=interrupted)
+def test_a_resumed_run_measures_and_guards_as_before_whatever_became_of_the_file(switched, interrupted, tmp_path):
+    file = tmp_path / "rules.toml"
+    file.write_text("other = 1", encoding="utf-8")
+    resume(interrupted)
     assert same(final(interrupted), final(switched))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"telemetry_every": 2}, "telemetry_every is 2 instead of 1"),
+        ({"telemetry_layers": "*"}, r"telemetry_layers is \* instead of model.layers.0"),
+        ({"guards": None, "guards_text": None}, "guards is None instead of rules.toml"),
+        ({"guards_text": SWITCH}, "the file of guards has other contents"),
+    ],
+    ids=["interval", "layers", "no guards", "other guards"],
+)
+def test_a_run_with_guards_keeps_its_telemetry_and_its_guards(interrupted, changes, message):
+    with pytest.raises(ValueError, match=message):
+        resume(interrupted, **changes)
+
+
+def test_guards_can_be_added_to_a_run_without(run_with):
+    out = run_with(steps=2)
+    rules = {"telemetry_every": 1, "telemetry_layers": LAYER, "guards": Path("rules.toml"), "guards_text": SWITCH}
+    resume(out, steps=4, **rules)
+    assert {line["step"] for line in guards_of(out)} == {3}
 
 
 def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
@@ -199,19 +238,38 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("changes", "message"),
     [
-        ((-1,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not -1"),
-        ((7,), "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not 7"),
-        ((0, "*.down"), "telemetry_layers has no effect without telemetry: add --telemetry-every N"),
-        ((0, "*", (Rule(ALWAYS, "warn"),)), "guards need telemetry: add --telemetry-every N"),
-        ((1, "nothing"), "no layer matches 'nothing'"),
-        ((1, LAYER, (Rule(ALWAYS, "warn", layers="model.layers.1.*"),)), r"no layer matches 'model\.layers\.1"),
+        ({"telemetry_every": -1}, "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not -1"),
+        ({"telemetry_every": 7}, "telemetry_every must be from 1 to 6, the run's steps, or 0 for none; not 7"),
+        ({"telemetry_layers": "*.down"}, "telemetry_layers has no effect without telemetry: add --telemetry-every N"),
+        ({"guards": Path("rules.toml")}, "guards need telemetry: add --telemetry-every N"),
+        ({"telemetry_every": 1, "telemetry_layers": "nothing"}, "no layer matches 'nothing'"),
+        (
+            {
+                "telemetry_every": 1,
+                "telemetry_layers": LAYER,
+                "guards": Path("rules.toml"),
+                "guards_text": f'[[rule]]\nwhen = "{ALWAYS}"\nthen = "warn"\nlayers = "model.layers.1.*"\n',
+            },
+            r"no layer matches 'model\.layers\.1",
+        ),
     ],
 )
-def test_bad_options_are_refused_at_once(options, message):
+def test_bad_options_are_refused_at_once(changes, message):
     with pytest.raises(ValueError, match=message):
-        observer(micro(), *options)
+        observer(micro(**changes))
+
+
+def test_a_missing_file_of_guards_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"the file of rules .*none\.toml.* does not exist"):
+        observer(micro(telemetry_every=1, guards=tmp_path / "none.toml"))
+
+
+def test_a_file_of_guards_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "rules.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"rules\.toml must be TOML: 'utf-8' codec"):
+        observer(micro(telemetry_every=1, guards=tmp_path / "rules.toml"))
 
 
 def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
@@ -221,4 +279,4 @@ def test_a_run_that_is_as_long_as_the_interval_is_measured_once(run_with):
 
 def test_a_run_without_8_bit_gemms_has_nothing_to_measure():
     with pytest.raises(ValueError, match="telemetry measures GEMMs in 8 bits, and recipe 'bf16' has none"):
-        observer(micro(recipe="bf16"), 1)
+        observer(micro(recipe="bf16", telemetry_every=1))

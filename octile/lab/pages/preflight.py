@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,8 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
         f" quantized as in recipe {options.recipe}, and multiplied on the model of Hopper's tensor core, with"
         f" {format_count(options.sample, 'row')} of each operand, drawn with seed {options.seed}."
     )
-    note = f"The recipe with the advised exceptions is {options.write}: octile train --recipe {options.write}."
+    command = f"octile train --recipe {shlex.quote(str(options.write))}"
+    note = f"The recipe with the advised exceptions is {options.write}: {command}."
     return write_lab_page(
         options.out,
         "Preflight",

@@ -1,0 +1,88 @@
+"""What a resumed run takes from its folder, and the checks that it continues with the same bits.
+
+A run's config.json holds everything that decides its bits but the machine. Each checkpoint repeats it, together with
+what the machine adds: the device, torch's version and the number of CPU threads. An edited config.json is refused,
+another machine causes a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octile.checkpoint.files import read_json
+from octile.checkpoint.training import STATE
+from octile.train.config import TrainConfig, changed_settings, describe_changes, describe_settings, differences
+from octile.train.console import RunConsole
+from octile.train.run_folder import RunFolder
+
+CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
+    "steps": "the learning rate follows the new number",
+    "micro_batches": "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one",
+}
+BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
+
+
+def open_run(config: TrainConfig, console: RunConsole) -> tuple[RunFolder, TrainConfig]:
+    """The run to resume, and its configuration: as requested, with the recipe that the run began with."""
+    if config.out is None:
+        raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
+    run = RunFolder.open(config.out)
+    saved = run.read_config()
+    config = config.with_texts_of(saved)
+    if changes := changed_settings(saved, config):
+        raise ValueError(
+            f"a resumed run keeps its configuration: {describe_changes(changes)} in {run.config_file}; "
+            "leave the option out, or begin a new run"
+        )
+    console.print(f"settings from {run.config_file}: {describe_settings(saved)}")
+    for what, file, text in (
+        ("recipe", Path(config.recipe), saved.recipe_text),
+        ("guards", config.guards, saved.guards_text),
+    ):
+        if text is not None and file and file.is_file() and file.read_text("utf-8", errors="replace") != text:
+            console.print(f"{file} has changed since the run began: the run keeps the {what} that it began with")
+    return run, config.with_file_texts()  # a run of an earlier version saved only the file's name
+
+
+def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, console: RunConsole) -> None:
+    """Compare the settings of a resumed run with those that its checkpoint was trained with.
+
+    Changes that a resumed run may have are printed. A machine that computes other bits causes a warning.
+
+    Raises:
+        ValueError: a setting differs that may not, because config.json was edited.
+    """
+    state = read_json(checkpoint / STATE)
+    if "config" in state:
+        trained = TrainConfig.from_json(json.dumps(state["config"]))
+        if changes := changed_settings(trained, config):
+            raise ValueError(
+                f"config.json was changed after the run began: {describe_changes(changes)} in {checkpoint.name}; "
+                "change it back, or begin a new run"
+            )
+        for name, (before, now) in differences(trained, config).items():
+            if name in CHANGE_NOTES:
+                console.print(f"{name} were {before} and are now {now}: {CHANGE_NOTES[name]}")
+        if trained.guards is None and config.guards is not None:
+            console.print(f"the guards of {config.guards} were added after the run began")
+    for name, value in computed_on(device).items():
+        if state.get("computed_on", {}).get(name, value) != value:
+            warnings.warn(
+                f"{checkpoint.name} was computed with {name} {state['computed_on'][name]}, this machine has {value}: "
+                "the run is not bit-identical to an uninterrupted one" + BITS_ADVICE.get(name, ""),
+                stacklevel=2,
+            )
+
+
+def computed_on(device: torch.device) -> dict[str, Any]:
+    """What decides the bits of a run besides its configuration: the device, torch, and on a CPU the threads.
+
+    Sums on a CPU are split among its threads, so another number adds in another order.
+    """
+    threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
+    return {"device": device.type, "torch": torch.__version__, **threads}
