@@ -12,8 +12,8 @@ Each operand is described by an `OperandFormat`; a recipe without formats runs i
 A recipe also says what a block saves for backward besides the inputs of its linear layers, which are saved in their
 quantized form (`docs/data_flow.md`).
 
-Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313); Smooth-SwiGLU (arXiv 2409.12517);
-NVIDIA's hybrid and delayed scaling (arXiv 2209.05433).
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313) and its code, MS-AMP; Smooth-SwiGLU (arXiv
+2409.12517); NVIDIA's hybrid formats (arXiv 2209.05433), and delayed scaling as in Transformer Engine.
 """
 
 from __future__ import annotations
@@ -47,26 +47,32 @@ class OperandFormat:
         block: the elements that share a scale.
         scale: how a scale is rounded: not at all beyond FP32, or up to a power of two.
         amax: where a block's largest magnitude comes from: the block itself (`current`); the largest of the last
-            `AMAX_HISTORY` steps (`delayed`, whole tensors only); or nowhere, the scale is 1 (`unscaled`).
+            `window` steps (`delayed`, whole tensors only); or nowhere, the scale is 1 (`unscaled`).
+        window: steps in the amax history of a delayed scale.
+        warm_up: how long a delayed scale comes from the current amax: until one past step has an amax (`until_first`),
+            or until every step of the window has one (`until_full`). A step with a NaN or an Inf has none.
 
     Raises:
-        ValueError: a block or a scale rule that has no meaning with this amax.
+        ValueError: a block or a scale rule that has no meaning with this amax, or a window below 1.
     """
 
     fmt: FloatFormat | IntFormat = E4M3
     block: tuple[Extent, Extent] = TILE
     scale: ScaleRule = "float32"
     amax: Amax = "current"
+    window: int = 16
+    warm_up: Literal["until_first", "until_full"] = "until_first"
 
     def __post_init__(self) -> None:
         if self.amax != "current" and self.block != TENSOR:
             raise ValueError(f"amax={self.amax!r} needs one scale for the whole tensor, but block is {self.block}")
-        if self.amax != "current" and self.scale != "float32":
-            raise ValueError(f"scale={self.scale!r} has no meaning with amax={self.amax!r}")
+        if self.amax == "unscaled" and self.scale != "float32":
+            raise ValueError(f"scale={self.scale!r} has no meaning with amax='unscaled'")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1 step, not {self.window}")
 
 
 GEMMS: tuple[GemmName, ...] = ("fprop", "dgrad", "wgrad")
-AMAX_HISTORY = 16  # steps in the amax history of delayed scaling
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,13 @@ class GemmFormats:
     @property
     def is_delayed(self) -> bool:
         """Whether scales come from past steps, so that a layer needs an amax history."""
-        return any(operand.amax == "delayed" for operand in (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy))
+        return self.window > 0
+
+    @property
+    def window(self) -> int:
+        """Steps in a layer's amax history: as many as the operand with the longest needs, 0 if none is delayed."""
+        operands = (self.x, self.w, self.dy, self.wgrad_x, self.wgrad_dy)
+        return max([0, *(operand.window for operand in operands if operand.amax == "delayed")])
 
     @classmethod
     def per_tensor(cls, forward: OperandFormat, backward: OperandFormat) -> GemmFormats:
@@ -313,6 +325,16 @@ class Recipe:
         return cls("delayed", GemmFormats.per_tensor(operand, operand))
 
     @classmethod
+    def hybrid_delayed(cls) -> Recipe:
+        """NVIDIA's recipe for Hopper: one scale a tensor, from the largest amax of 1024 past steps; gradients in E5M2.
+
+        These are the defaults of Transformer Engine's `DelayedScaling`: HYBRID formats, `amax_history_len=1024`,
+        `amax_compute_algo="max"`, `margin=0`. There a tensor's first scale is 1; here it comes from the tensor.
+        """
+        forward = OperandFormat(block=TENSOR, amax="delayed", window=1024)
+        return cls("hybrid_delayed", GemmFormats.per_tensor(forward, replace(forward, fmt=E5M2)))
+
+    @classmethod
     def hybrid_e5m2(cls) -> Recipe:
         """`deepseek_v3` with E5M2 for output gradients: a wider range, one bit of precision less."""
         return cls("hybrid_e5m2", _fine_grained(gradient=E5M2), **_saved())
@@ -330,10 +352,22 @@ class Recipe:
 
     @classmethod
     def fp8_lm(cls) -> Recipe:
-        """FP8-LM: per-tensor E4M3 and E5M2 GEMMs, FP8 gradients, FP16 master weights, FP8 and FP16 moments."""
+        """FP8-LM: per-tensor E4M3 and E5M2 GEMMs, FP8 gradients, FP16 master weights, FP8 and FP16 moments.
+
+        All scales are powers of two. Those of inputs and output gradients come from the largest amax of 16 past steps,
+        and from the tensor itself until these 16 steps are over, as in the paper's reference code, MS-AMP; those of
+        weights and of the optimizer's state come from the tensor itself.
+
+        The paper's methods for several GPUs are not part of it: sums of FP8 gradients over GPUs with a factor μ, which
+        halves when more than 0.001% of a gradient's values reach the largest FP8 value and otherwise doubles within
+        1000 steps; whole tensors instead of shards in ZeRO; activations that tensor parallelism sends in FP8. Without
+        such a sum a factor that is a power of two would change the scale of a stored gradient and none of its bits.
+        """
         optimizer = OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
-        formats = GemmFormats.per_tensor(OperandFormat(block=TENSOR), OperandFormat(E5M2, TENSOR))
-        return cls("fp8_lm", formats, optimizer=optimizer)
+        w = OperandFormat(block=TENSOR, scale="power_of_2")
+        x = replace(w, amax="delayed", warm_up="until_full")
+        dy = replace(x, fmt=E5M2)
+        return cls("fp8_lm", GemmFormats(x=x, w=w, dy=dy, wgrad_x=x, wgrad_dy=dy), optimizer=optimizer)
 
     @classmethod
     def smooth_swiglu(cls) -> Recipe:
@@ -354,6 +388,7 @@ class Recipe:
             "float32",
             "per_tensor",
             "delayed",
+            "hybrid_delayed",
             "hybrid_e5m2",
             "global_scale",
             "fp16_loss_scaling",

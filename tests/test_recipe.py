@@ -15,6 +15,7 @@ PUBLISHED = (
     "bf16",
     "per_tensor",
     "delayed",
+    "hybrid_delayed",
     "hybrid_e5m2",
     "global_scale",
     "fp16_loss_scaling",
@@ -92,14 +93,14 @@ def test_what_is_requantized_has_powers_of_2_for_scales():
     assert (formats.x.scale, formats.wgrad_x.scale) == ("power_of_2", "power_of_2")
 
 
-@pytest.mark.parametrize("name", ["hybrid_e5m2", "fp8_lm", "global_scale"])
+@pytest.mark.parametrize("name", ["hybrid_e5m2", "hybrid_delayed", "fp8_lm", "global_scale"])
 def test_gradients_are_e5m2_where_the_forward_pass_is_e4m3(name):
     formats = Recipe.named(name).formats
     assert [cast.fmt for cast in (formats.x, formats.w, formats.wgrad_x)] == [E4M3] * 3
     assert [cast.fmt for cast in (formats.dy, formats.wgrad_dy)] == [E5M2] * 2
 
 
-@pytest.mark.parametrize("name", ["per_tensor", "delayed", "global_scale", "fp8_lm", "smooth_swiglu"])
+@pytest.mark.parametrize("name", ["per_tensor", "delayed", "hybrid_delayed", "global_scale", "fp8_lm", "smooth_swiglu"])
 def test_one_scale_a_tensor(name):
     assert {cast.block for cast in _operand_formats(Recipe.named(name))} == {TENSOR}
 
@@ -110,9 +111,23 @@ def test_int8_tiles_are_those_of_deepseek_v3():
         assert ours[1:] == theirs[1:]
 
 
-@pytest.mark.parametrize("name", Recipe.names())
+WINDOWS = {"delayed": 16, "smooth_swiglu": 16, "fp8_lm": 16, "hybrid_delayed": 1024}
+
+
+@every_name
 def test_scales_from_past_steps(name):
-    assert Recipe.named(name).has_delayed_scaling == (name in ("delayed", "smooth_swiglu"))
+    recipe = Recipe.named(name)
+    assert recipe.has_delayed_scaling == (name in WINDOWS)
+    assert (recipe.formats.window if recipe.formats else 0) == WINDOWS.get(name, 0)
+
+
+def test_fp8_lm_has_powers_of_2_for_scales():
+    assert {operand.scale for operand in _operand_formats(Recipe.fp8_lm())} == {"power_of_2"}
+
+
+def test_fp8_lm_delays_the_scales_of_inputs_and_gradients_and_not_of_weights():
+    formats = Recipe.fp8_lm().formats
+    assert (formats.x.amax, formats.w.amax, formats.dy.amax) == ("delayed", "current", "delayed")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16_loss_scaling", torch.float16)])
@@ -145,9 +160,14 @@ def test_only_whole_tensors_have_a_scale_from_elsewhere(amax):
         OperandFormat(amax=amax)
 
 
-def test_a_scale_from_elsewhere_is_not_rounded():
-    with pytest.raises(ValueError, match="scale='power_of_2' has no meaning with amax='delayed'"):
-        OperandFormat(block=TENSOR, scale="power_of_2", amax="delayed")
+def test_a_scale_of_1_is_not_rounded():
+    with pytest.raises(ValueError, match="scale='power_of_2' has no meaning with amax='unscaled'"):
+        OperandFormat(block=TENSOR, scale="power_of_2", amax="unscaled")
+
+
+def test_a_history_has_at_least_one_step():
+    with pytest.raises(ValueError, match="window must be at least 1 step, not 0"):
+        OperandFormat(block=TENSOR, amax="delayed", window=0)
 
 
 def test_a_history_serves_both_layouts():

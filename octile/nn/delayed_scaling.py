@@ -3,21 +3,21 @@
 With delayed scaling a tensor's scale comes from its largest magnitudes (amax) in the last steps.  The amax of this step
 is only stored, so quantization needs no pass over the tensor beforehand; an outlier beyond the history saturates.  A
 step ends when `end_step` is called; micro-batches and recomputed forward passes of one step raise the same entry.
-Source: NVIDIA's FP8 recipe (arXiv 2209.05433).
+Source: NVIDIA's FP8 recipe (arXiv 2209.05433), Transformer Engine's `DelayedScaling`.
 """
 
 import torch
 from torch import Tensor, nn
 
-from octile.ops.quantize import quantize_with_scale
-from octile.recipe import AMAX_HISTORY, OperandFormat
+from octile.ops.quantize import SMALLEST_SCALE, quantize_with_scale, round_up_to_power_of_2
+from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
 
 OPERANDS = ("x", "w", "dy")
 
 
 class AmaxHistory(nn.Module):
-    """The amax of a layer's operands: [3, 1 + AMAX_HISTORY] float32, with this step in column 0.
+    """The amax of a layer's operands: [3, 1 + window] float32, with this step in column 0.
 
     It is written in training mode only, so that a validation in between changes nothing. The buffer is not part of the
     `state_dict`, so a layer's weights load into and from `nn.Linear`.
@@ -25,24 +25,28 @@ class AmaxHistory(nn.Module):
 
     amax_OH: Tensor
 
-    def __init__(self, device: torch.device | None = None):
+    def __init__(self, window: int, device: torch.device | None = None):
         super().__init__()
-        amax_OH = torch.zeros(len(OPERANDS), 1 + AMAX_HISTORY, device=device)
+        amax_OH = torch.zeros(len(OPERANDS), 1 + window, device=device)
         self.register_buffer("amax_OH", amax_OH, persistent=False)
 
     @torch.no_grad()
     def quantize(self, t: Tensor, operand: str, operand_format: OperandFormat) -> ScaledTensor:
         """Quantize t [..., M, K] with the scale of the past steps, and store its amax.
 
-        Where the history is empty, the scale comes from t. A NaN or an Inf in t makes the whole result NaN and is not
+        During the format's warm-up, the scale comes from t. A NaN or an Inf in t makes the whole result NaN and is not
         stored.
         """
         history_H = self.amax_OH[OPERANDS.index(operand)]
-        amax, past = _amax(t), history_H[1:].amax()
+        amax, past_H = _amax(t), history_H[1 : 1 + operand_format.window]
         if self.training:
             history_H[0] = torch.maximum(history_H[0], amax.nan_to_num(0.0, posinf=0.0))
-        scale = torch.where(past > 0, past, amax) / operand_format.fmt.max
-        scale = torch.where(scale > 0, scale, 1.0)
+        known_H = past_H > 0
+        is_warm = known_H.all() if operand_format.warm_up == "until_full" else known_H.any()
+        source = torch.where(is_warm, past_H.amax(), amax)
+        scale = torch.where(source > 0, (source / operand_format.fmt.max).clamp(min=SMALLEST_SCALE), 1.0)
+        if operand_format.scale == "power_of_2":
+            scale = round_up_to_power_of_2(scale)
         return _quantize_with_scale(t, torch.where(amax.isfinite(), scale, torch.nan), operand_format)
 
     @torch.no_grad()

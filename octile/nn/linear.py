@@ -103,4 +103,6 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
 
 def history_for(recipe: Recipe | None, weight: Tensor) -> AmaxHistory | None:
     """Make the amax history of a recipe with delayed scaling, on the weight's device; None for other recipes."""
-    return AmaxHistory(weight.device) if recipe is not None and recipe.has_delayed_scaling else None
+    if recipe is None or recipe.formats is None or not recipe.formats.is_delayed:
+        return None
+    return AmaxHistory(recipe.formats.window, weight.device)

@@ -46,6 +46,7 @@ _RECIPE_STYLES = {
     "deepseek_v3": ("blue", "-"),
     "per_tensor": ("vermilion", "-"),
     "delayed": ("amber", "-"),
+    "hybrid_delayed": ("amber", "--"),
     "hybrid_e5m2": ("green", "-"),
     "global_scale": ("rose", "--"),
     "fp16_loss_scaling": ("cyan", "--"),

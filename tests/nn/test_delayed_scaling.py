@@ -1,25 +1,30 @@
 """Tests of delayed scaling, and of quantization without a scale."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from octile.formats import E4M3, E5M2
 from octile.nn.delayed_scaling import AmaxHistory, end_step, quantize_unscaled
 from octile.nn.linear import Linear
-from octile.recipe import AMAX_HISTORY, TENSOR, OperandFormat, Recipe
+from octile.recipe import TENSOR, OperandFormat, Recipe
 
 FORMAT = OperandFormat(block=TENSOR, amax="delayed")
+FP8_LM = OperandFormat(block=TENSOR, amax="delayed", scale="power_of_2", window=4, warm_up="until_full")
 SMALL, LARGE = torch.tensor([[1.0, -2.0]]), torch.tensor([[1.0, 1000.0]])
 
 
 @pytest.fixture
 def history() -> AmaxHistory:
-    return AmaxHistory()
+    return AmaxHistory(FORMAT.window)
 
 
-def scale_of(history: AmaxHistory, t: Tensor, operand: str = "x") -> float:
-    return history.quantize(t, operand, FORMAT).scale.item()
+def scale_of(history: AmaxHistory, t: Tensor, operand: str = "x", operand_format: OperandFormat = FORMAT) -> float:
+    return history.quantize(t, operand, operand_format).scale.item()
 
 
 def scale_for(amax: float) -> float:
@@ -64,10 +69,49 @@ def test_the_largest_micro_batch_of_a_step_counts(history):
 def test_an_amax_stays_in_the_history_for_the_documented_steps(history):
     scale_of(history, LARGE)
     scales = []
-    for _ in range(AMAX_HISTORY + 1):
+    for _ in range(FORMAT.window + 1):
         history.end_step()
         scales.append(scale_of(history, SMALL))
-    assert scales == [scale_for(1000)] * AMAX_HISTORY + [scale_for(2)]
+    assert scales == [scale_for(1000)] * FORMAT.window + [scale_for(2)]
+
+
+def test_an_operand_with_a_shorter_window_reads_the_last_steps(history):
+    short = OperandFormat(block=TENSOR, amax="delayed", window=2)
+    scale_of(history, LARGE)
+    scales = []
+    for _ in range(3):
+        history.end_step()
+        scales.append(scale_of(history, SMALL, operand_format=short))
+    assert scales == [scale_for(1000), scale_for(1000), scale_for(2)]
+
+
+def fp8_lm_scales(history: AmaxHistory, tensors: list[Tensor]) -> list[float]:
+    """The scale of each step's tensor."""
+    scales = []
+    for t in tensors:
+        scales.append(scale_of(history, t, operand_format=FP8_LM))
+        history.end_step()
+    return scales
+
+
+def test_fp8_lm_takes_the_current_amax_until_its_window_is_full(history):
+    assert fp8_lm_scales(history, [LARGE, *[SMALL] * 7]) == [4.0, *[2.0**-7] * 3, 4.0, *[2.0**-7] * 3]
+
+
+def test_fp8_lm_takes_the_current_amax_again_after_a_step_that_was_not_finite(history):
+    fp8_lm_scales(history, [SMALL] * 4)
+    fp8_lm_scales(history, [torch.tensor([[torch.inf]])])
+    assert fp8_lm_scales(history, [LARGE] * 4) == [4.0] * 4
+    assert fp8_lm_scales(history, [SMALL]) == [4.0]
+
+
+@given(st.floats(2.0**-100, 2.0**100, width=32))
+def test_fp8_lms_scales_are_those_of_its_code(amax):
+    """MS-AMP multiplies by 2 to the power of floor(log2(max / amax))."""
+    fraction, exponent = math.frexp(448 / amax)
+    history = AmaxHistory(FP8_LM.window)
+    assert scale_of(history, torch.tensor([[amax]]), operand_format=FP8_LM) == 2.0 ** -(exponent - 1)
+    assert 0.5 <= fraction < 1
 
 
 def test_each_operand_has_a_history(history):

@@ -15,7 +15,7 @@ from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.functional import grouped_linear, linear
 from octile.nn.observer import observe_gemms, observe_quantization
-from octile.recipe import TILE, OperandFormat, Recipe
+from octile.recipe import TILE, OperandFormat, Recipe, ScaleRule
 from octile.scaled import ScaledTensor, quantize
 
 T, K, N = 140, 200, 150  # no multiples of 128
@@ -79,21 +79,28 @@ def tiles(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor
     return operands
 
 
-def tensors(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
+def tensors(
+    forward: Format, backward: Format, scale: ScaleRule = "float32"
+) -> Callable[[Tensor, Tensor, Tensor], Operands]:
     """One scale for each matrix; wgrad uses the same data as fprop and dgrad."""
 
     def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
-        x, w = (quantize(t, (None, None), forward).dequantize() for t in (x, w))
-        dy = quantize(dy, (None, None), backward).dequantize()
+        x, w = (quantize(t, (None, None), forward, scale).dequantize() for t in (x, w))
+        dy = quantize(dy, (None, None), backward, scale).dequantize()
         return x, w, dy, x, dy
 
     return operands
 
 
-def delayed(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+def delayed(backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
     """One scale for the weights of all experts, computed from them since there is no history yet."""
-    x, w, dy = (quantize(t.reshape(1, -1), (None, None), E4M3).dequantize().view_as(t) for t in (x, w, dy))
-    return x, w, dy, x, dy
+
+    def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+        tensors = ((x, E4M3), (w, E4M3), (dy, backward))
+        x, w, dy = (quantize(t.reshape(1, -1), (None, None), fmt).dequantize().view_as(t) for t, fmt in tensors)
+        return x, w, dy, x, dy
+
+    return operands
 
 
 def quantize_unscaled(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
@@ -106,15 +113,16 @@ SLOW = {
     "hybrid_e5m2": tiles(E4M3, E5M2),
     "int8_tiles": tiles(INT8, INT8),
     "per_tensor": tensors(E4M3, E4M3),
-    "fp8_lm": tensors(E4M3, E5M2),
+    "fp8_lm": tensors(E4M3, E5M2, "power_of_2"),
     "global_scale": quantize_unscaled,
-    "delayed": delayed,
-    "smooth_swiglu": delayed,  # what it smooths belongs to SwiGLU
+    "delayed": delayed(E4M3),
+    "hybrid_delayed": delayed(E5M2),
+    "smooth_swiglu": delayed(E4M3),  # what it smooths belongs to SwiGLU
 }
 
 
 def history_of(recipe: Recipe) -> AmaxHistory | None:
-    return AmaxHistory() if recipe.has_delayed_scaling else None
+    return AmaxHistory(recipe.formats.window) if recipe.has_delayed_scaling else None
 
 
 def assert_gemm(found: Tensor, a: Tensor, b: Tensor) -> None:
@@ -264,7 +272,14 @@ def test_fine_grained_recipes_tile_every_operand(name, forward, backward, x, w, 
 
 @pytest.mark.parametrize(
     ("name", "backward"),
-    [("per_tensor", E4M3), ("delayed", E4M3), ("smooth_swiglu", E4M3), ("fp8_lm", E5M2), ("global_scale", E5M2)],
+    [
+        ("per_tensor", E4M3),
+        ("delayed", E4M3),
+        ("hybrid_delayed", E5M2),
+        ("smooth_swiglu", E4M3),
+        ("fp8_lm", E5M2),
+        ("global_scale", E5M2),
+    ],
 )
 def test_per_tensor_recipes_quantize_every_operand_once(name, backward, x, w, dy):
     seen = quantized_operands(name, x, w, dy)

@@ -90,3 +90,13 @@ def tiny_values(dtype: torch.dtype, seed: int) -> torch.Tensor:
     x = (torch.rand(501, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * limits.smallest_normal
     x[0] = 0.75 * limits.max
     return x
+
+
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-20, 20))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_that_is_a_power_of_2_changes_the_scale_and_no_value(dtype, seed, exponent):
+    """So FP8-LM's factor μ has nothing to do where no FP8 gradients are summed."""
+    x = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+    once, factored = stored(x, dtype), stored(x * 2.0**exponent, dtype)
+    assert torch.equal(factored.data.float(), once.data.float())
+    assert factored.scale == once.scale * 2.0**exponent

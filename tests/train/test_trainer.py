@@ -47,7 +47,7 @@ def test_another_seed_gives_another_run(new_trainer):
     assert run(new_trainer(), 1) != run(new_trainer(seed=1), 1)
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp8_lm", "fp16_loss_scaling"])
+@pytest.mark.parametrize("recipe", Recipe.names())
 def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path, recipe):
     straight = new_trainer(recipe=recipe)
     run(straight, 3)
