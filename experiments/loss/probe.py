@@ -151,8 +151,6 @@ def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str
         trainer.step()
     ready = time.perf_counter() - begin
     gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     begin = time.perf_counter()
     while len(seconds) < (QUICK if quick else STEPS) and time.perf_counter() - begin < MAX_SECONDS:
@@ -165,7 +163,7 @@ def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str
         "steps": len(seconds),
         "step_ms": 1e3 * statistics.median(seconds),
         "tokens_per_s": tokens / statistics.median(seconds),
-        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,  # of the eager steps
         "share_in_8_bits": share_in_8_bits(config.model),
         "loss": trainer.validate()["val_loss"],
     }

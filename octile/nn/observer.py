@@ -74,6 +74,11 @@ def observe(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def has_observers() -> bool:
+    """Whether an observer sees what runs now."""
+    return bool(_observers)
+
+
 def observe_gemms(gemm: Callable[[Tensor, ObservedGemm], Backward | None]) -> AbstractContextManager[None]:
     """Call gemm(weight, fprop) for every layer that runs inside, if its operands require gradients; see `Observer`."""
     return observe(Observer(gemm=gemm))

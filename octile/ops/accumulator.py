@@ -33,6 +33,11 @@ def summed_by(gemm: Gemm) -> Iterator[None]:
         _gemms.remove(gemm)
 
 
+def is_replaced() -> bool:
+    """Whether a function computes the GEMMs of FP8 operands now."""
+    return bool(_gemms)
+
+
 def accumulator_for(a: Tensor, b: Tensor) -> Gemm | None:
     """Return the function that replaces the GEMM of these operands; None: the reference or a kernel computes it."""
     return _gemms[-1] if _gemms and a.dtype in FP8 and b.dtype in FP8 else None

@@ -30,6 +30,7 @@ from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import fine_tune
 from octile.train.batches import count_windows
+from octile.train.captured_step import why_eager
 from octile.train.config import TrainConfig
 from octile.train.console import RunConsole
 from octile.train.data import prepare
@@ -105,6 +106,8 @@ def _train(
     if resume:
         _continue(trainer, run, checkpoint, console)
     console.print_model(trainer)
+    if device.type == "cuda" and (reason := why_eager(device, trainer.recipe, config.deterministic)):
+        console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:
         console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
     spikes = spikes_so_far(run)

@@ -103,6 +103,8 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
             ) from error
         for moe in trainer.moes.values():
             moe.pop_balance_loss()  # a failed forward pass leaves a loss behind, whose graph holds tensors too
+        if trainer.captured is not None:
+            trainer.captured.release()
         step, need = trainer.steps_done + 1, _measure(trainer)
         raise MemoryError(f"out of memory at step {step} on the {device.type}: {advice(config, need)}") from error
 

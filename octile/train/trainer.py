@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,25 @@ from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
 from octile.recipe import Recipe
 from octile.train.batches import Batches, validation_windows
+from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.run_folder import Metrics
 from octile.train.token_store import TokenStore
+
+
+class Computed(NamedTuple):
+    """The result of a step's forward and backward pass.
+
+    Attributes:
+        sums: float32 [5]: the loss, its main, MTP and balance parts, and the norm of the gradient before clipping.
+        load: int64 [E] for each MoE layer, the tokens of each expert.
+        unscaled: whether the gradients were finite when the loss scale was taken out.
+    """
+
+    sums: Tensor
+    load: dict[str, Tensor]
+    unscaled: bool
 
 
 class Trainer:
@@ -73,6 +88,7 @@ class Trainer:
         self.seconds = 0.0
         self.skipped = 0  # steps without an update, because a gradient was not finite
         self.skipped_in_a_row = 0  # consecutive skipped steps until now, without overflows of the loss scale
+        self.captured = None if device.type != "cuda" else CapturedStep(self.model, self._compute, self._update, device)
 
     def step(self) -> Metrics:
         """Run one optimizer step and return its metrics. The host waits for the device once, before the update.
@@ -88,27 +104,16 @@ class Trainer:
         config = self.config
         tokens_BS = self.batches.batch(self.steps_done)
         learning_rate = self.schedule(self.steps_done)
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
-        load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
-
-        for micro_batch_BS in tokens_BS.chunk(config.micro_batches):
-            sums["loss"] = sums["loss"] + self.backward(micro_batch_BS)
-            for name, value in self.model.last_losses.items():
-                sums[name] = sums[name] + value / config.micro_batches
-            for name, moe in self.moes.items():
-                load[name] += moe.last_load_E
-        self.last_load = load
-
-        parameters = list(self.model.parameters())
-        unscaled = self.loss_scale.unscale_(parameters) if self.loss_scale else True
-        norm = clip_grad_norm_(parameters, config.optim.clip)
-        *losses, grad_norm = torch.stack([*sums.values(), norm.to(self.device)]).tolist()
+        captured = self.captured if why_eager(self.device, self.recipe, config.deterministic) is None else None
+        result = (captured.compute if captured else self._compute)(tokens_BS)
+        self.last_load = result.load
+        *losses, grad_norm = result.sums.tolist()
         self._check_loss(losses[0], tokens_BS)
-        skipped_for = self._why_skip(grad_norm, unscaled)
+        skipped_for = self._why_skip(grad_norm, result.unscaled)
         if skipped_for is None:
-            self._update(learning_rate, load)
+            (captured.update if captured else self._update)(learning_rate, result)
+            if self.ema:
+                self.ema.update()
         if self.loss_scale:
             self.loss_scale.update()
 
@@ -127,6 +132,25 @@ class Trainer:
             "skipped": self.skipped,
             **({"skipped_for": skipped_for} if skipped_for else {}),
         }
+
+    def _compute(self, tokens_BS: Tensor) -> Computed:
+        """Run the forward and backward pass, and clip the gradients."""
+        config = self.config
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
+        load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
+        for micro_batch_BS in tokens_BS.chunk(config.micro_batches):
+            sums["loss"] = sums["loss"] + self.backward(micro_batch_BS)
+            for name, value in self.model.last_losses.items():
+                sums[name] = sums[name] + value / config.micro_batches
+            for name, moe in self.moes.items():
+                load[name] += moe.last_load_E
+
+        parameters = list(self.model.parameters())
+        unscaled = self.loss_scale.unscale_(parameters) if self.loss_scale else True
+        norm = clip_grad_norm_(parameters, config.optim.clip)
+        return Computed(torch.stack([*sums.values(), norm.to(self.device)]), load, unscaled)
 
     def backward(self, tokens_BS: Tensor) -> Tensor:
         """Add the gradients of a micro-batch [B, S], times the loss scale if any; return its share of the loss."""
@@ -221,15 +245,13 @@ class Trainer:
             )
         return f"a gradient is not finite; the nearest to the loss is {where}"
 
-    def _update(self, learning_rate: float, load: dict[str, Tensor]) -> None:
+    def _update(self, learning_rate: float | Tensor, result: Computed) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         end_step(self.model)
-        if self.ema:
-            self.ema.update()
         for name, moe in self.moes.items():
-            moe.gate.balance(load[name], self.config.optim.balance_speed)
+            moe.gate.balance(result.load[name], self.config.optim.balance_speed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state on which later steps depend: tensors, and values for JSON."""

@@ -1,0 +1,126 @@
+"""A training step as two CUDA graphs: forward and backward pass, and the update.
+
+Launching the thousands of kernels of a step one by one takes the host longer than the GPU needs to run them. A graph
+launches them all at once. Between the two graphs the host reads the losses and the norm of the gradient, and decides
+whether to update.
+
+A graph repeats the kernels of the step that was captured, with the same addresses. It is captured again when the shape
+of the batch or a layer's recipe changes. What a step must run eagerly is listed in `why_eager`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from octile.nn.observer import has_observers
+from octile.ops.accumulator import is_replaced
+from octile.recipe import Recipe
+
+WARM_UP_STEPS = 3  # eager steps before a capture: they compile kernels and create the optimizer's state
+
+
+def why_eager(device: torch.device, recipe: Recipe, deterministic: bool) -> str | None:
+    """Return why a training step cannot be captured, or None."""
+    if device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    if deterministic:
+        return "deterministic kernels wait for the host"
+    if recipe.loss_scale:
+        return "the host changes the loss scale"
+    if recipe.formats is None and recipe.compute == torch.float32:
+        return "torch's grouped GEMM in FP32 waits for the host"
+    if recipe.optimizer.gradient != "float32":
+        return "hooks move FP8 gradients while autograd runs"
+    if has_observers() or is_replaced():
+        return "an observer reads this step"
+    return None
+
+
+class CapturedStep:
+    """The two graphs of a model's training step, which are captured after WARM_UP_STEPS eager steps.
+
+    Args:
+        model: the model; its parameters hold the gradients after `compute`.
+        compute: compute(tokens) runs the forward and backward pass and returns tensors on the device.
+        update: update(learning_rate, result of compute) updates the weights; learning_rate is float64 [] on the device.
+        device: a GPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Callable[[Tensor], Any],
+        update: Callable[[Tensor, Any], None],
+        device: torch.device,
+    ):
+        self.model = model
+        self._compute, self._update = compute, update
+        self._stream = torch.cuda.Stream(device)
+        self._learning_rate = torch.zeros((), dtype=torch.float64, device=device)
+        self._key: Sequence[object] = ()
+        self._eager_steps = 0
+        self._tokens = torch.empty(0)
+        self._result: Any = None
+        self._gradients: list[Tensor | None] = []
+        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the last step was a replay."""
+        return self._graphs is not None
+
+    def compute(self, tokens_BS: Tensor) -> Any:
+        """Run the forward and backward pass of a batch, int64 [B, S] on the host or the device."""
+        key = (tokens_BS.shape, *(getattr(module, "recipe", None) for module in self.model.modules()))
+        if key != self._key:
+            self.release()
+            self._key = key
+        if self._graphs is None and self._eager_steps < WARM_UP_STEPS:
+            self._eager_steps += 1
+            return self._compute(tokens_BS)
+        if self._graphs is None:
+            self._capture(tokens_BS)
+        assert self._graphs is not None
+        self._tokens.copy_(tokens_BS, non_blocking=True)
+        self._graphs[0].replay()
+        for parameter, gradient in zip(self.model.parameters(), self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._result
+
+    def update(self, learning_rate: float, result: Any) -> None:
+        """Update the weights with the gradients and the result of `compute`."""
+        self._learning_rate.fill_(learning_rate)
+        if self._graphs is None:
+            self._update(self._learning_rate, result)
+            return
+        self._graphs[1].replay()
+        increment_version(list(self.model.parameters()))  # a replay writes them unnoticed; cached weights are stale
+
+    def release(self) -> None:
+        """Free the memory of the graphs, and with it the gradients; later steps capture them again."""
+        if self._graphs is not None:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        self._key, self._eager_steps = (), 0
+        self._graphs, self._result, self._gradients = None, None, []
+
+    def _capture(self, tokens_BS: Tensor) -> None:
+        """Capture both graphs. Nothing runs meanwhile, so the weights stay as they are."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()  # the graphs' memory is their own
+        self._tokens = torch.empty(tokens_BS.shape, dtype=tokens_BS.dtype, device=self._learning_rate.device)
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[0], stream=self._stream):
+            self._result = self._compute(self._tokens)
+        self._gradients = [parameter.grad for parameter in self.model.parameters()]
+        with torch.cuda.graph(graphs[1], stream=self._stream, pool=graphs[0].pool()):
+            self._update(self._learning_rate, self._result)
+        self._graphs = graphs
