@@ -126,16 +126,18 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    from rich.table import Table
+    from octile.report.table import Table
 
     console = Console()
     for title in ("machine", "packages"):
         table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
         for name, value in found[title].items():
             table.add_row(name, "–" if value is None else str(value))
         console.print(table)
     table = Table(title="operators", title_justify="left")
-    table.add_column("operator", overflow="fold")  # names are not truncated
+    table.add_column("operator", no_wrap=True)
     table.add_column("kernel")
     for row in found["operators"]:
         table.add_row(row["operator"], row["kernel"])
@@ -149,13 +151,13 @@ def show(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
-    from rich.table import Table
+    from octile.report.table import Table
 
     table = Table(title=f"kernels, compiled for {kernels['architecture']}", title_justify="left")
     columns = dict.fromkeys(name for row in kernels["rows"] for name in row if row[name] != "")
     for name in columns:
         is_text = name in ("kernel", "case", "warnings")
-        table.add_column(name.replace("_", "\n"), justify="left" if is_text else "right", overflow="fold")
+        table.add_column(name.replace("_", "\n"), justify="left" if is_text else "right")
     for row in kernels["rows"]:
         cells = (row.get(name, "") for name in columns)
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))

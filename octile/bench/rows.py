@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import write_json
+from octile.report.table import as_list, fits_terminal
 
 COLUMNS = ("case", "what", "ours", "theirs", "ratio", "unit", "peer")
 RIGHT = {"ours", "theirs", "ratio"}
@@ -45,7 +46,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
-    """Format cells in aligned columns, whatever the width of the terminal, so that pipes get the same text.
+    """Format cells in aligned columns; as a list of rows if the output is a terminal that is too narrow for them.
 
     Args:
         lines: the cells of each line; the first line has the columns' names.
@@ -53,12 +54,13 @@ def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     ends = [name in right for name in lines[0]]
-    return "\n".join(
+    aligned = "\n".join(
         "  ".join(
             cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(line, widths, ends, strict=True)
         ).rstrip()
         for line in lines
     )
+    return aligned if fits_terminal(aligned) else as_list(lines[0], lines[1:])
 
 
 def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:

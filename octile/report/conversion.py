@@ -52,12 +52,13 @@ def _show_prediction(console: Console, size: SizePrediction) -> None:
 
 
 def _show_report(console: Console, report: ConversionReport) -> None:
-    from rich.table import Table
+    from octile.report.table import Table
 
     title = report.rule if report.to == "fp8" else f"FP8 weights become {'BF16' if report.to == 'bf16' else 'FP32'}"
     table = Table(title=title, title_justify="left")
-    for column in ("weights", "tensors", "result"):
-        table.add_column(column, overflow="fold")
+    table.add_column("weights")
+    table.add_column("tensors", justify="right")
+    table.add_column("result")
     for names, what in ((report.converted, report.to), (report.unchanged, "unchanged")):
         for name, count in names.items():
             table.add_row(name, str(count), what)

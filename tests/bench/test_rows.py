@@ -58,3 +58,9 @@ def test_a_missing_folder_is_reported_before_anything_is_measured(tmp_path, monk
     monkeypatch.setattr("octile.bench.gemm.rows", lambda: pytest.fail("it was measured"))
     with pytest.raises(FileNotFoundError, match="json must be in a folder that exists"):
         bench.run("gemm", tmp_path / "none" / "rows.json")
+
+
+def test_a_narrow_terminal_gets_a_list_whose_numbers_are_whole(monkeypatch):
+    monkeypatch.setattr("octile.bench.rows.fits_terminal", lambda text: False)
+    assert table(ROWS).splitlines()[:3] == ["a", "  what    b", "  ours    1"]
+    assert "  ours    23,456" in table(ROWS)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as ScreenTable
 
 from octile.checkpoint.files import write_text
 from octile.report.page import render
 from octile.report.svg import Chart
+from octile.report.table import Table as ScreenTable
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,10 @@ def write_lab_page(path: Path, title: str, lead: str, sections: Sequence[Section
 
 
 def screen_table(content: Table) -> ScreenTable:
-    """Format a table for the terminal, with narrow gaps and broken words if the terminal is too narrow."""
+    """Format a table for the terminal, with narrow gaps if the terminal is narrow."""
     columns = zip(content.columns, *content.rows, strict=True)
     is_narrow = sum(max(map(cell_len, column)) + 2 for column in columns) - 2 > Console().width
     table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False, collapse_padding=is_narrow)
-    for column in table.columns:
-        column.overflow = "fold"
     for column in table.columns[1:]:
         column.justify = "right"
     for row in content.rows:

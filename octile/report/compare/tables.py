@@ -12,7 +12,7 @@ from octile.report.page import format_bytes, format_percent
 from octile.report.style import palette_name
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from octile.report.table import Table
 
 Row = dict[str, str]
 MOODS = {"good": "green", "bad": "red"}
@@ -48,7 +48,8 @@ def format_details_table(result: CompareResult) -> Table:
 def _table() -> Table:
     """An empty table with a column for the recipe, narrow enough for 80 characters."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+
+    from octile.report.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("recipe", no_wrap=True)
