@@ -149,14 +149,16 @@ def generate(arguments: list[str]) -> None:
     if run is None:
         run = _newest_run()
         print(f"octile: {run}, the newest run", file=sys.stderr)
+    from octile.report.text import escape_control_characters
     from octile.train.generate import Sampling, generate_from
 
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     pieces = generate_from(run, options.prompt, sampling)
+    show = escape_control_characters if sys.stdout.isatty() else str  # a pipe gets the text itself
     first = next(pieces, "")  # raises before the prompt is printed if it cannot be continued
-    print(options.prompt + first, end="", flush=True)
+    print(show(options.prompt + first), end="", flush=True)
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(show(piece), end="", flush=True)
     print()
 
 

@@ -283,6 +283,35 @@ def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
     assert "exceed the model's context of 128" in err
 
 
+def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch):
+    monkeypatch.setattr("octile.train.generate.load", lambda folder: pytest.fail("the model was loaded"))
+    said = refused(capsys, "generate", str(hf_folder), "--prompt", os.fsdecode(b"caf\xe9"))
+    assert "prompt must be UTF-8, but has the byte 0xe9 after 'caf'" in said
+
+
+def test_a_sample_prompt_that_is_not_utf_8_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "prompt must be UTF-8" in refused(capsys, "train", "--prompt", os.fsdecode(b"caf\xe9"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_with_the_tokenizer_of_another_model(capsys, hf_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("octile.train.generate.load", lambda folder: pytest.fail("the model was loaded"))
+    other = tmp_path / "other"
+    shutil.copytree(hf_folder, other)
+    Tokenizer.train(["abab " * 50 + "cdcd " * 50] * 9 + [str(n) * 3 for n in range(999)], 600).save(other)
+    said = refused(capsys, "generate", str(other), "--prompt", "998998998")
+    assert "the model's vocabulary has 320: the tokenizer is that of another model" in said
+
+
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, r"a\x1b[31m\x07b"), (False, "a\x1b[31m\x07b")])
+def test_control_characters_are_escaped_on_a_terminal_only(capsys, hf_folder, monkeypatch, is_terminal, shown):
+    monkeypatch.setattr("octile.train.generate.generate_text", lambda *_: iter(["\x1b[31m", "\x07b"]))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    code, out, _ = call(capsys, "generate", str(hf_folder), "--prompt", "a", "--max-new-tokens", "2")
+    assert (code, out) == (0, shown + "\n")
+
+
 def test_generate_from_a_truncated_file(capsys, hf_folder, tmp_path):
     import shutil
 
@@ -299,7 +328,7 @@ def test_generate_from_a_checkpoint_of_another_shape(capsys, hf_folder, tmp_path
     other = tmp_path / "other"
     shutil.copytree(hf_folder, other)
     replace(MICRO, hidden_size=128).write(other / "config.json")
-    assert "by its config.json" in refused(capsys, "generate", str(other))
+    assert "by its config.json" in refused(capsys, "generate", str(other), "--max-new-tokens", "8")
 
 
 def test_convert_there_and_back(capsys, hf_folder, tmp_path):

@@ -35,13 +35,19 @@ def run(what: str, json: Path | None = None) -> None:
         json: file for the rows, with machine, versions and commit; None: no file.
 
     Raises:
-        FileNotFoundError: the folder for the file does not exist; nothing is measured then.
+        FileNotFoundError: the folder for the file does not exist.
+        IsADirectoryError, PermissionError: the file cannot be written.
+
+    These are raised before anything is measured.
     """
     from octile.bench.rows import Row, write
+    from octile.checkpoint.files import check_output_file
     from octile.report.machine import describe_machine, machine
 
-    if json and not json.parent.is_dir():
-        raise FileNotFoundError(f"json must be in a folder that exists: {json.parent} does not")
+    if json:
+        if not json.parent.is_dir():
+            raise FileNotFoundError(f"json must be in a folder that exists: {json.parent} does not")
+        check_output_file("json", json)
     bench, rows, measured_on = import_module(f"octile.bench.{what}"), list[Row](), machine()
     try:
         for row in bench.rows():

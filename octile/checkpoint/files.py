@@ -46,6 +46,27 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def check_output_file(name: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold. Its folder need not exist.
+
+    Args:
+        name: the argument that names the file.
+        path: the file.
+
+    Raises:
+        IsADirectoryError: it is a folder.
+        NotADirectoryError: it is below a file.
+        PermissionError: its folder, or the first above it that exists, is not writable.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
+    folder = next(folder for folder in path.parents if folder.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not a folder")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{name} {str(path)!r} cannot be written: no write permission for {str(folder)!r}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write text as UTF-8, atomically."""
     with atomic_write(path) as file:

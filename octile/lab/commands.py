@@ -6,12 +6,13 @@ command, write such a module in `octile.lab.pages` and add one entry to `COMMAND
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from octile.checkpoint.files import check_output_file
 from octile.train.config import MAX_SEED
 
 Parse = Callable[..., Any]  # (options class, arguments, command) → options; passed by `octile.cli`
@@ -58,20 +59,19 @@ def _check(options: Any) -> None:
     """Check the options that commands share, before any work.
 
     Raises:
-        ValueError: the seed is out of range.
+        ValueError: the seed is out of range, or an output file is another option's file too.
         IsADirectoryError, NotADirectoryError, PermissionError: an output file cannot be written.
     """
     seed = getattr(options, "seed", 0)
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, not {seed}")
-    for name in ("write",) if getattr(options, "json", False) else ("out", "write"):
+    for name in (
+        ("write",) if getattr(options, "json", False) else ("out", "write")
+    ):  # JSON is printed instead of a page
         path = getattr(options, name, None)
         if path is None:
             continue
-        if path.is_dir():
-            raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
-        folder = next(folder for folder in path.parents if folder.exists())
-        if not folder.is_dir():
-            raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not a folder")
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{name} {str(path)!r} cannot be written: no write permission for {str(folder)!r}")
+        check_output_file(name, path)
+        for other, value in vars(options).items():
+            if other != name and isinstance(value, str | Path) and Path(value).absolute() == path.absolute():
+                raise ValueError(f"{name} {str(path)!r} is also {other}, which it would overwrite: name another file")

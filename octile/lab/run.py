@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from octile.checkpoint.files import check_output_file
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import capturing
 from octile.lab.guards import Action, Event, Guards, Rule, parse_rules
@@ -181,12 +182,14 @@ def capture_run(
 
     Raises:
         FileNotFoundError: the run or its tokens do not exist.
+        IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
         ValueError: the run has no such step; a checkpoint or a file is damaged; a pattern matches no layer.
     """
     run = RunFolder.open(path)
     config = run.read_config()
     if step is not None and not 1 <= step <= config.steps + 1:
         raise ValueError(f"step must be from 1 to {config.steps + 1} (the step after the last), not {step}")
+    check_output_file("out", out or run.captures / "step.safetensors")
     checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
     config = replace(config, skip_limit=config.steps)  # a step with broken gradients can be captured too
     if checkpoint is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig, RopeScaling
+from octile.train.tokenizer import check_text
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
@@ -135,6 +136,7 @@ class TrainConfig:
             raise ValueError(f"seed must be below 2**63, not {self.seed}")
         if not self.data.strip():
             raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
+        check_text("prompt", self.prompt)
         if self.sequence_length < self.min_sequence_length:
             raise ValueError(
                 f"sequence_length must be at least {self.min_sequence_length} for this model, "

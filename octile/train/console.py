@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from octile.models.counts import count_parameters
 from octile.report.console import Console
+from octile.report.text import escape_control_characters
 from octile.train.run_folder import Metrics, RunFolder
 from octile.train.token_store import LEFT_OUT, TokenStore
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.text import Text
 
     from octile.train.trainer import Trainer
 
@@ -29,10 +31,13 @@ class RunConsole:
         self.console = console or Console()
 
     def print(self, text: str) -> None:
-        """Print a text as it is, without rich's markup."""
+        """Print a text without rich's markup; on a terminal with its control characters escaped."""
+        self.console.print(self._text(text))
+
+    def _text(self, text: str) -> Text:
         from rich.text import Text
 
-        self.console.print(Text(text))
+        return Text(escape_control_characters(text) if self.console.is_terminal else text)
 
     def print_model(self, trainer: Trainer) -> None:
         """Print the size of the model and how many layers were converted to its recipe."""
@@ -65,9 +70,8 @@ class RunConsole:
     def print_results(self, run: RunFolder, sample: str, report: Path) -> None:
         """Print a sample of generated text and where the results are."""
         from rich.panel import Panel
-        from rich.text import Text
 
-        self.console.print(Panel(Text(sample), title="a sample of generated text", title_align="left"))
+        self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
         more = f"octile generate {shlex.quote(str(run.path))} --prompt 'class '"
         self.print(f"model:  {run.model}\nreport: {report}\nmore:   {more}")
 

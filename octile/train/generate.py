@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octile.checkpoint.hugging_face import load
+from octile.checkpoint.hugging_face import load, read_model_config
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn import frozen_weights
 from octile.train.config import MAX_SEED
-from octile.train.tokenizer import Tokenizer
+from octile.train.tokenizer import Tokenizer, check_text
+
+FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, but is {self.max_new_tokens}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
+        if self.temperature and not FLOAT32.tiny <= self.temperature <= FLOAT32.max:
+            raise ValueError(
+                f"temperature must be at least 0 and, if it is not 0, from {FLOAT32.tiny:.2g} to {FLOAT32.max:.2g}, "
+                f"not {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0 <= self.seed <= MAX_SEED:
@@ -49,11 +54,15 @@ def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
-        ValueError: a file is damaged, or the prompt is too long for the model's context.
+        ValueError: a file is damaged, the prompt is no Unicode text or too long for the model's context, or the
+            tokenizer is that of another model. The last three are raised before weights are read.
     """
-    model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    check_text("prompt", prompt)
     inside = folder / "model"
+    config = read_model_config(folder)
     tokenizer = Tokenizer.load(inside if inside.is_dir() else folder)
+    check_prompt([tokenizer.begin, *tokenizer.encode(prompt)], sampling, config)
+    model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     return generate_text(model, tokenizer, prompt, sampling)
 
 
@@ -79,20 +88,13 @@ def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int)
     """Generate the tokens after the prompt, up to and without the token `end`.
 
     Raises:
-        ValueError: the prompt is empty, or prompt and new tokens exceed the model's context.
+        ValueError: as in `check_prompt`.
     """
-    length, context = len(prompt) + sampling.max_new_tokens, model.config.max_position_embeddings
-    if not prompt:
-        raise ValueError("prompt must have at least one token")
-    if length > context:
-        raise ValueError(
-            f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "
-            f"exceed the model's context of {context}"
-        )
+    check_prompt(prompt, sampling, model.config)
     model.eval()
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(sampling.seed)
-    cache = model.new_cache(1, length)
+    cache = model.new_cache(1, len(prompt) + sampling.max_new_tokens)
     next_tokens = torch.tensor([prompt], device=device)
     with frozen_weights(model):
         for _ in range(sampling.max_new_tokens):
@@ -102,6 +104,28 @@ def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int)
                 return
             yield token
             next_tokens = torch.tensor([[token]], device=device)
+
+
+def check_prompt(prompt: list[int], sampling: Sampling, config: ModelConfig) -> None:
+    """Refuse a prompt that a model cannot continue.
+
+    Raises:
+        ValueError: the prompt is empty, has a token that the model does not know, or exceeds its context together with
+            the new tokens.
+    """
+    context, unknown = config.max_position_embeddings, [t for t in prompt if not 0 <= t < config.vocab_size]
+    if not prompt:
+        raise ValueError("prompt must have at least one token")
+    if unknown:
+        raise ValueError(
+            f"prompt has the token {unknown[0]}, but the model's vocabulary has {config.vocab_size}: the tokenizer is "
+            "that of another model"
+        )
+    if len(prompt) + sampling.max_new_tokens > context:
+        raise ValueError(
+            f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "
+            f"exceed the model's context of {context}"
+        )
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:

@@ -11,6 +11,7 @@ are encoded as ordinary characters.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -128,6 +129,15 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ids, exactly as it was encoded. Special tokens appear as their names."""
         return self.backend.decode(tokens, skip_special_tokens=False)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError if a text has lone surrogates, as Python reads arguments that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = os.fsencode(text[error.start])[-1]
+        raise ValueError(f"{name} must be UTF-8, but has the byte 0x{byte:02x} after {text[: error.start]!r}") from None
 
 
 def check_vocab_size(vocab_size: int) -> None:

@@ -54,6 +54,13 @@ def test_an_invalid_shape_is_refused(shape):
         bench.search(shape, None)
 
 
+@pytest.mark.parametrize("what", ["gemm", "step"])
+def test_a_folder_as_file_is_refused_before_anything_is_measured(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(f"octile.bench.{what}.rows", lambda: pytest.fail("it was measured"))
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
+        bench.run(what, tmp_path)
+
+
 def test_a_missing_folder_is_reported_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("octile.bench.gemm.rows", lambda: pytest.fail("it was measured"))
     with pytest.raises(FileNotFoundError, match="json must be in a folder that exists"):

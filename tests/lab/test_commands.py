@@ -125,6 +125,19 @@ def test_the_k_that_the_message_advises_is_not_refused(monkeypatch):
     pages_accumulate._check_memory(87_381)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--write", "x", "--out", "x"), "out 'x' is also write, which it would overwrite: name another file"),
+        (("--out", "run"), "out 'run' is also model, which it would overwrite"),
+        (("--write", "x", "--recipe", "x", "--json"), "write 'x' is also recipe, which it would overwrite"),
+    ],
+)
+def test_an_output_that_is_another_file_of_the_command_is_refused(capsys, folder, options, message):
+    assert message in refused(capsys, "lab", "preflight", "run", *options)
+    assert not list(folder.iterdir())
+
+
 def test_capture_refuses_unknown_gemms(capsys, folder):
     assert "products must be some of fprop, dgrad, wgrad" in refused(capsys, "lab", "capture", "x", "--products", "y")
 
@@ -140,7 +153,7 @@ def test_an_unwritable_output_is_refused_before_any_work(capsys, folder, command
 
 
 def test_an_unwritable_folder_is_refused_before_any_work(capsys, folder, monkeypatch):
-    monkeypatch.setattr("octile.lab.commands.os.access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr("octile.checkpoint.files.os.access", lambda path, mode: False)  # root may write everywhere
     assert "out 'x/page.html' cannot be written: no write permission for '.'" in refused(
         capsys, "lab", "formats", "--out", "x/page.html"
     )

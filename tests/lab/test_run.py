@@ -202,6 +202,12 @@ def test_guards_can_be_added_to_a_run_without(run_with):
     assert {line["step"] for line in guards_of(out)} == {3}
 
 
+def test_a_capture_into_a_folder_is_refused_before_a_step_is_repeated(unmeasured, tmp_path, monkeypatch):
+    monkeypatch.setattr("octile.lab.run.Trainer", lambda *_: pytest.fail("the run was loaded"))
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
+        capture_run(unmeasured, 1, out=tmp_path)
+
+
 def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
     messages = []
     path = capture_run(unmeasured, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)

@@ -48,6 +48,8 @@ def test_the_same_seed_samples_the_same_tokens():
         ({"temperature": -0.5}, "temperature must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
         ({"temperature": float("inf")}, "temperature must be at least 0"),
+        ({"temperature": 1e-300}, r"temperature must be at least 0 and, if it is not 0, from 1.2e-38 to 3.4e\+38, not"),
+        ({"temperature": 1e300}, r"from 1.2e-38 to 3.4e\+38, not 1e\+300"),
         ({"seed": 2**70}, "seed must be from 0 to below"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
@@ -74,6 +76,17 @@ def test_the_end_token_ends_the_text_and_is_not_shown(model):
 def test_a_prompt_longer_than_the_context_is_refused(model):
     with pytest.raises(ValueError, match=r"prompt has 120 tokens and max_new_tokens is 9.* context of 128"):
         next(generate(model, [1] * 120, Sampling(max_new_tokens=9), end=-1))
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 3.4e38])
+def test_the_extreme_temperatures_sample_tokens(temperature):
+    assert set(draws(Sampling(temperature=temperature))) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("token", [-1, MICRO.vocab_size])
+def test_a_token_outside_the_vocabulary_is_refused(model, token):
+    with pytest.raises(ValueError, match=f"prompt has the token {token}, but the model's vocabulary has 320"):
+        next(generate(model, [1, token], Sampling(max_new_tokens=1), end=-1))
 
 
 def test_an_empty_prompt_is_refused(model):
