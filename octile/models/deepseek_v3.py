@@ -82,6 +82,7 @@ class DeepseekV3(nn.Module):
 
     Attributes:
         config: its `ModelConfig`.
+        mtp_loss_weight: weight of the multi-token prediction's loss; the configuration's until training changes it.
         last_losses: "main", "mtp" and "balance" of the last forward pass with labels, detached, in nats; "mtp" is not
             yet weighted, "balance" is.
     """
@@ -89,6 +90,7 @@ class DeepseekV3(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.mtp_loss_weight = config.mtp_loss_weight
         self.rope = _rope(config)
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -176,7 +178,7 @@ class DeepseekV3(nn.Module):
                 mtp = self._mtp_loss(tokens_BS, labels_BS, h_BSD, cos_sin)
             balance = balance + self._pop_balance_loss()
         self.last_losses = {"main": main.detach(), "mtp": mtp.detach(), "balance": balance.detach()}
-        return main + self.config.mtp_loss_weight * mtp + balance
+        return main + self.mtp_loss_weight * mtp + balance
 
     def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         x_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)

@@ -6,7 +6,7 @@ storage.py      a tensor in FP8 or FP16 with one scale
 update.py       the arithmetic of a step
 gradient.py     access to gradients, and clipping
 loss_scale.py   dynamic loss scaling
-schedule.py     the learning rate
+schedule.py     the learning rate and the batch size
 ema.py          the moving average of the weights on the CPU
 """
 
@@ -14,6 +14,6 @@ from octile.optim.adamw import AdamW, param_groups
 from octile.optim.ema import EMA
 from octile.optim.gradient import clip_grad_norm_
 from octile.optim.loss_scale import DynamicLossScale
-from octile.optim.schedule import WarmupConstantCosine
+from octile.optim.schedule import BatchRamp, WarmupConstantCosine
 
-__all__ = ["EMA", "AdamW", "DynamicLossScale", "WarmupConstantCosine", "clip_grad_norm_", "param_groups"]
+__all__ = ["EMA", "AdamW", "BatchRamp", "DynamicLossScale", "WarmupConstantCosine", "clip_grad_norm_", "param_groups"]

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from octile.optim.schedule import BatchRamp
+
 Tokens = npt.NDArray[np.unsignedinteger]
 
 ROUNDS = 6
@@ -24,19 +26,21 @@ ROUNDS = 6
 class Batches:
     """Shuffled windows of a token array, which may be memory-mapped; a batch reads only the tokens that it returns."""
 
-    def __init__(self, tokens: Tokens, batch_size: int, sequence_length: int, seed: int):
+    def __init__(self, tokens: Tokens, batch_size: int | BatchRamp, sequence_length: int, seed: int):
         """
         Args:
             tokens: [T] of any integer dtype, T > sequence_length.
-            batch_size, sequence_length: B and S, at least 1.
+            batch_size, sequence_length: B and S, at least 1; or B as a function of the step.
             seed: at least 0.
         """
         self.n_windows = count_windows(tokens, sequence_length)
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if isinstance(batch_size, int):
+            if batch_size < 1:
+                raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+            batch_size = BatchRamp(batch_size, batch_size)
         if seed < 0:
             raise ValueError(f"seed must be at least 0, not {seed}")
-        self.tokens, self.batch_size, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
+        self.tokens, self.batch_sizes, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
 
     def batch(self, step: int) -> Tensor:
         """The batch of one step, int64 [B, S + 1]: inputs are all columns but the last, targets all but the first.
@@ -45,7 +49,8 @@ class Batches:
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, not {step}")
-        epoch_B, position_B = np.divmod(step * self.batch_size + np.arange(self.batch_size), self.n_windows)
+        sequences_B = self.batch_sizes.before(step) + np.arange(self.batch_sizes.size(step))
+        epoch_B, position_B = np.divmod(sequences_B, self.n_windows)
         window_B = np.empty_like(position_B)
         for epoch in np.unique(epoch_B):
             in_epoch_B = epoch_B == epoch

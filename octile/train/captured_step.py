@@ -5,7 +5,8 @@ launches them all at once. Between the two graphs the host reads the losses and 
 whether to update.
 
 A graph repeats the kernels of the step that was captured, with the same addresses. It is captured again when the shape
-of the batch or a layer's recipe changes. What a step must run eagerly is listed in `why_eager`.
+of the batch, a layer's recipe or a number that the step takes from the host changes. What a step must run eagerly is
+listed in `why_eager`.
 """
 
 from __future__ import annotations
@@ -75,9 +76,14 @@ class CapturedStep:
         """Whether the last step was a replay."""
         return self._graphs is not None
 
-    def compute(self, tokens_BS: Tensor) -> Any:
-        """Run the forward and backward pass of a batch, int64 [B, S] on the host or the device."""
-        key = (tokens_BS.shape, *(getattr(module, "recipe", None) for module in self.model.modules()))
+    def compute(self, tokens_BS: Tensor, constants: Sequence[float] = ()) -> Any:
+        """Run the forward and backward pass of a batch, int64 [B, S] on the host or the device.
+
+        Args:
+            tokens_BS: the batch.
+            constants: the numbers on the host that `compute` and `update` use; a capture contains them.
+        """
+        key = (tokens_BS.shape, *constants, *(getattr(module, "recipe", None) for module in self.model.modules()))
         if key != self._key:
             self.release()
             self._key = key

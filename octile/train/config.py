@@ -29,12 +29,18 @@ class OptimConfig:
     Attributes:
         lr: the peak of the learning rate.
         warmup: share of the steps in which the learning rate rises to its peak.
-        decay: share of the steps, at the end, in which the learning rate falls along a cosine.
-        final_lr: the learning rate at the end, as a share of the peak.
+        decay: share of the steps in which the learning rate falls along a cosine; at the end, or before the tail.
+        final_lr: the learning rate after the cosine, as a share of the peak.
+        tail: share of the steps after the cosine in which the learning rate stays there.
+        last_tail: share of the steps after the tail, at the end, with another learning rate.
+        last_lr: the learning rate in the last tail, as a share of the peak.
         weight_decay: AdamW's decoupled weight decay.
         betas: the decay rates of AdamW's two moments.
         clip: the largest gradient norm; longer gradients are clipped to it.
         balance_speed: γ, by how much the bias of an expert changes in a step.
+        balance_end: share of the steps after which γ is 0.
+        mtp_change: share of the steps after which multi-token prediction's loss has its late weight.
+        late_mtp_loss_weight: that weight; before, it is the model's mtp_loss_weight.
         ema_decay: the decay of the moving average of the weights on the CPU; 0 computes no average.
     """
 
@@ -42,21 +48,32 @@ class OptimConfig:
     warmup: float = 0.05
     decay: float = 0.4
     final_lr: float = 0.1
+    tail: float = 0.0
+    last_tail: float = 0.0
+    last_lr: float = 0.0
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     balance_speed: float = 0.001
+    balance_end: float = 1.0
+    mtp_change: float = 1.0
+    late_mtp_loss_weight: float = 0.1
     ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "balance_speed"):
+        for name in ("lr", "weight_decay", "balance_speed", "late_mtp_loss_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optim.{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("warmup", "decay", "final_lr"):
+        shares = ("warmup", "decay", "final_lr", "tail", "last_tail", "last_lr", "balance_end", "mtp_change")
+        for name in shares:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name} must be a share from 0 to 1, not {getattr(self, name)}")
-        if not self.warmup + self.decay <= 1:
-            raise ValueError(f"optim.warmup {self.warmup} and optim.decay {self.decay} are together more than the run")
+        phases = {name: getattr(self, name) for name in ("warmup", "decay", "tail", "last_tail")}
+        if not sum(phases.values()) <= 1:
+            words = " and ".join(f"optim.{name} {share}" for name, share in phases.items() if share)
+            raise ValueError(f"{words} are together more than the run")
+        if self.last_tail and not self.last_lr <= self.final_lr:
+            raise ValueError(f"optim.last_lr must be at most optim.final_lr, {self.final_lr}, not {self.last_lr}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas must be from 0 to below 1, not {self.betas}")
         if not self.clip > 0:
@@ -83,6 +100,8 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; 0 writes only the last one.
         validate_every: steps between measurements of the held-out loss.
         batch_size: sequences per step.
+        initial_batch_size: sequences of the first step, if the batch grows to batch_size.
+        batch_ramp: share of the steps in which it grows.
         micro_batches: micro-batches per step, to save memory.
         sequence_length: tokens per sequence.
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
@@ -110,6 +129,8 @@ class TrainConfig:
     checkpoint_every: int = 100
     validate_every: int = 50
     batch_size: int = 8
+    initial_batch_size: int | None = None
+    batch_ramp: float = 0.0
     micro_batches: int = 1
     sequence_length: int = 128
     skip_limit: int = 10
@@ -141,6 +162,22 @@ class TrainConfig:
             raise ValueError(
                 f"sequence_length must be at least {self.min_sequence_length} for this model, "
                 f"not {self.sequence_length}"
+            )
+        if not 0 <= self.batch_ramp <= 1:
+            raise ValueError(f"batch_ramp must be a share from 0 to 1, not {self.batch_ramp}")
+        if (self.initial_batch_size is None) != (self.batch_ramp == 0):
+            raise ValueError(
+                "initial_batch_size and batch_ramp need each other, but they are "
+                f"{self.initial_batch_size} and {self.batch_ramp}"
+            )
+        if self.initial_batch_size is not None and not 1 <= self.initial_batch_size <= self.batch_size:
+            raise ValueError(
+                f"initial_batch_size must be from 1 to batch_size, {self.batch_size}, not {self.initial_batch_size}"
+            )
+        if self.optim.mtp_change < 1 and not self.model.num_nextn_predict_layers:
+            raise ValueError(
+                f"optim.mtp_change {self.optim.mtp_change} has no effect, because the model has no multi-token "
+                "prediction: use 1"
             )
         if self.batch_size % self.micro_batches:
             raise ValueError(f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}")
@@ -254,17 +291,60 @@ def small() -> TrainConfig:
 
 
 def published(preset: str) -> TrainConfig:
-    """A run of a published model with DeepSeek-V3's hyper-parameters and a batch that fits one host."""
+    """A run of a published model with DeepSeek-V3's schedule and a constant batch that fits one host."""
     model = MODELS[preset]()
-    return TrainConfig(
+    config = TrainConfig(
         preset=preset,
         steps=1000,
         batch_size=8,
         micro_batches=8,
         sequence_length=min(4096, model.max_position_embeddings),
         model=model,
-        optim=OptimConfig(),
     )
+    return published_schedule(config)
+
+
+def published_schedule(config: TrainConfig, batch_ramp: bool = False) -> TrainConfig:
+    """A configuration with DeepSeek-V3's schedule, scaled to its steps (arXiv 2412.19437 §4.2).
+
+    Of the 14.8T tokens, the learning rate is 2.2e-4 up to 10T, after a warm-up of 2,000 steps. It falls along a cosine
+    to 2.2e-5 over 4.3T, stays there for 333B, and is 7.3e-6 for the last 167B. The weight of multi-token prediction's
+    loss is 0.3 up to 10T, then 0.1. γ is 0.001 up to 14.3T, then 0. A step has 15,360 sequences of 4,096 tokens; over
+    the first 469B tokens their number grows from 3,072.
+
+    Args:
+        config: of a run; what the schedule does not determine stays.
+        batch_ramp: whether the batch grows, too, from a fifth of batch_size.
+
+    Raises:
+        ValueError: the batch is to grow, and batch_size is not divisible by 5.
+    """
+    if batch_ramp and config.batch_size % 5:
+        raise ValueError(f"batch_size must be divisible by 5 for the published ramp, not {config.batch_size}")
+    ramp_tokens = 469e9 if batch_ramp else 0.0
+    ramp_steps = ramp_tokens / (4096 * (3072 + 15360) / 2)
+
+    def step(tokens: float) -> float:
+        """The step after which a number of tokens was seen, once the batch has its full size."""
+        return ramp_steps + (tokens - ramp_tokens) / (4096 * 15360)
+
+    steps = step(14.8e12)
+    optim = OptimConfig(
+        lr=2.2e-4,
+        warmup=2000 / steps,
+        decay=(step(14.3e12) - step(10e12)) / steps,
+        final_lr=0.1,
+        tail=(step(14.633e12) - step(14.3e12)) / steps,
+        last_tail=(steps - step(14.633e12)) / steps,
+        last_lr=7.3e-6 / 2.2e-4,
+        balance_speed=0.001,
+        balance_end=step(14.3e12) / steps,
+        mtp_change=step(10e12) / steps if config.model.num_nextn_predict_layers else 1.0,
+        late_mtp_loss_weight=0.1,
+    )
+    if not batch_ramp:
+        return replace(config, optim=optim)
+    return replace(config, optim=optim, initial_batch_size=config.batch_size // 5, batch_ramp=ramp_steps / steps)
 
 
 def preset(name: str) -> TrainConfig:

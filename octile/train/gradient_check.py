@@ -63,8 +63,9 @@ def _gradients(trainer: Trainer) -> dict[str, Tensor]:
     """The gradient of every parameter that has one, float32 on the CPU, without the loss scale."""
     trainer.model.train()
     trainer.optimizer.zero_grad(set_to_none=True)
-    for tokens_BS in trainer.batches.batch(trainer.steps_done).chunk(trainer.config.micro_batches):
-        trainer.backward(tokens_BS)
+    tokens_BS = trainer.batches.batch(trainer.steps_done)
+    for micro_batch_BS in tokens_BS.chunk(trainer.config.micro_batches):
+        trainer.backward(micro_batch_BS, len(tokens_BS) / len(micro_batch_BS))
     factor = 1 / trainer.loss_scale.value if trainer.loss_scale else 1.0
     found = {name: gradient_of(parameter) for name, parameter in trainer.model.named_parameters()}
     return {name: load(g).detach().float().cpu() * factor for name, g in found.items() if g is not None}

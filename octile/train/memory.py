@@ -180,10 +180,10 @@ def _measure_sequence(trainer: Trainer, tokens_BS: Tensor) -> tuple[int, int]:
     trainer.model.train()
     if trainer.device.type == "cuda":
         torch.cuda.empty_cache()
-        trainer.backward(tokens_BS)  # allocates the gradients, which stay
+        trainer.backward(tokens_BS, parts=1)  # allocates the gradients, which stay
         fixed = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        trainer.backward(tokens_BS)
+        trainer.backward(tokens_BS, parts=1)
         return fixed, torch.cuda.max_memory_allocated() - fixed
     saved: dict[int, int] = {}  # bytes of each storage, by its address
 
@@ -193,7 +193,7 @@ def _measure_sequence(trainer: Trainer, tokens_BS: Tensor) -> tuple[int, int]:
 
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        trainer.backward(tokens_BS)
+        trainer.backward(tokens_BS, parts=1)
     state = (t for moments in trainer.optimizer.state.values() for t in moments.values() if isinstance(t, Tensor))
     fixed = sum(2 * p.nbytes for p in trainer.model.parameters()) + sum(t.nbytes for t in state)
     return fixed, sum(size for address, size in saved.items() if address not in weights)

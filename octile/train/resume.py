@@ -21,7 +21,7 @@ from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder
 
 CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
-    "steps": "the learning rate follows the new number",
+    "steps": "the schedules of learning rate, batch and weights follow the new number",
     "micro_batches": "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one",
 }
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}

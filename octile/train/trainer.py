@@ -21,7 +21,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
-from octile.optim import EMA, AdamW, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
+from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
 from octile.recipe import Recipe
@@ -79,7 +79,7 @@ class Trainer:
         self.loss_scale = DynamicLossScale() if self.recipe.loss_scale else None
         self.ema = EMA(self.model, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.data, self.data_folder = store.digest, store.folder
-        self.batches = Batches(store.train, config.batch_size, config.sequence_length - 1, config.seed)
+        self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
         self.held_out = validation_windows(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
         self.last_load = {name: moe.last_load_E for name, moe in self.moes.items()}
@@ -105,7 +105,10 @@ class Trainer:
         tokens_BS = self.batches.batch(self.steps_done)
         learning_rate = self.schedule(self.steps_done)
         captured = self.captured if why_eager(self.device, self.recipe, config.deterministic) is None else None
-        result = (captured.compute if captured else self._compute)(tokens_BS)
+        if captured is None:
+            result = self._compute(tokens_BS)
+        else:
+            result = captured.compute(tokens_BS, (self.mtp_loss_weight(), self.balance_speed()))
         self.last_load = result.load
         *losses, grad_norm = result.sums.tolist()
         self._check_loss(losses[0], tokens_BS)
@@ -117,6 +120,7 @@ class Trainer:
         if self.loss_scale:
             self.loss_scale.update()
 
+        scheduled = self._scheduled(len(tokens_BS))
         self.steps_done += 1
         self.tokens += tokens_BS.numel()
         seconds = time.perf_counter() - start
@@ -130,6 +134,7 @@ class Trainer:
             "tokens_per_s": tokens_BS.numel() / seconds,
             "seconds": self.seconds,
             "skipped": self.skipped,
+            **scheduled,
             **({"skipped_for": skipped_for} if skipped_for else {}),
         }
 
@@ -141,9 +146,10 @@ class Trainer:
         sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
         load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
         for micro_batch_BS in tokens_BS.chunk(config.micro_batches):
-            sums["loss"] = sums["loss"] + self.backward(micro_batch_BS)
+            parts = len(tokens_BS) / len(micro_batch_BS)
+            sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
             for name, value in self.model.last_losses.items():
-                sums[name] = sums[name] + value / config.micro_batches
+                sums[name] = sums[name] + value / parts
             for name, moe in self.moes.items():
                 load[name] += moe.last_load_E
 
@@ -152,9 +158,14 @@ class Trainer:
         norm = clip_grad_norm_(parameters, config.optim.clip)
         return Computed(torch.stack([*sums.values(), norm.to(self.device)]), load, unscaled)
 
-    def backward(self, tokens_BS: Tensor) -> Tensor:
-        """Add the gradients of a micro-batch [B, S], times the loss scale if any; return its share of the loss."""
-        loss = self._loss(tokens_BS) / self.config.micro_batches
+    def backward(self, tokens_BS: Tensor, parts: float) -> Tensor:
+        """Add the gradients of a micro-batch [B, S], times the loss scale if any; return its share of the loss.
+
+        Args:
+            tokens_BS: the micro-batch.
+            parts: sequences of the batch over sequences of the micro-batch.
+        """
+        loss = self._loss(tokens_BS) / parts
         (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
         return loss.detach()
 
@@ -207,7 +218,32 @@ class Trainer:
         dtype = self.recipe.compute
         return torch.autocast(self.device.type, dtype, self.device.type == "cuda" and dtype != torch.float32)
 
+    def balance_speed(self) -> float:
+        """γ of the next step."""
+        optim = self.config.optim
+        return optim.balance_speed if self.steps_done < self._step_at(optim.balance_end) else 0.0
+
+    def mtp_loss_weight(self) -> float:
+        """The weight of the next step's multi-token prediction loss."""
+        optim = self.config.optim
+        changed = self.steps_done >= self._step_at(optim.mtp_change)
+        return optim.late_mtp_loss_weight if changed else self.config.model.mtp_loss_weight
+
+    def _step_at(self, share: float) -> float:
+        """The number of steps before a share of the run; infinity for the whole run, which may be extended."""
+        return round(self.config.steps * share) if share < 1 else math.inf
+
+    def _scheduled(self, batch_size: int) -> Metrics:
+        """The values of this step that the configuration changes during the run."""
+        config = self.config
+        return {
+            **({"batch_size": batch_size} if config.batch_ramp else {}),
+            **({"balance_speed": self.balance_speed()} if config.optim.balance_end < 1 else {}),
+            **({"mtp_loss_weight": self.mtp_loss_weight()} if config.optim.mtp_change < 1 else {}),
+        }
+
     def _loss(self, tokens_BS: Tensor) -> Tensor:
+        self.model.mtp_loss_weight = self.mtp_loss_weight()
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
         with self.autocast():
             return self.model(tokens_BS, tokens_BS)
@@ -251,7 +287,7 @@ class Trainer:
         self.optimizer.step()
         end_step(self.model)
         for name, moe in self.moes.items():
-            moe.gate.balance(result.load[name], self.config.optim.balance_speed)
+            moe.gate.balance(result.load[name], self.balance_speed())
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state on which later steps depend: tensors, and values for JSON."""
@@ -304,16 +340,25 @@ class Trainer:
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:
-    """The learning rate schedule of a run: warm-up, constant, cosine."""
+    """The learning rate schedule of a run: warm-up, constant, cosine, and the two constant parts of the tail."""
     optim = config.optim
-    warmup, decay = round(config.steps * optim.warmup), round(config.steps * optim.decay)
+    shares = (optim.warmup, optim.decay, optim.tail, optim.last_tail)
+    warmup, decay, tail, last_tail = (round(config.steps * share) for share in shares)
     return WarmupConstantCosine(
         peak=optim.lr,
         warmup_steps=warmup,
-        constant_steps=max(config.steps - warmup - decay, 0),
+        constant_steps=max(config.steps - warmup - decay - tail - last_tail, 0),
         decay_steps=decay,
         floor=optim.lr * optim.final_lr,
+        floor_steps=tail if optim.last_tail else None,
+        last=optim.lr * optim.last_lr if optim.last_tail else 0.0,
     )
+
+
+def batch_ramp(config: TrainConfig) -> BatchRamp:
+    """The sequences of each step of a run."""
+    initial = config.batch_size if config.initial_batch_size is None else config.initial_batch_size
+    return BatchRamp(initial, config.batch_size, round(config.steps * config.batch_ramp))
 
 
 def _load_exactly(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
+from octile.train.config import OptimConfig
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
@@ -121,4 +122,28 @@ def test_another_recipe_of_a_layer_is_captured_again(trainer_of):
     assert not is_captured(trainer)
     for _ in range(WARM_UP_STEPS):
         trainer.step()
+    assert is_captured(trainer)
+
+
+@pytest.mark.parametrize("changes", [{"mtp_change": 0.5}, {"balance_end": 0.5}], ids=str)
+def test_a_value_that_changes_during_the_run_is_captured_again(trainer_of, changes, monkeypatch):
+    steps = 2 * STEPS
+    config = {"steps": steps, "optim": OptimConfig(lr=3e-3, **changes)}
+    captured = trainer_of(**config)
+    ours = [captured.step() for _ in range(steps)]
+    assert is_captured(captured)
+    eager(monkeypatch)
+    uncaptured = trainer_of(**config)
+    for line in ours:
+        assert line["loss"] == pytest.approx(uncaptured.step()["loss"], rel=2e-3), line["step"]
+    for name, moe in captured.moes.items():
+        before = moe.gate.e_score_correction_bias.clone()
+        captured.step()
+        assert torch.equal(before, moe.gate.e_score_correction_bias) == ("balance_end" in changes), name
+
+
+def test_a_growing_batch_is_trained_eagerly_until_it_has_its_size(trainer_of):
+    trainer = trainer_of(steps=2 * STEPS, initial_batch_size=1, batch_ramp=0.5)
+    sizes = [trainer.step()["batch_size"] for _ in range(2 * STEPS)]
+    assert (sizes[0], sizes[-1]) == (1, trainer.config.batch_size)
     assert is_captured(trainer)

@@ -1,10 +1,10 @@
-"""Tests of the learning rate in each phase of the schedule."""
+"""Tests of the learning rate in each phase of the schedule, and of the batch ramp."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.optim import WarmupConstantCosine
+from octile.optim import BatchRamp, WarmupConstantCosine
 
 V3 = WarmupConstantCosine(peak=2.2e-4, warmup_steps=2000, constant_steps=5000, decay_steps=3000, floor=2.2e-5)
 
@@ -58,6 +58,46 @@ def test_refuses_a_negative_phase(name):
 def test_refuses_a_floor_outside_zero_and_peak(peak, floor):
     with pytest.raises(ValueError, match="0 <= floor <= peak"):
         WarmupConstantCosine(peak, 1, 1, 1, floor)
+
+
+TAILED = WarmupConstantCosine(1.0, 2, 3, 5, floor=0.5, floor_steps=4, last=0.25)
+
+
+@pytest.mark.parametrize(("step", "rate"), [(9, 0.5477), (10, 0.5), (13, 0.5), (14, 0.25), (10**9, 0.25)])
+def test_the_floor_ends_and_the_last_rate_follows(step, rate):
+    assert TAILED(step) == pytest.approx(rate, rel=1e-4)
+
+
+def test_refuses_a_last_rate_above_the_floor():
+    with pytest.raises(ValueError, match=r"0 <= last <= floor, not last=0\.6 floor=0\.5"):
+        WarmupConstantCosine(1.0, 1, 1, 1, 0.5, 1, 0.6)
+
+
+ramps = st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 50)).map(
+    lambda drawn: BatchRamp(drawn[0], drawn[0] + drawn[1], drawn[2])
+)
+
+
+@given(ramp=ramps, step=st.integers(0, 100))
+def test_the_sequences_before_a_step_are_those_of_all_steps_before_it(ramp, step):
+    assert ramp.before(step) == sum(map(ramp.size, range(step)))
+
+
+@given(ramp=ramps, step=st.integers(0, 100))
+def test_a_batch_grows_from_the_first_size_to_the_last(ramp, step):
+    assert ramp.initial <= ramp.size(step) <= ramp.size(step + 1) <= ramp.final
+    assert ramp.size(ramp.steps) == ramp.final
+
+
+def test_the_published_ramp_has_469_billion_tokens():
+    ramp = BatchRamp(3072, 15360, 12424)
+    assert ramp.before(12424) * 4096 == pytest.approx(469e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("initial", "final"), [(0, 4), (5, 4)])
+def test_a_ramp_to_a_smaller_batch_is_refused(initial, final):
+    with pytest.raises(ValueError, match="1 <= initial <= final must hold"):
+        BatchRamp(initial, final, 10)
 
 
 def test_refuses_a_negative_step():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octile.optim import BatchRamp
 from octile.train.batches import Batches, permute, validation_windows
 
 S = 4
@@ -117,3 +118,15 @@ def test_a_negative_step_is_refused():
 def test_zero_validation_windows_are_refused():
     with pytest.raises(ValueError, match="n must be at least 1, not 0"):
         validation_windows(TOKENS, S, 0)
+
+
+def test_a_growing_batch_visits_every_window_of_an_epoch_once():
+    batches = Batches(TOKENS, BatchRamp(2, 14, 12), S, seed=0)
+    assert [len(batches.batch(step)) for step in (0, 6, 12)] == [2, 8, 14]
+    seen = windows(batches, range(15))
+    assert sorted(seen[:100]) == list(range(100))
+
+
+def test_a_growing_batch_reads_the_windows_in_the_order_of_a_constant_one():
+    seen = windows(Batches(TOKENS, BatchRamp(2, 14, 12), S, seed=0), range(12))
+    assert seen == windows(Batches(TOKENS, 1, S, seed=0), range(len(seen)))

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 
 from octile.models.config import PRESETS
-from octile.train.config import TrainConfig, changed_settings, preset
+from octile.train.config import OptimConfig, TrainConfig, changed_settings, preset, published_schedule
+from octile.train.trainer import batch_ramp, schedule
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -84,3 +85,83 @@ def test_a_preset_of_a_short_model_trains_at_its_length(monkeypatch):
     short = replace(PRESETS["tiny"](), max_position_embeddings=512)
     monkeypatch.setitem(PRESETS, "short", lambda: short)
     assert preset("short").sequence_length == 512
+
+
+def test_the_published_schedule_is_that_of_14_8_trillion_tokens():
+    config = published_schedule(TrainConfig(steps=148_000))
+    rates = asdict(schedule(config))
+    assert rates == pytest.approx(
+        {
+            "peak": 2.2e-4,
+            "warmup_steps": 1258,
+            "constant_steps": 98_742,
+            "decay_steps": 43_000,
+            "floor": 2.2e-5,
+            "floor_steps": 3330,
+            "last": 7.3e-6,
+        }
+    )
+    assert config.optim.balance_end == pytest.approx(0.96622, abs=1e-5)
+    assert config.optim.mtp_change == pytest.approx(0.67568, abs=1e-5)
+
+
+def test_the_published_schedule_with_a_growing_batch_has_the_same_tokens():
+    config = published_schedule(TrainConfig(steps=240_210, batch_size=15360), batch_ramp=True)
+    ramp = batch_ramp(config)
+    assert ramp.initial == 3072
+    assert ramp.before(ramp.steps) * 4096 == pytest.approx(469e9, rel=1e-3)
+    assert ramp.before(240_210) * 4096 == pytest.approx(14.8e12, rel=1e-4)
+    rates = schedule(config)
+    assert ramp.before(rates.warmup_steps + rates.constant_steps) * 4096 == pytest.approx(10e12, rel=1e-4)
+    assert ramp.before(round(240_210 * config.optim.balance_end)) * 4096 == pytest.approx(14.3e12, rel=1e-4)
+    assert rates.warmup_steps == 2000
+
+
+def test_the_published_ramp_needs_a_fifth_of_the_batch():
+    with pytest.raises(ValueError, match="batch_size must be divisible by 5 for the published ramp, not 8"):
+        published_schedule(TrainConfig(), batch_ramp=True)
+
+
+@pytest.mark.parametrize("ramp", [False, True])
+def test_the_documented_options_are_the_published_schedule(ramp):
+    page = (Path(__file__).parents[2] / "docs" / "published_schedule.md").read_text(encoding="utf-8")
+    config = published_schedule(TrainConfig(batch_size=40), batch_ramp=ramp)
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if "| `--" in line]
+    documented = {row[0]: row[2 if ramp else 1] for row in rows}
+    options = {f"--optim.{name}".replace("_", "-"): value for name, value in asdict(config.optim).items()}
+    options |= {"--batch-ramp": config.batch_ramp}
+    for name, text in documented.items():
+        assert f"{options[name]:.4g}" == text, name
+    changed = {f"--optim.{f.name}".replace("_", "-") for f in fields(OptimConfig)}
+    same = {f"--optim.{name}" for name in ("weight-decay", "betas", "clip", "ema-decay")}
+    assert documented.keys() == (changed - same) | {"--batch-ramp"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tail": 0.6, "decay": 0.4}, "optim.warmup 0.05 and optim.decay 0.4 and optim.tail 0.6 are together more"),
+        ({"last_tail": 0.1, "last_lr": 0.5}, "optim.last_lr must be at most optim.final_lr, 0.1, not 0.5"),
+    ],
+)
+def test_an_impossible_tail_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_ramp": 0.5}, "initial_batch_size and batch_ramp need each other, but they are None and 0.5"),
+        ({"initial_batch_size": 2}, "initial_batch_size and batch_ramp need each other, but they are 2 and 0.0"),
+        ({"batch_ramp": 0.5, "initial_batch_size": 9}, "initial_batch_size must be from 1 to batch_size, 8, not 9"),
+    ],
+)
+def test_an_impossible_ramp_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**changes)
+
+
+def test_a_late_weight_needs_multi_token_prediction():
+    with pytest.raises(ValueError, match=r"optim\.mtp_change 0\.5 has no effect"):
+        replace(preset("v2_lite_16b"), optim=OptimConfig(mtp_change=0.5))

@@ -8,6 +8,7 @@ import torch
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
+from octile.train.config import OptimConfig
 from octile.train.trainer import Trainer, schedule
 from tests.train.conftest import micro
 
@@ -60,6 +61,75 @@ def test_a_run_continues_from_its_saved_state_bit_for_bit(new_trainer, tmp_path,
     assert run(resumed, 3) == expected
     for name, t in weights(straight).items():
         assert torch.equal(t, resumed.model.state_dict()[name]), name
+
+
+SCHEDULED = {  # of 10 steps: ramp 0–3, warm-up 0, constant 1–3, cosine 4–5, tail 6–7, last tail 8–9
+    "steps": 10,
+    "initial_batch_size": 1,
+    "batch_ramp": 0.4,
+    "micro_batches": 2,
+    "optim": OptimConfig(
+        lr=3e-3, warmup=0.1, decay=0.2, tail=0.2, last_tail=0.2, last_lr=0.05, balance_end=0.7, mtp_change=0.5
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def scheduled(store):
+    """The state after each of the 10 steps of a run with every phase of the schedule, and the lines of its steps."""
+    trainer, states, lines = Trainer(micro(**SCHEDULED), store, torch.device("cpu")), [], []
+    for _ in range(10):
+        tensors, state = trainer.state()
+        states.append(({name: t.clone() for name, t in tensors.items()}, state))
+        lines.append(trainer.step())
+    return states, lines, weights(trainer)
+
+
+def test_the_values_of_each_phase(scheduled):
+    columns = {key: [line[key] for line in scheduled[1]] for key in ("batch_size", "mtp_loss_weight", "balance_speed")}
+    assert columns == {
+        "batch_size": [1, 1, 2, 3, 4, 4, 4, 4, 4, 4],
+        "mtp_loss_weight": [0.3] * 5 + [0.1] * 5,
+        "balance_speed": [0.001] * 7 + [0.0] * 3,
+    }
+    rates = [line["lr"] / 3e-3 for line in scheduled[1]]
+    assert rates == pytest.approx([1, 1, 1, 1, 1, 0.55, 0.1, 0.1, 0.05, 0.05])
+
+
+@pytest.mark.parametrize("step", range(1, 10))
+def test_a_run_continues_bit_for_bit_in_each_phase(scheduled, store, step):
+    states, lines, expected = scheduled
+    resumed = Trainer(micro(**SCHEDULED), store, torch.device("cpu"))
+    resumed.load(*states[step])
+    measured = ("loss", "main_loss", "lr", "grad_norm", "batch_size", "mtp_loss_weight", "balance_speed", "tokens")
+    for line in lines[step:]:
+        now = resumed.step()
+        assert {key: now[key] for key in measured} == {key: line[key] for key in measured}
+    assert all(torch.equal(t, resumed.model.state_dict()[name]) for name, t in expected.items())
+
+
+def test_the_late_weight_of_multi_token_prediction_is_that_of_its_loss(scheduled):
+    for line, weight in ((scheduled[1][4], 0.3), (scheduled[1][5], 0.1)):
+        total = line["main_loss"] + weight * line["mtp_loss"] + line["balance_loss"]
+        assert line["loss"] == pytest.approx(total, rel=1e-6)
+
+
+def test_the_bias_of_experts_stays_after_the_end_of_balancing(scheduled):
+    states, _, last = scheduled
+    names = [name for name in last if name.endswith("e_score_correction_bias")]
+    assert names
+    for name in names:
+        assert torch.equal(states[7][0][f"model.{name}"], last[name])
+        assert not torch.equal(states[6][0][f"model.{name}"], last[name])
+
+
+def test_uneven_micro_batches_add_up_to_the_whole_batch(new_trainer):
+    ramp = {"steps": 4, "initial_batch_size": 3, "batch_ramp": 1.0}
+    whole = new_trainer(**ramp).step()
+    in_parts = new_trainer(**ramp, micro_batches=2).step()
+    assert (whole["batch_size"], in_parts["batch_size"]) == (3, 3)
+    assert in_parts["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert in_parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.05)
 
 
 def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 MAX_LOSS_FOR_PERPLEXITY = 20.0  # nats per token; far worse than guessing, so that a perplexity is meaningless
 
+SCHEDULED = {  # values that a configuration can change during a run: label and color
+    "batch_size": ("batch", "blue"),
+    "mtp_loss_weight": ("MTP weight", "purple"),
+    "balance_speed": ("γ", "green"),
+}
+
 
 def main_loss(run: Run) -> tuple[Floats, Floats]:
     """Steps and values of the training loss that is comparable with the held-out loss.
@@ -95,6 +101,33 @@ def caption_learning_rate(run: Run) -> str:
         f"The learning rate has its peak of {values[peak]:.3g} at step {steps[peak]:,.0f}"
         f" and is {last_known(values):.3g} at the last step."
     )
+
+
+def draw_schedule(figure: "Figure", run: Run) -> None:
+    axes = figure.subplots()
+    style_axes(axes, "step", "share of the maximum")
+    ends = []
+    for key, (name, color) in SCHEDULED.items():
+        steps, values = run.series(key)
+        if len(steps) and np.nanmax(values) > 0:
+            shares = values / np.nanmax(values)
+            line(axes, steps, shares, color=COLOR[color])
+            ends.append((float(shares[-1]), name, COLOR[color]))
+    step_axis(axes, run.last_step)
+    axes.set_ylim(-0.04, 1.12)
+    label_ends(figure, axes, ends)
+
+
+def caption_schedule(run: Run) -> str:
+    words = []
+    for key, (name, _) in SCHEDULED.items():
+        steps, values = run.series(key)
+        changes = np.flatnonzero(np.diff(values)) + 1
+        if len(changes):
+            words.append(f"{name} from {values[0]:g} to {values[-1]:g} (last change at step {steps[changes[-1]]:,.0f})")
+        elif len(values):
+            words.append(f"{name} {values[0]:g}, unchanged so far")
+    return f"The values that the configuration changes during the run: {', '.join(words)}."
 
 
 def draw_gradient(figure: "Figure", run: Run) -> None:

@@ -44,6 +44,9 @@ FIGURES = {
     "learning_rate": RunFigure(
         "Learning rate", ("lr",), curves.draw_learning_rate, curves.caption_learning_rate, THIRD, 220
     ),
+    "schedule": RunFigure(
+        "Scheduled values", tuple(curves.SCHEDULED), curves.draw_schedule, curves.caption_schedule, THIRD, 220
+    ),
     "gradient": RunFigure("Gradient norm", ("grad_norm",), curves.draw_gradient, curves.caption_gradient, THIRD, 220),
     "throughput": RunFigure(
         "Throughput", ("tokens_per_s",), curves.draw_throughput, curves.caption_throughput, THIRD, 220
@@ -103,7 +106,8 @@ def save_figure(run: Path, name: str, path: Path) -> Path:
 
     Args:
         run: the run folder.
-        name: one of "loss", "learning_rate", "gradient", "expert_load", "imbalance", "tile_scales", "throughput".
+        name: one of "loss", "learning_rate", "schedule", "gradient", "expert_load", "imbalance", "tile_scales",
+            "throughput".
         path: where to write; ends in .png or .svg.
 
     Raises:

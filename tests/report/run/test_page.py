@@ -207,3 +207,15 @@ def test_drawing_does_not_change_the_users_matplotlib_settings(make_run):
     with matplotlib.rc_context({"font.size": 17.0}):
         write_run_report(make_run([training(1)]))
         assert matplotlib.rcParams["font.size"] == 17.0
+
+
+def test_values_that_change_during_the_run_are_drawn_and_named(make_run):
+    batch, weight, speed = (2, 3, 4, 4), (0.3, 0.3, 0.1, 0.1), (0.001, 0.001, 0.001, 0.0)
+    steps = [
+        training(step, batch_size=b, mtp_loss_weight=w, balance_speed=s)
+        for step, (b, w, s) in enumerate(zip(batch, weight, speed, strict=True), start=1)
+    ]
+    words = read_page(write_run_report(make_run(steps))).words
+    assert "batch from 2 to 4 (last change at step 3)" in words
+    assert "MTP weight from 0.3 to 0.1 (last change at step 3)" in words
+    assert "γ from 0.001 to 0 (last change at step 4)" in words
