@@ -29,6 +29,7 @@ SWIGLU: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
 NORM = RowSizes(elements=8192, elements_per_warp=ELEMENTS_PER_WARP, max_warps=32)
 # a program holds a row's sums, and has the next row in flight
 NORM_BACKWARD = RowSizes(elements=4096, elements_per_warp=256, max_warps=16)
+NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, max_warps=16)
 PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program and per warp
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}

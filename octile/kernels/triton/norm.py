@@ -39,7 +39,9 @@ def launch_backward(
     """dy, x, add [M, K], any strides, and rstd [M] → dx + add [M, K] in x's dtype, dweight [K] float32."""
     m, k = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shape = _rows_of_program(k, launch_config.NORM_BACKWARD)
+    shape = _rows_of_program(k, launch_config.NORM_BACKWARD_OF_SEVERAL_ROWS)
+    if shape["ROWS"] == 1:
+        shape = _rows_of_program(k, launch_config.NORM_BACKWARD)
     # as many programs as run at once; each sums the weight's gradient over its rows, in order
     programs = min(triton.cdiv(m, shape["ROWS"]), 2 * device_properties(x.device).num_sms)
     partials = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
@@ -100,7 +102,7 @@ def rms_norm_backward(
     """A program takes ROWS rows at a time, in steps of the grid, and sums its partial of the weight's gradient."""
     k = tl.arange(0, TILES * 128)
     w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
-    dweight = tl.zeros([TILES * 128], tl.float32)
+    dweight = tl.zeros([ROWS, TILES * 128], tl.float32)  # summed over the rows once, after the loop
     start = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     next_dy, next_x, next_rstd = _load_rows(dy, x, rstd, start, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS)
@@ -116,14 +118,14 @@ def rms_norm_backward(
         next_dy, next_x, next_rstd = _load_rows(
             dy, x, rstd, first + step, k, M, K, dy_row, dy_col, x_row, x_col, rstd_step, ROWS
         )
-        dweight += tl.sum(gradient * normalized, axis=0)
+        dweight += gradient * normalized
         dnormalized = gradient * w[None, :]
         value = (dnormalized - normalized * (tl.sum(dnormalized * normalized, axis=1) / K)[:, None]) * rstd_rows
         if ADD:
             value += other.to(tl.float32)
         at = m.to(tl.int64)[:, None] * K + k[None, :]
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=inside)
-    tl.store(partials + tl.program_id(0) * K + k, dweight, mask=k < K)
+    tl.store(partials + tl.program_id(0) * K + k, tl.sum(dweight, axis=0), mask=k < K)
 
 
 @triton.jit

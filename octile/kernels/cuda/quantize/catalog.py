@@ -64,6 +64,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "RMSNorm": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, False),
         "RMSNorm, and in high precision": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),
+        "RMSNorm of rows of 384": lambda p: launcher.rms_norm(_empty(t, 384), _empty(384), 1e-6, E4M3, p, False),
+        "RMSNorm of rows of 128": lambda p: launcher.rms_norm(_empty(t, 128), _empty(128), 1e-6, E4M3, p, True),
         "RMSNorm of the longest row": lambda p: launcher.rms_norm(long_rows, long_rows[0], 1e-6, E4M3, p, False),
     }
     cases: dict[str, Callable[[], object]] = {}

@@ -72,7 +72,8 @@ SETTINGS: dict[str, dict[str, int]] = {
     "dequantize": {"rows": 8, "warps": 8, "blocks": 4},
 }
 NORM_BYTES = 2 * 4 * 32  # shared memory of rms_norm.cu: two buffers
-NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds
+NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds at most; fewer if the row has fewer
+NORM_WARPS = 7  # a block's warps for which the setting `blocks` was measured; smaller blocks are more
 
 
 MAX_KEYS = 8192  # kernels with a launch shape
@@ -311,11 +312,13 @@ def rms_norm(
     rstd, y = x.new_empty(m, dtype=torch.float32), x.new_empty(m if values else 0, k)
     needs_registers = values or max(x.element_size(), weight.element_size()) > 2
     kind = "rms_norm, FP32 or with y" if needs_registers else "rms_norm"
-    warps, settings = _ceil_div(k, 32 * 8 * NORM_UNITS), SETTINGS[kind]
+    units = min(NORM_UNITS, 1 << (_ceil_div(k, 32 * 8) - 1).bit_length())
+    warps, settings = _ceil_div(k, 32 * 8 * units), SETTINGS[kind]
+    blocks = max(min(settings["blocks"], max(1, 28 // warps)), NORM_WARPS * settings["blocks"] // warps)
     constants = {
         "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype], "format": DTYPES[dtype],
-        "power_of_2": power_of_2, "store_y": values, "units": NORM_UNITS, "warps": warps,
-        "rows": settings["rows"], "blocks": min(settings["blocks"], max(1, 28 // warps)),
+        "power_of_2": power_of_2, "store_y": values, "units": units, "warps": warps,
+        "rows": settings["rows"], "blocks": blocks,
     }  # fmt: skip
     arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
     resident = None if values else constants["blocks"]
