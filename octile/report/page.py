@@ -1,6 +1,7 @@
 """Renders the templates of pages, and formats numbers for them."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def format_signed(value: float, form: str) -> str:
+    """A number with its sign and a typographic minus sign; a number that rounds to zero has no sign.
+
+    Args:
+        value: the number.
+        form: its format without the sign: (−0.154, ".3f") → "−0.154", (−0.0004, ".2f") → "0.00".
+    """
+    text = f"{value:+{form}}"
+    return text.replace("-", "−") if re.search("[1-9i]", re.split("[eE]", text)[0]) else text[1:]
+
+
 def format_percent(fraction: float, digits: int = 2) -> str:
-    """A signed fraction in percent, with a typographic minus sign: 0.00113 → "+0.11%"."""
-    return f"{fraction:+.{digits}%}".replace("-", "−")
+    """A signed fraction in percent: 0.00113 → "+0.11%", −0.00001 → "0.00%"."""
+    return format_signed(fraction, f".{digits}%")

@@ -178,6 +178,20 @@ def thin(x: Floats, y: Floats, bins: int = 600) -> tuple[Floats, Floats]:
     return x[index], y[index]
 
 
+def thin_labels(figure: "Figure", axes: "Axes", gap: float = 4) -> None:
+    """Show every n-th tick label of the x axis, for the smallest n that leaves `gap` pixels between two of them.
+
+    The limits of the axes must be final.
+    """
+    figure.draw_without_rendering()  # computes the layout, so that widths are known
+    labels = [label for label in axes.get_xticklabels() if label.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    fits = (n for n in range(1, len(labels) + 1) if all(b.x0 - a.x1 >= gap for a, b in pairwise(boxes[::n])))
+    shown = next(fits, 1)
+    for number, label in enumerate(labels):
+        label.set_visible(number % shown == 0)
+
+
 def label_ends(figure: "Figure", axes: "Axes", labels: Sequence[tuple[float, str, str]], size: float = 11) -> None:
     """Write labels (y, text, color) to the right of the axes at the height of y, moved apart if they would overlap.
 

@@ -17,7 +17,7 @@ from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
 from octile.report.compare.result import CompareResult
-from octile.report.compare.summary import speed_notes, verdict_sentence
+from octile.report.compare.summary import notes, verdict_sentence
 from octile.report.compare.tables import format_compare_table, format_details_table
 from octile.report.compare.token_differences import TokenDifferences, token_differences
 from octile.report.machine import describe_machine, machine
@@ -164,7 +164,7 @@ def _compare(
     console.console.print(format_compare_table(result))
     if recipes:
         console.console.print(format_details_table(result))
-    for line in (verdict_sentence(result), *speed_notes(result)):
+    for line in (verdict_sentence(result), *notes(result)):
         console.print(line)
     console.print(f"report: {report}")
     return result

@@ -20,6 +20,7 @@ from octile.train.tokenizer import Tokenizer
 from tests.lab.captures import write_capture
 from tests.lab.test_capture import change_metadata
 from tests.report.conftest import read_page
+from tests.report.layout import faults_of_pages, signed_zeros
 from tests.test_cli import call, refused
 
 SMALL = ("--formats", "e4m3,int8,mx", "--blocks", "1x128,128x128", "--scales", "float32,up", "--sample", "8")
@@ -64,6 +65,32 @@ def test_the_page_is_self_contained_and_complete(capsys, folder):
     for title in ("Quantization", "Accumulation", "Layers", "During training", "Outliers", "4 best of each"):
         assert title in text
     assert "step 3 to step 9" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "page"),
+    [(("what-if", "c.safetensors", *SMALL), "what_if"), (("hardware", "c.safetensors"), "hardware")],
+    ids=["what-if", "hardware"],
+)
+def test_pages_explain_their_terms_and_their_figures_have_no_faults(capsys, monkeypatch, folder, command, page):
+    found = faults_of_pages(monkeypatch)
+    call(capsys, "lab", *command)
+    words = read_page(folder / "lab" / f"{page}.html").words
+    for term in (
+        "SNR is the signal-to-noise ratio in dB",
+        "fprop computes",
+        "dgrad the gradient",
+        "wgrad the gradient",
+    ):
+        assert term in words
+    assert signed_zeros(words) == []
+    assert found == []
+
+
+@pytest.mark.parametrize(("top", "heading"), [("1", "The best of each format"), ("2", "The 2 best of each format")])
+def test_the_heading_of_the_ranking_is_in_the_right_number(capsys, folder, top, heading):
+    call(capsys, "lab", "what-if", "c.safetensors", *SMALL, "--products", "fprop", "--top", top)
+    assert heading in read_page(folder / "lab" / "what_if.html").words
 
 
 def test_the_json_of_what_if_equals_the_result(capsys, folder):
@@ -205,7 +232,8 @@ def model_folder(tmp_path_factory):
 SHORT = ("--batches", "1", "--batch-size", "2", "--sequence-length", "24")
 
 
-def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder):
+def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder, monkeypatch):
+    found = faults_of_pages(monkeypatch)
     text = str(model_folder / "text.txt")
     given = (str(model_folder / "m"), "--text", text, *SHORT, "--least-snr", "27")
     code, out, _ = call(capsys, "lab", "preflight", *given)
@@ -217,6 +245,9 @@ def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder):
     page = (folder / "lab" / "preflight.html").read_text()
     assert "Prediction vs. measurement" in page
     assert all(address.startswith("#") for address in read_page(folder / "lab" / "preflight.html").loads)
+    assert "SNR is the signal-to-noise ratio in dB" in page
+    assert signed_zeros(read_page(folder / "lab" / "preflight.html").words) == []
+    assert found == []
 
 
 def test_preflight_as_json(capsys, folder, model_folder):

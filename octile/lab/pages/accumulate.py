@@ -24,7 +24,7 @@ from octile.lab.pages.page import (
     write_lab_page,
 )
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
-from octile.report.page import format_bytes
+from octile.report.page import format_bytes, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
 from octile.report.svg import make_chart
 from octile.train.memory import device_memory
@@ -143,14 +143,21 @@ def interval_name(interval: int | None) -> str:
 
 
 def _errors(row: Row) -> tuple[str, str, str]:
-    return share(row.error), share(row.worst), share(row.bias, "+").replace("-", "−")
+    return share(row.error), share(row.worst), signed_share(row.bias)
 
 
-def share(value: float, sign: str = "") -> str:
-    """Format a share as a percentage with two significant digits: 0.0203 → "2.0%", 0.00007 → "0.007%"."""
-    percent = 100 * value
-    digits = next((d for d in range(6) if abs(percent) >= 10.0 ** (1 - d)), 6)
-    return f"{percent:{sign}.{digits}f}%"
+def share(value: float) -> str:
+    """Format a share as a percentage with two significant digits: 0.0203 → "2.0%", 0.00007 → "0.0070%"."""
+    return f"{value:.{_digits(value)}%}"
+
+
+def signed_share(value: float) -> str:
+    """Format a share as a percentage with its sign and two significant digits: −0.0203 → "−2.0%"."""
+    return format_signed(value, f".{_digits(value)}%")
+
+
+def _digits(share: float) -> int:
+    return next((d for d in range(6) if abs(100 * share) >= 10.0 ** (1 - d)), 6)
 
 
 def draw_errors(figure: Figure, rows: Sequence[Row]) -> None:

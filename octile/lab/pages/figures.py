@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 
 GEMM_COLOR = {"fprop": "blue", "dgrad": "green", "wgrad": "vermilion"}
 MAX_PHONE_WIDTH = 980 * 0.7  # pixels; wider figures are for a desktop
+SNR_DEEPEST, SNR_PALEST = 10.0, 40.0  # dB; the ends of the color scale of every heat map
+HEAT_ROW, HEAT_KEY, HEAT_FRAME = 19, 12, 130  # pixels: a row, the legend's bar, and everything else
+SNR_MEANING = (
+    "SNR is the signal-to-noise ratio in dB, the power of a result over the power of its error: at 20 dB the error is a"
+    " tenth of the result (root mean square), at 40 dB a hundredth, and 6 dB more is half the error."
+)
+TERMS = (
+    f"{SNR_MEANING} fprop, dgrad and wgrad are the three GEMMs of a linear layer: fprop computes its output, y = x ·"
+    " wᵀ, dgrad the gradient of its input, dx = dy · w, and wgrad the gradient of its weight, dw = dyᵀ · x."
+)
 
 
 def is_wide(figure: Figure) -> bool:
@@ -36,7 +46,7 @@ def legend(figure: Figure, colors: Mapping[str, str], wide: bool) -> None:
 
 @dataclass(frozen=True)
 class Heat:
-    """A heat map: cells[row][column], None for an empty cell. The smallest value gets the deepest color."""
+    """A heat map of SNRs in dB: cells[row][column], None for an empty cell."""
 
     rows: Sequence[str]
     columns: Sequence[str]
@@ -52,33 +62,59 @@ class Heat:
             if value is not None
         ]
 
+    @property
+    def height(self) -> int:
+        """The height of its figure in pixels."""
+        return HEAT_FRAME + HEAT_ROW * len(self.rows)
+
 
 def draw_heat(figure: Figure, heat: Heat, title: str) -> None:
-    """Draw a heat map, each cell with its value, shaded from the best (pale) to the worst (deep)."""
-    axes = figure.subplots()
+    """Draw a heat map, each cell with its value, and below it the legend of its colors.
+
+    A color stands for the same SNR on every page: SNR_DEEPEST and less have the deepest orange, SNR_PALEST and more the
+    palest.
+    """
+    axes, key = figure.subplots(2, 1, height_ratios=[HEAT_ROW * len(heat.rows), HEAT_KEY])
     style_axes(axes, None, title)
     axes.grid(visible=False)
-    _shade(axes, heat)
+    for y, row in enumerate(heat.cells):
+        for x, value in enumerate(row):
+            if value is not None:
+                _shade(axes, (x - 0.48, y - 0.45), 0.96, 0.9, value)
+                axes.annotate(f"{value:.1f}", (x, y), ha="center", va="center", fontsize=10)
     axes.set_yticks(range(len(heat.rows)), short_names(heat.rows), fontsize=10)
     axes.set_ylim(len(heat.rows) - 0.5, -0.5)
     axes.set_xticks(range(len(heat.columns)), heat.columns)
     axes.set_xlim(-0.5, len(heat.columns) - 0.5)
     axes.tick_params(axis="x", length=0, top=False)
     axes.spines["bottom"].set_visible(False)
+    _draw_key(key)
 
 
-def _shade(axes: Axes, heat: Heat) -> None:
+def _draw_key(axes: Axes) -> None:
+    """Draw the legend of a heat map: the color of every SNR."""
+    for snr in range(round(SNR_DEEPEST), round(SNR_PALEST) + 1):
+        _shade(axes, (snr - 0.5, 0), 1.0, 1.0, snr)
+    axes.set_xlim(SNR_DEEPEST - 0.5, SNR_PALEST + 0.5)
+    ticks = {SNR_DEEPEST: f"{SNR_DEEPEST:g} dB or less", SNR_PALEST: f"{SNR_PALEST:g} dB or more"}
+    middle = (SNR_DEEPEST + SNR_PALEST) / 2
+    axes.set_xticks([*ticks, middle], [*ticks.values(), f"{middle:g} dB"], fontsize=10)
+    left, right, _ = axes.get_xticklabels()
+    left.set_horizontalalignment("left")
+    right.set_horizontalalignment("right")
+    axes.set_yticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_color(COLOR["grid"])
+
+
+def _shade(axes: Axes, corner: tuple[float, float], width: float, height: float, snr: float) -> None:
+    """Draw a rectangle in the color of an SNR."""
     from matplotlib.patches import Rectangle
 
-    low, high = min(heat.known)[0], max(heat.known)[0]
-    for y, row in enumerate(heat.cells):
-        for x, value in enumerate(row):
-            if value is None:
-                continue
-            share = (high - value) / (high - low) if high > low else 0.0
-            cell = Rectangle((x - 0.48, y - 0.45), 0.96, 0.9, facecolor=COLOR["vermilion"], alpha=0.06 + 0.64 * share)
-            axes.add_patch(cell)
-            axes.annotate(f"{value:.1f}", (x, y), ha="center", va="center", fontsize=10)
+    share = (SNR_PALEST - min(max(snr, SNR_DEEPEST), SNR_PALEST)) / (SNR_PALEST - SNR_DEEPEST)
+    axes.add_patch(
+        Rectangle(corner, width, height, facecolor=COLOR["vermilion"], alpha=0.04 + 0.66 * share, linewidth=0)
+    )
 
 
 def short_names(names: Sequence[str]) -> list[str]:

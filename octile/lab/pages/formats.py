@@ -28,6 +28,7 @@ from octile.lab.formats import (
 )
 from octile.lab.pages import formats_figures as draw
 from octile.lab.pages import real_tensors_figures as real
+from octile.lab.pages.figures import SNR_MEANING
 from octile.lab.pages.page import Section, Table, power, screen_table, write_lab_page
 from octile.lab.real_tensors import RealTensors, real_tensors
 from octile.report.page import format_quantity
@@ -90,7 +91,7 @@ def write_formats_page(path: Path, tensors: RealTensors) -> Path:
             ),
             Section("Memory", [_bytes()]),
             Section("Underflow and lost updates", [_staircase(), _lost_update(rows), _underflow(tensors)]),
-            Section("E4M3 vs. INT8", _int8(tensors)),
+            Section("E4M3 vs. INT8", _int8(tensors), note=SNR_MEANING),
         ],
     )
 
@@ -253,7 +254,7 @@ def _int8(tensors: RealTensors) -> list[Chart]:
         {name: (a.flushed, b.flushed) for name, (a, b) in errors.items()},
         {name: (a.snr_db, b.snr_db) for name, (a, b) in errors.items()},
     )
-    height = 60 + 18 * len(data.flushed)
+    height = 90 + 18 * len(data.flushed)
     return [
         make_chart(
             "INT8 vs. E4M3, by magnitude",

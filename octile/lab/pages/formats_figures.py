@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octile.lab.pages.figures import is_wide
 from octile.lab.pages.page import power
 from octile.report.run.metrics import Floats
 from octile.report.style import COLOR, label_ends, style_axes
@@ -182,7 +183,7 @@ def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
     axes.set_ylim(len(shares) - 0.4, -0.6)
     axes.set_yticks(range(len(shares)), list(shares))
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, 40)
+    axes.set_xlim(0, 40 if is_wide(figure) else 52)  # leaves room for the longest text
     axes.set_xticks([0, 8, 16, 24, 32])
     for at, (name, bits) in enumerate(shares.values()):
         axes.barh(at, bits, height=0.55, color=color(name))

@@ -15,10 +15,11 @@ from rich.console import Console
 from octile.lab.capture import CapturedGemm, load, parse_gemm_names
 from octile.lab.hardware import HBM, MX, Hardware, Suggestion, hardware
 from octile.lab.pages import hardware_figures as draw
+from octile.lab.pages.figures import TERMS
 from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import noise_to_db, select_gemms
-from octile.report.page import format_bytes
+from octile.report.page import format_bytes, format_count, format_signed
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
 
@@ -72,12 +73,13 @@ def run(options: Options) -> None:
         found.longest,
     )
     lead = (
-        f"What DeepSeek-V3's suggestions to hardware makers would bring to the GEMMs of step {capture.step} of the run"
-        f" {capture.run}. Errors are measured on {found.gemms} of them ({options.sample} rows of each operand, drawn"
-        f" with seed {options.seed}; of each layer's experts, the one with most tokens). Bytes are counted for all"
-        f" {len(counted)}."
+        f"What DeepSeek-V3's suggestions to hardware makers would bring to the {format_count(len(counted), 'GEMM')} of"
+        f" step {capture.step:,} of the run “{capture.run}”. Bytes are counted for all of them. Errors are measured on"
+        f" {found.gemms:,}: {format_count(options.sample, 'row')} of each operand, drawn with seed {options.seed}; of"
+        " each layer's experts, the one with most tokens."
     )
     sections = [
+        Section("Terms", note=TERMS),
         Section("In pictures", _charts(curve, [_change(s) for s in found.suggestions])),
         Section("In figures", table=table(found), note=_note()),
     ]
@@ -104,8 +106,9 @@ def _charts(curve: draw.Curve, changes: Sequence[draw.Change]) -> list[Chart]:
     if errors:
         caption = draw.describe_errors(errors)
         charts.append(make_chart("Errors", caption, lambda f: draw.draw_errors(f, errors), (WIDE, 200), (PHONE, 200)))
-    caption = draw.describe_bytes(changes, HBM)
-    charts.append(make_chart("Bytes", caption, lambda f: draw.draw_bytes(f, changes), (WIDE, 330), (PHONE, 330)))
+    if any(change.today for change in changes):
+        caption = draw.describe_bytes(changes, HBM)
+        charts.append(make_chart("Bytes", caption, lambda f: draw.draw_bytes(f, changes), (WIDE, 330), (PHONE, 330)))
     return charts
 
 
@@ -123,7 +126,12 @@ def short_table(found: Hardware) -> Table:
 
 def _cells(s: Suggestion) -> tuple[str, ...]:
     snr = ("–", "–") if s.noise is None else tuple(_db(noise) for noise in s.noise)
-    return format_bytes(s.bytes.today), format_bytes(s.bytes.then), f"{s.bytes.saved:.0%}", *snr
+    return (
+        format_bytes(s.bytes.today),
+        format_bytes(s.bytes.then),
+        format_signed(s.bytes.saved, ".0%").removeprefix("+"),
+        *snr,
+    )
 
 
 def _db(noise: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octile.lab.pages.figures import is_wide
-from octile.report.page import format_bytes
+from octile.report.page import format_bytes, format_signed
 from octile.report.style import COLOR, label_ends, style_axes
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def draw_bytes(figure: Figure, rows: Sequence[Change]) -> None:
     for at, row in enumerate(rows):
         axes.barh(at - 0.17, row.today, height=0.3, color=COLOR["muted"], alpha=0.55)
         axes.barh(at + 0.17, row.then, height=0.3, color=COLOR["blue"])
-        saved = f"−{1 - row.then / row.today:.0%}" if row.today else ""
+        saved = format_signed(row.then / row.today - 1, ".0%") if row.today else ""
         text = f"{format_bytes(row.then)}, {saved}" if wide else saved
         axes.annotate(text, (row.then, at + 0.17), (5, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
@@ -131,7 +131,7 @@ def draw_errors(figure: Figure, rows: Sequence[Change]) -> None:
         axes.plot([today, then], [at, at], color=COLOR["grid"], linewidth=3, zorder=1)
         axes.plot(today, at, "o", color=COLOR["muted"], markersize=10, alpha=0.6)
         axes.plot(then, at, "o", color=COLOR["blue"], markersize=6)
-        axes.annotate(f"{then - today:+.2f} dB".replace("-", "−"), (max(today, then), at), (10, 0),
+        axes.annotate(f"{format_signed(then - today, '.2f')} dB", (max(today, then), at), (10, 0),
                       textcoords="offset points", va="center", fontsize=10)  # fmt: skip
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -141,7 +141,7 @@ def draw_errors(figure: Figure, rows: Sequence[Change]) -> None:
 
 
 def describe_errors(rows: Sequence[Change]) -> str:
-    parts = [f"{row.name} {row.snr_db[1] - row.snr_db[0]:+.2f} dB".replace("-", "−") for row in rows if row.snr_db]
+    parts = [f"{row.name} {format_signed(row.snr_db[1] - row.snr_db[0], '.2f')} dB" for row in rows if row.snr_db]
     return (
         f"Change of the SNR: {', '.join(parts)}. Quantization fused with the load changes no value. Where the gray dot"
         " is hidden by the blue one, the SNR does not change, and the suggestion only saves bytes."

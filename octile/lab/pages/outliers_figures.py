@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from octile.lab.outliers import MASSIVE, Outliers, Removal
 from octile.lab.pages.figures import is_wide, legend
 from octile.lab.pages.page import Section
+from octile.report.page import format_count
 from octile.report.run.metrics import Floats
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
 from octile.report.svg import make_chart
@@ -51,17 +52,24 @@ def outlier_section(outliers: Outliers, has_texts: bool) -> Section:
     data = Map(outliers.layer, outliers.size[part].double().numpy(), outliers.kinds[part], MASSIVE)
     removals = outliers.without
     charts = [
-        make_chart("Tokens and channels", describe_map(data), lambda f: draw_map(f, data), (WIDE, 460), (PHONE, 520)),
-        make_chart(
-            "Without the outliers",
-            describe_removal(removals, MASSIVE),
-            lambda f: draw_removal(f, removals),
-            (WIDE, 270),
-            (PHONE, 520),
-        ),
+        make_chart("Tokens and channels", describe_map(data), lambda f: draw_map(f, data), (WIDE, 460), (PHONE, 520))
     ]
-    note = "" if has_texts else "Without a tokenizer, “.” and newlines cannot be recognized: name one with --tokenizer."
-    return Section("Outliers", charts, note=note)
+    notes = []
+    if removals[-1].massive:
+        charts.append(
+            make_chart(
+                "Without the outliers",
+                describe_removal(removals, MASSIVE),
+                lambda f: draw_removal(f, removals),
+                (WIDE, 270),
+                (PHONE, 520),
+            )
+        )
+    else:
+        notes.append(describe_removal(removals, MASSIVE))
+    if not has_texts:
+        notes.append("Without a tokenizer, “.” and newlines cannot be recognized: name one with --tokenizer.")
+    return Section("Outliers", charts, note=" ".join(notes))
 
 
 def kind_name(kind: str) -> str:
@@ -80,8 +88,9 @@ def draw_map(figure: Figure, data: Map) -> None:
         own = np.array([data.kinds[t] == kind for t in token], dtype=bool)
         if own.any():
             axes.scatter(channel[own], token[own], s=area[own], color=COLOR[name], alpha=0.65, linewidths=0)
-    axes.set_xlim(-1, data.size.shape[1])
-    axes.set_ylim(data.size.shape[0] - 0.5, -1.5)
+    tokens, channels = data.size.shape
+    axes.set_xlim(-0.02 * channels - 0.5, 1.02 * channels - 0.5)  # no dot lies on a number of an axis or on the edge
+    axes.set_ylim(1.03 * tokens - 0.5, -0.03 * tokens - 0.5)
     axes.grid(visible=False)
     present = {data.kinds[t] for t in token}
     used = {kind_name(kind): name for kind, name in KIND_COLOR.items() if kind in present}
@@ -101,12 +110,13 @@ def describe_map(data: Map) -> str:
     channels, counts = np.unique(channel, return_counts=True)
     top = channels[np.argsort(counts)[::-1][:3]]
     share = np.isin(channel, top).mean()
+    hold = f"Channel {top[0]} holds" if len(top) == 1 else f"Channels {', '.join(map(str, top))} hold"
     token_of_max, channel_of_max = divmod(int(data.size.argmax()), data.size.shape[1])
     return (
         f"The input of {data.layer}. A column of dots is a channel that is large for many tokens; a row is a token that"
         f" is large in many channels. The largest value is {data.size.max():,.0f} times the median, in channel"
-        f" {channel_of_max} of token {token_of_max} ({kind_name(data.kinds[token_of_max])}). Channels"
-        f" {', '.join(map(str, top))} hold {share:.0%} of the {len(token):,} dots."
+        f" {channel_of_max} of token {token_of_max} ({kind_name(data.kinds[token_of_max])}). {hold}"
+        f" {share:.0%} of the {format_count(len(token), 'dot')}."
     )
 
 
@@ -129,7 +139,7 @@ def draw_removal(figure: Figure, rows: Sequence[Removal]) -> None:
         axes.grid(axis="x")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
     largest = max((v for row in rows for v in row.others.values() if np.isfinite(v)), default=1.0)
-    left.set_xlim(0, 110 * max(1.0, largest))
+    left.set_xlim(-5 * max(1.0, largest), 110 * max(1.0, largest))
     right.set_xlim(0, 125 * max(max(row.output for row in rows), 0.01))
     legend(figure, dict(zip(schemes, SCHEME_COLOR, strict=True)), wide)
 

@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
-from octile.lab.pages.figures import GEMM_COLOR, Heat, draw_heat, is_wide, legend, short_names
+from octile.lab.pages.figures import GEMM_COLOR, TERMS, Heat, draw_heat, is_wide, legend, short_names
 from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import measure_step
@@ -167,10 +167,11 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
     charts = []
     if rows:
         heat = heat_of(rows)
-        size = 80 + 19 * len(heat.rows)
         title = "predicted SNR (dB), deeper is worse"
         charts.append(
-            make_chart("Risk by layer", caption, lambda f: draw_heat(f, heat, title), (WIDE, size), (PHONE, size))
+            make_chart(
+                "Risk by layer", caption, lambda f: draw_heat(f, heat, title), (WIDE, heat.height), (PHONE, heat.height)
+            )
         )
     if any(row.measured_db is not None for row in rows):
         charts.append(
@@ -182,19 +183,21 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
                 (PHONE, 420),
             )
         )
+    batches = "1 batch" if options.batches == 1 else f"{options.batches:,} batches"
     lead = (
-        f"The GEMMs of {options.model.name} in {'1 batch' if options.batches == 1 else f'{options.batches:,} batches'}"
-        f" of {options.batch_size} × {options.sequence_length} tokens. Their operands were captured in high precision,"
-        f" quantized as in recipe {options.recipe}, and multiplied on the model of Hopper's tensor core, with"
-        f" {format_count(options.sample, 'row')} of each operand, drawn with seed {options.seed}."
+        f"The GEMMs of “{options.model.name}” in {batches} of {options.batch_size} × {options.sequence_length} tokens."
+        f" Their operands were captured in high precision, quantized as in recipe {options.recipe}, and multiplied on"
+        f" the model of Hopper's tensor core, with {format_count(options.sample, 'row')} of each operand, drawn with"
+        f" seed {options.seed}."
     )
+    layers = Section("Layer by layer", charts, note="" if charts else caption)
     command = f"octile train --recipe {shlex.quote(str(options.write))}"
     note = f"The recipe with the advised exceptions is {options.write}: {command}."
     return write_lab_page(
         options.out,
         "Preflight",
         lead,
-        [Section("Layer by layer", charts), Section("In figures", table=table(rows), note=note)],
+        [Section("Terms", note=TERMS), layers, Section("In figures", table=table(rows), note=note)],
     )
 
 
@@ -238,9 +241,9 @@ def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> st
     )
     flushed = f", where {worst.flushed:.0%} of the values become zero" if worst.flushed >= 0.005 else ""
     return (
-        f"Predicted SNR in dB under {recipe}, with equal weight for every channel; a deeper orange is a lower SNR."
-        f" {found} The lowest is in {worst.product} of {short_names([worst.layer])[0]}, {worst.snr_db:.1f} dB, caused"
-        f" by the quantization of {worst.blame}{flushed}."
+        f"Predicted SNR in dB under {recipe}, with equal weight for every channel; a deeper orange is a lower SNR, as"
+        f" in the legend. {found} The lowest is in {worst.product} of {short_names([worst.layer])[0]},"
+        f" {worst.snr_db:.1f} dB, caused by the quantization of {worst.blame}{flushed}."
     )
 
 
@@ -253,7 +256,7 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
     low, high = min([*ends, least_db]) - 1, max(ends) + 1
     axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
     axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
-    axes.annotate(" stays in BF16", (low, high), va="top", color=COLOR["muted"])
+    axes.annotate(" stays in BF16", (low, low), (0, 4), textcoords="offset points", color=COLOR["muted"])
     for gemm, color in GEMM_COLOR.items():
         own = [row for row in known if row.product == gemm]
         x, y = [row.snr_db for row in own], [row.measured_db or 0.0 for row in own]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from octile.lab.pages.figures import short_names
-from octile.lab.pages.formats_figures import color, label
+from octile.lab.pages.figures import is_wide, legend, short_names
+from octile.lab.pages.formats_figures import FORMAT_COLOR, color, label
 from octile.lab.pages.page import power
 from octile.report.run.metrics import Floats
-from octile.report.style import COLOR, label_ends, style_axes
+from octile.report.style import COLOR, label_ends, style_axes, thin_labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,6 +122,7 @@ def draw_int8(figure: Figure, data: Int8AgainstE4M3) -> None:
     below.set_xlim(-0.6, shown - 0.4)
     below.set_xticks(range(0, shown, 2), ["largest" if at == 0 else f"÷{power(2.0**at)}" for at in range(0, shown, 2)])
     label_ends(figure, above, labels)
+    thin_labels(figure, below)
 
 
 def describe_int8(data: Int8AgainstE4M3) -> str:
@@ -173,21 +174,15 @@ def draw_flushed(figure: Figure, data: Int8AgainstE4M3) -> None:
     names = short_names(list(data.flushed))
     style_axes(axes, None, "% of the input that becomes zero")
     at = np.arange(len(names))
-    for name, values in (
-        ("e4m3", [pair[0] for pair in data.flushed.values()]),
-        ("int8", [pair[1] for pair in data.flushed.values()]),
-    ):
-        axes.plot(100 * np.array(values), at, "o", color=color(name), markersize=6)
-    axes.set_ylim(len(names) - 0.4, -1.2)
+    shares = 100 * np.array(list(data.flushed.values()))  # [layers, 2]
+    for name, values in zip(("e4m3", "int8"), shares.T, strict=True):
+        axes.plot(values, at, "o", color=color(name), markersize=6)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(at, names, fontsize=10)
     axes.grid(axis="x")
-    axes.set_xlim(left=-0.15)
-    pairs = list(data.flushed.values())
-    worst = max(range(len(pairs)), key=lambda row: pairs[row][1])
-    for row, value, name in ((0, pairs[0][0], "e4m3"), (worst, pairs[worst][1], "int8")):
-        axes.annotate(
-            label(name), (100 * value, row), (0, 6), textcoords="offset points", ha="center", color=color(name)
-        )
+    largest = max(float(shares.max()), 0.01)
+    axes.set_xlim(-0.04 * largest, 1.04 * largest)  # no dot lies on a name or on the edge
+    legend(figure, {label(name): FORMAT_COLOR[name] for name in ("e4m3", "int8")}, is_wide(figure))
 
 
 def describe_flushed(data: Int8AgainstE4M3) -> str:

@@ -17,14 +17,14 @@ from rich.progress import track
 from octile.lab.capture import Capture, CapturedGemm, load, parse_gemm_names
 from octile.lab.outliers import Outliers, find_outliers, gemms_by_token, most_outlying, token_kinds
 from octile.lab.pages import what_if_figures as draw
-from octile.lab.pages.figures import Heat
+from octile.lab.pages.figures import TERMS, Heat
 from octile.lab.pages.outliers_figures import outlier_section
 from octile.lab.pages.page import Section, Table, parse_intervals, parse_words, screen_table, write_lab_page
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
 from octile.recipe import GemmName
-from octile.report.page import format_count
+from octile.report.page import format_count, format_signed
 
 COLUMNS = (
     *("format", "block", "scale", "promoted", "sums", "bits"),
@@ -108,13 +108,18 @@ def run(options: Options) -> None:
     if options.json:
         print(json.dumps(as_json(found, listed, reference, outliers, steps), indent=1, allow_nan=False))
         return
-    sections = [*draw.main_sections(found, reference, selected[0]), *draw.steps_section(steps, reference)]
+    sections = [
+        Section("Terms", note=TERMS),
+        *draw.main_sections(found, reference, selected[0]),
+        *draw.steps_section(steps, reference),
+    ]
     sections += [outlier_section(outliers, text_of is not None)] if outliers else []
-    sections.append(Section(f"The {options.top} best of each format", table=ranked_table(listed), note=_note(found)))
+    heading = "The best of each format" if options.top == 1 else f"The {options.top:,} best of each format"
+    sections.append(Section(heading, table=ranked_table(listed), note=_note(found)))
     first = captures[0]
     lead = (
-        f"The GEMMs of step {first.step} of the run {first.run} ({first.recipe}), computed from their captured operands"
-        f" in {len(ranking)} combinations. {_describe_sample(found)}"
+        f"The GEMMs of step {first.step:,} of the run “{first.run}” ({first.recipe}), computed from their captured"
+        f" operands in {format_count(len(ranking), 'combination')}. {_describe_sample(found)}"
     )
     page = write_lab_page(options.out, "What if", lead, sections, [why_no_outliers] if why_no_outliers else [])
     screen = Console()
@@ -165,7 +170,7 @@ def _cells(rank: Rank) -> tuple[str, ...]:
     promoted = "–" if v.arch in REFERENCES else "never" if v.promote is None else f"every {v.promote}"
     snr = [_db(noise) for noise in (rank.total, rank.quantization, rank.accumulation)]
     head = draw.format_label(v.fmt), draw.block_label(v.block), v.scale, promoted, v.arch
-    return (*head, f"{rank.bits:.2f}", *snr, f"{rank.worst:.3g}", f"{rank.bias:+.1e}".replace("-", "−"))
+    return (*head, f"{rank.bits:.2f}", *snr, f"{rank.worst:.3g}", format_signed(rank.bias, ".1e"))
 
 
 def short_table(ranking: Sequence[Rank]) -> Table:
@@ -200,8 +205,8 @@ def _describe_sample(found: WhatIf) -> str:
 
 def _note(found: WhatIf) -> str:
     return (
-        "SNR is the SNR of all errors, with noise averaged over the GEMMs. Quantization is the SNR of quantization"
-        " alone (exact sums), and accumulation that of the sums alone (quantized operands). Worst/RMS is the largest"
+        "The column SNR is about all errors, with noise averaged over the GEMMs; quantization is about quantization"
+        " alone (exact sums), and accumulation about the sums alone (quantized operands). Worst/RMS is the largest"
         " error of any output over its GEMM's RMS; bias is the mean error away from zero, negative if results are too"
         " small. Bits per value include the scales. "
         + " ".join(f"{line[0].upper()}{line[1:]}." for line in [*refusals(found), *unchecked(found)])

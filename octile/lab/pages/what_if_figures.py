@@ -1,7 +1,4 @@
-"""Figures of `octile lab what-if`: errors by format, by accumulation, by layer, and by training step.
-
-SNR is the signal-to-noise ratio in dB: 6 dB more is half the error.
-"""
+"""Figures of `octile lab what-if`: errors by format, by accumulation, by layer, and by training step."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from octile.lab.pages.page import Section
 from octile.lab.variants import REFERENCES, Variant
 from octile.lab.what_if import Row, WhatIf, noise_to_db
 from octile.recipe import GEMMS, GemmName
-from octile.report.page import format_count
+from octile.report.page import format_count, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
 from octile.report.svg import Chart, make_chart
 
@@ -60,15 +57,19 @@ def main_sections(found: WhatIf, reference: Variant, gemms: Sequence[CapturedGem
     if sums and quantization is not None:
         longest = max(g.a.shape[1] for g in gemms)
         name = f"{format_label(reference.fmt)} {block_label(reference.block)}"
-        size = 130 + 26 * len(sums)
-        chart = make_chart(
-            "How the tensor core sums",
-            describe_sums(sums, name, quantization, longest),
-            lambda f: draw_sums(f, sums, quantization),
-            (WIDE, size),
-            (PHONE, size),
-        )
-        sections.append(Section("Accumulation", [chart]))
+        size = 150 + 26 * len(sums)
+        caption = describe_sums(sums, name, quantization, longest)
+        if any(snr is not None for loss in sums for snr in loss.snr_db.values()):
+            chart = make_chart(
+                "How the tensor core sums",
+                caption,
+                lambda f: draw_sums(f, sums, quantization),
+                (WIDE, size),
+                (PHONE, size),
+            )
+            sections.append(Section("Accumulation", [chart]))
+        else:
+            sections.append(Section("Accumulation", note=caption))
     heat = heat_by_layer(found.rows_of(reference))
     if not heat.known:
         return [*sections, Section("Layers", note=f"{reference} is exact for all layers of these GEMMs.")]
@@ -85,10 +86,10 @@ def steps_section(steps: tuple[GemmName, Heat] | None, reference: Variant) -> li
 
 
 def _heat_chart(title: str, caption: str, heat: Heat) -> Chart:
-    size = 80 + 19 * len(heat.rows)
     return make_chart(
-        title, caption, lambda f: draw_heat(f, heat, "SNR (dB), deeper is worse"), (WIDE, size), (PHONE, size)
-    )
+        title, caption, lambda f: draw_heat(f, heat, "SNR (dB), deeper is worse"), (WIDE, heat.height),
+        (PHONE, heat.height),
+    )  # fmt: skip
 
 
 def _quantization_chart(found: WhatIf, losses: Sequence[QuantizationLoss]) -> Chart:
@@ -229,9 +230,9 @@ def draw_sums(figure: Figure, sums: Sequence[SumLoss], quantization_db: float) -
             if snr is not None:
                 axes.plot(snr, row, "o", color=COLOR[GEMM_COLOR[gemm]], markersize=7, alpha=0.85)
     axes.axvline(quantization_db, color=COLOR["muted"], linewidth=1, linestyle=":")
-    axes.annotate(" quantization", (quantization_db, len(sums) - 0.45), va="bottom", color=COLOR["muted"])
+    axes.annotate(" quantization", (quantization_db, -0.9), va="center", color=COLOR["muted"])
     axes.set_yticks(range(len(sums)), [loss.name for loss in sums])
-    axes.set_ylim(len(sums) - 0.4, -0.8)
+    axes.set_ylim(len(sums) - 0.4, -1.4)
     axes.grid(axis="x")
     wide = is_wide(figure)
     legend(figure, {g: c for g, c in GEMM_COLOR.items() if any(g in loss.snr_db for loss in sums)}, wide)
@@ -265,7 +266,8 @@ def heat_by_layer(rows: Sequence[Row]) -> Heat:
 def describe_heat(heat: Heat, variant: str) -> str:
     worst, best = min(heat.known), max(heat.known)
     return (
-        f"SNR in dB of every layer's GEMMs with {variant}; a deeper orange is a lower SNR. The lowest is in {worst[2]}"
+        f"SNR in dB of every layer's GEMMs with {variant}; a deeper orange is a lower SNR, as in the"
+        f" legend. The lowest is in {worst[2]}"
         f" of {short_names([worst[1]])[0]} ({worst[0]:.1f} dB), the highest in {best[2]} of {short_names([best[1]])[0]}"
         f" ({best[0]:.1f} dB)."
     )
@@ -284,6 +286,7 @@ def describe_steps(heat: Heat, gemm: str, variant: str) -> str:
     mean = sum(each for each, _ in changes) / len(changes)
     verb = "loses most" if change < 0 else "gains least"
     return (
-        f"SNR in dB of {gemm} during training, with {variant}, from {first} to {last}. It changes by {mean:+.1f} dB on"
-        f" average; {short_names([layer])[0]} {verb} ({change:+.1f} dB)."
-    ).replace("-", "−")
+        f"SNR in dB of {gemm} during training, with {variant}, from {first} to {last}. It changes by"
+        f" {format_signed(mean, '.1f')} dB on average; {short_names([layer])[0]} {verb}"
+        f" ({format_signed(change, '.1f')} dB)."
+    )

@@ -12,11 +12,11 @@ from typing import Any
 from octile.checkpoint.files import write_text
 from octile.report.compare import gradient_figures, outcome_figure, token_figures
 from octile.report.compare.curves_figure import caption_compare, draw_compare
-from octile.report.compare.result import CompareResult
-from octile.report.compare.summary import seeds_note, speed_notes, verdict_sentence
+from octile.report.compare.result import MIN_STEPS, CompareResult
+from octile.report.compare.summary import notes, seeds_note, verdict_sentence
 from octile.report.compare.tables import detail_rows, outcome_rows
 from octile.report.compare.token_differences import TokenDifferences
-from octile.report.page import render
+from octile.report.page import format_signed, render
 from octile.report.run.metrics import flatten
 from octile.report.style import HALF, PHONE, WIDE, palette_name, save_drawing
 from octile.report.svg import Chart, make_chart
@@ -52,8 +52,9 @@ def write_compare_report(folder: Path, result: CompareResult) -> Path:
         bootstrapped=any(result.outcome(name).over_seeds_bootstrap for name in result.names),
         bar=f"{result.bar:.2%}",
         noise="not measured" if math.isnan(result.noise_band) else f"{result.noise_band:.2%}",
+        min_steps=MIN_STEPS,
         seeds_note=seeds_note(result),
-        speed_notes=speed_notes(result),
+        notes=notes(result),
         intervals=_intervals(result),
         token_charts=_token_charts(result),
         tokens=[_tokens(found) for found in result.tokens],
@@ -116,25 +117,23 @@ def _tokens(found: TokenDifferences) -> dict[str, Any]:
             token_figures.caption_tokens(found),
             lambda figure: token_figures.draw_tokens(figure, found),
             size=(HALF, high),
-        ),
+        )
+        if token_figures.rows(found)
+        else None,
         "worst": [
             (
                 escape_control_characters(g.name),
                 f"{g.count:,}",
-                f"{_signed(g.mean, 3)} ± {g.error:.3f}",
-                f"{_signed(g.control_mean, 3)} ± {g.control_error:.3f}",
+                f"{format_signed(g.mean, '.3f')} ± {g.error:.3f}",
+                f"{format_signed(g.control_mean, '.3f')} ± {g.control_error:.3f}",
             )
             for g in found.worst
         ],
         "passage": [
-            (_visible(text), f"{_signed(change, 2)} nats", _change_color(change), _opacity(strongest, change))
+            (_visible(text), f"{format_signed(change, '.2f')} nats", _change_color(change), _opacity(strongest, change))
             for text, change in found.passage
         ],
     }
-
-
-def _signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 def _visible(text: str) -> str:
@@ -154,9 +153,17 @@ def _opacity(strongest: float, change: float) -> int:
 
 def _gradients(result: CompareResult, name: str) -> dict[str, Any]:
     checks = [check for check in result.gradients if check.recipe == name]
+    if all(math.isnan(layer.degrees) for check in checks for layer in check.by_layer()):
+        return {
+            "recipe": name,
+            "color": palette_name(name),
+            "charts": [],
+            "note": gradient_figures.caption_angles(checks),
+        }
     return {
         "recipe": name,
         "color": palette_name(name),
+        "note": "",
         "step": f"{checks[-1].step:,}",
         "charts": [
             make_chart(

@@ -29,6 +29,7 @@ from octile.report.compare.token_differences import TokenDifferences
 from octile.report.run.metrics import Floats
 
 BAR = 0.0025  # the largest gap in magnitude that is accepted
+MIN_STEPS = 100  # shorter runs say nothing about longer ones, however small their gap
 MIN_MEASUREMENTS_OUTSIDE = 2  # consecutive measurements after which a recipe has left the band for good
 
 
@@ -124,6 +125,11 @@ class CompareResult:
         """The runs of a recipe, one for each seed."""
         return tuple(curve for curve in self.recipes if curve.recipe == name)
 
+    @property
+    def last_step(self) -> int:
+        """The step of BF16's last validation; 0 without one."""
+        return self.bf16.val_steps[-1] if self.bf16.val_steps else 0
+
     def partner(self, curve: Curve) -> Curve:
         """The BF16 run that a run is compared with: the one of the same seed for a recipe, the first one for BF16."""
         same_seed = (b for b in self.baselines if b.seed == curve.seed and curve not in self.baselines)
@@ -209,6 +215,7 @@ class CompareResult:
             diverged=len(broke),
             bar=self.bar,
             noise_band=self.noise_band,
+            steps=self.last_step,
         )
 
     def _over_text(self, name: str) -> Interval | None:
@@ -231,6 +238,7 @@ class Outcome:
         over_text: the bootstrap's interval over held-out windows.
         leaves_band_at: the step from which the gap stays outside the noise band; None if it does not.
         diverged_at, diverged: the first step at which a seed diverged, and how many seeds did.
+        steps: the step of the final gap.
     """
 
     recipe: str
@@ -244,6 +252,7 @@ class Outcome:
     diverged: int
     bar: float
     noise_band: float
+    steps: int
 
     @property
     def gap(self) -> float:
@@ -262,6 +271,14 @@ class Outcome:
             return None
         low, high = self.over_seeds.low, self.over_seeds.high
         return max(-low, high) <= self.bar if self.within_bar else low > self.bar or high < -self.bar
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the measurement shows that the recipe stays within the bar.
+
+        The 95% interval over the seeds must lie within the bar as a whole, and the runs must have MIN_STEPS steps.
+        """
+        return self.within_bar and self.is_significant is True and self.steps >= MIN_STEPS
 
     @property
     def verdict(self) -> str:

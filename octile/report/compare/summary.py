@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from octile.report.compare.intervals import MIN_BOOTSTRAP_SAMPLES, Interval
-from octile.report.compare.result import CompareResult, Curve, Outcome
-from octile.report.page import format_percent
+from octile.report.compare.result import MIN_STEPS, CompareResult, Curve, Outcome
+from octile.report.page import format_count, format_percent
 
 FEW_SEEDS = 2  # a confidence interval of so few seeds proves hardly anything
 MAX_SPEED_SPREAD = 2.0  # upper over lower quartile of the steps' speeds within a run
@@ -29,9 +29,8 @@ def verdict_sentence(result: CompareResult) -> str:
     outcome = result.outcome(result.names[0])
     if outcome.diverged or math.isnan(outcome.gap):
         return f"{outcome.recipe}: {outcome.verdict}. {noise}"
-    steps = result.bf16.val_steps[-1]
     side = "above" if outcome.gap > 0 else "below"
-    end = f"{abs(outcome.gap):.2%} {side} BF16 after {steps:,} step{'s' if steps > 1 else ''}"
+    end = f"{abs(outcome.gap):.2%} {side} BF16 after {format_count(result.last_step, 'step')}"
     if len(outcome.gaps) > 1:
         end += f", the mean of {len(outcome.gaps)} seeds"
     return f"On held-out text {outcome.recipe} ends {end}, {_at_the_bar(outcome)}. {noise}"
@@ -73,6 +72,15 @@ def seeds_note(result: CompareResult) -> str:
     if n < MIN_BOOTSTRAP_SAMPLES:
         return f"{student} A bootstrap interval, which does not assume this, needs six seeds."
     return f"{student} The bootstrap interval does not assume this."
+
+
+def notes(result: CompareResult) -> list[str]:
+    """Warnings about what the comparison cannot show: short runs, and speeds on a machine that others used too."""
+    few = [
+        f"The runs have {format_count(result.last_step, 'step')}: gaps and noise after fewer than {MIN_STEPS} steps say"
+        " nothing about a longer run."
+    ]
+    return (few if result.last_step < MIN_STEPS else []) + speed_notes(result)
 
 
 def speed_notes(result: CompareResult) -> list[str]:

@@ -68,7 +68,7 @@ def outcome_rows(result: CompareResult) -> list[Row]:
     for name in result.names:
         outcome, runs = result.outcome(name), list(result.runs(name))
         of = f"{name}, {len(runs)} seeds" if len(runs) > 1 else name
-        mood = "bad" if not outcome.within_bar else "" if outcome.is_significant is False else "good"
+        mood = "good" if outcome.is_shown else "" if outcome.within_bar else "bad"
         rows.append(_row(runs, of, [outcome.gap], [outcome.smoothed], outcome.verdict, mood))
     return rows
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.report.compare.token_differences import MIN_OCCURRENCES, Group, TokenDifferences
+from octile.report.page import format_signed
 from octile.report.style import COLOR, label_ends, recipe_style, style_axes
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def caption_frequencies(found: Sequence[TokenDifferences]) -> str:
 
 def _caption_ends(recipe: str, groups: tuple[Group, ...]) -> str:
     known = _known(groups)
-    ends = [f"{g.mean:+.3f} ± {g.error:.3f}".replace("-", "−") + f" nats at {g.name}" for g in (known[0], known[-1])]
-    return f"{recipe}: {ends[0]}, {ends[1]}"
+    ends = [f"{format_signed(g.mean, '.3f')} ± {g.error:.3f} nats at {g.name}" for g in (known[0], known[-1])]
+    return f"{recipe}, mean ± standard error: {ends[0]}, {ends[1]}"
 
 
 def _known(groups: tuple[Group, ...]) -> list[Group]:

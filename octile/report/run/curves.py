@@ -130,6 +130,12 @@ def caption_schedule(run: Run) -> str:
     return f"The values that the configuration changes during the run: {', '.join(words)}."
 
 
+def has_gradient(run: Run) -> bool:
+    """Whether a step recorded a gradient norm above zero, which a logarithmic axis can show."""
+    _, values = run.series("grad_norm")
+    return bool((np.isfinite(values) & (values > 0)).any())
+
+
 def draw_gradient(figure: "Figure", run: Run) -> None:
     axes = figure.subplots()
     style_axes(axes, "step", "norm before clipping (log scale)")

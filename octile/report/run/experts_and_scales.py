@@ -17,6 +17,7 @@ from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SPAN = 4.0  # the color scale reaches from 1/SPAN to SPAN times the mean load, in every run
 ABOVE, BELOW = (0.88, 0.38, 0.12), (0.16, 0.52, 0.86)  # RGB of the heat map, readable on light and dark paper
 OPERANDS = {
     "x": ("activations x", "blue"),
@@ -48,6 +49,16 @@ def recent_load(run: Run) -> dict[str, Floats]:
     return loads
 
 
+def has_load(run: Run) -> bool:
+    """Whether an expert received a token in the last quarter of the records."""
+    return bool(run.experts) and any(np.isfinite(load).any() for load in recent_load(run).values())
+
+
+def has_scales(run: Run) -> bool:
+    """Whether the last record of tile scales counts a tile."""
+    return bool(run.tile_scales) and any(sum(h["count"]) for h in run.tile_scales[-1]["tile_scales"].values())
+
+
 def draw_load(figure: "Figure", run: Run) -> None:
     loads = recent_load(run)
     shares = np.full((len(loads), max(map(len, loads.values()))), np.nan)
@@ -55,9 +66,8 @@ def draw_load(figure: "Figure", run: Run) -> None:
         shares[row, : len(load)] = load
     axes, key = figure.subplots(2, 1, height_ratios=[12, 1])
     style_axes(axes, "expert", "load of each expert (× the mean of its layer)")
-    span = _span(shares)
     axes.grid(False)
-    axes.imshow(_tint(shares, span), aspect="auto", interpolation="none", origin="upper")
+    axes.imshow(_tint(shares), aspect="auto", interpolation="none", origin="upper")
     rows, columns = shares.shape
     if columns <= 64:  # lines between the cells, if they are large enough
         axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
@@ -69,13 +79,17 @@ def draw_load(figure: "Figure", run: Run) -> None:
     axes.spines["bottom"].set_visible(False)
     worst = np.array([np.nanmax(load) if np.isfinite(load).any() else np.nan for load in loads.values()])
     for row in range(0, rows, every):
-        axes.annotate(f"{worst[row]:.2f}×", (columns - 0.5, row), (5, 0), textcoords="offset points",
+        text = f"{worst[row]:.2f}×" if math.isfinite(worst[row]) else "–"
+        axes.annotate(text, (columns - 0.5, row), (5, 0), textcoords="offset points",
                       va="center", color=COLOR["muted"], annotation_clip=False)  # fmt: skip
     axes.annotate("max", (1, 1), (5, 8), xycoords="axes fraction", textcoords="offset points",
                   va="baseline", color=COLOR["muted"])  # fmt: skip
-    ramp = np.linspace(-math.log2(span), math.log2(span), 101)[None]
-    key.imshow(_tint(2**ramp, span), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
-    key.set_xticks([0, 0.5, 1], [f"{1 / span:.2g}× the mean", "the mean", f"{span:.2g}×"])
+    ramp = np.linspace(-math.log2(SPAN), math.log2(SPAN), 101)[None]
+    key.imshow(_tint(2**ramp), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
+    key.set_xticks([0, 0.5, 1], [f"{1 / SPAN:g}× or less", "the mean", f"{SPAN:g}× or more"])
+    left, _, right = key.get_xticklabels()
+    left.set_horizontalalignment("left")
+    right.set_horizontalalignment("right")
     key.set_yticks([])
     key.tick_params(length=0)
     key.spines[:].set_color(COLOR["grid"])
@@ -83,8 +97,6 @@ def draw_load(figure: "Figure", run: Run) -> None:
 
 def caption_load(run: Run) -> str:
     loads = {layer: load for layer, load in recent_load(run).items() if np.isfinite(load).any()}
-    if not loads:
-        return "No expert has received a token yet."
     worst = max(loads, key=lambda layer: loads[layer].max())
     idle = sum(int((load == 0).sum()) for load in loads.values())
     unused = f" {idle} expert{'s' * (idle != 1)} received no token." if idle else " Every expert received tokens."
@@ -117,8 +129,6 @@ def caption_balance(run: Run) -> str:
     _, ratios = _balance(run)
     every = np.stack([smooth(ratio) for ratio in ratios.values()])
     known = every[:, np.isfinite(every).any(0)]
-    if not known.size:
-        return "No expert has received a token yet."
     later = f" at first and {np.nanmax(known[:, -1]):.2f}× at the last" if known.shape[1] > 1 else ""
     return (
         f"The maximum expert load of the least balanced layer was {np.nanmax(known[:, 0]):.2f}× the mean{later}"
@@ -138,17 +148,10 @@ def _max_over_mean(counts: list[int]) -> float:
     return max(counts) * len(counts) / sum(counts) if sum(counts) else math.nan
 
 
-def _span(shares: Floats) -> float:
-    """The smallest round factor s so that nearly all shares lie within 1/s and s."""
-    known = shares[np.isfinite(shares) & (shares > 0)]
-    needed = 2 ** np.quantile(np.abs(np.log2(known)), 0.98) if known.size else 1.0
-    return next((span for span in (1.25, 1.5, 2.0, 4.0) if span >= needed), 8.0)
-
-
-def _tint(shares: Floats, span: float) -> Floats:
+def _tint(shares: Floats) -> Floats:
     """RGBA colors [..., 4]: orange above the mean, blue below, transparent at the mean."""
     with np.errstate(divide="ignore"):
-        deviation = np.clip(np.log2(shares) / math.log2(span), -1, 1)
+        deviation = np.clip(np.log2(shares) / math.log2(SPAN), -1, 1)
     color = np.where(deviation[..., None] > 0, ABOVE, BELOW)
     return np.concatenate([color, np.nan_to_num(np.abs(deviation))[..., None]], axis=-1)
 

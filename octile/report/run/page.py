@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFigure:
-    """A figure of the run page. It exists for a run that recorded a value under one of `keys`. Sizes are in pixels."""
+    """A figure of the run page, with its size in pixels.
+
+    It is drawn for a run that recorded a finite value under one of `keys`, and for which `has_points` is true.
+    """
 
     title: str
     keys: tuple[str, ...]
@@ -31,12 +34,14 @@ class RunFigure:
     caption: Callable[[Run], str]
     width: int
     height: int
+    has_points: Callable[[Run], bool] = lambda run: True
 
     def exists(self, run: Run) -> bool:
-        """Whether the run recorded what the figure shows."""
+        """Whether the run recorded what the figure shows, so that the figure is not empty."""
         records = (*run.training, *run.validation, *run.experts, *run.tile_scales)
         values = (record[key] for record in records for key in self.keys if key in record)
-        return any(isinstance(value, dict) or math.isfinite(as_float(value)) for value in values)
+        recorded = any(isinstance(value, dict) or math.isfinite(as_float(value)) for value in values)
+        return recorded and self.has_points(run)
 
 
 FIGURES = {
@@ -47,12 +52,26 @@ FIGURES = {
     "schedule": RunFigure(
         "Scheduled values", tuple(curves.SCHEDULED), curves.draw_schedule, curves.caption_schedule, THIRD, 220
     ),
-    "gradient": RunFigure("Gradient norm", ("grad_norm",), curves.draw_gradient, curves.caption_gradient, THIRD, 220),
+    "gradient": RunFigure(
+        "Gradient norm",
+        ("grad_norm",),
+        curves.draw_gradient,
+        curves.caption_gradient,
+        THIRD,
+        220,
+        curves.has_gradient,
+    ),
     "throughput": RunFigure(
         "Throughput", ("tokens_per_s",), curves.draw_throughput, curves.caption_throughput, THIRD, 220
     ),
     "expert_load": RunFigure(
-        "Expert load", ("expert_load",), experts_and_scales.draw_load, experts_and_scales.caption_load, HALF, 290
+        "Expert load",
+        ("expert_load",),
+        experts_and_scales.draw_load,
+        experts_and_scales.caption_load,
+        HALF,
+        290,
+        experts_and_scales.has_load,
     ),
     "imbalance": RunFigure(
         "Expert balance",
@@ -61,9 +80,16 @@ FIGURES = {
         experts_and_scales.caption_balance,
         HALF,
         290,
+        experts_and_scales.has_load,
     ),
     "tile_scales": RunFigure(
-        "Tile scales", ("tile_scales",), experts_and_scales.draw_scales, experts_and_scales.caption_scales, WIDE, 230
+        "Tile scales",
+        ("tile_scales",),
+        experts_and_scales.draw_scales,
+        experts_and_scales.caption_scales,
+        WIDE,
+        230,
+        experts_and_scales.has_scales,
     ),
 }
 PHONE_HEIGHT = {"loss": 300, "tile_scales": 420}
@@ -196,6 +222,8 @@ def _notices(run: Run) -> list[str]:
         notices.append(text[0].upper() + text[1:])
     if not run.training:
         notices.append("No training step has been recorded yet.")
+    if run.experts and not experts_and_scales.has_load(run):
+        notices.append("No expert has received a token.")
     if run.unreadable_lines:
         lines = "1 line" if run.unreadable_lines == 1 else f"{run.unreadable_lines:,} lines"
         notices.append(f"{lines} of metrics.jsonl could not be read and are not included here.")

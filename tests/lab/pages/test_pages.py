@@ -17,11 +17,13 @@ from octile.lab.pages.real_tensors_figures import (
     describe_flushed,
     describe_int8,
     describe_underflow,
+    draw_int8,
 )
 from octile.lab.real_tensors import real_tensors
-from octile.report.style import drawing
+from octile.report.style import PHONE, drawing
 from octile.report.svg import make_chart
 from tests.report.conftest import read_page
+from tests.report.layout import faults, faults_of_pages, signed_zeros
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,29 @@ def test_every_figure_is_drawn_for_wide_and_narrow_screens(page):
     pictures = [attributes for tag, attributes in page.elements if tag == "svg"]
     assert len(pictures) == 2 * len(PICTURES)
     assert all(attributes.get("aria-label") for attributes in pictures)
+
+
+def test_the_texts_of_figures_do_not_touch(tensors, tmp_path, monkeypatch):
+    found = faults_of_pages(monkeypatch)
+    write_formats_page(tmp_path / "formats.html", tensors)
+    assert found == []
+
+
+def test_the_number_of_ticks_follows_the_width(monkeypatch):
+    share = np.full(24, 1 / 24)
+    errors = {"e4m3": np.linspace(0, 1, 24), "int8": np.linspace(0, 1, 24)}
+    data = Int8AgainstE4M3("a", share, errors, {"a": (0.0, 0.1)}, {"a": (30.0, 40.0)})
+    with drawing(PHONE, 400) as figure:
+        draw_int8(figure, data)
+        assert faults(figure) == []
+
+
+def test_the_page_says_what_snr_is(page):
+    assert "SNR is the signal-to-noise ratio in dB" in page.words
+
+
+def test_zeros_have_no_sign(page):
+    assert signed_zeros(page.words) == []
 
 
 def test_the_page_names_the_source_of_its_tensors(page):

@@ -103,6 +103,28 @@ def test_the_worst_cell_is_the_deepest():
     assert 0 not in alpha[1]  # there is no figure
 
 
+def shades(heat):
+    """The colors of a heat map's cells by their text, and the texts of its legend."""
+    with drawing(400, 200) as figure:
+        draw_heat(figure, heat, "SNR")
+        cells, key = figure.axes
+        colors = {text.get_text(): patch.get_alpha() for text, patch in zip(cells.texts, cells.patches, strict=True)}
+        return colors, [label.get_text() for label in key.get_xticklabels()]
+
+
+def test_a_color_means_the_same_snr_in_every_heat_map():
+    narrow, _ = shades(Heat(["a"], ["fprop", "wgrad"], [[30.0, 30.1]]))
+    wide, _ = shades(Heat(["a"], ["fprop", "wgrad"], [[30.0, 5.0]]))
+    assert narrow["30.0"] == wide["30.0"]
+    assert abs(narrow["30.0"] - narrow["30.1"]) < 0.01
+
+
+def test_a_heat_map_has_a_legend_with_the_ends_of_its_scale():
+    colors, legend = shades(Heat(["a"], ["1", "2", "3", "4"], [[-3.0, 10.0, 40.0, 60.0]]))
+    assert legend == ["10 dB or less", "40 dB or more", "25 dB"]
+    assert colors["-3.0"] == colors["10.0"] > colors["40.0"] == colors["60.0"]
+
+
 SIZE = np.ones((4, 6))
 SIZE[0, 2], SIZE[3, 2], SIZE[3, 5] = 500.0, 300.0, 2.0
 
@@ -110,7 +132,7 @@ SIZE[0, 2], SIZE[3, 2], SIZE[3, 5] = 500.0, 300.0, 2.0
 def test_the_position_of_the_largest_value_is_reported():
     caption = outliers_figures.describe_map(Map("up", SIZE, ["first token", ".", "newline", "other tokens"], 100.0))
     assert "500 times the median, in channel 2 of token 0 (first token)" in caption
-    assert "Channels 2 hold 100% of the 2 dots" in caption
+    assert "Channel 2 holds 100% of the 2 dots" in caption
 
 
 def without(kind, massive, output, others):

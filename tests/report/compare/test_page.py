@@ -2,15 +2,17 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from octile.report import write_compare_report
+from octile.report import read_result, write_compare_report
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.report.compare.outcome_figure import caption_outcomes
 from tests.report.compare.test_compare import compared, curve
 from tests.report.compare.test_file import complete_result
 from tests.report.conftest import read_page
+from tests.report.layout import faults_of_pages, signed_zeros
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +71,38 @@ def test_the_caption_mentions_intervals_only_where_they_are_drawn(windows, said)
     result = compared(curve("deepseek_v3", 3.003, window_loss=windows))
     result = replace(result, bf16=replace(result.bf16, window_loss=windows))
     assert ("thin line" in caption_outcomes(result)) == said
+
+
+EXPERIMENTS = Path(__file__).parents[3] / "experiments"
+
+
+@pytest.mark.parametrize("result", [complete_result(), read_result(EXPERIMENTS / "tiny" / "compare.json")])
+def test_the_texts_of_figures_do_not_touch(tmp_path, monkeypatch, result):
+    found = faults_of_pages(monkeypatch)
+    write_compare_report(tmp_path, result)
+    assert found == []
+
+
+def test_zeros_have_no_sign(tmp_path):
+    equal = curve("deepseek_v3", 2.99999)
+    page = read_page(write_compare_report(tmp_path, replace(complete_result(), recipes=(equal,))))
+    assert signed_zeros(page.words) == []
+
+
+def test_a_figure_without_points_is_not_drawn(tmp_path):
+    result = complete_result()
+    check = GradientCheck("deepseek_v3", 0, 3, (WeightGradient("lm_head.weight", math.nan, math.nan, 1.0),))
+    rare = replace(result.tokens[0], tokens=0, worst=(), best=())
+    page = read_page(write_compare_report(tmp_path, replace(result, gradients=(check,), tokens=(rare,))))
+    assert "Angle of" not in page.words
+    assert "Tokens under" not in page.words
+    assert "worst token" not in page.words
+
+
+def test_one_worst_token_is_in_the_singular(page):
+    assert "The worst token in numbers" in page.words
+
+
+def test_every_plus_minus_is_explained(page):
+    assert page.words.count("mean ± standard error") == 2  # by position, by frequency
+    assert page.words.count("(nats, ± standard error)") == 2

@@ -9,7 +9,7 @@ import pytest
 from octile.report import CompareResult, Curve, verdict_sentence
 from octile.report.compare.curves_figure import caption_compare, draw_compare
 from octile.report.compare.outcome_figure import draw_outcomes
-from octile.report.compare.summary import seeds_note
+from octile.report.compare.summary import notes, seeds_note
 from octile.report.compare.tables import outcome_rows
 from octile.report.style import WIDE, drawing
 
@@ -59,6 +59,36 @@ def test_pairing_by_seed_removes_the_variance_between_seeds():
 def test_the_verdict_is_unsure_where_the_interval_crosses_the_bar(gaps, verdict):
     result = compared(seeds("bf16", 2.0, 2.0, 2.0), *seeds("a", *(2 * (1 + gap) for gap in gaps)))
     assert result.outcome("a").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("gaps", "steps", "is_green"),
+    [
+        ((0.001, 0.0011, 0.0009), 100, True),
+        ((0.001, 0.0011, 0.0009), 3, False),
+        ((0.001, 0.004, -0.002), 100, False),
+        ((0.001,), 100, False),
+        ((0.010, 0.0101, 0.0099), 100, False),
+    ],
+    ids=["shown", "three steps", "interval over the bar", "one seed", "beyond the bar"],
+)
+def test_only_a_shown_outcome_is_green(gaps, steps, is_green):
+    bf16 = seeds("bf16", 2.0, 2.0, 2.0)
+    recipes = seeds("a", *(2 * (1 + gap) for gap in gaps))
+    result = compared([with_steps(c, steps) for c in bf16], *(with_steps(c, steps) for c in recipes))
+    (mood,) = (row["mood"] for row in outcome_rows(result) if row["name"].startswith("a"))
+    assert (mood == "good") == is_green
+
+
+def with_steps(of, steps):
+    """The same curve, with its validations spread over so many steps."""
+    return replace(of, val_steps=tuple(steps * (i + 1) // len(of.val_steps) for i in range(len(of.val_steps))))
+
+
+@pytest.mark.parametrize(("steps", "is_short"), [(3, True), (100, False)])
+def test_short_runs_are_noted(steps, is_short):
+    result = compared([with_steps(c, steps) for c in seeds("bf16", 2.0, 2.0)])
+    assert any("say nothing about a longer run" in note for note in notes(result)) == is_short
 
 
 def test_one_seed_gives_no_interval_and_the_note_says_so():

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from octile.report import save_figure, write_run_report
-from tests.report.conftest import complete_run, experts, read_page, training, validation, write_run
+from tests.report.conftest import complete_run, experts, read_page, tile_scales, training, validation, write_run
+from tests.report.layout import faults_of_pages, signed_zeros
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +220,49 @@ def test_values_that_change_during_the_run_are_drawn_and_named(make_run):
     assert "batch from 2 to 4 (last change at step 3)" in words
     assert "MTP weight from 0.3 to 0.1 (last change at step 3)" in words
     assert "γ from 0.001 to 0 (last change at step 4)" in words
+
+
+def many_experts(step):
+    return experts(step, **{f"L{layer}": [100 + 3 * e for e in range(64)] for layer in range(3, 61)})
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [complete_run(), [training(step, lr=0.0) for step in range(1, 30)], [training(1), many_experts(1), tile_scales(1)]],
+    ids=["complete", "no learning rate", "many experts"],
+)
+def test_the_texts_of_figures_do_not_touch(make_run, monkeypatch, metrics):
+    found = faults_of_pages(monkeypatch)
+    write_run_report(make_run(metrics))
+    assert found == []
+
+
+def test_zeros_have_no_sign(page):
+    assert signed_zeros(page.words) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "title"),
+    [
+        (experts(1, L1=[0, 0, 0]), "Expert load"),
+        (experts(1, L1=[0, 0, 0]), "Expert balance"),
+        ({"step": 1, "tile_scales": {"x": {"log2": [], "count": []}}}, "Tile scales"),
+        (training(1, grad_norm=0.0), "Gradient norm"),
+        (training(1, lr=math.nan), "Learning rate"),
+    ],
+)
+def test_a_figure_without_points_is_not_drawn(make_run, record, title):
+    page = read_page(write_run_report(make_run([training(1, grad_norm=0.0, lr=math.nan), record])))
+    assert title not in page.words
+
+
+def test_idle_experts_are_reported_without_a_figure(make_run):
+    page = read_page(write_run_report(make_run([training(1), experts(1, L1=[0, 0, 0])])))
+    assert "No expert has received a token." in page.words
+
+
+@pytest.mark.parametrize("loads", [[100, 100, 100, 100], [10, 390, 0, 0]])
+def test_the_legend_of_expert_loads_is_the_same_for_every_run(make_run, loads):
+    page = read_page(write_run_report(make_run([training(1), experts(1, L1=loads)])))
+    assert "0.25× or less" in page.words
+    assert "4× or more" in page.words
