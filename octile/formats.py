@@ -270,6 +270,8 @@ GEMM_FORMATS = ("e4m3", "e5m2", "int8")  # those of a GEMM's operands; E5M6 is d
 TILE: tuple[int, int] = (1, 128)  # one token, 128 channels
 COLUMN_TILE: tuple[int, int] = (128, 1)  # 128 tokens, one channel
 BLOCK: tuple[int, int] = (128, 128)  # of a weight
+MX_TILE: tuple[int, int] = (1, 32)  # of the OCP Microscaling formats, and along the rows for wgrad
+MX_COLUMN_TILE: tuple[int, int] = (32, 1)
 
 _ALL: tuple[FloatFormat | IntFormat, ...] = (E4M3, E5M2, E5M6, E2M1, UE8M0, FP16, BF16, FP32, INT8)
 by_name: dict[str, FloatFormat | IntFormat] = {f.name: f for f in _ALL}

@@ -13,7 +13,8 @@ A recipe also says what a block saves for backward besides the inputs of its lin
 quantized form (`docs/data_flow.md`).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3; FP8-LM (arXiv 2310.18313) and its code, MS-AMP; Smooth-SwiGLU (arXiv
-2409.12517); NVIDIA's hybrid formats (arXiv 2209.05433), and delayed scaling as in Transformer Engine.
+2409.12517); NVIDIA's hybrid formats (arXiv 2209.05433), delayed scaling as in Transformer Engine, and MXFP8 (arXiv
+2506.08027).
 """
 
 from __future__ import annotations
@@ -28,7 +29,19 @@ from typing import Any, Literal
 
 import torch
 
-from octile.formats import BLOCK, COLUMN_TILE, E4M3, E5M2, E5M6, INT8, TILE, FloatFormat, IntFormat
+from octile.formats import (
+    BLOCK,
+    COLUMN_TILE,
+    E4M3,
+    E5M2,
+    E5M6,
+    INT8,
+    MX_COLUMN_TILE,
+    MX_TILE,
+    TILE,
+    FloatFormat,
+    IntFormat,
+)
 
 Extent = int | None  # the size of a block along one dimension of a matrix; None: the whole dimension
 ScaleRule = Literal["float32", "power_of_2"]
@@ -92,7 +105,9 @@ class GemmFormats:
     Attributes:
         x, w: operands of fprop. The quantized x is what is saved for backward.
         dy: the gradient operand of dgrad; dgrad's other operand is fprop's `w`.
-        wgrad_x, wgrad_dy: operands of wgrad. `wgrad_x` is requantized from the saved `x`, not from the original.
+        wgrad_x, wgrad_dy: operands of wgrad.
+        requantizes_x: whether `wgrad_x` is requantized in backward from the saved `x`; otherwise it is quantized in
+            forward from the original, and saved instead of `x`.
 
     Raises:
         ValueError: a delayed scale where wgrad's formats differ: a layer has no amax history for them.
@@ -103,6 +118,7 @@ class GemmFormats:
     dy: OperandFormat
     wgrad_x: OperandFormat
     wgrad_dy: OperandFormat
+    requantizes_x: bool = True
 
     @cached_property
     def routed_dy(self) -> tuple[OperandFormat, OperandFormat]:
@@ -375,6 +391,20 @@ class Recipe:
         return cls("smooth_swiglu", cls.delayed().formats, has_smooth_swiglu=True)
 
     @classmethod
+    def mxfp8(cls) -> Recipe:
+        """NVIDIA's recipe for Blackwell: E4M3 in OCP's MXFP8, 32 values with a power of two, rounded up, as scale.
+
+        The 32 values of every operand lie along the dimension that its GEMM sums over. What two GEMMs read in two
+        directions, inputs, weights and output gradients, is quantized twice from the original. Hopper's tensor cores do
+        not read these scales, so that the GEMMs are emulated in FP16 with FP32 sums, which is slower than BF16.
+
+        Source: OCP Microscaling Formats v1.0; "Recipes for pre-training LLMs with MXFP8" (arXiv 2506.08027).
+        """
+        row, column = OperandFormat(E4M3, MX_TILE, "power_of_2"), OperandFormat(E4M3, MX_COLUMN_TILE, "power_of_2")
+        formats = GemmFormats(x=row, w=row, dy=row, wgrad_x=column, wgrad_dy=column, requantizes_x=False)
+        return cls("mxfp8", formats)
+
+    @classmethod
     def int8_tiles(cls) -> Recipe:
         """`deepseek_v3` in INT8: the same tiles, evenly spaced values."""
         return cls("int8_tiles", _fine_grained(INT8, INT8), **_saved(INT8))
@@ -394,6 +424,7 @@ class Recipe:
             "fp16_loss_scaling",
             "fp8_lm",
             "smooth_swiglu",
+            "mxfp8",
             "int8_tiles",
         )
 

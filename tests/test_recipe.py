@@ -1,6 +1,6 @@
 """Tests of recipes and recipe files; tests/nn/test_linear.py tests what they compute."""
 
-from dataclasses import FrozenInstanceError, astuple, fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from itertools import combinations
 
 import pytest
@@ -21,6 +21,7 @@ PUBLISHED = (
     "fp16_loss_scaling",
     "fp8_lm",
     "smooth_swiglu",
+    "mxfp8",
     "int8_tiles",
 )
 
@@ -81,11 +82,20 @@ def test_deepseek_v3_tiles_tokens_forward_and_channels_for_the_weight_gradient()
 
 
 def _operand_formats(recipe: Recipe) -> list[OperandFormat]:
-    return [getattr(recipe.formats, field.name) for field in fields(GemmFormats)]
+    return [
+        value
+        for field in fields(GemmFormats)
+        if isinstance(value := getattr(recipe.formats, field.name), OperandFormat)
+    ]
 
 
-def test_deepseek_v3_is_e4m3_everywhere():
-    assert {cast.fmt for cast in _operand_formats(Recipe.deepseek_v3())} == {E4M3}
+@pytest.mark.parametrize("name", ["deepseek_v3", "mxfp8"])
+def test_e4m3_everywhere(name):
+    assert {cast.fmt for cast in _operand_formats(Recipe.named(name))} == {E4M3}
+
+
+def test_mxfp8_requantizes_nothing():
+    assert [name for name in Recipe.names() if (f := Recipe.named(name).formats) and not f.requantizes_x] == ["mxfp8"]
 
 
 def test_what_is_requantized_has_powers_of_2_for_scales():
@@ -107,8 +117,8 @@ def test_one_scale_a_tensor(name):
 
 def test_int8_tiles_are_those_of_deepseek_v3():
     assert {cast.fmt for cast in _operand_formats(Recipe.int8_tiles())} == {INT8}
-    for ours, theirs in zip(astuple(Recipe.int8_tiles().formats), astuple(Recipe.deepseek_v3().formats), strict=True):
-        assert ours[1:] == theirs[1:]
+    for ours, theirs in zip(*map(_operand_formats, (Recipe.int8_tiles(), Recipe.deepseek_v3())), strict=True):
+        assert replace(ours, fmt=E4M3) == theirs
 
 
 WINDOWS = {"delayed": 16, "smooth_swiglu": 16, "fp8_lm": 16, "hybrid_delayed": 1024}

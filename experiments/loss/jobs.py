@@ -34,11 +34,13 @@ Group = Literal[
 TRUNK = 0.4  # the share of a run's steps that its trunk takes
 BILLION, LONG, CORE, SHORT, RATE = 1e9, 300e6, 100e6, 40e6, 12e6  # tokens
 ABLATIONS = (  # the slowest first
+    "mxfp8",
     "no_promotion",
     "smooth_swiglu",
     "fp8_lm",
     "fp16_loss_scaling",
     "delayed",
+    "hybrid_delayed",
     "int8_tiles",
     "per_tensor",
     "hybrid_e5m2",

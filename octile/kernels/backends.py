@@ -163,6 +163,7 @@ def choices() -> dict[str, tuple[str, str]]:
     if why_not_hopper is None:
         unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
         why = f"sm_90 has its own kernels; calls that they do not support run in Triton: {unsupported}"
+        why += "; so do GEMMs in blocks of 32 (mxfp8), emulated in FP16"
         chosen |= dict.fromkeys((*GEMMS, *QUANTIZATIONS), ("CUDA C++", why))
     elif torch.cuda.get_device_capability() == (9, 0):
         why = f"Hopper's kernels cannot be used: {why_not_hopper}"
@@ -180,5 +181,6 @@ def _portable_kernels() -> tuple[str, str]:
     if find_spec("triton") is None:
         return "none", 'Triton is not installed: pip install "octile[cuda]"'
     if (major, minor) >= (8, 9):
-        return "Triton", f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128 along K"
+        why = f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128 along K"
+        return "Triton", f"{why}; GEMMs in blocks of 32 (mxfp8) are emulated in FP16"
     return "Triton", f"sm_{major}{minor} has no FP8 tensor cores: operands are converted to FP16, exactly"

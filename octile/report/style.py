@@ -52,6 +52,7 @@ _RECIPE_STYLES = {
     "fp16_loss_scaling": ("cyan", "--"),
     "fp8_lm": ("purple", "--"),
     "smooth_swiglu": ("olive", "-."),
+    "mxfp8": ("green", "--"),
     "int8_tiles": ("brown", "-."),
 }
 

@@ -88,9 +88,9 @@ class TrainConfig:
 
     Attributes:
         preset: where the defaults come from: tiny (two CPU cores), small (one GPU), v2_lite_16b, v2_236b, v3_671b.
-        recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_delayed,
-            hybrid_e5m2, global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu or int8_tiles; or a .toml file with
-            exceptions for single layers.
+        recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_delayed, hybrid_e5m2,
+            global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8 or int8_tiles; or a .toml file with exceptions
+            for single layers.
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), or stdlib: the source of Python's library.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
@@ -27,7 +29,7 @@ every_recipe = pytest.mark.parametrize("name", Recipe.names())
 every_quantized_recipe = pytest.mark.parametrize("name", QUANTIZED_RECIPES)
 every_dtype = pytest.mark.parametrize("name", HIGH_PRECISION_RECIPES)
 
-Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w, dy, and x, dy as wgrad takes them
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w; w, dy of dgrad; x, dy of wgrad
 Format = FloatFormat | IntFormat
 
 
@@ -68,9 +70,11 @@ def tiles(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor
 
     def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
         kept_x = quantize(x, (1, 128), forward, "power_of_2").dequantize()
+        w = quantize(w, (128, 128), forward).dequantize()
         return (
             kept_x,
-            quantize(w, (128, 128), forward).dequantize(),
+            w,
+            w,
             quantize(dy, (1, 128), backward).dequantize(),
             quantize(kept_x, (128, 1), forward, "power_of_2").dequantize(),
             quantize(dy, (128, 1), backward).dequantize(),
@@ -87,7 +91,7 @@ def tensors(
     def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
         x, w = (quantize(t, (None, None), forward, scale).dequantize() for t in (x, w))
         dy = quantize(dy, (None, None), backward, scale).dequantize()
-        return x, w, dy, x, dy
+        return x, w, w, dy, x, dy
 
     return operands
 
@@ -98,14 +102,23 @@ def delayed(backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
     def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
         tensors = ((x, E4M3), (w, E4M3), (dy, backward))
         x, w, dy = (quantize(t.reshape(1, -1), (None, None), fmt).dequantize().view_as(t) for t, fmt in tensors)
-        return x, w, dy, x, dy
+        return x, w, w, dy, x, dy
 
     return operands
 
 
 def quantize_unscaled(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
     x, w, dy = E4M3.round(x), E4M3.round(w), E5M2.round(dy)
-    return x, w, dy, x, dy
+    return x, w, w, dy, x, dy
+
+
+def mxfp8(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
+    """Each operand from the original, in 32 values along the dimension that the GEMM sums over."""
+
+    def along(rows: int, columns: int, t: Tensor) -> Tensor:
+        return quantize(t, (rows, columns), E4M3, "power_of_2").dequantize()
+
+    return along(1, 32, x), along(1, 32, w), along(32, 1, w), along(1, 32, dy), along(32, 1, x), along(32, 1, dy)
 
 
 SLOW = {
@@ -117,6 +130,7 @@ SLOW = {
     "global_scale": quantize_unscaled,
     "delayed": delayed(E4M3),
     "hybrid_delayed": delayed(E5M2),
+    "mxfp8": mxfp8,
     "smooth_swiglu": delayed(E4M3),  # what it smooths belongs to SwiGLU
 }
 
@@ -147,7 +161,7 @@ def test_fprop_equals_the_slow_definition(name, x, w, dy):
 def test_dgrad_equals_the_slow_definition(name, x, w, dy):
     recipe = Recipe.named(name)
     linear(x, w, None, recipe, history_of(recipe)).backward(dy)
-    _, slow_w, slow_dy, *_ = SLOW[name](x, w, dy)
+    _, _, slow_w, slow_dy, *_ = SLOW[name](x, w, dy)
     assert_gemm(x.grad, slow_dy, slow_w)
 
 
@@ -202,7 +216,7 @@ def test_fprop_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
 def test_dgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
-    _, slow_w, slow_dy, *_ = SLOW[name](x, w_GNK, dy)
+    _, _, slow_w, slow_dy, *_ = SLOW[name](x, w_GNK, dy)
     for dx_g, dy_g, w_g in zip(parts(x.grad), parts(slow_dy), slow_w, strict=True):
         assert_gemm(dx_g, dy_g, w_g)
 
@@ -288,6 +302,26 @@ def test_per_tensor_recipes_quantize_every_operand_once(name, backward, x, w, dy
         "w": (E4M3, 1),
         "dy": (backward, 1),
     }
+
+
+def test_mxfp8_has_32_values_and_a_power_of_2_in_a_block(x, w, dy):
+    seen = quantized_operands("mxfp8", x, w, dy)
+    assert {operand: (q.fmt, q.block, is_power_of_2(q.scale)) for operand, q in seen.items()} == {
+        "x": (E4M3, (1, 32), True),
+        "w": (E4M3, (1, 32), True),
+        "dy": (E4M3, (1, 32), True),
+        "wgrad_x": (E4M3, (32, 1), True),
+        "wgrad_dy": (E4M3, (32, 1), True),
+    }
+
+
+@given(st.integers(0, 2**31), st.integers(-100, 100))
+def test_mxfp8s_scales_are_the_smallest_powers_of_2_that_let_no_value_saturate(seed, exponent):
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    scale = quantized_operands("mxfp8", x.requires_grad_(), torch.ones(2, 96), torch.zeros(3, 2))["x"].scale.double()
+    amax = x.double().unflatten(1, (3, 32)).abs().amax(-1)
+    assert (amax <= 448 * scale).all()
+    assert (amax > 448 * scale / 2).all()
 
 
 def test_the_gradient_is_quantized_only_for_the_gemms_that_run(x, w, dy):

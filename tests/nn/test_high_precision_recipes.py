@@ -8,7 +8,7 @@ from octile.recipe import GEMMS, Recipe
 
 T, K, N = 40, 72, 24
 COUNTS = [16, 0, 20]  # four rows are left over
-QUANTIZED_RECIPES = ["deepseek_v3", "per_tensor", "hybrid_e5m2", "int8_tiles"]
+QUANTIZED_RECIPES = ["deepseek_v3", "per_tensor", "hybrid_e5m2", "mxfp8", "int8_tiles"]
 
 
 def results(recipe: Recipe, experts: bool, main_grad: bool = False) -> dict[str, torch.Tensor]:

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from octile.formats import BLOCK, COLUMN_TILE, TILE
+from octile.formats import BLOCK, COLUMN_TILE, MX_COLUMN_TILE, MX_TILE, TILE
 from octile.kernels.cuda.gemm.config import Schedule
-from octile.kernels.cuda.gemm.request import GemmRequest, Operand
+from octile.kernels.cuda.gemm.request import Block, GemmRequest, Operand
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
 from octile.kernels.triton.device import DeviceProperties, assume_device
@@ -81,9 +81,11 @@ def _cases() -> dict[str, Callable[[], object]]:
     rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
     ragged = _empty(700, 1000, dtype=fp32)  # elements of such a layout are loaded one by one
 
-    def dense(block: tuple[int, int], dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False) -> None:
+    def dense(
+        block: Block, dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False, of_x: Block = TILE
+    ) -> None:
         out = _empty(m, n, dtype=fp32 if accumulate else bf16)
-        operands = Operand(*_operand(m, k, TILE, dtype)), Operand(*_operand(n, k, block, dtype))
+        operands = Operand(*_operand(m, k, of_x, dtype)), Operand(*_operand(n, k, block, dtype))
         matmul.launch(GemmRequest(Schedule.DENSE, *operands, out.dtype, out, None, accumulate))
 
     def with_sizes(schedule: Schedule, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> GemmRequest:
@@ -151,6 +153,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
         "x · wᵀ INT8": lambda: dense(BLOCK, INT8, k),
         "dyᵀ · x": lambda: dense(TILE, E4M3, t, accumulate=True),
+        "x · wᵀ MXFP8": lambda: dense(MX_TILE, E4M3, k, of_x=MX_TILE),
         "grouped, ragged K": lambda: grouped.launch(
             with_sizes(Schedule.GROUPED, _operand(t, 10944, TILE), _operand(n, 10944, BLOCK, E4M3, groups), bf16)
         ),
@@ -159,6 +162,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "grouped dyᵀ · x": lambda: grouped.launch_wgrad(
             with_sizes(Schedule.ALONG_K, _operand(t, n, COLUMN_TILE), _operand(t, k, COLUMN_TILE), fp32)
+        ),
+        "grouped dyᵀ · x MXFP8": lambda: grouped.launch_wgrad(
+            with_sizes(Schedule.ALONG_K, _operand(t, n, MX_COLUMN_TILE), _operand(t, k, MX_COLUMN_TILE), fp32)
         ),
         "Hopper's tensor core, FP8": lambda: modeled(fp32, 32, 13),
         "Hopper's tensor core, BF16": lambda: modeled(torch.float64, 16, 25),

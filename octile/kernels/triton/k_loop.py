@@ -5,6 +5,9 @@ Hopper's FP8 tensor cores keep 13 fraction bits of the accumulator, so a long su
 therefore starts from zero and sums at most 128 products on the tensor cores; its result is scaled and added to an FP32
 accumulator (promotion). Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.
 
+Blocks of 32, as in MXFP8, are for tensor cores that read their scales and keep 25 fraction bits. Those are emulated:
+operands are converted to FP16, exactly, and the FP16 tensor cores, which keep 25 bits, sum each k-block.
+
 All GEMMs have the form a[M, K] · b[N, K]ᵀ; wgrad takes transposed views, with tokens as K. Both operands must be
 contiguous along K (`layout.to_k_major`). A k-block must lie within one block of the scales along K, so that it needs
 one scale per row.
@@ -12,6 +15,7 @@ one scale per row.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,18 +51,24 @@ def choose_tile(
             f"but a has {tuple(a_block)} and b {tuple(b_block)}"
         )
     rows = b_block[0]
+    gpu = replace(gpu, fp8=_is_native(block_k, gpu))
     return tile(m, n, num_gemms, block_k, rows >= n or rows % MAX_TILE_N == 0, gpu)
 
 
 def operand_arguments(a: Operand, b: Operand, block_k: int, gpu: DeviceProperties) -> dict[str, Any]:
     """The kernel arguments of both operands, [M, K] and [N, K] or with a leading dimension of groups: `a…`, `b…`, `K`.
 
-    Data stays FP8 if the tensor cores multiply FP8; otherwise the kernels take encoded values as integers.
+    Data stays FP8 if the FP8 tensor cores multiply it; otherwise the kernels take encoded values as integers.
     """
-    fp8 = gpu.fp8 and torch.int8 not in (a.data.dtype, b.data.dtype)
+    fp8 = _is_native(block_k, gpu) and torch.int8 not in (a.data.dtype, b.data.dtype)
     k = padded(a.data.shape[-1])
     both = _operand_arguments("a", a, block_k, fp8) | _operand_arguments("b", b, block_k, fp8)
     return both | {"K": k, "MASK_K": k % block_k != 0}
+
+
+def _is_native(block_k: int, gpu: DeviceProperties) -> bool:
+    """Whether FP8 tensor cores multiply such k-blocks; shorter ones than theirs are emulated."""
+    return gpu.fp8 and block_k == MAX_BLOCK_K
 
 
 def _operand_arguments(name: str, operand: Operand, block_k: int, fp8: bool) -> dict[str, Any]:

@@ -92,19 +92,23 @@ class QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         formats, in_high_precision, compute = recipe.formats, recipe.high_precision, recipe.compute
         assert formats is not None
-        x = compute_once(
-            None if formats.is_delayed else shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history)
-        )
+        shared = None if formats.is_delayed else shared
+        x = compute_once(shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history))
         weights = quantize_weight(weight, formats.w, history, can_cache_weight, needs_dgrad)
         w, dgrad_w = weights.w, weights.w_t.mT
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.weights = weights if can_cache_weight else None  # the cache holds them: nothing more to save
-        saved_x = (x.data, x.scale) if w_has_gradient and "wgrad" not in in_high_precision else (None, None)
+        saves_x, of_wgrad = w_has_gradient and "wgrad" not in in_high_precision, x
+        if saves_x and not formats.requantizes_x:
+            of_wgrad = compute_once(
+                shared, formats.wgrad_x, lambda: quantize_operand(x_TK, formats.wgrad_x, "wgrad_x", history)
+            )
+        saved_x = (of_wgrad.data, of_wgrad.scale) if saves_x else (None, None)
         saved_w = (dgrad_w.data, dgrad_w.scale) if x_has_gradient and ctx.weights is None else (None, None)
         high_precision_x = x_TK.to(compute) if w_has_gradient and "wgrad" in in_high_precision else None
         high_precision_w = weight.to(compute) if x_has_gradient and "dgrad" in in_high_precision else None
         ctx.save_for_backward(*saved_x, *saved_w, high_precision_x, high_precision_w, offs)
-        ctx.blocks = x.block, dgrad_w.block
+        ctx.blocks = of_wgrad.block, dgrad_w.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
         a, b = (x, w) if "fprop" not in in_high_precision else (None, None)
@@ -131,7 +135,7 @@ class QuantizedLinear(torch.autograd.Function):
             dx = high_precision.nt(dy_TN.to(compute), high_precision_w.mT, offs).to(ctx.x_dtype)
         if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
-            if formats.wgrad_x != formats.x:
+            if formats.requantizes_x and formats.wgrad_x != formats.x:
                 x = requantize(x, formats.wgrad_x)
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)

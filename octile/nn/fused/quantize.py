@@ -71,7 +71,8 @@ def quantize_weight(
 def _quantize_one_layout(weight: Tensor, operand_format: OperandFormat) -> QuantizedWeight:
     w = _quantize(weight, operand_format)
     # a tile lies along the dimension that the GEMM sums over: the inputs in fprop, the outputs in dgrad
-    return QuantizedWeight(w, _quantize(weight.mT, operand_format) if operand_format.block == TILE else w.mT)
+    is_tiled = operand_format.block[0] == 1
+    return QuantizedWeight(w, _quantize(weight.mT, operand_format) if is_tiled else w.mT)
 
 
 def _quantize_both_layouts(weight: Tensor, operand_format: OperandFormat) -> QuantizedWeight:

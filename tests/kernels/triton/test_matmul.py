@@ -8,6 +8,8 @@ from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.triton import matmul
+from octile.kernels.triton.device import DeviceProperties
+from octile.kernels.triton.k_loop import choose_tile, operand_arguments
 from octile.ops import matmul as reference
 from octile.ops.quantize import quantize
 
@@ -46,10 +48,23 @@ def test_formats(formats: tuple[str, str]):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("b_block", [(1, 128), (128, 128), (1, 300), (150, 300), (64, 64), (1, 32)])
-@pytest.mark.parametrize("a_block", [(1, 128), (8, 128), (20, 300)])
+@pytest.mark.parametrize("a_block", [(1, 128), (8, 128), (20, 300), (1, 32)])
 def test_blocks_and_ragged_shapes(a_block: tuple[int, int], b_block: tuple[int, int]):
     torch.manual_seed(1)
     _assert_agrees(_operand(20, 300, a_block), _operand(150, 300, b_block))
+
+
+def test_blocks_of_32_are_emulated_on_fp16_tensor_cores(gpu: DeviceProperties):
+    operands = request.Operand(*_operand(8, 256, (1, 32))), request.Operand(*_operand(8, 256, (1, 32)))
+    tile = choose_tile(8, 8, 256, 1, (1, 32), (1, 32), gpu)
+    arguments = operand_arguments(*operands, tile["BLOCK_K"], gpu)
+    assert (arguments["a"].dtype, arguments["b"].dtype) == (torch.uint8, torch.uint8)
+
+
+def test_tiles_of_128_are_multiplied_by_fp8_tensor_cores_where_there_are_any(gpu: DeviceProperties):
+    operands = request.Operand(*_operand(8, 256, (1, 128))), request.Operand(*_operand(8, 256, (1, 128)))
+    arguments = operand_arguments(*operands, 128, gpu)
+    assert arguments["a"].dtype == (torch.float8_e4m3fn if gpu.fp8 else torch.uint8)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -22,8 +22,8 @@ def _assert_same(x: Tensor, block: tuple[int, int], fmt: str, power_of_2: bool =
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
     "block",
-    [(1, 128), (128, 1), (128, 128), (1, 200), (131, 200), (16, 32), (50, 70)],
-    ids=["tile", "column tile", "block", "row", "tensor", "small block", "no power of two"],
+    [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 200), (131, 200), (16, 32), (50, 70)],
+    ids=["tile", "column tile", "block", "MX", "MX column", "row", "tensor", "small block", "no power of two"],
 )
 def test_blocks_on_a_ragged_matrix(block: tuple[int, int], fmt: str):
     torch.manual_seed(1)
