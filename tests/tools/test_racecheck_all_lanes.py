@@ -1,5 +1,10 @@
 """The kernel that racecheck is given differs from the GEMM kernel only in who arrives at a stage's barriers."""
 
+import pytest
+
+from octile.kernels.cuda.gemm.config import GemmConfig
+from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.jit.compiler import Cubin
 from tools import racecheck_all_lanes
 
 
@@ -16,9 +21,52 @@ def test_every_lane_arrives():
 def test_every_lane_of_the_producer_arrives_after_it_wrote_block_scales():
     _, kernel = racecheck_all_lanes.find("producer.cuh", {})
     _, changed = racecheck_all_lanes.changed("producer.cuh", {})
-    assert "full[pipeline.stage].arrive()" not in kernel
-    assert changed.count("full[pipeline.stage].arrive()") == 2
+    assert "arrive_unless" not in kernel
+    assert changed.count("full[pipeline.stage].arrive_unless(elected)") == 2
 
 
 def test_other_files_stay_as_they_are():
     assert racecheck_all_lanes.changed("split_k.cuh", {}) == racecheck_all_lanes.find("split_k.cuh", {})
+
+
+CODE = ["LDS", "IADD3", "QGMMA.64x128x32.F32.E4M3.E4M3", "FFMA", "NOP", "SYNCS.ARRIVE.TRANS64", "LDG.E", "EXIT"]
+
+
+def cubin(registers=168, spill_bytes=0):
+    return Cubin(b"", registers, 0, spill_bytes, 0, 1.0, "nvrtc", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (CODE, ""),
+        (
+            ["LDS", "QGMMA.64x128x32.F32.E4M3.E4M3", "FFMA", *2 * ["SYNCS.ARRIVE.TRANS64"], "LDG.E", "UIADD3", "EXIT"],
+            "",
+        ),
+        ([CODE[2], CODE[0], *CODE[3:]], "accesses of shared memory, TMA copies or MMAs, or their order"),
+        ([*CODE, "STS"], "accesses of shared memory, TMA copies or MMAs, or their order; {} → {'STS': 1}"),
+        ([*CODE[:3], *CODE[4:]], "{'FFMA': 1} → {}"),
+    ],
+)
+def test_what_may_differ_in_the_variant(code: list[str], found: str):
+    assert racecheck_all_lanes.difference((cubin(), CODE), (cubin(), code)) == found
+
+
+def test_the_variant_takes_no_more_registers():
+    assert racecheck_all_lanes.difference((cubin(168), CODE), (cubin(169), CODE)) == "registers 168 → 169"
+    assert racecheck_all_lanes.difference((cubin(168), CODE), (cubin(167), CODE)) == ""
+    assert racecheck_all_lanes.difference((cubin(), CODE), (cubin(spill_bytes=8), CODE)) == "spill_bytes 0 → 8"
+
+
+def test_the_machine_code_of_a_kernel_and_of_its_variant(monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+    pytest.importorskip("triton")
+    pytest.importorskip("cuda.bindings.nvrtc")
+    config = GemmConfig(64, 16, 4, warpgroups=1, staged_boxes=1)
+    kernel = racecheck_all_lanes.instructions(config)
+    monkeypatch.setattr(specialize, "_find", racecheck_all_lanes.changed)
+    variant = racecheck_all_lanes.instructions(config)
+    assert kernel[1] != variant[1]
+    assert {"QGMMA", "UTMALDG", "LDS", "STS"} <= {mnemonic.split(".")[0] for mnemonic in kernel[1]}
+    assert racecheck_all_lanes.difference(kernel, variant) == ""

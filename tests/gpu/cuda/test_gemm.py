@@ -72,6 +72,10 @@ KERNELS = {  # including kernels that candidates.py seldom chooses
     ),
     "accumulating in bfloat16 by threads": GemmConfig(128, 128, 4, accumulate=True, store=Store.PAIRS),
 }
+REUSING_SLOTS = (  # kernels with 128×128 scales, one of each kind of pipeline
+    "128×128", "192×128, three warpgroups", "64×64, one warpgroup", "cluster along M", "ping-pong", "two accumulators",
+    "transposed",
+)  # fmt: skip
 OF_GROUPS = {  # kernels of rows in groups; where a group ends, 256×N tiles may be half tiles
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1, max_groups=32),
     "256×128": GemmConfig(256, 128, 3, staged_boxes=4, max_groups=32),
@@ -136,6 +140,7 @@ def _make(
     sizes: Tensor | None = None,
     accumulate: bool = False,
     config: GemmConfig | None = None,
+    num_sms: int | None = None,
 ) -> GemmConfig:
     """a · bᵀ into out of any strides, by the given kernel or by the chosen one; returns its configuration."""
     operands = [Operand(*x).mT if schedule is Schedule.ALONG_K else Operand(*x) for x in (a, b)]
@@ -143,7 +148,8 @@ def _make(
     request = make_tma_readable(
         GemmRequest(schedule, *operands, out.dtype, out, sizes, accumulate, zero_rest=zero_rest)
     )
-    made = plan_launch(request, Chip(torch.cuda.get_device_properties(0).multi_processor_count), config)
+    chip = Chip(num_sms or torch.cuda.get_device_properties(0).multi_processor_count)
+    made = plan_launch(request, chip, config)
     kernel = specialize.load("gemm", made.config.constants(), out.device, made.config.headers())
     _, pointers = launch_cache.launch_key(request)
     prepared = launch_cache.PreparedGemm(made, kernel)
@@ -227,6 +233,20 @@ def test_every_kind_of_kernel(name: str):
     before = guarded.out.double()
     _make(Schedule.DENSE, guarded.out, a, b, accumulate=config.accumulate, config=config)
     _check(guarded.out, _values(a), _values(b), before)
+    guarded.check()
+
+
+@pytest.mark.parametrize("name", REUSING_SLOTS)
+def test_slots_of_block_scales_are_reused(name: str):
+    """An SM computes several tiles of 38 k-blocks, one after the other; scales of neighboring k-blocks differ much."""
+    config, (m, n, k) = KERNELS[name], (300, 300, 128 * 37 + 64)
+    a, b = _operand((m, k), TILE, 0), _operand((n, k), BLOCK, 1)
+    data, scale, block = b
+    factors = torch.exp2(torch.randint(-6, 7, scale.shape, generator=torch.Generator().manual_seed(2)).float())
+    b = data, scale * factors.cuda(), block
+    guarded = _Guarded((m, n), torch.bfloat16)
+    _make(Schedule.DENSE, guarded.out, a, b, config=config, num_sms=2)
+    _check(guarded.out, _values(a), _values(b))
     guarded.check()
 
 

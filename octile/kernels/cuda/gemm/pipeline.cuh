@@ -34,10 +34,21 @@ constexpr int a = staging + config::warpgroups * config::staged_boxes * store_bo
 constexpr int b = a + stages * a_tile;
 constexpr int a_scale = b + stages * b_tile;
 constexpr int b_scale = a_scale + stages * a_scales;
-constexpr int scale_slots = 64;  // k-blocks whose 128×128 scales a pipeline holds; the producer writes 32 at a time
+constexpr int scale_slots = 64;  // k-blocks whose 128×128 scales a pipeline holds
+constexpr int scale_batch = 32;  // k-blocks whose scales the producer writes at a time, a lane each
 constexpr int block_scale = b_scale + stages * b_scales;
 constexpr int barriers = block_scale + (has_block_scales ? pipelines * scale_slots * 16 : 0);
-static_assert(config::stages <= scale_slots - 32, "scales of k-blocks in flight must not be overwritten");
+// Why the slots suffice. Count the k-blocks of a pipeline through all of its tiles; k-block p has slot p % scale_slots.
+// - The slot is written again for k-block p + scale_slots. The producer does that, at the earliest, when it begins the
+//   batch that ends there: at k-block p + scale_slots - scale_batch + 1.
+// - Before, it acquired the stage of k-block p + scale_slots - scale_batch. So the consumers had released the k-block
+//   that was in this stage before: p + scale_slots - scale_batch - stages.
+// - They release k-blocks in their order, each after all lanes have read its scales (consumer_release). So they have
+//   read those of p if that one is p or a later one, which is the assertion. (Stages that were never loaded need no
+//   acquire. As long as there are any, fewer k-blocks than stages were loaded, and no slot that was read is written.)
+// - A consumer with two accumulators begins a second k-block before it releases the first, so it holds two stages.
+static_assert(config::stages + scale_batch <= scale_slots, "scales of k-blocks in flight must not be overwritten");
+static_assert(config::accumulators <= config::stages, "a consumer must not wait for a stage that it holds itself");
 constexpr int c_barriers = barriers + 2 * stages * int(sizeof(ptx::Mbarrier));  // two for each warpgroup
 constexpr int last_split = c_barriers + (config::load_c ? 2 * config::warpgroups * int(sizeof(ptx::Mbarrier)) : 0);
 constexpr int groups = last_split + 4 * config::warpgroups;

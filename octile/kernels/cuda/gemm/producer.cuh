@@ -88,10 +88,10 @@ __device__ __forceinline__ void run_producer(
             };
 
             float2 next_scales = read_block_scales(0);
-            auto write_block_scales = [&](int k_block) {  // of the next 32 k-blocks, and reads those of the 32 after
+            auto write_block_scales = [&](int k_block) {  // of the next batch, and reads those of the one after
                 const uint32_t slot = (pipeline.scale_slot / 16 + ptx::lane_id()) % smem::scale_slots;
                 block_scales[slot] = make_float4(next_scales.x, next_scales.x, next_scales.y, next_scales.y);
-                next_scales = read_block_scales(k_block + 32);
+                next_scales = read_block_scales(k_block + smem::scale_batch);
                 __syncwarp();
             };
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void run_producer(
                 if (elected) pipeline.producer_commit();
 #pragma unroll 1
             for (; k_block < k_blocks; ++k_block, pipeline.advance()) {
-                if (k_block % 32 == 0 && k_block > 0) write_block_scales(k_block);
+                if (k_block % smem::scale_batch == 0 && k_block > 0) write_block_scales(k_block);
                 pipeline.producer_acquire();
                 __syncwarp();  // a lane that waits longer might miss the end of this phase, once the next one has ended
                 if (elected) {
