@@ -24,7 +24,7 @@ from octile.bench.timing import FLUSH_BYTES, seconds
 Calls = Mapping[str, Callable[[], object]]
 
 
-class Kernel(NamedTuple):
+class KernelRecord(NamedTuple):
     """A kernel, copy or memset in the profiler's record; times in µs."""
 
     name: str
@@ -56,7 +56,7 @@ def kernel_seconds(calls: Calls, rounds: int = 20) -> dict[str, float]:
     return {name: statistics.median(times[i :: len(calls)]) for i, name in enumerate(calls)}
 
 
-def seconds_between(kernels: Iterable[Kernel], marker: str, count: int) -> list[float]:
+def seconds_between(kernels: Iterable[KernelRecord], marker: str, count: int) -> list[float]:
     """Sum the kernel times after each marker, up to the next one, in seconds.
 
     Raises:
@@ -130,7 +130,7 @@ def wait_for_gpu(seconds: float = 10.0) -> None:
         time.sleep(1e-3)
 
 
-def record_kernels(work: Callable[[], object]) -> Sequence[Kernel]:
+def record_kernels(work: Callable[[], object]) -> Sequence[KernelRecord]:
     """Return the kernels, copies and memsets that `work` runs on the GPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -140,7 +140,7 @@ def record_kernels(work: Callable[[], object]) -> Sequence[Kernel]:
         work()
         torch.cuda.synchronize()
     return [
-        Kernel(event.name, event.time_range.start, event.time_range.elapsed_us())
+        KernelRecord(event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in record.events() or ()
         if event.device_type == DeviceType.CUDA
     ]

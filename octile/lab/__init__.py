@@ -26,7 +26,8 @@ Questions about a model or a capture:
 """
 
 from octile.lab.preflight import preflight
+from octile.lab.preflight_check import observe_step
 from octile.lab.telemetry import telemetry
 from octile.lab.tensor_core import tensor_core, tensor_core_matmul, tensor_core_scaled_matmul
 
-__all__ = ["preflight", "telemetry", "tensor_core", "tensor_core_matmul", "tensor_core_scaled_matmul"]
+__all__ = ["observe_step", "preflight", "telemetry", "tensor_core", "tensor_core_matmul", "tensor_core_scaled_matmul"]

@@ -22,7 +22,7 @@ INTERVALS = (32, 64, 128, 256, None)
 
 
 @dataclass(frozen=True)
-class Row:
+class AccumulationError:
     """The accumulation error of one GEMM, in units of the RMS of its exact result.
 
     Attributes:
@@ -51,7 +51,7 @@ def accumulate(
     rows: int = 256,
     columns: int = 256,
     seed: int = 0,
-) -> list[Row]:
+) -> list[AccumulationError]:
     """Run the experiment on GEMMs [rows, k] · [columns, k]ᵀ with per-tensor scaling.
 
     Raises:
@@ -66,7 +66,7 @@ def accumulate(
             exact = a.double() @ b.double().T
             for interval in intervals:
                 sums = tensor_core_matmul(a, b, arch=arch, promote_every=interval)
-                results.append(Row(k, kind, interval, *errors(sums, exact)))
+                results.append(AccumulationError(k, kind, interval, *errors(sums, exact)))
     return results
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octile.lab.operand_stats import Row, snr_db
+from octile.lab.operand_stats import TelemetryRow, snr_db
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.quantize import decode
 from octile.scaled import ScaledTensor
@@ -70,7 +70,7 @@ class ErrorSums:
         """Return all fields as one float64 vector, which a single copy brings to the host."""
         return torch.stack([*self.sums.values(), self.worst])
 
-    def row(self, prefix: str, packed: list[float]) -> Row:
+    def row(self, prefix: str, packed: list[float]) -> TelemetryRow:
         """Compute the row of telemetry from a `packed` vector on the host.
 
         It holds the SNR in dB, the worst error over the RMS of the outputs, and the bias: the mean error away from

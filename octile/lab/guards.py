@@ -22,7 +22,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from octile.lab.operand_stats import Row
+from octile.lab.operand_stats import TelemetryRow
 from octile.recipe import GEMMS, GemmName
 
 Action = Literal["warn", "capture", "bf16"]
@@ -66,7 +66,7 @@ class Rule:
         for name, part in zip(("statistic", "comparison", "bound"), _condition(self.when), strict=True):
             object.__setattr__(self, name, part)
 
-    def applies_to(self, row: Row) -> bool:
+    def applies_to(self, row: TelemetryRow) -> bool:
         """Whether the rule applies to a row: to its layer and GEMM, and to a statistic that it has."""
         return (
             self.product in ("*", row["product"])
@@ -74,7 +74,7 @@ class Rule:
             and any(fnmatchcase(row["layer"], pattern.strip()) for pattern in self.layers.split(","))
         )
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: TelemetryRow) -> bool:
         """Whether the condition holds in a row to which the rule applies."""
         return bool(COMPARISONS[self.comparison](row[self.statistic], self.bound))
 
@@ -119,7 +119,7 @@ class Guards:
         self._since: dict[Key, int] = {}
         self._fired: set[Key] = set()
 
-    def check(self, rows: Iterable[Row]) -> list[Event]:
+    def check(self, rows: Iterable[TelemetryRow]) -> list[Event]:
         """Check the rows of a step, and return the rules that fire."""
         events = []
         for row in rows:

@@ -29,7 +29,7 @@ OUTLIER_RATIO = 10.0  # a channel is an outlier if its amax is this multiple of 
 EXPONENTS = range(-150, 129)  # log₂ of scales, the bins of the histogram
 TOP_CHANNELS = 3
 
-Row = dict[str, Any]
+TelemetryRow = dict[str, Any]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class OperandStats:
         scalars = [value.double() for value in (*self.sums.values(), *self.maxima.values())]
         return torch.cat([torch.stack(scalars), self.scales.double(), self.channels.double()])
 
-    def row(self, packed: list[float]) -> Row:
+    def row(self, packed: list[float]) -> TelemetryRow:
         """Compute the row of telemetry from a `packed` vector on the host."""
         names = (*self.sums, *self.maxima)
         v = dict(zip(names, packed, strict=False))
@@ -167,7 +167,7 @@ def _smallest_normal(fmt: FloatFormat | IntFormat) -> float:
     return fmt.smallest_normal if isinstance(fmt, FloatFormat) else 0.0
 
 
-def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row:
+def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> TelemetryRow:
     n, nonzero = v["values"], max(v["nonzero"], 1.0)
     amax, amin, smallest = v["max amax"], -v["max -amin"], -v["max -tile_amax"]  # the sample may hold only zeros
     mean, variance = v["x"] / n, v["x2"] / n - (v["x"] / n) ** 2
@@ -175,7 +175,7 @@ def _row(v: dict[str, float], scales: list[float], channels: list[float]) -> Row
     ordered = sorted(channels)
     median = ordered[len(ordered) // 2]
     top = sorted(range(len(channels)), key=lambda c: -channels[c])[:TOP_CHANNELS]
-    row: Row = {
+    row: TelemetryRow = {
         "values": int(n),
         "underflows%": 100 * v["underflows"] / nonzero,
         "overflows%": 100 * v["overflows"] / nonzero,

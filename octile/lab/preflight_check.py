@@ -80,6 +80,13 @@ def observe_step(model: nn.Module, sample: int = SAMPLE, seed: int = 0) -> Itera
 
     The operands are those that the step itself quantized, also in fused functions and for every expert. GEMMs that are
     not in 8 bits are left out. The operands are multiplied in FP64, so the errors are those of quantization.
+
+    Args:
+        model: its layers are `octile.nn.Linear` or experts, as `octile.convert` makes them.
+        sample: rows of each operand that are compared, chosen at random with `seed`.
+
+    Yields:
+        the errors by layer and GEMM ("fprop", "dgrad" or "wgrad"), empty until the context ends.
     """
     layers, errors = layer_weights(model), dict[GemmKey, Error]()
     observed: dict[GemmKey, ObservedGemm] = {}

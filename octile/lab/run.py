@@ -20,7 +20,7 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import capturing
 from octile.lab.guards import Action, Event, Guards, Rule, parse_rules
 from octile.lab.layers import layer_weights, match_layers
-from octile.lab.operand_stats import Row
+from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe, log
@@ -107,7 +107,7 @@ class _RunObserver:
         for event in self.guards.check(rows):
             self._act(event)
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write(self, rows: list[TelemetryRow]) -> None:
         if not rows:
             return
         with self.run.telemetry_file.open("a", encoding="utf-8") as file:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from octile.lab.gemm_stats import ErrorSums, OperandSample, evenly_spaced, gemm_errors
 from octile.lab.layers import layer_weights
-from octile.lab.operand_stats import OperandStats, Row, measure_operand
+from octile.lab.operand_stats import OperandStats, TelemetryRow, measure_operand
 from octile.nn.observer import Backward, ObservedGemm, observe_gemms
 from octile.recipe import GemmName
 from octile.scaled import ScaledTensor
@@ -86,7 +86,7 @@ class Telemetry:
         """Detach the observer."""
         self._attached.close()
 
-    def step(self) -> list[Row]:
+    def step(self) -> list[TelemetryRow]:
         """End a step, and return its rows if it was measured. A measured step waits for the device once."""
         self.close()
         self.steps_done += 1
@@ -95,7 +95,7 @@ class Telemetry:
         self.begin()
         return rows
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[TelemetryRow]:
         step = self.steps_done
         parts = [stats.packed() for stats in self._operands.values()]
         parts += [errors.packed() for pair in self._errors.values() for errors in pair if errors is not None]
@@ -105,7 +105,7 @@ class Telemetry:
             for (layer, product, operand), stats in self._operands.items()
         ]
         for (layer, product), (quantization, accumulation) in self._errors.items():
-            row: Row = {"step": step, "layer": layer, "product": product}
+            row: TelemetryRow = {"step": step, "layer": layer, "product": product}
             row |= {"outputs": int(quantization.sums["outputs"]), **quantization.row("quantization", next(on_host))}
             rows.append(row | (accumulation.row("accumulation", next(on_host)) if accumulation else {}))
         return rows

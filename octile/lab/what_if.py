@@ -83,7 +83,7 @@ def noise_to_db(noise: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class GemmErrors:
     """The errors of one GEMM in one combination, and the bits per value of its operands, scales included."""
 
     layer: str
@@ -132,7 +132,7 @@ class WhatIf:
         silent: GEMMs whose sampled outputs are all zeros, so that they have no error.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[GemmErrors]
     refused: Mapping[str, Sequence[Variant]]
     sample: int
     seed: int
@@ -140,12 +140,12 @@ class WhatIf:
 
     def ranking(self) -> list[Rank]:
         """Return the combinations, the one with least noise first."""
-        by_variant: dict[Variant, list[Row]] = {}
+        by_variant: dict[Variant, list[GemmErrors]] = {}
         for row in self.rows:
             by_variant.setdefault(row.variant, []).append(row)
         return sorted((_rank(variant, rows) for variant, rows in by_variant.items()), key=lambda rank: rank.total)
 
-    def rows_of(self, variant: Variant) -> list[Row]:
+    def rows_of(self, variant: Variant) -> list[GemmErrors]:
         """Return the rows of one combination."""
         return [row for row in self.rows if row.variant == variant]
 
@@ -178,7 +178,7 @@ def what_if(
         (applying if reason is None else refused.setdefault(reason, [])).append(variant)
     if not applying:
         raise ValueError(f"no combination applies: {'; '.join(refused)}")
-    rows: list[Row] = []
+    rows: list[GemmErrors] = []
     silent: list[str] = []
     for captured in progress(list(gemms)):
         sampled = SampledGemm.draw(captured, sample, seed)
@@ -266,11 +266,11 @@ class SampledGemm:
             self.cache[key] = QuantizedSample(a, b, values(a) @ values(b).mT, bits_per_value(v, whole_a, whole_b))
         return self.cache[key]
 
-    def row(self, v: Variant) -> Row:
+    def row(self, v: Variant) -> GemmErrors:
         """Measure the GEMM in one combination, which must apply."""
         q = self.quantized(v)
         sums = accumulated(v, q.a, q.b, q.quantized)
-        return Row(
+        return GemmErrors(
             self.captured.layer,
             self.captured.gemm,
             v,
@@ -303,8 +303,8 @@ def accumulated(v: Variant, a: ScaledTensor, b: ScaledTensor, quantized: Tensor)
     return tensor_core_scaled_matmul(a.data, a.scale, a.block, b.data, b.scale, b.block, v.arch, v.promote).double()
 
 
-def _rank(variant: Variant, rows: list[Row]) -> Rank:
-    def mean(statistic: Callable[[Row], float]) -> float:
+def _rank(variant: Variant, rows: list[GemmErrors]) -> Rank:
+    def mean(statistic: Callable[[GemmErrors], float]) -> float:
         return math.fsum(statistic(row) for row in rows) / len(rows)
 
     hardest = max(rows, key=lambda row: row.total.noise)

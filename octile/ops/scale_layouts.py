@@ -201,10 +201,3 @@ def tile_128x4(exponents: Tensor) -> Tensor:
     mn, k = exponents.shape
     padded = F.pad(exponents, (0, -k % 4, 0, -mn % 128)).contiguous()
     return padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
-
-
-def untile_128x4(tiles: Tensor, mn: int, k: int) -> Tensor:
-    """The inverse of `tile_128x4`: [MN, k]."""
-    check_tensor("tiles", tiles)
-    shape = (-(-mn // 128), -(-k // 4), 32, 4, 4)
-    return tiles.view(shape).permute(0, 3, 2, 1, 4).flatten(3, 4).flatten(0, 2)[:mn, :k]

@@ -148,7 +148,7 @@ def compilers_used(monkeypatch):
 
     def fake(architecture):
         asked.append(os.environ[compiler.SETTING])
-        return [compile_all.Compiled("product", "a", 168, 0, 0, 100, float(len(asked)), "")]
+        return [compile_all.CompiledKernel("product", "a", 168, 0, 0, 100, float(len(asked)), "")]
 
     monkeypatch.setattr(compile_all, "compile_all", fake)
     monkeypatch.setattr(compiler, "compiler", lambda: os.environ[compiler.SETTING])

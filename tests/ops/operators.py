@@ -1,4 +1,4 @@
-"""Checks that every operator must pass."""
+"""Checks that every operator must pass, and helpers of their tests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,3 +21,9 @@ def assert_fake_is_true(operator: Callable[..., Any], arguments: Sequence[Any]) 
 
 def _each(results: Any) -> Sequence[Tensor]:
     return results if isinstance(results, tuple) else (results,)
+
+
+def untile_128x4(tiles: Tensor, mn: int, k: int) -> Tensor:
+    """The inverse of `octile.ops.scale_layouts.tile_128x4`: [MN, k]."""
+    shape = (-(-mn // 128), -(-k // 4), 32, 4, 4)
+    return tiles.view(shape).permute(0, 3, 2, 1, 4).flatten(3, 4).flatten(0, 2)[:mn, :k]

@@ -36,7 +36,6 @@ from octile.ops.scale_layouts import (
     to_ue8m0,
     unpack_grouped_ue8m0,
     unpack_ue8m0,
-    untile_128x4,
 )
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
@@ -98,7 +97,6 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     pack_grouped_ue8m0: (SCALE, ENDS, 1),
     unpack_grouped_ue8m0: (PACKED, ENDS, 2),
     tile_128x4: (ENCODED,),
-    untile_128x4: (tile_128x4(ENCODED), 2, 128),
 }
 
 

@@ -10,7 +10,8 @@ from octile.ops import packed
 from octile.ops.matmul import matmul_nt
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.quantize import quantize
-from octile.ops.scale_layouts import from_ue8m0, pack_ue8m0, untile_128x4
+from octile.ops.scale_layouts import from_ue8m0, pack_ue8m0
+from tests.ops.operators import untile_128x4
 
 sides = {"m": st.integers(1, 140), "n": st.integers(1, 40), "k": st.integers(1, 300)}
 

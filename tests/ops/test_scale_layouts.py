@@ -18,8 +18,8 @@ from octile.ops.scale_layouts import (
     unpack_exponents,
     unpack_grouped_ue8m0,
     unpack_ue8m0,
-    untile_128x4,
 )
+from tests.ops.operators import untile_128x4
 
 sizes = {"mn": st.integers(1, 300), "k": st.integers(1, 20)}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octile.bench.kernel_time import Kernel, record_kernels
+from octile.bench.kernel_time import KernelRecord, record_kernels
 from octile.bench.rows import Against, Row
 from octile.bench.timing import seconds
 
@@ -129,7 +129,7 @@ def timeline(step: Callable[[], object]) -> tuple[float, dict[str, float]]:
     return split(kernels)
 
 
-def split(kernels: Sequence[Kernel]) -> tuple[float, dict[str, float]]:
+def split(kernels: Sequence[KernelRecord]) -> tuple[float, dict[str, float]]:
     """Return `timeline` of recorded kernels, which are in the order of their starts."""
     busy, end = 0.0, kernels[0].start
     by_kind: dict[str, float] = defaultdict(float)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from octile.compat.deep_gemm.operands import (
     Block,
-    Operand,
+    ConvertedOperand,
     Pair,
     Recipe,
     check_cd,
@@ -66,7 +66,7 @@ def has_mx_tensor_cores(t: Tensor) -> bool:
     return t.is_cuda and torch.cuda.get_device_capability(t.device) == (10, 0)
 
 
-def _packed(operand: Operand) -> tuple[Tensor, Tensor, int]:
+def _packed(operand: ConvertedOperand) -> tuple[Tensor, Tensor, int]:
     """Return data, packed scales for every row, and the number of values along K that share a scale."""
     data, scale, (rows, cols) = operand
     if rows != 1:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octile.compat.deep_gemm.grouped import align_rows, check_ends
-from octile.compat.deep_gemm.operands import Operand, Pair, Recipe, check_cd, check_pairs, copy_c_to_d
+from octile.compat.deep_gemm.operands import ConvertedOperand, Pair, Recipe, check_cd, check_pairs, copy_c_to_d
 from octile.ops.grouped import grouped_wgrad_out
 from octile.ops.matmul import check_operand, check_sizes
 from octile.ops.operator import check_tensor
@@ -208,7 +208,9 @@ def _check_scale(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor
             )
 
 
-def _operand(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool) -> Operand:
+def _operand(
+    name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gran_k: int, psum: bool
+) -> ConvertedOperand:
     """Convert a pair to an operand whose blocks of tokens are counted from the first token of all groups."""
     data, scale = pair
     tokens = data.shape[0]
@@ -220,7 +222,7 @@ def _operand(name: str, pair: Pair, ks: Sequence[int] | None, layout: Tensor, gr
     else:
         scale = scale[: -(-tokens // gran_k)]
     check_operand(name, data, scale, (gran_k, 1), ndim=2)
-    return Operand(data, scale, (gran_k, 1))
+    return ConvertedOperand(data, scale, (gran_k, 1))
 
 
 def _repeat_scale(scale: Tensor, layout: Tensor, tokens: int, gran_k: int, psum: bool) -> Tensor:

@@ -22,7 +22,7 @@ Block = tuple[int, int]
 Gemm = TypeVar("Gemm", bound=Callable[..., None])
 
 
-class Operand(NamedTuple):
+class ConvertedOperand(NamedTuple):
     """An operand as octile's operators take it: data, FP32 scales, and the rows and columns of a block."""
 
     data: Tensor
@@ -37,7 +37,7 @@ def operands(
     recipe_a: Block | None,
     recipe_b: Block | None,
     dims: tuple[int, int] = (2, 2),
-) -> tuple[Operand, Operand]:
+) -> tuple[ConvertedOperand, ConvertedOperand]:
     """Convert a and b to operands, and check everything that does not depend on d.
 
     Args:
@@ -99,7 +99,7 @@ def check_recipe(name: str, recipe: Sequence[int], form: str) -> None:
         raise ValueError(f"{name} must be of extents of at least 1, not {tuple(recipe)}")
 
 
-def _operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
+def _operand(name: str, pair: Pair, block: Block, ndim: int) -> ConvertedOperand:
     """Check one operand; unpack its scales if they are packed."""
     data, scale = pair
     if data.dtype != torch.float8_e4m3fn:
@@ -115,7 +115,7 @@ def _operand(name: str, pair: Pair, block: Block, ndim: int) -> Operand:
             raise ValueError(f"{name}'s scale must be {packed} where it is packed, not {tuple(scale.shape)}")
         scale = unpack_ue8m0(scale, columns)
     check_operand(name, data, scale, block, ndim)
-    return Operand(data, scale, block)
+    return ConvertedOperand(data, scale, block)
 
 
 def transposed_form(gemm: Gemm, name: str, transposed: str, compiled_dims: str | None = None) -> Gemm:

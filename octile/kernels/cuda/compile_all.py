@@ -13,7 +13,7 @@ from octile.kernels.cuda.quantize import catalog as quantize_catalog
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """A compiled kernel and what it uses; registers, stack, spills, seconds and warnings as in `compiler.Cubin`.
 
     Attributes:
@@ -31,7 +31,7 @@ class Compiled:
     warnings: str
 
 
-def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
+def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
     """Compile every kernel of the catalogs, or read it from the disk cache.
 
     Raises:
@@ -51,7 +51,7 @@ def compile_all(architecture: str = "sm_90a") -> list[Compiled]:
         return [*gemms, *quantizations]
 
 
-def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> Compiled:
+def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> CompiledKernel:
     """Compile the kernel of a GEMM, or read it from the disk cache."""
     return _compile(case, "gemm", config.constants(), config.shared_bytes, architecture, config.headers())
 
@@ -63,9 +63,9 @@ def _compile(
     shared_bytes: int,
     architecture: str,
     headers: Mapping[str, str] | None = None,
-) -> Compiled:
+) -> CompiledKernel:
     cubin = specialize.compile(kernel, constants, architecture, headers)
     shared, warnings = cubin.static_shared_bytes + shared_bytes, "; ".join(cubin.warnings)
-    return Compiled(
+    return CompiledKernel(
         kernel, case, cubin.registers, cubin.stack_bytes, cubin.spill_bytes, shared, cubin.seconds, warnings
     )

@@ -40,7 +40,7 @@ Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledTritonKernel:
     """The registers and stack bytes (spills) of a thread, and the shared memory, of a compiled kernel."""
 
     kernel: str
@@ -50,7 +50,7 @@ class Compiled:
     shared_bytes: int
 
 
-def compile_all(architecture: str) -> list[Compiled]:
+def compile_all(architecture: str) -> list[CompiledTritonKernel]:
     """Compile every kernel in all forms that training and serving use.
 
     Args:
@@ -203,7 +203,7 @@ def _recorded_launches() -> Iterator[list[Launch]]:
 
 def _compile(
     architecture: str, case: str, function: JITFunction, arguments: dict[str, Any], options: dict[str, Any]
-) -> Compiled:
+) -> CompiledTritonKernel:
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         value, parameter = arguments[name], function.params[index]
@@ -224,4 +224,4 @@ def _compile(
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {what: int(count) for what, count in re.findall(r"(\w+):(\d+)", usage)}
-    return Compiled(function.__name__.lstrip("_"), case, used["REG"], used["STACK"], kernel.metadata.shared)
+    return CompiledTritonKernel(function.__name__.lstrip("_"), case, used["REG"], used["STACK"], kernel.metadata.shared)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from octile.formats import FloatFormat, by_name
-from octile.lab.accumulate import Row, accumulate
+from octile.lab.accumulate import AccumulationError, accumulate
 from octile.lab.pages.page import (
     Section,
     Table,
@@ -92,7 +92,9 @@ def run(options: Options) -> None:
     console = Console(stderr=True)
     cases = [(kind, k) for kind in kinds for k in ks]
     steps = track(cases, "summing", console=console, transient=True, disable=not console.is_terminal)
-    rows: list[Row] = [row for kind, k in steps for row in accumulate([k], [kind], intervals, arch, fmt, SIDE, SIDE)]
+    rows: list[AccumulationError] = [
+        row for kind, k in steps for row in accumulate([k], [kind], intervals, arch, fmt, SIDE, SIDE)
+    ]
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -122,13 +124,13 @@ def _check_memory(k: int) -> None:
         )
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[AccumulationError]) -> Table:
     """Return the rows as a table."""
     cells = [(DATA.get(r.data, r.data), f"{r.k:,}", interval_name(r.promote_every), *_errors(r)) for r in rows]
     return Table(COLUMNS, cells)
 
 
-def short_table(rows: Sequence[Row]) -> Table:
+def short_table(rows: Sequence[AccumulationError]) -> Table:
     """Return the worst errors as a table with one column per promotion interval."""
     intervals = list(dict.fromkeys(row.promote_every for row in rows))
     worst = {(row.data, row.k, row.promote_every): share(row.worst) for row in rows}
@@ -142,7 +144,7 @@ def interval_name(interval: int | None) -> str:
     return "never" if interval is None else f"every {interval}"
 
 
-def _errors(row: Row) -> tuple[str, str, str]:
+def _errors(row: AccumulationError) -> tuple[str, str, str]:
     return share(row.error), share(row.worst), signed_share(row.bias)
 
 
@@ -160,7 +162,7 @@ def _digits(share: float) -> int:
     return next((d for d in range(6) if abs(100 * share) >= 10.0 ** (1 - d)), 6)
 
 
-def draw_errors(figure: Figure, rows: Sequence[Row]) -> None:
+def draw_errors(figure: Figure, rows: Sequence[AccumulationError]) -> None:
     """Draw the worst error against K, with one line per interval and one panel per kind of data."""
     kinds = list(dict.fromkeys(row.data for row in rows))
     is_wide = figure.get_figwidth() > 1.5 * figure.get_figheight()
@@ -190,7 +192,7 @@ def draw_errors(figure: Figure, rows: Sequence[Row]) -> None:
         label_ends(figure, axes, labels)
 
 
-def describe_errors(rows: Sequence[Row], arch: str) -> str:
+def describe_errors(rows: Sequence[AccumulationError], arch: str) -> str:
     """Describe the worst errors at K = 4096, or else the largest K, and their change from the smallest K on."""
     ks = {row.k for row in rows}
     k = 4096 if 4096 in ks else max(ks)
@@ -207,7 +209,7 @@ def describe_errors(rows: Sequence[Row], arch: str) -> str:
 
 
 def _describe_trends(
-    rows: Sequence[Row], worst: Mapping[Key, float], compared: Sequence[int | None], first: int, last: int
+    rows: Sequence[AccumulationError], worst: Mapping[Key, float], compared: Sequence[int | None], first: int, last: int
 ) -> str:
     if first == last:
         return ""
@@ -225,7 +227,7 @@ def _describe_trends(
     return text
 
 
-def _signs(rows: Sequence[Row]) -> dict[str, str]:
+def _signs(rows: Sequence[AccumulationError]) -> dict[str, str]:
     return {row.data: "both signs" if row.data == "normal" else "one sign" for row in rows}
 
 

@@ -65,7 +65,7 @@ def run(options: Options) -> None:
     if options.json:
         print(json.dumps(as_json(found), indent=1, allow_nan=False))
         return
-    curve = draw.Curve(
+    curve = draw.SnrCurve(
         [a.fraction_bits for a in found.accumulators],
         [noise_to_db(a.accumulation) for a in found.accumulators],
         noise_to_db(found.promoted),
@@ -95,7 +95,7 @@ def _weight(g: CapturedGemm) -> str:
     return g.layer if g.expert is None else g.layer.rpartition(".")[0]
 
 
-def _charts(curve: draw.Curve, changes: Sequence[draw.Change]) -> list[Chart]:
+def _charts(curve: draw.SnrCurve, changes: Sequence[draw.Change]) -> list[Chart]:
     errors = [change for change in changes if change.snr_db is not None]
     charts = []
     if any(snr is not None for snr in curve.snr_db):

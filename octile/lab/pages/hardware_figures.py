@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Curve:
+class SnrCurve:
     """SNR (dB) of the sums alone by fraction bits, without promotion; None where all sums are exact.
 
     Attributes:
@@ -32,7 +32,7 @@ class Curve:
     longest: int
 
 
-def draw_bits(figure: Figure, curve: Curve) -> None:
+def draw_bits(figure: Figure, curve: SnrCurve) -> None:
     axes = figure.subplots()
     style_axes(axes, "fraction bits of the tensor core", "SNR of the sums alone (dB); higher is better")
     known = [(bits, snr) for bits, snr in zip(curve.bits, curve.snr_db, strict=True) if snr is not None]
@@ -53,7 +53,7 @@ def draw_bits(figure: Figure, curve: Curve) -> None:
     label_ends(figure, axes, labels)
 
 
-def describe_bits(curve: Curve) -> str:
+def describe_bits(curve: SnrCurve) -> str:
     first, second = curve.snr_db[0], curve.snr_db[1]
     if first is None:
         return "All sums of these GEMMs are exact with any of these numbers of fraction bits."

@@ -11,7 +11,7 @@ from octile.lab.capture import CapturedGemm
 from octile.lab.pages.figures import GEMM_COLOR, Heat, draw_heat, is_wide, legend, short_names
 from octile.lab.pages.page import Section
 from octile.lab.variants import REFERENCES, Variant
-from octile.lab.what_if import Row, WhatIf, noise_to_db
+from octile.lab.what_if import GemmErrors, WhatIf, noise_to_db
 from octile.recipe import GEMMS, GemmName
 from octile.report.page import format_count, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
@@ -104,7 +104,7 @@ def _quantization_chart(found: WhatIf, losses: Sequence[QuantizationLoss]) -> Ch
     )
 
 
-def _mean_db(rows: Iterable[Row], part: str) -> float | None:
+def _mean_db(rows: Iterable[GemmErrors], part: str) -> float | None:
     noise = [getattr(row, part).noise for row in rows]
     return noise_to_db(math.fsum(noise) / len(noise)) if noise else None
 
@@ -122,7 +122,7 @@ class QuantizationLoss:
 
 def quantization_losses(found: WhatIf) -> list[QuantizationLoss]:
     """Return the loss of each way to quantize, formats in the requested order, and best blocks first."""
-    rows: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
+    rows: dict[tuple[str, str, str], dict[tuple[str, str], GemmErrors]] = {}
     for row in found.rows:  # one row per GEMM: the quantization error is the same for all accumulators
         v = row.variant
         rows.setdefault((v.fmt, v.block, v.scale), {})[row.layer, row.gemm] = row
@@ -255,7 +255,7 @@ def describe_sums(sums: Sequence[SumLoss], operands: str, quantization_db: float
     )
 
 
-def heat_by_layer(rows: Sequence[Row]) -> Heat:
+def heat_by_layer(rows: Sequence[GemmErrors]) -> Heat:
     """Return the total SNR by layer and GEMM."""
     layers = list(dict.fromkeys(row.layer for row in rows))
     gemms = [g for g in GEMMS if any(row.gemm == g for row in rows)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from octile.lab.probe import golden, kernels
-from octile.lab.probe.compare import CaseResult, cases, compare
+from octile.lab.probe.compare import ChainResult, cases, compare
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     todo = list(cases())
-    report: dict[str, CaseResult] = {}
+    report: dict[str, ChainResult] = {}
     for case in todo:
         start = time.perf_counter()
         found = report[str(case)] = compare(case, int(chosen.outputs / len(todo)), kernels.run, device, chosen.seed)

@@ -26,7 +26,7 @@ EXAMPLES = 8  # mismatches to report
 
 
 @dataclass(frozen=True)
-class Case:
+class InstructionChain:
     """An instruction, the dtypes of its operands, the length of its chain, and whether its accumulator is FP16."""
 
     name: str
@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclass
-class CaseResult:
+class ChainResult:
     """The result of one case.
 
     Attributes:
@@ -66,16 +66,16 @@ class CaseResult:
     examples: list[str] = field(default_factory=list)
 
 
-def cases() -> Iterable[Case]:
+def cases() -> Iterable[InstructionChain]:
     """Yield both instructions with all pairs of dtypes, FP32 and FP16 accumulators, and chains of 1 and 4."""
     pairs = [*product(FP8, FP8), *((dtype, dtype) for dtype in OTHERS)]
     for fp16_accumulator, name, (a, b), steps in product((False, True), ARCHITECTURE, pairs, (1, 4)):
-        case = Case(name, a, b, steps, fp16_accumulator)
+        case = InstructionChain(name, a, b, steps, fp16_accumulator)
         if not fp16_accumulator or case.instruction.fp16_floor is not None:
             yield case
 
 
-def hypotheses(case: Case) -> dict[str, Instruction]:
+def hypotheses(case: InstructionChain) -> dict[str, Instruction]:
     """Return the table's instruction and plausible alternatives, by name."""
     instruction = case.instruction
     fraction_bits = instruction.fraction_bits
@@ -96,12 +96,14 @@ def hypotheses(case: Case) -> dict[str, Instruction]:
     return others
 
 
-def compare(case: Case, outputs: int, run: Run, device: torch.device, seed: int = 0, side: int = SIDE) -> CaseResult:
+def compare(
+    case: InstructionChain, outputs: int, run: Run, device: torch.device, seed: int = 0, side: int = SIDE
+) -> ChainResult:
     """Compare at least `outputs` outputs of the hardware with the models, bit for bit.
 
     The second of every eight batches has NaN and Inf among its operands.
     """
-    found = CaseResult()
+    found = ChainResult()
     generator = torch.Generator(device).manual_seed(seed)
     models = hypotheses(case)
     while found.outputs < outputs:
@@ -142,7 +144,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16 if x.dtype == torch.float16 else torch.int32)
 
 
-def _examples(a: Tensor, b: Tensor, c: Tensor, actual: Tensor, wrong: Tensor, case: Case) -> list[str]:
+def _examples(a: Tensor, b: Tensor, c: Tensor, actual: Tensor, wrong: Tensor, case: InstructionChain) -> list[str]:
     expected = bits(modeled(a, b, c, case.instruction))
     return [
         f"{KINDS[m % len(KINDS)]} × {KINDS[n % len(KINDS)]}: a {_hex(a[m])}, b {_hex(b[n])}, c {_hex(c[m, n])}, "

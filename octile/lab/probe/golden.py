@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octile.lab.probe.compare import Case, Run
+from octile.lab.probe.compare import InstructionChain, Run
 from octile.lab.probe.tiles import accumulator, operand
 
 ROWS, COLUMNS = 32, 24
@@ -25,7 +25,9 @@ SIDE = 64  # the smallest size that the kernels take
 DTYPES = {str(d)[6:]: d for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)}
 
 
-def record(path: Path, cases: list[Case], run: Run, device: torch.device, about: dict[str, str], seed: int) -> int:
+def record(
+    path: Path, cases: list[InstructionChain], run: Run, device: torch.device, about: dict[str, str], seed: int
+) -> int:
     """Write the file, and return the number of outputs in it."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -47,14 +49,14 @@ def _operand(dtype: torch.dtype, finite: int, k: int, generator: torch.Generator
     return torch.cat((plain[:finite], special[finite:]))
 
 
-def replay(path: Path) -> Iterator[tuple[Case, Tensor, Tensor, Tensor, Tensor]]:
+def replay(path: Path) -> Iterator[tuple[InstructionChain, Tensor, Tensor, Tensor, Tensor]]:
     """Yield each case with a, b, c, and the d that the hardware computed."""
     with safe_open(path, "pt") as file:
         for key in sorted({name.rpartition(".")[0] for name in file.keys()}):  # noqa: SIM118, it is not a mapping
             name, a, b, steps, *suffix = key.split(" ")
-            case = Case(name, DTYPES[a], DTYPES[b], int(steps), bool(suffix))
+            case = InstructionChain(name, DTYPES[a], DTYPES[b], int(steps), bool(suffix))
             yield case, *(file.get_tensor(f"{key}.{x}") for x in "abcd")
 
 
-def _key(case: Case) -> str:
+def _key(case: InstructionChain) -> str:
     return f"{case.name} {str(case.a)[6:]} {str(case.b)[6:]} {case.steps}{' half' if case.fp16_accumulator else ''}"

@@ -43,7 +43,7 @@ ROW, BLOCK, TENSOR = Scales.PER_ROW, Scales.PER_BLOCK, Scales.PER_TENSOR
 
 
 @dataclass(frozen=True)
-class Case:
+class ProbeGemm:
     """One GEMM.
 
     Attributes:
@@ -81,39 +81,39 @@ class Case:
         return ", ".join([*words, self.data])
 
 
-_grouped = partial(Case, schedule=Schedule.GROUPED)
-_masked = partial(Case, schedule=Schedule.MASKED)
-_along_k = partial(Case, schedule=Schedule.ALONG_K, b_scales=ROW)
+_grouped = partial(ProbeGemm, schedule=Schedule.GROUPED)
+_masked = partial(ProbeGemm, schedule=Schedule.MASKED)
+_along_k = partial(ProbeGemm, schedule=Schedule.ALONG_K, b_scales=ROW)
 CASES = (
-    Case(1, 1, 1),
-    Case(1, 7168, 2048),
-    Case(3, 40, 16384),
-    Case(9, 200, 130, data="ugly"),
-    Case(16, 576, 7168, data="one sign"),
-    Case(64, 129, 1000),
-    Case(77, 131, 257, data="ugly"),
-    Case(128, 2112, 7168, data="one sign"),
-    Case(129, 2111, 1000),
-    Case(300, 257, 10944, data="one sign"),
-    Case(513, 640, 4097),
-    Case(4096, 576, 7168),
-    Case(3400, 3404, 512),
-    Case(200, 300, 700, a=E5),
-    Case(200, 301, 900, b=E5, data="ugly"),
-    Case(130, 258, 4096, a=E5, b=E5, data="one sign"),
-    Case(511, 258, 3000, accumulate=True),
-    Case(300, 500, 1000, ROW),
-    Case(77, 515, 129, ROW, data="ugly"),
-    Case(2048, 1408, 2000, ROW, accumulate=True),
-    Case(576, 1000, 4096, ROW, data="one sign", accumulate=True),
-    Case(260, 130, 1537, ROW, a=E5, data="ugly", accumulate=True),
-    Case(1000, 96, 16384, ROW, data="one sign"),
-    Case(300, 260, 4100, TENSOR),
-    Case(40, 136, 900, TENSOR, data="ugly"),
-    Case(70, 136, 900, TENSOR, data="ugly", promote=False),
-    Case(300, 260, 1000, TENSOR, promote=False),
-    Case(256, 256, 4096, TENSOR, data="one sign", promote=False),
-    Case(129, 136, 16384, TENSOR, a=E5, data="one sign", promote=False),
+    ProbeGemm(1, 1, 1),
+    ProbeGemm(1, 7168, 2048),
+    ProbeGemm(3, 40, 16384),
+    ProbeGemm(9, 200, 130, data="ugly"),
+    ProbeGemm(16, 576, 7168, data="one sign"),
+    ProbeGemm(64, 129, 1000),
+    ProbeGemm(77, 131, 257, data="ugly"),
+    ProbeGemm(128, 2112, 7168, data="one sign"),
+    ProbeGemm(129, 2111, 1000),
+    ProbeGemm(300, 257, 10944, data="one sign"),
+    ProbeGemm(513, 640, 4097),
+    ProbeGemm(4096, 576, 7168),
+    ProbeGemm(3400, 3404, 512),
+    ProbeGemm(200, 300, 700, a=E5),
+    ProbeGemm(200, 301, 900, b=E5, data="ugly"),
+    ProbeGemm(130, 258, 4096, a=E5, b=E5, data="one sign"),
+    ProbeGemm(511, 258, 3000, accumulate=True),
+    ProbeGemm(300, 500, 1000, ROW),
+    ProbeGemm(77, 515, 129, ROW, data="ugly"),
+    ProbeGemm(2048, 1408, 2000, ROW, accumulate=True),
+    ProbeGemm(576, 1000, 4096, ROW, data="one sign", accumulate=True),
+    ProbeGemm(260, 130, 1537, ROW, a=E5, data="ugly", accumulate=True),
+    ProbeGemm(1000, 96, 16384, ROW, data="one sign"),
+    ProbeGemm(300, 260, 4100, TENSOR),
+    ProbeGemm(40, 136, 900, TENSOR, data="ugly"),
+    ProbeGemm(70, 136, 900, TENSOR, data="ugly", promote=False),
+    ProbeGemm(300, 260, 1000, TENSOR, promote=False),
+    ProbeGemm(256, 256, 4096, TENSOR, data="one sign", promote=False),
+    ProbeGemm(129, 136, 16384, TENSOR, a=E5, data="one sign", promote=False),
     _grouped(200, 260, 1000, sizes=(60, 130, 150, 200)),
     _grouped(703, 129, 4096, sizes=(0, 0, 300, 301, 700), data="one sign"),
     _grouped(330, 72, 160, sizes=(1, 2, 3, 200, 330), a=E5, data="ugly"),
@@ -128,7 +128,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class CaseResult:
+class ProbeGemmResult:
     """The result of one case: outputs compared, outputs that differ, and the kernel's number of split-K partials."""
 
     outputs: int
@@ -136,7 +136,7 @@ class CaseResult:
     parts: int
 
 
-def make(case: Case, seed: int = 0) -> GemmRequest:
+def make(case: ProbeGemm, seed: int = 0) -> GemmRequest:
     """Make a GEMM request on the CPU whose operands are laid out as octile's quantization lays them out."""
     generator = torch.Generator().manual_seed(seed)
     groups = () if case.schedule in (Schedule.DENSE, Schedule.ALONG_K) else (len(case.sizes),)
@@ -178,7 +178,7 @@ def modeled(p: GemmRequest, parts: int) -> Tensor:
     return p.out + result if p.accumulate else result
 
 
-def compare(case: Case, run: Run, device: torch.device) -> CaseResult:
+def compare(case: ProbeGemm, run: Run, device: torch.device) -> ProbeGemmResult:
     """Run a case on a device, its output filled with NaN first, and count outputs that differ from the model."""
     p = make(case)
     assert p.out is not None
@@ -191,7 +191,7 @@ def compare(case: Case, run: Run, device: torch.device) -> CaseResult:
         used = torch.arange(case.m) < p.sizes[:, None]
         out, expected = out[used], expected[used]
     same = (out.view(torch.int32) == expected.view(torch.int32)) | (out.isnan() & expected.isnan())
-    return CaseResult(out.numel(), int((~same).sum()), parts)
+    return ProbeGemmResult(out.numel(), int((~same).sum()), parts)
 
 
 def on_gpu(p: GemmRequest) -> int:

@@ -14,7 +14,7 @@ from octile.report.style import palette_name
 if TYPE_CHECKING:
     from octile.report.table import Table
 
-Row = dict[str, str]
+TableRow = dict[str, str]
 MOODS = {"good": "green", "bad": "red"}
 
 
@@ -56,7 +56,7 @@ def _table() -> Table:
     return table
 
 
-def outcome_rows(result: CompareResult) -> list[Row]:
+def outcome_rows(result: CompareResult) -> list[TableRow]:
     """A row for each BF16 run and for each recipe, which has the mean of its seeds."""
     rows = []
     for number, curve in enumerate(result.baselines):
@@ -73,7 +73,7 @@ def outcome_rows(result: CompareResult) -> list[Row]:
     return rows
 
 
-def detail_rows(result: CompareResult) -> list[Row]:
+def detail_rows(result: CompareResult) -> list[TableRow]:
     """A row for each recipe."""
     rows = []
     for name in result.names:
@@ -96,7 +96,7 @@ def detail_rows(result: CompareResult) -> list[Row]:
     return rows
 
 
-def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], outcome: str, mood: str) -> Row:
+def _row(runs: list[Curve], name: str, gap: list[float], smoothed: list[float], outcome: str, mood: str) -> TableRow:
     diverged = any(curve.diverged_at is not None for curve in runs)  # then the last loss is not a final one
     loss = sum(curve.final_val_loss for curve in runs) / len(runs)
     speed = statistics.median_high(curve.tokens_per_s for curve in runs)

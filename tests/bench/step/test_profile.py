@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.bench.kernel_time import Kernel
+from octile.bench.kernel_time import KernelRecord
 from octile.bench.step.models import Sizes, decoder
 from octile.bench.step.profile import Call, Peak, calls, shares, split, table
 from octile.nn.conversion import apply_recipe
@@ -87,9 +87,9 @@ def test_shares_are_those_of_the_time():
 
 def test_gaps_are_idle_and_concurrent_kernels_count_once():
     kernels = [
-        Kernel("gemm", 0.0, 4.0),
-        Kernel("triton_poi_fused__scaled_mm_silu", 2.0, 4.0),
-        Kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 8.0, 2.0),
+        KernelRecord("gemm", 0.0, 4.0),
+        KernelRecord("triton_poi_fused__scaled_mm_silu", 2.0, 4.0),
+        KernelRecord("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 8.0, 2.0),
     ]
     idle, parts = split(kernels)
     assert idle == pytest.approx(0.2)

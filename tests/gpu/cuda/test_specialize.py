@@ -8,7 +8,8 @@ from torch import Tensor
 
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.driver import Kernel
-from octile.kernels.cuda.jit.tensor_map import describe, encode
+from octile.kernels.cuda.jit.tensor_map import encode
+from tests.kernels.cuda.emulated import map_of
 
 ADD = """
 extern "C" __global__ void __launch_bounds__(128) add(float* x, const float* y, int n, float factor) {
@@ -147,7 +148,7 @@ def test_tma_loads_a_box_with_zeros_outside_of_the_tensor(hopper, row, column):
     whole = torch.randint(1, 256, (64, 288), dtype=torch.uint8, device="cuda")
     x = whole[:50, :250]
     box = torch.full((16, 32), 99, dtype=torch.uint8, device="cuda")
-    arguments = (encode(describe(x[None], (1, 16, 32))), box.data_ptr(), column, row)
+    arguments = (encode(map_of(x[None], (1, 16, 32))), box.data_ptr(), column, row)
     load("copy", COPY, bytes=16 * 32).ready(1, 1, 128, 2048, arguments)()
     padded = torch.nn.functional.pad(x, (16, 64, 4, 64))
     assert torch.equal(box, padded[row + 4 : row + 20, column + 16 : column + 48])
@@ -156,7 +157,7 @@ def test_tma_loads_a_box_with_zeros_outside_of_the_tensor(hopper, row, column):
 def test_a_swizzled_box_has_its_16_byte_chunks_permuted(hopper):
     x = torch.randint(1, 256, (8, 128), dtype=torch.uint8, device="cuda")
     box = torch.empty_like(x)
-    arguments = (encode(describe(x[None], (1, 8, 128), swizzle=128)), box.data_ptr(), 0, 0)
+    arguments = (encode(map_of(x[None], (1, 8, 128), swizzle=128)), box.data_ptr(), 0, 0)
     load("copy", COPY, bytes=8 * 128).ready(1, 1, 128, 4096, arguments)()
     row, chunk = torch.arange(8, device="cuda")[:, None], torch.arange(8, device="cuda")
     assert torch.equal(box.view(8, 8, 16), x.view(8, 8, 16)[row, chunk ^ row])

@@ -11,6 +11,7 @@ from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_cache import launch_key
 from octile.kernels.cuda.gemm.launch_plan import plan_launch
 from octile.kernels.cuda.gemm.request import GemmRequest
+from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.memory_layout import new_scale, padded
 from octile.lab.tensor_core import tensor_core_scaled_matmul
 from octile.ops.quantize import quantize
@@ -37,6 +38,11 @@ def aligned(data: Tensor) -> Tensor:
 def block_of(scales: Scales, x: Tensor) -> tuple[int, int]:
     whole = (x.shape[-2], x.shape[-1])
     return {Scales.PER_ROW: (1, 128), Scales.PER_BLOCK: (128, 128), Scales.PER_TENSOR: whole}[scales]
+
+
+def map_of(t: Tensor, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
+    """The tensor map of a torch tensor."""
+    return TensorMap(t.data_ptr(), t.dtype, t.shape, t.stride(), box, swizzle)
 
 
 def poisoned(*shape: int, dtype: torch.dtype, gap: int = 0) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 
 from octile.bench.shapes import MIDDLE
 from octile.bench.tune import problem
-from octile.kernels.cuda.compile_all import Compiled, compile_all, compile_gemm
+from octile.kernels.cuda.compile_all import CompiledKernel, compile_all, compile_gemm
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.catalog import configs
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
@@ -13,7 +13,7 @@ from octile.kernels.cuda.jit import specialize
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[Compiled]:
+def compiled(tmp_path_factory) -> list[CompiledKernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "kernels"))
         patch.delenv("OCTILE_CUDA_COMPILER", raising=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octile.kernels.cuda.jit import wgmma
-from octile.kernels.cuda.jit.tensor_map import describe
+from tests.kernels.cuda.emulated import map_of
 from tools import emulator
 from tools.emulator import EmulatorError, build
 from tools.emulator.examples import SOURCES
@@ -71,9 +71,9 @@ def pipeline(
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e5m2)
     out = torch.full((1, 128, 64), math.nan, dtype=torch.bfloat16)
     maps = [
-        describe(a8[None], (1, 64, 128), 128),
-        describe(b8[None], (1, 32, 128), 128),
-        describe(out, (1, 64, 64), 128),
+        map_of(a8[None], (1, 64, 128), 128),
+        map_of(b8[None], (1, 32, 128), 128),
+        map_of(out, (1, 64, 64), 128),
     ]
     emulator.run(
         "pipeline",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octile.kernels.cuda.jit import specialize, wgmma
-from octile.kernels.cuda.jit.tensor_map import describe
 from octile.lab.tensor_core import tensor_core_matmul
+from tests.kernels.cuda.emulated import map_of
 from tools import emulator
 from tools.emulator import EmulatorError, build
 from tools.emulator.examples import SOURCES
@@ -37,7 +37,7 @@ def copy(
         grid=1,
         threads=64,
         shared_bytes=size + 8,
-        arguments=[describe(tensor, box, swizzle), raw, *settings, *reversed(at)],
+        arguments=[map_of(tensor, box, swizzle), raw, *settings, *reversed(at)],
         headers=SOURCES,
     )
 
@@ -120,8 +120,8 @@ def multiply(
         threads=128,
         shared_bytes=(64 + n) * 128 + 8,
         arguments=[
-            describe(a_bytes[None], (1, 64, 128), 128),
-            describe(b_bytes[None], (1, n, 128), 128),
+            map_of(a_bytes[None], (1, 64, 128), 128),
+            map_of(b_bytes[None], (1, n, 128), 128),
             out,
             a_bytes.shape[1] // 128,
         ],

@@ -8,13 +8,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from octile.kernels.triton.compile_all import ARCHITECTURES, Compiled, compile_all
+from octile.kernels.triton.compile_all import ARCHITECTURES, CompiledTritonKernel, compile_all
 
 CHECKED = ("sm_80", "sm_89", "sm_90")
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[Compiled]]:
+def compiled() -> dict[str, list[CompiledTritonKernel]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
         with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -22,17 +22,17 @@ def compiled() -> dict[str, list[Compiled]]:
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-def test_nothing_spills(compiled: dict[str, list[Compiled]], architecture: str):
+def test_nothing_spills(compiled: dict[str, list[CompiledTritonKernel]], architecture: str):
     assert [c for c in compiled[architecture] if c.stack_bytes] == []
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-def test_shared_memory_suffices(compiled: dict[str, list[Compiled]], architecture: str):
+def test_shared_memory_suffices(compiled: dict[str, list[CompiledTritonKernel]], architecture: str):
     available = ARCHITECTURES[architecture].shared_bytes
     assert [c for c in compiled[architecture] if c.shared_bytes > available] == []
 
 
-def test_all_kernels_are_compiled(compiled: dict[str, list[Compiled]]):
+def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]]):
     kernels = {
         "quantize_blocks",
         "block_amax",

@@ -8,7 +8,7 @@ import pytest
 
 from octile.lab.pages import hardware_figures, outliers_figures, preflight, what_if_figures
 from octile.lab.pages.figures import Heat, draw_heat
-from octile.lab.pages.hardware_figures import Change, Curve
+from octile.lab.pages.hardware_figures import Change, SnrCurve
 from octile.lab.pages.outliers_figures import Map
 from octile.lab.pages.preflight import Predicted
 from octile.lab.pages.what_if_figures import QuantizationLoss, SumLoss
@@ -163,7 +163,7 @@ def test_an_input_without_outliers_is_reported():
     )
 
 
-CURVE = Curve([13, 14, 15], [60.0, 68.0, 76.0], 70.0, 30.0, 1024)
+CURVE = SnrCurve([13, 14, 15], [60.0, 68.0, 76.0], 70.0, 30.0, 1024)
 
 
 def test_the_number_of_bits_that_matches_promotion():
@@ -180,7 +180,7 @@ def test_quantization_without_loss_is_not_mentioned():
 @pytest.mark.parametrize("quantization", [None, 30.0])
 def test_the_curve_is_drawn_with_or_without_quantization_error(quantization):
     with drawing(380, 300) as figure:
-        hardware_figures.draw_bits(figure, Curve([13, 14], [None, 68.0], None, quantization, 4))
+        hardware_figures.draw_bits(figure, SnrCurve([13, 14], [None, 68.0], None, quantization, 4))
         assert len(figure.axes[0].lines) == (1 if quantization is None else 2)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from octile.lab.probe import golden, kernels, tiles
 from octile.lab.probe.__main__ import main
-from octile.lab.probe.compare import SIDE, Case, bits, cases, compare, modeled
+from octile.lab.probe.compare import SIDE, InstructionChain, bits, cases, compare, modeled
 from octile.lab.tensor_core.operand import decode
 from tests.lab.matrices import same_bits
 from tools import emulator
@@ -22,7 +22,7 @@ SHORT = [case for case in cases() if case.steps == 1]
 
 def pretended(row_of):
     """A simulated tensor core that computes what a model predicts."""
-    return lambda name, a, b, c: modeled(a, b, c, row_of(Case(name, a.dtype, b.dtype, 1).instruction))
+    return lambda name, a, b, c: modeled(a, b, c, row_of(InstructionChain(name, a.dtype, b.dtype, 1).instruction))
 
 
 TRUE = pretended(lambda row: row)
@@ -31,7 +31,11 @@ TRUE = pretended(lambda row: row)
 @pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 @pytest.mark.parametrize(
     "case",
-    [Case("wgmma", E4, E5, 1), Case("wgmma", E5, E4, 3), Case("wgmma", torch.bfloat16, torch.bfloat16, 4)],
+    [
+        InstructionChain("wgmma", E4, E5, 1),
+        InstructionChain("wgmma", E5, E4, 3),
+        InstructionChain("wgmma", torch.bfloat16, torch.bfloat16, 4),
+    ],
     ids=str,
 )
 def test_the_wgmma_kernel_equals_the_emulated_tensor_core(case):
@@ -69,7 +73,7 @@ def test_operands_distinguish_every_hypothesis_from_the_table(case):
 
 
 def test_the_right_hypothesis_is_found():
-    case = Case("wgmma", E4, E4, 1)
+    case = InstructionChain("wgmma", E4, E4, 1)
     found = compare(case, 1, pretended(lambda row: replace(row, truncation="down")), CPU, side=96)
     assert found.mismatches["negative terms cut toward −∞"] == 0
     assert found.mismatches["as in the table"] > 0
@@ -77,7 +81,7 @@ def test_the_right_hypothesis_is_found():
 
 
 def test_nan_and_inf_are_compared_too():
-    case = Case("wgmma", E5, E5, 1)
+    case = InstructionChain("wgmma", E5, E5, 1)
     seen = []
 
     def remember(name, a, b, c):
@@ -97,7 +101,7 @@ def test_operands_are_finite_unless_asked_for(dtype):
     generator = torch.Generator().manual_seed(0)
     x = tiles.operand(dtype, 60, 64, generator, opposite=False, special=False)
     assert x.float().isfinite().all()
-    exponent = decode(x, Case("wgmma", dtype, dtype, 1).instruction).exponent
+    exponent = decode(x, InstructionChain("wgmma", dtype, dtype, 1).instruction).exponent
     assert exponent[x != 0].max() - exponent[x != 0].min() >= 14
 
 

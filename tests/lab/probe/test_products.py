@@ -10,9 +10,9 @@ import torch
 from octile.kernels.cuda.gemm.candidates import candidates
 from octile.kernels.cuda.gemm.config import Scales, Schedule
 from octile.kernels.cuda.gemm.cost_model import Chip, rounded
-from octile.kernels.cuda.gemm.launch_plan import is_tma_readable, plan_launch, problem
+from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan_launch, problem
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
-from octile.lab.probe.products import CASES, ROW, Case, _on, compare, main, make, modeled
+from octile.lab.probe.products import CASES, ROW, ProbeGemm, _on, compare, main, make, modeled
 from tests.kernels.cuda.emulated import emulate
 from tools.emulator import build
 
@@ -70,8 +70,8 @@ def test_a_case_is_large_enough_for_several_strips_along_n(schedule):
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_operands_have_a_layout_that_tma_reads(case):
     p = make(case)
-    assert is_tma_readable(p)
-    assert is_tma_readable(replace(p, a=_on_cpu(p.a), b=_on_cpu(p.b)))
+    for request in (p, replace(p, a=_on_cpu(p.a), b=_on_cpu(p.b))):
+        assert make_tma_readable(request) is request
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.data == "ugly"], ids=str)
@@ -90,7 +90,7 @@ def test_extreme_operands_contain_extreme_values(case):
 
 @pytest.mark.parametrize("wrong", ["a bit", "a NaN", "a promotion", "the order of parts"])
 def test_a_kernel_that_computes_something_else_is_found(wrong):
-    case = Case(5, 7, 1000, data="one sign")
+    case = ProbeGemm(5, 7, 1000, data="one sign")
 
     def run(p: GemmRequest) -> int:
         right = modeled(replace(p, promote=wrong != "a promotion"), 3 if wrong == "the order of parts" else 1)
@@ -107,7 +107,7 @@ def test_a_kernel_that_computes_something_else_is_found(wrong):
 
 
 def test_rows_that_no_group_uses_are_not_compared_when_masked():
-    case = Case(6, 7, 128, schedule=Schedule.MASKED, sizes=(2, 0, 6))
+    case = ProbeGemm(6, 7, 128, schedule=Schedule.MASKED, sizes=(2, 0, 6))
 
     def run(p: GemmRequest) -> int:
         p.out.copy_(modeled(p, 1))

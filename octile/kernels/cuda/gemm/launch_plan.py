@@ -129,24 +129,15 @@ def problem(request: GemmRequest) -> Problem:
     )
 
 
-def is_tma_readable(request: GemmRequest) -> bool:
-    """Return whether TMA can read the operands without a copy."""
-    return make_tma_readable(request, copy=lambda t: t[:0]) is request
-
-
-def make_tma_readable(request: GemmRequest, copy: Callable[[Tensor], Tensor] | None = None) -> GemmRequest:
-    """Return the request with copies of the operands that TMA cannot read; the request itself if TMA reads all of them.
-
-    Args:
-        copy: makes a copy of data or scales [..., rows, columns]; None: in the layout that TMA reads.
-    """
+def make_tma_readable(request: GemmRequest) -> GemmRequest:
+    """Return the request with copies of the operands that TMA cannot read; the request itself if there are none."""
     operands = request.nt_operands()
     readable = []
     for operand, kind in zip(operands, request.scale_kinds(), strict=True):
         data, scale, block = operand.parts()
-        copied_data = data if _is_aligned(data) else (copy or _k_major)(data)
+        readable_data = data if _is_aligned(data) else _k_major(data)
         is_scale_read = kind is not Scales.PER_ROW or _is_aligned(scale.mT)
-        readable.append(Operand(copied_data, scale if is_scale_read else (copy or _rows_first)(scale), block))
+        readable.append(Operand(readable_data, scale if is_scale_read else _rows_first(scale), block))
     pairs = zip(operands, readable, strict=True)
     if all(old.data is new.data and old.scale is new.scale for old, new in pairs):
         return request

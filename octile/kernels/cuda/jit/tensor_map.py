@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 BYTES = 128
 MAX_ENCODED = 16384  # cached maps: three for each GEMM of a layer forward and backward, in every layer
@@ -48,11 +47,6 @@ class TensorMap(NamedTuple):
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
-
-
-def describe(tensor: Tensor, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
-    """Return the map of a torch tensor."""
-    return TensorMap(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box, swizzle)
 
 
 def check(tensor_map: TensorMap) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from octile.kernels import backends
-from octile.kernels.cuda.gemm import launch_cache, request
+from octile.kernels.cuda.gemm import launch_cache, launch_plan, request
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip
-from octile.kernels.cuda.gemm.launch_plan import is_tma_readable, make_tma_readable, plan_launch, problem
+from octile.kernels.cuda.gemm.launch_plan import make_tma_readable, plan_launch, problem
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from tests.kernels.cuda.emulated import block_of
 from tests.kernels.cuda.emulated import operand as quantized
@@ -53,30 +53,34 @@ def test_tma_loads_c_for_the_accumulate_epilogue():
 
 
 def test_quantized_tensors_are_readable_by_tma():
-    assert is_tma_readable(_request())
-    assert is_tma_readable(_request(b=operand((N, K), ROW)))
+    for p in (_request(), _request(b=operand((N, K), ROW))):
+        assert make_tma_readable(p) is p
 
 
 def test_row_major_scales_are_copied():
     a = operand((M, K), ROW)
     p = _request(a=replace(a, scale=a.scale.contiguous()))
-    assert not is_tma_readable(p)
     copied = make_tma_readable(p)
-    assert is_tma_readable(copied)
+    assert copied is not p
+    assert make_tma_readable(copied) is copied
     assert torch.equal(copied.a.scale, p.a.scale)
     assert copied.b.data is p.b.data
     assert copied.b.scale is p.b.scale
 
 
 @pytest.mark.parametrize("layout", ["unaligned rows", "unaligned base", "columns first"])
-def test_data_that_tma_cannot_read(layout: str):
+def test_data_that_tma_cannot_read_is_copied(layout: str, monkeypatch):
+    copied = []
+    monkeypatch.setattr(launch_plan, "_k_major", lambda t: copied.append(t) or operand((M, K), ROW).data)
     data = torch.empty(M, K + 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
     data = {
         "unaligned rows": torch.empty(M, K + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :K],
         "unaligned base": data[:, 1 : K + 1],
         "columns first": torch.empty(K, M, dtype=torch.uint8).view(torch.float8_e4m3fn).mT,
     }[layout]
-    assert not is_tma_readable(_request(a=replace(operand((M, K), ROW), data=data)))
+    p = make_tma_readable(_request(a=replace(operand((M, K), ROW), data=data)))
+    assert copied[0] is data
+    assert make_tma_readable(p) is p
 
 
 def test_the_grid_is_no_larger_than_the_work():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octile.kernels.cuda.jit import tensor_map
-from octile.kernels.cuda.jit.tensor_map import TensorMap, check, describe, encode
+from octile.kernels.cuda.jit.tensor_map import TensorMap, check, encode
 
 GOOD = TensorMap(0x1000, torch.float8_e4m3fn, (32, 4096, 7168), (4096 * 7168, 7168, 1), (1, 128, 128), swizzle=128)
 
@@ -100,11 +100,6 @@ def test_a_given_address_replaces_that_of_the_map(encoder):
 
 def test_the_cache_of_maps_is_bounded():
     assert tensor_map.encode.cache_info().maxsize == tensor_map.MAX_ENCODED
-
-
-def test_a_tensor_map_is_made_from_a_tensor():
-    x = torch.empty(48, 256, dtype=torch.bfloat16)[:40, :128]
-    assert describe(x, (8, 64), 128) == (x.data_ptr(), torch.bfloat16, (40, 128), (256, 1), (8, 64), 128)
 
 
 @pytest.mark.parametrize(
