@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 import octile
 
 # recipes that do not set the optimizer's formats or a loss scale, which only `octile train` applies
-RECIPES = ("deepseek_v3", "per_tensor", "delayed", "hybrid_e5m2", "int8_tiles", "smooth_swiglu", "bf16")
+ALL = {name: octile.Recipe.named(name) for name in octile.Recipe.names()}
+RECIPES = [name for name, r in ALL.items() if r.optimizer == ALL["bf16"].optimizer and r.loss_scale is None]
 
 
 def build(kind: str, hidden: int, layers: int) -> torch.nn.Module:

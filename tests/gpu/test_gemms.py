@@ -60,6 +60,13 @@ def test_matmul_with_other_blocks(a_block: tuple[int, int], b_block: tuple[int, 
     _assert_close(matmul_nt(*a, *b, torch.bfloat16), _exact(a) @ _exact(b).mT)
 
 
+def test_blocks_of_32_are_summed_with_more_bits_than_fp8_tensor_cores_keep():
+    """MXFP8 is emulated: the FP16 tensor cores cut 32 products below 2⁻²⁵ of the largest, and 128 blocks are added."""
+    a, b = _operand((200, 4096), (1, 32)), _operand((300, 4096), (1, 32), seed=1)
+    exact = _exact(a) @ _exact(b).mT
+    torch.testing.assert_close(matmul_nt(*a, *b, torch.float32).double(), exact, rtol=256 * 2.0**-24, atol=0)
+
+
 @pytest.mark.parametrize("t", [4096, 1000, 77])
 def test_wgrad_of_transposed_views(t: int):
     dy, x = _mT(_operand((t, 300), COLUMN_TILE)), _mT(_operand((t, 500), COLUMN_TILE, seed=1))

@@ -79,7 +79,7 @@ def test_a_weight_is_not_cached_while_a_graph_is_captured():
     assert (captured, can_cache(weight, fmt)) == (False, True)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor", "int8_tiles", "bf16"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor", "mxfp8", "int8_tiles", "bf16"])
 def test_a_graphed_layer_follows_its_weight(name: str):
     torch.manual_seed(0)
     eager = Linear(K, N, device="cuda", recipe=Recipe.named(name))

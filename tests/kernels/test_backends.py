@@ -68,3 +68,13 @@ def test_other_gpus_and_other_layouts_get_the_triton_kernel(monkeypatch):
     assert backends.run("quantize", *CALLS["quantize"](torch.zeros(5, 128))) == "Triton"
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
     assert backends.run("quantize", *CALLS["quantize"](torch.zeros(5, 130))) == "Triton"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+def test_gemms_in_blocks_of_32_are_said_to_be_emulated(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(request, "why_not_on", lambda _: None if capability == (9, 0) else "another GPU")
+    monkeypatch.setattr(backends, "find_spec", lambda _: True)
+    assert "GEMMs in blocks of 32 (mxfp8)" in backends.choices()["matmul_nt"][1]
+    assert "emulated in FP16" in backends.choices()["matmul_nt"][1]
