@@ -2,8 +2,8 @@
 
 A command imports what it needs when it runs, so that `octile --help` answers at once.
 
-Exit codes: 0 success; 2 an error that the user can correct, with one line that says how; 1 any other failure; 130 ended
-by a signal.
+Exit codes: 0 success; 2 an error that the user can correct, with one line that says how; 1 any other failure; 130
+ended by Ctrl-C; 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
-from typing import Literal, NoReturn, TextIO, TypeVar
+from typing import Any, Literal, NoReturn, TextIO, TypeVar
 
 from octile import __version__
 from octile.extras import require
+from octile.models.config import ModelConfig
 from octile.train.config import TrainConfig, preset
+from octile.train.signals import Stopped, Terminated, terminable
 
 with suppress(ImportError):  # `main` reports it when it is missing
     import tyro
@@ -39,7 +41,7 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
 # tyro's message for an optional number
 OPTIONAL_NUMBER_ERROR = re.compile(r"no type matching \{None\}\|(INT|FLOAT) could be instantiated from \[(.*)\]")
 
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -87,38 +89,62 @@ class Compare:
     Attributes:
         preset: tiny, small, v2_lite_16b, v2_236b or v3_671b.
         recipes: names of recipes, separated by commas.
-        steps: steps of each run; the preset's if not given.
+        steps: steps of each run.
+        sequence_length: tokens per sequence.
         data: as for train.
         seed: seed of the first BF16 run and of every recipe; the second BF16 run has the next one.
         seeds: number of seeds for each recipe and BF16 (5), counted from --seed, or a list of seeds (0,7,9).
         gradient_steps: steps at which gradients are compared with BF16's: numbers, start, middle, end, or none.
         out: folder for the report and the curves; chosen under runs/ if not given.
         device: auto uses a GPU if there is one.
+        resume: continue the comparison in --out, with the settings that are stored there.
+        model: the shape of the model.
     """
 
     preset: str = "tiny"
     recipes: str = "deepseek_v3"
-    steps: int | None = None
+    steps: int = TrainConfig.steps
+    sequence_length: int = TrainConfig.sequence_length
     data: str = "stdlib"
     seed: int = 0
     seeds: str = "1"
     gradient_steps: str = "start,middle,end"
     out: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    resume: bool = False
+    model: ModelConfig = field(default_factory=ModelConfig.tiny)
+
+
+SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "model")  # settings of train and compare
 
 
 def compare(arguments: list[str]) -> None:
     """Train recipes and BF16 with its noise band, and report the loss that each recipe costs."""
-    options = _parse(Compare, arguments, "compare")
-    config = replace(preset(options.preset), data=options.data, seed=options.seed, device=options.device)
-    if options.steps is not None:
-        config = replace(config, steps=options.steps)
+    out, name = _value_of("--out", arguments), _value_of("--preset", arguments)
+    begun_with: dict[str, Any] = {}
+    if "--resume" in arguments and out is not None:
+        from octile.train.compare import Comparison, seeds_text
+
+        stored = Comparison.read(Path(out))
+        begun_with = {
+            "recipes": ",".join(stored.recipes) or "bf16",
+            "seeds": seeds_text(stored.seeds, stored.config.seed),
+            "gradient_steps": stored.gradient_steps,
+        }
+        config = stored.config
+    else:
+        config = preset("tiny" if name is None else name)
+    default = Compare(**{name: getattr(config, name) for name in SHARED}, **begun_with)
+    options = _parse(Compare, arguments, "compare", default)
+    if not options.recipes.replace(",", "").strip():
+        raise ValueError("recipes is empty: name recipes, separated by commas")
+    config = replace(config, **{name: getattr(options, name) for name in SHARED})
     from octile.train.compare import compare as run
     from octile.train.compare import parse_seeds
     from octile.train.console import RunConsole
 
-    seeds = parse_seeds(options.seeds, options.seed)
-    run(config, tuple(options.recipes.split(",")), options.out, RunConsole(), seeds, options.gradient_steps)
+    seeds, recipes = parse_seeds(options.seeds, options.seed), tuple(options.recipes.split(","))
+    run(config, recipes, options.out, RunConsole(), seeds, options.gradient_steps, options.resume)
 
 
 @dataclass(frozen=True)
@@ -331,11 +357,13 @@ def _is_text(line: str) -> bool:
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Run a command; an exception becomes one line and an exit code. OCTILE_TRACEBACK=1 shows the traceback."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), terminable():
             warnings.showwarning = _warn
             command(arguments)
     except BrokenPipeError:  # the reader of the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Terminated:
+        _fail("terminated", TERMINATED)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except Exception as error:
@@ -360,10 +388,8 @@ def _warn(
 
 def _explain(error: Exception) -> tuple[str, int]:
     """The line and the exit code for an exception."""
-    from octile.train.run_folder import Stopped
-
     if isinstance(error, Stopped):
-        return str(error), INTERRUPTED
+        return str(error), error.exit_code
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there", FAILURE
     if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):

@@ -16,6 +16,7 @@ from octile.checkpoint.hugging_face import save
 from octile.cli import COMMANDS, main
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.train.compare import Comparison
 from octile.train.config import preset
 from octile.train.run_folder import RunFolder
 from octile.train.tokenizer import Tokenizer
@@ -432,3 +433,73 @@ def test_a_traceback_is_shown_on_request(monkeypatch):
 def test_a_comparison_that_cannot_be_made_is_refused(capsys, tmp_path, options, message):
     assert message in refused(capsys, "compare", "--out", str(tmp_path / "out"), *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
+    code = (
+        "import sys, time, octile.cli\n"
+        "octile.cli.COMMANDS['doctor'] = lambda arguments: (print('ready', flush=True), time.sleep(60))\n"
+        "octile.cli.main(['doctor'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("octile: terminated\n", 143)
+
+
+COMPARED = (
+    "--model.hidden-size",
+    "64",
+    "--sequence-length",
+    "32",
+    "--steps",
+    "2",
+    "--recipes",
+    "deepseek_v3,per_tensor",
+)
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """compared(options): the arguments with which these options begin a comparison."""
+    calls = []
+    monkeypatch.setattr("octile.train.compare.compare", lambda *arguments: calls.append(arguments))
+
+    def begin(*options: str):
+        main(["compare", *options])
+        return calls.pop()
+
+    return begin
+
+
+def test_a_comparison_takes_the_shape_of_the_model_and_the_length_of_sequences(compared):
+    config, recipes, *_ = compared(*COMPARED)
+    assert (config.model.hidden_size, config.sequence_length, config.steps) == (64, 32, 2)
+    assert recipes == ("deepseek_v3", "per_tensor")
+    assert config == replace(
+        preset("tiny"), steps=2, sequence_length=32, model=replace(preset("tiny").model, hidden_size=64)
+    )
+
+
+def test_a_comparison_of_another_preset_has_its_settings(compared):
+    assert compared("--preset", "small")[0] == preset("small")
+
+
+@pytest.mark.parametrize("seeds", ["3", "0,7", "9,"])
+def test_a_resumed_comparison_takes_everything_from_its_folder(compared, tmp_path, seeds):
+    begun = compared(*COMPARED, "--seeds", seeds, "--gradient-steps", "none", "--out", str(tmp_path))
+    config, recipes, out, _, of_recipes, gradient_steps, _ = begun
+    Comparison(config, recipes, of_recipes, gradient_steps, {}).write(out)
+    resumed = compared("--resume", "--out", str(tmp_path))
+    assert resumed[:3] + resumed[4:6] == begun[:3] + begun[4:6]
+    assert resumed[6] is True
+
+
+@pytest.mark.parametrize("recipes", ["", " , "])
+def test_a_comparison_without_recipes_is_refused(capsys, tmp_path, recipes):
+    assert "recipes is empty" in refused(capsys, "compare", "--recipes", recipes, "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_resuming_a_comparison_needs_its_folder(capsys):
+    assert "--resume needs --out FOLDER" in refused(capsys, "compare", "--resume")

@@ -11,6 +11,8 @@ batches.py       the order of training, a function of seed and step
 loop.py          `octile train`
 trainer.py       the state of a run, and one step
 run_folder.py    the files of a run, and its lock
+resume.py        what a resumed run takes from its folder
+signals.py       Ctrl-C and SIGTERM
 fine_tune.py     a run that starts from a checkpoint's weights
 memory.py        memory checks, and advice when memory runs out
 deterministic.py runs that give the same bits again

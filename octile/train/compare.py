@@ -7,12 +7,17 @@ nothing. `octile.report.compare.result` defines what is measured and what follow
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from octile.checkpoint.files import read_json, write_json
 from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
@@ -24,15 +29,17 @@ from octile.report.machine import describe_machine, machine
 from octile.report.run.metrics import Floats
 from octile.train.batches import validation_windows
 from octile.train.compared_run import ComparedRun, train_compared_run
-from octile.train.config import TrainConfig
+from octile.train.config import TrainConfig, describe_changes, differences
 from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
 from octile.train.loop import pick_device, prepare_tokens
 from octile.train.memory import check_memory
-from octile.train.run_folder import DATA, check_unused, lock_folder, new_folder
+from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder
+from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import visible_token
 from octile.train.token_store import TokenStore
 
+RUNS = "runs"  # the folder in which the runs of a comparison save their states and results
 FREQUENCY_TOKENS = 10_000_000  # tokens of the training text in which the frequencies of tokens are counted
 
 
@@ -66,6 +73,62 @@ def baseline_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds if len(seeds) > 1 else (seeds[0], seeds[0] + 1)
 
 
+def seeds_text(seeds: tuple[int, ...], first: int) -> str:
+    """The text from which `parse_seeds` reads these seeds."""
+    return str(len(seeds)) if seeds == tuple(range(first, first + len(seeds))) else f"{','.join(map(str, seeds))},"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison is made of, as FOLDER/comparison.json stores it.
+
+    Attributes:
+        config: of every run, except for recipe and seed.
+        recipes: names of recipes or .toml files.
+        seeds: of every recipe.
+        gradient_steps: in the form that `parse_steps` reads.
+        recipe_texts: the contents of the recipes' files.
+    """
+
+    config: TrainConfig
+    recipes: tuple[str, ...]
+    seeds: tuple[int, ...]
+    gradient_steps: str
+    recipe_texts: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Comparison:
+        """Read the comparison that a folder holds.
+
+        Raises:
+            FileNotFoundError: it holds none.
+            ValueError: its comparison.json is damaged.
+        """
+        path = folder / COMPARISON
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(folder)!r} holds no comparison to resume: there is no {path}")
+        try:
+            found = read_json(path)
+            config = TrainConfig.from_json(json.dumps(found["config"]))
+            recipes, seeds = tuple(found["recipes"]), tuple(found["seeds"])
+            return cls(config, recipes, seeds, found["gradient_steps"], found["recipe_texts"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+    def write(self, folder: Path) -> None:
+        """Write comparison.json, which marks the folder as a comparison that can be resumed."""
+        write_json(folder / COMPARISON, {**asdict(self), "config": json.loads(self.config.to_json())})
+
+    def changes(self, requested: Comparison) -> dict[str, tuple[Any, Any]]:
+        """What differs in a requested comparison; the device and the folder may."""
+        settings = differences(self.config, requested.config)
+        names = ("recipes", "seeds", "gradient_steps")
+        other = {name: (getattr(self, name), getattr(requested, name)) for name in names}
+        return {name: pair for name, pair in settings.items() if name not in ("device", "out")} | {
+            name: (old, new) for name, (old, new) in other.items() if old != new
+        }
+
+
 def compare(
     config: TrainConfig,
     recipes: tuple[str, ...],
@@ -73,8 +136,12 @@ def compare(
     console: RunConsole,
     seeds: tuple[int, ...] = (),
     gradient_steps: str = "start,middle,end",
+    resume: bool = False,
 ) -> CompareResult:
     """Train BF16 and the recipes, and update out/report.html and out/compare.json after each run.
+
+    A signal ends the comparison after the current step. With `resume` finished runs are read, and the interrupted one
+    continues.
 
     Args:
         config: of every run, except for recipe and seed.
@@ -85,25 +152,53 @@ def compare(
             seeds, but with two at least.
         gradient_steps: the steps of each recipe's first run at which its gradients are compared with BF16's, in the
             form that `parse_steps` reads.
+        resume: continue the comparison in `out`, which must have been begun with the same arguments.
 
     Raises:
         ImportError: a package of the extras `train` or `report` is missing.
         FileExistsError: out holds a comparison or a run already, or another process works there.
-        ValueError: a recipe is unknown, a seed or a step is impossible, or the data cannot be used.
+        FileNotFoundError: there is no comparison to resume.
+        ValueError: a recipe is unknown, a seed or a step is impossible, the data cannot be used, or the comparison to
+            resume has other arguments.
+        Stopped: Ctrl-C or SIGTERM ended the comparison early.
     """
     require("tokenizers", "filelock", extra="train")
     require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
     recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name not in ("", "bf16"))
-    texts = {name: replace(config, recipe=name).with_file_texts() for name in recipes}
-    configs = {short: replace(texts[name], recipe=short) for name, short in _short_names(recipes).items()}
+    stored = _stored(out) if resume else None
+    texts: Mapping[str, str] = {} if stored is None else stored.recipe_texts
+    named = {name: replace(config, recipe=name, recipe_text=texts.get(name)).with_file_texts() for name in recipes}
+    configs = {short: replace(named[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
         each.load_recipe()  # refuses an unknown recipe before any work
     steps = parse_steps(gradient_steps, config.steps)
+    seeds = seeds or (config.seed,)
+    baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
+    texts = {name: each.recipe_text for name, each in named.items() if each.recipe_text is not None}
+    comparison = Comparison(config, recipes, seeds, gradient_steps, texts)
+    if stored is not None and (changes := stored.changes(comparison)):
+        raise ValueError(f"a resumed comparison keeps its settings: {describe_changes(changes)} in {out}")
     check_memory(config, pick_device(config.device))
-    out = out or new_folder(Path("runs"), f"compare-{config.preset}")
-    check_unused(out)
+    if stored is None:
+        out = out or new_folder(Path("runs"), f"compare-{config.preset}")
+        check_unused(out)
+    assert out is not None
     with lock_folder(out):
-        return _compare(config, configs, out, console, seeds or (config.seed,), steps)
+        store = prepare_tokens(config, out / DATA, console)
+        comparison.write(out)
+        try:
+            with stop_requests() as stop:
+                return _compare(comparison, baselines, configs, store, out, console, steps, stop)
+        except Stopped as stopped:
+            command = f"octile compare --resume --out {shlex.quote(str(out))}"
+            raise Stopped(f"{stopped}; to continue: {command}", stopped.number) from None
+
+
+def _stored(out: Path | None) -> Comparison:
+    """The comparison to resume."""
+    if out is None:
+        raise ValueError("out is not given: --resume needs --out FOLDER, the comparison to continue")
+    return Comparison.read(out)
 
 
 def _short_names(recipes: tuple[str, ...]) -> dict[str, str]:
@@ -122,23 +217,27 @@ def _short_names(recipes: tuple[str, ...]) -> dict[str, str]:
 
 
 def _compare(
-    config: TrainConfig,
+    comparison: Comparison,
+    baselines: list[TrainConfig],
     recipes: dict[str, TrainConfig],
+    store: TokenStore,
     out: Path,
     console: RunConsole,
-    seeds: tuple[int, ...],
     gradient_steps: tuple[int, ...],
+    stop: list[int],
 ) -> CompareResult:
-    baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
-    store = prepare_tokens(config, out / DATA, console)
+    config, seeds = comparison.config, comparison.seeds
     measured_on = machine(pick_device(config.device))
 
     def write(result: CompareResult) -> Path:
         write_result(out / COMPARE_FILE, result, measured_on)
         return write_compare_report(out, result)
 
-    bf16 = {c.seed: train_compared_run(c, store, console) for c in baselines}
-    first, other, *more = (run.curve for run in bf16.values())
+    def run(config: TrainConfig, name: str, at_steps: tuple[int, ...] = ()) -> ComparedRun:
+        return train_compared_run(config, store, console, at_steps, out / RUNS / f"{name}-seed{config.seed}", stop)
+
+    bf16 = {c.seed: run(c, "bf16") for c in baselines}
+    first, other, *more = (each.curve for each in bf16.values())
     result = CompareResult(
         config.preset,
         first,
@@ -150,13 +249,15 @@ def _compare(
         recipe_files={name: c.recipe_text for name, c in recipes.items() if c.recipe_text is not None},
     )
     report = write(result)
-    for name, with_recipe in recipes.items():
+    for number, (name, with_recipe) in enumerate(recipes.items(), start=1):
         runs: dict[int, ComparedRun] = {}
         for seed in seeds:
             at_steps = gradient_steps if seed == seeds[0] else ()
-            runs[seed] = run = train_compared_run(replace(with_recipe, seed=seed), store, console, at_steps)
+            runs[seed] = run(replace(with_recipe, seed=seed), f"{number}-{Path(name).stem}", at_steps)
             result = replace(
-                result, recipes=(*result.recipes, run.curve), gradients=(*result.gradients, *run.gradients)
+                result,
+                recipes=(*result.recipes, runs[seed].curve),
+                gradients=(*result.gradients, *runs[seed].gradients),
             )
             report = write(result)
         result = replace(result, tokens=(*result.tokens, *_token_differences(name, runs, bf16, store, config)))

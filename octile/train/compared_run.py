@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from octile.report.compare.file import read_curve, read_gradient_check
 from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
 from octile.train.config import TrainConfig
 from octile.train.console import RunConsole
 from octile.train.gradient_check import check_gradients
 from octile.train.loop import pick_device
+from octile.train.resume import computed_on, warn_of_another_machine
+from octile.train.signals import Stopped
 from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 REFERENCE_SIZE = 512
+CHECKPOINTS, FINISHED = "checkpoints", "finished"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,22 +45,68 @@ class ComparedRun:
     gradients: tuple[GradientCheck, ...]
 
 
+@dataclass
+class Measurements:
+    """What a run has measured so far."""
+
+    train_loss: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    val_steps: list[int] = field(default_factory=list)
+    val_loss: list[float] = field(default_factory=list)
+    reference_times: list[float] = field(default_factory=list)
+    gradients: list[GradientCheck] = field(default_factory=list)
+
+
 def train_compared_run(
-    config: TrainConfig, store: TokenStore, console: RunConsole, gradient_steps: tuple[int, ...] = ()
+    config: TrainConfig,
+    store: TokenStore,
+    console: RunConsole,
+    gradient_steps: tuple[int, ...] = (),
+    folder: Path | None = None,
+    stop: Sequence[int] = (),
 ) -> ComparedRun:
-    """Train one model and measure it. A run that diverges ends early, and prints at which step."""
-    console.print(f"{config.recipe}, seed {config.seed}")
+    """Train one model and measure it. A run that diverges ends early, and prints at which step.
+
+    Args:
+        config: of the run.
+        store: the tokens.
+        console: where progress is printed.
+        gradient_steps: the steps at which gradients are compared with BF16's.
+        folder: where the run's state is saved every `checkpoint_every` steps, and its result at the end. A run that is
+            finished there is read, and one that was interrupted continues. None: nothing is saved.
+        stop: signals that were caught; as soon as there is one, the run is saved and ends after its step.
+
+    Raises:
+        Stopped: there was a signal.
+    """
+    title = f"{config.recipe}, seed {config.seed}"
+    if folder is not None and (finished := latest_checkpoint(folder / FINISHED)) is not None:
+        console.print(f"{title}: finished before")
+        return _read_finished(finished)
+    console.print(title)
     device = pick_device(config.device)
     # no skipped steps: a comparison reports at which step a recipe diverges
     trainer = Trainer(replace(config, skip_limit=0), store, device)
-    train_loss, speeds, val_steps, val_loss = [], [], [], []
-    reference_times, gradients = [reference_time(device)], []
+    measured = Measurements()
+    checkpoint = None if folder is None else latest_checkpoint(folder / CHECKPOINTS)
+    if checkpoint is not None:
+        tensors, state = load_checkpoint(checkpoint, check=False)
+        warn_of_another_machine(f"{title}, {checkpoint.name}", state, device)
+        trainer.load(tensors, state)
+        checks = [read_gradient_check(found) for found in state["measured"]["gradients"]]
+        measured = Measurements(**{**state["measured"], "gradients": checks})
+        console.print(f"resumed at step {trainer.steps_done}")
+    measured.reference_times.append(reference_time(device))
     diverged_at: int | None = None
     losses_NS: Tensor | None = None
-    with console.steps(config.steps, 0) as progress:
+    with console.steps(config.steps, trainer.steps_done) as progress:
         while trainer.steps_done < config.steps:
+            if stop:
+                if folder is not None:
+                    _save(trainer, measured, folder)
+                raise Stopped(f"stopped after step {trainer.steps_done} of {title}", stop[0])
             if trainer.steps_done + 1 in gradient_steps:
-                gradients.append(check_gradients(trainer))
+                measured.gradients.append(check_gradients(trainer))
             try:
                 line = trainer.step()
             except FloatingPointError as error:
@@ -60,34 +114,59 @@ def train_compared_run(
                 diverged_at = trainer.steps_done + 1
                 break
             progress.step(line)
-            train_loss.append(line["main_loss"])
-            speeds.append(line["tokens_per_s"])
+            measured.train_loss.append(line["main_loss"])
+            measured.speeds.append(line["tokens_per_s"])
             last = trainer.steps_done == config.steps
             if last or trainer.steps_done % config.validate_every == 0:
-                val_steps.append(trainer.steps_done)
+                measured.val_steps.append(trainer.steps_done)
                 if last:  # one pass over the held-out text gives the losses of its tokens and their mean
                     losses_NS = token_losses(trainer)
-                    val_loss.append(losses_NS.double().mean().item())
+                    measured.val_loss.append(losses_NS.double().mean().item())
                 else:
-                    val_loss.append(trainer.validate()["val_loss"])
-                reference_times.append(reference_time(device))
-                progress.validation({"step": trainer.steps_done, "val_loss": val_loss[-1]})
+                    measured.val_loss.append(trainer.validate()["val_loss"])
+                measured.reference_times.append(reference_time(device))
+                progress.validation({"step": trainer.steps_done, "val_loss": measured.val_loss[-1]})
+            if folder is not None and config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0:
+                _save(trainer, measured, folder)
     tensors, _ = trainer.state()
     curve = Curve(
         recipe=config.recipe,
         seed=config.seed,
-        steps=tuple(range(1, len(train_loss) + 1)),
-        train_loss=tuple(train_loss),
-        val_steps=tuple(val_steps),
-        val_loss=tuple(val_loss),
-        tokens_per_s=statistics.median(speeds) if speeds else 0.0,
+        steps=tuple(range(1, len(measured.train_loss) + 1)),
+        train_loss=tuple(measured.train_loss),
+        val_steps=tuple(measured.val_steps),
+        val_loss=tuple(measured.val_loss),
+        tokens_per_s=statistics.median(measured.speeds) if measured.speeds else 0.0,
         state_bytes=sum(t.nbytes for t in tensors.values()),
         diverged_at=diverged_at,
         window_loss=() if losses_NS is None else tuple(losses_NS.double().mean(1).tolist()),
-        speed_quartiles=_quartiles(speeds),
-        yardstick_s=statistics.median(reference_times),
+        speed_quartiles=_quartiles(measured.speeds),
+        yardstick_s=statistics.median(measured.reference_times),
     )
-    return ComparedRun(curve, losses_NS, tuple(gradients))
+    run = ComparedRun(curve, losses_NS, tuple(measured.gradients))
+    if folder is not None:
+        _save_finished(run, trainer.steps_done, folder)
+    return run
+
+
+def _save(trainer: Trainer, measured: Measurements, folder: Path) -> None:
+    tensors, state = trainer.state()
+    more = {"measured": asdict(measured), "computed_on": computed_on(trainer.device)}
+    save_checkpoint(folder / CHECKPOINTS, trainer.steps_done, tensors, {**state, **more}, keep=1)
+
+
+def _save_finished(run: ComparedRun, step: int, folder: Path) -> None:
+    """Save the result of a run, and delete its checkpoints."""
+    tensors = {} if run.token_losses_NS is None else {"token_losses": run.token_losses_NS}
+    state = {"curve": asdict(run.curve), "gradients": [asdict(check) for check in run.gradients]}
+    save_checkpoint(folder / FINISHED, step, tensors, state)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+
+
+def _read_finished(checkpoint: Path) -> ComparedRun:
+    tensors, state = load_checkpoint(checkpoint, check=False)
+    gradients = tuple(map(read_gradient_check, state["gradients"]))
+    return ComparedRun(read_curve(state["curve"]), tensors.get("token_losses"), gradients)
 
 
 def _quartiles(speeds: list[float]) -> tuple[float, float] | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -38,7 +37,8 @@ from octile.train.deterministic import deterministic
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
 from octile.train.resume import check_settings, computed_on, open_run
-from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, Stopped, lock_folder, read_lines
+from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, lock_folder, read_lines
+from octile.train.signals import Stopped, Terminated, stop_requests
 from octile.train.token_losses import token_losses
 from octile.train.token_store import MANIFEST, TokenStore
 from octile.train.trainer import Trainer
@@ -113,7 +113,7 @@ def _train(
     spikes = spikes_so_far(run)
 
     with (
-        _signals() as stop,
+        stop_requests() as stop,
         _report_on_failure(run, console),
         deterministic(config.deterministic),
         explain_out_of_memory(config, device, trainer),
@@ -138,11 +138,13 @@ def _train(
     resume_command = f"octile train --resume --out {shlex.quote(str(run.path))}"
     if trainer.steps_done < config.steps:
         _checkpoint(trainer, run, config)
-        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {resume_command}")
+        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {resume_command}", stop[0])
     try:
         _finish(trainer, run, store, console)
-    except KeyboardInterrupt:
-        raise Stopped(f"stopped after the last step; to write the model and the report: {resume_command}") from None
+    except KeyboardInterrupt as interrupt:
+        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        message = f"stopped after the last step; to write the model and the report: {resume_command}"
+        raise Stopped(message, number) from None
     return run.path
 
 
@@ -326,20 +328,3 @@ def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
         "prompt": trainer.config.prompt,
     }
     write_json(run.summary_file, summary)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one ends the process."""
-    caught: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

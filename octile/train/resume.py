@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,15 @@ def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, 
                 console.print(f"{name} were {before} and are now {now}: {CHANGE_NOTES[name]}")
         if trained.guards is None and config.guards is not None:
             console.print(f"the guards of {config.guards} were added after the run began")
+    warn_of_another_machine(checkpoint.name, state, device)
+
+
+def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: torch.device) -> None:
+    """Warn if the state of a checkpoint was computed where the bits differ from those of this machine."""
     for name, value in computed_on(device).items():
         if state.get("computed_on", {}).get(name, value) != value:
             warnings.warn(
-                f"{checkpoint.name} was computed with {name} {state['computed_on'][name]}, this machine has {value}: "
+                f"{checkpoint} was computed with {name} {state['computed_on'][name]}, this machine has {value}: "
                 "the run is not bit-identical to an uninterrupted one" + BITS_ADVICE.get(name, ""),
                 stacklevel=2,
             )

@@ -26,12 +26,9 @@ from octile.train.config import TrainConfig
 
 LOCK = ".lock"
 DATA = "data"
+COMPARISON = "comparison.json"  # what a comparison was begun with
 
 Metrics = dict[str, Any]
-
-
-class Stopped(Exception):
-    """A signal ended a run early, after its checkpoint was written."""
 
 
 class RunFolder:
@@ -112,9 +109,13 @@ def check_unused(path: Path) -> None:
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"out {str(path)!r} is a file: name a folder")
-    for file, what in ((RunFolder(path).config_file, "run"), (path / COMPARE_FILE, "comparison")):
-        if file.exists():
-            raise FileExistsError(f"out {str(path)!r} holds a {what} already: choose another --out")
+    if RunFolder(path).config_file.exists():
+        raise FileExistsError(f"out {str(path)!r} holds a run already: choose another --out")
+    if (path / COMPARISON).exists() or (path / COMPARE_FILE).exists():
+        raise FileExistsError(
+            f"out {str(path)!r} holds a comparison already: continue it with octile compare --resume, or choose "
+            "another --out"
+        )
 
 
 def new_folder(parent: Path, name: str) -> Path:

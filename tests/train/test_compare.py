@@ -2,14 +2,19 @@
 
 import io
 import json
+import os
+import shlex
+import signal
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from octile.report import read_result
-from octile.train.compare import compare
+from octile.train.compare import Comparison, compare, parse_seeds, seeds_text
 from octile.train.console import RunConsole
-from tests.train.conftest import micro
+from octile.train.signals import Stopped
+from tests.train.conftest import micro, silent_console
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +135,105 @@ def test_a_gradient_step_out_of_range_is_refused_before_anything_is_trained(tmp_
     with pytest.raises(ValueError, match="gradient_steps must be from 1 to 6"):
         compare(micro(), ("deepseek_v3",), tmp_path / "out", RunConsole(), gradient_steps="7")
     assert not (tmp_path / "out").exists()
+
+
+def losses(result):
+    return [(c.recipe, c.seed, c.train_loss, c.val_steps, c.val_loss, c.window_loss) for c in result.curves]
+
+
+@pytest.fixture
+def stopped_at(monkeypatch):
+    """stopped_at(step): a comparison gets SIGTERM in this step, counted over all of its runs."""
+    from octile.train.trainer import Trainer
+
+    original = Trainer.step
+
+    def stop(at):
+        done = []
+
+        def step(self):
+            done.append(self)
+            if len(done) == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self)
+
+        monkeypatch.setattr(Trainer, "step", step)
+
+    return stop
+
+
+@pytest.mark.parametrize(
+    ("at", "finished"), [(2, 0), (4, 1), (11, 2)], ids=["first run", "last step of a run", "recipe"]
+)
+def test_a_stopped_comparison_is_resumed_with_the_same_losses(compared, text, tmp_path, stopped_at, at, finished):
+    stopped_at(at)
+    out, config = tmp_path / "it's here", micro(data=str(text), steps=4, validate_every=2)
+    with pytest.raises(Stopped, match=r"stopped after step \d of ") as stopped:
+        compare(config, ("deepseek_v3",), out, silent_console())
+    assert str(stopped.value).endswith(f"; to continue: octile compare --resume --out {shlex.quote(str(out))}")
+    assert stopped.value.exit_code == 143
+    screen = silent_console()
+    resumed = compare(config, ("deepseek_v3",), out, screen, resume=True)
+    shown = screen.console.file.getvalue()
+    assert shown.count("finished before") == finished
+    assert shown.count("resumed at step") == 1
+    assert losses(resumed) == losses(compared[0])
+    assert resumed.gradients == compared[0].gradients
+    assert str(resumed.tokens) == str(compared[0].tokens)
+
+
+def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
+    from octile.train.trainer import Trainer
+
+    result, out, _ = compared
+    monkeypatch.setattr(Trainer, "step", lambda self: pytest.fail("a step was repeated"))
+    config = Comparison.read(out).config
+    assert losses(compare(config, ("deepseek_v3",), out, silent_console(), resume=True)) == losses(result)
+    assert not list(out.glob("runs/*/checkpoints"))
+
+
+def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tmp_path, monkeypatch):
+    from octile.train.trainer import Trainer
+
+    original = Trainer.step
+
+    def killed(self):
+        if self.recipe.name != "bf16" and self.steps_done == 3:
+            raise KeyboardInterrupt  # no handler runs: nothing is saved
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "step", killed)
+    config = micro(data=str(text), steps=4, validate_every=2, checkpoint_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, ("deepseek_v3",), tmp_path, silent_console())
+    monkeypatch.setattr(Trainer, "step", original)
+    screen = silent_console()
+    resumed = compare(config, ("deepseek_v3",), tmp_path, screen, resume=True)
+    assert "resumed at step 2" in screen.console.file.getvalue()
+    assert losses(resumed) == losses(compared[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "message"),
+    [
+        ({"steps": 5}, {}, "steps is 5 instead of 4"),
+        ({}, {"recipes": ("per_tensor",)}, "recipes is .*per_tensor.* instead of .*deepseek_v3"),
+        ({}, {"seeds": (0, 1)}, r"seeds is \(0, 1\) instead of \(0,\)"),
+        ({}, {"gradient_steps": "none"}, "gradient_steps is none instead of start,middle,end"),
+    ],
+)
+def test_a_resumed_comparison_keeps_its_settings(compared, changes, others, message):
+    _, out, _ = compared
+    config = replace(Comparison.read(out).config, **changes)
+    with pytest.raises(ValueError, match=f"a resumed comparison keeps its settings: {message}"):
+        compare(config, **{"recipes": ("deepseek_v3",), **others}, out=out, console=silent_console(), resume=True)
+
+
+def test_a_folder_without_a_comparison_cannot_be_resumed(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no comparison to resume"):
+        compare(micro(), ("deepseek_v3",), tmp_path, silent_console(), resume=True)
+
+
+@pytest.mark.parametrize(("seeds", "first"), [((0,), 0), ((3, 4, 5), 3), ((0, 7), 0), ((9,), 0), ((5, 0), 0)])
+def test_the_text_of_seeds_is_read_as_these_seeds(seeds, first):
+    assert parse_seeds(seeds_text(seeds, first), first) == seeds

@@ -335,6 +335,7 @@ def test_the_printed_command_continues_a_run_with_guards_to_the_same_weights(tex
     wait_for_step(stopped, 2, process)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143
     assert reference.wait(120) == 0, reference.stderr.read()
     guards = [line for line in (straight / "metrics.jsonl").read_text().splitlines() if '"guard"' in line]
     assert guards

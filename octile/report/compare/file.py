@@ -50,19 +50,20 @@ def read_result(path: Path) -> CompareResult:
         return _record(
             CompareResult,
             found,
-            bf16=_curve(found["bf16"]),
-            bf16_other_seed=_curve(found["bf16_other_seed"]),
-            bf16_more_seeds=tuple(map(_curve, found.get("bf16_more_seeds", ()))),
-            recipes=tuple(map(_curve, found["recipes"])),
+            bf16=read_curve(found["bf16"]),
+            bf16_other_seed=read_curve(found["bf16_other_seed"]),
+            bf16_more_seeds=tuple(map(read_curve, found.get("bf16_more_seeds", ()))),
+            recipes=tuple(map(read_curve, found["recipes"])),
             tokens=tuple(map(_tokens, found.get("tokens", ()))),
-            gradients=tuple(map(_check, found.get("gradients", ()))),
+            gradients=tuple(map(read_gradient_check, found.get("gradients", ()))),
             nudge=tuple((step, noise) for step, noise in found.get("nudge", ())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a comparison that octile compare wrote: {error!r}") from None
 
 
-def _curve(found: dict[str, Any]) -> Curve:
+def read_curve(found: dict[str, Any]) -> Curve:
+    """Read the JSON object of a `Curve`."""
     lists = ("steps", "train_loss", "val_steps", "val_loss", "window_loss")
     quartiles = found.get("speed_quartiles")
     return _record(
@@ -79,7 +80,8 @@ def _tokens(found: dict[str, Any]) -> TokenDifferences:
     return _record(TokenDifferences, found, **made, passage=tuple((text, value) for text, value in found["passage"]))
 
 
-def _check(found: dict[str, Any]) -> GradientCheck:
+def read_gradient_check(found: dict[str, Any]) -> GradientCheck:
+    """Read the JSON object of a `GradientCheck`."""
     return _record(GradientCheck, found, weights=tuple(_record(WeightGradient, _known(w)) for w in found["weights"]))
 
 

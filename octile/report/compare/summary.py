@@ -14,7 +14,7 @@ MAX_REFERENCE_RATIO = 1.5  # longest over shortest reference time of the runs
 
 
 def verdict_sentence(result: CompareResult) -> str:
-    """The outcome of the first recipe, compared with the noise band."""
+    """The outcome of every recipe, compared with the noise band."""
     if math.isnan(result.noise_band):
         noise = "The noise band between BF16 runs with different seeds was not measured."
     elif result.nudge:
@@ -26,14 +26,21 @@ def verdict_sentence(result: CompareResult) -> str:
         noise = f"Two BF16 runs that differ only in their seed end {result.noise_band:.2%} apart, {pairs}."
     if not result.names:
         return noise
-    outcome = result.outcome(result.names[0])
-    if outcome.diverged or math.isnan(outcome.gap):
-        return f"{outcome.recipe}: {outcome.verdict}. {noise}"
+    outcomes = [result.outcome(name) for name in result.names]
+    measured = [outcome for outcome in outcomes if not outcome.diverged and not math.isnan(outcome.gap)]
+    sentences = [f"{o.recipe}: {o.verdict}." for o in outcomes if o not in measured]
+    if measured:
+        first, *others = measured
+        after = f" after {format_count(result.last_step, 'step')}"
+        ends = [_end(first, after), *(_end(outcome, "") for outcome in others)]
+        sentences.insert(0, f"On held-out text {'; '.join(ends)}.")
+    return " ".join((*sentences, noise))
+
+
+def _end(outcome: Outcome, after: str) -> str:
     side = "above" if outcome.gap > 0 else "below"
-    end = f"{abs(outcome.gap):.2%} {side} BF16 after {format_count(result.last_step, 'step')}"
-    if len(outcome.gaps) > 1:
-        end += f", the mean of {len(outcome.gaps)} seeds"
-    return f"On held-out text {outcome.recipe} ends {end}, {_at_the_bar(outcome)}. {noise}"
+    mean = f", the mean of {len(outcome.gaps)} seeds" if len(outcome.gaps) > 1 else ""
+    return f"{outcome.recipe} ends {abs(outcome.gap):.2%} {side} BF16{after}{mean}, {_at_the_bar(outcome)}"
 
 
 def _at_the_bar(outcome: Outcome) -> str:

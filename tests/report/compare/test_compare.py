@@ -99,6 +99,16 @@ def test_the_sentence_says_by_how_much_the_bar_is_missed():
     assert "0.40% above BF16 after 40 steps, which misses the bar of 0.25% by 0.15 points" in sentence
 
 
+def test_the_sentence_names_every_recipe():
+    sentence = verdict_sentence(compared(curve("deepseek_v3", 3.003), curve("per_tensor", 3.012), diverged()))
+    assert sentence.startswith(
+        "On held-out text deepseek_v3 ends 0.10% above BF16 after 40 steps, within the bar of 0.25%; "
+        "per_tensor ends 0.40% above BF16, which misses the bar of 0.25% by 0.15 points. "
+    )
+    assert f" {diverged().recipe}: diverged at step " in sentence
+    assert sentence.count("Two BF16 runs") == 1
+
+
 def test_losses_that_were_not_measured_are_reported_as_such():
     blank = {"val_steps": (), "val_loss": ()}
     result = CompareResult("tiny", curve("bf16", 3, **blank), curve("bf16", 3, 1, **blank), (curve("a", 3, **blank),))

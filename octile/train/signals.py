@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: end a command cleanly, with the exit code that a shell gives to the signal.
+
+A training run saves its state first (`stop_requests`); any other work is interrupted by an exception (`terminable`).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+
+class Stopped(Exception):
+    """A signal ended a run early, after its checkpoint was written.
+
+    Args:
+        message: says at which step, and how to continue.
+        number: of the signal.
+    """
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
+        self.exit_code = 128 + number
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised as Ctrl-C is."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Context manager in which SIGTERM raises `Terminated`, so that what is half done is cleaned up."""
+
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one ends the process."""
+    caught: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
