@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.top_experts import top_experts
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 
@@ -85,7 +86,9 @@ class Gate(nn.Module):
             score_TE = affinity_TE.detach()
         if self.e_score_correction_bias is not None:
             score_TE = score_TE + self.e_score_correction_bias
-        experts_TK = self._within_best_groups(score_TE).topk(self.n_chosen, dim=-1).indices
+        groups = (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
+        best = 2 if self.topk_method == "noaux_tc" and groups[1] < groups[0] else 1
+        experts_TK = top_experts(score_TE, self.n_chosen, *groups, best)
 
         if self.scoring_func == "sigmoid":  # of the chosen ones alone, which are all that is saved for backward
             weights_TK = logits_TE.gather(1, experts_TK).sigmoid()
@@ -94,17 +97,6 @@ class Gate(nn.Module):
         if self.norm_topk_prob:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return Routing(weights_TK * self.routed_scaling_factor, experts_TK, logits_TE)
-
-    def _within_best_groups(self, score_TE: Tensor) -> Tensor:
-        """Set every score outside the token's best groups to −inf: a bias may make scores negative, so 0 would win."""
-        if self.topk_method == "greedy" or self.topk_group == self.n_group:
-            return score_TE
-        score_TGe = score_TE.unflatten(-1, (self.n_group, -1))
-        best = 2 if self.topk_method == "noaux_tc" else 1
-        group_TG = score_TGe.topk(best, dim=-1).values.sum(-1)
-        best_TG = group_TG.topk(self.topk_group, dim=-1).indices
-        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, best_TG, False)
-        return score_TGe.masked_fill(outside_TG[..., None], float("-inf")).flatten(1)
 
     def sequence_balance(self, routing: Routing, batch: int) -> Tensor:
         """Compute the balance of the experts within each sequence, Σ_i f_i · P_i; 1 if all are used equally.
@@ -128,7 +120,7 @@ class Gate(nn.Module):
             return logits_TE.sum()
         counted_TK = routing.experts_TK
         if self.topk_method == "noaux_tc":  # an affinity rises with its logit
-            counted_TK = logits_TE.detach().topk(self.n_chosen, dim=-1).indices
+            counted_TK = top_experts(logits_TE.detach(), self.n_chosen, 1, 1, 1)
         count_BE = count_tokens(counted_TK, logits_TE.shape[1], batch)
         f_BE = count_BE * logits_TE.shape[1] / count_BE.sum(1, keepdim=True)
         share_TE = _SigmoidShares.apply(logits_TE) if self.scoring_func == "sigmoid" else logits_TE.softmax(-1)

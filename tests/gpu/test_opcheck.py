@@ -21,6 +21,7 @@ from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.top_experts import top_experts
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
@@ -93,6 +94,7 @@ CASES = {
         ),
     ),
     "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
+    "top_experts": lambda: (top_experts, (torch.randn(5, 12, device="cuda"), 4, 4, 2, 2)),
     "permute": lambda: (permute, (*_operand((5, 130), TILE)[:2], _place())),
     "unpermute": lambda: (
         unpermute,

@@ -38,6 +38,7 @@ from octile.ops.scale_layouts import (
     unpack_ue8m0,
 )
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.top_experts import top_experts
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
 FLAT, HEADS, ONE = torch.ones(128), torch.ones(1, 1, 1, 4), torch.ones(1, 1)
@@ -83,6 +84,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), "int8", False, "int8", False),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
+    top_experts: (X, 1, 1, 1, 1),
     unpermute: (X, PLACES, X),
     octile.quantize: (X,),
     octile.dequantize: (Q,),

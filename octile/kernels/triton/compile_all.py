@@ -23,7 +23,19 @@ from octile.formats import BLOCK, COLUMN_TILE, MX_COLUMN_TILE, MX_TILE, TILE
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import Block, GemmRequest, Operand
 from octile.kernels.memory_layout import new_scale
-from octile.kernels.triton import adamw, grouped, matmul, norm, permute, quantize, rope, swiglu, tensor_core, transpose
+from octile.kernels.triton import (
+    adamw,
+    grouped,
+    matmul,
+    norm,
+    permute,
+    quantize,
+    rope,
+    swiglu,
+    tensor_core,
+    top_experts,
+    transpose,
+)
 from octile.kernels.triton.device import DeviceProperties, assume_device
 
 ARCHITECTURES = {
@@ -127,6 +139,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
+        "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
         "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),
         "ragged: rows and columns": lambda: transpose.launch_rows_and_columns(ragged, E4M3, False),

@@ -34,6 +34,7 @@ PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
 ROPE: dict[str, Any] = {"HEADS": 16, "num_warps": 4}  # heads of a token per program
+TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
 UNPERMUTE: dict[str, Any] = {"COLS": 1024, "num_warps": 8}  # columns of K rows per program
 
 # Warps per 128×128 block, by kernel. Two programs of 8 warps or one of 16 fill an SM at 128 registers per thread: two

@@ -53,6 +53,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "find_tokens",
         "permute",
         "unpermute",
+        "top_experts",
         "dequantize",
         "copy",
         "matmul",
