@@ -5,7 +5,7 @@ FOLDER/README.md has the tables and names the jobs that were not run. FOLDER/NAM
 all files; of a job that several files have, the last one counts.
 
 A gap is (L − L_s) / L_s, where L_s is the held-out loss of BF16 with the same seed on the same windows; its 95%
-interval is over windows. A run that was stopped early is compared at the last step at which both were measured.
+interval is over blocks of these. A run that was stopped early is compared at the last step at which both were measured.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from experiments.loss.job import DIVERGED_LOSS, STEPS_PER_LINE
 from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, all_jobs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
-from octile.report.compare.intervals import bootstrap_interval
+from octile.report.compare.intervals import TEXT_BLOCKS, block_means, bootstrap_interval, student_interval
 from octile.report.compare.page import save_compare_figure, write_compare_report
 from octile.report.compare.result import CompareResult, Curve
 from octile.report.compare.summary import verdict_sentence
+from octile.report.page import format_percent
 
 Result = dict[str, Any]
 Rows = list[tuple[str, ...]]
@@ -67,9 +68,13 @@ TERMS = f"""| term | meaning |
 | gap | (L − L_s) / L_s: the held-out loss L of a run relative to that of BF16, L_s, with the same seed and windows. \
 Above zero, the run is worse than BF16 |
 | bar | {BAR:.2%}, the largest gap in either direction that counts as equal (DeepSeek-V3, arXiv 2412.19437, §3.3.1) |
+| standard error | written after ±: of a mean over blocks of consecutive held-out windows, which are alike within a \
+document. A loss's is large, because prose and source code differ; a gap's is small, because both runs read one text |
+| 95% interval | over text: a bootstrap of the gap over the same blocks. Over seeds: Student's, of the seeds' gaps |
 | noise | how far runs end apart by chance. From scratch: the gap between BF16 runs of the same or of different seeds. \
-From a checkpoint: the gap of BF16 that continues from weights rounded once (`nudged`) |"""
-SUMMARY_NOTE = """The table lists gaps, one per seed. Runs from scratch diverge from each other where the loss falls
+From a checkpoint: the gap of BF16 that continues from weights rounded once (`nudged`); it is at most 0.025% |"""
+SUMMARY_NOTE = """The table lists gaps, one per seed. "From a checkpoint" means: the last 60% of the steps, from a
+common BF16 checkpoint. Runs from scratch diverge from each other where the loss falls
 steeply, a few steps sooner or later by chance, and the difference remains: BF16 itself, run twice from the same seed,
 ends that far apart. Runs from a checkpoint start after most of the fall and measure the cost of the last 60% of the
 steps. The `control` is a recipe that has to fail."""
@@ -82,11 +87,14 @@ checkpoint: what a change of that recipe costs or gains. It comes from one seed,
 matter at this size.
 
 """
-DIVERGED_NOTE = f"""A run has diverged if its mean loss over {STEPS_PER_LINE} steps is NaN, infinite or at least
-{DIVERGED_LOSS:g} nats, or if its gradients are not finite for more consecutive steps than may be skipped. A run that
-recovers has not diverged, even if it learns little afterwards.
+GUESSING = math.log(VOCABULARY)  # nats; the loss of a model for which all tokens are equally likely
+DIVERGED_NOTE = f"""A run has diverged if its mean loss over {STEPS_PER_LINE} steps was above {GUESSING:.2f} nats, the
+loss of guessing among {VOCABULARY:,} tokens, or not finite. It was stopped at {DIVERGED_LOSS:g} nats. For a run that
+diverged and was not stopped, the loss at its end follows: none came back to what the usual rate reaches.
 
 """
+LOSS_COLUMN = f"held-out loss ± standard error over {TEXT_BLOCKS} blocks of text"
+TEXT_COLUMN = f"95% interval over {TEXT_BLOCKS} blocks of text"
 BALANCE_NOTE = f"""Maximum expert load / mean compares the tokens of a layer's most loaded expert with the mean of its
 experts. It is measured in single steps of {TOKENS_A_STEP:,} tokens, every {STEPS_PER_LINE} steps after the first
 {AFTER_WARM_UP:.0%}. The aim is at most {AIM}, for the mean over layers and, which is harder, for the worst layer of
@@ -140,11 +148,11 @@ def gap_difference(result: Result, other: Result, base: Result) -> float:
 
 
 def interval(result: Result, base: Result) -> str:
-    """Return the 95% interval of the gap at the end, over the held-out windows of both runs."""
+    """Return the 95% interval of the gap at the end, over blocks of the held-out windows of both runs."""
     a, b = (np.array(r.get("window_loss", ())) for r in (result, base))
     if not a.size or a.shape != b.shape or {result["state"], base["state"]} != {"done"}:
         return ""
-    found = bootstrap_interval((a - b) / b.mean())
+    found = bootstrap_interval(block_means((a - b) / b.mean()))
     return f"{_percent(found.low)} … {_percent(found.high)}" if found else ""
 
 
@@ -238,9 +246,18 @@ def answer_table(r: Results) -> str:
     return f"{SUMMARY_NOTE}\n\n{_table(rows)}"
 
 
+def _loss(result: Result) -> str:
+    """Return the held-out loss at the end with its standard error, or without it if it was not measured by window."""
+    if not result["val_loss"]:
+        return ""
+    blocks = block_means(np.array(result.get("window_loss", ())))
+    error = f" ± {blocks.std(ddof=1) / len(blocks) ** 0.5:.4f}" if len(blocks) > 1 else ""
+    return f"{result['val_loss'][-1]:.4f}{error}"
+
+
 def core_table(r: Results) -> str:
     rows: Rows = [
-        ("size", "recipe, seed", "tokens", "held-out loss", "gap to BF16", "95% over windows", f"below {STEEP} at step",
+        ("size", "recipe, seed", "tokens", LOSS_COLUMN, "gap to BF16", TEXT_COLUMN, f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
     for group in ("core", "again", "long"):
@@ -254,7 +271,7 @@ def core_table(r: Results) -> str:
                     size,
                     f"`{job['recipe']}`, {job['seed']}{', again' if group == 'again' else ''}",
                     f"{result['facts']['tokens'] / 1e6:.0f}M" if "tokens" in result["facts"] else "",
-                    f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}",
+                    _loss(result),
                     _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
                     interval(result, base) if base else "",
                     _step_below(result, STEEP),
@@ -274,7 +291,7 @@ def scratch_table(r: Results) -> str:
     """Return the mean gap of all runs from scratch; runs of one recipe and seed count as repetitions."""
     rows: Rows = [
         ("size", "tokens", "runs of BF16", "runs of `deepseek_v3`", "gap of each seed", "mean",
-         "standard error over runs", "standard error over seeds", f"bar, {BAR:.2%}")
+         "standard error over runs", "standard error over seeds", "95% interval over seeds", f"bar, {BAR:.2%}")
     ]  # fmt: skip
     known = {
         (group, size): pairs for group in BRANCHES_OF for size in r.sizes(group) if (pairs := _repeated(r, group, size))
@@ -297,12 +314,13 @@ def scratch_table(r: Results) -> str:
             of_core.append((mean, by_runs, by_seeds))
         runs = (str(sum(len(ends[i]) for ends in pairs)) for i in (0, 1))
         rows.append((size, r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)), _percent(mean),
-                     f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "", _at_the_bar(mean)))  # fmt: skip
+                     f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "", *_at_the_bar(gaps)))  # fmt: skip
     return (
         f"All runs from scratch over at least {CORE / 1e6:.0f}M tokens, with the seeds that both recipes have. The"
         " standard error over runs comes from how far runs of one recipe and seed end apart, because a GPU's order of"
         f" additions differs from run to run: over all rows {variance**0.5:.2%} ({freedom} degrees of freedom). The"
-        " standard error over seeds comes from the spread of the seeds' gaps, of which there are few."
+        " standard error over seeds comes from the spread of the seeds' gaps, of which there are few; the 95% interval"
+        " is Student's, from that error. The last column compares the whole interval with the bar."
         f"{_over_the_sizes(of_core)}\n\n{_table(rows)}"
     )
 
@@ -320,10 +338,18 @@ def _over_the_sizes(found: Sequence[tuple[float, float, float]]) -> str:
     )
 
 
-def _at_the_bar(found: float) -> str:
-    if abs(found) <= BAR:
-        return "met"
-    return "missed" if found > 0 else "missed: below BF16"
+def _at_the_bar(gaps: Sequence[float]) -> tuple[str, str]:
+    """Return the 95% interval of the mean gap over seeds, and what it says about the bar."""
+    interval, mean = student_interval(np.array(gaps)), statistics.fmean(gaps)
+    if interval is None:
+        return "", "not shown: one seed"
+    low, high = interval.low, interval.high
+    side = " below BF16" if mean < -BAR else " above BF16" if mean > BAR else ""
+    if abs(mean) <= BAR:
+        outcome = "met" if max(-low, high) <= BAR else "not shown: the interval reaches over it"
+    else:
+        outcome = f"missed:{side}" if low > BAR or high < -BAR else f"not shown: the mean lies beyond it,{side}"
+    return f"{_percent(low)} … {_percent(high)}", outcome
 
 
 def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list[float]]]:
@@ -348,7 +374,7 @@ def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list
 
 def branch_table(r: Results) -> str:
     rows: Rows = [
-        ("size, seed", "tokens", "recipe", "held-out loss", "gap to BF16", "95% over windows", "gap / noise",
+        ("size, seed", "tokens", "recipe", "held-out loss", "gap to BF16", TEXT_COLUMN, "gap / noise",
          "vs. `deepseek_v3`, or as named", "")
     ]  # fmt: skip
     rows += [row for group in BRANCHES_OF.values() for row in _branch_rows(r, group)]
@@ -414,7 +440,7 @@ def ablation_table(r: Results) -> str:
         if base is None:
             continue
         noise = abs(gap(other, base)[0]) if other else math.nan
-        rows: Rows = [("recipe", "gap to BF16", "95% over windows", "gap / noise", *KINDS, "sum, bytes", "")]
+        rows: Rows = [("recipe", "gap to BF16", TEXT_COLUMN, "gap / noise", *KINDS, "sum, bytes", "")]
         runs = [x for x in r.of("ablation", size) if x is not base]
         for result in sorted(runs, key=lambda x: gap(x, base)[0]):
             job = result["job"]
@@ -447,25 +473,31 @@ def rate_table(r: Results) -> str:
             continue
         peak = ", ".join(f"{times * USUAL_RATE[size]:g}" for size in sizes if size in USUAL_RATE)
         rows.append((f"{times} × usual{f', {peak}' if peak else ''}", *map(_rate_cell, runs)))
-    never = [f"`{recipe}`" for recipe in RATE_RECIPES if not any(
-        (x := found[f"rate-{recipe}-{times}"]) and x["state"] == "diverged" for times in (1, *RATES))]  # fmt: skip
-    return DIVERGED_NOTE + _table(rows) + (f"\n\nAt none of these rates diverged: {', '.join(never)}." if never else "")
+    return DIVERGED_NOTE + _table(rows)
 
 
 def _rate_cell(result: Result | None) -> str:
-    if result is not None and result["state"] == "diverged":
-        return f"diverged at step {curve(result).diverged_at:,}"
     if result is None or not result.get("loss"):
         return "–"
-    worst, last = max(result["loss"][1:] or result["loss"]), result["val_loss"][-1] if result["val_loss"] else math.nan
-    rose = f", up to {worst:.2f} in training" if worst > result["loss"][0] else ""
-    skipped = f", {result['skipped']} steps skipped" if result["skipped"] else ""
-    return f"{last:.4f}{rose}{skipped}{_ending(result) and ', ' + _ending(result)}"
+    last = result["val_loss"][-1] if result["val_loss"] else math.nan
+    if not _has_diverged(result):
+        return f"{last:.4f}{_ending(result) and ', ' + _ending(result)}"
+    top = f"diverged, up to {max(result['loss']):.1f}"
+    return (
+        f"{top}; stopped at step {result['steps'][-1]}"
+        if result["state"] == "diverged"
+        else f"{top}; ends at {last:.2f}"
+    )
+
+
+def _has_diverged(result: Result) -> bool:
+    """Whether a run's training loss was above that of guessing, or not finite."""
+    return result["state"] == "diverged" or not max(result["loss"]) <= GUESSING
 
 
 def balance_table(r: Results) -> str:
     rows: Rows = [
-        ("balance", "held-out loss", "max load / mean, mean over layers", "worst layer", f"aim ≤ {AIM}",
+        ("balance", LOSS_COLUMN, "max load / mean, mean over layers", "worst layer", f"aim ≤ {AIM}",
          "over all steps", "drafts accepted: greedy, sampled", "")
     ]  # fmt: skip
     for name, result in _balanced(r).items():
@@ -473,7 +505,7 @@ def balance_table(r: Results) -> str:
         drafts = result.get("drafts") or {}
         rows.append((
             name,
-            f"{result['val_loss'][-1]:.4f} ± {result['val_error'][-1]:.4f}" if result["val_loss"] else "",
+            _loss(result),
             f"{mean:.3f}",
             f"{worst:.3f}, up to {peak:.2f}",
             _at_the_aim([mean], [worst]),
@@ -591,7 +623,8 @@ def rate_figure(r: Results, folder: Path) -> str:
     what = "training loss (nats a token), by learning rate"
     save_lines(folder / "rates.svg", what, [x for x in runs if x], (4, DIVERGED_LOSS))
     return (
-        "\n\nBF16 is solid, `deepseek_v3` dashed, `per_tensor` dotted; a cross at the top marks where a run diverged."
+        "\n\nBF16 is solid, `deepseek_v3` dashed, `per_tensor` dotted; a cross at the top marks where a run was"
+        " stopped."
         "\n\n![learning rates](rates.svg)"
     )
 
@@ -708,7 +741,7 @@ def _integer(number: float) -> str:
 
 
 def _percent(fraction: float) -> str:
-    return f"{fraction:+.2%}".replace("-", "−") if math.isfinite(fraction) else "–"
+    return format_percent(fraction) if math.isfinite(fraction) else "–"
 
 
 def _table(rows: Rows) -> str:

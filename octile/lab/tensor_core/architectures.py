@@ -42,7 +42,7 @@ class Instruction:
         promotes_every: the number of products after which the instruction itself adds its result to C in FP32, rounded
             to nearest, and starts again from zero; None if C is one of the aligned terms.
         evidence: "published": stated by the sources above. "H200": compared bit for bit with an H200 by
-            `octile.lab.probe`; none of 3 · 10⁹ outputs differed (benchmarks/results/h200_tensor_core.txt, with FP16
+            `octile.lab.probe`; none of 2.55 · 10⁹ outputs differed (benchmarks/results/h200_tensor_core.txt, with FP16
             accumulators h200_tensor_core_40.txt).
     """
 
@@ -62,7 +62,7 @@ class Instruction:
 
 EVIDENCE = {  # as a phrase for pages and the terminal
     "published": "as published, not checked on hardware",
-    "H200": "checked on an H200 with all other sm_90 instructions: none of 3 · 10⁹ outputs differed",
+    "H200": "checked on an H200 with all other sm_90 instructions: none of 2.55 · 10⁹ outputs differed",
 }
 NAN = 0x7FFFFFFF  # the bits of the only NaN that a tensor core writes; 0x7FFF in FP16
 

@@ -23,6 +23,7 @@ import numpy as np
 from octile.report.run.metrics import Floats
 
 LEVEL = 0.95
+TEXT_BLOCKS = 32  # blocks into which held-out text is divided
 MIN_BOOTSTRAP_SAMPLES = 6
 MIN_RESAMPLES, MIN_DRAWS = 10_000, 300_000  # resamples, and values drawn in total: few samples are resampled more often
 
@@ -55,6 +56,19 @@ def bootstrap_interval(samples: Floats) -> Interval | None:
     outside = NormalDist().cdf(-math.sqrt(n / (n - 1)) * student_quantile(n - 1))
     low, high = np.quantile(means, [outside, 1 - outside])
     return Interval(float(low), float(high))
+
+
+def block_means(samples: Floats) -> Floats:
+    """The means of TEXT_BLOCKS blocks of consecutive samples [n], float64; the samples themselves if n is too small.
+
+    Neighboring windows of a text are alike: they come from one document. Their blocks are nearly independent, so a
+    standard error or a bootstrap over blocks is not too small, as one over windows is.
+
+    Source: Künsch, "The jackknife and the bootstrap for general stationary observations" (1989).
+    """
+    if len(samples) < 2 * TEXT_BLOCKS:
+        return samples
+    return np.array([block.mean() for block in np.array_split(samples, TEXT_BLOCKS)])
 
 
 @cache

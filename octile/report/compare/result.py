@@ -10,7 +10,7 @@ held-out loss:
     bar          0.25% in magnitude (DeepSeek-V3, arXiv 2412.19437, §3.3.1 and appendix B.1)
 
 A gap is uncertain in two ways. Other seeds would give other gaps, which only several seeds show. Other held-out text
-would give other gaps too, which a bootstrap over the windows of one run shows.
+would give other gaps too, which a bootstrap over blocks of its windows shows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from octile.report.compare.gradients import GradientCheck
-from octile.report.compare.intervals import Interval, bootstrap_interval, student_interval
+from octile.report.compare.intervals import Interval, block_means, bootstrap_interval, student_interval
 from octile.report.compare.token_differences import TokenDifferences
 from octile.report.run.metrics import Floats
 
@@ -219,12 +219,12 @@ class CompareResult:
         )
 
     def _over_text(self, name: str) -> Interval | None:
-        """The bootstrap interval of the mean gap over held-out windows, the same windows for both runs of a pair."""
+        """The bootstrap interval of the mean gap over blocks of held-out windows, the same for both runs of a pair."""
         pairs = [(np.array(c.window_loss), np.array(self.partner(c).window_loss)) for c in self.runs(name)]
         if any(a.size == 0 or a.shape != b.shape for a, b in pairs):
             return None
         gap_W = np.mean([(a - b) / b.mean() for a, b in pairs], axis=0)
-        return bootstrap_interval(gap_W) if np.isfinite(gap_W).all() else None
+        return bootstrap_interval(block_means(gap_W)) if np.isfinite(gap_W).all() else None
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Outcome:
         gaps: the final gap of each seed.
         smoothed: the mean gap over the last quarter of the validations.
         over_seeds, over_seeds_bootstrap: Student's and the bootstrap's interval of the mean gap over the seeds.
-        over_text: the bootstrap's interval over held-out windows.
+        over_text: the bootstrap's interval over blocks of consecutive held-out windows.
         leaves_band_at: the step from which the gap stays outside the noise band; None if it does not.
         diverged_at, diverged: the first step at which a seed diverged, and how many seeds did.
         steps: the step of the final gap.

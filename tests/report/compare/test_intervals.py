@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from octile.report.compare.intervals import bootstrap_interval, student_interval, student_quantile
+from octile.report.compare.intervals import block_means, bootstrap_interval, student_interval, student_quantile
 
 
 @pytest.mark.parametrize(("freedom", "table"), [(1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (99, 1.984)])
@@ -64,3 +64,23 @@ def test_the_bootstrap_contains_the_mean_of_skewed_samples():
     draw = np.random.default_rng(0)
     share = coverage(bootstrap_interval, lambda n: draw.exponential(size=n) - 1, 128, 200)
     assert share == pytest.approx(0.95, abs=0.04)
+
+
+def test_blocks_of_text_widen_the_interval_where_neighbors_are_alike():
+    draw = np.random.default_rng(0)
+    documents = np.repeat(draw.normal(size=64), 24)
+    alone, in_blocks = (bootstrap_interval(x) for x in (documents, block_means(documents)))
+    assert in_blocks.high - in_blocks.low > 3 * (alone.high - alone.low)
+
+
+def test_blocks_hardly_change_the_interval_of_independent_windows():
+    windows = np.random.default_rng(0).normal(size=1536)
+    alone, in_blocks = (bootstrap_interval(x) for x in (windows, block_means(windows)))
+    assert in_blocks.high - in_blocks.low == pytest.approx(alone.high - alone.low, rel=0.25)
+
+
+def test_blocks_have_the_mean_of_their_windows():
+    windows = np.random.default_rng(0).normal(size=128)
+    assert block_means(windows).mean() == pytest.approx(windows.mean())
+    assert len(block_means(windows)) == 32
+    assert len(block_means(windows[:40])) == 40
