@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from octile.recipe import Recipe
     from octile.scaled import (
         ScaledTensor,
+        align_groups,
         dequantize,
         grouped_matmul_nt,
         grouped_wgrad,
@@ -30,6 +31,7 @@ _MODULES = {  # the public names of each module
     "octile.recipe": ("Recipe",),
     "octile.scaled": (
         "ScaledTensor",
+        "align_groups",
         "dequantize",
         "grouped_matmul_nt",
         "grouped_wgrad",

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from octile.formats import E4M3, E5M6, STORAGE_DTYPES, FloatFormat, IntFormat, by_name
 from octile.ops import grouped as grouped_ops
+from octile.ops import groups as group_ops
 from octile.ops import matmul as matmul_ops
 from octile.ops import quantize as quantize_ops
 from octile.ops.operator import check_tensor
@@ -258,6 +259,33 @@ def masked_grouped_matmul_nt(
     return grouped_ops.masked_grouped_matmul_nt(*_parts("a", a), *_parts("b", b), counts, out_dtype, expected_rows)
 
 
+def align_groups(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy groups of rows so that each begins at a multiple of 128, with zeros after its rows: x[T, K] → [P, K].
+
+    A tile of 128×1 then holds rows of one group. Otherwise an outlier of one group would take precision from the first
+    and last rows of its neighbors in `grouped_wgrad`, and a NaN would reach them. Layers of octile do this themselves.
+
+    Args:
+        x: [T, K], any dtype.
+        offs: int32 [G] on x's device, nondecreasing, the end of each group of rows.
+
+    Returns:
+        the rows [P, K], P being a multiple of 128 that follows from T and G alone; and the end of each group among
+        them, int32 [G], multiples of 128. Rows after the last group follow the groups, and zeros follow these.
+
+    Raises:
+        TypeError: x is not a tensor, or offs is not int32.
+        ValueError: x is not a matrix, or offs is not [G], is on another device, or, on a CPU, is not as above.
+    """
+    check_tensor("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x must be a matrix [T, K], not {tuple(x.shape)}")
+    check_tensor("offs", offs)
+    quantize_ops.check_device("x", x, "offs", offs)
+    groups = group_ops.AlignedGroups(*group_ops.align_groups(offs, len(x)))
+    return group_ops.take_tiles(x, groups.tiles), groups.offs
+
+
 def grouped_wgrad(
     dy: ScaledTensor,
     x: ScaledTensor,
@@ -267,6 +295,9 @@ def grouped_wgrad(
     accumulate: bool = False,
 ) -> Tensor:
     """Multiply dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K], both in blocks along T (128×1) → [G, N, K].
+
+    Groups may end at any row. A block that extends over the end of a group mixes the magnitudes of two groups; with
+    `align_groups`, before quantization, none does.
 
     Args:
         out_dtype: float32 (default) or bfloat16; out's dtype if out is given.

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from octile.formats import E4M3, E5M2, E5M6, FP16, INT8
 from octile.scaled import (
     ScaledTensor,
+    align_groups,
     dequantize,
     grouped_matmul_nt,
     grouped_wgrad,
@@ -346,6 +347,28 @@ def test_weight_gradients_are_summed_over_the_rows_of_their_group():
     found = grouped_wgrad(dy, x, torch.tensor([4, 4, 9], dtype=torch.int32))
     dy_TN, x_TK = dequantize(dy).double(), dequantize(x).double()
     assert_close(found, torch.stack([dy_TN[:4].T @ x_TK[:4], torch.zeros(7, 20), dy_TN[4:].T @ x_TK[4:]]))
+
+
+def test_aligned_groups_have_tiles_of_their_own():
+    x, offs = matrix(300, 20, spread=1), torch.tensor([4, 4, 299], dtype=torch.int32)
+    aligned, ends = align_groups(x, offs)
+    assert (aligned.shape, ends.tolist()) == ((768, 20), [128, 128, 512])
+    expected = torch.zeros(768, 20)
+    expected[:4], expected[128:423], expected[512] = x[:4], x[4:299], x[299]
+    assert torch.equal(aligned, expected)
+
+
+def test_a_nan_of_one_group_reaches_no_other_where_groups_are_aligned():
+    x, offs = matrix(9, 20, spread=1), torch.tensor([4, 9], dtype=torch.int32)
+    x[2, 3] = torch.nan
+    aligned, ends = align_groups(x, offs)
+    q = quantize(aligned, (128, 1))
+    assert grouped_wgrad(q, q, ends).isnan().flatten(1).any(1).tolist() == [True, False]
+
+
+def test_groups_of_a_stack_are_not_aligned():
+    with pytest.raises(ValueError, match=r"x must be a matrix \[T, K\], not \(2, 3, 4\)"):
+        align_groups(torch.zeros(2, 3, 4), torch.tensor([3], dtype=torch.int32))
 
 
 def test_a_nan_stays_visible_in_a_matmul(pair):

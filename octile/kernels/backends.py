@@ -84,7 +84,7 @@ def _why_not_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols
 
 
 def _why_not_requantize(data: Tensor, scale: Tensor, *others: Any) -> str | None:
-    rows = others[-1]
+    *_, rows, _ = others
     if not launcher.reads_tile_scales(scale) or (rows is not None and not rows.is_contiguous()):
         return "the scales or the row indices are not contiguous"
     return launcher.why_unsupported(data)
@@ -112,8 +112,8 @@ GEMMS = (  # they call "gemm" of `TABLE`
     "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ONLY_TRITON = (
-    "adamw", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys", "latent_keys_backward",
-    "packed_matmul_nt", "permute", "rms_norm_backward", "rotate_", "top_experts", "unpermute",
+    "adamw", "align_groups", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
+    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm_backward", "rotate_", "top_experts", "unpermute",
 )  # fmt: skip
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 GATE_REASON = "FP32 values are multiplied as three BF16 parts each"

@@ -200,7 +200,8 @@ def grouped_wgrad(
     """Multiply dw[g] = dy[rows of g]ᵀ · x[rows of g]: dy[T, N], x[T, K] → [G, N, K]; an empty group gives zeros.
 
     Args:
-        dy, x: quantized along the tokens, in blocks such as 128×1; a block may extend over the end of a group.
+        dy, x: quantized along the tokens, in blocks such as 128×1. A block may extend over the end of a group; those of
+            groups that `octile.ops.groups` aligns do not.
         offs: int32 [G], as in `grouped_matmul_nt`.
     """
     check_request(_wgrad_request(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype))

@@ -28,6 +28,7 @@ from torch import Tensor
 from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
+from octile.ops.groups import check_tiles
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, check_scale, dequantize, quantize
 from octile.ops.transpose import quantize_columns, quantize_rows_and_columns
@@ -131,6 +132,7 @@ def swiglu_backward_quantize(
     power_of_2: bool,
     h_fmt: str,
     h_power_of_2: bool,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of gate, up and weight and recompute h; quantize d(gate), d(up) and h.
 
@@ -143,18 +145,20 @@ def swiglu_backward_quantize(
         fmt, power_of_2: format and scale rule of the gradients: "e4m3", "e5m2" or "int8"; whether to round each scale
             up to a power of two.
         h_fmt, h_power_of_2: format and scale rule of h.
+        tiles: int32 [P/128, 2], of groups of rows, for the transposed results, as in `quantize_rows_and_columns`.
 
     Returns:
         data [M, 2H] and scale [M, 2H/128], data_t [2H, M] and scale_t [2H, ⌈M/128⌉], as
         `quantize_rows_and_columns` of [d(gate) | d(up)]; h_t [H, M] and h_scale_t [H, ⌈M/128⌉], the transposes of
-        `quantize(h, 128, 1, …)`; the gradient of weight, float32 [M], or [0] without weight.
+        `quantize(h, 128, 1, …)`; the gradient of weight, float32 [M], or [0] without weight. With tiles, P takes M's
+        place in the transposed results.
 
     Raises:
         TypeError: a tensor has another dtype, or gate and up differ in dtype.
         ValueError: H is no multiple of 128, a shape or device does not fit, scales are missing or superfluous, or a
             format is another one.
     """
-    _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt)
+    _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt, tiles)
     if gate_scale is not None and up_scale is not None:
         gate, up = (dequantize(*saved, *TILE, torch.float32) for saved in ((gate, gate_scale), (up, up_scale)))
     dh, gate, up = dh.float(), gate.float(), up.float()
@@ -163,21 +167,23 @@ def swiglu_backward_quantize(
     if weight is not None:
         dh, h = dh * weight[:, None], h * weight[:, None]
     both = torch.cat([torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)], dim=1)
-    return *quantize_rows_and_columns(both, fmt, power_of_2), *quantize_columns(h, h_fmt, h_power_of_2), dweight
+    h_columns = quantize_columns(h, h_fmt, h_power_of_2, tiles)
+    return *quantize_rows_and_columns(both, fmt, power_of_2, tiles), *h_columns, dweight
 
 
 @swiglu_backward_quantize.register_fake
-def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
+def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None):
     both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), STORAGE_DTYPES[fmt]
-    data, transposed = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype)
+    data, transposed = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype, tiles)
+    h_transposed = new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt], tiles)
     dweight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
-    return data, new_scale(both, *TILE), *transposed, *new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt]), dweight
+    return data, new_scale(both, *TILE), *transposed, *h_transposed, dweight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")
-def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2):
-    _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt)
-    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], h_power_of_2)
+def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None):
+    _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt, tiles)
+    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], h_power_of_2, tiles)
     return backends.run("swiglu_backward_quantize", dh, gate, up, gate_scale, up_scale, weight, *settings)
 
 
@@ -190,6 +196,7 @@ def _check_backward(
     weight: Tensor | None,
     fmt: str,
     h_fmt: str,
+    tiles: Tensor | None,
 ) -> None:
     is_quantized = gate.dtype in map(STORAGE_DTYPES.get, GEMM_FORMATS)
     _check(gate, up, fmt, h_fmt, is_quantized=is_quantized)
@@ -203,6 +210,7 @@ def _check_backward(
         if scale is not None:
             check_scale(name, data, scale, *TILE)
     _check_weight(weight, gate)
+    check_tiles("gate", gate, tiles)
 
 
 def _check_weight(weight: Tensor | None, gate: Tensor) -> None:

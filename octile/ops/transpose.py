@@ -9,8 +9,12 @@ columns, and one kernel that holds it in registers writes both.
     requantize_transposed       the input of a layer, saved in FP8 for backward: 1×128 → transposed 1×128
     quantize_and_transpose      a weight: 128×128, and the same data transposed
 
+The rows of a mixture's experts come with `tiles`, which say which rows each 128×1 tile of the transposed result holds:
+rows of one expert (`octile.ops.groups`).
+
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2 and §3.5.2, which asks for this transposition in hardware.
-Shapes: [..., M, K] → [..., K, M]. The rows of a transposed matrix are padded in memory to a multiple of 16 bytes.
+Shapes: [..., M, K] → [..., K, M], with tiles [..., K, P]. The rows of a transposed matrix are padded in memory to a
+multiple of 16 bytes.
 """
 
 import torch
@@ -19,54 +23,67 @@ from torch import Tensor
 from octile.formats import BLOCK, COLUMN_TILE, GEMM_FORMATS, STORAGE_DTYPES, TILE
 from octile.kernels import backends
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
+from octile.ops.groups import check_tiles, take_tiles
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, check_scale, columns, dequantize, quantize
 
 
 @operator()
-def quantize_rows_and_columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_rows_and_columns(
+    x: Tensor, fmt: str, power_of_2: bool, tiles: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize matrices in 1×128 tiles, and in 128×1 tiles with the result transposed.
 
     Args:
         x: [..., M, K], float32, bfloat16 or float16, any M and K.
         fmt: "e4m3", "e5m2" or "int8".
         power_of_2: whether to round each scale up to a power of two.
+        tiles: int32 [P/128, 2], of groups of rows of one matrix (`align_groups`); None: rows 0 … 127, 128 … 255, ….
 
     Returns:
         data [..., M, K] and scale [..., M, ⌈K/128⌉], bit for bit `quantize(x, 1, 128, …)`; data_t [..., K, M] and
-        scale_t [..., K, ⌈M/128⌉], bit for bit the transposes of `quantize(x, 128, 1, …)`.
+        scale_t [..., K, ⌈M/128⌉], bit for bit the transposes of `quantize(x, 128, 1, …)`, or with tiles [K, P] and
+        [K, P/128], those of `quantize(take_tiles(x, tiles), 128, 1, …)`.
 
     Raises:
-        TypeError: x has another dtype.
-        ValueError: x has fewer than two dimensions, or fmt is another one.
+        TypeError: x or tiles has another dtype.
+        ValueError: x has fewer than two dimensions, fmt is another one, or tiles does not fit.
     """
     _check(x, fmt)
+    check_tiles("x", x, tiles)
     data, scale = quantize(x, *TILE, fmt, power_of_2)
-    data_t, scale_t = quantize_columns(x, fmt, power_of_2)
+    data_t, scale_t = quantize_columns(x, fmt, power_of_2, tiles)
     return data, scale, data_t, scale_t
 
 
-def quantize_columns(x: Tensor, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
+def quantize_columns(x: Tensor, fmt: str, power_of_2: bool, tiles: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The reference of transposed results: `quantize(x, 128, 1, …)` transposed, [..., K, M] and [..., K, ⌈M/128⌉]."""
+    x = x if tiles is None else take_tiles(x, tiles)
     data, scale = quantize(x, *COLUMN_TILE, fmt, power_of_2)
     return new_transposed(x, data.dtype).copy_(data.mT), scale.mT
 
 
 @quantize_rows_and_columns.register_fake
-def _(x, fmt, power_of_2):
+def _(x, fmt, power_of_2, tiles=None):
     dtype = STORAGE_DTYPES[fmt]
-    return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_quantized_transposed(x, dtype)
+    return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_quantized_transposed(x, dtype, tiles)
 
 
 @quantize_rows_and_columns.register_kernel("cuda")
-def _(x, fmt, power_of_2):
+def _(x, fmt, power_of_2, tiles=None):
     _check(x, fmt)
-    return backends.run("quantize_rows_and_columns", x, STORAGE_DTYPES[fmt], power_of_2)
+    check_tiles("x", x, tiles)
+    return backends.run("quantize_rows_and_columns", x, STORAGE_DTYPES[fmt], power_of_2, tiles)
 
 
 @operator()
 def requantize_transposed(
-    data: Tensor, scale: Tensor, power_of_2: bool, fmt: str | None = None, rows: Tensor | None = None
+    data: Tensor,
+    scale: Tensor,
+    power_of_2: bool,
+    fmt: str | None = None,
+    rows: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Requantize matrices in 1×128 tiles to their transposes in 1×128 tiles, from the values in FP32.
 
@@ -79,32 +96,35 @@ def requantize_transposed(
         power_of_2: whether to round each new scale up to a power of two.
         fmt: new format, "e4m3", "e5m2" or "int8"; None: the format of data, which must then be one of these.
         rows: int32 [R], indices of rows of one matrix [M, K], in their new order; None: all rows.
+        tiles: int32 [P/128, 2], of groups of these R rows (`align_groups`); None: rows 0 … 127, 128 … 255, ….
 
     Returns:
         data_t [..., K, M] in the format's dtype and scale_t [..., K, ⌈M/128⌉]: bit for bit the transposes of
-        `quantize(dequantize(data, scale, 1, 128, torch.float32)[rows], 128, 1, …)`. With rows, R takes M's place.
+        `quantize(dequantize(data, scale, 1, 128, torch.float32)[rows], 128, 1, …)`. With rows, R takes M's place, and
+        with tiles P, as in `quantize_rows_and_columns`.
 
     Raises:
-        TypeError: data, scale or rows has another dtype.
-        ValueError: data has fewer than two dimensions, scale or rows does not fit it, or fmt is another one.
+        TypeError: data, scale, rows or tiles has another dtype.
+        ValueError: data has fewer than two dimensions, scale, rows or tiles does not fit it, or fmt is another one.
     """
-    _check_tiles(data, scale, fmt, rows)
+    _check_requantize(data, scale, fmt, rows, tiles)
     values = dequantize(data, scale, *TILE, torch.float32)
     values = values if rows is None else values.index_select(0, rows)
-    return quantize_columns(values, fmt or _format(data), power_of_2)
+    return quantize_columns(values, fmt or _format(data), power_of_2, tiles)
 
 
 @requantize_transposed.register_fake
-def _(data, scale, power_of_2, fmt=None, rows=None):
+def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None):
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
-    return new_quantized_transposed(like, STORAGE_DTYPES[fmt or _format(data)])
+    return new_quantized_transposed(like, STORAGE_DTYPES[fmt or _format(data)], tiles)
 
 
 @requantize_transposed.register_kernel("cuda")
-def _(data, scale, power_of_2, fmt=None, rows=None):
-    _check_tiles(data, scale, fmt, rows)
-    return backends.run("requantize_transposed", data, scale, STORAGE_DTYPES[fmt or _format(data)], power_of_2, rows)
+def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None):
+    _check_requantize(data, scale, fmt, rows, tiles)
+    dtype = STORAGE_DTYPES[fmt or _format(data)]
+    return backends.run("requantize_transposed", data, scale, dtype, power_of_2, rows, tiles)
 
 
 @operator()
@@ -149,7 +169,7 @@ def _check(x: Tensor, fmt: str) -> None:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' for a transposed result, not {fmt!r}")
 
 
-def _check_tiles(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | None) -> None:
+def _check_requantize(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | None, tiles: Tensor | None) -> None:
     if data.dtype not in STORAGE_DTYPES.values():
         raise TypeError(f"data must be float8_e4m3fn, float8_e5m2, int8 or uint8 (E5M6), not {data.dtype}")
     if data.dim() < 2:
@@ -157,6 +177,7 @@ def _check_tiles(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | No
     check_scale("data", data, scale, *TILE)
     if (fmt or _format(data)) not in GEMM_FORMATS:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' for a transposed result, not {fmt!r}")
+    check_tiles("data", data, tiles)
     if rows is None:
         return
     if rows.dtype != torch.int32:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from octile.ops.grouped import grouped_matmul_nt, grouped_wgrad, masked_grouped_matmul_nt
+from octile.ops.groups import align_groups
 from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import dequantize, quantize
+from octile.ops.transpose import quantize_rows_and_columns
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 T, N, K = 500, 200, 384
@@ -31,13 +33,20 @@ def _wgrad(x_TK: Tensor, w_GNK: Tensor, offs: Tensor) -> Tensor:
     return grouped_wgrad(*q, COLUMN_TILE, *q, COLUMN_TILE, offs, torch.float32)
 
 
+def _aligned_wgrad(x_TK: Tensor, w_GNK: Tensor, offs: Tensor) -> Tensor:
+    tiles, ends = align_groups(offs, T)
+    *_, data_t, scale_t = quantize_rows_and_columns(x_TK, "e4m3", False, tiles)
+    q = data_t.mT, scale_t.mT, COLUMN_TILE
+    return grouped_wgrad(*q, *q, ends, torch.float32)
+
+
 def _dense(x_TK: Tensor, w_GNK: Tensor, offs: Tensor) -> Tensor:
     whole = (T, K)
     a, b = quantize(x_TK, *whole, "e4m3", False), quantize(w_GNK[0], *BLOCK, "e4m3", False)
     return matmul_nt(*a, whole, *b, BLOCK, torch.float32) + dequantize(*a, *whole, torch.float32).sum()
 
 
-OPERATORS = [_forward, _masked, _wgrad, _dense]
+OPERATORS = [_forward, _masked, _wgrad, _aligned_wgrad, _dense]
 
 
 def _inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt,
     masked_grouped_matmul_nt_out,
 )
+from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
@@ -95,6 +96,29 @@ CASES = {
     ),
     "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
     "top_experts": lambda: (top_experts, (torch.randn(5, 12, device="cuda"), 4, 4, 2, 2)),
+    "groups": lambda: (align_groups, (_offs(), 99)),
+    "rows and columns of groups": lambda: (
+        quantize_rows_and_columns,
+        (torch.randn(99, 130, device="cuda"), "int8", False, align_groups(_offs(), 99)[0]),
+    ),
+    "requantize groups": lambda: (
+        requantize_transposed,
+        (*_operand((99, 130), TILE)[:2], False, None, None, align_groups(_offs(), 99)[0]),
+    ),
+    "swiglu backward of groups": lambda: (
+        swiglu_backward_quantize,
+        (
+            *torch.randn(3, 99, 128, device="cuda"),
+            None,
+            None,
+            None,
+            "int8",
+            False,
+            "e4m3",
+            True,
+            align_groups(_offs(), 99)[0],
+        ),
+    ),
     "permute": lambda: (permute, (*_operand((5, 130), TILE)[:2], _place())),
     "unpermute": lambda: (
         unpermute,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.ops.groups import align_groups
 from octile.ops.norm import normalized, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
@@ -188,6 +189,46 @@ def test_e5m6_becomes_8_bits_and_rows_are_reordered(shape: tuple[int, int], powe
     arguments = (power_of_2, None, rows.to(torch.int32))
     found = requantize_transposed(*(t.cuda() for t in tiles), power_of_2, None, arguments[2].cuda())
     assert_same(_cpu(found), requantize_transposed(*tiles, *arguments))
+
+
+@formats_and_scales
+@pytest.mark.parametrize(
+    "counts", [(130, 0, 128, 1, 1000), (0, 0, 0), tuple(range(64)), (8192,)], ids=["some", "none", "many", "one"]
+)
+@pytest.mark.parametrize("k", [1024, 1000, 9])
+def test_groups_have_tiles_of_their_own(k: int, counts: tuple[int, ...], fmt: str, power_of_2: bool):
+    offs, t = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32), sum(counts) + 3
+    x, rows = finite(t, k).bfloat16(), torch.randperm(t).to(torch.int32)
+    tiles, ends = align_groups(offs, t)
+    on_gpu = align_groups(offs.cuda(), t)
+    assert torch.equal(on_gpu[0].cpu(), tiles)
+    assert torch.equal(on_gpu[1].cpu(), ends)
+
+    found = quantize_rows_and_columns(x.cuda(), fmt, power_of_2, on_gpu[0])
+    assert_same(_cpu(found), quantize_rows_and_columns(x, fmt, power_of_2, tiles))
+    quantized = quantize(x, 1, 128, fmt, power_of_2)
+    for order in (None, rows):
+        order_on_gpu = None if order is None else order.cuda()
+        found = requantize_transposed(*(q.cuda() for q in quantized), power_of_2, fmt, order_on_gpu, on_gpu[0])
+        assert_same(_cpu(found), requantize_transposed(*quantized, power_of_2, fmt, order, tiles))
+
+
+@formats_and_scales
+@pytest.mark.parametrize("is_saved", [False, True], ids=["", "saved"])
+def test_swiglu_backward_of_groups(is_saved: bool, fmt: str, power_of_2: bool):
+    offs, (m, h) = torch.tensor([130, 130, 258, 900], dtype=torch.int32), (1000, 1024)
+    dh, (gate, up) = torch.randn(m, h).bfloat16(), (4 * torch.randn(m, 2 * h)).bfloat16().chunk(2, 1)
+    inputs: tuple[Tensor | None, ...] = (gate, up, None, None, torch.rand(m))
+    if is_saved:
+        *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, power_of_2)
+        inputs = (*saved, *saved_scale, torch.rand(m))
+    settings, (tiles, _) = (fmt, power_of_2, fmt, not power_of_2), align_groups(offs, m)
+    on_gpu = [None if t is None else t.cuda() for t in inputs]
+    found = _cpu(swiglu_backward_quantize(dh.cuda(), *on_gpu, *settings, tiles.cuda()))
+    expected = swiglu_backward_quantize(dh, *inputs, *settings, tiles)
+    for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        assert_close_data(found[pair], expected[pair])
+    torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(512, 8, 7168), (333, 3, 300), (1, 1, 5)], ids=str)

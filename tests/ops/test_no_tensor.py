@@ -20,6 +20,7 @@ from octile.ops.grouped import (
     masked_grouped_matmul_nt,
     masked_grouped_matmul_nt_out,
 )
+from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
@@ -48,12 +49,14 @@ PACKED = pack_ue8m0(SCALE)
 A = (ENCODED, SCALE, (1, 128))
 STACK = (ENCODED[None], SCALE[None], (1, 128))
 TRANSPOSED = (ENCODED, torch.ones(1, 128), (128, 1))
+TILES, INT8 = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), ("int8", False)
 ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
 F8 = ENCODED.to(torch.float8_e4m3fn)
 Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
 
 CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     adamw: (FLAT.clone(), FLAT, FLAT.clone(), FLAT.clone(), torch.ones(3), 0.9, 0.9, 1e-8),
+    align_groups: (ENDS, 2),
     attention: (HEADS, HEADS, HEADS, 1.0),
     attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
@@ -75,13 +78,13 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     high_precision_grouped_tn: (X, X, ENDS),
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
-    quantize_rows_and_columns: (X, "int8", False),
+    quantize_rows_and_columns: (X, "int8", False, TILES),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
-    requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1),
+    requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
-    swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), "int8", False, "int8", False),
+    swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
     top_experts: (X, 1, 1, 1, 1),
@@ -91,6 +94,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     octile.matmul_nt: (Q, Q, None, torch.ones(2, 2)),
     octile.grouped_matmul_nt: (Q, W, ENDS),
     octile.masked_grouped_matmul_nt: (W, W, ENDS),
+    octile.align_groups: (X, ENDS),
     octile.grouped_wgrad: (COLUMNS, COLUMNS, ENDS, None, torch.ones(1, 128, 128)),
     mn_major: (SCALE,),
     to_ue8m0: (SCALE,),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.ops.groups import align_groups
 from octile.ops.quantize import dequantize, quantize
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
@@ -107,6 +108,15 @@ def test_each_half_is_one_quantized_gradient():
         assert torch.equal(found.float(), expected.float())
 
 
+def test_groups_have_tiles_of_their_own():
+    dh, gate, up = inputs()
+    tiles, _ = align_groups(torch.tensor([3, M - 5], dtype=torch.int32), M)
+    found = swiglu_backward_quantize(dh, gate, up, None, None, None, *QUANTIZATIONS, tiles)
+    both = torch.cat(swiglu_gradients(dh, gate, up), 1)
+    h_columns = quantize_rows_and_columns(F.silu(gate) * up, "e4m3", True, tiles)[2:]
+    assert_equal(found[:6], (*quantize_rows_and_columns(both, "e4m3", False, tiles), *h_columns))
+
+
 def test_no_rows_give_no_rows():
     dh, gate, up = inputs(0)
     assert swiglu_quantize(gate, up, "e4m3", False)[0].shape == (0, H)
@@ -116,10 +126,15 @@ def test_no_rows_give_no_rows():
     assert [t.shape for t in found] == shapes
 
 
+TILES = torch.tensor([[0, 3], [3, M], [0, 0]], dtype=torch.int32)
 CALLS: dict[str, Any] = {
     "forward": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False)),
     "forward, weighted": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False, torch.rand(M))),
     "forward, saved": lambda: (swiglu_quantize_and_save, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
+    "backward of groups": lambda: (
+        swiglu_backward_quantize,
+        (*inputs(), None, None, None, "int8", False, "e4m3", True, TILES),
+    ),
     "backward": lambda: (swiglu_backward_quantize, (*inputs(), None, None, None, "int8", False, "e4m3", True)),
     "backward of saved": lambda: (
         swiglu_backward_quantize,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
@@ -78,6 +79,25 @@ def test_rows_are_reordered_on_request(fmt: str):
     assert_same(scale_t, columns_scale.mT)
 
 
+@every_format
+@both_scales
+def test_groups_have_tiles_of_their_own(fmt: str, power_of_2: bool):
+    x, rows = matrix((130, 200)), torch.arange(130, dtype=torch.int32).flip(0)
+    tiles, _ = align_groups(torch.tensor([3, 3, 101], dtype=torch.int32), 130)
+    data, scale, data_t, scale_t = quantize_rows_and_columns(x, fmt, power_of_2, tiles)
+    for found, expected in zip((data, scale), quantize(x, 1, 128, fmt, power_of_2), strict=True):
+        assert_same(found, expected)
+    columns, columns_scale = quantize(take_tiles(x, tiles), 128, 1, fmt, power_of_2)
+    assert_same(data_t, columns.mT)
+    assert_same(scale_t, columns_scale.mT)
+
+    data_t, scale_t = requantize_transposed(data, scale, power_of_2, fmt, rows, tiles)
+    values = dequantize(data, scale, 1, 128, torch.float32)[rows.long()]
+    columns, columns_scale = quantize(take_tiles(values, tiles), 128, 1, fmt, power_of_2)
+    assert_same(data_t, columns.mT)
+    assert_same(scale_t, columns_scale.mT)
+
+
 @every_shape
 @every_format
 @both_scales
@@ -96,6 +116,7 @@ def test_transposed_rows_begin_at_whole_vectors(shape: tuple[int, ...]):
         assert_rows_of_whole_vectors(t)
 
 
+TILES = torch.tensor([[0, 3], [3, 5], [0, 0]], dtype=torch.int32)
 CALLS: dict[str, Any] = {
     "quantize_rows_and_columns": lambda: (quantize_rows_and_columns, (matrix((5, 130)), "int8", False)),
     "requantize_transposed": lambda: (
@@ -112,6 +133,11 @@ CALLS: dict[str, Any] = {
         ),
     ),
     "quantize_and_transpose": lambda: (quantize_and_transpose, (matrix((2, 5, 130)), "int8", False)),
+    "rows and columns of groups": lambda: (quantize_rows_and_columns, (matrix((5, 130)), "int8", False, TILES)),
+    "requantize groups": lambda: (
+        requantize_transposed,
+        (*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, None, TILES),
+    ),
 }
 
 

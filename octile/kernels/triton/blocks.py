@@ -5,7 +5,8 @@ Tiles along the rows and tiles along the columns share 128×128 blocks, so a pro
 Values are rounded before they are transposed, so that one byte per element passes through shared memory, not four.
 
 Shapes: data [B, M, K], data_t [B, K, M], and their scales for 1×128 tiles, in the layout of
-`octile.kernels.memory_layout`. Elements of a block outside of the matrix must be zero: they pad the rows of data_t.
+`octile.kernels.memory_layout`. Elements of a block outside of the matrix must be zero: they pad the rows of data_t. In
+tiles of groups of rows data_t is [K, P]; a tile then ends with rows of zeros.
 """
 
 import triton
@@ -16,16 +17,17 @@ from octile.kernels.triton.scaling import divide, magnitude, round_to_format, sc
 
 @triton.jit
 def store_tiles(
-    value, data, scale, batch, m_tile, k_tile, M, K,
+    value, data, scale, batch, m_first, m_end, k_tile, M, K,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize value [m, 128], any number of rows, in 1×128 tiles and store data and scales."""
+    """Quantize value [m, 128], rows m_first to at most m_end, in 1×128 tiles and store data and scales."""
     tile_scale = scale_from_amax(tl.max(magnitude(value), axis=1), INVERSE, REST, POWER_OF_2)
     scaled = divide(value, tile_scale[:, None], POWER_OF_2)
-    store_data(round_to_format(scaled, data.dtype.element_ty, MANTISSA, BIAS), data, batch, m_tile, k_tile, M, K)
-    m = m_tile * value.shape[0] + tl.arange(0, value.shape[0])
+    encoded = round_to_format(scaled, data.dtype.element_ty, MANTISSA, BIAS)
+    store_data(encoded, data, batch, m_first, m_end, k_tile, M, K)
+    m = m_first + tl.arange(0, value.shape[0])
     at = (batch * tl.cdiv(K, 128) + k_tile) * (tl.cdiv(M, 4) * 4) + m
-    tl.store(scale + at, tile_scale, mask=m < M)
+    tl.store(scale + at, tile_scale, mask=m < m_end)
 
 
 @triton.jit
@@ -44,11 +46,20 @@ def store_tiles_transposed(
 
 
 @triton.jit
-def store_data(encoded, data, batch, m_tile, k_tile, M, K):
-    """Store encoded values [m, 128] to data."""
-    m = (m_tile * encoded.shape[0] + tl.arange(0, encoded.shape[0])).to(tl.int64)
+def store_data(encoded, data, batch, m_first, m_end, k_tile, M, K):
+    """Store encoded values [m, 128] to rows m_first to at most m_end of data."""
+    m = (m_first + tl.arange(0, encoded.shape[0])).to(tl.int64)
     k = k_tile * 128 + tl.arange(0, 128)
-    tl.store(data + (batch * M + m)[:, None] * K + k[None, :], encoded, mask=(m < M)[:, None] & (k < K)[None, :])
+    tl.store(data + (batch * M + m)[:, None] * K + k[None, :], encoded, mask=(m < m_end)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def rows_of_tile(tiles, m_tile, M, GROUPED: tl.constexpr):
+    """The first row and the end of the rows of a tile of 128, which holds rows of one group where they are GROUPED."""
+    if GROUPED:
+        return tl.load(tiles + 2 * m_tile), tl.load(tiles + 2 * m_tile + 1)
+    else:
+        return m_tile * 128, M
 
 
 @triton.jit

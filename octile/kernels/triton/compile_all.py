@@ -36,6 +36,7 @@ from octile.kernels.triton import (
     top_experts,
     transpose,
 )
+from octile.kernels.triton import groups as group_tiles
 from octile.kernels.triton.device import DeviceProperties, assume_device
 
 ARCHITECTURES = {
@@ -86,7 +87,7 @@ def compile_all(architecture: str) -> list[CompiledTritonKernel]:
 def _cases() -> dict[str, Callable[[], object]]:
     t, n, k, groups = 8192, 4096, 7168, 32
     bf16, fp32 = torch.bfloat16, torch.float32
-    offs = _empty(groups, dtype=torch.int32)
+    offs, tiles = _empty(groups, dtype=torch.int32), _empty(t // 128 + groups, 2, dtype=torch.int32)
     gate, up = _empty(t, 2 * n).chunk(2, dim=1)
     (saved_gate, saved_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
     heads, cos = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
@@ -121,12 +122,16 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "scale given": lambda: quantize.launch_with_scale(_empty(t, k), _empty(1, dtype=fp32), E4M3),
         "rows and columns": lambda: transpose.launch_rows_and_columns(_empty(t, k), E4M3, False),
+        "rows and columns of groups": lambda: transpose.launch_rows_and_columns(_empty(t, k), E4M3, False, tiles),
         "requantize, transposed": lambda: transpose.launch_requantize(*_operand(t, k, TILE)[:2], E4M3, True),
         "requantize E5M6, transposed": lambda: transpose.launch_requantize(
             _empty(t, k * 3 // 2, dtype=torch.uint8), _empty(t, k // 128, dtype=fp32), E4M3, True
         ),
         "requantize rows, transposed": lambda: transpose.launch_requantize(
             *_operand(t, k, TILE)[:2], E4M3, True, _empty(8 * t, dtype=torch.int32)
+        ),
+        "requantize rows of groups, transposed": lambda: transpose.launch_requantize(
+            *_operand(t, k, TILE)[:2], E4M3, True, _empty(8 * t, dtype=torch.int32), tiles
         ),
         "weight and its transpose": lambda: transpose.launch_block(_empty(n, k, dtype=fp32), E4M3, False),
         "SwiGLU": lambda: swiglu.launch(gate, up, E4M3, False),
@@ -137,9 +142,13 @@ def _cases() -> dict[str, Callable[[], object]]:
         "SwiGLU backward, inputs saved": lambda: swiglu.launch_backward(
             _empty(t, n), saved_gate, saved_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True
         ),
+        "SwiGLU backward of groups, inputs saved": lambda: swiglu.launch_backward(
+            _empty(t, n), saved_gate, saved_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True, tiles
+        ),
         "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
         "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
+        "tiles of groups": lambda: group_tiles.launch(offs, t, len(tiles)),
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
         "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),
         "ragged: rows and columns": lambda: transpose.launch_rows_and_columns(ragged, E4M3, False),

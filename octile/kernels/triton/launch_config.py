@@ -35,6 +35,7 @@ PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, pe
 ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
 ROPE: dict[str, Any] = {"HEADS": 16, "num_warps": 4}  # heads of a token per program
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
+GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
 UNPERMUTE: dict[str, Any] = {"COLS": 1024, "num_warps": 8}  # columns of K rows per program
 
 # Warps per 128×128 block, by kernel. Two programs of 8 warps or one of 16 fill an SM at 128 registers per thread: two

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
-from octile.kernels.triton.blocks import store_tiles, store_tiles_transposed
+from octile.kernels.triton.blocks import rows_of_tile, store_tiles, store_tiles_transposed
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import BLOCK_WARPS, EXACT, SWIGLU
 from octile.kernels.triton.quantize_kernels import load, program_tile
@@ -75,12 +75,13 @@ def launch_backward(
     power_of_2: bool,
     h_dtype: torch.dtype,
     h_power_of_2: bool,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results as `octile.ops.swiglu.swiglu_backward_quantize`, with dtypes in place of formats."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
-    scale, (data_t, scale_t) = new_scale(data, 1, 128), new_quantized_transposed(data, dtype)
-    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype)
+    scale, (data_t, scale_t) = new_scale(data, 1, 128), new_quantized_transposed(data, dtype, tiles)
+    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles)
     partials = torch.empty(0 if weight is None else m, h // 128, dtype=torch.float32, device=gate.device)
     if gate.numel():
         is_saved = gate_scale is not None
@@ -88,9 +89,12 @@ def launch_backward(
         gate, up = (as_encoded(t) if is_saved else t for t in (gate, up))
         gate_scale, up_scale, weights = (t if t is not None else scale for t in (gate_scale, up_scale, weight))
         inputs = (dh, gate, up, gate_scale, up_scale, weights, m, h, *dh.stride(), *gate.stride(), *up.stride())
-        inputs += (*gate_scale.stride(), *up_scale.stride(), weights.stride(0))
-        constants = {"SAVED": is_saved, "SAVED_MANTISSA": mantissa, "WEIGHTED": weight is not None}
-        blocks = triton.cdiv(m, 128) * triton.cdiv(h, 128)
+        p = h_t.shape[1]
+        inputs += (*gate_scale.stride(), *up_scale.stride(), weights.stride(0), scale if tiles is None else tiles, p)
+        constants = {
+            "SAVED": is_saved, "SAVED_MANTISSA": mantissa, "WEIGHTED": weight is not None, "GROUPED": tiles is not None,
+        }  # fmt: skip
+        blocks = triton.cdiv(p, 128) * triton.cdiv(h, 128)
         with torch.cuda.device_of(gate):
             swiglu_backward[(2 * blocks,)](
                 *inputs, as_encoded(data), scale, as_encoded(data_t), scale_t,
@@ -126,24 +130,25 @@ def swiglu(
     u = load(up, batch, m, k, M, H, 0, up_row, up_col)
     if SAVE_INPUTS:
         store_tiles(
-            g, saved, saved_scale, batch, m_tile, k_tile, M, H,
+            g, saved, saved_scale, batch, m_tile * ROWS, M, k_tile, M, H,
             SAVED_POWER_OF_2, SAVED_INVERSE, SAVED_REST, SAVED_MANTISSA, SAVED_BIAS,
         )  # fmt: skip
         store_tiles(
-            u, saved, saved_scale, batch + 1, m_tile, k_tile, M, H,
+            u, saved, saved_scale, batch + 1, m_tile * ROWS, M, k_tile, M, H,
             SAVED_POWER_OF_2, SAVED_INVERSE, SAVED_REST, SAVED_MANTISSA, SAVED_BIAS,
         )  # fmt: skip
     value = g * (1.0 / (1.0 + tl.exp(-g))) * u
     if WEIGHTED:
         value = value * tl.load(weight + m * weight_step, mask=m < M, other=0.0)[:, None]
-    store_tiles(value, data, scale, batch, m_tile, k_tile, M, H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
+    store_tiles(value, data, scale, batch, m_tile * ROWS, M, k_tile, M, H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "P"])
 def swiglu_backward(
     dh, gate, up, gate_scale, up_scale, weight, M, H, dh_row, dh_col, gate_row, gate_col, up_row, up_col,
-    gate_scale_row, gate_scale_col, up_scale_row, up_scale_col, weight_step, data, scale, data_t, scale_t,
-    SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr, WEIGHTED: tl.constexpr,
+    gate_scale_row, gate_scale_col, up_scale_row, up_scale_col, weight_step, tiles, P,
+    data, scale, data_t, scale_t,
+    SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr, WEIGHTED: tl.constexpr, GROUPED: tl.constexpr,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a 128×128 block of d(gate) or of d(up).
@@ -152,63 +157,72 @@ def swiglu_backward(
     registers of one program.
     """
     of_up = tl.program_id(0) % 2
-    batch, m_tile, k_tile = program_tile(tl.program_id(0) // 2, M, H, 128, 128)
-    m = m_tile * 128 + tl.arange(0, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0) // 2, P, H, 128, 128)
+    m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
+    m = m_first + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
-    value = load(dh, batch, m, k, M, H, 0, dh_row, dh_col)
+    value = load(dh, batch, m, k, m_end, H, 0, dh_row, dh_col)
     g = _load_input(
-        gate, gate_scale, m, k, k_tile, M, H, gate_row, gate_col, gate_scale_row, gate_scale_col, SAVED, SAVED_MANTISSA
-    )
+        gate, gate_scale, m, m_end, k, k_tile, H, gate_row, gate_col, gate_scale_row, gate_scale_col,
+        SAVED, SAVED_MANTISSA,
+    )  # fmt: skip
     sigmoid = 1.0 / (1.0 + tl.exp(-g))
     if of_up:
         if WEIGHTED:
-            value = value * tl.load(weight + m * weight_step, mask=m < M, other=0.0)[:, None]
+            value = value * tl.load(weight + m * weight_step, mask=m < m_end, other=0.0)[:, None]
         value = value * (g * sigmoid)
     else:
         u = _load_input(
-            up, up_scale, m, k, k_tile, M, H, up_row, up_col, up_scale_row, up_scale_col, SAVED, SAVED_MANTISSA
+            up, up_scale, m, m_end, k, k_tile, H, up_row, up_col, up_scale_row, up_scale_col, SAVED, SAVED_MANTISSA
         )
         if WEIGHTED:
-            value = value * tl.load(weight + m * weight_step, mask=m < M, other=0.0)[:, None]
+            value = value * tl.load(weight + m * weight_step, mask=m < m_end, other=0.0)[:, None]
         value = value * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
     k_tile += of_up * (H // 128)
     store_tiles_transposed(
-        value, data_t, scale_t, batch, m_tile, k_tile, M, 2 * H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+        value, data_t, scale_t, batch, m_tile, k_tile, P, 2 * H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
     )
-    store_tiles(value, data, scale, batch, m_tile, k_tile, M, 2 * H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
+    store_tiles(value, data, scale, batch, m_first, m_end, k_tile, M, 2 * H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "P"])
 def swiglu_transposed(
     dh, gate, up, gate_scale, up_scale, weight, M, H, dh_row, dh_col, gate_row, gate_col, up_row, up_col,
-    gate_scale_row, gate_scale_col, up_scale_row, up_scale_col, weight_step, data_t, scale_t, partials,
-    SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr, WEIGHTED: tl.constexpr,
+    gate_scale_row, gate_scale_col, up_scale_row, up_scale_col, weight_step, tiles, P,
+    data_t, scale_t, partials,
+    SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr, WEIGHTED: tl.constexpr, GROUPED: tl.constexpr,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """A program recomputes a 128×128 block of h, stores it transposed, and computes partials of d(weight)."""
-    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, H, 128, 128)
-    m = m_tile * 128 + tl.arange(0, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), P, H, 128, 128)
+    m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
+    m = m_first + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
     g = _load_input(
-        gate, gate_scale, m, k, k_tile, M, H, gate_row, gate_col, gate_scale_row, gate_scale_col, SAVED, SAVED_MANTISSA
+        gate, gate_scale, m, m_end, k, k_tile, H, gate_row, gate_col, gate_scale_row, gate_scale_col,
+        SAVED, SAVED_MANTISSA,
+    )  # fmt: skip
+    u = _load_input(
+        up, up_scale, m, m_end, k, k_tile, H, up_row, up_col, up_scale_row, up_scale_col, SAVED, SAVED_MANTISSA
     )
-    u = _load_input(up, up_scale, m, k, k_tile, M, H, up_row, up_col, up_scale_row, up_scale_col, SAVED, SAVED_MANTISSA)
     value = g * (1.0 / (1.0 + tl.exp(-g))) * u
     if WEIGHTED:
-        dweight = tl.sum(load(dh, batch, m, k, M, H, 0, dh_row, dh_col) * value, axis=1)
-        tl.store(partials + m.to(tl.int64) * (H // 128) + k_tile, dweight, mask=m < M)
-        value = value * tl.load(weight + m * weight_step, mask=m < M, other=0.0)[:, None]
+        dweight = tl.sum(load(dh, batch, m, k, m_end, H, 0, dh_row, dh_col) * value, axis=1)
+        tl.store(partials + m.to(tl.int64) * (H // 128) + k_tile, dweight, mask=m < m_end)
+        value = value * tl.load(weight + m * weight_step, mask=m < m_end, other=0.0)[:, None]
     store_tiles_transposed(
-        value, data_t, scale_t, batch, m_tile, k_tile, M, H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+        value, data_t, scale_t, batch, m_tile, k_tile, P, H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
     )
 
 
 @triton.jit
 def _load_input(
-    matrix, scale, m, k, k_tile, M, H, row, col, scale_row, scale_col, SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr
+    matrix, scale, m, m_end, k, k_tile, H, row, col, scale_row, scale_col,
+    SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Load a 128×128 block of gate or up as float32; with SAVED, dequantize what was saved for backward."""
+    """Load 128 columns of gate or up, rows m up to m_end, as float32; with SAVED, dequantize what was saved."""
+    is_row = m < m_end
     if SAVED:
-        return load_dequantized(matrix, scale, m, m < M, k, k_tile, H, row, col, scale_row, scale_col, SAVED_MANTISSA)
+        return load_dequantized(matrix, scale, m, is_row, k, k_tile, H, row, col, scale_row, scale_col, SAVED_MANTISSA)
     else:
-        return load(matrix, 0, m, k, M, H, 0, row, col)
+        return load(matrix, 0, m, k, m_end, H, 0, row, col)

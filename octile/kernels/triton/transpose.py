@@ -11,6 +11,7 @@ from torch import Tensor
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.kernels.triton import quantize
 from octile.kernels.triton.blocks import (
+    rows_of_tile,
     store_data,
     store_data_transposed,
     store_tiles,
@@ -23,9 +24,14 @@ from octile.kernels.triton.quantize_kernels import load, program_tile
 from octile.kernels.triton.scaling import divide, load_dequantized, magnitude, round_to_format, scale_from_amax
 
 
-def launch_rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize x [..., M, K], any strides → data, scale for 1×128; data_t [..., K, M], scale_t for 1×128 along M."""
-    if not is_vectorizable(x):
+def launch_rows_and_columns(
+    x: Tensor, dtype: torch.dtype, power_of_2: bool, tiles: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize x [..., M, K], any strides → data, scale for 1×128; data_t [..., K, M], scale_t for 1×128 along M.
+
+    With tiles [P/128, 2] of groups of rows, P takes the place of M in data_t and scale_t.
+    """
+    if tiles is None and not is_vectorizable(x):
         encoded, column_scale = quantize.launch(x, 128, 1, dtype, power_of_2)
         return (
             *quantize.launch(x, 1, 128, dtype, power_of_2),
@@ -33,33 +39,42 @@ def launch_rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> 
             column_scale.mT,
         )
     data, scale = torch.empty(x.shape, dtype=dtype, device=x.device), new_scale(x, 1, 128)
-    data_t, scale_t = new_quantized_transposed(x, dtype)
-    _launch(quantize_rows_and_columns, x, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
+    data_t, scale_t = new_quantized_transposed(x, dtype, tiles)
+    grouped = {"tiles": scale if tiles is None else tiles, "P": data_t.shape[-1], "GROUPED": tiles is not None}
+    _launch(quantize_rows_and_columns, x, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t, **grouped)
     return data, scale, data_t, scale_t
 
 
 def launch_requantize(
-    data: Tensor, scale: Tensor, dtype: torch.dtype, power_of_2: bool, rows: Tensor | None = None
+    data: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    rows: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Requantize data [..., M, K] (E5M6: [..., M, 3K/2]), scale for 1×128, any strides → data_t [..., K, M], scale_t.
 
-    With rows [R], the rows of one matrix with these indices, in this order; R takes the place of M.
+    With rows [R], the rows of one matrix with these indices, in this order; R takes the place of M. With tiles
+    [P/128, 2] of groups of these rows, P takes it.
     """
     *batch, m, _ = data.shape
     k = data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
     r = m if rows is None else len(rows)
     like = torch.empty(*batch, r, k, dtype=dtype, device=data.device)  # never accessed
-    data_t, scale_t = new_quantized_transposed(like, dtype)
+    data_t, scale_t = new_quantized_transposed(like, dtype, tiles)
     if like.numel() == 0:
         return data_t, scale_t
     encoded = as_encoded(data).reshape(-1, *data.shape[-2:])
     scale = scale.reshape(-1, *scale.shape[-2:])
-    grid = (len(encoded) * triton.cdiv(r, 128) * triton.cdiv(k, 128),)
+    p = data_t.shape[-1]
+    grid = (len(encoded) * triton.cdiv(p, 128) * triton.cdiv(k, 128),)
     with torch.cuda.device_of(data):
         requantize[grid](
             encoded, r, k, *encoded.stride(), scale, *scale.stride(), scale if rows is None else rows,
-            0 if rows is None else rows.stride(0), as_encoded(data_t), scale_t,
-            OLD_MANTISSA=quantize_constants(data.dtype)["MANTISSA"], ROWS=rows is not None, POWER_OF_2=power_of_2,
+            0 if rows is None else rows.stride(0), scale if tiles is None else tiles, p, as_encoded(data_t), scale_t,
+            OLD_MANTISSA=quantize_constants(data.dtype)["MANTISSA"], ROWS=rows is not None, GROUPED=tiles is not None,
+            POWER_OF_2=power_of_2,
             **quantize_constants(dtype), **BLOCK_WARPS["requantize"], **EXACT,
         )  # fmt: skip
     return data_t, scale_t
@@ -76,54 +91,56 @@ def launch_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tenso
     return data, scale, data_t
 
 
-def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tensor, **scales: Tensor) -> None:
+def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tensor, **others: Any) -> None:
     m, k = x.shape[-2:]
     if x.numel() == 0:
         return
     x = x.reshape(-1, m, k)
-    grid = (len(x) * triton.cdiv(m, 128) * triton.cdiv(k, 128),)
+    grid = (len(x) * triton.cdiv(data_t.shape[-1], 128) * triton.cdiv(k, 128),)
     constants = quantize_constants(data_t.dtype) | BLOCK_WARPS[kernel.__name__] | EXACT
     encoded = {"data": as_encoded(data), "data_t": as_encoded(data_t)}
     with torch.cuda.device_of(x):
-        kernel[grid](x, m, k, *x.stride(), **encoded, **scales, POWER_OF_2=power_of_2, **constants)
+        kernel[grid](x, m, k, *x.stride(), **encoded, **others, POWER_OF_2=power_of_2, **constants)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "P"])
 def quantize_rows_and_columns(
-    x, M, K, x_batch, x_row, x_col, data, scale, data_t, scale_t,
+    x, M, K, x_batch, x_row, x_col, data, scale, data_t, scale_t, tiles, P, GROUPED: tl.constexpr,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
-    m = m_tile * 128 + tl.arange(0, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), P, K, 128, 128)
+    m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
+    m = m_first + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
-    value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
+    value = load(x, batch, m, k, m_end, K, x_batch, x_row, x_col)
     store_tiles_transposed(
-        value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+        value, data_t, scale_t, batch, m_tile, k_tile, P, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
     )
     # loads again, from the L1 cache, instead of holding the values in registers
-    value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
-    store_tiles(value, data, scale, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
+    value = load(x, batch, m, k, m_end, K, x_batch, x_row, x_col)
+    store_tiles(value, data, scale, batch, m_first, m_end, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "P"])
 def requantize(
-    data, M, K, data_batch, data_row, data_col, scale, scale_batch, scale_row, scale_col, rows, rows_step,
+    data, M, K, data_batch, data_row, data_col, scale, scale_batch, scale_row, scale_col, rows, rows_step, tiles, P,
     data_t, scale_t,
-    OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, POWER_OF_2: tl.constexpr,
+    OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, POWER_OF_2: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
-    m = m_tile * 128 + tl.arange(0, 128)
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), P, K, 128, 128)
+    m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
+    m = m_first + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)
     row = m
     if ROWS:
-        row = tl.load(rows + m * rows_step, mask=m < M, other=0)
+        row = tl.load(rows + m * rows_step, mask=m < m_end, other=0)
     value = load_dequantized(
-        data + batch * data_batch, scale + batch * scale_batch, row, m < M, k, k_tile, K,
+        data + batch * data_batch, scale + batch * scale_batch, row, m < m_end, k, k_tile, K,
         data_row, data_col, scale_row, scale_col, OLD_MANTISSA,
     )  # fmt: skip
     store_tiles_transposed(
-        value, data_t, scale_t, batch, m_tile, k_tile, M, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+        value, data_t, scale_t, batch, m_tile, k_tile, P, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
     )
 
 
@@ -143,5 +160,5 @@ def quantize_and_transpose(
     # before the encoded values of FP32 inputs are in them (seen as NaN gradients on an H200, then in the machine code).
     value = load(x, batch, m, k, M, K, x_batch, x_row, x_col)
     encoded = round_to_format(divide(value, block_scale, POWER_OF_2), data.dtype.element_ty, MANTISSA, BIAS)
-    store_data(encoded, data, batch, m_tile, k_tile, M, K)
+    store_data(encoded, data, batch, m_tile * 128, M, k_tile, M, K)
     tl.store(scale + (batch * tl.cdiv(M, 128) + m_tile) * tl.cdiv(K, 128) + k_tile, block_scale)

@@ -50,6 +50,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "rotate",
         "latent_keys",
         "latent_keys_backward",
+        "align_groups",
         "find_tokens",
         "permute",
         "unpermute",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import swiglu
+from octile.ops.groups import align_groups
 from octile.ops.quantize import STORAGE_DTYPES, quantize
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
@@ -59,12 +60,13 @@ def _backward(
     h_fmt: str = "e4m3",
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     power_of_2: bool = False,
+    tiles: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the results of the kernel and of the reference."""
-    found = swiglu.launch_backward(
-        dh, gate, up, *scales, weight, STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], not power_of_2
-    )
-    return found, swiglu_backward_quantize(dh, gate, up, *scales, weight, fmt, power_of_2, h_fmt, not power_of_2)
+    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], not power_of_2, tiles)
+    found = swiglu.launch_backward(dh, gate, up, *scales, weight, *settings)
+    settings = (fmt, power_of_2, h_fmt, not power_of_2, tiles)
+    return found, swiglu_backward_quantize(dh, gate, up, *scales, weight, *settings)
 
 
 def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -104,6 +106,22 @@ def test_backward_from_saved_inputs(fmt: str, shape: tuple[int, int]):
     dh, gate, up = _inputs(shape)
     *_, saved, saved_scale = swiglu_quantize_and_save(gate, up, "e4m3", True, fmt, False)
     _assert_close(*_backward(dh, *saved, torch.rand(shape[0]), scales=tuple(saved_scale)))
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["", "saved"])
+def test_backward_of_groups(is_saved: bool):
+    dh, gate, up = _inputs((300, 128))
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if is_saved:
+        *_, (gate, up), (gate_scale, up_scale) = swiglu_quantize_and_save(gate, up, "e4m3", True, "e4m3", False)
+        scales = gate_scale, up_scale
+    tiles, _ = align_groups(torch.tensor([130, 130, 137, 290], dtype=torch.int32), 300)
+    weight = torch.rand(300)
+    found, expected = _backward(dh, gate, up, weight, scales=scales, tiles=tiles)
+    for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        assert_close_data(found[pair], expected[pair])
+    without_groups, _ = _backward(dh, gate, up, weight, scales=scales)
+    assert_same([*found[:2], found[6]], [*without_groups[:2], without_groups[6]])
 
 
 def test_a_ragged_number_of_columns():

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octile.kernels.triton import transpose
 from octile.ops import transpose as reference
+from octile.ops.groups import align_groups
 from octile.ops.quantize import STORAGE_DTYPES, quantize
 from tests.kernels.triton.comparison import assert_same, extreme
 
@@ -74,6 +75,20 @@ def test_e5m6_becomes_8_bits(shape: tuple[int, ...], power_of_2: bool, fmt: str)
     data, scale = quantize(extreme(*shape), 1, 128, "e5m6", True)
     found = transpose.launch_requantize(data, scale, STORAGE_DTYPES[fmt], power_of_2)
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2, fmt))
+
+
+@both_scales
+@pytest.mark.parametrize("k", [200, 9])
+def test_groups(k: int, power_of_2: bool, fmt: str):
+    x, dtype = _ordinary((300, k)), STORAGE_DTYPES[fmt]
+    x[7, 3] = float("nan")
+    tiles, _ = align_groups(torch.tensor([130, 130, 137, 290], dtype=torch.int32), 300)
+    found = transpose.launch_rows_and_columns(x, dtype, power_of_2, tiles)
+    assert_same(found, reference.quantize_rows_and_columns(x, fmt, power_of_2, tiles))
+    data, scale = quantize(x, 1, 128, fmt, power_of_2)
+    for rows in (None, torch.randperm(300).to(torch.int32)):
+        found = transpose.launch_requantize(data, scale, dtype, power_of_2, rows, tiles)
+        assert_same(found, reference.requantize_transposed(data, scale, power_of_2, fmt, rows, tiles))
 
 
 def test_rows_in_another_order(fmt: str):

@@ -43,15 +43,23 @@ __device__ __forceinline__ unsigned tiles(unsigned n) { return (n + side - 1) / 
 __device__ __forceinline__ int64_t mul_wide(unsigned a, unsigned b) { return static_cast<int64_t>(a) * b; }
 
 // Position of a 128×128 block in a matrix [m, k] of a batch, and the rows and columns of the thread in it.
+//
+// With config::grouped the rows of a matrix are divided into groups, and tile t holds the rows from tiles[t].x to
+// tiles[t].y, at most 128 of one group (`octile.ops.groups`). The block is then filled up with zeros, and the transpose
+// has 128 columns for each tile.
 struct BlockCoord {
     unsigned batch, m_tile, k_tile, m, k;
+    unsigned first, end;  // the block's first row, and the end of the rows of its tile or of the matrix
+    unsigned columns_t;   // of the transpose
 
-    __device__ __forceinline__ unsigned row() const {
-        return m_tile * side + threadIdx.x / 32 * 16 + lane_row<crossed>() * 8;
+    // The thread's first row in the block, and in the matrix.
+    __device__ __forceinline__ static unsigned row_in_block() {
+        return threadIdx.x / 32 * 16 + lane_row<crossed>() * 8;
     }
+    __device__ __forceinline__ unsigned row() const { return first + row_in_block(); }
     __device__ __forceinline__ unsigned column() const { return k_tile * side + ptx::lane_id() % 16 * 8; }
-    // How many of the thread's rows lie in the matrix; zero or negative if it is out of bounds.
-    __device__ __forceinline__ int rows_left() const { return column() < k ? static_cast<int>(m - row()) : 0; }
+    // How many of the thread's rows lie in the block; zero or negative if it is out of bounds.
+    __device__ __forceinline__ int rows_left() const { return column() < k ? static_cast<int>(end - row()) : 0; }
 };
 
 // Calls do_row(i, in_bounds) for each of the thread's 8 rows. Blocks inside the matrix take a path without predicates:
@@ -59,7 +67,7 @@ struct BlockCoord {
 template <class DoRow>
 __device__ __forceinline__ void for_each_row(const BlockCoord& at, DoRow do_row) {
     const int left = at.rows_left();
-    if ((at.m_tile + 1) * side <= at.m && (at.k_tile + 1) * side <= at.k) {  // most blocks
+    if (at.first + side <= at.end && (at.k_tile + 1) * side <= at.k) {  // most blocks
 #pragma unroll
         for (int i = 0; i < 8; ++i) do_row(i, true);
     } else {
@@ -71,12 +79,14 @@ __device__ __forceinline__ void for_each_row(const BlockCoord& at, DoRow do_row)
 // The 128×128 block that a thread block takes. Consecutive thread blocks take `raster_height` blocks along M, then the
 // next column of these. So blocks that run at the same time are neighbors along M and K: the result is contiguous along
 // K and its transpose along M, and neighbors complete the cache lines of both. raster_inverse: the `inverse` that
-// `quotient` takes for raster_height · ⌈k / 128⌉.
+// `quotient` takes for raster_height · ⌈k / 128⌉. row_tiles: [tile_count], only with config::grouped.
 template <unsigned raster_height>
-__device__ __forceinline__ BlockCoord block_coord(unsigned index, unsigned m, unsigned k, unsigned raster_inverse) {
-    const unsigned m_tiles = tiles(m), k_tiles = tiles(k), blocks_per_matrix = m_tiles * k_tiles;
-    BlockCoord at{0, 0, 0, m, k};
-    if (index >= blocks_per_matrix) {
+__device__ __forceinline__ BlockCoord block_coord(
+    unsigned index, unsigned m, unsigned k, unsigned raster_inverse, const uint2* row_tiles, unsigned tile_count) {
+    const unsigned columns_t = config::grouped ? tile_count * side : m;
+    const unsigned m_tiles = tiles(columns_t), k_tiles = tiles(k), blocks_per_matrix = m_tiles * k_tiles;
+    BlockCoord at{0, 0, 0, m, k, 0, m, columns_t};
+    if (!config::grouped && index >= blocks_per_matrix) {  // groups are those of one matrix
         at.batch = index / blocks_per_matrix;
         index -= at.batch * blocks_per_matrix;
     }
@@ -84,6 +94,11 @@ __device__ __forceinline__ BlockCoord block_coord(unsigned index, unsigned m, un
     const unsigned in_band = index - first * k_tiles, height = min(m_tiles - first, raster_height);
     at.k_tile = height == raster_height ? in_band / raster_height : in_band / height;
     at.m_tile = first + in_band - at.k_tile * height;
+    at.first = at.m_tile * side;
+    if constexpr (config::grouped) {
+        const uint2 rows = ptx::load_8(row_tiles + at.m_tile, true);
+        at.first = rows.x, at.end = rows.y;
+    }
     return at;
 }
 
@@ -102,7 +117,7 @@ __device__ __forceinline__ unsigned transposed_offset(unsigned group, unsigned v
 // Stores the transposed data from shared memory: 16 bytes per lane, 8 lanes per row. The padding of rows is stored too.
 __device__ __forceinline__ void store_transposed(uint8_t* data_t, const BlockCoord& at, const uint8_t* shared) {
     const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32, unit = lane % 8;
-    const unsigned row_bytes = round_up(at.m, 16), m = at.m_tile * side + 16 * unit;
+    const unsigned row_bytes = round_up(at.columns_t, 16), m = at.m_tile * side + 16 * unit;
     unsigned column = at.k_tile * side + warp * 16 + lane / 8;
     uint8_t* to = data_t + (mul_wide(at.batch, at.k) + column) * row_bytes + m;
 #pragma unroll
@@ -124,9 +139,9 @@ __device__ __forceinline__ void compute_divisors(const Outputs& to, const BlockC
     Divisor* divisor_to;
     if (of_row) {
         amax = reinterpret_cast<const float*>(shared + smem::row_maxima)[own];
-        const unsigned row = at.m_tile * side + own;
+        const unsigned row = at.first + own;
         scale_to = to.scale + (mul_wide(at.batch, tiles(at.k)) + at.k_tile) * round_up(at.m, 4) + row;
-        in_bounds = row < at.m;
+        in_bounds = row < at.end;
         divisor_to = reinterpret_cast<Divisor*>(shared + smem::row_divisors) + own;
     } else {
         const float* maxima = reinterpret_cast<const float*>(shared + smem::maxima) + own;
@@ -134,7 +149,7 @@ __device__ __forceinline__ void compute_divisors(const Outputs& to, const BlockC
 #pragma unroll
         for (int w = 1; w < warps; ++w) amax = max_abs(amax, maxima[w * side]);
         const unsigned column = at.k_tile * side + own;
-        scale_to = to.scale_t + (mul_wide(at.batch, tiles(at.m)) + at.m_tile) * round_up(at.k, 4) + column;
+        scale_to = to.scale_t + (mul_wide(at.batch, tiles(at.columns_t)) + at.m_tile) * round_up(at.k, 4) + column;
         in_bounds = column < at.k;
         divisor_to = reinterpret_cast<Divisor*>(shared + smem::divisors) + own % 8 * 16 + own / 8;
     }
@@ -289,7 +304,7 @@ __device__ __forceinline__ void quantize_block(
         for (int i = 0; i < 8; ++i) amax[i] = x[i].amax();
         const float own = reduce_rows<crossed>(amax, max_abs);
         if (is_first_owner<8>())
-            reinterpret_cast<float*>(shared + smem::row_maxima)[at.row() % side + owned_index<8>()] = own;
+            reinterpret_cast<float*>(shared + smem::row_maxima)[at.row_in_block() + owned_index<8>()] = own;
     } else if constexpr (!by_column) {
         float amax = column_amax(x).amax();
 #pragma unroll
@@ -300,7 +315,7 @@ __device__ __forceinline__ void quantize_block(
     if constexpr (by_column) {
         compute_divisors<format, power_of_2, form == both>(to, at, shared);
         __syncthreads();
-        by.of_rows = reinterpret_cast<const Divisor*>(shared + smem::row_divisors) + at.row() % side;
+        by.of_rows = reinterpret_cast<const Divisor*>(shared + smem::row_divisors) + at.row_in_block();
         by.of_columns = reinterpret_cast<const Divisor*>(shared + smem::divisors) + lane % 16;
     } else {
         float amax = maxima[0];

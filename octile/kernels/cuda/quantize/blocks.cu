@@ -5,16 +5,18 @@
 #include "block.cuh"
 
 // x: [batches, m, k] with strides x_batch, x_row and 1: elements, or encoded values with x_scale for 1×128, contiguous
-// along M. picked: [m], only with config::gather: row i of the result is then row picked[i] of x.
+// along M. picked: [m], only with config::gather: row i of the result is then row picked[i] of x. row_tiles:
+// [tile_count], only with config::grouped.
 extern "C" __global__ void __launch_bounds__(block_threads, config::blocks)
 blocks(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data, float* scale, uint8_t* data_t,
         float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k,
-        int raster_inverse) {
+        int raster_inverse, const uint2* row_tiles, int tile_count) {
     constexpr int dtype = config::dtype;
     constexpr bool is_encoded = dtype >= e4m3;
     const Outputs to{data, data_t, scale, scale_t};
     uint8_t* shared = ptx::dynamic_shared();
-    const BlockCoord at = block_coord<config::raster_height>(blockIdx.x, m, k, raster_inverse);
+    const BlockCoord at =
+        block_coord<config::raster_height>(blockIdx.x, m, k, raster_inverse, row_tiles, tile_count);
     const uint8_t* first = x + bytes<dtype>(at.batch * x_batch + at.column());
     [[maybe_unused]] const float* scales = x_scale + at.batch * scale_batch + at.k_tile * scale_tile;
 
@@ -30,6 +32,8 @@ blocks(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data,
         loaded[i] = load_vec8<dtype>(first + bytes<dtype>(offset), in_bounds);
         if constexpr (is_encoded && config::gather) {
             factor[i] = ptx::load_float(scales + row[i], in_bounds);
+        } else if constexpr (is_encoded && config::grouped) {
+            factor[i] = ptx::load_float(scales + at.row() + i, in_bounds);
         } else if constexpr (is_encoded) {
             if (i % 4) return;
             const uint4 four = ptx::load_16(scales + at.row() + i, in_bounds);

@@ -42,6 +42,7 @@ def _cases() -> dict[str, Callable[[], object]]:
     scale = new_scale(encoded, 1, 128)
     gate, up = _empty(t, 2 * h).chunk(2, dim=1)
     dh, weight, rows = _empty(t, h), _empty(t, dtype=torch.float32), _empty(8 * t, dtype=torch.int32)
+    tiles = _empty(t // 128 + 8, 2, dtype=torch.int32)
     saved, long_rows = _empty(2, t, h, dtype=E4M3), _empty(t, launcher.MAX_COLUMNS)
     saved_scale = new_scale(saved, 1, 128)
     with_scales: dict[str, Callable[[bool], object]] = {
@@ -52,8 +53,11 @@ def _cases() -> dict[str, Callable[[], object]]:
         "quantize 128×128 of FP32": lambda p: launcher.quantize(x_fp32, 128, 128, E4M3, p),
         "rows and columns": lambda p: launcher.rows_and_columns(x, E4M3, p),
         "rows and columns of FP32": lambda p: launcher.rows_and_columns(x_fp32, E4M3, p),
+        "rows and columns of groups": lambda p: launcher.rows_and_columns(x, E4M3, p, tiles),
         "requantize, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p),
         "requantize rows, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows),
+        "requantize rows of groups, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows, tiles),
+        "requantize groups, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, None, tiles),
         "requantize E5M6, transposed": lambda p: launcher.requantize(packed, scale, E4M3, p),
         "weight and its transpose": lambda p: launcher.quantize_and_transpose(x_fp32, E4M3, p),
         "SwiGLU": lambda p: launcher.swiglu(gate, up, E4M3, p, None),
@@ -61,6 +65,12 @@ def _cases() -> dict[str, Callable[[], object]]:
         "SwiGLU backward": lambda p: launcher.swiglu_backward(dh, gate, up, None, None, None, E4M3, p, E4M3, True),
         "SwiGLU backward, inputs saved": lambda p: launcher.swiglu_backward(
             dh, saved[0], saved[1], saved_scale[0], saved_scale[1], weight, E4M3, p, E4M3, True
+        ),
+        "SwiGLU backward of groups": lambda p: launcher.swiglu_backward(
+            dh, gate, up, None, None, weight, E4M3, p, E4M3, True, tiles
+        ),
+        "SwiGLU backward of groups, inputs saved": lambda p: launcher.swiglu_backward(
+            dh, saved[0], saved[1], saved_scale[0], saved_scale[1], weight, E4M3, p, E4M3, True, tiles
         ),
         "RMSNorm": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, False),
         "RMSNorm, and in high precision": lambda p: launcher.rms_norm(x, _empty(k), 1e-6, E4M3, p, True),

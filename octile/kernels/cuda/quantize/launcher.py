@@ -188,33 +188,45 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
     return out
 
 
-def rows_and_columns(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rows_and_columns(
+    x: Tensor, dtype: torch.dtype, power_of_2: bool, tiles: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize x [..., M, K] along its rows and along its columns.
+
+    Args:
+        tiles: int32 [P/128, 2] of groups of rows (`octile.ops.groups`), so that data_t is [K, P]; None: no groups.
 
     Returns:
         data [..., M, K] with its scale in 1×128 tiles, data_t [..., K, M] with its scale in 1×128 tiles along M.
     """
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
-    data_t, scale_t = new_quantized_transposed(x, dtype)
-    _launch_blocks(Form.BOTH, x, dtype, power_of_2, data=data, scale=scale, data_t=data_t, scale_t=scale_t)
+    data_t, scale_t = new_quantized_transposed(x, dtype, tiles)
+    outs = {"data": data, "scale": scale, "data_t": data_t, "scale_t": scale_t}
+    _launch_blocks(Form.BOTH, x, dtype, power_of_2, tiles=tiles, **outs)
     return data, scale, data_t, scale_t
 
 
 def requantize(
-    data: Tensor, scale: Tensor, dtype: torch.dtype, power_of_2: bool, rows: Tensor | None = None
+    data: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    rows: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Requantize data [..., M, K] in 1×128 tiles along its columns to data_t [..., K, M] and its scale.
 
     Args:
         scale: of 1×128 tiles, in the layout of `new_scale`.
         rows: int32 [R], contiguous: only these rows, in this order, so that data_t is [K, R]; None: all rows.
+        tiles: of groups of these rows, as in `rows_and_columns`.
     """
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else len(rows), columns(data), dtype=torch.uint8)
-    data_t, scale_t = new_quantized_transposed(like, dtype)
+    data_t, scale_t = new_quantized_transposed(like, dtype, tiles)
     if like.numel():
         outs = {"data_t": data_t, "scale_t": scale_t}
-        _launch_blocks(Form.TRANSPOSED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, **outs)
+        _launch_blocks(Form.TRANSPOSED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, tiles=tiles, **outs)
     return data_t, scale_t
 
 
@@ -273,28 +285,29 @@ def swiglu_backward(
     power_of_2: bool,
     h_dtype: torch.dtype,
     h_power_of_2: bool,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the results of `octile.ops.swiglu.swiglu_backward_quantize`; H is a multiple of 128."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
-    scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_quantized_transposed(data, dtype)
-    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype)
+    scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_quantized_transposed(data, dtype, tiles)
+    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles)
     weight_partials = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
     needs_registers = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8
     kind = "swiglu_backward, FP32 or INT8" if needs_registers else "swiglu_backward"
     constants = {
         "dtype": DTYPES[gate.dtype], "dh_dtype": DTYPES[dh.dtype], "format": DTYPES[dtype],
         "power_of_2": power_of_2, "h_format": DTYPES[h_dtype], "h_power_of_2": h_power_of_2,
-        "weighted": weight is not None, **SETTINGS[kind],
+        "weighted": weight is not None, "grouped": tiles is not None, **SETTINGS[kind],
     }  # fmt: skip
     scale_strides = [stride for s in (gate_scale, up_scale) for stride in ((0, 0) if s is None else s.stride())]
     results = (data, scale, data_t, scale_t, h_t, h_scale_t, weight_partials)
     arguments = (
         *map(_address, (dh, gate, up, gate_scale, up_scale, weight, *results)),
         dh.stride(0), gate.stride(0), up.stride(0), *scale_strides, 0 if weight is None else weight.stride(0), m, h,
-        _inverse(constants["raster_height"] * (h // SIDE)),
+        _inverse(constants["raster_height"] * (h // SIDE)), _address(tiles), 0 if tiles is None else len(tiles),
     )  # fmt: skip
-    blocks, shared_bytes = _ceil_div(m, SIDE) * (h // SIDE), BLOCK_BYTES + BACKWARD_BYTES
+    blocks, shared_bytes = _ceil_div(h_t.shape[1], SIDE) * (h // SIDE), BLOCK_BYTES + BACKWARD_BYTES
     _launch("swiglu_backward", constants, gate, blocks, BLOCK_THREADS, shared_bytes, *arguments)
     return *results[:-1], weight_partials.sum(1)
 
@@ -360,11 +373,12 @@ def _launch_blocks(
     scale_t: Tensor | None = None,
     old_scale: Tensor | None = None,
     rows: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> None:
     m, k = x.shape[-2] if rows is None else len(rows), columns(x)
     constants = {
         "form": form, "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
-        "gather": rows is not None, **SETTINGS[form.name.lower()],
+        "gather": rows is not None, "grouped": tiles is not None, **SETTINGS[form.name.lower()],
     }  # fmt: skip
     is_lean = x.dtype == torch.bfloat16 and dtype != torch.int8  # needs the fewest registers
     max_blocks = 4
@@ -377,9 +391,10 @@ def _launch_blocks(
     old_strides = (0, 0) if old_scale is None else (_batch_stride(old_scale), old_scale.stride(-1))
     arguments = (
         *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *strides, *old_strides, m, k,
-        _inverse(constants["raster_height"] * _ceil_div(k, SIDE)),
+        _inverse(constants["raster_height"] * _ceil_div(k, SIDE)), _address(tiles), 0 if tiles is None else len(tiles),
     )  # fmt: skip
-    blocks = _batches(x) * _ceil_div(m, SIDE) * _ceil_div(k, SIDE)
+    m_tiles = _ceil_div(m, SIDE) if tiles is None else len(tiles)
+    blocks = _batches(x) * m_tiles * _ceil_div(k, SIDE)
     _launch("blocks", constants, x, blocks, BLOCK_THREADS, BLOCK_BYTES, *arguments)
 
 

@@ -117,23 +117,26 @@ __device__ __forceinline__ FloatVec8 recompute_h(const Row& row, const Factors& 
 }
 
 // dh, gate, up: [m, h]. data, scale, data_t, scale_t: [d(gate) | d(up)], [m, 2h], and its transpose. h_t, h_scale_t:
-// h transposed. parts: [m, h / 128], partial sums of the gradient of the weights, only with config::weighted.
+// h transposed. parts: [m, h / 128], partial sums of the gradient of the weights, only with config::weighted. row_tiles:
+// [tile_count], only with config::grouped.
 extern "C" __global__ void __launch_bounds__(block_threads, config::blocks)
 swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const float* gate_scale,
                 const float* up_scale, const float* weight, uint8_t* data, float* scale, uint8_t* data_t,
                 float* scale_t, uint8_t* h_t, float* h_scale_t, float* parts, int64_t dh_row, int64_t gate_row,
                 int64_t up_row, int64_t gate_scale_row, int64_t gate_scale_tile, int64_t up_scale_row,
-                int64_t up_scale_tile, int64_t weight_step, int m, int h, int raster_inverse) {
+                int64_t up_scale_tile, int64_t weight_step, int m, int h, int raster_inverse, const uint2* row_tiles,
+                int tile_count) {
     const Outputs gradients{data, data_t, scale, scale_t}, result{nullptr, h_t, nullptr, h_scale_t};
     uint8_t* shared = ptx::dynamic_shared();
-    const BlockCoord at = block_coord<config::raster_height>(blockIdx.x, m, h, raster_inverse);
+    const BlockCoord at =
+        block_coord<config::raster_height>(blockIdx.x, m, h, raster_inverse, row_tiles, tile_count);
     BlockCoord gradient_at = at;
     gradient_at.k = 2 * at.k;
 
     float* all_factors = reinterpret_cast<float*>(shared + smem::factors);
     const unsigned own = threadIdx.x / 32 * 16 + ptx::lane_id() % 16;  // two lanes per row
-    const int64_t own_row = at.m_tile * side + own;
-    const bool first = ptx::lane_id() < 16, is_row = own_row < m;
+    const int64_t own_row = at.first + own;
+    const bool first = ptx::lane_id() < 16, is_row = own_row < at.end;
     if constexpr (is_encoded) {
         const float* of_gate = gate_scale + own_row * gate_scale_row + at.k_tile * gate_scale_tile;
         const float* of_up = up_scale + own_row * up_scale_row + at.k_tile * up_scale_tile;
@@ -150,7 +153,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
     });
     ptx::cp_async_wait_all();
     __syncwarp();
-    const float* factors = all_factors + at.row() % side;
+    const float* factors = all_factors + at.row_in_block();
     auto factors_of = [&](int i) { return Factors{factors[i], factors[side + i], factors[2 * side + i]}; };
     Silu silu{reinterpret_cast<float4*>(shared + smem::silu) + threadIdx.x};
     FloatVec8 value[8];
@@ -186,7 +189,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
         const float sum = reduce_rows<crossed>(of_weight, [](float a, float b) { return __fadd_rn(a, b); });
         const unsigned m_of_sum = at.row() + owned_index<8>();
         float* part = parts + mul_wide(m_of_sum, tiles(at.k)) + at.k_tile;
-        ptx::store_float(part, sum, is_first_owner<8>() && m_of_sum < at.m);
+        ptx::store_float(part, sum, is_first_owner<8>() && m_of_sum < at.end);
     }
     quantize_block<transposed_only, config::h_format, config::h_power_of_2>(result, at, value, shared);
     store_transposed(h_t, at, shared);

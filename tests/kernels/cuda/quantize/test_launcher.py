@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.memory_layout import new_scale
+from octile.ops.groups import align_groups
 from octile.ops.norm import normalized, rms_norm_quantize
 from octile.ops.quantize import STORAGE_DTYPES, decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
@@ -134,6 +135,24 @@ def test_rows_are_picked():
     assert_same(found, requantize_transposed(*tiles, True, "e4m3", rows))
 
 
+@pytest.fixture
+def tiles() -> Tensor:
+    """The tiles of groups of 130, 0, 3 and 1 rows, with 6 rows after them."""
+    return align_groups(torch.tensor([130, 130, 133, 134], dtype=torch.int32), 140)[0]
+
+
+@both_scales
+@pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
+def test_groups(make, power_of_2: bool, tiles: Tensor):
+    x = make(*SHAPE).bfloat16()
+    found = launcher.rows_and_columns(x, E4M3, power_of_2, tiles)
+    assert_same(found, quantize_rows_and_columns(x, "e4m3", power_of_2, tiles))
+    quantized, rows = quantize(x, 1, 128, "e4m3", power_of_2), torch.randperm(140).to(torch.int32)
+    for order in (None, rows):
+        found = launcher.requantize(*quantized, E4M3, power_of_2, order, tiles)
+        assert_same(found, requantize_transposed(*quantized, power_of_2, "e4m3", order, tiles))
+
+
 # ---- E5M6 ----
 
 
@@ -230,6 +249,21 @@ def test_swiglu_backward(saved: str | None, weighted: bool, power_of_2: bool):
     weight = torch.rand(m) + 0.5 if weighted else None
     found = launcher.swiglu_backward(dh, gate, up, *scales, weight, E4M3, power_of_2, E5M2, True)
     expected = swiglu_backward_quantize(dh, gate, up, *scales, weight, "e4m3", power_of_2, "e5m2", True)
+    for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        assert_close_data(found[pair], expected[pair])
+    torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("saved", [None, "e4m3"])
+def test_swiglu_backward_of_groups(saved: str | None, tiles: Tensor):
+    m, h = 140, 256
+    gate, up = _gate_up((m, h), torch.bfloat16)
+    scales, dh, weight = (None, None), torch.randn(m, h).bfloat16(), torch.rand(m) + 0.5
+    if saved:
+        both = quantize(torch.stack((gate, up)), 1, 128, saved, False)
+        (gate, up), scales = both[0], (both[1][0], both[1][1])
+    found = launcher.swiglu_backward(dh, gate, up, *scales, weight, E4M3, False, E4M3, True, tiles)
+    expected = swiglu_backward_quantize(dh, gate, up, *scales, weight, "e4m3", False, "e4m3", True, tiles)
     for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
         assert_close_data(found[pair], expected[pair])
     torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
