@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import FloatFormat, IntFormat
+from octile.ops.groups import take_tiles
 from octile.ops.quantize import decode, split_into_blocks
 from octile.scaled import ScaledTensor
 from octile.train.diagnostics import zero_blocks
@@ -72,16 +73,22 @@ class OperandStats:
 
 
 @torch.no_grad()
-def measure_operand(before: Tensor, q: ScaledTensor) -> OperandStats:
+def measure_operand(before: Tensor, q: ScaledTensor, tiles: Tensor | None = None) -> OperandStats:
     """Measure an operand before and after quantization.
 
     Args:
         before: [..., M, K], the values before quantization. M are tokens or output channels of a weight, K channels.
         q: the same operand after quantization.
+        tiles: int32 [P/128, 2], where q is [P, K] in the tiles of groups of these rows (`octile.ops.groups`). The zeros
+            that fill up a tile are not counted as values.
     """
     channels = before.abs().flatten(0, -2).amax(0).float()
-    x, decoded, scale = _sampled(before, q)
-    n, rows, cols = x.numel(), min(_tile_rows(q), before.shape[-2]), q.block[1]
+    values, is_row = before.numel(), before.new_ones(before.shape[-2], 1)
+    if tiles is not None:
+        before, is_row = take_tiles(before, tiles), take_tiles(is_row, tiles)
+    x, decoded, scale, is_row = _sampled(before, q, is_row, values)
+    rows, cols = min(_tile_rows(q), before.shape[-2]), q.block[1]
+    n = is_row.count_nonzero() * (x.numel() // max(len(is_row), 1))
     x, decoded = (split_into_blocks(t, rows, cols) for t in (x, decoded))  # [..., tiles, rows, tiles, columns]
     scale = scale[..., :, None, :, None]
     size = x.abs()
@@ -95,7 +102,7 @@ def measure_operand(before: Tensor, q: ScaledTensor) -> OperandStats:
     u2 = u * u
     nonzero, after_nonzero = x.count_nonzero(), decoded.count_nonzero()
     sums = {
-        "values": torch.tensor(n, device=x.device),
+        "values": n,
         "nonzero": nonzero,
         "underflows": nonzero - after_nonzero,
         "overflows": (size > scale * _clamp_threshold(q.fmt)).sum(),
@@ -129,8 +136,8 @@ def measure_operand(before: Tensor, q: ScaledTensor) -> OperandStats:
     )
 
 
-def _sampled(before: Tensor, q: ScaledTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values and decoded data, float32 [..., M, K], and the scales of their tiles, [..., tiles, ⌈K/C⌉].
+def _sampled(before: Tensor, q: ScaledTensor, is_row: Tensor, values: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return values and decoded data, float32 [..., M, K], the scales of their tiles, [..., tiles, ⌈K/C⌉], and is_row.
 
     A large operand is reduced to as many whole rows of tiles as SAMPLE allows, in one matrix.
     """
@@ -138,16 +145,16 @@ def _sampled(before: Tensor, q: ScaledTensor) -> tuple[Tensor, Tensor, Tensor]:
     tile = _tile_rows(q)
     scale_row = torch.arange(-(-m // tile), device=before.device) * tile // q.block[0]
     tile = min(tile, m)
-    if before.numel() <= max(SAMPLE, tile * k):
-        return before.float(), decode(q.data), q.scale[..., scale_row, :]
+    if values <= max(SAMPLE, tile * k):
+        return before.float(), decode(q.data), q.scale[..., scale_row, :], is_row
     whole = m // tile  # a partial tile at the edge is not sampled
     candidates = torch.arange(before.numel() // (m * k) * whole, device=before.device)
-    chosen = candidates[:: -(-len(candidates) * tile * k // SAMPLE)]
+    chosen = candidates[:: -(-min(len(candidates) * tile * k, values) // SAMPLE)]
     matrix, tile_row = chosen // whole, chosen % whole
     row = ((matrix * m + tile_row * tile)[:, None] + torch.arange(tile, device=before.device)).flatten()
     data = q.data.flatten(0, -2).view(torch.uint8)[row].view(q.data.dtype)
     scale = q.scale.flatten(0, -2)[matrix * q.scale.shape[-2] + scale_row[tile_row]]
-    return before.flatten(0, -2)[row].float(), decode(data), scale
+    return before.flatten(0, -2)[row].float(), decode(data), scale, is_row[row % m]
 
 
 def _tile_rows(q: ScaledTensor) -> int:

@@ -37,6 +37,7 @@ from octile.lab.gemm_stats import ErrorSums, OperandSample, evenly_spaced, gemm_
 from octile.lab.layers import layer_weights
 from octile.lab.operand_stats import OperandStats, TelemetryRow, measure_operand
 from octile.nn.observer import Backward, ObservedGemm, observe_gemms
+from octile.ops.groups import take_tiles
 from octile.recipe import GemmName
 from octile.scaled import ScaledTensor
 
@@ -164,14 +165,15 @@ class _Layer:
             self.dy = a
             return operands, errors
         if self.dy is None or not _is_same_tensor(a.mT, self.dy):
-            operands["wgrad", "dy"] = measure_operand(gemm.before.mT, a.mT)
+            operands["wgrad", "dy"] = measure_operand(gemm.before.mT, a.mT, gemm.tiles)
         if self.x is not None and not _is_same_tensor(b.mT, self.x):
-            operands["wgrad", "x"] = measure_operand(self.x.dequantize(), b.mT)
+            operands["wgrad", "x"] = measure_operand(self.x.dequantize(), b.mT, gemm.tiles)
         rows_a, rows_b = (evenly_spaced(q.shape[0], device=a.device) for q in (a, b))
-        errors["wgrad"] = gemm_errors(
-            OperandSample.of(gemm.before[rows_a], a, rows_a, self.tokens),
-            OperandSample.of(self.x_columns.mT, b, rows_b, self.tokens),
-        )
+        dy, x = gemm.before[rows_a], self.x_columns.mT
+        if gemm.tiles is not None:
+            dy, x = (take_tiles(t.mT, gemm.tiles).mT for t in (dy, x))
+        tokens = self.tokens if self.group is None else _rows_of_groups(gemm)[self.group]
+        errors["wgrad"] = gemm_errors(OperandSample.of(dy, a, rows_a, tokens), OperandSample.of(x, b, rows_b, tokens))
         return operands, errors
 
     def _errors_by_token(self, gemm: ObservedGemm, b_before: Tensor) -> ErrorPair:
@@ -192,10 +194,14 @@ def _largest_group(fprop: ObservedGemm) -> tuple[int | None, range]:
     """Return the expert with the most tokens and its rows, or None and all rows. Reads offs on the host."""
     if fprop.offs is None:
         return None, range(fprop.before.shape[0])
-    ends = fprop.offs.tolist()
-    rows = [range(start, end) for start, end in pairwise([0, *ends])]
+    rows = _rows_of_groups(fprop)
     group = max(range(len(rows)), key=lambda g: len(rows[g]))
     return group, rows[group]
+
+
+def _rows_of_groups(gemm: ObservedGemm) -> list[range]:
+    assert gemm.offs is not None
+    return [range(start, end) for start, end in pairwise([0, *gemm.offs.tolist()])]
 
 
 def _is_same_tensor(a: ScaledTensor, b: ScaledTensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.nn.fused.quantize import requantize
+from octile.ops.groups import AlignedGroups
 from octile.ops.permute import permute, unpermute
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
@@ -66,10 +67,15 @@ class LocalDispatcher:
         return ScaledTensor(data, scale, TILE)
 
     def dispatch_requantized(
-        self, x_TD: ScaledTensor, plan: RoutingPlan, operand_format: OperandFormat, operand: str
+        self,
+        x_TD: ScaledTensor,
+        plan: RoutingPlan,
+        operand_format: OperandFormat,
+        operand: str,
+        groups: AlignedGroups,
     ) -> ScaledTensor:
-        """Dispatch the same rows, requantized along the tokens as wgrad reads them: [R, D]."""
-        return requantize(x_TD, operand_format, operand, plan.token_R)
+        """Dispatch the same rows, requantized as wgrad reads them, in the tiles of the experts' groups: [P, D]."""
+        return requantize(x_TD, operand_format, operand, plan.token_R, groups)
 
     def combine_unweighted(self, y_RD: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
         """Sum each token's rows, and add [T, D] if it is given: [T, D]."""

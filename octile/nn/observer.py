@@ -33,7 +33,9 @@ class ObservedGemm:
         name: fprop (a: x, b: w), dgrad (dy, wᵀ) or wgrad (dyᵀ, xᵀ).
         before: a before it was quantized: x, dy or dyᵀ.
         a, b: the quantized operands, or None where the GEMM runs in high precision.
-        offs: int32 [G], for a grouped GEMM: the end of each group of tokens.
+        offs: int32 [G], for a grouped GEMM: the end of each group of tokens in a, for wgrad of its columns.
+        tiles: int32 [P/128, 2], where a and b of wgrad are [N, P] and [K, P]: the tokens of each 128 of their columns,
+            see `octile.ops.groups`; None: their columns are the tokens of `before`.
     """
 
     name: GemmName
@@ -41,6 +43,7 @@ class ObservedGemm:
     a: ScaledTensor | None = None
     b: ScaledTensor | None = None
     offs: Tensor | None = None
+    tiles: Tensor | None = None
 
 
 Backward = Callable[[ObservedGemm], None]

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.conversion import apply_recipe
+from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.fused.block_input import quantize_block_input
+from octile.nn.fused.feed_forward import Routed, experts_feed_forward
 from octile.nn.linear import Linear
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts
@@ -48,6 +51,37 @@ def test_linear(name: str):
 def test_mlp(name: str):
     torch.manual_seed(0)
     assert_same_on_gpu(apply_recipe(MLP(K, N), Recipe.named(name)), torch.randn(2, T, K))
+
+
+def gradients_of_experts(recipe: Recipe, x: Tensor, dy: Tensor, expert_T: Tensor) -> list[Tensor]:
+    """Gradients of the experts' weights in the fused layer and in grouped linear layers; each token has one expert."""
+    torch.manual_seed(0)
+    experts = Experts(len(OFFS), K, 128).cuda()
+    experts.use_recipe(recipe)
+    plan = LocalDispatcher().plan(expert_T[:, None], expert_T.bincount(minlength=len(OFFS)))
+    weights, routed = torch.ones(len(x), 1, device="cuda"), Routed(LocalDispatcher(), plan)
+    arguments = (experts.gate_up, experts.down, weights, None, routed, x.dtype)
+    experts_feed_forward(quantize_block_input(x, recipe), *arguments).backward(dy)
+    fused = [p.grad.clone() for p in experts.parameters()]
+    experts.zero_grad()
+    sorted_rows = plan.token_R.long()
+    experts(x[sorted_rows], plan.offs_E).backward(dy[sorted_rows])
+    return [*fused, *(p.grad for p in experts.parameters())]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
+@pytest.mark.parametrize("value", [1e4, float("inf"), float("nan")])
+@pytest.mark.parametrize("of_dy", [False, True], ids=["x", "dy"])
+def test_no_value_of_an_expert_changes_another_experts_gradients(of_dy: bool, value: float, name: str):
+    recipe, generator = Recipe.named(name), torch.Generator().manual_seed(4)
+    expert_T = torch.randint(0, len(OFFS), (700,), generator=generator).cuda()
+    x, dy = torch.randn(2, 700, K, generator=generator).bfloat16().cuda()
+    expected = gradients_of_experts(recipe, x, dy, expert_T)
+    (dy if of_dy else x)[300, 7] = value
+    others = torch.arange(len(OFFS)) != expert_T[300].item()
+    for found, before in zip(gradients_of_experts(recipe, x, dy, expert_T), expected, strict=True):
+        assert torch.equal(found[others], before[others])
+        assert not torch.equal(found, before)  # a NaN in it is unequal to itself, too
 
 
 @every_recipe

@@ -123,6 +123,13 @@ def test_integers_have_no_accumulation_figures():
     assert "accumulation_snr_db" not in find(rows_of(convert(Block(), "int8_tiles"), batch()), "mlp.up_proj", "fprop")
 
 
+def test_the_zeros_after_an_experts_tokens_are_not_counted():
+    x, model = batch(), convert(Block())
+    rows = rows_of(model, x)
+    for operand, width in (("x", 24), ("dy", D)):
+        assert find(rows, "experts.down", "wgrad", operand)["values"] == len(x) * width
+
+
 def test_micro_batches_add_up_to_one_batch():
     one, other = batch(0), batch(1)
     apart = rows_of(convert(nn.Sequential(nn.Linear(D, 40))), one, other)

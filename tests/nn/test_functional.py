@@ -17,7 +17,7 @@ from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.functional import grouped_linear, linear
 from octile.nn.observer import observe_gemms, observe_quantization
-from octile.recipe import TILE, OperandFormat, Recipe, ScaleRule
+from octile.recipe import TENSOR, TILE, OperandFormat, Recipe, ScaleRule
 from octile.scaled import ScaledTensor, quantize
 
 T, K, N = 140, 200, 150  # no multiples of 128
@@ -27,7 +27,10 @@ HIGH_PRECISION_RECIPES = [name for name in Recipe.names() if Recipe.named(name).
 
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
 every_quantized_recipe = pytest.mark.parametrize("name", QUANTIZED_RECIPES)
+every_tiled_recipe = pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles", "mxfp8"])
 every_dtype = pytest.mark.parametrize("name", HIGH_PRECISION_RECIPES)
+
+some_counts = st.lists(st.integers(0, 150), min_size=1, max_size=5).filter(any)  # rows of experts
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w; w, dy of dgrad; x, dy of wgrad
 Format = FloatFormat | IntFormat
@@ -195,7 +198,7 @@ def test_the_bias_is_added_after_the_gemm(name, x, w):
     assert torch.equal(linear(x, w, bias, recipe, history_of(recipe)), y + bias)
 
 
-# Experts: rows of x and dy are quantized all together, so that tiles along the tokens may straddle two experts
+# Experts: a tile along the tokens holds tokens of one expert
 
 
 def parts(t: Tensor) -> list[Tensor]:
@@ -225,9 +228,72 @@ def test_dgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
 def test_wgrad_of_experts_equals_the_slow_definition(name, x, w_GNK, dy, offs):
     recipe = Recipe.named(name)
     grouped_linear(x, w_GNK, offs, recipe, history_of(recipe)).backward(dy)
-    *_, slow_x, slow_dy = SLOW[name](x, w_GNK, dy)
-    for dw_g, dy_g, x_g in zip(w_GNK.grad, parts(slow_dy), parts(slow_x), strict=True):
+    if recipe.formats.wgrad_x.block != TENSOR:
+        operands = [SLOW[name](*own)[4:] for own in zip(parts(x), w_GNK, parts(dy), strict=True)]
+    else:
+        *_, slow_x, slow_dy = SLOW[name](x, w_GNK, dy)  # one scale for the tokens of all experts
+        operands = zip(parts(slow_x), parts(slow_dy), strict=True)
+    for dw_g, (x_g, dy_g) in zip(w_GNK.grad, operands, strict=True):
         assert_gemm(dw_g, dy_g.T, x_g)
+
+
+def wgrad_of_experts(name: str, x: Tensor, dy: Tensor, counts: list[int]) -> Tensor:
+    w = torch.zeros(len(counts), dy.shape[1], x.shape[1], requires_grad=True)
+    offs = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
+    grouped_linear(x, w, offs, Recipe.named(name)).backward(dy)
+    return w.grad
+
+
+def tokens(counts: list[int]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(counts))
+    return torch.randn(sum(counts), 24, generator=generator), torch.randn(sum(counts), 40, generator=generator)
+
+
+@every_tiled_recipe
+@given(
+    counts=some_counts,
+    spoiled=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    value=st.sampled_from([1e4, -1e30, float("inf"), float("nan")]),
+    of_dy=st.booleans(),
+)
+def test_no_value_of_an_expert_changes_another_experts_gradient(name, counts, spoiled, value, of_dy):
+    x, dy = tokens(counts)
+    expected = wgrad_of_experts(name, x, dy, counts)
+    t = dy if of_dy else x
+    row, column = spoiled[0] % len(t), spoiled[1] % t.shape[1]
+    t[row, column] = value
+    found = wgrad_of_experts(name, x, dy, counts)
+    expert = next(g for g in range(len(counts)) if row < sum(counts[: g + 1]))
+    others = torch.arange(len(counts)) != expert
+    assert torch.equal(found[others], expected[others])
+    assert not torch.equal(found[expert], expected[expert])  # a NaN in it is unequal to itself, too
+
+
+@every_tiled_recipe
+@given(counts=some_counts)
+def test_the_gradient_of_an_expert_is_that_of_the_expert_alone(name, counts):
+    x, dy = tokens(counts)
+    found, first = wgrad_of_experts(name, x, dy, counts), 0
+    for g, count in enumerate(counts):
+        own = slice(first, first := first + count)
+        assert torch.equal(found[g], wgrad_of_experts(name, x[own], dy[own], [count])[0])
+
+
+def test_an_outlier_takes_no_precision_from_another_expert():
+    counts, (x, dy) = [100, 100], tokens([100, 100])
+    x[:100] *= 1e4
+    exact = dy[100:].double().T @ x[100:].double()
+    found = wgrad_of_experts("deepseek_v3", x, dy, counts)[1]
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+def test_blocks_over_two_tiles_are_refused_for_experts(x, w_GNK, dy, offs):
+    recipe = Recipe.deepseek_v3()
+    of_x = replace(recipe.formats.wgrad_x, block=(256, 1))
+    recipe = replace(recipe, formats=replace(recipe.formats, wgrad_x=of_x))
+    y = grouped_linear(x, w_GNK, offs, recipe)
+    with pytest.raises(ValueError, match="blocks of wgrad's operands must have rows that divide 128 for experts, not"):
+        y.backward(dy)
 
 
 @every_recipe

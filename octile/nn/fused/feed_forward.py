@@ -12,6 +12,8 @@
                 x recomputed → 128×1
                 dw = d(gate)ᵀ · x, d(up)ᵀ · x and dyᵀ · h, summed in FP32
 
+wgrad's operands of experts have tiles of 128 rows of one expert each (`octile.ops.groups`).
+
 The weight of an expert's result multiplies h (`octile.ops.swiglu`). What is dispatched to experts and requantized there
 has the scale rule of x, powers of two, in both directions; what is combined is BF16. An expert without tokens has no
 rows, and its weights get a gradient of zeros.
@@ -37,12 +39,14 @@ from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_b
 from octile.nn.fused.linear import nt, nt_sum
 from octile.nn.fused.quantize import (
     QuantizedWeight,
+    align_experts,
     column_tiles,
     quantize_gradient,
     quantize_operand,
     requantize,
 )
 from octile.nn.observer import report_quantization
+from octile.ops.groups import AlignedGroups
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor
@@ -123,13 +127,14 @@ class _FeedForward(torch.autograd.Function):
         route = _Route(None if saved["plan"] is None else Routed(ctx.dispatcher, RoutingPlan(*saved["plan"])))
         *up_projections, down = weights
 
-        dy, dy_t = route.dispatch_gradient(dy_TD, formats)
+        groups = route.align(formats)
+        dy, dy_t = route.dispatch_gradient(dy_TD, formats, groups)
         dh = nt(dy, down.w_t, route.offs, s.dtype)
         x = ctx.how_saved.quantized(saved["x"])
         gate_up = saved["gate_up"]
         if gate_up is None:  # recomputed
             gate_up = _GateUp(*_gate_and_up(route.dispatch(x), up_projections, route.offs, s.dtype))
-        d, d_t, h_t, dweight_R = _swiglu_backward(dh, gate_up, weight_R, formats)
+        d, d_t, h_t, dweight_R = _swiglu_backward(dh, gate_up, weight_R, formats, groups)
         ds, ds_t = (_split(t, len(up_projections)) for t in (d, d_t))
 
         def dy_values() -> Tensor:
@@ -139,12 +144,12 @@ class _FeedForward(torch.autograd.Function):
             return _gradient_values(dh, gate_up, weight_R, len(up_projections))[i]
 
         layers.report_dgrad(-1, dy_values, dy, down, route.offs)
-        dws = [layers.wgrad(-1, dy_values, dy_t, h_t, route.offs)]
-        x_t = route.dispatch_requantized(x, formats.wgrad_x)
+        dws = [layers.wgrad(-1, dy_values, dy_t, h_t, groups)]
+        x_t = route.dispatch_requantized(x, formats.wgrad_x, groups)
         for i in reversed(range(len(up_projections))):
             before = partial(d_values, i)
             layers.report_dgrad(i, before, ds[i], up_projections[i], route.offs)
-            dws.insert(0, layers.wgrad(i, before, ds_t[i], x_t, route.offs))
+            dws.insert(0, layers.wgrad(i, before, ds_t[i], x_t, groups))
         dx = None
         if ctx.needs_input_grad[0]:
             pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]
@@ -163,24 +168,34 @@ class _Route:
     def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
 
+    def align(self, formats: GemmFormats) -> AlignedGroups | None:
+        """Align the experts' rows to the tiles of wgrad's operands."""
+        return None if self.routed is None else align_experts(self.offs, len(self.routed.plan.order_R), formats)
+
     def dispatch_requantized(
-        self, x: ScaledTensor, operand_format: OperandFormat, operand: str = "wgrad_x"
+        self,
+        x: ScaledTensor,
+        operand_format: OperandFormat,
+        groups: AlignedGroups | None,
+        operand: str = "wgrad_x",
     ) -> ScaledTensor:
-        if self.routed is None:
+        if self.routed is None or groups is None:
             return requantize(x, operand_format, operand)
-        return self.routed.dispatcher.dispatch_requantized(x, self.routed.plan, operand_format, operand)
+        return self.routed.dispatcher.dispatch_requantized(x, self.routed.plan, operand_format, operand, groups)
 
     def dispatch_values(self, x: Tensor) -> Tensor:
         """Dispatch rows in high precision, for observers."""
         return x if self.routed is None else x.index_select(0, self.routed.plan.token_R)
 
-    def dispatch_gradient(self, dy: Tensor, formats: GemmFormats) -> tuple[ScaledTensor, ScaledTensor]:
+    def dispatch_gradient(
+        self, dy: Tensor, formats: GemmFormats, groups: AlignedGroups | None
+    ) -> tuple[ScaledTensor, ScaledTensor]:
         """Quantize dy for dgrad and for wgrad. It is dispatched in tiles that can be requantized."""
         if self.routed is None:
             return quantize_gradient(dy, formats)
         of_dgrad, of_wgrad = formats.routed_dy
         q = quantize_operand(dy, of_dgrad, "dy")
-        return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, "wgrad_dy")
+        return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, groups, "wgrad_dy")
 
     def row_weights(self, weights_TK: Tensor | None) -> Tensor | None:
         """Return the weight of each row."""
@@ -227,15 +242,16 @@ def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, s: Settings) -> t
 
 
 def _swiglu_backward(
-    dh: Tensor, gate_up: _GateUp, weight_R: Tensor | None, formats: GemmFormats
+    dh: Tensor, gate_up: _GateUp, weight_R: Tensor | None, formats: GemmFormats, groups: AlignedGroups | None
 ) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor, Tensor]:
     """Compute the gradients of gate and up.
 
     Returns:
         d(gate) and d(up), adjacent, [R, 2I], quantized for dgrad; the same for wgrad; h quantized for wgrad; d(weight).
     """
+    settings = (*_kernel_format(formats.dy), *_kernel_format(formats.wgrad_x), groups and groups.tiles)
     data, scale, data_t, scale_t, h_t, h_scale_t, dweight_R = swiglu_backward_quantize(
-        dh, *gate_up, weight_R, *_kernel_format(formats.dy), *_kernel_format(formats.wgrad_x)
+        dh, *gate_up, weight_R, *settings
     )
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
     columns = report_quantization("wgrad_dy", column_tiles(data_t, scale_t))

@@ -18,6 +18,7 @@ from octile.nn.fused.linear import wgrad
 from octile.nn.fused.quantize import QuantizedWeight, quantize_weight
 from octile.nn.observer import Backward, ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.nn.weight_cache import can_cache
+from octile.ops.groups import AlignedGroups
 from octile.recipe import GemmFormats, Recipe
 from octile.scaled import ScaledTensor
 
@@ -99,13 +100,14 @@ class FusedLayers:
             report_backward(self.observers[i], ObservedGemm("dgrad", before(), dy, w.w_t, offs))
 
     def wgrad(
-        self, i: int, before: Values, dy: ScaledTensor, x: ScaledTensor, offs: Tensor | None = None
+        self, i: int, before: Values, dy: ScaledTensor, x: ScaledTensor, groups: AlignedGroups | None = None
     ) -> Tensor | None:
         """Compute the gradient of weight i, or None where it requires none or was added to its main_grad."""
         if not self.needs_grad[i]:
             return None
+        tiles, offs = (None, None) if groups is None else groups
         if self.observers[i]:
-            report_backward(self.observers[i], ObservedGemm("wgrad", before().mT, dy.mT, x.mT, offs))
+            report_backward(self.observers[i], ObservedGemm("wgrad", before().mT, dy.mT, x.mT, offs, tiles))
         return wgrad(dy, x, offs, self.dtypes[i], self.main_grads[i])
 
 

@@ -5,7 +5,8 @@
                 dy → 128×1, saved x → 128×1                         dw = dyᵀ · x, summed in FP32    wgrad
 
 The recipe says how each operand is quantized. A dense layer and the experts of a mixture differ only in the operator
-that they call: experts have offs, int32 [G], where each expert's rows end; a dense layer has None.
+that they call: experts have offs, int32 [G], where each expert's rows end; a dense layer has None. wgrad's operands of
+experts have tiles of 128 rows of one expert each (`octile.ops.groups`).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1, figure 6. Shapes: T tokens, K inputs, N outputs, G experts.
 """
@@ -17,10 +18,19 @@ from torch import Tensor
 
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused import high_precision
-from octile.nn.fused.quantize import quantize_gradient, quantize_operand, quantize_weight, requantize
+from octile.nn.fused.quantize import (
+    align_experts,
+    in_tiles,
+    quantize_gradient,
+    quantize_operand,
+    quantize_weight,
+    quantize_wgrad_gradient,
+    requantize,
+)
 from octile.nn.fused.shared_quantization import Shared, compute_once
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.grouped import grouped_matmul_nt
+from octile.ops.groups import AlignedGroups
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.recipe import GemmFormats, Recipe
 from octile.scaled import ScaledTensor, grouped_wgrad
@@ -52,6 +62,7 @@ def wgrad(
 
     Args:
         dy, x: [T, N] and [T, K], quantized along the tokens.
+        offs: the end of each expert's tokens among these T; None: a dense layer.
         main_grad: float32 of the weight's shape, or None.
     """
     if main_grad is None or not (offs is None or main_grad.is_contiguous()):
@@ -100,8 +111,11 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.weights = weights if can_cache_weight else None  # the cache holds them: nothing more to save
         saves_x, of_wgrad = w_has_gradient and "wgrad" not in in_high_precision, x
         if saves_x and not formats.requantizes_x:
+            groups = align_experts(offs, x_TK.shape[0], formats)
             of_wgrad = compute_once(
-                shared, formats.wgrad_x, lambda: quantize_operand(x_TK, formats.wgrad_x, "wgrad_x", history)
+                shared,
+                formats.wgrad_x,
+                lambda: quantize_operand(in_tiles(x_TK, groups), formats.wgrad_x, "wgrad_x", history),
             )
         saved_x = (of_wgrad.data, of_wgrad.scale) if saves_x else (None, None)
         saved_w = (dgrad_w.data, dgrad_w.scale) if x_has_gradient and ctx.weights is None else (None, None)
@@ -125,7 +139,8 @@ class QuantizedLinear(torch.autograd.Function):
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         dx = dw = None
         in_fp8 = x_has_gradient and high_precision_w is None, w_has_gradient and high_precision_x is None
-        dgrad_dy, wgrad_dy = _quantize_gradient(dy_TN, formats, ctx.history, *in_fp8)
+        groups = align_experts(offs, dy_TN.shape[0], formats) if in_fp8[1] else None
+        dgrad_dy, wgrad_dy = _quantize_gradient(dy_TN, formats, ctx.history, groups, *in_fp8)
         if dgrad_dy is not None:
             w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
             report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, dgrad_dy, w_t, offs))
@@ -135,9 +150,10 @@ class QuantizedLinear(torch.autograd.Function):
             dx = high_precision.nt(dy_TN.to(compute), high_precision_w.mT, offs).to(ctx.x_dtype)
         if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
-            if formats.requantizes_x and formats.wgrad_x != formats.x:
-                x = requantize(x, formats.wgrad_x)
-            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs))
+            if formats.requantizes_x and (groups is not None or formats.wgrad_x != formats.x):
+                x = requantize(x, formats.wgrad_x, groups=groups)
+            offs, tiles = (offs, None) if groups is None else (groups.offs, groups.tiles)
+            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs, tiles))
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
@@ -147,12 +163,15 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 def _quantize_gradient(
-    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None, dgrad: bool, wgrad: bool
+    dy: Tensor,
+    formats: GemmFormats,
+    history: AmaxHistory | None,
+    groups: AlignedGroups | None,
+    dgrad: bool,
+    wgrad: bool,
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """Quantize dy for those of dgrad and wgrad that are made in FP8; None for the other."""
     if dgrad and wgrad:
-        return quantize_gradient(dy, formats, history)
+        return quantize_gradient(dy, formats, history, groups)
     rows = quantize_operand(dy, formats.dy, "dy", history) if dgrad else None
-    operand = "dy" if formats.wgrad_dy == formats.dy else "wgrad_dy"
-    columns = quantize_operand(dy, formats.wgrad_dy, operand, history) if wgrad else None
-    return rows, columns
+    return rows, quantize_wgrad_gradient(dy, formats, history, groups) if wgrad else None

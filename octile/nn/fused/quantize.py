@@ -17,6 +17,7 @@ from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
 from octile.nn.observer import report_quantization
 from octile.nn.weight_cache import quantized_weight
+from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor, quantize
@@ -87,24 +88,55 @@ def _quantize(t: Tensor, operand_format: OperandFormat) -> ScaledTensor:
     return quantize(t, operand_format.block, operand_format.fmt, operand_format.scale)
 
 
+def align_experts(offs: Tensor | None, rows: int, formats: GemmFormats) -> AlignedGroups | None:
+    """Align experts' rows to the tiles of wgrad's operands; None for a dense layer, or where a tensor has one scale.
+
+    Raises:
+        ValueError: wgrad's operands have blocks that would extend over two tiles.
+    """
+    blocks = formats.wgrad_x.block, formats.wgrad_dy.block
+    extents = [extent for extent, _ in blocks if extent is not None]
+    if offs is None or not extents:
+        return None
+    for extent in extents:
+        if ROWS % extent:
+            raise ValueError(f"blocks of wgrad's operands must have rows that divide {ROWS} for experts, not {extent}")
+    return AlignedGroups(*align_groups(offs, rows))
+
+
 def quantize_gradient(
-    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None = None
+    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None = None, groups: AlignedGroups | None = None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Quantize an output gradient dy [T, N] for dgrad and for wgrad; one tensor serves both where the formats agree."""
+    """Quantize an output gradient dy [T, N] for dgrad and for wgrad; one tensor serves both where the formats agree.
+
+    With groups, wgrad's operand is [P, N], in the groups' tiles.
+    """
     of_dgrad, of_wgrad = formats.dy, formats.wgrad_dy
-    if of_dgrad == of_wgrad:
+    if of_dgrad == of_wgrad and groups is None:
         both = quantize_operand(dy, of_dgrad, "dy", history)
         return both, both
     if not formats.is_tiled:
-        return quantize_operand(dy, of_dgrad, "dy"), quantize_operand(dy, of_wgrad, "wgrad_dy")
-    power_of_2 = of_dgrad.scale == "power_of_2"
-    data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), of_dgrad.fmt.name, power_of_2)
+        return quantize_operand(dy, of_dgrad, "dy"), quantize_wgrad_gradient(dy, formats, None, groups)
+    power_of_2, tiles = of_dgrad.scale == "power_of_2", None if groups is None else groups.tiles
+    data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), of_dgrad.fmt.name, power_of_2, tiles)
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
     return rows, report_quantization("wgrad_dy", column_tiles(data_t, scale_t))
 
 
+def quantize_wgrad_gradient(
+    dy: Tensor, formats: GemmFormats, history: AmaxHistory | None, groups: AlignedGroups | None
+) -> ScaledTensor:
+    """Quantize an output gradient dy [T, N] for wgrad alone."""
+    operand = "dy" if formats.wgrad_dy == formats.dy else "wgrad_dy"
+    return quantize_operand(in_tiles(dy, groups), formats.wgrad_dy, operand, history)
+
+
 def requantize(
-    q: ScaledTensor, operand_format: OperandFormat, operand: str = "wgrad_x", rows: Tensor | None = None
+    q: ScaledTensor,
+    operand_format: OperandFormat,
+    operand: str = "wgrad_x",
+    rows: Tensor | None = None,
+    groups: AlignedGroups | None = None,
 ) -> ScaledTensor:
     """Quantize a quantized operand again, as wgrad reads it.
 
@@ -112,16 +144,24 @@ def requantize(
         q: [T, K], saved for backward; the original is gone.
         operand: its name, for observers.
         rows: int32 [R], the rows of q that the result has, in their order; None: all of them.
+        groups: of these rows; None: a dense layer.
 
     Returns:
-        [T, K], or [R, K].
+        [T, K], or [R, K], or with groups [P, K], in their tiles.
     """
     if q.block == TILE and operand_format.block == COLUMN_TILE:
         power_of_2 = operand_format.scale == "power_of_2"
-        data_t, scale_t = requantize_transposed(q.data, q.scale, power_of_2, operand_format.fmt.name, rows)
+        tiles = None if groups is None else groups.tiles
+        data_t, scale_t = requantize_transposed(q.data, q.scale, power_of_2, operand_format.fmt.name, rows, tiles)
         return report_quantization(operand, column_tiles(data_t, scale_t))
     values = q.dequantize()
-    return quantize_operand(values if rows is None else values.index_select(0, rows), operand_format, operand)
+    values = values if rows is None else values.index_select(0, rows)
+    return quantize_operand(in_tiles(values, groups), operand_format, operand)
+
+
+def in_tiles(t: Tensor, groups: AlignedGroups | None) -> Tensor:
+    """Copy the rows of experts to their tiles; t itself without groups."""
+    return t if groups is None else take_tiles(t, groups.tiles)
 
 
 def column_tiles(data_t: Tensor, scale_t: Tensor) -> ScaledTensor:

@@ -11,6 +11,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,6 +29,7 @@ from octile.nn.mlp import MLP
 from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import ObservedGemm, observe_gemms, observe_quantization
+from octile.ops.groups import align_groups, take_tiles
 from octile.recipe import GEMMS, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
@@ -189,8 +192,8 @@ def test_results_of_experts_equal_the_gemms_of_the_observed_operands(recipe):
     assert torch.equal(y, way.combine_unweighted(y_RD, plan, add.detach()))
     dx_RD = grouped_matmul_nt(up[1].a, up[1].b, plan.offs_E, torch.float32)
     assert torch.equal(x.grad, way.combine_unweighted(dx_RD, plan))
-    assert torch.equal(m.down.grad, grouped_wgrad(down[2].a.mT, down[2].b.mT, plan.offs_E))
-    assert torch.equal(m.gate_up.grad, grouped_wgrad(up[2].a.mT, up[2].b.mT, plan.offs_E))
+    assert torch.equal(m.down.grad, grouped_wgrad(down[2].a.mT, down[2].b.mT, down[2].offs))
+    assert torch.equal(m.gate_up.grad, grouped_wgrad(up[2].a.mT, up[2].b.mT, up[2].offs))
     assert torch.equal(add.grad, dy)
 
     h_gate, h_up = grouped_matmul_nt(up[0].a, up[0].b, plan.offs_E, torch.float32).chunk(2, 1)
@@ -215,20 +218,59 @@ def test_operands_of_experts_are_quantized_by_the_recipe(recipe):
 
     x_TD = quantize(x.detach().flatten(0, 1), (1, 128), c.x.fmt, "power_of_2").dequantize()
     assert torch.equal(up[0].a.dequantize(), x_TD[token])
-    assert_quantized(up[2].b.mT, x_TD[token], (128, 1), c.x.fmt, "power_of_2")
+    tiles = align_groups(plan.offs_E, T * K)[0]
+    in_tiles = partial(take_tiles, tiles=tiles)
+    assert_quantized(up[2].b.mT, in_tiles(x_TD[token]), (128, 1), c.x.fmt, "power_of_2")
     dy_TD = quantize(dy, (1, 128), c.dy.fmt, "power_of_2").dequantize()
     assert torch.equal(down[1].a.dequantize(), dy_TD[token])
-    assert_quantized(down[2].a.mT, dy_TD[token], (128, 1), c.dy.fmt, "power_of_2")
+    assert_quantized(down[2].a.mT, in_tiles(dy_TD[token]), (128, 1), c.dy.fmt, "power_of_2")
     h_gate, h_up = grouped_matmul_nt(up[0].a, up[0].b, plan.offs_E, torch.float32).chunk(2, 1)
     assert_quantized(down[0].a, F.silu(h_gate) * h_up * weight_R, (1, 128), c.x.fmt, "power_of_2")
 
     if recipe.swiglu_inputs != "recomputed":
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32) * weight_R
-    assert_quantized(down[2].b.mT, F.silu(h_gate) * h_up * weight_R, (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, in_tiles(F.silu(h_gate) * h_up * weight_R), (128, 1), c.x.fmt, "power_of_2")
     both = torch.cat((torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)), dim=1)
     assert_quantized(up[1].a, both, (1, 128), c.dy.fmt)
-    assert_quantized(up[2].a.mT, both, (128, 1), c.dy.fmt)
+    assert_quantized(up[2].a.mT, in_tiles(both), (128, 1), c.dy.fmt)
+
+
+def gradients_of_experts(recipe: Recipe, x_TD: Tensor, dy_TD: Tensor, expert_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up and down, where each token has one expert."""
+    m, way = moe(recipe).experts, LocalDispatcher()
+    plan = way.plan(expert_T[:, None], expert_T.bincount(minlength=E))
+    x, arguments = quantize_block_input(x_TD, recipe), (torch.ones(len(x_TD), 1), None, Routed(way, plan), x_TD.dtype)
+    experts_feed_forward(x, m.gate_up, m.down, *arguments).backward(dy_TD)
+    return m.gate_up.grad, m.down.grad
+
+
+@every_fused
+@given(value=st.sampled_from([1e3, -1e20, float("inf"), float("nan")]), of_dy=st.booleans(), data=st.data())
+@settings(max_examples=20)
+def test_no_value_of_an_expert_changes_another_experts_gradients(recipe, value, of_dy, data):
+    generator = torch.Generator().manual_seed(4)
+    expert_T = torch.randint(0, E, (2 * T,), generator=generator)
+    x, dy = torch.randn(2, 2 * T, D, generator=generator)
+    expected = gradients_of_experts(recipe, x, dy, expert_T)
+    token, channel = data.draw(st.integers(0, 2 * T - 1)), data.draw(st.integers(0, D - 1))
+    (dy if of_dy else x)[token, channel] = value
+    others = torch.arange(E) != expert_T[token]
+    for found, before in zip(gradients_of_experts(recipe, x, dy, expert_T), expected, strict=True):
+        assert torch.equal(found[others], before[others])
+        assert not torch.equal(found, before)  # a NaN in it is unequal to itself, too
+
+
+@every_fused
+def test_the_gradients_of_an_expert_are_those_of_the_expert_alone(recipe):
+    generator = torch.Generator().manual_seed(4)
+    expert_T = torch.randint(0, E, (2 * T,), generator=generator)
+    x, dy = torch.randn(2, 2 * T, D, generator=generator)
+    together = gradients_of_experts(recipe, x, dy, expert_T)
+    for expert in range(E):
+        own = expert_T == expert
+        for found, alone in zip(together, gradients_of_experts(recipe, x[own], dy[own], expert_T[own]), strict=True):
+            assert torch.equal(found[expert], alone[expert])
 
 
 @every_fused
