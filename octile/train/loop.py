@@ -215,7 +215,8 @@ def _continue(trainer: Trainer, run: RunFolder, checkpoint: Path | None, console
         if trainer.steps_done > trainer.config.steps:
             raise ValueError(f"steps is {trainer.config.steps}, but the run has done {trainer.steps_done} already")
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
-    run.truncate_after(trainer.steps_done)
+    for note in run.truncate_after(trainer.steps_done):
+        console.print(note)
 
 
 def _validate(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:

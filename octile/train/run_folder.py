@@ -93,12 +93,20 @@ class RunFolder:
         except ValueError as error:
             raise ValueError(f"{self.config_file} is damaged: {error}") from None
 
-    def truncate_after(self, step: int) -> None:
-        """Delete the measurements of later steps, which a resumed run is going to measure again."""
+    def truncate_after(self, step: int) -> list[str]:
+        """Delete the measurements of later steps, which a resumed run is going to measure again.
+
+        Damaged lines are deleted, too, such as the last line of a killed run. Returns a sentence for each file that
+        had some.
+        """
+        notes = []
         for file in (self.metrics_file, self.telemetry_file):
             if file.exists():
-                lines = [json.dumps(line) + "\n" for line in read_lines(file) if line["step"] <= step]
-                write_text(file, "".join(lines))
+                lines, damaged = _parse_lines(file)
+                write_text(file, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
+                if damaged:
+                    notes.append(_describe_damage(file, len(lines), damaged))
+        return notes
 
 
 def check_unused(path: Path) -> None:
@@ -214,16 +222,32 @@ class MetricsWriter:
 
 
 def read_lines(file: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl or telemetry.jsonl, without a line that a crash cut short."""
-    lines = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
+    """The lines of metrics.jsonl or telemetry.jsonl, without damaged ones, such as one that a crash cut short."""
+    return _parse_lines(file)[0]
+
+
+def _parse_lines(file: Path) -> tuple[list[Metrics], list[int]]:
+    """The whole lines of a file, and the numbers of the damaged ones, counted from 1."""
+    lines, damaged = [], []
+    for number, text in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not text.strip():
             continue
+        try:
+            line = json.loads(text.decode("utf-8"))
+        except ValueError:  # not UTF-8, or not JSON
+            line = None
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
-    return lines
+        else:
+            damaged.append(number)
+    return lines, damaged
+
+
+def _describe_damage(file: Path, whole: int, damaged: list[int]) -> str:
+    if damaged[0] > whole:
+        return f"{file.name} was damaged after line {whole}: it is cut there"
+    places = f"line {damaged[0]} was" if len(damaged) == 1 else f"{len(damaged)} lines from line {damaged[0]} on were"
+    return f"{places} damaged in {file.name}: left out"
 
 
 def _is_not_finite(value: object) -> bool:

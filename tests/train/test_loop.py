@@ -165,6 +165,30 @@ def test_the_same_machine_is_not_warned_of(half, recwarn):
     assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
+@pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"\xff\xfe\n", b"\0" * 100, b"[1]\n"], ids=repr)
+def test_a_damaged_end_of_the_measurements_is_cut_and_reported(half, name, damage):
+    file = half / name
+    whole = b'{"step": 1, "layer": "a"}\n' if name.startswith("telemetry") else file.read_bytes()
+    file.write_bytes(whole + damage)
+    n = whole.count(b"\n")
+    assert f"{name} was damaged after line {n}: it is cut there" in " ".join(resume(half, steps=3).split())
+    assert file.read_bytes().startswith(whole)
+    assert all(json.loads(line) for line in file.read_bytes().splitlines())
+
+
+def test_a_damaged_line_among_the_measurements_is_left_out_and_reported(half):
+    file = half / "metrics.jsonl"
+    first, second, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + second.replace(b'"step"', b'"\xfftep"') + b"".join(others))
+    assert "line 2 was damaged in metrics.jsonl: left out" in resume(half, steps=3)
+    assert file.read_bytes().startswith(first + b"".join(others))
+
+
+def test_undamaged_measurements_are_not_reported(half):
+    assert "was damaged" not in resume(half, steps=3)
+
+
 def test_resuming_with_other_tokens_is_refused(text, tmp_path):
     source, out = tmp_path / "text", tmp_path / "run"
     shutil.copytree(text, source)
