@@ -42,14 +42,17 @@ class ScaledTensor:
 
     @property
     def fmt(self) -> FloatFormat | IntFormat:
+        """The number format of the data."""
         return _FORMATS[self.data.dtype]
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the values, [..., M, K]; packed data have fewer columns than K."""
         return torch.Size((*self.data.shape[:-1], quantize_ops.columns(self.data)))
 
     @property
     def device(self) -> torch.device:
+        """The device of data and scales."""
         return self.data.device
 
     @property
@@ -69,9 +72,11 @@ class ScaledTensor:
         return ScaledTensor(data, self.scale.to(device, non_blocking=non_blocking), self.block)
 
     def cpu(self) -> ScaledTensor:
+        """Return the tensor with data and scales on the CPU."""
         return self.to("cpu")
 
     def cuda(self) -> ScaledTensor:
+        """Return the tensor with data and scales on the current GPU."""
         return self.to("cuda")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -67,6 +67,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 

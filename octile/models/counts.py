@@ -45,10 +45,12 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
+        """All parameters without those of multi-token prediction."""
         return sum(self.main.values())
 
     @property
     def active(self) -> int:
+        """The parameters that one token uses, without those of multi-token prediction."""
         return sum(self.main_active.values())
 
 

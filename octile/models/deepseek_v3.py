@@ -41,6 +41,13 @@ class Block(nn.Module):
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
+        """Return the block's output, [B, S, D].
+
+        Args:
+            x_BSD: the input.
+            cos_sin: cosines and sines of the positions.
+            cache: the layer's latent cache, for generation; with it nothing is fused.
+        """
         x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn, fuse=cache is None)
         x_BSD = x_BSD + self.self_attn(normed, cos_sin, cache)
         x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
@@ -58,6 +65,13 @@ class MTPBlock(Block):
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
+        """Return the normed state for the token after the next, [B, S, D].
+
+        Args:
+            x_BSD: the embedding of the next token and the main model's state, side by side, [B, S, 2·D].
+            cos_sin: cosines and sines of the positions.
+            cache: the layer's latent cache, for generation.
+        """
         emb_BSD, h_BSD = x_BSD.chunk(2, dim=-1)
         x_BSD = self.eh_proj(torch.cat((self.enorm(emb_BSD), self.hnorm(h_BSD)), dim=-1))
         return self.shared_head["norm"](super().forward(x_BSD, cos_sin, cache))

@@ -98,6 +98,7 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
         return functional.linear(x, weight, self.bias, self.recipe.smoothed, self.history)
 
     def extra_repr(self) -> str:
+        """The arguments of `nn.Linear` and the name of the recipe, for the printed module."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 

@@ -59,6 +59,7 @@ class MHA(FusableModule):
         return self.o_proj(o_BHSX.transpose(1, 2).flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
+        """Return how the four projections are fused, or None if they are called one after the other."""
         return fuse_linear(self.q_proj, self.k_proj, self.v_proj, self.o_proj, can_fuse=_can_fuse)
 
 

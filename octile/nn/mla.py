@@ -156,6 +156,7 @@ class MLA(FusableModule):
         return self.o_proj(o_BSHV.flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
+        """Return how projections and norms are fused, or None if they are called one after the other."""
         layers = [self._modules[name] for name in self.fusable_layers]
         norms = [layer for name, layer in zip(self.fusable_layers, layers, strict=True) if name.endswith("norm")]
         linear = [layer for layer in layers if layer is not None and layer not in norms]

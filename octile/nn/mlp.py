@@ -45,6 +45,8 @@ class MLP(FusableModule):
         return down(h)
 
     def decide_fusion(self) -> Fusion | None:
+        """Return how the three projections are fused, or None if they are called one after the other."""
+
         def can_fuse(recipe: Recipe) -> bool:
             return recipe.can_fuse_swiglu and can_fuse_size(self.down_proj.in_features)
 

@@ -144,6 +144,7 @@ class MoE(FusableModule):
         return y_TD.view(shape)
 
     def decide_fusion(self) -> Fusion | None:
+        """Return how the experts' GEMMs and SwiGLU are fused, or None if they are called one after the other."""
         recipe = self.experts.recipe if type(self.experts) is Experts else None
         if recipe is None or recipe.formats is None or not recipe.can_fuse_swiglu:
             return None

@@ -17,7 +17,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x / √(mean(x²) + eps) · weight over the last dimension, computed in FP32, in x's dtype."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
+        """The size and eps, for the printed module."""
         return f"{self.weight.numel()}, eps={self.eps}"

@@ -54,6 +54,7 @@ class Operator:
         library.impl(self.name, self._entry(reference), "CompositeExplicitAutograd")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator through torch's dispatcher."""
         try:
             return self.overload(*args, **kwargs)
         except (RuntimeError, AttributeError, TypeError):  # torch's error for a non-tensor is a RuntimeError

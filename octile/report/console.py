@@ -12,4 +12,5 @@ class Console(rich.console.Console):
     """rich's console, which raises BrokenPipeError if its reader stops reading, as in `octile doctor | head`."""
 
     def on_broken_pipe(self) -> NoReturn:
+        """Raise BrokenPipeError instead of exiting silently."""
         raise BrokenPipeError

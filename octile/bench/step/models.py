@@ -44,12 +44,15 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(DecoderBlock(s) for _ in range(s.layers))
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        """Return the output of all blocks, [B, S, D], for x [B, S, D] and the cosines and sines of its positions."""
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_sin)
         return x_BSD
 
 
 class DecoderBlock(nn.Module):
+    """A dense transformer block: multi-head attention and SwiGLU, each after its norm and with its residual."""
+
     def __init__(self, s: Sizes):
         super().__init__()
         self.input_layernorm = RMSNorm(s.hidden)
@@ -58,6 +61,7 @@ class DecoderBlock(nn.Module):
         self.mlp = MLP(s.hidden, s.intermediate)
 
     def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+        """Return the block's output, [B, S, D], for x [B, S, D] and the cosines and sines of its positions."""
         x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn)
         x_BSD = x_BSD + self.self_attn(normed, cos_sin)
         x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
@@ -75,6 +79,7 @@ class RankDispatcher(LocalDispatcher):
         self.local_experts = local_experts
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
+        """Plan the routing of all tokens to the experts of one rank: expert e becomes e modulo the local experts."""
         return super().plan(experts_TK % self.local_experts, load_E.view(-1, self.local_experts).sum(0))
 
 
@@ -106,10 +111,12 @@ class Work:
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def forward(self) -> Tensor:
+        """Return the model's output for the batch, under BF16 autocast where the work asks for it."""
         with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             return self.call(self.x, self.cos_sin)
 
     def forget_gradients(self) -> None:
+        """Set the gradients of the input and of all parameters to None."""
         self.x.grad = None
         for p in self.model.parameters():
             p.grad = None
@@ -119,6 +126,7 @@ class Work:
         return [loss for moe in self.mixtures if isinstance(loss := moe.pop_balance_loss(), Tensor)]
 
     def forward_and_backward(self) -> None:
+        """Compute all gradients of the batch, from the output gradient `dy` and the balance losses."""
         for p in self.model.parameters():
             if getattr(p, "main_grad", None) is not None:
                 p.main_grad.zero_()  # type: ignore[attr-defined]
@@ -127,6 +135,7 @@ class Work:
         torch.autograd.backward([y, *losses], [self.dy, *[None] * len(losses)])
 
     def step(self) -> None:
+        """Compute the gradients, from the captured graph if there is one, and update the weights with the optimizer."""
         if self.graph is not None:
             self.graph.replay()
             for p, gradient in zip(self.model.parameters(), self.gradients, strict=True):
@@ -167,6 +176,7 @@ def rank_slice(
 
 
 def compiled(work: Work) -> Work:
+    """Compile the model of a work with torch.compile; returns the same work."""
     work.call = torch.compile(work.model)
     return work
 

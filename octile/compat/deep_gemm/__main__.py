@@ -15,6 +15,11 @@ from octile.compat.deep_gemm.stand_in import install
 
 
 def main() -> None:
+    """Run the script that the command line names, with `deep_gemm` replaced by octile.
+
+    Raises:
+        SystemExit: the command line names no file.
+    """
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         raise SystemExit("usage: python -m octile.compat.deep_gemm FILE [its arguments]")
     script = Path(sys.argv[1]).resolve()

@@ -74,6 +74,11 @@ def tensor_core(
     FLOOR: tl.constexpr, FRACTION_BITS: tl.constexpr, CUT_BITS: tl.constexpr, CUT_DOWN: tl.constexpr,
     PROMOTE: tl.constexpr, SCALED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
+    """Compute a TILE_M×TILE_N tile of the output, float32 [M, N], as a tensor core sums.
+
+    Operands are decoded: integer values and exponents, [M, K] and [N, K], with a scale for each block if SCALED. The
+    sum is aligned and cut after every `terms` products, and promoted after every `interval` products if PROMOTE.
+    """
     columns = tl.cdiv(N, TILE_N)
     m = tl.program_id(0) // columns * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(0) % columns * TILE_N + tl.arange(0, TILE_N)

@@ -108,6 +108,7 @@ def quantize_rows_and_columns(
     x, M, K, x_batch, x_row, x_col, data, scale, data_t, scale_t, tiles, P, GROUPED: tl.constexpr,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
+    """Quantize a 128×128 tile of x[B, M, K] twice: in 1×128 tiles, and transposed, in 1×128 tiles along M."""
     batch, m_tile, k_tile = program_tile(tl.program_id(0), P, K, 128, 128)
     m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
     m = m_first + tl.arange(0, 128)
@@ -128,6 +129,7 @@ def requantize(
     OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, POWER_OF_2: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
+    """Requantize a 128×128 tile of data[B, M, K] transposed: decode it with its scales, quantize it along M."""
     batch, m_tile, k_tile = program_tile(tl.program_id(0), P, K, 128, 128)
     m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
     m = m_first + tl.arange(0, 128)
@@ -149,6 +151,7 @@ def quantize_and_transpose(
     x, M, K, x_batch, x_row, x_col, data, scale, data_t,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
+    """Quantize a 128×128 block of x[B, M, K] with one scale, and store its data as they are and transposed."""
     batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
     m = m_tile * 128 + tl.arange(0, 128)
     k = k_tile * 128 + tl.arange(0, 128)

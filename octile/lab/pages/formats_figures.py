@@ -32,10 +32,12 @@ FORMAT_COLOR = {
 
 
 def label(name: str) -> str:
+    """Return the name of a format as it is written on pages: "e4m3" → "E4M3"."""
     return name.upper()
 
 
 def color(name: str) -> str:
+    """Return the color of a format."""
     return COLOR[FORMAT_COLOR[name]]
 
 
@@ -57,6 +59,7 @@ def _rows(axes: Axes, names: list[str], size: float = 11) -> None:
 
 
 def draw_ranges(figure: Figure, rows: list[Facts]) -> None:
+    """Draw a bar per format from its smallest to its largest positive value, on a logarithmic axis."""
     axes = figure.subplots()
     style_axes(axes, None, "smallest to largest positive value (pale: subnormal)")
     _octave_axis(axes, -150, 130, "magnitude", 50 if figure.get_figwidth() * 72 < 600 else 25)
@@ -69,6 +72,7 @@ def draw_ranges(figure: Figure, rows: list[Facts]) -> None:
 
 
 def describe_ranges(rows: list[Facts]) -> str:
+    """Describe the range of E4M3 compared with that of FP32, in doublings."""
     by_name = {row["name"]: row for row in rows}
     return (
         f"E4M3 covers {by_name['e4m3']['octaves']:.1f} doublings of the {by_name['fp32']['octaves']:.0f} that FP32"
@@ -87,6 +91,7 @@ def draw_number_line(figure: Figure, values: Mapping[str, Floats]) -> None:
 
 
 def describe_number_line(values: Mapping[str, Floats]) -> str:
+    """Describe how many of its positive values each format has below a sixteenth of its largest."""
     below = [f"{label(name)} has {int((points < points[-1] / 16).sum())}" for name, points in values.items()]
     return (
         "INT8 values are evenly spaced; values of a float are denser near zero. Below a sixteenth of the largest value,"
@@ -95,6 +100,7 @@ def describe_number_line(values: Mapping[str, Floats]) -> str:
 
 
 def draw_log_line(figure: Figure, values: Mapping[str, Floats], rows: list[Facts]) -> None:
+    """Draw every positive value of each format as a line on a logarithmic axis, subnormal ones pale."""
     axes = figure.subplots()
     style_axes(axes, None, "every positive value (pale: subnormal)")
     _octave_axis(axes, -20, 17, "value", 10 if figure.get_figwidth() * 72 < 600 else 5)
@@ -106,6 +112,7 @@ def draw_log_line(figure: Figure, values: Mapping[str, Floats], rows: list[Facts
 
 
 def describe_log_line(rows: list[Facts]) -> str:
+    """Describe the number of values in a doubling, and the smallest values."""
     by_name = {row["name"]: row for row in rows}
     e4m3, e5m2 = by_name["e4m3"], by_name["e5m2"]
     return (
@@ -140,6 +147,7 @@ def draw_gaps(figure: Figure, gaps: Mapping[str, tuple[Floats, Floats]]) -> None
 
 
 def describe_gaps(rows: list[Facts]) -> str:
+    """Describe the gap to the next value between 1 and 2, and its growth."""
     epsilon = {row["name"]: row["epsilon"] for row in rows}
     return (
         f"Between 1 and 2 the gap is epsilon: {power(epsilon['fp16'])} in FP16, {power(epsilon['e4m3'])} in E4M3 and"
@@ -149,6 +157,7 @@ def describe_gaps(rows: list[Facts]) -> str:
 
 
 def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str, Floats]) -> None:
+    """Draw the largest relative rounding error of each format in each octave, both axes logarithmic."""
     axes = figure.subplots()
     style_axes(axes, None, "largest relative error of rounding (log scale)")
     _octave_axis(axes, octaves[0], octaves[-1] + 1, "magnitude", 10 if figure.get_figwidth() * 72 < 600 else 5)
@@ -168,6 +177,7 @@ def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str,
 
 
 def describe_relative_error(errors: Mapping[str, Floats]) -> str:
+    """Describe the bounds of the relative rounding errors."""
     e2m1, e4m3, e5m2, bf16 = (float(errors[name].min()) for name in ("e2m1", "e4m3", "e5m2", "bf16"))
     return (
         f"Within its range, a float's relative rounding error has a constant bound: {e2m1:.1%} for E2M1, {e5m2:.1%} for"
@@ -192,6 +202,7 @@ def draw_bytes(figure: Figure, shares: Mapping[str, tuple[str, float]]) -> None:
 
 
 def describe_bytes(shares: Mapping[str, tuple[str, float]]) -> str:
+    """Describe what scales add to the bits per value."""
     tile, nvfp4 = (shares[name][1] for name in ("E4M3, 1×128 tiles", "E2M1, 1×16 (NVFP4)"))
     return (
         f"One scale per 128 values adds a quarter of a bit to each ({tile:.2f} bits instead of 8); one scale per"
@@ -201,6 +212,7 @@ def describe_bytes(shares: Mapping[str, tuple[str, float]]) -> str:
 
 
 def draw_staircase(figure: Figure, x: Floats, rounded: Mapping[str, Floats]) -> None:
+    """Draw x rounded to each format, one panel per format; x and its rounded values are [n] float64."""
     wide = figure.get_figwidth() * 72 >= 600
     panels = figure.subplots(*((1, len(rounded)) if wide else (len(rounded), 1)), sharex=True, sharey=True)
     for axes, (name, y) in zip(panels, rounded.items(), strict=True):
@@ -214,6 +226,7 @@ def draw_staircase(figure: Figure, x: Floats, rounded: Mapping[str, Floats]) -> 
 
 
 def describe_staircase(rounded: Mapping[str, Floats]) -> str:
+    """Describe how many values each format has between 1 and 2."""
     n = {name: len(np.unique(y[(y > 1) & (y < 2)])) for name, y in rounded.items()}
     return (
         f"10,000 numbers between 1 and 2, rounded to each format. Strictly between 1 and 2, E5M2 has {n['e5m2']}"
@@ -222,6 +235,7 @@ def describe_staircase(rounded: Mapping[str, Floats]) -> str:
 
 
 def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
+    """Draw the weight over the updates, one line per format; weights: format → [updates + 1]."""
     axes = figure.subplots()
     times = len(next(iter(weights.values()))) - 1
     style_axes(axes, "updates", "the weight")
@@ -240,6 +254,7 @@ def draw_lost_update(figure: Figure, weights: Mapping[str, Floats]) -> None:
 
 
 def describe_lost_update(weights: Mapping[str, Floats], update: float, epsilon: Mapping[str, float]) -> str:
+    """Describe which formats lose an update that is added many times."""
     times = len(next(iter(weights.values()))) - 1
     return (
         f"{update:g} is added {times:,} times to a weight of 1. In BF16, whose next value after 1 is 1 +"

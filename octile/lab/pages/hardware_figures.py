@@ -33,6 +33,7 @@ class SnrCurve:
 
 
 def draw_bits(figure: Figure, curve: SnrCurve) -> None:
+    """Draw the SNR of the sums against the fraction bits, with those of promotion and of quantization as lines."""
     axes = figure.subplots()
     style_axes(axes, "fraction bits of the tensor core", "SNR of the sums alone (dB); higher is better")
     known = [(bits, snr) for bits, snr in zip(curve.bits, curve.snr_db, strict=True) if snr is not None]
@@ -54,6 +55,7 @@ def draw_bits(figure: Figure, curve: SnrCurve) -> None:
 
 
 def describe_bits(curve: SnrCurve) -> str:
+    """Describe what more fraction bits bring, and how many match promotion."""
     first, second = curve.snr_db[0], curve.snr_db[1]
     if first is None:
         return "All sums of these GEMMs are exact with any of these numbers of fraction bits."
@@ -110,6 +112,7 @@ def draw_bytes(figure: Figure, rows: Sequence[Change]) -> None:
 
 
 def describe_bytes(rows: Sequence[Change], memory: str) -> str:
+    """Describe which suggestion saves most traffic of `memory`."""
     own = [row for row in rows if row.moved == memory and row.today]
     best = max(own, key=lambda row: row.today - row.then, default=None)
     if best is None:
@@ -141,6 +144,7 @@ def draw_errors(figure: Figure, rows: Sequence[Change]) -> None:
 
 
 def describe_errors(rows: Sequence[Change]) -> str:
+    """Describe the change of the SNR by each suggestion."""
     parts = [f"{row.name} {format_signed(row.snr_db[1] - row.snr_db[0], '.2f')} dB" for row in rows if row.snr_db]
     return (
         f"Change of the SNR: {', '.join(parts)}. Quantization fused with the load changes no value. Where the gray dot"

@@ -106,6 +106,7 @@ def _largest(data: Map) -> tuple[Indices, Indices]:
 
 
 def describe_map(data: Map) -> str:
+    """Describe where the largest value is, and the channels with most large values."""
     token, channel = _largest(data)
     channels, counts = np.unique(channel, return_counts=True)
     top = channels[np.argsort(counts)[::-1][:3]]
@@ -145,6 +146,7 @@ def draw_removal(figure: Figure, rows: Sequence[Removal]) -> None:
 
 
 def describe_removal(rows: Sequence[Removal], massive: float) -> str:
+    """Describe what remains of the other tokens' error, and how the output changes, without massive values."""
     all_tokens = rows[-1]
     if not all_tokens.massive:
         return f"No value is {massive:g} times the median or more, so this input has no massive activations to remove."

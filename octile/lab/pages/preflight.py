@@ -228,6 +228,7 @@ def heat_of(rows: Sequence[Predicted]) -> Heat:
 
 
 def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
+    """Describe how many GEMMs are below the bound, how many are advised to stay in BF16, and the worst one."""
     if not rows:
         return f"Every GEMM is exact under {recipe}, so none needs to stay in BF16."
     worst = rows[0]
@@ -269,6 +270,7 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
 
 
 def describe_check(rows: Sequence[Predicted]) -> str:
+    """Describe how far predictions and measurements differ, as the root mean square of the differences in dB."""
     pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
     rms = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
     return (

@@ -51,6 +51,7 @@ class Gradients:
 
 
 def draw_underflow(figure: Figure, data: Gradients) -> None:
+    """Draw the histogram of the gradients without and with a loss scale, and the ranges of FP16."""
     axes = figure.subplots()
     style_axes(axes, "magnitude of a gradient", "share of the gradients per octave (%)")
     share = 100 * data.count / data.count.sum()
@@ -79,6 +80,7 @@ def draw_underflow(figure: Figure, data: Gradients) -> None:
 
 
 def describe_underflow(data: Gradients) -> str:
+    """Describe the share of the gradients that becomes zero in FP16, with a loss scale, and in tiles."""
     overflow = f" {data.overflowed_scaled:.1%} overflow." if data.overflowed_scaled else " None overflows."
     return (
         f"In FP16, {data.lost:.1%} of the gradients of {data.layer} become zero. Multiplying the loss by"
@@ -107,6 +109,7 @@ class Int8AgainstE4M3:
 
 
 def draw_int8(figure: Figure, data: Int8AgainstE4M3) -> None:
+    """Draw the mean relative error of both formats by magnitude, and below it the share of the values."""
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     octaves = np.arange(len(data.share))
     shown = max(8, int(np.flatnonzero(data.share > 1e-4).max(initial=0)) + 2)
@@ -126,6 +129,7 @@ def draw_int8(figure: Figure, data: Int8AgainstE4M3) -> None:
 
 
 def describe_int8(data: Int8AgainstE4M3) -> str:
+    """Describe for which magnitudes INT8 is better, where its values become zero, and both SNRs."""
     e4m3, int8 = data.errors["e4m3"], data.errors["int8"]
     known = np.flatnonzero(np.isfinite(e4m3) & np.isfinite(int8))
     crossing = _better_from(e4m3, int8, known)
@@ -166,10 +170,12 @@ def _describe_flushed_octaves(int8: Floats, known: Indices) -> str:
 
 
 def octaves(count: int) -> str:
+    """Return a number of octaves as text: "1 octave", "3 octaves"."""
     return f"{count} octave{'s' * (count != 1)}"
 
 
 def draw_flushed(figure: Figure, data: Int8AgainstE4M3) -> None:
+    """Draw for each layer the share of its input that becomes zero, a dot per format."""
     axes = figure.subplots()
     names = short_names(list(data.flushed))
     style_axes(axes, None, "% of the input that becomes zero")
@@ -186,6 +192,7 @@ def draw_flushed(figure: Figure, data: Int8AgainstE4M3) -> None:
 
 
 def describe_flushed(data: Int8AgainstE4M3) -> str:
+    """Describe the layer that loses most to zero in INT8, and the mean of down projections and others."""
     worst = max(data.flushed, key=lambda layer: data.flushed[layer][1])
     e4m3, int8 = data.flushed[worst]
     down = [pair[1] for layer, pair in data.flushed.items() if is_down(layer)]

@@ -163,6 +163,7 @@ def draw_quantization(figure: Figure, losses: Sequence[QuantizationLoss]) -> Non
 
 
 def describe_quantization(losses: Sequence[QuantizationLoss], gemms: int) -> str:
+    """Describe the best and the worst way to quantize, and what rounding a scale down costs."""
     in_8_bits = [loss for loss in losses if loss.fmt not in ("e5m6", "nvfp4")]
     best = max(in_8_bits or losses, key=lambda loss: loss.snr_db)
     worst = min(in_8_bits or losses, key=lambda loss: loss.snr_db)
@@ -223,6 +224,7 @@ def sum_losses(found: WhatIf, reference: Variant) -> list[SumLoss]:
 
 
 def draw_sums(figure: Figure, sums: Sequence[SumLoss], quantization_db: float) -> None:
+    """Draw a row per accumulator with a dot per GEMM, and the SNR of quantization as a line."""
     axes = figure.subplots()
     style_axes(axes, "SNR of accumulation alone (dB)", "right is better")
     for row, loss in enumerate(sums):
@@ -239,6 +241,7 @@ def draw_sums(figure: Figure, sums: Sequence[SumLoss], quantization_db: float) -
 
 
 def describe_sums(sums: Sequence[SumLoss], operands: str, quantization_db: float, longest: int) -> str:
+    """Describe the worst accumulator, compared with quantization; `longest`: products in the longest sum."""
     known = [(snr, loss.name, gemm) for loss in sums for gemm, snr in loss.snr_db.items() if snr is not None]
     if not known:
         return f"With {operands}, all sums of these GEMMs are exact."
@@ -264,6 +267,7 @@ def heat_by_layer(rows: Sequence[GemmErrors]) -> Heat:
 
 
 def describe_heat(heat: Heat, variant: str) -> str:
+    """Describe the GEMMs with the lowest and the highest SNR."""
     worst, best = min(heat.known), max(heat.known)
     return (
         f"SNR in dB of every layer's GEMMs with {variant}; a deeper orange is a lower SNR, as in the"
@@ -274,6 +278,7 @@ def describe_heat(heat: Heat, variant: str) -> str:
 
 
 def describe_steps(heat: Heat, gemm: str, variant: str) -> str:
+    """Describe how the SNR changes between the first and the last step, and the layer that loses most."""
     changes = [
         (cells[-1] - cells[0], row)
         for row, cells in zip(heat.rows, heat.cells, strict=True)

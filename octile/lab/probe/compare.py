@@ -37,10 +37,12 @@ class InstructionChain:
 
     @property
     def instruction(self) -> Instruction:
+        """The model of the instruction."""
         return find_instruction(ARCHITECTURE[self.name], self.a, self.b)
 
     @property
     def k(self) -> int:
+        """The number of products of an output: 32 bytes of an operand for each step of the chain."""
         return 32 * self.steps // self.a.itemsize
 
     def __str__(self) -> str:

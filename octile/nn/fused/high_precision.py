@@ -33,6 +33,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         out_dtype: torch.dtype,
         shared: Shared | None = None,
     ) -> Tensor:
+        """Compute y [T, N] from x [T, K] and the weight: [N, K], or [E, N, K] with groups that end at `offs`."""
         x, w = compute_once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
@@ -45,6 +46,7 @@ class HighPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of x and of the weight from dy [T, N]; None for the other arguments."""
         x, w, offs = ctx.saved_tensors
         dy = dy_TN.to(ctx.compute)
         dx = dw = None

@@ -101,6 +101,7 @@ class QuantizedLinear(torch.autograd.Function):
         can_cache_weight: bool,
         needs_dgrad: bool,
     ) -> Tensor:
+        """Compute y [T, N] in FP8 from x [T, K] and the weight: [N, K], or [E, N, K] with groups that end at `offs`."""
         formats, in_high_precision, compute = recipe.formats, recipe.high_precision, recipe.compute
         assert formats is not None
         shared = None if formats.is_delayed else shared
@@ -134,6 +135,7 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of x and of the weight from dy [T, N], in FP8 unless the recipe excepts a GEMM."""
         x_data, x_scale, w_data, w_scale, high_precision_x, high_precision_w, offs = ctx.saved_tensors
         formats, compute = ctx.recipe.formats, ctx.recipe.compute
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad

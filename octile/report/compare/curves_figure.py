@@ -19,6 +19,7 @@ MAX_BARS = 10  # the gap axis reaches at most this multiple of the bar
 
 
 def draw_compare(figure: "Figure", result: "CompareResult") -> None:
+    """Draw the training losses, and below them the held-out gaps to BF16 with the noise band and the bar."""
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[4, 5])
     curves = (result.bf16, *(result.runs(name)[0] for name in result.names))
     step_axis(losses, max((max(c.steps + c.val_steps, default=1) for c in curves), default=1))
@@ -27,6 +28,7 @@ def draw_compare(figure: "Figure", result: "CompareResult") -> None:
 
 
 def caption_compare(result: "CompareResult") -> str:
+    """Return the caption: what the curves are, the noise band, the bar, and which recipe leaves the band."""
     many = any(len(result.runs(name)) > 1 for name in result.names)
     if result.nudge:
         band = "the difference between BF16 and BF16 whose weights were rounded once at the start"

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 def draw_angles(figure: Figure, checks: Sequence[GradientCheck]) -> None:
+    """Draw the angle to BF16's gradient by layer, in degrees, a line per step."""
     _draw(figure, checks, "angle to BF16's gradient (degrees)", lambda layer: layer.degrees, zero=True)
 
 
 def draw_norms(figure: Figure, checks: Sequence[GradientCheck]) -> None:
+    """Draw the norm compared with BF16's gradient by layer, in percent, a line per step."""
     _draw(figure, checks, "norm vs. BF16's gradient (%)", lambda layer: 100 * (layer.norm_ratio - 1), zero=False)
 
 
 def caption_angles(checks: Sequence[GradientCheck]) -> str:
+    """Return the caption of the angles: that of the whole gradient and the largest of a layer, at the last step."""
     last = checks[-1]
     layers = [layer for layer in last.by_layer() if not np.isnan(layer.degrees)]
     if not layers:
@@ -40,6 +43,7 @@ def caption_angles(checks: Sequence[GradientCheck]) -> str:
 
 
 def caption_norms(checks: Sequence[GradientCheck]) -> str:
+    """Return the caption of the norms."""
     return "The norms of the same gradients: below zero, the recipe's gradient is shorter than BF16's."
 
 

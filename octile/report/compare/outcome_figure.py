@@ -24,6 +24,7 @@ def height(result: CompareResult) -> int:
 
 
 def draw_outcomes(figure: Figure, result: CompareResult) -> None:
+    """Draw a row per recipe: the gap of each seed, their mean and both intervals; and a row for the noise."""
     axes = figure.subplots()
     style_axes(axes, None, "final held-out loss vs. BF16 (%)")
     axes.grid(axis="y", visible=False)
@@ -58,6 +59,7 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
 
 
 def caption_outcomes(result: CompareResult) -> str:
+    """Return the caption: what dots and lines are, and what the number of seeds can prove."""
     seeds = max((len(result.runs(name)) for name in result.names), default=0)
     if seeds > 1:
         over = f"the wide line is the 95% interval over {seeds} seeds. " + (

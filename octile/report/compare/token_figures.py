@@ -30,6 +30,7 @@ def height(found: TokenDifferences) -> int:
 
 
 def draw_tokens(figure: Figure, found: TokenDifferences) -> None:
+    """Draw a row per token with the difference of its loss ± 2 standard errors, and a hollow dot for the control."""
     axes, groups = figure.subplots(), rows(found)
     color = recipe_style(found.recipe)["color"]
     at = np.arange(len(groups))
@@ -45,6 +46,7 @@ def draw_tokens(figure: Figure, found: TokenDifferences) -> None:
 
 
 def caption_tokens(found: TokenDifferences) -> str:
+    """Return the caption of the tokens."""
     return (
         f"Above, the tokens whose loss is most above BF16's under {found.recipe}; below, those most below; after each,"
         " its number of occurrences. Hollow dots: the same token in BF16 with another seed. If FP8 hurt certain tokens,"
@@ -66,10 +68,12 @@ def caption_counts(found: TokenDifferences) -> str:
 
 
 def draw_positions(figure: Figure, found: Sequence[TokenDifferences]) -> None:
+    """Draw the mean differences by the number of preceding tokens."""
     _draw(figure, "preceding tokens", [(each.recipe, each.positions) for each in found])
 
 
 def caption_positions(found: Sequence[TokenDifferences]) -> str:
+    """Return the caption by position, with the means and standard errors at both ends."""
     ends = _caption_ends(found[0].recipe, found[0].positions)
     return (
         f"Does the difference depend on the number of preceding tokens? {ends}"
@@ -78,10 +82,12 @@ def caption_positions(found: Sequence[TokenDifferences]) -> str:
 
 
 def draw_frequencies(figure: Figure, found: Sequence[TokenDifferences]) -> None:
+    """Draw the mean differences by the token's frequency in the training text."""
     _draw(figure, "occurrences in a million tokens", [(each.recipe, each.frequencies) for each in found])
 
 
 def caption_frequencies(found: Sequence[TokenDifferences]) -> str:
+    """Return the caption by frequency, with the means and standard errors at both ends."""
     return (
         "Does the difference depend on how rare a token is?"
         f" {_caption_ends(found[0].recipe, found[0].frequencies)} in a million."

@@ -36,6 +36,7 @@ def main_loss(run: Run) -> tuple[Floats, Floats]:
 
 
 def draw_loss(figure: "Figure", run: Run) -> None:
+    """Draw the training losses with their trends, the held-out loss, and the first step with a non-finite loss."""
     axes = figure.subplots()
     style_axes(axes, "step", "loss (nats per token; lower is better)")
     labels, extent = [], []
@@ -65,6 +66,7 @@ def draw_loss(figure: "Figure", run: Run) -> None:
 
 
 def caption_loss(run: Run) -> str:
+    """Return the caption: the held-out loss from first to last, or the training loss without one."""
     steps, held_out = run.series("val_loss")
     steps, held_out = steps[np.isfinite(held_out)], held_out[np.isfinite(held_out)]
     has_mtp = np.isfinite(run.series("mtp_loss")[1]).any()
@@ -84,6 +86,7 @@ def caption_loss(run: Run) -> str:
 
 
 def draw_learning_rate(figure: "Figure", run: Run) -> None:
+    """Draw the learning rate over the steps."""
     axes = figure.subplots()
     style_axes(axes, "step", "learning rate (× 10⁻³)")
     steps, values = run.series("lr")
@@ -93,6 +96,7 @@ def draw_learning_rate(figure: "Figure", run: Run) -> None:
 
 
 def caption_learning_rate(run: Run) -> str:
+    """Return the caption: the peak and the last learning rate."""
     steps, values = run.series("lr")
     if len(steps) == 1:
         return f"The learning rate was {values[0]:.3g} at step {steps[0]:,.0f}."
@@ -104,6 +108,7 @@ def caption_learning_rate(run: Run) -> str:
 
 
 def draw_schedule(figure: "Figure", run: Run) -> None:
+    """Draw the values that the configuration changes during the run."""
     axes = figure.subplots()
     style_axes(axes, "step", "share of the maximum")
     ends = []
@@ -119,6 +124,7 @@ def draw_schedule(figure: "Figure", run: Run) -> None:
 
 
 def caption_schedule(run: Run) -> str:
+    """Return the caption: the first and the last of each value."""
     words = []
     for key, (name, _) in SCHEDULED.items():
         steps, values = run.series(key)
@@ -137,6 +143,7 @@ def has_gradient(run: Run) -> bool:
 
 
 def draw_gradient(figure: "Figure", run: Run) -> None:
+    """Draw the gradient norm on a logarithmic axis, and the norm to which it is clipped."""
     axes = figure.subplots()
     style_axes(axes, "step", "norm before clipping (log scale)")
     steps, values = run.series("grad_norm")
@@ -152,6 +159,7 @@ def draw_gradient(figure: "Figure", run: Run) -> None:
 
 
 def caption_gradient(run: Run) -> str:
+    """Return the caption: the largest and the median norm, and the share of clipped steps."""
     steps, values = run.series("grad_norm")
     known = np.isfinite(values)
     peak = np.nanargmax(np.where(known, values, np.nan))
@@ -165,6 +173,7 @@ def caption_gradient(run: Run) -> str:
 
 
 def draw_throughput(figure: "Figure", run: Run) -> None:
+    """Draw the tokens per second over the steps."""
     axes = figure.subplots()
     style_axes(axes, "step", "tokens per second")
     steps, values = run.series("tokens_per_s")
@@ -175,6 +184,7 @@ def draw_throughput(figure: "Figure", run: Run) -> None:
 
 
 def caption_throughput(run: Run) -> str:
+    """Return the caption: the median and the middle 90% of the speeds."""
     values = _finite(run.series("tokens_per_s")[1])
     if len(values) == 1:
         return f"The only step so far processed {values[0]:,.0f} tokens per second."

@@ -60,6 +60,7 @@ def has_scales(run: Run) -> bool:
 
 
 def draw_load(figure: "Figure", run: Run) -> None:
+    """Draw the load of each expert over its layer's mean as a heat map with its legend."""
     loads = recent_load(run)
     shares = np.full((len(loads), max(map(len, loads.values()))), np.nan)
     for row, load in enumerate(loads.values()):
@@ -96,6 +97,7 @@ def draw_load(figure: "Figure", run: Run) -> None:
 
 
 def caption_load(run: Run) -> str:
+    """Return the caption: the maximum load, and the experts without tokens."""
     loads = {layer: load for layer, load in recent_load(run).items() if np.isfinite(load).any()}
     worst = max(loads, key=lambda layer: loads[layer].max())
     idle = sum(int((load == 0).sum()) for load in loads.values())
@@ -106,6 +108,7 @@ def caption_load(run: Run) -> str:
 
 
 def draw_balance(figure: "Figure", run: Run) -> None:
+    """Draw the maximum expert load over the mean, over the steps, a line per layer."""
     axes = figure.subplots()
     style_axes(axes, "step", "maximum expert load / mean")
     steps, ratios = _balance(run)
@@ -126,6 +129,7 @@ def draw_balance(figure: "Figure", run: Run) -> None:
 
 
 def caption_balance(run: Run) -> str:
+    """Return the caption: the ratio of the least balanced layer at first and at the last."""
     _, ratios = _balance(run)
     every = np.stack([smooth(ratio) for ratio in ratios.values()])
     known = every[:, np.isfinite(every).any(0)]
@@ -157,6 +161,7 @@ def _tint(shares: Floats) -> Floats:
 
 
 def draw_scales(figure: "Figure", run: Run) -> None:
+    """Draw the histogram of the tile scales per operand, the last record as bars and the first as an outline."""
     from matplotlib.ticker import MaxNLocator
 
     first, last = run.tile_scales[0]["tile_scales"], run.tile_scales[-1]["tile_scales"]
@@ -177,6 +182,7 @@ def draw_scales(figure: "Figure", run: Run) -> None:
 
 
 def caption_scales(run: Run) -> str:
+    """Return the caption: the widest range of scales, and what one scale for the tensor would lose."""
     last = run.tile_scales[-1]["tile_scales"]
     ranges = {operand: _central_range(*_share(histogram)) for operand, histogram in last.items()}
     widest = max(ranges, key=lambda operand: ranges[operand][1] - ranges[operand][0])

@@ -55,6 +55,7 @@ class Cubin:
 
     @classmethod
     def from_bytes(cls, stored: bytes) -> "Cubin":
+        """Read a compiled kernel as `to_bytes` wrote it: a line of JSON with its facts, then the machine code."""
         facts, _, image = stored.partition(b"\n")
         return cls(image, **json.loads(facts))
 
