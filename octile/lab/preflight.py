@@ -232,17 +232,17 @@ def _risk(
 
 
 def quantize_as_recipe(recipe: Recipe, captured: CapturedGemm) -> tuple[ScaledTensor, ScaledTensor]:
-    """Quantize both operands as the recipe does; wgrad's x is requantized from the x that fprop saved."""
+    """Quantize both operands as the recipe does; most requantize wgrad's x from the x that fprop saved."""
     formats = recipe.formats
     assert formats is not None
     if captured.gemm == "fprop":
         return _quantize(captured.a, formats.x), _quantize(captured.b, formats.w)
     if captured.gemm == "dgrad":
-        return _quantize(captured.a, formats.dy), _quantize(captured.b.mT, formats.w).mT
-    x = _quantize(captured.b.mT, formats.x)
-    if formats.wgrad_x != formats.x:
-        x = _quantize(x.dequantize(), formats.wgrad_x)
-    return _quantize(captured.a.mT, formats.wgrad_dy).mT, x.mT
+        return _quantize(captured.a, formats.dy), _quantize(captured.b, formats.w)
+    x = captured.b.mT
+    if formats.requantizes_x and formats.wgrad_x != formats.x:
+        x = _quantize(x, formats.x).dequantize()
+    return _quantize(captured.a.mT, formats.wgrad_dy).mT, _quantize(x, formats.wgrad_x).mT
 
 
 def _quantize(t: Tensor, fmt: OperandFormat) -> ScaledTensor:
