@@ -48,6 +48,7 @@ class Risk:
         quantization, accumulation, total: errors of the sampled outputs, by channel.
         blame: the operand whose quantization alone causes more error.
         flushed: the share of that operand's nonzero values that become zero.
+        by_batch: the noise over signal in each batch in which the GEMM has outputs; of experts, the largest.
     """
 
     layer: str
@@ -60,6 +61,7 @@ class Risk:
     total: Error
     blame: str
     flushed: float
+    by_batch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ class Preflight:
     def is_excepted(self, risk: Risk) -> bool:
         """Whether the advice is to leave this GEMM in high precision."""
         return risk.gemm in dict(self.recipe.exceptions).get(risk.module, frozenset())
+
+    def batches_below(self, risk: Risk) -> int:
+        """The number of batches in which this GEMM has a lower SNR than `least_snr_db`."""
+        return sum(noise > max_noise(self.least_snr_db) for noise in risk.by_batch)
+
+    @property
+    def disputed(self) -> list[Risk]:
+        """The GEMMs that are below `least_snr_db` in some batches and not in others, so that their advice is unsure."""
+        return [risk for risk in self.risks if 0 < self.batches_below(risk) < len(risk.by_batch)]
 
 
 def preflight(
@@ -116,6 +127,7 @@ def preflight(
     _check(recipe)
     reference = apply_recipe(copy.deepcopy(model), _high_precision(model))
     worst: dict[GemmKey, Risk] = {}
+    noises: dict[GemmKey, dict[int, float]] = {}
     silent: dict[GemmKey, None] = {}
     for number, batch in enumerate(batches):
         for captured in capture_operands(reference, batch, loss):
@@ -127,17 +139,24 @@ def preflight(
                 continue
             risk = _risk(sampled, recipe, weight, _module_of(reference, weight), number, arch, promote_every)
             worst[key] = max(worst.get(key, risk), risk, key=lambda r: r.total.noise)
+            of_batches = noises.setdefault(key, {})
+            of_batches[number] = max(of_batches.get(number, 0.0), risk.total.noise)
     if not worst:
         raise ValueError("batches must hold at least one whose GEMMs are not all zeros")
-    risks = sorted(worst.values(), key=lambda r: -r.total.noise)
-    max_noise = 10 ** (-least_snr_db / 10)
+    found = (replace(risk, by_batch=tuple(noises[key].values())) for key, risk in worst.items())
+    risks = sorted(found, key=lambda r: -r.total.noise)
     excepted: dict[str, set[GemmName]] = {}
     for risk in risks:
-        if risk.total.noise > max_noise:
+        if risk.total.noise > max_noise(least_snr_db):
             excepted.setdefault(risk.module, set()).add(risk.gemm)
     exceptions = tuple((module, frozenset(gemms)) for module, gemms in sorted(excepted.items()))
     always_silent = [key for key in silent if key not in worst]
     return Preflight(risks, replace(recipe, exceptions=exceptions), least_snr_db, always_silent)
+
+
+def max_noise(least_snr_db: float) -> float:
+    """Return the noise over signal at an SNR in dB."""
+    return 10 ** (-least_snr_db / 10)
 
 
 def capture_operands(model: nn.Module, batch: Any, loss: Loss | None = None) -> tuple[CapturedGemm, ...]:

@@ -74,6 +74,16 @@ def _record_gradient(
         results[name, "dgrad"] = gradients[0].detach()
 
 
+def observe_batch(
+    model: nn.Module, batch: Any, recipe: Recipe, loss: Loss | None = None, sample: int = SAMPLE, seed: int = 0
+) -> dict[GemmKey, Error]:
+    """Compare the GEMMs of a step under the recipe, on a copy of the model, with exact ones, as `observe_step` does."""
+    converted = apply_recipe(copy.deepcopy(model), recipe)
+    with observe_step(converted, sample, seed) as errors:
+        (loss or model_loss)(converted, batch).backward()
+    return errors
+
+
 @contextmanager
 def observe_step(model: nn.Module, sample: int = SAMPLE, seed: int = 0) -> Iterator[dict[GemmKey, Error]]:
     """Compare the GEMMs of the first step inside the context with exact ones; the errors are filled in at its end.

@@ -1,6 +1,7 @@
 """Tests of preflight: it finds the layer that was made bad on purpose, and agrees with a real FP8 step."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from octile.lab.capture import CapturedGemm
 from octile.lab.preflight import error_by_channel, model_loss, preflight, quantize_as_recipe
-from octile.lab.preflight_check import measure_step, observe_step
+from octile.lab.preflight_check import measure_step, observe_batch, observe_step
 from octile.lab.tensor_core import tensor_core, tensor_core_scaled_matmul
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
@@ -150,6 +151,27 @@ def test_of_several_batches_the_worst_counts():
         worst[r.layer, r.gemm] = max(worst[r.layer, r.gemm], r.total.noise)
     assert {(r.layer, r.gemm): r.total.noise for r in both} == worst
     assert {r.batch for r in both} == {0, 1}
+
+
+def test_each_batch_is_a_prediction_of_its_own():
+    one, two, both = (preflight(Net(), batches).risks for batches in ([batch(0)], [batch(1)], [batch(0), batch(1)]))
+    alone = [{(r.layer, r.gemm): r.total.noise for r in risks} for risks in (one, two)]
+    assert all(r.by_batch == tuple(noise[r.layer, r.gemm] for noise in alone) for r in both)
+
+
+def test_a_gemm_about_which_batches_disagree_is_disputed():
+    risk = preflight(Net(), [batch(0), batch(1)]).risks[7]
+    between = sum(-10 * math.log10(noise) for noise in risk.by_batch) / 2
+    found = preflight(Net(), [batch(0), batch(1)], least_snr_db=between)
+    (again,) = (r for r in found.risks if (r.layer, r.gemm) == (risk.layer, risk.gemm))
+    assert found.batches_below(again) == 1
+    assert again in found.disputed
+
+
+def test_an_observed_batch_measures_every_gemm_that_is_predicted():
+    risks = preflight(Mixture(), [(batch()[0],)]).risks
+    measured = observe_batch(Mixture(), (batch()[0],), Recipe.deepseek_v3())
+    assert {(r.layer, r.gemm) for r in risks} <= measured.keys()
 
 
 def test_the_bound_decides():

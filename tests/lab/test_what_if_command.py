@@ -229,7 +229,7 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-SHORT = ("--batches", "1", "--batch-size", "2", "--sequence-length", "24")
+SHORT = ("--batches", "2", "--batch-size", "16", "--sequence-length", "32")
 
 
 def test_preflight_writes_a_recipe_and_a_page(capsys, folder, model_folder, monkeypatch):
@@ -256,7 +256,9 @@ def test_preflight_as_json(capsys, folder, model_folder):
     assert code == 0
     rows = json.loads(out)
     assert [row["snr_db"] for row in rows] == sorted(row["snr_db"] for row in rows)
-    known = [row for row in rows if row["measured_db"] is not None and row["product"] == "wgrad"]
+    assert all(row["measured_db"] is not None for row in rows)  # also the forward passes of experts
+    assert {row["batches"] for row in rows} == {2}
+    known = [row for row in rows if row["product"] == "wgrad"]
     assert sum(abs(row["measured_db"] - row["snr_db"]) for row in known) / len(known) < 2
 
 
@@ -267,7 +269,9 @@ def test_preflight_as_json(capsys, folder, model_folder):
         (("--recipe", "fp4"), "unknown recipe 'fp4'"),
         (("--recipe", "nowhere.toml"), "nowhere.toml"),
         (("--batches", "0"), "batches must be at least 1"),
-        (("--batches", "999"), "tokens, and 47,952 are needed"),
+        (("--batches", "1"), "batches must be at least 2, not 1"),
+        (("--batch-size", "1"), "a batch has 32 tokens, and 512 are needed, so that each of the 16 experts has 128 on"),
+        (("--batches", "999"), "tokens, and 511,488 are needed"),
         (("--text", "nowhere.txt"), "nowhere.txt"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from torch import Tensor
 from octile.lab.pages.figures import GEMM_COLOR, TERMS, Heat, draw_heat, is_wide, legend, short_names
 from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.preflight import GemmKey, Preflight, preflight
-from octile.lab.preflight_check import measure_step
+from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
 from octile.recipe import Recipe
 from octile.report.page import format_count
@@ -28,7 +28,11 @@ from octile.report.svg import make_chart
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from octile.models.config import ModelConfig
+
 MAX_ROWS = 12  # of the table in the terminal
+MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
+MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Options:
         model: a run folder, or the Hugging Face folder of a DeepSeek model.
         recipe: the recipe to check.
         text: the text that the model reads: a text file, a folder, hf:NAME, or stdlib.
-        batches: the number of batches.
+        batches: the number of batches, at least 2, each of which is a prediction of its own.
         batch_size: the number of sequences in a batch.
         sequence_length: the number of tokens in a sequence.
         least_snr: a GEMM with a lower signal-to-noise ratio, in dB, is advised to stay in BF16.
@@ -53,7 +57,7 @@ class Options:
     model: tyro.conf.Positional[Path]
     recipe: str = "deepseek_v3"
     text: str = "stdlib"
-    batches: int = 2
+    batches: int = 4
     batch_size: int = 4
     sequence_length: int = 128
     least_snr: float = 20.0
@@ -76,10 +80,13 @@ def run(options: Options) -> None:
             raise ValueError(f"{name} must be at least 1, not {getattr(options, name)}")
     if not math.isfinite(options.least_snr):
         raise ValueError(f"least_snr must be a number of dB, not {options.least_snr}")
-    from octile.checkpoint.hugging_face import load
+    from octile.checkpoint.hugging_face import load, read_model_config
 
     recipe = Recipe.named(options.recipe)
-    batches = list(_batches(options))
+    check_tokens(options, read_model_config(options.model))
+    needed = options.batches * options.batch_size * options.sequence_length
+    tokens = read_tokens(options.model, options.text, needed)
+    batches = tokens.view(options.batches, options.batch_size, options.sequence_length)
     model = load(options.model).train()
     found = preflight(
         model,
@@ -90,7 +97,7 @@ def run(options: Options) -> None:
         seed=options.seed,
     )
     measured = [
-        measure_step(model, (tokens, tokens), recipe, sample=options.sample, seed=options.seed) for tokens in batches
+        observe_batch(model, (tokens, tokens), recipe, sample=options.sample, seed=options.seed) for tokens in batches
     ]
     found.recipe.write(options.write)
     rows = predictions(found, measured)
@@ -102,6 +109,8 @@ def run(options: Options) -> None:
     console = Console()
     console.print(screen_table(table(rows[:MAX_ROWS])))
     console.print(caption, highlight=False)
+    if any(row.measured_db is not None for row in rows):
+        console.print(describe_check(rows, options.least_snr), highlight=False)
     console.print(f"recipe:   {options.write}", highlight=False, soft_wrap=True)
     console.print(f"pictures: {page}", highlight=False, soft_wrap=True)
 
@@ -118,6 +127,8 @@ class Predicted:
         blame: the operand whose quantization causes more error.
         flushed: the share of that operand's nonzero values that become zero.
         excepted: whether the advice is to leave the GEMM in BF16.
+        batches: the batches in which the GEMM has outputs.
+        batches_below: those of them in which it is below the limit.
     """
 
     layer: str
@@ -128,6 +139,8 @@ class Predicted:
     blame: str
     flushed: float
     excepted: bool
+    batches: int = 1
+    batches_below: int = 0
 
 
 def predictions(found: Preflight, measured: Sequence[Mapping[GemmKey, Error]]) -> list[Predicted]:
@@ -140,7 +153,16 @@ def predictions(found: Preflight, measured: Sequence[Mapping[GemmKey, Error]]) -
         measured_db = error.snr_db if error else None
         rows.append(
             Predicted(
-                risk.layer, risk.weight, risk.gemm, snr, measured_db, risk.blame, risk.flushed, found.is_excepted(risk)
+                risk.layer,
+                risk.weight,
+                risk.gemm,
+                snr,
+                measured_db,
+                risk.blame,
+                risk.flushed,
+                found.is_excepted(risk),
+                len(risk.by_batch),
+                found.batches_below(risk),
             )
         )
     return rows
@@ -148,7 +170,7 @@ def predictions(found: Preflight, measured: Sequence[Mapping[GemmKey, Error]]) -
 
 def table(rows: Sequence[Predicted]) -> Table:
     """Return the predictions as a table."""
-    columns = ("GEMM", "predicted", "measured", "blame", "zeroed", "advice")
+    columns = ("GEMM", "predicted", "measured", "blame", "zeroed", "advice", "below in")
     cells = [
         (
             f"{row.product} {row.layer.removeprefix('model.layers.')}",
@@ -157,6 +179,7 @@ def table(rows: Sequence[Predicted]) -> Table:
             row.blame,
             f"{row.flushed:.1%}",
             "BF16" if row.excepted else "8 bits",
+            f"{row.batches_below} of {row.batches}",
         )
         for row in rows
     ]
@@ -177,7 +200,7 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
         charts.append(
             make_chart(
                 "Prediction vs. measurement",
-                describe_check(rows),
+                describe_check(rows, options.least_snr),
                 lambda f: draw_check(f, rows, options.least_snr),
                 (WIDE, 460),
                 (PHONE, 420),
@@ -201,22 +224,42 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
     )
 
 
-def _batches(options: Options) -> Iterator[Tensor]:
-    """Yield batches [B, S] of token ids of the text."""
+def check_tokens(options: Options, model: ModelConfig) -> None:
+    """Refuse batches that are too few or too small for an advice.
+
+    Raises:
+        ValueError: the message says how many tokens a batch needs.
+    """
+    if options.batches < MIN_BATCHES:
+        raise ValueError(f"batches must be at least {MIN_BATCHES}, not {options.batches}: only several can agree")
+    given, shares = options.batch_size * options.sequence_length, max(model.n_routed_experts, 1)
+    needed = MIN_TOKENS * math.ceil(shares / max(model.num_experts_per_tok, 1))
+    if given < needed:
+        raise ValueError(
+            f"a batch has {given:,} tokens, and {needed:,} are needed, so that each of the {shares} experts has"
+            f" {MIN_TOKENS} on average: use --batch-size {math.ceil(needed / options.sequence_length)}"
+        )
+
+
+def read_tokens(model: Path, text: str, needed: int) -> Tensor:
+    """Read the first tokens [needed] of a text with a model's tokenizer.
+
+    Raises:
+        FileNotFoundError, ValueError: the tokenizer or the text cannot be read, or the text has too few tokens.
+    """
     from octile.checkpoint.hugging_face import checkpoint_folder
     from octile.train.corpus import open_corpus
     from octile.train.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(checkpoint_folder(options.model))
-    needed = options.batches * options.batch_size * options.sequence_length
+    tokenizer = Tokenizer.load(checkpoint_folder(model))
     ids: list[int] = []
-    for text in open_corpus(options.text).texts():
-        ids += [tokenizer.begin, *tokenizer.encode(text), tokenizer.end]
+    for document in open_corpus(text).texts():
+        ids += [tokenizer.begin, *tokenizer.encode(document), tokenizer.end]
         if len(ids) >= needed:
             break
     if len(ids) < needed:
-        raise ValueError(f"text {options.text!r} has {len(ids):,} tokens, and {needed:,} are needed")
-    yield from torch.tensor(ids[:needed]).view(options.batches, options.batch_size, options.sequence_length)
+        raise ValueError(f"text {text!r} has {len(ids):,} tokens, and {needed:,} are needed")
+    return torch.tensor(ids[:needed])
 
 
 def heat_of(rows: Sequence[Predicted]) -> Heat:
@@ -240,10 +283,16 @@ def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> st
         if below
         else f"None is below {least_db:g} dB, so none needs to stay in BF16."
     )
+    disputed = [row for row in rows if 0 < row.batches_below < row.batches]
+    if disputed:
+        few = "use more or larger batches to decide"
+        sure = f" In {format_count(len(disputed), 'GEMM')} the batches disagree, so the advice there is unsure: {few}."
+    else:
+        sure = f" All {worst.batches} batches agree in every GEMM." if worst.batches > 1 else ""
     flushed = f", where {worst.flushed:.0%} of the values become zero" if worst.flushed >= 0.005 else ""
     return (
         f"Predicted SNR in dB under {recipe}, with equal weight for every channel; a deeper orange is a lower SNR, as"
-        f" in the legend. {found} The lowest is in {worst.product} of {short_names([worst.layer])[0]},"
+        f" in the legend. {found}{sure} The lowest is in {worst.product} of {short_names([worst.layer])[0]},"
         f" {worst.snr_db:.1f} dB, caused by the quantization of {worst.blame}{flushed}."
     )
 
@@ -269,12 +318,27 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
            is_wide(figure))  # fmt: skip
 
 
-def describe_check(rows: Sequence[Predicted]) -> str:
-    """Describe how far predictions and measurements differ, as the root mean square of the differences in dB."""
+def describe_check(rows: Sequence[Predicted], least_db: float) -> str:
+    """Describe which predictions a real step confirmed, and how far they differ, as the RMS difference in dB."""
     pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
     rms = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
+    unmeasured = [row for row in rows if row.measured_db is None]
+    left_out = (
+        f" {format_count(len(unmeasured), 'GEMM')} did not run in the real step, the lowest predicted at"
+        f" {min(row.snr_db for row in unmeasured):.1f} dB: an expert got no token, or a layer is not in 8 bits."
+        if unmeasured
+        else ""
+    )
+    low = [row for row in rows if row.measured_db is not None and row.snr_db < least_db]
+    confirmed = sum(row.measured_db < least_db for row in low if row.measured_db is not None)
+    missed = sum(measured < least_db <= snr for snr, measured in pairs)
+    was = ["was" if number == 1 else "were" for number in (confirmed, missed)]
+    right = (
+        f" Of {format_count(len(low), 'GEMM')} predicted below {least_db:g} dB, {confirmed} {was[0]} measured below it;"
+        f" of the others, {missed} {was[1]}."
+    )
     return (
         f"Measured SNR of {format_count(len(pairs), 'GEMM')} in real steps in 8 bits on the same batches, against the"
-        f" predicted SNR. On the dotted line both are equal; the RMS difference is {rms:.1f} dB. In a real step the"
-        " operands of a layer carry the errors of the layers before it."
+        f" predicted SNR.{right}{left_out} On the dotted line both are equal; the RMS difference is {rms:.1f} dB. In a"
+        " real step the operands of a layer carry the errors of the layers before it."
     )

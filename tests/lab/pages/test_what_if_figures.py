@@ -209,14 +209,26 @@ def test_exceptions_for_the_sake_of_another_gemm_are_distinguished():
     assert "1 of 2 GEMMs is below 20 dB; 2 are advised to stay in BF16 (the two weights of experts share" in caption
 
 
+def test_batches_that_disagree_make_the_advice_unsure():
+    rows = [replace(predicted(), batches=4, batches_below=1), replace(predicted(30.0), batches=4)]
+    assert "In 1 GEMM the batches disagree" in preflight.describe_risk(rows, "deepseek_v3", 20.0)
+
+
+def test_batches_that_agree_are_reported():
+    rows = [replace(predicted(), batches=4, batches_below=4), replace(predicted(30.0), batches=4)]
+    assert "All 4 batches agree in every GEMM." in preflight.describe_risk(rows, "deepseek_v3", 20.0)
+
+
 def test_without_a_risk_there_are_no_exceptions():
     assert "None is below 20 dB" in preflight.describe_risk([predicted(30.0, None, False)], "deepseek_v3", 20.0)
     assert "Every GEMM is exact" in preflight.describe_risk([], "deepseek_v3", 20.0)
 
 
 def test_the_error_of_predictions_is_reported():
-    caption = preflight.describe_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)])
+    caption = preflight.describe_check([predicted(10.0, 13.0), predicted(20.0, 16.0), predicted(5.0, None)], 20.0)
     assert "Measured SNR of 2 GEMMs" in caption
+    assert "Of 1 GEMM predicted below 20 dB, 1 was measured below it; of the others, 1 was." in caption
+    assert "1 GEMM did not run in the real step, the lowest predicted at 5.0 dB" in caption
     assert "the RMS difference is 3.5 dB" in caption  # √((9 + 16) / 2)
 
 
