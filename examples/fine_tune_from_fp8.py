@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 import octile
 from octile.checkpoint import convert_checkpoint
+from octile.cli import run_script
 
 
 def load_in_float32(folder: Path, converted: Path) -> nn.Module:
@@ -40,12 +41,21 @@ def main(arguments: list[str] | None = None) -> Trainer:
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=1e-5)
     args = parser.parse_args(arguments)
+    for name in ("steps", "length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if not (args.folder / "config.json").is_file():
+        raise FileNotFoundError(f"folder {str(args.folder)!r} has no config.json")
+    if not args.text.is_file():
+        raise FileNotFoundError(f"text {str(args.text)!r} is no file")
 
-    model = octile.convert(load_in_float32(args.folder, args.out / "start"))  # prints what it converted
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     tokens = tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"]
     starts = range(0, len(tokens) - args.length + 1, args.length)
     sequences = [tokens[start : start + args.length] for start in starts]
+    if not sequences:
+        raise ValueError(f"{args.text} has {len(tokens)} tokens, and a sequence has {args.length}")
+    model = octile.convert(load_in_float32(args.folder, args.out / "start"))  # prints what it converted
 
     trainer = Trainer(
         model=model,
@@ -72,4 +82,4 @@ def main(arguments: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)  # bad input ends in one line

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 
 import octile
+from octile.checkpoint.hugging_face import read_model_config
+from octile.cli import run_script
 from octile.models.deepseek_v3 import IGNORED, DeepseekV3
 from octile.train.tokenizer import Tokenizer
 
@@ -25,8 +27,13 @@ from octile.train.tokenizer import Tokenizer
 def read_traces(path: Path, tokenizer: Tokenizer, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Read tokens and labels, int64 [1, S] each, of every trace that has tokens to be predicted."""
     traces = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        trace = json.loads(line)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            trace = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(trace, dict) or not all(isinstance(trace.get(name), str) for name in ("prompt", "response")):
+            raise ValueError(f'{path}, line {number} must be {{"prompt": TEXT, "response": TEXT}}')
         prompt = [tokenizer.begin, *tokenizer.encode(trace["prompt"])]
         tokens = [*prompt, *tokenizer.encode(trace["response"]), tokenizer.end][:max_length]
         labels = [IGNORED] * len(prompt) + tokens[len(prompt) :]
@@ -54,12 +61,16 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--batch", type=int, default=4, help="traces per step")
     parser.add_argument("--lr", type=float, default=1e-4)
     args = parser.parse_args(arguments)
+    for name in ("epochs", "batch"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(0)
-    model = octile.convert(octile.load(args.student)).to(device)
     folder = args.student / "model" if (args.student / "model").is_dir() else args.student
-    traces = read_traces(args.traces, Tokenizer.load(folder), model.config.max_position_embeddings)
+    context = read_model_config(args.student).max_position_embeddings
+    traces = read_traces(args.traces, Tokenizer.load(folder), context)
+    model = octile.convert(octile.load(args.student)).to(device)
     held_out, trained = traces[::8], [trace for number, trace in enumerate(traces) if number % 8]
 
     optimizer = octile.optim.AdamW(octile.optim.param_groups(model, weight_decay=0.0), lr=args.lr)
@@ -85,4 +96,4 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)  # bad input ends in one line

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octile
+from octile.cli import run_script
 
 
 @dataclass
@@ -97,6 +98,11 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--recipe", default="deepseek_v3")
     args = parser.parse_args(arguments)
+    for name in ("steps", "dim", "layers"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if args.dim % 32:
+        raise ValueError(f"dim must be a multiple of 32, the size of an attention head, not {args.dim}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(0)
@@ -120,4 +126,4 @@ def main(arguments: list[str] | None = None) -> tuple[nn.Module, list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)  # bad input ends in one line

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import octile
+from octile.cli import run_script
 
 # recipes that do not set the optimizer's formats or a loss scale, which only `octile train` applies
 ALL = {name: octile.Recipe.named(name) for name in octile.Recipe.names()}
@@ -44,6 +45,17 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--length", type=int, default=256, help="bytes per sequence")
     parser.add_argument("--recipe", choices=RECIPES, default="deepseek_v3")
     args = parser.parse_args(arguments)
+    for name in ("steps", "hidden", "layers", "length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if args.hidden % 32:
+        raise ValueError(f"hidden must be a multiple of 32, the size of an attention head, not {args.hidden}")
+    if not args.text.is_file():
+        raise FileNotFoundError(f"text {str(args.text)!r} is no file")
+    if args.text.stat().st_size <= args.length:
+        raise ValueError(
+            f"{args.text} has {args.text.stat().st_size} bytes, and a sequence of {args.length} needs more"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(0)
@@ -73,4 +85,4 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)  # bad input ends in one line

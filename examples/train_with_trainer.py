@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Trainer, TrainingArguments
 
 import octile
+from octile.cli import run_script
 
 # recipes that do not set the optimizer's formats or a loss scale, and need no `end_step` after each step
 ALL = {name: octile.Recipe.named(name) for name in octile.Recipe.names()}
@@ -63,6 +64,17 @@ def main(arguments: list[str] | None = None) -> Trainer:
     parser.add_argument("--recipe", choices=RECIPES, default="deepseek_v3")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     args = parser.parse_args(arguments)
+    for name in ("steps", "hidden", "layers", "length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if args.hidden % 32:
+        raise ValueError(f"hidden must be a multiple of 32, the size of an attention head, not {args.hidden}")
+    if not args.text.is_file():
+        raise FileNotFoundError(f"text {str(args.text)!r} is no file")
+    if args.text.stat().st_size <= args.length:
+        raise ValueError(
+            f"{args.text} has {args.text.stat().st_size} bytes, and a sequence of {args.length} needs more"
+        )
 
     torch.manual_seed(0)
     model = build(args.model, args.hidden, args.layers)
@@ -93,4 +105,4 @@ def main(arguments: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)  # bad input ends in one line

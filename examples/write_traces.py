@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 import octile
+from octile.checkpoint.files import check_output_file
+from octile.cli import run_script
 from octile.train.generate import Sampling, generate_text
 from octile.train.tokenizer import Tokenizer
 
@@ -27,17 +29,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.8)
     args = parser.parse_args(arguments)
+    for name in ("samples", "tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    check_output_file("out", args.out)
+    samplings = [Sampling(args.tokens, args.temperature, top_p=0.95, seed=seed) for seed in range(args.samples)]
+    prompts = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
 
     teacher = octile.load(args.teacher).to("cuda" if torch.cuda.is_available() else "cpu")
     model_folder = args.teacher / "model"
     tokenizer = Tokenizer.load(model_folder if model_folder.is_dir() else args.teacher)
-    prompts = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
 
     written = 0
     with args.out.open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            for seed in range(args.samples):
-                sampling = Sampling(args.tokens, args.temperature, top_p=0.95, seed=seed)
+            for sampling in samplings:
                 response = "".join(generate_text(teacher, tokenizer, prompt, sampling))
                 if response:  # the answer may be empty
                     file.write(json.dumps({"prompt": prompt, "response": response}, ensure_ascii=False) + "\n")
@@ -47,4 +53,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)  # bad input ends in one line

@@ -354,6 +354,15 @@ def _is_text(line: str) -> bool:
     return bool(line.strip("─-"))
 
 
+def run_script(main: Callable[[], object]) -> None:
+    """Run the main function of a script; an exception becomes one line and an exit code, as in octile's commands."""
+
+    def command(_: list[str]) -> None:
+        main()
+
+    _run(command, [])
+
+
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Run a command; an exception becomes one line and an exit code. OCTILE_TRACEBACK=1 shows the traceback."""
     try:
@@ -402,9 +411,12 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _raised_by_octile(error: BaseException) -> bool:
-    """Whether octile itself raised an exception: a check that tells the user what to correct, not a defect."""
+    """Whether octile or the script itself raised an exception: a check that tells what to correct, not a defect."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and Path(frames[-1].f_code.co_filename).is_relative_to(Path(__file__).parent)
+    if not frames:
+        return False
+    file, script = frames[-1].f_code.co_filename, getattr(sys.modules["__main__"], "__file__", None)
+    return file == script or Path(file).is_relative_to(Path(__file__).parent)
 
 
 def _fail(message: str, code: int) -> NoReturn:
