@@ -392,7 +392,7 @@ class Recipe:
 
     @classmethod
     def mxfp8(cls) -> Recipe:
-        """NVIDIA's recipe for Blackwell: E4M3 in OCP's MXFP8, 32 values with a power of two, rounded up, as scale.
+        """NVIDIA's recipe for Blackwell: E4M3 in OCP's MXFP8, 32 values with a UE8M0 scale, which is rounded up.
 
         The 32 values of every operand lie along the dimension that its GEMM sums over. What two GEMMs read in two
         directions, inputs, weights and output gradients, is quantized twice from the original. Hopper's tensor cores do

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.formats import E4M3, E5M2, INT8, FloatFormat, IntFormat
+from octile.formats import E4M3, E5M2, INT8, UE8M0, FloatFormat, IntFormat
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.functional import grouped_linear, linear
 from octile.nn.observer import observe_gemms, observe_quantization
@@ -384,8 +384,9 @@ def test_mxfp8_has_32_values_and_a_power_of_2_in_a_block(x, w, dy):
 @given(st.integers(0, 2**31), st.integers(-100, 100))
 def test_mxfp8s_scales_are_the_smallest_powers_of_2_that_let_no_value_saturate(seed, exponent):
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    scale = quantized_operands("mxfp8", x.requires_grad_(), torch.ones(2, 96), torch.zeros(3, 2))["x"].scale.double()
-    amax = x.double().unflatten(1, (3, 32)).abs().amax(-1)
+    scale = quantized_operands("mxfp8", x.requires_grad_(), torch.ones(2, 96), torch.zeros(3, 2))["x"].scale
+    assert torch.equal(UE8M0.round(scale), scale)
+    scale, amax = scale.double(), x.double().unflatten(1, (3, 32)).abs().amax(-1)
     assert (amax <= 448 * scale).all()
     assert (amax > 448 * scale / 2).all()
 

@@ -101,7 +101,7 @@ def test_wgrad(ends: list[int]):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("block", [(T, None), BLOCK], ids=["one scale a tensor", "blocks"])
+@pytest.mark.parametrize("block", [(T, None), BLOCK, (32, 1)], ids=["one scale a tensor", "blocks", "MX"])
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 def test_wgrad_with_other_blocks(block: tuple[int, int | None], fmt: str):
     dy_block, x_block = (block[0], block[1] or N), (block[0], block[1] or 50)
