@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from octile.train.compare import Comparison
 from octile.train.config import preset
 from octile.train.run_folder import RunFolder
 from octile.train.tokenizer import Tokenizer
+from octile.validation import annotations_of
 from tests.train.conftest import MICRO
 
 MICRO_RUN = [
@@ -426,7 +427,10 @@ def test_a_traceback_is_shown_on_request(monkeypatch):
     ("options", "message"),
     [
         (["--seeds", "two"], "seeds must be how many (3) or which (0,1,2), not 'two'"),
-        (["--seed", str(2**63 - 1), "--seeds", "2"], "seed must be below 2**63"),
+        (
+            ["--seed", str(2**63 - 1), "--seeds", "2"],
+            "seed must be at most 9,223,372,036,854,775,807, not 9223372036854775808",
+        ),
         (["--gradient-steps", "600"], "gradient_steps must be from 1 to 500, or start, middle, end, or none"),
     ],
 )
@@ -503,3 +507,51 @@ def test_a_comparison_without_recipes_is_refused(capsys, tmp_path, recipes):
 
 def test_resuming_a_comparison_needs_its_folder(capsys):
     assert "--resume needs --out FOLDER" in refused(capsys, "compare", "--resume")
+
+
+EXTREMES = ("nan", "inf", "-inf", "-1", "0", "1e30", str(10**18))
+ACCEPTED = {  # those of the extremes that an option accepts; all other numeric options accept none
+    **dict.fromkeys(("checkpoint-every", "skip-limit", "telemetry-every"), ("0",)),
+    "seed": ("0", str(10**18)),
+    **dict.fromkeys(("optim.lr", "optim.weight-decay", "optim.balance-speed", "optim.late-mtp-loss-weight"), ("0",)),
+    **dict.fromkeys(("optim.warmup", "optim.decay", "optim.final-lr", "optim.tail", "optim.last-tail"), ("0",)),
+    **dict.fromkeys(("optim.last-lr", "optim.balance-end", "optim.mtp-change", "optim.ema-decay"), ("0",)),
+    "batch-ramp": ("0",),
+    "optim.clip": ("1e30", str(10**18)),
+}
+
+
+def numeric_options(config, prefix=""):
+    """The options whose value is a number, by the fields of a configuration."""
+    for name, annotation in annotations_of(type(config)).items():
+        value = getattr(config, name)
+        if is_dataclass(value):
+            yield from numeric_options(value, f"{prefix}{name}.")
+        elif any(number in str(annotation) for number in ("int", "float")) and not isinstance(value, tuple | bool):
+            yield f"{prefix}{name}".replace("_", "-")
+
+
+TRAINED = [name for name in numeric_options(preset("tiny")) if not name.startswith("model.")]
+
+
+def test_every_numeric_option_of_training_is_tried():
+    assert len(TRAINED) == 26
+    assert ACCEPTED.keys() <= set(TRAINED)
+
+
+@pytest.mark.parametrize("option", TRAINED)
+def test_numbers_out_of_range_are_refused_before_anything_is_made(capsys, tmp_path, option):
+    run = tmp_path / "run"
+    for value in EXTREMES:
+        if value not in ACCEPTED.get(option, ()):
+            line = refused(capsys, "train", f"--{option}={value}", "--out", str(run))
+            assert option.replace("-", "_") in line.replace("-", "_"), value
+            assert "at least 0, not inf" not in line
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("option", ["steps", "sequence-length", "seed"])
+def test_numbers_out_of_range_are_refused_before_a_comparison_is_made(capsys, tmp_path, option):
+    for value in ("nan", "-1", "1e30", str(10**19)):
+        refused(capsys, "compare", f"--{option}={value}", "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

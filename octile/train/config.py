@@ -6,20 +6,26 @@ This module imports no torch, so that the command line answers at once.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig, RopeScaling
 from octile.train.tokenizer import check_text
+from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
 
 MAX_SEED = 2**63 - 1  # what a checkpoint can hold
+MAX_COUNT = 2**31 - 1  # far beyond any run; products of two counts fit 64 bits
+
+Count = Annotated[int, Range(at_least=0, at_most=MAX_COUNT)]
+Positive = Annotated[int, Range(at_least=1, at_most=MAX_COUNT)]
+Share = Annotated[float, Range(at_least=0, at_most=1)]
+DecayRate = Annotated[float, Range(at_least=0, below=1)]
 
 
 @dataclass(frozen=True)
@@ -44,42 +50,30 @@ class OptimConfig:
         ema_decay: the decay of the moving average of the weights on the CPU; 0 computes no average.
     """
 
-    lr: float = 2.2e-4
-    warmup: float = 0.05
-    decay: float = 0.4
-    final_lr: float = 0.1
-    tail: float = 0.0
-    last_tail: float = 0.0
-    last_lr: float = 0.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    balance_speed: float = 0.001
-    balance_end: float = 1.0
-    mtp_change: float = 1.0
-    late_mtp_loss_weight: float = 0.1
-    ema_decay: float = 0.0
+    lr: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 2.2e-4
+    warmup: Share = 0.05
+    decay: Share = 0.4
+    final_lr: Share = 0.1
+    tail: Share = 0.0
+    last_tail: Share = 0.0
+    last_lr: Share = 0.0
+    weight_decay: Annotated[float, Range(at_least=0, at_most=10)] = 0.1
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    clip: Annotated[float, Range(above=0)] = 1.0
+    balance_speed: Annotated[float, Range(at_least=0, at_most=1)] = 0.001
+    balance_end: Share = 1.0
+    mtp_change: Share = 1.0
+    late_mtp_loss_weight: Annotated[float, Range(at_least=0, at_most=1000)] = 0.1
+    ema_decay: DecayRate = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "balance_speed", "late_mtp_loss_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optim.{name} must be at least 0, not {getattr(self, name)}")
-        shares = ("warmup", "decay", "final_lr", "tail", "last_tail", "last_lr", "balance_end", "mtp_change")
-        for name in shares:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optim.{name} must be a share from 0 to 1, not {getattr(self, name)}")
+        check_fields(self, "optim.")
         phases = {name: getattr(self, name) for name in ("warmup", "decay", "tail", "last_tail")}
         if not sum(phases.values()) <= 1:
             words = " and ".join(f"optim.{name} {share}" for name, share in phases.items() if share)
             raise ValueError(f"{words} are together more than the run")
         if self.last_tail and not self.last_lr <= self.final_lr:
             raise ValueError(f"optim.last_lr must be at most optim.final_lr, {self.final_lr}, not {self.last_lr}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas must be from 0 to below 1, not {self.betas}")
-        if not self.clip > 0:
-            raise ValueError(f"optim.clip must be above 0, not {self.clip}")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"optim.ema_decay must be from 0 to below 1, not {self.ema_decay}")
 
 
 @dataclass(frozen=True)
@@ -123,22 +117,22 @@ class TrainConfig:
     recipe: str = "deepseek_v3"
     data: str = "stdlib"
     init_from: Path | None = None
-    steps: int = 500
-    seed: int = 0
+    steps: Positive = 500
+    seed: Annotated[int, Range(at_least=0, at_most=MAX_SEED)] = 0
     out: Path | None = None
-    checkpoint_every: int = 100
-    validate_every: int = 50
-    batch_size: int = 8
-    initial_batch_size: int | None = None
-    batch_ramp: float = 0.0
-    micro_batches: int = 1
-    sequence_length: int = 128
-    skip_limit: int = 10
-    val_sequences: int = 128
+    checkpoint_every: Count = 100
+    validate_every: Positive = 50
+    batch_size: Positive = 8
+    initial_batch_size: Positive | None = None
+    batch_ramp: Share = 0.0
+    micro_batches: Positive = 1
+    sequence_length: Positive = 128
+    skip_limit: Count = 10
+    val_sequences: Positive = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     prompt: str = "def "
-    telemetry_every: int = 0
+    telemetry_every: Count = 0
     telemetry_layers: str = "*"
     guards: Path | None = None
     model: ModelConfig = field(default_factory=MODELS["tiny"])
@@ -147,37 +141,34 @@ class TrainConfig:
     guards_text: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "micro_batches", "sequence_length", "val_sequences", "validate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("seed", "checkpoint_every", "skip_limit"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        if self.seed > MAX_SEED:
-            raise ValueError(f"seed must be below 2**63, not {self.seed}")
+        check_fields(self)
         if not self.data.strip():
             raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
-        check_text("prompt", self.prompt)
+        for name in ("prompt", "data", "recipe", "init_from", "out", "telemetry_layers", "guards"):
+            check_text(name, str(getattr(self, name)))  # config.json is UTF-8
         if self.sequence_length < self.min_sequence_length:
             raise ValueError(
                 f"sequence_length must be at least {self.min_sequence_length} for this model, "
                 f"not {self.sequence_length}"
             )
-        if not 0 <= self.batch_ramp <= 1:
-            raise ValueError(f"batch_ramp must be a share from 0 to 1, not {self.batch_ramp}")
         if (self.initial_batch_size is None) != (self.batch_ramp == 0):
             raise ValueError(
                 "initial_batch_size and batch_ramp need each other, but they are "
                 f"{self.initial_batch_size} and {self.batch_ramp}"
             )
-        if self.initial_batch_size is not None and not 1 <= self.initial_batch_size <= self.batch_size:
+        if self.initial_batch_size is not None and self.initial_batch_size > self.batch_size:
             raise ValueError(
-                f"initial_batch_size must be from 1 to batch_size, {self.batch_size}, not {self.initial_batch_size}"
+                f"initial_batch_size must be at most batch_size, {self.batch_size}, not {self.initial_batch_size}"
             )
         if self.optim.mtp_change < 1 and not self.model.num_nextn_predict_layers:
             raise ValueError(
                 f"optim.mtp_change {self.optim.mtp_change} has no effect, because the model has no multi-token "
                 "prediction: use 1"
+            )
+        if self.batch_size * self.sequence_length > MAX_COUNT:
+            raise ValueError(
+                f"batch_size {self.batch_size} × sequence_length {self.sequence_length} must be at most {MAX_COUNT:,} "
+                "tokens per step"
             )
         if self.batch_size % self.micro_batches:
             raise ValueError(f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}")
@@ -186,7 +177,7 @@ class TrainConfig:
                 f"sequence_length {self.sequence_length} exceeds the model's max_position_embeddings, "
                 f"{self.model.max_position_embeddings}"
             )
-        if not 0 <= self.telemetry_every <= self.steps:
+        if self.telemetry_every > self.steps:
             raise ValueError(
                 f"telemetry_every must be from 1 to {self.steps}, the run's steps, or 0 for none; "
                 f"not {self.telemetry_every}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -114,6 +115,7 @@ def _train(
 
     with (
         stop_requests() as stop,
+        nullcontext() if resume else _unmarked_on_failure(run, trainer),
         _report_on_failure(run, console),
         deterministic(config.deterministic),
         explain_out_of_memory(config, device, trainer),
@@ -293,6 +295,24 @@ def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, console: RunCon
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     console.print_results(run, sample, report)
+
+
+@contextmanager
+def _unmarked_on_failure(run: RunFolder, trainer: Trainer) -> Iterator[None]:
+    """Leave no run behind if its first step fails, so that the corrected command can use the same folder.
+
+    The prepared data stay. A non-finite loss or lack of memory is a result: the run and its report stay.
+    """
+    try:
+        yield
+    except (FloatingPointError, MemoryError):
+        raise
+    except Exception:
+        if trainer.steps_done == 0:
+            run.config_file.unlink(missing_ok=True)
+            run.metrics_file.unlink(missing_ok=True)
+            shutil.rmtree(run.tensorboard, ignore_errors=True)
+        raise
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Tests of a run's configuration: presets, values that are refused, and conversion to JSON and back."""
 
+import math
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -27,13 +28,16 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
     ("change", "message"),
     [
         ({"steps": 0}, "steps must be at least 1, not 0"),
-        ({"skip_limit": -1}, "skip_limit must not be negative, but is -1"),
-        ({"seed": -1}, "seed must not be negative, but is -1"),
-        ({"seed": 2**63}, "seed must be below"),
+        ({"skip_limit": -1}, "skip_limit must be at least 0, not -1"),
+        ({"seed": -1}, "seed must be at least 0, not -1"),
+        ({"seed": 2**63}, "seed must be at most 9,223,372,036,854,775,807, not 9223372036854775808"),
         ({"data": " "}, "data is empty"),
         ({"batch_size": 8, "micro_batches": 3}, "batch_size 8 must be divisible by micro_batches 3"),
         ({"sequence_length": 4096}, "sequence_length 4096 exceeds"),
         ({"sequence_length": 2}, "sequence_length must be at least 3"),
+        ({"batch_size": 2**26}, "batch_size 67108864 × sequence_length 128 must be at most 2,147,483,647 tokens"),
+        ({"out": Path("a\udcff")}, "out must be "),
+        ({"recipe": "\udcff.toml"}, "recipe must be "),
     ],
 )
 def test_values_out_of_range_are_refused(change, message):
@@ -45,12 +49,13 @@ def test_values_out_of_range_are_refused(change, message):
     ("change", "message"),
     [
         ({"lr": -1.0}, "optim.lr must be at least 0, not -1.0"),
-        ({"lr": float("nan")}, "optim.lr must be at least 0, not nan"),
-        ({"warmup": 1.5}, "optim.warmup must be a share from 0 to 1"),
+        ({"lr": float("nan")}, "optim.lr must be finite, not nan"),
+        ({"lr": math.inf}, "optim.lr must be finite, not inf"),
+        ({"warmup": 1.5}, "optim.warmup must be at most 1, not 1.5"),
         ({"warmup": 0.7, "decay": 0.7}, "together more than the run"),
-        ({"betas": (0.9, 1.0)}, "optim.betas must be from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "optim.betas must be below 1, not 1.0"),
         ({"clip": 0.0}, "optim.clip must be above 0"),
-        ({"ema_decay": 2.0}, "optim.ema_decay must be from 0 to below 1"),
+        ({"ema_decay": 2.0}, "optim.ema_decay must be below 1, not 2.0"),
     ],
 )
 def test_optimizer_values_out_of_range_are_refused_by_option(change, message):
@@ -154,7 +159,7 @@ def test_an_impossible_tail_is_refused(changes, message):
     [
         ({"batch_ramp": 0.5}, "initial_batch_size and batch_ramp need each other, but they are None and 0.5"),
         ({"initial_batch_size": 2}, "initial_batch_size and batch_ramp need each other, but they are 2 and 0.0"),
-        ({"batch_ramp": 0.5, "initial_batch_size": 9}, "initial_batch_size must be from 1 to batch_size, 8, not 9"),
+        ({"batch_ramp": 0.5, "initial_batch_size": 9}, "initial_batch_size must be at most batch_size, 8, not 9"),
     ],
 )
 def test_an_impossible_ramp_is_refused(changes, message):

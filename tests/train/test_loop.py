@@ -269,6 +269,30 @@ def test_a_changed_number_of_steps_is_printed(finished):
     assert "steps were 6 and are now 7" in screen.console.file.getvalue()
 
 
+def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, monkeypatch):
+    out, step = tmp_path / "run", Trainer.step
+
+    def fail(self):
+        raise ValueError("this model cannot be computed")
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    with pytest.raises(ValueError, match="cannot be computed"):
+        train(micro(data=str(text), out=out), False, silent_console())
+    assert {path.name for path in out.iterdir()} <= {".lock", "data"}
+    monkeypatch.setattr(Trainer, "step", step)
+    train(micro(data=str(text), out=out, steps=1), False, silent_console())
+    assert list(metrics(out, "loss")) == [1]
+
+
+def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
+    out, step = tmp_path / "run", Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self: step(self) if self.steps_done < 2 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(micro(data=str(text), out=out), False, silent_console())
+    assert list(metrics(out, "loss")) == [1, 2]
+    assert RunFolder.open(out).read_config().steps == 6
+
+
 def test_a_nan_loss_leaves_the_last_checkpoint(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     step = Trainer.step
