@@ -42,7 +42,7 @@ def draft_acceptance(trainer: Trainer, windows: Tensor | None = None) -> DraftAc
     windows = trainer.held_out if windows is None else windows
     batch = trainer.config.batch_size // trainer.config.micro_batches
     greedy = drawn = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    with frozen_weights(trainer.model), trainer.autocast():
+    with frozen_weights(trainer.model), trainer.precision():
         for tokens_BS in windows.split(batch):
             main_BSV, draft_BSV = trainer.model.with_drafts(tokens_BS.to(trainer.device))
             main_BSV = main_BSV[:, 1:]

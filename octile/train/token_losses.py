@@ -28,7 +28,7 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
     trainer.model.eval()
     batch = trainer.config.batch_size // trainer.config.micro_batches
     losses = []
-    with frozen_weights(trainer.model), trainer.autocast():
+    with frozen_weights(trainer.model), trainer.precision():
         for tokens_BS in (trainer.held_out if windows is None else windows).split(batch):
             tokens_BS = tokens_BS.to(trainer.device)
             logits_BSV = trainer.model(tokens_BS)[:, :-1].float()

@@ -21,6 +21,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
+from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
 from octile.optim.gradient import gradient_of
 from octile.optim.gradient import load as load_gradient
@@ -166,7 +167,8 @@ class Trainer:
             parts: sequences of the batch over sequences of the micro-batch.
         """
         loss = self._loss(tokens_BS) / parts
-        (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
+        with without_reduced_precision_reduction():
+            (self.loss_scale.scale(loss) if self.loss_scale else loss).backward()
         return loss.detach()
 
     def expert_load(self) -> dict[str, list[int]]:
@@ -195,7 +197,7 @@ class Trainer:
         """Histograms of the scales in a forward and backward pass on held-out text, which changes no state."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        with self.preserved(), record_tile_scales() as histograms:
+        with self.preserved(), record_tile_scales() as histograms, without_reduced_precision_reduction():
             self._loss(self.held_out[:1]).backward()
         return histograms()
 
@@ -211,12 +213,18 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
+        """Autocast of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
 
         On a CPU, and under a recipe that computes in FP32, it is in FP32.
         """
         dtype = self.recipe.compute
         return torch.autocast(self.device.type, dtype, self.device.type == "cuda" and dtype != torch.float32)
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """The context of a forward pass: autocast, and GEMMs that sum in FP32 under every recipe."""
+        with self.autocast(), without_reduced_precision_reduction():
+            yield
 
     def balance_speed(self) -> float:
         """γ of the next step."""
@@ -245,7 +253,7 @@ class Trainer:
     def _loss(self, tokens_BS: Tensor) -> Tensor:
         self.model.mtp_loss_weight = self.mtp_loss_weight()
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
-        with self.autocast():
+        with self.precision():
             return self.model(tokens_BS, tokens_BS)
 
     def _check_loss(self, loss: float, tokens_BS: Tensor) -> None:

@@ -56,14 +56,20 @@ CASES = {
             torch.randn(8, 64, device="cuda"),
         ),
     ),
-    "high-precision groups": lambda: (
-        high_precision_grouped_nt,
-        (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(3, 70, 60, device="cuda").bfloat16(), _offs()),
-    ),
-    "high-precision groups, summed over rows": lambda: (
-        high_precision_grouped_tn,
-        (torch.randn(99, 60, device="cuda").bfloat16(), torch.randn(99, 70, device="cuda").bfloat16(), _offs()),
-    ),
+    **{
+        f"high-precision groups, {dtype}": lambda dtype=dtype: (
+            high_precision_grouped_nt,
+            (*(torch.randn(n, device="cuda").bfloat16() for n in ((99, 60), (3, 70, 60))), _offs(), dtype),
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    },
+    **{
+        f"high-precision groups, summed over rows, {dtype}": lambda dtype=dtype: (
+            high_precision_grouped_tn,
+            (*(torch.randn(n, device="cuda").bfloat16() for n in ((99, 60), (99, 70))), _offs(), dtype),
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    },
     "quantize": lambda: (quantize, (torch.randn(2, 5, 130, device="cuda"), *TILE, "int8", True)),
     "dequantize": lambda: (dequantize, (*_operand((5, 130), TILE)[:2], *TILE, torch.bfloat16)),
     "quantize_with_scale": lambda: (

@@ -177,13 +177,13 @@ def test_wgrad_equals_the_slow_definition(name, x, w, dy):
 
 
 @every_dtype
-def test_gemms_without_quantization_are_those_of_the_dtype(name, x, w, dy):
-    dtype = Recipe.named(name).compute
+def test_gemms_without_quantization_cast_their_operands_and_sum_in_float32(name, x, w, dy):
     y = linear(x, w, None, Recipe.named(name))
     y.backward(dy)
-    assert torch.equal(y, (x.to(dtype) @ w.to(dtype).T).float())
-    assert torch.equal(x.grad, (dy.to(dtype) @ w.to(dtype)).float())
-    assert torch.equal(w.grad, (dy.to(dtype).T @ x.to(dtype)).float())
+    x_c, w_c, dy_c = (t.detach().to(Recipe.named(name).compute).float() for t in (x, w, dy))
+    assert torch.equal(y, x_c @ w_c.T)
+    assert torch.equal(x.grad, dy_c @ w_c)
+    assert torch.equal(w.grad, dy_c.T @ x_c)
 
 
 def test_no_recipe_equals_torchs_linear(x, w):

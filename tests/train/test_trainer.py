@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
+from octile.ops.high_precision import REDUCED_PRECISION
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig
+from octile.train.token_losses import token_losses
 from octile.train.trainer import Trainer, schedule
 from tests.train.conftest import micro
 
@@ -25,6 +27,24 @@ def weights(trainer):
 def test_the_loss_falls_under_every_recipe(new_trainer, recipe):
     losses = run(new_trainer(recipe=recipe, steps=12), 12)
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
+def test_gemms_add_their_partial_sums_in_float32_in_training_and_validation(new_trainer, recipe):
+    trainer, seen = new_trainer(recipe=recipe), []
+    before = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED_PRECISION}
+
+    def look(*_: object) -> None:
+        seen.extend(getattr(torch.backends.cuda.matmul, name) for name in REDUCED_PRECISION)
+
+    trainer.model.lm_head.register_forward_hook(look)
+    trainer.model.lm_head.weight.register_hook(look)
+    for work in (trainer.step, trainer.validate, trainer.tile_scales, lambda: token_losses(trainer)):
+        seen.clear()
+        work()
+        assert seen
+        assert not any(seen)
+    assert before == {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED_PRECISION}
 
 
 def test_two_runs_of_one_seed_are_bit_identical(new_trainer):

@@ -46,6 +46,7 @@ from octile.bench.step.models import Sizes, Work, captured, compiled, decoder, r
 from octile.bench.timing import seconds
 from octile.models.config import ModelConfig
 from octile.nn.conversion import apply_recipe
+from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import AdamW, param_groups
 from octile.recipe import Recipe
 from octile.train.config import preset
@@ -71,8 +72,9 @@ def rows() -> Iterator[Row]:
     """Measure the speed of a training step, the bytes saved for backward and the bytes of a checkpoint."""
     if torch.cuda.is_available():
         begin = time.monotonic()
-        yield from mixture(ModelConfig(), 32, 4096, "cuda", begin)
-        yield from dense(Sizes(), "cuda", begin)
+        with without_reduced_precision_reduction():  # as in training
+            yield from mixture(ModelConfig(), 32, 4096, "cuda", begin)
+            yield from dense(Sizes(), "cuda", begin)
     else:
         yield _speed()
         yield from _saved_bytes()

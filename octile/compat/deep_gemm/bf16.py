@@ -1,4 +1,4 @@
-"""BF16 GEMMs under DeepGEMM's names, computed by cuBLASLt: `torch.mm`, `torch.bmm`, `F.grouped_mm`.
+"""BF16 GEMMs under DeepGEMM's names, computed by cuBLASLt, and by `octile.ops.high_precision` where they are grouped.
 
 Shapes are those of `dense`, `grouped` and `k_grouped`. Accumulators are FP32, and c is added in FP32.
 """
@@ -89,8 +89,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
 ) -> None:
     """Compute d[rows of g] = a[rows of g] · b[g]ᵀ: a[M, K], b[G, N, K] bfloat16, d[M, N] bfloat16 or float32.
 
-    grouped_layout, use_psum_layout and ensure_zero_padding as in `m_grouped_fp8_gemm_nt_contiguous`.  `F.grouped_mm`
-    cannot write into a given tensor, so its BF16 result is copied to d.
+    grouped_layout, use_psum_layout and ensure_zero_padding as in `m_grouped_fp8_gemm_nt_contiguous`.  The grouped GEMM
+    cannot write into a given tensor, so its result is copied to d.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -101,7 +101,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     check_layout(grouped_layout, m, groups, a.device, use_psum_layout)
     if m == 0 or groups == 0:
         return
-    d.copy_(nt(a, b, offsets(grouped_layout, m, groups, use_psum_layout)))
+    d.copy_(nt(a, b, offsets(grouped_layout, m, groups, use_psum_layout), d.dtype))
     if use_psum_layout and ensure_zero_padding:
         d.masked_fill_(padding(grouped_layout, m)[:, None], 0)
 

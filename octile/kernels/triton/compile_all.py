@@ -26,6 +26,7 @@ from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import (
     adamw,
     grouped,
+    high_precision,
     matmul,
     norm,
     permute,
@@ -188,6 +189,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         "grouped dyᵀ · x MXFP8": lambda: grouped.launch_wgrad(
             with_sizes(Schedule.ALONG_K, _operand(t, n, MX_COLUMN_TILE), _operand(t, k, MX_COLUMN_TILE), fp32)
         ),
+        "grouped x · wᵀ of BF16": lambda: high_precision.launch_nt(_empty(t, k), _empty(groups, n, k), offs),
+        "grouped dy · w of BF16": lambda: high_precision.launch_nt(_empty(t, n), _empty(groups, n, k).mT, offs),
+        "grouped dyᵀ · x of BF16": lambda: high_precision.launch_tn(_empty(t, n), _empty(t, k), offs),
         "Hopper's tensor core, FP8": lambda: modeled(fp32, 32, 13),
         "Hopper's tensor core, BF16": lambda: modeled(torch.float64, 16, 25),
     }

@@ -123,16 +123,7 @@ def _grouped(
     """
     m_tile, n_tile = raster_tile(tl.program_id(0), max_tiles, tl.cdiv(N, TILE_N))
 
-    # for all groups at once: where they end, how many tiles they take, and which of them has this program's tile
-    g = tl.arange(0, ENDS)
-    starts = _clamp_offset(tl.load(offs + g - 1, mask=(g > 0) & (g <= G), other=0), T)
-    ends = tl.where(g < G, _clamp_offset(tl.load(offs + g, mask=g < G, other=0), T), rest)
-    tiles = tl.where(g <= G, tl.cdiv(tl.maximum(ends - starts, 0), TILE_M), 0)
-    tiles_before = tl.cumsum(tiles, axis=0) - tiles
-    ours = (tiles_before <= m_tile) & (m_tile < tiles_before + tiles)
-    group = tl.sum(tl.where(ours, g, 0), axis=0)
-    m_first = tl.sum(tl.where(ours, starts + (m_tile - tiles_before) * TILE_M, 0), axis=0)
-    m_end = tl.sum(tl.where(ours, ends, 0), axis=0)
+    group, m_first, m_end = group_tile(offs, m_tile, T, G, rest, TILE_M, ENDS)
     if m_first >= m_end:
         return
 
@@ -194,8 +185,8 @@ def _wgrad(
     m_tile, n_tile = raster_tile(tl.program_id(0) % (m_tiles * n_tiles), m_tiles, n_tiles)
     m_first = m_tile * TILE_M
     n_first = n_tile * TILE_N
-    start = _clamp_offset(tl.load(offs + group - 1, mask=group > 0, other=0), T)
-    end = _clamp_offset(tl.load(offs + group), T)
+    start = clamp_offset(tl.load(offs + group - 1, mask=group > 0, other=0), T)
+    end = clamp_offset(tl.load(offs + group), T)
     total = sum_over_k(
         a, a_row, a_scale, a_scale_row, a_scale_col, m_first, M,
         b, b_row, b_scale, b_scale_row, b_scale_col, n_first, N, K, start, end,
@@ -205,6 +196,24 @@ def _wgrad(
 
 
 @triton.jit
-def _clamp_offset(offset, T):
+def group_tile(offs, m_tile, T, G, rest, TILE_M: tl.constexpr, ENDS: tl.constexpr):
+    """Find a tile of rows: its group, its first row and the end of its group. Without rows the end is not larger.
+
+    Rows past the last group, up to row `rest`, are the group G. ENDS is a power of two above G.
+    """
+    # for all groups at once: where they end, how many tiles they take, and which of them has this program's tile
+    g = tl.arange(0, ENDS)
+    starts = clamp_offset(tl.load(offs + g - 1, mask=(g > 0) & (g <= G), other=0), T)
+    ends = tl.where(g < G, clamp_offset(tl.load(offs + g, mask=g < G, other=0), T), rest)
+    tiles = tl.where(g <= G, tl.cdiv(tl.maximum(ends - starts, 0), TILE_M), 0)
+    tiles_before = tl.cumsum(tiles, axis=0) - tiles
+    ours = (tiles_before <= m_tile) & (m_tile < tiles_before + tiles)
+    group = tl.sum(tl.where(ours, g, 0), axis=0)
+    m_first = tl.sum(tl.where(ours, starts + (m_tile - tiles_before) * TILE_M, 0), axis=0)
+    return group, m_first, tl.sum(tl.where(ours, ends, 0), axis=0)
+
+
+@triton.jit
+def clamp_offset(offset, T):
     """Clamp an offset to 0 … T: the host cannot check it, and it must not reach outside of the tensors."""
     return tl.minimum(tl.maximum(offset, 0), T)

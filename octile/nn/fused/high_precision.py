@@ -1,6 +1,7 @@
 """The linear layer in high precision: the baseline that FP8 is compared with.
 
-Operands are cast to BF16, FP16 or FP32 and nothing else happens to them. Groups, `main_grad` and autocast mean what
+Operands are cast to BF16, FP16 or FP32 and nothing else happens to them. Results are summed in FP32 and rounded once,
+as those of FP8 GEMMs are: a weight's gradient is FP32 where the weight is. Groups, `main_grad` and autocast mean what
 they mean in `octile.nn.functional`, so a baseline differs from a recipe in its precision only.
 
 On a GPU torch has a grouped GEMM for BF16 only. In FP16 and FP32 it reads the offsets on the host, so experts in these
@@ -41,8 +42,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         ctx.main_grad = getattr(weight, "main_grad", None)
         observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
-        y = nt(x, w, offs)
-        return y if y.dtype == out_dtype else y.to(out_dtype)  # see `octile.nn.fused.linear.nt`
+        return nt(x, w, offs, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,27 +52,50 @@ class HighPrecisionLinear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
-            dx = nt(dy, w.mT, offs).to(ctx.x_dtype)
+            dx = nt(dy, w.mT, offs, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
-            dw = tn(dy, x, offs).to(ctx.w_dtype if ctx.main_grad is None else torch.float32)
-        if dw is not None and ctx.main_grad is not None:
-            ctx.main_grad.add_(dw)
-            dw = None
+            dw = wgrad(dy, x, offs, ctx.w_dtype, ctx.main_grad)
         return dx, dw, None, None, None, None
 
 
-def nt(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """Multiply a[T, K] · bᵀ with b[N, K] or [G, N, K], also where autocast is on; other rows are zero."""
+def nt(a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply a[T, K] · bᵀ with b[N, K] or [G, N, K] → [T, N] in dtype, rounded once; other rows are zero."""
     if offs is not None:
-        return high_precision_grouped_nt(a, b, offs)
-    with without_autocast(a.device):
-        return a @ b.mT
+        y = high_precision_grouped_nt(a, b, offs, _out_dtype(a, dtype))
+    else:
+        y = _mm(a, b.mT, _out_dtype(a, dtype))
+    return y if y.dtype == dtype else y.to(dtype)  # see `octile.nn.fused.linear.nt`
 
 
-def tn(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """Multiply aᵀ · b, summed over the rows of a[T, N] and b[T, K]; with offs, over those of each group."""
-    if offs is not None:
-        return high_precision_grouped_tn(a, b, offs)
+def wgrad(dy: Tensor, x: Tensor, offs: Tensor | None, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """Return the weight's gradient dyᵀ · x in dtype, summed in FP32 and rounded once, or None if added to main_grad.
+
+    Args:
+        dy, x: [T, N] and [T, K]; with offs, each group of rows has a gradient of its own.
+        main_grad: float32 of the weight's shape, or None.
+    """
+    out_dtype = _out_dtype(dy, dtype) if main_grad is None else torch.float32
+    dw = _mm(dy.mT, x, out_dtype) if offs is None else high_precision_grouped_tn(dy, x, offs, out_dtype)
+    return into_main_grad(dw, dtype, main_grad)
+
+
+def into_main_grad(dw: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """Return dw in dtype, or None where it was added to main_grad."""
+    if main_grad is None:
+        return dw.to(dtype)
+    main_grad.add_(dw)
+    return None
+
+
+def _out_dtype(operand: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a GEMM stores a result that is wanted in dtype, so that it is rounded once."""
+    return dtype if dtype == operand.dtype else torch.float32
+
+
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply a · b, summed in FP32, also where autocast is on; out_dtype is that of the operands, or float32."""
     with without_autocast(a.device):
-        return a.mT @ b
+        if not a.is_cuda:
+            return (a.float() @ b.float()).to(out_dtype)
+        return a @ b if out_dtype == a.dtype else torch.mm(a, b, out_dtype=out_dtype)

@@ -69,19 +69,11 @@ def wgrad(
         # FP16 could overflow before it is unscaled; a BF16 result is rounded once, when the GEMM stores it
         out_dtype = torch.bfloat16 if main_grad is None and dtype == torch.bfloat16 else torch.float32
         dw = scaled_matmul_nt(dy.mT, x.mT, out_dtype) if offs is None else grouped_wgrad(dy, x, offs, out_dtype)
-        return into_main_grad(dw, dtype, main_grad)
+        return high_precision.into_main_grad(dw, dtype, main_grad)
     if offs is None:
         scaled_matmul_nt(dy.mT, x.mT, out=main_grad, accumulate=True)
     else:
         grouped_wgrad(dy, x, offs, out=main_grad, accumulate=True)
-    return None
-
-
-def into_main_grad(dw: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
-    """Return dw in dtype, or None where it was added to main_grad."""
-    if main_grad is None:
-        return dw.to(dtype)
-    main_grad.add_(dw)
     return None
 
 
@@ -130,7 +122,7 @@ class QuantizedLinear(torch.autograd.Function):
         observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if observed else []
         if "fprop" in in_high_precision:
-            return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs).to(out_dtype)
+            return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs, out_dtype)
         return nt(x, w, offs, out_dtype)
 
     @staticmethod
@@ -149,7 +141,7 @@ class QuantizedLinear(torch.autograd.Function):
             dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
         elif x_has_gradient:
             report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, offs=offs))
-            dx = high_precision.nt(dy_TN.to(compute), high_precision_w.mT, offs).to(ctx.x_dtype)
+            dx = high_precision.nt(dy_TN.to(compute), high_precision_w.mT, offs, ctx.x_dtype)
         if wgrad_dy is not None:
             x = ScaledTensor(x_data, x_scale, ctx.blocks[0])
             if formats.requantizes_x and (groups is not None or formats.wgrad_x != formats.x):
@@ -159,8 +151,7 @@ class QuantizedLinear(torch.autograd.Function):
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
-            dw = high_precision.tn(dy_TN.to(compute), high_precision_x, offs)
-            dw = into_main_grad(dw, ctx.w_dtype, ctx.main_grad)
+            dw = high_precision.wgrad(dy_TN.to(compute), high_precision_x, offs, ctx.w_dtype, ctx.main_grad)
         return dx, dw, None, None, None, None, None, None, None
 
 

@@ -53,3 +53,20 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
         return cast.view(torch.uint8).numpy().view(f"u{cast.element_size()}").reshape(numbers.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture(autouse=True)
+def dot_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies BF16 operands as if their bits were integers; they are converted to FP32, exactly."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def in_float32(operand: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        stored = torch.from_numpy(np.ascontiguousarray(operand.data).view(np.int16)).view(torch.bfloat16)
+        return interpreter.TensorHandle(stored.float().numpy(), tl.float32)
+
+    def create_dot(self, a, b, d, *options):  # type: ignore[no-untyped-def]
+        return dot(self, in_float32(a), in_float32(b), d, *options)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -59,6 +59,8 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "copy",
         "matmul",
         "grouped",
+        "high_precision_nt",
+        "high_precision_tn",
         "masked",
         "wgrad",
         "tensor_core",

@@ -4,9 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from octile.nn.functional import grouped_linear, linear
 from octile.nn.fused.high_precision import HighPrecisionLinear
+from octile.recipe import Recipe
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -59,3 +61,35 @@ def test_input_and_weight_may_have_any_strides(dtype):
     x, w, offs = torch.randn(7, 9).T, torch.randn(2, 7, 5).mT, torch.tensor([4, 9], dtype=torch.int32)
     y = HighPrecisionLinear.apply(x, w, offs, dtype, torch.float32)
     assert torch.equal(y, HighPrecisionLinear.apply(x.contiguous(), w.contiguous(), offs, dtype, torch.float32))
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("ends", [None, [4, 4, 9]], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", ["bf16", "fp16_loss_scaling"])
+def test_a_weight_gradient_is_summed_and_stored_in_float32(name, ends, main_grad):
+    torch.manual_seed(0)
+    recipe, x, dy = Recipe.named(name), torch.randn(9, 24), torch.randn(9, 16)
+    w = nn.Parameter(torch.randn(*([] if ends is None else [len(ends)]), 16, 24))
+    if main_grad:
+        w.main_grad = torch.zeros_like(w)
+    y = linear(x, w, None, recipe) if ends is None else grouped_linear(x, w, torch.tensor(ends).int(), recipe)
+    y.backward(dy)
+    x64, dy64 = x.to(recipe.compute).double(), dy.to(recipe.compute).double()
+    rows = [slice(None)] if ends is None else [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+    expected = torch.stack([dy64[r].T @ x64[r] for r in rows]).view(w.shape)
+    torch.testing.assert_close((w.main_grad if main_grad else w.grad).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ends", [None, [4, 4, 9]], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", ["bf16", "fp16_loss_scaling"])
+def test_results_in_float32_are_not_rounded_to_the_operands_dtype(name, ends):
+    torch.manual_seed(0)
+    recipe, x, dy = Recipe.named(name), torch.randn(9, 24, requires_grad=True), torch.randn(9, 16)
+    w = torch.randn(*([] if ends is None else [len(ends)]), 16, 24)
+    y = linear(x, w, None, recipe) if ends is None else grouped_linear(x, w, torch.tensor(ends).int(), recipe)
+    y.backward(dy)
+    x64, w64, dy64 = (t.detach().to(recipe.compute).double() for t in (x, w, dy))
+    rows = [slice(None)] if ends is None else [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+    each = list(zip(rows, w64.view(-1, 16, 24), strict=True))
+    torch.testing.assert_close(y.double(), torch.cat([x64[r] @ u.T for r, u in each]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), torch.cat([dy64[r] @ u for r, u in each]), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,138 @@
+# mypy: allow-untyped-defs
+"""Grouped GEMMs of BF16 and FP16 operands with FP32 results, as `octile.ops.high_precision` specifies.
+
+torch's grouped GEMM rounds its result to the dtype of the operands. These kernels sum in FP32 and store the sums. As in
+`grouped`, the sizes of the groups are on the device, tiles begin where their group begins, and nothing is padded.
+
+Shapes: T rows of all groups together, G groups, N and K of a weight.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.device import DeviceProperties, device_properties
+from octile.kernels.triton.grouped import clamp_offset, group_tile
+from octile.kernels.triton.k_loop import raster_tile, store_tile
+
+BLOCK_K = 64
+BYTES = 2  # of an element of an operand
+MAX_STAGES = 4
+
+
+def launch_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Multiply the rows of group g of a[T, K] by b[g]ᵀ of b[G, N, K], any strides → [T, N] float32.
+
+    Rows past offs[-1] are zero.
+    """
+    (t, k), (groups, n, _) = a.shape, b.shape
+    gpu = device_properties(a.device)
+    tile = _choose_tile(triton.cdiv(t, max(groups, 1)), n, max(groups, 1), gpu)
+    out = a.new_empty(t, n, dtype=torch.float32)
+    if out.numel() == 0:
+        return out
+    # each group, and the rows past the last group, end in a tile that may have a single row
+    max_tiles = (t + (groups + 1) * (tile["TILE_M"] - 1)) // tile["TILE_M"]
+    with torch.cuda.device_of(a):
+        high_precision_nt[(max_tiles * triton.cdiv(n, tile["TILE_N"]),)](
+            out, offs, a, b, t, n, k, groups, max_tiles, *a.stride(), *b.stride(),
+            ENDS=triton.next_power_of_2(groups + 1), **tile,
+        )  # fmt: skip
+    return out
+
+
+def launch_tn(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Compute aᵀ · b over the rows of each group: a[T, N], b[T, K], any strides → [G, N, K] float32.
+
+    The result of a group without rows is zero.
+    """
+    (t, n), k, groups = a.shape, b.shape[1], offs.shape[0]
+    tile = _choose_tile(n, k, groups, device_properties(a.device))
+    out = a.new_empty(groups, n, k, dtype=torch.float32)
+    if out.numel() == 0:
+        return out
+    grid = (groups * triton.cdiv(n, tile["TILE_M"]) * triton.cdiv(k, tile["TILE_N"]),)
+    with torch.cuda.device_of(a):
+        high_precision_tn[grid](out, offs, a, b, t, n, k, *a.stride(), *b.stride(), **tile)
+    return out
+
+
+def _choose_tile(m: int, n: int, num_gemms: int, gpu: DeviceProperties) -> dict[str, Any]:
+    """Choose the tile, as `device.tile` does for 8-bit operands, and as many stages as shared memory holds.
+
+    Hopper's holds all stages of a tile of 128×256, whose accumulator takes 128 registers per thread.
+    """
+    tile_m = min(max(triton.next_power_of_2(m), 16), 128)
+    tile_n = min(
+        max(triton.next_power_of_2(n), 32), 256 if gpu.shared_bytes >= MAX_STAGES * _stage_bytes(128, 256) else 128
+    )
+    while tile_n > 32 and num_gemms * triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n) < gpu.num_sms:
+        tile_n //= 2
+    stages = gpu.shared_bytes // _stage_bytes(tile_m, tile_n)
+    return {
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "BLOCK_K": BLOCK_K,
+        "num_warps": 8 if tile_m * tile_n >= 128 * 128 else 4,
+        "num_stages": min(max(stages, 2), MAX_STAGES),
+    }
+
+
+def _stage_bytes(tile_m: int, tile_n: int) -> int:
+    return (tile_m + tile_n) * BLOCK_K * BYTES
+
+
+@triton.jit(do_not_specialize=["T", "max_tiles"])
+def high_precision_nt(
+    out, offs, a, b, T, N, K, G, max_tiles, a_row, a_col, b_group, b_row, b_col,
+    ENDS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program computes up to TILE_M rows of one group and TILE_N columns; rows past the last group become zero."""
+    m_tile, n_tile = raster_tile(tl.program_id(0), max_tiles, tl.cdiv(N, TILE_N))
+    group, m_first, m_end = group_tile(offs, m_tile, T, G, T, TILE_M, ENDS)
+    if m_first >= m_end:
+        return
+    m = tl.minimum(m_first + tl.arange(0, TILE_M), m_end - 1).to(tl.int64)
+    n = n_tile * TILE_N + tl.arange(0, TILE_N)  # not clamped as m is: of a transposed weight it is contiguous
+    k = tl.arange(0, BLOCK_K)
+    a_tile = a + m[:, None] * a_row + k[None, :] * a_col
+    b_tile = b + group.to(tl.int64) * b_group + n.to(tl.int64)[None, :] * b_row + k[:, None] * b_col
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, tl.where(group < G, K, 0), BLOCK_K):
+        inside = k < K - first
+        x = tl.load(a_tile, mask=inside[None, :], other=0.0)
+        w = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        total = tl.dot(x, w, total)
+        a_tile += BLOCK_K * a_col
+        b_tile += BLOCK_K * b_col
+    store_tile(out, N, 1, total, m_first, m_end, n_tile * TILE_N, N, False)
+
+
+@triton.jit(do_not_specialize=["T"])
+def high_precision_tn(
+    out, offs, a, b, T, M, N, a_row, a_col, b_row, b_col,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program computes TILE_M×TILE_N of one group's output [M, N], summed over the group's rows."""
+    m_tiles, n_tiles = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    group = (tl.program_id(0) // (m_tiles * n_tiles)).to(tl.int64)
+    m_tile, n_tile = raster_tile(tl.program_id(0) % (m_tiles * n_tiles), m_tiles, n_tiles)
+    start = clamp_offset(tl.load(offs + group - 1, mask=group > 0, other=0), T)
+    end = clamp_offset(tl.load(offs + group), T)
+    m = m_tile * TILE_M + tl.arange(0, TILE_M)
+    n = n_tile * TILE_N + tl.arange(0, TILE_N)
+    row = tl.arange(0, BLOCK_K)
+    a_tile = a + (start + row).to(tl.int64)[:, None] * a_row + m.to(tl.int64)[None, :] * a_col
+    b_tile = b + (start + row).to(tl.int64)[:, None] * b_row + n.to(tl.int64)[None, :] * b_col
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(start, end, BLOCK_K):
+        inside = (row < end - first)[:, None]
+        dy = tl.load(a_tile, mask=inside & (m < M)[None, :], other=0.0)
+        x = tl.load(b_tile, mask=inside & (n < N)[None, :], other=0.0)
+        total = tl.dot(tl.trans(dy), x, total)
+        a_tile += BLOCK_K * a_row
+        b_tile += BLOCK_K * b_row
+    store_tile(out + group * M * N, N, 1, total, m_tile * TILE_M, M, n_tile * TILE_N, N, False)

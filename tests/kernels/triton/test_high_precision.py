@@ -1,0 +1,75 @@
+"""Grouped GEMMs of 16-bit operands with FP32 results agree with the reference for any sizes of the groups."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import high_precision as kernel
+from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
+
+pytestmark = pytest.mark.usefixtures("gpu")
+T, N, K = 200, 40, 72
+OFFSETS = {
+    "ordinary": [60, 130, 150, 200],
+    "some empty": [0, 90, 90, 200],
+    "all empty": [0, 0, 0, 0],
+    "one has all": [200, 200, 200, 200],
+    "rows past the last": [3, 4, 5, 7],
+    "ends at k-blocks": [64, 128, 128, 192],
+}
+every_offset = pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def _operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((T, K), (4, N, K), (T, N)))
+
+
+def _offs(ends: list[int]) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def _assert_close(out: Tensor, expected: Tensor) -> None:
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@every_dtype
+@every_offset
+def test_nt(ends: list[int], dtype: torch.dtype):
+    x, w, _ = _operands(dtype)
+    out = kernel.launch_nt(x, w, _offs(ends))
+    _assert_close(out, high_precision_grouped_nt(x, w, _offs(ends), torch.float32))
+    assert not out[ends[-1] :].any(), "rows past the last group must be zero"
+
+
+@every_dtype
+@every_offset
+def test_tn(ends: list[int], dtype: torch.dtype):
+    x, _, dy = _operands(dtype)
+    out = kernel.launch_tn(dy, x, _offs(ends))
+    _assert_close(out, high_precision_grouped_tn(dy, x, _offs(ends), torch.float32))
+
+
+def test_strides_do_not_matter():
+    (x, w, dy), offs = _operands(torch.bfloat16), _offs([60, 130, 150, 200])
+    _assert_close(kernel.launch_nt(dy, w.mT, offs), high_precision_grouped_nt(dy, w.mT, offs, torch.float32))
+    columns = x.mT.contiguous().mT
+    assert torch.equal(kernel.launch_nt(columns, w, offs), kernel.launch_nt(x, w, offs))
+    assert torch.equal(kernel.launch_tn(dy[:, ::2], columns, offs), kernel.launch_tn(dy[:, ::2].contiguous(), x, offs))
+
+
+def test_nan_stays_within_its_group():
+    (x, _, dy), offs = _operands(torch.bfloat16), _offs([60, 130, 150, 200])
+    x[130] = float("nan")  # the first row of group 2
+    finite = kernel.launch_tn(dy, x, offs).isfinite().flatten(1).all(1)
+    assert finite.tolist() == [True, True, False, True]
+
+
+def test_no_groups_and_no_rows():
+    x, w, dy = _operands(torch.bfloat16)
+    assert not kernel.launch_nt(x, w[:0], _offs([])).any()
+    assert kernel.launch_nt(x[:0], w, _offs([0, 0, 0, 0])).shape == (0, N)
+    assert kernel.launch_tn(dy, x, _offs([])).shape == (0, N, K)
+    assert not kernel.launch_tn(dy[:0], x[:0], _offs([0, 0])).any()
