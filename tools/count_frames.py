@@ -2,8 +2,8 @@
 
     python -m tools.count_frames
 
-It needs no GPU: the operators' CUDA kernels are registered for the CPU, and the driver is replaced by a fake one. Only
-octile's own frames and files count, not torch's. For each GEMM it prints
+It needs no GPU: the GEMMs' CUDA kernels are called with tensors on the CPU, and the driver is replaced by a fake one.
+Only octile's own frames and files count, not torch's. For each GEMM it prints
 
     frames   on the stack when the driver is called, from `Linear.forward` or `QuantizedLinear.backward` on
     files    that these frames are in
@@ -15,7 +15,8 @@ The first call of a shape is cold: it is checked, planned and compiled. Later ca
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -29,6 +30,7 @@ from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import driver, specialize, tensor_map
 from octile.nn.fused import quantize
 from octile.ops import matmul
+from octile.ops.operator import Operator
 
 PACKAGE = Path(octile.__file__).parent
 GPU = torch.device("cuda", 0)
@@ -104,34 +106,45 @@ def _place(frame: FrameType) -> str | None:
     return f"{file.relative_to(PACKAGE).as_posix()}:{frame.f_code.co_qualname}"
 
 
-def record(call: Callable[[], object]) -> Recorder:
-    """Run a call on a machine that seems to have a Hopper GPU, and record its launches."""
-    recorder, load = Recorder(), specialize.load
-    gemms = matmul.matmul_nt, matmul.matmul_nt_out
-    libraries = [torch.library.Library("octile", "IMPL") for _ in gemms]
-    for operator, library in zip(gemms, libraries, strict=True):
-        library.impl(operator.name, operator._entry(operator.kernels["cuda"]), "CPU")
+@contextmanager
+def fake_gpu(
+    operators: Collection[Operator], load: Callable[..., Any], launch: Callable[..., tuple[Any]]
+) -> Iterator[None]:
+    """A context in which tensors on the CPU seem to be on a Hopper GPU.
+
+    Args:
+        operators: these call their CUDA kernels; others compute on the CPU.
+        load: replaces `specialize.load`.
+        launch: replaces cuLaunchKernelEx.
+    """
     patches: list[tuple[Any, str, Any]] = [
+        (Operator, "_can_call_kernel", lambda operator, _: operator in operators),
         (request, "why_not_on", lambda device: None),
         (num_sms, "multiprocessors", lambda device: 132),
-        (specialize, "load", lambda name, constants, _, headers: load(name, constants, GPU, headers)),
+        (specialize, "load", load),
         (driver, "Kernel", FakeKernel),
-        (driver, "driver", SimpleNamespace(cuLaunchKernelEx=recorder.launch)),
+        (driver, "driver", SimpleNamespace(cuLaunchKernelEx=launch)),
         (tensor_map, "_encoder", lambda: lambda *_: 0),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.Tensor, "is_cuda", True),  # so that the weight is also stored transposed
     ]
-    try:
+    with ExitStack() as stack:
         for module, name, fake in patches:
-            mock.patch.object(module, name, fake).start()
+            stack.enter_context(mock.patch.object(module, name, fake))
+        yield
+
+
+def record(call: Callable[[], object]) -> Recorder:
+    """Run a call on a machine that seems to have a Hopper GPU, and record its launches."""
+    recorder, load = Recorder(), specialize.load
+    gemms = matmul.matmul_nt, matmul.matmul_nt_out
+    with fake_gpu(gemms, lambda name, constants, _, headers: load(name, constants, GPU, headers), recorder.launch):
         sys.setprofile(recorder.profile)
-        call()
-    finally:
-        sys.setprofile(None)
-        mock.patch.stopall()
-        for library in libraries:
-            library._destroy()
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
     return recorder
 
 

@@ -2,10 +2,16 @@
 
 import io
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.operator import LIBRARIES, Operator, operator
@@ -74,6 +80,103 @@ def test_a_kernel_replaces_the_reference_on_its_device(plus):
     plus.register_kernel("cpu")(lambda out, x: seen.append(x))
     plus(torch.zeros(3), x := torch.ones(3))
     assert seen[0] is x
+
+
+@pytest.fixture
+def on_cuda(plus, monkeypatch) -> Operator:
+    """An operator with a CUDA kernel, on a machine whose tensors seem to be on a GPU. Torch's dispatcher refuses it."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    plus.register_kernel("cuda")(plus.reference)
+    plus.overload = dispatched
+    return plus
+
+
+class DispatchedError(RuntimeError):
+    pass
+
+
+def dispatched(*_, **__):
+    raise DispatchedError
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Observer(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class FunctionObserver(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_an_eager_call_on_a_gpu_calls_the_kernel_without_the_dispatcher(on_cuda, context):
+    with context():
+        on_cuda(out := torch.zeros(3), torch.nn.Parameter(torch.ones(3), requires_grad=False))
+        assert out.tolist() == [1, 1, 1]
+
+
+def test_without_the_dispatcher_writing_counts_as_a_new_version(on_cuda):
+    on_cuda(out := torch.zeros(3), torch.ones(3))
+    assert out._version == 1
+
+
+def test_without_the_dispatcher_an_argument_that_requires_grad_is_refused(on_cuda):
+    with pytest.raises(RuntimeError, match=r"octile::plus has no gradient"):
+        on_cuda(torch.zeros(3), torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [Observer, FunctionObserver, FakeTensorMode, lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False),
+     enable_python_dispatcher, torch.profiler.profile, torch.autograd.profiler.profile],
+)  # fmt: skip
+def test_modes_and_profilers_see_a_call_in_the_dispatcher(on_cuda, context):
+    out, x = torch.zeros(3), torch.ones(3)
+    with context(), pytest.raises(DispatchedError):
+        on_cuda(out, x)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize])
+def test_transforms_see_a_call_in_the_dispatcher(on_cuda, transform):
+    with pytest.raises(DispatchedError):
+        transform(on_cuda)(torch.zeros(2, 3), torch.ones(2, 3))
+
+
+def test_gradients_of_functions_see_a_call_in_the_dispatcher(on_cuda):
+    with pytest.raises(DispatchedError):
+        torch.func.grad(lambda x: on_cuda(torch.zeros(3), x))(torch.ones(3))
+
+
+def test_a_trace_sees_a_call_in_the_dispatcher(on_cuda):
+    with pytest.raises(DispatchedError):
+        torch.jit.trace(lambda x: on_cuda(torch.zeros(3), x), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(3).as_subclass(Subclass), [1.0], torch.ones(3, dtype=torch.complex64).conj().imag],
+    ids=["subclass", "no tensor", "negated lazily"],
+)
+def test_arguments_that_are_not_plain_tensors_go_to_the_dispatcher(on_cuda, x):
+    with pytest.raises((DispatchedError, TypeError)) as error:
+        on_cuda(torch.zeros(3), x)
+    assert error.type is (TypeError if isinstance(x, list) else DispatchedError)
+
+
+def test_named_arguments_go_to_the_dispatcher(on_cuda):
+    with pytest.raises(DispatchedError):
+        on_cuda(torch.zeros(3), x=torch.ones(3))
+
+
+def test_tensors_on_another_device_go_to_the_dispatcher(on_cuda, monkeypatch):
+    monkeypatch.setattr(Tensor, "is_cuda", False)
+    with pytest.raises(DispatchedError):
+        on_cuda(torch.zeros(3), torch.ones(3))
 
 
 def test_writing_counts_as_a_new_version(plus):

@@ -40,7 +40,9 @@ def launch_cached(request: GemmRequest) -> Tensor | None:
     if out is None:
         out = request.a.data.new_empty(shape, dtype=request.out_dtype)
         pointers = (*pointers[:-1], out.data_ptr())
-    prepared.launch_at(prepared.with_workspace(pointers, out))()
+    if prepared.plan.partials:
+        pointers = prepared.with_workspace(pointers, out)
+    prepared.launch_at(pointers)()
     return out
 
 
