@@ -91,9 +91,9 @@ class Compare:
         recipes: names of recipes, separated by commas.
         steps: steps of each run.
         sequence_length: tokens per sequence.
-        data: as for train.
-        seed: seed of the first BF16 run and of every recipe; the second BF16 run has the next one.
-        seeds: number of seeds for each recipe and BF16 (5), counted from --seed, or a list of seeds (0,7,9).
+        data: a text file, a folder, hf:NAME (a Hugging Face dataset), or stdlib: the source of Python's library.
+        seed: the first seed. BF16 and each recipe are trained with it, and BF16 with the following seed too.
+        seeds: the number of seeds of BF16 and each recipe, from --seed on; or the seeds themselves, such as 0,7,9.
         gradient_steps: steps at which gradients are compared with BF16's: numbers, start, middle, end, or none.
         out: folder for the report and the curves; chosen under runs/ if not given.
         device: auto uses a GPU if there is one.
@@ -157,7 +157,7 @@ class Generate:
         max_new_tokens: maximum number of tokens to generate.
         temperature: 0 is greedy, 1 samples from the model's distribution.
         top_p: sample only from the most likely tokens that together have this probability.
-        seed: seed of the sampling.
+        seed: seed of the random choices; with temperature 0 there are none.
     """
 
     run: tyro.conf.Positional[Path | None] = None
