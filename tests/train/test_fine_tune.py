@@ -15,6 +15,7 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.observer import observe_quantization
+from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
 from octile.train.fine_tune import OPTIM, SHAPE, count_unchanged_weights, describe_initial_weights, fine_tuning
@@ -129,7 +130,7 @@ def test_a_run_can_start_from_bf16_weights(saved, store):
     assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantized"
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "delayed", "fp8_lm"])
+@pytest.mark.parametrize("recipe", Recipe.names())
 def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
     trainer = Trainer(micro(model=WIDE, init_from=saved("fp8"), recipe=recipe, steps=12), store, CPU)
     losses = [trainer.step()["loss"] for _ in range(12)]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from octile.recipe import Recipe
 from octile.train.gradient_check import check_gradients, parse_steps
 
 
@@ -36,7 +37,7 @@ def test_fp8_changes_the_direction_of_the_gradient_a_little(new_trainer):
     assert 0.5 < check_gradients(new_trainer(recipe="deepseek_v3")).whole().degrees < 30
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "smooth_swiglu", "global_scale", "fp8_lm"])
+@pytest.mark.parametrize("recipe", Recipe.names())
 def test_the_check_does_not_change_the_run(new_trainer, recipe):
     unchecked, checked = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
     for trainer in (unchecked, checked):
