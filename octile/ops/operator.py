@@ -40,6 +40,7 @@ EAGER = (
     DispatchKeySet(DispatchKey.BackendSelect).raw_repr(),
 )
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+NUMBERS = {"float": float, "int": int, "bool": bool}  # by torch's names of types
 LIBRARIES: dict[str, torch.library.Library] = {}  # by operator; dropping a library unregisters its operator
 
 
@@ -71,6 +72,11 @@ class Operator:
             if argument.type.isSubtypeOf(torch.OptionalType.ofTensor())
         ]
         self._tensor_indices = [i for i, _, _ in self._tensors]
+        self._numbers = [
+            (i, NUMBERS[str(argument.real_type)])
+            for i, argument in enumerate(self.overload._schema.arguments)
+            if str(argument.real_type) in NUMBERS
+        ]
         library.impl(self.name, self._entry(reference), "CompositeExplicitAutograd")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,12 +95,15 @@ class Operator:
         """Return whether there is a CUDA kernel, and the dispatcher would do nothing but call it.
 
         It would do more if a mode, transform, trace or profiler is active in this thread, or if an argument is of a
-        subclass of Tensor, such as a fake or a distributed tensor, or a lazily negated one.
+        subclass of Tensor, such as a fake or a distributed tensor, is a lazily negated tensor, or a number to convert.
         """
         if self._cuda_entry is None or _len_torch_function_stack() or _profiler_enabled():
             return False
         if _dispatch_tls_local_include_set().raw_repr() not in EAGER:
             return False
+        for i, kind in self._numbers:
+            if i < len(args) and type(args[i]) is not kind:
+                return False
         for i in self._tensor_indices:
             t = args[i] if i < len(args) else None
             if t is not None and not (type(t) in PLAIN_TENSORS and t.is_cuda and not t.is_neg()):

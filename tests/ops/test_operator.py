@@ -173,6 +173,24 @@ def test_named_arguments_go_to_the_dispatcher(on_cuda):
         on_cuda(torch.zeros(3), x=torch.ones(3))
 
 
+@pytest.mark.parametrize("numbers", [(1.0, 1, True), (1, 1, True), (1.0, True, True), (1.0, 1, 1)])
+def test_numbers_that_must_be_converted_go_to_the_dispatcher(monkeypatch, numbers):
+    @operator()
+    def scale(x: Tensor, factor: float, times: int, is_negative: bool) -> Tensor:
+        """Multiplies."""
+        return x * factor**times * (-1 if is_negative else 1)
+
+    try:
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        scale.register_kernel("cuda")(scale.reference)
+        scale.overload = dispatched
+        is_exact = [type(number) for number in numbers] == [float, int, bool]
+        with nullcontext() if is_exact else pytest.raises(DispatchedError):
+            scale(torch.ones(3), *numbers)
+    finally:
+        del LIBRARIES["scale"]
+
+
 def test_tensors_on_another_device_go_to_the_dispatcher(on_cuda, monkeypatch):
     monkeypatch.setattr(Tensor, "is_cuda", False)
     with pytest.raises(DispatchedError):
