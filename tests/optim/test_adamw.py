@@ -146,10 +146,10 @@ def test_refuses_a_parameter_that_is_not_contiguous():
 def test_param_groups_decay_matrices_only():
     net = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     net[1].bias.requires_grad_(False)
-    decayed, plain = param_groups(net, 0.1)
+    decayed, not_decayed = param_groups(net, 0.1)
     assert decayed == {"params": [net[0].weight], "weight_decay": 0.1}
-    assert [id(p) for p in plain["params"]] == [id(net[0].bias), id(net[1].weight)]
-    assert plain["weight_decay"] == 0.0
+    assert [id(p) for p in not_decayed["params"]] == [id(net[0].bias), id(net[1].weight)]
+    assert not_decayed["weight_decay"] == 0.0
 
 
 def test_param_groups_leave_an_empty_group_out():

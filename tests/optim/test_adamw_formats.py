@@ -14,15 +14,16 @@ from tests.optim.conftest import ALL_FORMATS, FP8_LM, FP32_MOMENTS, backward, pa
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**32), spread=st.floats(0, 4))
-def test_bf16_second_moment_stays_within_its_interval(seed, spread):
+@given(seed=st.integers(0, 2**32), log2_range=st.floats(0, 4))
+def test_bf16_second_moment_stays_within_its_interval(seed, log2_range):
     """v± ← (1 ± 2⁻⁸)(β₂ v± + (1 − β₂) g²), whatever the gradients."""
     generator = torch.Generator().manual_seed(seed)
     param = nn.Parameter(torch.zeros(200))
     optimizer = AdamW([param], 1e-3)
     low = high = torch.zeros(200, dtype=torch.float64)
     for _ in range(40):
-        param.grad = torch.randn(200, generator=generator) * torch.exp2(torch.randn(200, generator=generator) * spread)
+        normal, exponent = (torch.randn(200, generator=generator) for _ in range(2))
+        param.grad = normal * torch.exp2(exponent * log2_range)
         optimizer.step()
         g2 = param.grad.double().square()
         low, high = ((1 + s * 2.0**-8) * (0.95 * v + 0.05 * g2) for s, v in ((-1, low), (1, high)))
@@ -191,7 +192,7 @@ def test_fp8_lm_weights_stop_changing_when_their_gradient_is_zero():
 
 
 def test_fp8_lm_second_moment_below_fp16_does_not_let_a_step_explode():
-    """A neighbour's single large gradient sets the second moment's scale for long after its first moment is gone."""
+    """A neighbor's single large gradient sets the second moment's scale long after its first moment has decayed."""
     param = nn.Parameter(torch.zeros(2))
     optimizer = AdamW([param], 1e-3, weight_decay=0.0, formats=FP8_LM)
     for step in range(100):

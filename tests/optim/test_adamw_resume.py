@@ -56,12 +56,12 @@ def test_a_loaded_state_is_not_shared_with_its_source():
     optimizer = AdamW(params, 1e-2)
     train(optimizer, params, range(1))
     source = optimizer.state_dict()
-    kept = copy.deepcopy(source["state"][0]["exp_avg"])
+    before = copy.deepcopy(source["state"][0]["exp_avg"])
     other_params = parameters()
     other = AdamW(other_params, 1e-2)
     other.load_state_dict(source)
     train(other, other_params, range(1, 3))
-    assert torch.equal(source["state"][0]["exp_avg"], kept)
+    assert torch.equal(source["state"][0]["exp_avg"], before)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def test_optimizer_waits_for_the_copies(device):
             ema.update()
         return ema
 
-    hidden, plain = train(model().to(device), True).state_dict(), train(model().to(device), False).state_dict()
-    assert all(torch.equal(hidden[name], plain[name]) for name in plain)
+    with_ema, without_ema = train(model().to(device), True).state_dict(), train(model().to(device), False).state_dict()
+    assert all(torch.equal(with_ema[name], without_ema[name]) for name in without_ema)
 
 
 def test_starts_from_the_weights():

@@ -22,12 +22,12 @@ def step(scale: DynamicLossScale, gradient: float) -> bool:
 
 def test_scaled_and_unscaled_gradients_equal_plain_ones_bit_for_bit():
     x = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    plain, scaled = torch.nn.Parameter(x.clone()), torch.nn.Parameter(x.clone())
-    plain.pow(3).sum().backward()
+    unscaled, scaled = torch.nn.Parameter(x.clone()), torch.nn.Parameter(x.clone())
+    unscaled.pow(3).sum().backward()
     scale = DynamicLossScale()
     scale.scale(scaled.pow(3).sum()).backward()
     assert scale.unscale_([scaled])
-    assert torch.equal(scaled.grad, plain.grad)
+    assert torch.equal(scaled.grad, unscaled.grad)
 
 
 def test_saves_what_fp16_would_lose():

@@ -16,11 +16,11 @@ def stored(x: torch.Tensor, dtype: torch.dtype, tiny: str = "nearest") -> Scaled
     return scaled
 
 
-@given(seed=st.integers(0, 2**32), exponent=st.integers(-30, 30), spread=st.integers(0, 12))
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-30, 30), log2_range=st.integers(0, 12))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_at_most_half_a_spacing(dtype, seed, exponent, spread):
+def test_error_is_at_most_half_a_spacing(dtype, seed, exponent, log2_range):
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(257, generator=generator) * torch.exp2(torch.randn(257, generator=generator) * spread)
+    x = torch.randn(257, generator=generator) * torch.exp2(torch.randn(257, generator=generator) * log2_range)
     x = x * 2.0**exponent
     scaled = stored(x, dtype)
     limits = torch.finfo(dtype)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 GEMM_COLOR = {"fprop": "blue", "dgrad": "green", "wgrad": "vermilion"}
 MAX_PHONE_WIDTH = 980 * 0.7  # pixels; wider figures are for a desktop
-SNR_DEEPEST, SNR_PALEST = 10.0, 40.0  # dB; the ends of the color scale of every heat map
+SNR_DEEPEST, SNR_PALEST, SNR_STEP = 10.0, 40.0, 5.0  # dB: the ends of every heat map's color scale, legend's step
 HEAT_ROW, HEAT_KEY, HEAT_FRAME = 19, 12, 130  # pixels: a row, the legend's bar, and everything else
 SNR_MEANING = (
     "SNR is the signal-to-noise ratio in dB, the power of a result over the power of its error: at 20 dB the error is a"
@@ -92,10 +92,12 @@ def draw_heat(figure: Figure, heat: Heat, title: str) -> None:
 
 
 def _draw_key(axes: Axes) -> None:
-    """Draw the legend of a heat map: the color of every SNR."""
-    for snr in range(round(SNR_DEEPEST), round(SNR_PALEST) + 1):
-        _shade(axes, (snr - 0.5, 0), 1.0, 1.0, snr)
-    axes.set_xlim(SNR_DEEPEST - 0.5, SNR_PALEST + 0.5)
+    """Draw the legend of a heat map: the colors of SNRs in steps of SNR_STEP."""
+    half = SNR_STEP / 2
+    for number in range(round((SNR_PALEST - SNR_DEEPEST) / SNR_STEP) + 1):
+        snr = SNR_DEEPEST + number * SNR_STEP
+        _shade(axes, (snr - 0.96 * half, 0), 0.96 * SNR_STEP, 1.0, snr)
+    axes.set_xlim(SNR_DEEPEST - half, SNR_PALEST + half)
     ticks = {SNR_DEEPEST: f"{SNR_DEEPEST:g} dB or less", SNR_PALEST: f"{SNR_PALEST:g} dB or more"}
     middle = (SNR_DEEPEST + SNR_PALEST) / 2
     axes.set_xticks([*ticks, middle], [*ticks.values(), f"{middle:g} dB"], fontsize=10)

@@ -123,6 +123,8 @@ def describe_map(data: Map) -> str:
 
 def draw_removal(figure: Figure, rows: Sequence[Removal]) -> None:
     """Draw for each kind of token the error that remains in unchanged tokens, and the change of the output."""
+    from matplotlib.ticker import MaxNLocator
+
     wide = is_wide(figure)
     left, right = figure.subplots(*((1, 2) if wide else (2, 1)), sharey=wide, squeeze=True)
     names = [f"{kind_name(row.kind)} ({row.massive:,})" for row in rows]
@@ -135,6 +137,7 @@ def draw_removal(figure: Figure, rows: Sequence[Removal]) -> None:
         right.barh(at, 100 * row.output, height=0.5, color=COLOR["muted"], alpha=0.6)
         right.annotate(f"{row.output:.1%}", (100 * row.output, at), (4, 0), textcoords="offset points", va="center")
     for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, prune="upper"))  # a number at the edge would be cut off
         axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.grid(axis="x")

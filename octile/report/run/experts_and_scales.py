@@ -17,7 +17,7 @@ from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SPAN = 4.0  # the color scale reaches from 1/SPAN to SPAN times the mean load, in every run
+SPAN = 2.5  # the color scale reaches from 1/SPAN to SPAN times the mean load, in every run
 ABOVE, BELOW = (0.88, 0.38, 0.12), (0.16, 0.52, 0.86)  # RGB of the heat map, readable on light and dark paper
 OPERANDS = {
     "x": ("activations x", "blue"),

@@ -105,8 +105,8 @@ def test_fp8_to_bf16_and_back_returns_the_same_encoded_values(src, dst, tmp_path
 @given(st.integers(0, 2**32 - 1), st.floats(-100, 100))
 def test_encoded_values_survive_bf16_and_scales_stay_within_its_rounding(seed, log2_size):
     generator = torch.Generator().manual_seed(seed)
-    spread = torch.randn(130, 140, generator=generator) * 4
-    x = torch.randn(130, 140, generator=generator) * 2.0 ** (log2_size + spread)
+    exponents = torch.randn(130, 140, generator=generator) * 4
+    x = torch.randn(130, 140, generator=generator) * 2.0 ** (log2_size + exponents)
     q = quantize_weight("x", x)
     again = quantize_weight("x", dequantize_weight(q.data, q.scale, torch.bfloat16))
     assert again.data.view(torch.uint8).equal(q.data.view(torch.uint8))

@@ -264,5 +264,5 @@ def test_idle_experts_are_reported_without_a_figure(make_run):
 @pytest.mark.parametrize("loads", [[100, 100, 100, 100], [10, 390, 0, 0]])
 def test_the_legend_of_expert_loads_is_the_same_for_every_run(make_run, loads):
     page = read_page(write_run_report(make_run([training(1), experts(1, L1=loads)])))
-    assert "0.25× or less" in page.words
-    assert "4× or more" in page.words
+    assert "0.4× or less" in page.words
+    assert "2.5× or more" in page.words
