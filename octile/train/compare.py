@@ -29,7 +29,7 @@ from octile.report.machine import describe_machine, machine
 from octile.report.run.metrics import Floats
 from octile.train.batches import validation_windows
 from octile.train.compared_run import ComparedRun, train_compared_run
-from octile.train.config import TrainConfig, describe_changes, differences
+from octile.train.config import TrainConfig, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
 from octile.train.loop import pick_device, prepare_tokens
@@ -178,6 +178,11 @@ def compare(
     comparison = Comparison(config, recipes, seeds, gradient_steps, texts)
     if stored is not None and (changes := stored.changes(comparison)):
         raise ValueError(f"a resumed comparison keeps its settings: {describe_changes(changes)} in {out}")
+    if stored is not None and out is not None:
+        console.print(
+            f"settings from {out / COMPARISON}: recipes {', '.join(recipes)}, seeds {', '.join(map(str, seeds))}, "
+            f"gradient_steps {gradient_steps}, {describe_settings(config, ('preset',))}"
+        )
     check_memory(config, pick_device(config.device))
     if stored is None:
         out = out or new_folder(Path("runs"), f"compare-{config.preset}")

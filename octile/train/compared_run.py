@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.report.compare.file import read_curve, read_gradient_check
 from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
-from octile.train.config import TrainConfig
+from octile.train.config import TrainConfig, describe_changes, differences
 from octile.train.console import RunConsole
 from octile.train.gradient_check import check_gradients
 from octile.train.loop import pick_device
@@ -82,7 +84,7 @@ def train_compared_run(
     title = f"{config.recipe}, seed {config.seed}"
     if folder is not None and (finished := latest_checkpoint(folder / FINISHED)) is not None:
         console.print(f"{title}: finished before")
-        return _read_finished(finished)
+        return _read_finished(finished, config)
     console.print(title)
     device = pick_device(config.device)
     # no skipped steps: a comparison reports at which step a recipe diverges
@@ -91,6 +93,7 @@ def train_compared_run(
     checkpoint = None if folder is None else latest_checkpoint(folder / CHECKPOINTS)
     if checkpoint is not None:
         tensors, state = load_checkpoint(checkpoint, check=False)
+        _check_config(state, config)
         warn_of_another_machine(f"{title}, {checkpoint.name}", state, device)
         trainer.load(tensors, state)
         checks = [read_gradient_check(found) for found in state["measured"]["gradients"]]
@@ -103,7 +106,7 @@ def train_compared_run(
         while trainer.steps_done < config.steps:
             if stop:
                 if folder is not None:
-                    _save(trainer, measured, folder)
+                    _save(trainer, measured, config, folder)
                 raise Stopped(f"stopped after step {trainer.steps_done} of {title}", stop[0])
             if trainer.steps_done + 1 in gradient_steps:
                 measured.gradients.append(check_gradients(trainer))
@@ -127,7 +130,7 @@ def train_compared_run(
                 measured.reference_times.append(reference_time(device))
                 progress.validation({"step": trainer.steps_done, "val_loss": measured.val_loss[-1]})
             if folder is not None and config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0:
-                _save(trainer, measured, folder)
+                _save(trainer, measured, config, folder)
     tensors, _ = trainer.state()
     curve = Curve(
         recipe=config.recipe,
@@ -145,26 +148,42 @@ def train_compared_run(
     )
     run = ComparedRun(curve, losses_NS, tuple(measured.gradients))
     if folder is not None:
-        _save_finished(run, trainer.steps_done, folder)
+        _save_finished(run, trainer.steps_done, config, folder)
     return run
 
 
-def _save(trainer: Trainer, measured: Measurements, folder: Path) -> None:
+def _check_config(state: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse the state of a run that was trained with other settings, because comparison.json was edited."""
+    changes = differences(TrainConfig.from_json(json.dumps(state["config"])), config)
+    if changes := {name: change for name, change in changes.items() if name not in ("device", "out")}:
+        raise ValueError(
+            f"comparison.json was changed after {config.recipe}, seed {config.seed}, began: "
+            f"{describe_changes(changes)}; change it back, or begin a new comparison"
+        )
+
+
+def _save(trainer: Trainer, measured: Measurements, config: TrainConfig, folder: Path) -> None:
     tensors, state = trainer.state()
-    more = {"measured": asdict(measured), "computed_on": computed_on(trainer.device)}
+    more = {
+        "config": json.loads(config.to_json()),
+        "measured": asdict(measured),
+        "computed_on": computed_on(trainer.device),
+    }
     save_checkpoint(folder / CHECKPOINTS, trainer.steps_done, tensors, {**state, **more}, keep=1)
 
 
-def _save_finished(run: ComparedRun, step: int, folder: Path) -> None:
+def _save_finished(run: ComparedRun, step: int, config: TrainConfig, folder: Path) -> None:
     """Save the result of a run, and delete its checkpoints."""
     tensors = {} if run.token_losses_NS is None else {"token_losses": run.token_losses_NS}
-    state = {"curve": asdict(run.curve), "gradients": [asdict(check) for check in run.gradients]}
+    gradients = [asdict(check) for check in run.gradients]
+    state = {"config": json.loads(config.to_json()), "curve": asdict(run.curve), "gradients": gradients}
     save_checkpoint(folder / FINISHED, step, tensors, state)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
-def _read_finished(checkpoint: Path) -> ComparedRun:
+def _read_finished(checkpoint: Path, config: TrainConfig) -> ComparedRun:
     tensors, state = load_checkpoint(checkpoint, check=False)
+    _check_config(state, config)
     gradients = tuple(map(read_gradient_check, state["gradients"]))
     return ComparedRun(read_curve(state["curve"]), tensors.get("token_losses"), gradients)
 

@@ -386,11 +386,11 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(words)
 
 
-def describe_settings(config: TrainConfig) -> str:
-    """A configuration in a line: preset, recipe and seed, and what else differs from the preset's default."""
+def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "recipe", "seed")) -> str:
+    """A configuration in a line: the settings in `first`, and what else differs from the preset's default."""
     default = preset(config.preset) if config.preset in MODELS else TrainConfig()
     other = {name: new for name, (_, new) in differences(default, config).items()}
-    shown = {"preset": config.preset, "recipe": config.recipe, "seed": config.seed} | other
+    shown = {name: getattr(config, name) for name in first} | other
     return ", ".join(f"{name} {shown[name]}" for name in shown if name not in ("out", "recipe_text", "guards_text"))
 
 

@@ -121,8 +121,8 @@ def check_unused(path: Path) -> None:
         raise FileExistsError(f"out {str(path)!r} holds a run already: choose another --out")
     if (path / COMPARISON).exists() or (path / COMPARE_FILE).exists():
         raise FileExistsError(
-            f"out {str(path)!r} holds a comparison already: continue it with octile compare --resume, or choose "
-            "another --out"
+            f"out {str(path)!r} holds a comparison already: choose another --out, or continue it with octile compare "
+            "--resume"
         )
 
 

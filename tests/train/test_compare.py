@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 from dataclasses import replace
 
@@ -175,6 +176,7 @@ def test_a_stopped_comparison_is_resumed_with_the_same_losses(compared, text, tm
     screen = silent_console()
     resumed = compare(config, ("deepseek_v3",), out, screen, resume=True)
     shown = screen.console.file.getvalue()
+    assert "comparison.json: recipes deepseek_v3, seeds 0, gradient_steps start,middle,end, preset tiny" in shown
     assert shown.count("finished before") == finished
     assert shown.count("resumed at step") == 1
     assert losses(resumed) == losses(compared[0])
@@ -227,6 +229,14 @@ def test_a_resumed_comparison_keeps_its_settings(compared, changes, others, mess
     config = replace(Comparison.read(out).config, **changes)
     with pytest.raises(ValueError, match=f"a resumed comparison keeps its settings: {message}"):
         compare(config, **{"recipes": ("deepseek_v3",), **others}, out=out, console=silent_console(), resume=True)
+
+
+def test_an_edited_comparison_is_refused(compared, tmp_path):
+    out = shutil.copytree(compared[1], tmp_path / "edited")
+    file = out / "comparison.json"
+    file.write_text(file.read_text().replace('"lr": 0.003', '"lr": 0.03'))
+    with pytest.raises(ValueError, match=r"changed after bf16, seed 0, began: optim\.lr is 0\.03 instead of 0\.003"):
+        compare(Comparison.read(out).config, ("deepseek_v3",), out, silent_console(), resume=True)
 
 
 def test_a_folder_without_a_comparison_cannot_be_resumed(tmp_path):
