@@ -221,7 +221,7 @@ class Bench:
             shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
-        minutes: time after which tune begins no other shape.
+        minutes: after so many minutes, tune starts no further shape.
     """
 
     what: tyro.conf.Positional[Literal["gemm", "casts", "step", "lab", "tune", "tune-casts"]] = "step"

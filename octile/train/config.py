@@ -89,7 +89,7 @@ class TrainConfig:
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.
         steps: optimizer steps.
-        seed: seed of the initial weights and of the order of the data.
+        seed: a whole number that determines the initial weights and the order of the data.
         out: the run's folder; chosen under runs/ if not given.
         checkpoint_every: steps between checkpoints; 0 writes only the last one.
         validate_every: steps between measurements of the held-out loss.
@@ -103,7 +103,7 @@ class TrainConfig:
         device: auto uses a GPU if there is one.
         deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
             number of threads.
-        prompt: what the sample at the end continues.
+        prompt: the text that the sample at the end of the run continues.
         telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
         telemetry_layers: patterns of the names of the layers to measure, separated by commas.
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.

@@ -336,6 +336,8 @@ def describe_check(rows: Sequence[Predicted], least_db: float) -> str:
     right = (
         f" Of {format_count(len(low), 'GEMM')} predicted below {least_db:g} dB, {confirmed} {was[0]} measured below it;"
         f" of the others, {missed} {was[1]}."
+        if low or missed
+        else f" No GEMM was predicted below {least_db:g} dB, and none was measured below it."
     )
     return (
         f"Measured SNR of {format_count(len(pairs), 'GEMM')} in real steps in 8 bits on the same batches, against the"

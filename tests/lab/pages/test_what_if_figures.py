@@ -232,5 +232,11 @@ def test_the_error_of_predictions_is_reported():
     assert "the RMS difference is 3.5 dB" in caption  # √((9 + 16) / 2)
 
 
+def test_no_gemm_below_the_bound_is_said_in_words():
+    caption = preflight.describe_check([predicted(30.0, 31.0), predicted(25.0, 22.0)], 20.0)
+    assert "No GEMM was predicted below 20 dB, and none was measured below it." in caption
+    assert "0 GEMMs" not in caption
+
+
 def test_the_risk_of_an_expert_is_in_the_row_of_its_layer():
     assert preflight.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])
