@@ -11,17 +11,20 @@ every write through `.data`: hand-written training loops, averages that are swap
 and quantized in each forward pass otherwise.  A write through `.data` between the forward passes of one step is not
 noticed; autograd does not notice it either.
 
+Nothing here refers to a parameter itself, not even weakly: `torch.utils.swap_tensors`, which `Module.to` may use,
+refuses a tensor with weak references. What is known about a weight is stored by its memory (`torch.UntypedStorage`).
+
 Under `torch.compile`, and while a CUDA graph is captured, quantization is part of the graph: each replay quantizes the
 weight as it is then.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,9 +32,18 @@ from octile.recipe import OperandFormat
 
 T = TypeVar("T")
 
-_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → (the key of its content, the quantized weight)
-_stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a torch optimizer writes
-_frozen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → how many frozen_weights it is inside
+
+class _Entry(NamedTuple):
+    """A quantized weight, the key of the content that it was quantized from, and whether a step may change that."""
+
+    key: Hashable
+    quantized: Any
+    requires_grad: bool
+
+
+_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage → {id of a parameter in it: its entry}
+_stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of parameters that a torch optimizer writes
+_frozen = Counter[int]()  # id of a parameter → how many frozen_weights, which hold the parameter, it is inside
 
 
 @contextmanager
@@ -42,17 +54,17 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     """
     weights = list(model.parameters())
     for weight in weights:
-        if weight not in _frozen:
-            _cache.pop(weight, None)  # of a training step: a write through `.data` since then was not counted
-        _frozen[weight] = _frozen.get(weight, 0) + 1
+        if id(weight) not in _frozen:
+            _drop(weight)  # of a training step: a write through `.data` since then was not counted
+        _frozen[id(weight)] += 1
     try:
         yield
     finally:
         for weight in weights:
-            _frozen[weight] -= 1
-            if not _frozen[weight]:
-                del _frozen[weight]
-                _cache.pop(weight, None)
+            _frozen[id(weight)] -= 1
+            if not _frozen[id(weight)]:
+                del _frozen[id(weight)]
+                _drop(weight)
 
 
 def quantized_weight(
@@ -66,13 +78,13 @@ def quantized_weight(
     Args:
         transposed: whether the result of quantize contains the transposed weight, too; it is cached separately.
     """
-    memory = StorageWeakRef(weight.untyped_storage())  # an address alone may have been freed and reused
-    key = (memory, weight.storage_offset(), weight._version, weight.dtype, operand_format, transposed)
-    cached = _cache.get(weight)
-    if cached is None or cached[0] != key:
-        cached = key, quantize(weight.detach(), operand_format)
-        _cache[weight] = cached
-    return cached[1]
+    entries = _cache.setdefault(weight.untyped_storage(), {})
+    key = (weight.storage_offset(), weight._version, weight.dtype, operand_format, transposed)
+    entry = entries.get(id(weight))
+    if entry is None or entry.key != key:
+        entry = _Entry(key, quantize(weight.detach(), operand_format), weight.requires_grad)
+        entries[id(weight)] = entry
+    return entry.quantized
 
 
 def can_cache(weight: Tensor, operand_format: OperandFormat) -> bool:
@@ -83,16 +95,34 @@ def can_cache(weight: Tensor, operand_format: OperandFormat) -> bool:
         return False
     if not weight.is_leaf or weight.is_inference():  # not a parameter, or one whose writes are not counted
         return False
-    return weight in _frozen or (weight in _stepped and torch.is_grad_enabled())
+    if id(weight) in _frozen:
+        return True
+    return torch.is_grad_enabled() and weight.untyped_storage() in _stepped
+
+
+def _drop(weight: Tensor) -> None:
+    storage = _storage(weight)
+    if storage is not None and (entries := _cache.get(storage)) is not None:
+        entries.pop(id(weight), None)
 
 
 def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in stepped.values():
-        _stepped[parameter] = True
-    for weight in list(_cache):
-        if weight.requires_grad or id(weight) in stepped:  # a wrapper may train another tensor in the weight's place
-            del _cache[weight]
+        if (storage := _storage(parameter)) is not None:
+            _stepped[storage] = True
+    for entries in list(_cache.values()):
+        for weight, entry in list(entries.items()):
+            if entry.requires_grad or weight in stepped:  # a wrapper may train another tensor in the weight's place
+                del entries[weight]
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage, or None if it has none, as a sparse tensor: octile does not quantize it."""
+    try:
+        return t.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 register_optimizer_step_post_hook(_forget)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octile.nn import Linear, frozen_weights
+from octile.nn import Linear, frozen_weights, functional
 from octile.nn.weight_cache import can_cache, quantized_weight
 from octile.optim import AdamW
 from octile.recipe import BLOCK, TENSOR, OperandFormat
@@ -253,3 +253,47 @@ def test_a_weight_is_not_cached_during_graph_capture(weight, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not can_cache(weight, FORMAT)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW], ids=["SGD", "torch AdamW", "AdamW"])
+def test_a_foreign_parameter_that_was_stepped_can_be_swapped(optimizer):
+    layer, other = nn.Linear(7, 5, bias=False), nn.Parameter(torch.ones(5, 7))
+    layer(torch.randn(3, 7)).sum().backward()
+    optimizer(layer.parameters(), lr=0.1).step()
+    layer.weight.grad = None
+    torch.utils.swap_tensors(layer.weight, other)
+    assert torch.equal(layer.weight, torch.ones(5, 7))
+
+
+def test_a_cached_weight_can_be_swapped_and_the_layer_computes_with_its_new_content():
+    layer, other, x = Linear(64, 128, bias=False), nn.Parameter(torch.randn(128, 64)), torch.randn(3, 64)
+    expected = functional.linear(x, other.detach(), None, layer.recipe)
+    step(layer.weight)
+    layer(x)
+    assert can_cache(layer.weight, FORMAT)
+    torch.utils.swap_tensors(layer.weight, other)
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_module_moves_by_swapping_after_a_step(monkeypatch):
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    layer = Linear(64, 128, bias=False)
+    step(layer.weight)
+    layer(torch.randn(3, 64))
+    weight = layer.weight
+    assert layer.to(torch.bfloat16).weight is weight
+    assert weight.dtype == torch.bfloat16
+
+
+def test_a_frozen_weight_whose_data_is_replaced_is_quantized_again():
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    with frozen_weights(layer):
+        before = layer(x)
+        layer.weight.data = layer.weight.data * 2
+        assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_sparse_parameter_can_be_stepped():
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,)).requires_grad_()
+    torch.optim.SGD([sparse], lr=0.1).step()
