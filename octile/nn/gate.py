@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.ops.top_experts import top_experts
@@ -191,6 +192,7 @@ class _Logits(torch.autograd.Function):
         return gate_logits(x_TD, weight_ED)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
         weight_ED, *saved = ctx.saved_tensors
         x_TD = saved[0] if ctx.how_saved is None else ctx.how_saved.values(tuple(saved))

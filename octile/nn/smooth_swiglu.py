@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.double_backward import first_derivative_only
 from octile.ops.quantize import round_up_to_power_of_2
 
 MAX_POWER_OF_2 = 2.0**127  # in FP32
@@ -38,6 +39,7 @@ class _ScaleColumns(torch.autograd.Function):
         return weight.float() * scale
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         (scale,) = ctx.saved_tensors
         dw = dy * scale

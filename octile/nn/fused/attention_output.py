@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt
 from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, quantize_operand, requantize
@@ -52,6 +53,7 @@ class _AttentionLinear(torch.autograd.Function):
         return y_TN.unflatten(0, q.shape[:2])
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_BSN: Tensor) -> tuple[Tensor | None, ...]:
         layers, (w,), saved = load_saved(ctx)
         q, k, v = saved["q"], saved["k"], saved["v"]

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
@@ -121,6 +122,7 @@ class _FeedForward(torch.autograd.Function):
         return route.combine(y, add)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, saved = load_saved(ctx)
         s, formats, weight_R = layers.settings, layers.settings.formats, saved["weight_R"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.shared_quantization import Shared, compute_once
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
@@ -45,6 +46,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         return nt(x, w, offs, out_dtype)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of x and of the weight from dy [T, N]; None for the other arguments."""
         x, w, offs = ctx.saved_tensors

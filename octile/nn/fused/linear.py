@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused import high_precision
 from octile.nn.fused.quantize import (
     align_experts,
@@ -126,6 +127,7 @@ class QuantizedLinear(torch.autograd.Function):
         return nt(x, w, offs, out_dtype)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of x and of the weight from dy [T, N], in FP8 unless the recipe excepts a GEMM."""
         x_data, x_scale, w_data, w_scale, high_precision_x, high_precision_w, offs = ctx.saved_tensors

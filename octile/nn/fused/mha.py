@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
@@ -78,6 +79,7 @@ class _RotaryAttention(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, (*w_qkv, w_o), saved = load_saved(ctx)
         s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
@@ -101,6 +102,7 @@ class _LatentAttention(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, (w_q, w_kv, w_o), saved = load_saved(ctx)
         heads, (of_q, of_kv) = ctx.heads, ctx.how_saved

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.formats import TILE
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.nn.fused.fusion import FusableModule, has_hooks, is_fusable_norm
 from octile.nn.norm import RMSNorm
@@ -82,6 +83,7 @@ class _NormAndQuantize(torch.autograd.Function):
         return y, data, scale, x_TK.view_as(x_TK)
 
     @staticmethod
+    @first_derivative_only
     def backward(
         ctx: Any, dy_TK: Tensor | None, _: None, __: None, dresidual_TK: Tensor | None
     ) -> tuple[Tensor | None, ...]:

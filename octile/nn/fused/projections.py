@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
@@ -39,6 +40,7 @@ class _Projections(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, saved = load_saved(ctx)
         formats = layers.settings.formats

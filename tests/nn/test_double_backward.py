@@ -1,0 +1,152 @@
+"""Differentiating twice through a function of octile raises or is right; it is never silently zero."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+import octile.models
+import octile.nn
+import octile.optim
+from octile.nn import MHA, MLA, MLP, Gate, Linear, RMSNorm, functional, pre_norm
+from octile.nn.conversion import apply_recipe
+from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.double_backward import first_derivative_only
+from octile.nn.fused.attention_output import attention_linear
+from octile.nn.fused.block_input import quantize_block_input
+from octile.nn.fused.projections import projections
+from octile.nn.gate import _SigmoidShares
+from octile.nn.rope import Rope
+from octile.nn.smooth_swiglu import scale_columns
+from octile.recipe import Recipe
+
+S, D = 6, 128
+RECIPE = Recipe.deepseek_v3()
+COS_SIN = Rope(16).cos_sin(torch.arange(S))
+
+
+def mla() -> MLA:
+    return MLA(D, 2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+
+
+def norm_before_mlp(x: Tensor) -> Tensor:
+    norm, mlp = RMSNorm(D), apply_recipe(MLP(D, D), RECIPE)
+    return mlp(pre_norm(x, norm, mlp)[1])
+
+
+def attention_and_linear(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, 64))
+    return attention_linear(q, q, q, torch.randn(8, D), 0.1, RECIPE, torch.float32)
+
+
+RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
+    "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
+    "QuantizedLinear": Linear(D, 8),
+    "_AttentionLinear": attention_and_linear,
+    "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),
+    "_LatentAttention": lambda x: apply_recipe(mla(), RECIPE)(x, COS_SIN),
+    "_Logits": lambda x: Gate(D, 4, 2)(x.flatten(0, 1)).weights_TK,
+    "_NormAndQuantize": norm_before_mlp,
+    "_Projections": lambda x: projections(quantize_block_input(x, RECIPE), [torch.randn(8, D)], torch.float32)[0],
+    "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
+    "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
+}
+RIGHT = {"_Combine", "_Dispatch", "_SigmoidShares"}
+WITHOUT_BACKWARD = {"_Raise"}  # it raises
+
+
+def functions() -> set[str]:
+    """The names of all autograd functions of the library."""
+    for package in (octile.nn, octile.models, octile.optim):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    return {f.__name__ for f in Function.__subclasses__() if f.__module__.startswith("octile.")}
+
+
+def nodes(y: Tensor) -> set[str]:
+    """The names of the functions that a tensor was computed by."""
+    todo, seen = [y.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
+def test_every_function_has_a_case():
+    assert functions() == RAISING.keys() | RIGHT | WITHOUT_BACKWARD
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_a_second_derivative_raises(name: str):
+    x = torch.randn(1, S, D, requires_grad=True)
+    y = RAISING[name](x)
+    assert f"{name}Backward" in nodes(y)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"has no second derivative.*leave out create_graph=True"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_a_penalty_on_the_gradient_of_a_sum_raises(name: str):
+    """The gradient that arrives is a constant, for which torch's own `once_differentiable` does not raise."""
+    x = torch.randn(1, S, D, requires_grad=True)
+    (gradient,) = torch.autograd.grad(RAISING[name](x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_create_graph_changes_no_gradient(name: str):
+    x = torch.randn(1, S, D, requires_grad=True)
+    torch.manual_seed(0)
+    y = RAISING[name](x).square().sum()
+    (expected,) = torch.autograd.grad(y, x, retain_graph=True)
+    (found,) = torch.autograd.grad(y, x, create_graph=True)
+    assert torch.equal(found, expected)
+
+
+def test_the_message_names_the_function():
+    class Square(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @first_derivative_only
+        def backward(ctx, dy):
+            return 2 * ctx.saved_tensors[0] * dy
+
+    x = torch.ones((), requires_grad=True)
+    (gradient,) = torch.autograd.grad(Square.apply(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^Square has no second derivative"):
+        gradient.backward()
+
+
+def test_the_shares_of_a_gate_have_a_right_second_derivative():
+    logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(_SigmoidShares.apply, (logits,))
+
+
+@pytest.mark.parametrize("way", ["dispatch", "combine"])
+def test_rows_on_their_way_have_a_right_second_derivative(way: str):
+    dispatcher, experts_TK = LocalDispatcher(), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    plan = dispatcher.plan(experts_TK, torch.tensor([2, 2, 2]))
+    weights = torch.rand(3, 2)
+    if way == "dispatch":
+        rows, call = torch.randn(3, D), lambda t: dispatcher.dispatch(t, plan)
+    else:
+        rows, call = torch.randn(6, D), lambda t: dispatcher.combine(t, weights, plan)
+    x = rows.requires_grad_()
+    # f is linear, so g = fᵀ(f(x)) is the gradient of |f(x)|² / 2, and that of |g|² / 2 is fᵀ(f(g))
+    (g,) = torch.autograd.grad(call(x).square().sum() / 2, x, create_graph=True)
+    (found,) = torch.autograd.grad(g.square().sum() / 2, x)
+    at_g = g.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(call(at_g).square().sum() / 2, at_g)
+    torch.testing.assert_close(found, expected)
