@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octile.checkpoint.files import finish_interrupted, read_json, staged, write_json
+from octile.checkpoint.files import finish_interrupted, staged, write_json
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
     check_scales,
@@ -42,6 +42,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
+from octile.validation import read_json
 
 CONFIG = "config.json"
 Weights = Literal["fp8", "bf16", "float32"]

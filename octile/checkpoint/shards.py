@@ -12,8 +12,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from octile.checkpoint.files import finish_interrupted, read_json, read_record, verify, write_json
+from octile.checkpoint.files import finish_interrupted, read_record, verify, write_json
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec
+from octile.validation import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from octile.checkpoint.files import RECORD, read_json, read_record, sync_folder, verify, write_json, write_record
+from octile.checkpoint.files import RECORD, read_record, sync_folder, verify, write_json, write_record
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
+from octile.validation import read_json
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")

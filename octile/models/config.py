@@ -12,10 +12,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from octile.models import hf_config
 from octile.routing import ScoringFunc, TopkMethod, check_routing
+from octile.validation import Range, check_fields, from_json, quoted, read_json
+
+# the largest numbers are beyond any published model, and keep a size within 64 bits and a model on the meta device fast
+Size = Annotated[int, Range(at_least=1, at_most=2**20)]
+HeadDim = Annotated[int, Range(at_least=1, at_most=2**16)]
+Count = Annotated[int, Range(at_least=1, at_most=4096)]
+Tokens = Annotated[int, Range(at_least=1, at_most=2**31 - 1)]
+TokenId = Annotated[int, Range(at_least=0)]
+Weight = Annotated[float, Range(at_least=0, at_most=1000)]
 
 
 @dataclass(frozen=True)
@@ -24,14 +33,24 @@ class RopeScaling:
 
     Rotary pairs with more than `beta_fast` full rotations within the original length keep their frequency, those with
     less than `beta_slow` are slowed down by `factor`, the others are interpolated.  Source: arXiv 2309.00071.
+
+    Raises:
+        TypeError, ValueError: a field is not a number or outside its range.
     """
 
-    factor: float = 40.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 1.0
+    factor: Annotated[float, Range(at_least=1, at_most=1_000_000)] = 40.0
+    original_max_position_embeddings: Tokens = 4096
+    beta_fast: Annotated[float, Range(above=0, at_most=1_000_000)] = 32.0
+    beta_slow: Annotated[float, Range(above=0, at_most=1_000_000)] = 1.0
+    mscale: Weight = 1.0
+    mscale_all_dim: Weight = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rope_scaling.")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"rope_scaling.beta_fast must be at least beta_slow, {self.beta_slow}, not {self.beta_fast}"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,44 +67,45 @@ class ModelConfig:
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:
-        ValueError: the sizes do not fit together.
+        TypeError: a field has another type than its annotation.
+        ValueError: a field is outside its range, or the sizes do not fit together.
     """
 
-    vocab_size: int = 129280
-    hidden_size: int = 7168
-    intermediate_size: int = 18432
-    moe_intermediate_size: int = 2048
-    num_hidden_layers: int = 61
-    first_k_dense_replace: int = 3
-    num_nextn_predict_layers: int = 1
+    vocab_size: Annotated[int, Range(at_least=1, at_most=2**24)] = 129280
+    hidden_size: Size = 7168
+    intermediate_size: Size = 18432
+    moe_intermediate_size: Size = 2048
+    num_hidden_layers: Annotated[int, Range(at_least=1, at_most=1000)] = 61
+    first_k_dense_replace: Annotated[int, Range(at_least=0)] = 3
+    num_nextn_predict_layers: Literal[0, 1] = 1
 
-    num_attention_heads: int = 128
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    num_attention_heads: Count = 128
+    q_lora_rank: Size | None = 1536
+    kv_lora_rank: Size = 512
+    qk_nope_head_dim: HeadDim = 128
+    qk_rope_head_dim: HeadDim = 64
+    v_head_dim: HeadDim = 128
 
-    n_routed_experts: int = 256
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 8
-    n_group: int = 8
-    topk_group: int = 4
+    n_routed_experts: Count = 256
+    n_shared_experts: Count = 1
+    num_experts_per_tok: Count = 8
+    n_group: Count = 8
+    topk_group: Count = 4
     topk_method: TopkMethod = "noaux_tc"
     scoring_func: ScoringFunc = "sigmoid"
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 2.5
-    aux_loss_alpha: float = 1e-4
-    mtp_loss_weight: float = 0.3
+    routed_scaling_factor: Weight = 2.5
+    aux_loss_alpha: Weight = 1e-4
+    mtp_loss_weight: Weight = 0.3
 
-    max_position_embeddings: int = 163840
-    rope_theta: float = 10000.0
+    max_position_embeddings: Tokens = 163840
+    rope_theta: Annotated[float, Range(above=1, at_most=1e18)] = 10000.0
     rope_scaling: RopeScaling | None = RopeScaling()
 
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.006
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 1
+    rms_norm_eps: Annotated[float, Range(at_least=1e-30, at_most=1)] = 1e-6
+    initializer_range: Annotated[float, Range(at_least=0, at_most=10)] = 0.006
+    bos_token_id: TokenId | None = 0
+    eos_token_id: TokenId | tuple[TokenId, ...] | None = 1
     extra: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,11 +130,10 @@ class ModelConfig:
         """Make a configuration from the content of a Hugging Face `config.json`.
 
         Raises:
-            ValueError: a needed key is missing, or a key asks for what this model does not compute.
+            ValueError: a needed key is missing, a key has another type or is outside its range, or a key asks for what
+                this model does not compute.
         """
-        values = hf_config.parse(config, [f.name for f in fields(cls)])
-        scaling = values.pop("rope_scaling")
-        return cls(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        return from_json(cls, hf_config.parse(config, [f.name for f in fields(cls)]))
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a Hugging Face `config.json`, including the keys in `extra`."""
@@ -139,14 +158,7 @@ class ModelConfig:
             FileNotFoundError: there is no such file.
             ValueError: it is not a JSON object, or `from_hf` raises it.
         """
-        text = Path(path).read_text(encoding="utf-8")
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
-        return cls.from_hf(config)
+        return cls.from_hf(read_json(Path(path)))
 
     def write(self, path: str | Path) -> None:
         """Write a `config.json` that transformers, vLLM and SGLang read."""
@@ -261,16 +273,15 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 
 
 def _check(c: ModelConfig) -> None:
-    for name in (f.name for f in fields(c) if f.type == "int"):
-        minimum = 0 if name in ("first_k_dense_replace", "num_nextn_predict_layers") else 1
-        if getattr(c, name) < minimum:
-            raise ValueError(f"{name} must be at least {minimum}, not {getattr(c, name)}")
-    if not c.aux_loss_alpha >= 0:  # rejects NaN, too
-        raise ValueError(f"aux_loss_alpha must be at least 0, not {c.aux_loss_alpha}")
-    if c.num_nextn_predict_layers > 1:
-        raise ValueError(f"num_nextn_predict_layers must be 0 or 1, not {c.num_nextn_predict_layers}")
+    check_fields(c)
+    eos = c.eos_token_id if isinstance(c.eos_token_id, tuple) else (c.eos_token_id,)
+    for name, token in (("bos_token_id", c.bos_token_id), *(("eos_token_id", token) for token in eos)):
+        if token is not None and token >= c.vocab_size:
+            raise ValueError(f"{name} must be below vocab_size, {c.vocab_size}, not {quoted(token)}")
     if c.first_k_dense_replace > c.num_hidden_layers:
-        raise ValueError(f"first_k_dense_replace {c.first_k_dense_replace} exceeds the {c.num_hidden_layers} layers")
+        raise ValueError(
+            f"first_k_dense_replace {quoted(c.first_k_dense_replace)} exceeds the {c.num_hidden_layers} layers"
+        )
     if c.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even, it holds pairs, not {c.qk_rope_head_dim}")
     check_routing(

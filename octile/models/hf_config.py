@@ -11,6 +11,8 @@ are read; the first, which every inference engine supports, is written.  There a
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from octile.validation import quoted
+
 NEEDED = (
     "vocab_size",
     "hidden_size",
@@ -48,56 +50,66 @@ V2_DEFAULTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+YARN_NEEDED = ("factor", "original_max_position_embeddings")
 
 
 def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields among `known`, `rope_scaling` as a dict or None, and all other keys under "extra".
 
+    The values of fields are those of the file: `ModelConfig` checks their types and ranges.
+
     Raises:
-        ValueError: a needed key is missing or not a number, or a key asks for what this model does not compute.
+        ValueError: a needed key is missing, or a key asks for what this model does not compute.
     """
+    for alias, name in ALIASES.items():
+        if alias in config and not _same(config.get(name, config[alias]), config[alias]):
+            raise ValueError(f"{alias} is {quoted(config[alias])}, but {name} is {quoted(config[name])}: they are one")
     config = {ALIASES.get(name, name): value for name, value in config.items()}
     _check_computed(config)
     given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
     missing = [name for name in NEEDED if name not in given]
     if missing:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
-    for name in NEEDED:
-        if not isinstance(given[name], int) and not (name in NULLABLE and given[name] is None):
-            raise ValueError(f"{name} must be a whole number, not {given[name]!r}")
 
     defaults = V2_DEFAULTS if config.get("model_type") == "deepseek_v2" else {}
     found = {"num_nextn_predict_layers": 0, **defaults, **given, **_rope(config)}
-    if isinstance(found.get("eos_token_id"), list):
-        found["eos_token_id"] = tuple(found["eos_token_id"])
     implied = {*known, *COMPUTED, "num_key_value_heads", "rope_parameters"}
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
 
 
 def _check_computed(config: Mapping[str, Any]) -> None:
-    if config.get("model_type", "deepseek_v3") not in ("deepseek_v3", "deepseek_v2"):
-        raise ValueError(f"model_type is {config['model_type']!r}, but must be 'deepseek_v3' or 'deepseek_v2'")
+    if (kind := config.get("model_type", "deepseek_v3")) not in ("deepseek_v3", "deepseek_v2"):
+        raise ValueError(f"model_type is {quoted(kind)}, but must be 'deepseek_v3' or 'deepseek_v2'")
     for name, computed in COMPUTED.items():
-        if config.get(name, computed) not in (computed, None):
-            raise ValueError(f"{name} is {config[name]!r}, but this model computes only {computed!r}")
+        if config.get(name) is not None and not _same(config[name], computed):
+            raise ValueError(f"{name} is {quoted(config[name])}, but this model computes only {computed!r}")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if kv_heads not in (None, heads):
-        raise ValueError(f"num_key_value_heads is {kv_heads}, but latent attention has as many as heads: {heads}")
+    if kv_heads is not None and not _same(kv_heads, heads):
+        raise ValueError(
+            f"num_key_value_heads is {quoted(kv_heads)}, but latent attention has as many as heads: {quoted(heads)}"
+        )
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two values of a JSON file are equal; true is not 1."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read `rope_theta` and `rope_scaling` from either spelling."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = {rope.pop("rope_type", None), rope.pop("type", None)} - {None} or {"default"}
-    if kind == {"default"}:
+    name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    given = {} if config.get(name) is None else config[name]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} must be an object or null, not {quoted(given)}")
+    rope = {key: value for key, value in given.items() if value is not None}
+    thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
+    theta = next(theta for theta in thetas if theta is not None)
+    kinds = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
+    if all(kind == "default" for kind in kinds):
         return {"rope_theta": theta, "rope_scaling": None}
-    if kind != {"yarn"}:
-        raise ValueError(f"rope scaling is {'/'.join(sorted(kind))!r}, but this model computes only 'yarn'")
+    if wrong := [kind for kind in kinds if kind != "yarn"]:
+        raise ValueError(f"rope scaling is {quoted(wrong[0])}, but this model computes only 'yarn'")
 
-    rope = {"mscale": 1.0, "mscale_all_dim": 0.0} | {k: v for k, v in rope.items() if v is not None}
-    unknown, lacking = rope.keys() - set(YARN), set(YARN[:2]) - rope.keys()
-    if unknown or lacking:
-        raise ValueError(f"yarn scaling lacks {sorted(lacking)} and has {sorted(unknown)}, which it does not know")
-    return {"rope_theta": theta, "rope_scaling": rope}
+    if lacking := [key for key in YARN_NEEDED if key not in rope]:
+        raise ValueError(f"{name} lacks {', '.join(lacking)}, which yarn needs")
+    return {"rope_theta": theta, "rope_scaling": {"mscale": 1.0, "mscale_all_dim": 0.0, **rope}}

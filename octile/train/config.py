@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from octile.models.config import PRESETS as MODELS
-from octile.models.config import ModelConfig, RopeScaling
+from octile.models.config import ModelConfig
 from octile.train.tokenizer import check_text
-from octile.validation import Range, check_fields
+from octile.validation import Range, check_fields, from_json, parse_json
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
@@ -242,21 +242,10 @@ class TrainConfig:
         Raises:
             ValueError: the text is not the configuration of a run.
         """
-        try:
-            values: dict[str, Any] = json.loads(text)
-            model = values.pop("model")
-            rope = model.pop("rope_scaling")
-            optim = values.pop("optim")
-            values |= {
-                name: Path(values[name]) for name in ("out", "init_from", "guards") if values.get(name) is not None
-            }
-            return cls(
-                **values,
-                model=ModelConfig(**model, rope_scaling=RopeScaling(**rope) if rope else None),
-                optim=OptimConfig(**{**optim, "betas": tuple(optim["betas"])}),
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a run's configuration: {error}") from None
+        values = parse_json(text.encode(), "the configuration")
+        if missing := [name for name in ("model", "optim") if name not in values]:
+            raise ValueError(f"not a run's configuration: it lacks {missing[0]}")
+        return from_json(cls, values)
 
 
 def tiny() -> TrainConfig:

@@ -1,9 +1,13 @@
 import json
+import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 
@@ -107,6 +111,11 @@ PUBLISHED_V2_LITE = {
 }
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """An object in an object in an object …"""
+    return {} if levels == 1 else {"a": nested(levels - 1)}
+
+
 def same_shape(config, preset):
     """Check for equality, except where paper and published files differ, and except for passed-through keys."""
     return replace(config, initializer_range=preset.initializer_range, extra={}) == preset
@@ -160,7 +169,7 @@ def test_absent_mscales_have_the_defaults_of_transformers():
         ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling is 'linear'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"lacks \['original_max_position_embeddings'\]"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling lacks original_max_position"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1, not 2"),
         ({"topk_method": "best"}, "topk_method must be noaux_tc or group_limited_greedy or greedy, not 'best'"),
         ({"n_group": 7}, "n_group must divide the 256 n_routed_experts, not be 7"),
@@ -179,6 +188,96 @@ def test_absent_mscales_have_the_defaults_of_transformers():
 def test_unsupported_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf({**PUBLISHED_V3, **changes})
+
+
+JSON_SCALARS = st.none() | st.booleans() | st.text(max_size=4) | st.integers() | st.floats()
+JSON_VALUES = st.one_of(
+    st.sampled_from([10**18, -1, 0, 1, 2, 10**5, 10**6, 1e30, -1e-9, 10**400, "256", [], {}, True, False]),
+    st.recursive(JSON_SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3)),
+)
+ROPE_KEYS = [f"rope_scaling.{key}" for key in PUBLISHED_V3["rope_scaling"]]
+CHECKED = [f.name for f in fields(ModelConfig) if f.name != "extra"]
+
+
+NAMES = "|".join((*PUBLISHED_V3, *CHECKED, "rope_parameters", "rope scaling", "extra"))
+
+
+@pytest.mark.parametrize("key", sorted({*PUBLISHED_V3, *CHECKED, *ROPE_KEYS, "rope_parameters", "num_mtp_layers"}))
+@settings(max_examples=30, deadline=None)
+@given(value=JSON_VALUES)
+def test_any_value_of_a_key_is_read_or_refused_by_name(key, value):
+    outer, _, inner = key.partition(".")
+    changed = {**PUBLISHED_V3[outer], inner: value} if inner else value
+    error = refusal({**PUBLISHED_V3, outer: changed})
+    assert error is None or re.fullmatch(rf".*({NAMES}).{{0,200}}", error)  # one line
+
+
+def refusal(published) -> str | None:
+    """The message by which a configuration is refused; None if it is read, and reads what it has written."""
+    try:
+        config = ModelConfig.from_hf(published)
+    except ValueError as error:
+        return str(error)
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 1,000, not 100000"),
+        ({"num_hidden_layers": 61.0}, "num_hidden_layers must be a whole number, not 61.0"),
+        ({"vocab_size": True}, "vocab_size must be a whole number, not True"),
+        ({"hidden_size": 10**18}, "hidden_size must be at most 1,048,576, not 10{18}"),
+        ({"q_lora_rank": 0}, "q_lora_rank must be at least 1, not 0"),
+        ({"q_lora_rank": -1}, "q_lora_rank must be at least 1, not -1"),
+        ({"kv_lora_rank": None}, "the configuration lacks kv_lora_rank"),
+        ({"rope_theta": 0}, "rope_theta must be above 1, not 0"),
+        ({"rope_theta": 1}, "rope_theta must be above 1, not 1"),
+        ({"rope_theta": -5}, "rope_theta must be above 1, not -5"),
+        ({"rope_theta": float("nan")}, "rope_theta must be finite, not nan"),
+        ({"rope_theta": float("inf")}, "rope_theta must be finite, not inf"),
+        ({"rope_theta": "10000"}, "rope_theta must be a number, not '10000'"),
+        ({"initializer_range": float("nan")}, "initializer_range must be finite, not nan"),
+        ({"initializer_range": -1}, "initializer_range must be at least 0, not -1"),
+        ({"initializer_range": 1e30}, r"initializer_range must be at most 10, not 1e\+30"),
+        ({"routed_scaling_factor": -0.5}, "routed_scaling_factor must be at least 0, not -0.5"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor must be finite, not nan"),
+        ({"mtp_loss_weight": -1}, "mtp_loss_weight must be at least 0, not -1"),
+        ({"mtp_loss_weight": float("nan")}, "mtp_loss_weight must be finite, not nan"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be finite, not nan"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be finite, not inf"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be at least 1e-30, not -1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be at least 1e-30, not 0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, not 1"),
+        ({"moe_layer_freq": True}, "moe_layer_freq is True, but this model computes only 1"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0, but this model computes only False"),
+        ({"model_type": ["deepseek_v3"]}, r"model_type is \['deepseek_v3'\]"),
+        ({"topk_method": 1}, "topk_method must be noaux_tc or group_limited_greedy or greedy, not 1"),
+        ({"bos_token_id": 129280}, "bos_token_id must be below vocab_size, 129280, not 129280"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id must be at least 0, not -1"),
+        ({"eos_token_id": [1, 10**6]}, "eos_token_id must be below vocab_size, 129280, not 1000000"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
+        ({"rope_parameters": "yarn"}, "rope_parameters must be an object or null, not 'yarn'"),
+        ({"rope_scaling": {**YARN_V2, "type": ["yarn"]}}, r"rope scaling is \['yarn'\]"),
+        ({"rope_scaling": {**YARN_V2, "factor": 0}}, "rope_scaling.factor must be at least 1, not 0"),
+        ({"rope_scaling": {**YARN_V2, "factor": -1}}, "rope_scaling.factor must be at least 1, not -1"),
+        ({"rope_scaling": {**YARN_V2, "factor": float("nan")}}, "rope_scaling.factor must be finite, not nan"),
+        ({"rope_scaling": {**YARN_V2, "beta_fast": 0.5}}, "rope_scaling.beta_fast must be at least beta_slow, 1, not"),
+        ({"rope_scaling": {**YARN_V2, "sharp": 1}}, "rope_scaling.sharp is unknown: there are factor, "),
+        ({"num_mtp_layers": 0}, "num_mtp_layers is 0, but num_nextn_predict_layers is 1: they are one"),
+        ({"note": nested(65)}, "extra must be nested at most 64 levels deep"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_of_another_type_or_outside_their_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**PUBLISHED_V3, **changes})
+
+
+def test_a_field_of_another_type_is_a_type_error_in_python():
+    with pytest.raises(TypeError, match="num_hidden_layers must be a whole number, not True"):
+        ModelConfig(num_hidden_layers=True)
 
 
 def test_a_missing_key_is_named():

@@ -1,5 +1,6 @@
 """Tests of a run's configuration: presets, values that are refused, and conversion to JSON and back."""
 
+import json
 import math
 import subprocess
 import sys
@@ -66,6 +67,33 @@ def test_optimizer_values_out_of_range_are_refused_by_option(change, message):
 def test_json_that_is_not_a_configuration_is_refused():
     with pytest.raises(ValueError, match="not a run's configuration"):
         TrainConfig.from_json("{}")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("steps",), "10", "steps must be a whole number, not '10'"),
+        (("steps",), True, "steps must be a whole number, not True"),
+        (("deterministic",), 1, "deterministic must be true or false, not 1"),
+        (("out",), 7, "out must be a path or null, not 7"),
+        (("speed",), 1, "speed is unknown: there are preset, "),
+        (("optim", "betas"), [0.9], r"optim.betas must be a list of 2, each a number, not \[0.9\]"),
+        (("optim", "lr"), float("inf"), "optim.lr must be finite, not inf"),
+        (("optim",), [], r"optim must be an object, not \[\]"),
+        (("model", "rope_theta"), 1, "rope_theta must be above 1, not 1"),
+        (("model", "rope_scaling", "factor"), 0, "rope_scaling.factor must be at least 1, not 0"),
+        (("model", "hidden_size"), 10**18, "hidden_size must be at most 1,048,576, not 10{18}"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_value_in_the_json_of_a_run_is_refused_by_field(path, value, message):
+    values = json.loads(preset("tiny").to_json())
+    holder = values
+    for name in path[:-1]:
+        holder = holder[name]
+    holder[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.from_json(json.dumps(values))
 
 
 def test_a_resumed_run_may_change_its_steps_but_not_its_seed():

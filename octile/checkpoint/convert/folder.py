@@ -27,10 +27,11 @@ from typing import Any, get_args
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
-from octile.checkpoint.files import RECORD, atomic_write, checksum, read_json, read_record, verify, write_json
+from octile.checkpoint.files import RECORD, atomic_write, checksum, read_record, verify, write_json
 from octile.checkpoint.fp8_layout import RULE
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
+from octile.validation import read_json
 
 Progress = Callable[[int, int, str], None]
 CONFIG = "config.json"

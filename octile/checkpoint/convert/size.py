@@ -9,7 +9,6 @@ import torch
 
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, choose_action, specs_after
-from octile.checkpoint.files import read_json
 from octile.checkpoint.fp8_layout import is_fp8
 from octile.checkpoint.hugging_face import CONFIG, storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
@@ -17,6 +16,7 @@ from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
+from octile.validation import read_json
 
 
 @dataclass(frozen=True)
