@@ -1,11 +1,17 @@
 """The kernel that racecheck is given differs from the GEMM kernel only in who arrives at a stage's barriers."""
 
-import pytest
+from collections.abc import Mapping
+from typing import Any
 
-from octile.kernels.cuda.gemm.config import GemmConfig
+import pytest
+import torch
+
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.compiler import Cubin
+from tests.kernels.cuda.emulated import config, emulate, operand, poisoned
 from tools import racecheck_all_lanes
+from tools.emulator import build
 
 
 def test_every_lane_arrives():
@@ -70,3 +76,25 @@ def test_the_machine_code_of_a_kernel_and_of_its_variant(monkeypatch, tmp_path):
     assert kernel[1] != variant[1]
     assert {"QGMMA", "UTMALDG", "LDS", "STS"} <= {mnemonic.split(".")[0] for mnemonic in kernel[1]}
     assert racecheck_all_lanes.difference(kernel, variant) == ""
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+@pytest.mark.parametrize("options", [{}, {"cluster_m": 2}, {"ping_pong": True}, {"accumulators": 2}], ids=str)
+def test_the_variant_computes_what_the_kernel_does(monkeypatch, options: dict[str, Any]):
+    a, b = operand((150, 128 * 37), Scales.PER_ROW), operand((70, 128 * 37), Scales.PER_BLOCK, 1)
+    kernel = config(128, 32, 4, **options)
+    outs = [poisoned(150, 70, dtype=torch.bfloat16, gap=2) for _ in range(2)]
+    emulate(kernel, outs[0], a, b, num_sms=2)
+
+    def changed(name: str, headers: Mapping[str, str]) -> tuple[str, str]:
+        if name == "ptx.cuh":  # the emulator has its own
+            return racecheck_all_lanes.find(name, headers)
+        shown, text = racecheck_all_lanes.changed(name, headers)
+        return shown, text.replace(
+            "pipeline.full[pipeline.stage].arrive_unless(elected);",
+            "if (!elected) pipeline.full[pipeline.stage].arrive();",
+        )
+
+    monkeypatch.setattr(specialize, "_find", changed)
+    emulate(kernel, outs[1], a, b, num_sms=2)
+    assert torch.equal(*outs)
