@@ -1,7 +1,7 @@
 """Reads and writes compare.json, from which scripts read a comparison and its page can be drawn again.
 
     bf16, bf16_other_seed, bf16_more_seeds[], recipes[]     the curves
-    outcome[]      gap, intervals, divergence point and verdict of each recipe, computed from the curves
+    outcome[]      gap, intervals, step of leaving the noise and verdict of each recipe, computed from the curves
     tokens[]       losses of held-out tokens compared with BF16's, in groups
     gradients[]    angle and norms of each weight's gradient compared with BF16's
     recipe_files   the contents of the recipes' files

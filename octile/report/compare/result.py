@@ -184,7 +184,7 @@ class CompareResult:
         return np.array(steps, dtype=np.float64), np.array([_mean([run[step] for run in runs]) for step in steps])
 
     def leaves_band_at(self, name: str) -> int | None:
-        """The divergence point: the step from which a recipe's mean gap stays outside the band, on one side.
+        """The step from which a recipe's mean gap stays outside the band, on one side.
 
         None if it does not leave for good. The last measurement alone does not count, because the gap may come back.
         """

@@ -1,0 +1,98 @@
+"""Tests that the figures of the documents are those of the records that they cite."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+
+from experiments.loss.report import Results, scratch_table
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results"
+
+
+@cache
+def page(name: str) -> str:
+    """A document's text with single spaces."""
+    return " ".join((ROOT / name).read_text().split())
+
+
+def record(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+@cache
+def loss() -> Results:
+    return Results(record(ROOT / "experiments" / "loss" / "results.json")["results"])
+
+
+def test_tensor_core_outputs_are_counted_once():
+    first, second = (record(RECORDS / f"h200_tensor_core{name}.json")["cases"] for name in ("", "_40"))
+    new = sum(case["outputs"] for name, case in second.items() if name not in first)
+    old = sum(case["outputs"] for case in first.values())
+    assert f"| {old:,} | 0 |" in page("docs/results.md")
+    assert f"| {new:,} | 0 |" in page("docs/results.md")
+    assert f"{(old + new) / 1e9:.2f} · 10⁹ distinct outputs" in page("docs/hopper_product.md")
+
+
+def test_the_cost_of_telemetry():
+    step, every_100th = (row for row in record(RECORDS / "lab.json")["rows"] if "telemetry" in row["what"])
+    text = f"takes {step['against']['ratio']:.2f} times as long as another, so measuring every 100th adds"
+    assert f"{text} {every_100th['value']:.2f}%" in page("docs/telemetry.md")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "row"),
+    [
+        (r"\S+\s+FP8, wgrad \+=", "weight gradient, grouped | 6"),
+        (r"(?:4096|8192)×\S+\s+FP8 {2}", "large | 8"),
+        (r"128×\S+\s+FP8 {2}", "128 rows | 6"),
+        (r"192×\S+\s+FP8 {2}", "192 rows | 6"),
+        (r"256×\S+\s+FP8 {2}", "256 rows | 6"),
+    ],
+)
+def test_interleaved_gemms(shapes, row):
+    section = (RECORDS / "h200_gemm_few_rows.txt").read_text().split("== 3:")[1].split("\n== ")[0]
+    pairs = re.findall(rf"^{shapes}.*1:repo +([\d.]+).*DeepGEMM +([\d.]+)", section, re.MULTILINE)
+    ratio = geometric_mean(float(peer) / float(ours) for ours, peer in pairs)
+    assert len(pairs) == int(row.rsplit(" ", 1)[1])
+    assert f"{row} | DeepGEMM | {ratio:.3f}× |" in page("docs/results.md")
+
+
+@pytest.mark.parametrize(
+    ("path", "run"), [(RECORDS / "h200_train.json", "hopper"), (ROOT / "experiments/small/train.json", "deepseek_v3")]
+)
+def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
+    runs = record(path)["runs"]
+    fp8, bf16 = (runs[name]["tokens_per_s"] for name in (run, "bf16"))
+    assert f"| {bf16:,.0f} | {fp8:,.0f} | {fp8 / bf16:.2f}× |" in page("docs/results.md")
+
+
+def test_weights_rounded_once_stay_within_the_bound():
+    runs = [run for name, run in loss().all.items() if run["job"]["recipe"] == "nudged"]
+    gaps = [abs(run["val_loss"][-1] / loss().all[run["job"]["name"].replace("nudged", "bf16")]["val_loss"][-1] - 1)
+            for run in runs]  # fmt: skip
+    assert f"{max(gaps):.3%}" == "0.025%"
+    assert "rounded once ends within 0.025% of BF16" in page("docs/results.md")
+
+
+@pytest.mark.parametrize(("size", "name"), [("30m", "35M"), ("80m", "81M"), ("150m", "143M")])
+def test_gaps_from_a_checkpoint_have_their_interval(size, name):
+    comparison = loss().comparison("branch", size)
+    assert comparison is not None
+    outcome = comparison.outcome("deepseek_v3")
+    assert outcome.over_seeds is not None
+    low, high = (f"{100 * end:+.2f}".replace("-", "−") for end in (outcome.over_seeds.low, outcome.over_seeds.high))
+    row = next(line for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith(f"| {name} | 2"))
+    assert row.endswith(f"| {outcome.gap:+.2%} | {len(outcome.gaps)} | {low} to {high}% |")
+
+
+def test_gaps_from_scratch_have_both_errors_and_their_interval():
+    rows = [line.split(" | ") for line in scratch_table(loss()).splitlines() if line.startswith("| ") and "0M" in line]
+    assert len(rows) == 4
+    for *_, mean, by_runs, by_seeds, interval, _ in rows:
+        low, high = (end.removesuffix("%") for end in interval.split(" … "))
+        assert f"| {mean} | {by_runs} | {by_seeds} | {low} to {high}% |" in page("docs/results.md")
