@@ -49,6 +49,7 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TENSOR: tuple[Extent, Extent] = (None, None)
+FILE_KEYS = {"recipe", "swiglu_inputs", "wgrad_x_block", "keep"}  # of a recipe file
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,13 @@ class GemmFormats:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether inputs and gradients have tiles of 128: along the tokens for wgrad, along the channels otherwise."""
-        blocks = (self.x.block, self.dy.block, self.wgrad_x.block, self.wgrad_dy.block)
+        """Whether inputs and gradients have tiles of 128: along the tokens for wgrad, along the channels otherwise.
+
+        wgrad's x may have 128×128 blocks instead.
+        """
         return (
-            blocks == (TILE, TILE, COLUMN_TILE, COLUMN_TILE)
+            (self.x.block, self.dy.block, self.wgrad_dy.block) == (TILE, TILE, COLUMN_TILE)
+            and self.wgrad_x.block in (COLUMN_TILE, BLOCK)
             and self.x.fmt == self.wgrad_x.fmt
             and (self.dy.fmt, self.dy.scale) == (self.wgrad_dy.fmt, self.wgrad_dy.scale)
         )
@@ -255,6 +259,7 @@ class Recipe:
 
             recipe = "deepseek_v3"
             swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
+            wgrad_x_block = [128, 128]                  # wgrad's x in blocks, if the recipe has tiles ([128, 1])
             [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
             products = ["fprop", "wgrad"]
@@ -282,7 +287,7 @@ class Recipe:
             content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{where}: {error}") from None
-        if not isinstance(content.get("recipe"), str) or content.keys() - {"recipe", "swiglu_inputs", "keep"}:
+        if not isinstance(content.get("recipe"), str) or content.keys() - FILE_KEYS:
             raise ValueError(f'{where} must say recipe = "deepseek_v3" or another name, and [[keep]] for exceptions')
         if content["recipe"] not in cls.names():
             raise ValueError(f"{where}: unknown recipe {content['recipe']!r}; there are {', '.join(cls.names())}")
@@ -293,7 +298,8 @@ class Recipe:
         exceptions = tuple(_exception(f"{where}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
         if exceptions and recipe.formats is None:
             raise ValueError(f"{where}: recipe {recipe.name!r} quantizes nothing, so there is nothing to keep")
-        return replace(recipe, exceptions=exceptions, swiglu_inputs=_swiglu_inputs(where, content, recipe))
+        swiglu_inputs, formats = _swiglu_inputs(where, content, recipe), _formats(where, content, recipe)
+        return replace(recipe, exceptions=exceptions, swiglu_inputs=swiglu_inputs, formats=formats)
 
     def write(self, path: Path) -> Path:
         """Write the file that `read` reads, and return its path. The recipe's name must be one of `names`.
@@ -302,6 +308,7 @@ class Recipe:
         """
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
+        lines += ["wgrad_x_block = [128, 128]"] if self.formats and self.formats.wgrad_x.block == BLOCK else []
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
@@ -468,6 +475,19 @@ def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> Opera
             f"{where}: recipe {recipe.name!r} saves SwiGLU's inputs in high precision, so it cannot recompute them"
         )
     return "recomputed" if asked == "recomputed" else recipe.swiglu_inputs
+
+
+def _formats(where: str, content: dict[str, Any], recipe: Recipe) -> GemmFormats | None:
+    """Read `wgrad_x_block` from a file's content."""
+    asked = content.get("wgrad_x_block")
+    if asked is None:
+        return recipe.formats
+    if asked not in (list(COLUMN_TILE), list(BLOCK)):
+        raise ValueError(f"{where}: wgrad_x_block must be [128, 1] or [128, 128], not {asked!r}")
+    if recipe.formats is None or not recipe.formats.is_tiled:
+        raise ValueError(f"{where}: recipe {recipe.name!r} has no tiles of 128 tokens, so it takes no wgrad_x_block")
+    wgrad_x = replace(recipe.formats.wgrad_x, block=BLOCK if asked == list(BLOCK) else COLUMN_TILE)
+    return replace(recipe.formats, wgrad_x=wgrad_x)
 
 
 def _exception(where: str, keep: Any) -> tuple[str, frozenset[GemmName]]:

@@ -221,6 +221,9 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ("recipe = ", "r.toml: "),
         ('recipe = "deepseek_v3"\nswiglu_inputs = "no"', 'swiglu_inputs must be "kept" or "recomputed", not \'no\''),
         ('recipe = "bf16"\nswiglu_inputs = "recomputed"', "recipe 'bf16' saves SwiGLU's inputs in high precision"),
+        ('recipe = "deepseek_v3"\nwgrad_x_block = [1, 128]', r"must be \[128, 1\] or \[128, 128\], not \[1, 128\]"),
+        ('recipe = "deepseek_v3"\nwgrad_x_block = 128', r"must be \[128, 1\] or \[128, 128\], not 128"),
+        ('recipe = "per_tensor"\nwgrad_x_block = [128, 128]', "recipe 'per_tensor' has no tiles of 128 tokens"),
         ('recipe = "bf16"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'bf16' quantizes nothing"),
         ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"', "keep 1 must say layers, a pattern, and products, a list"),
         ('recipe = "per_tensor"\nkeep = "all"', "keep must be a list"),
@@ -241,6 +244,18 @@ def test_a_file_says_that_swiglus_inputs_are_recomputed(tmp_path):
     path = recipe.write(tmp_path / "r.toml")
     assert Recipe.read(path) == recipe
     path.write_text('recipe = "deepseek_v3"\nswiglu_inputs = "kept"')
+    assert Recipe.read(path) == Recipe.deepseek_v3()
+
+
+def test_a_file_says_that_wgrads_x_has_blocks(tmp_path):
+    formats = Recipe.deepseek_v3().formats
+    in_blocks = replace(formats, wgrad_x=replace(formats.wgrad_x, block=BLOCK))
+    recipe = replace(Recipe.deepseek_v3(), formats=in_blocks)
+    path = recipe.write(tmp_path / "r.toml")
+    assert Recipe.read(path) == recipe
+    assert recipe.can_fuse_attention
+    assert recipe.can_fuse_swiglu
+    path.write_text('recipe = "deepseek_v3"\nwgrad_x_block = [128, 1]')
     assert Recipe.read(path) == Recipe.deepseek_v3()
 
 

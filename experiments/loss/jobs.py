@@ -52,6 +52,7 @@ ABLATIONS = (  # the slowest first
     "global_scale",
 )
 MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 12), "30m": range(2, 17)}  # as many as `power.py` asks for, or fit
+WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
 LONG_SEEDS = (1, 2)  # seeds of further runs over 300M tokens, and of their trunks
@@ -123,6 +124,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     jobs += trunks.values()
     jobs += [branch(trunk, recipe) for trunk in trunks.values() for recipe in BRANCHES]
     jobs += [branch(trunks[small, 0], recipe) for recipe in ABLATIONS]
+    jobs += [branch(trunks[size, seed], WGRAD_BLOCKS) for seed, size in product((0, 1), sizes[-2:])]
     jobs.append(branch(trunks[small, CONTROL_SEED], "control"))
     for size in sizes:
         jobs += [job("core", size, *run, CORE) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
@@ -130,6 +132,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     jobs += [job("ablation", small, *run, SHORT) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
     jobs += [job("ablation", small, recipe, 0, SHORT) for recipe in ABLATIONS]
     jobs += [job("core", size, "deepseek_v3", 1, CORE) for size in sizes]
+    jobs += [job("core", size, WGRAD_BLOCKS, seed, CORE) for seed, size in product((0, 1), sizes[-2:])]
     usual = run_config(small, RATE).optim.lr
     jobs += [
         replace(job("rate", small, recipe, 0, RATE, lr=times * usual), name=f"rate-{recipe}-{times}")

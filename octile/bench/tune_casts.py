@@ -103,11 +103,11 @@ def spills(found: Launched) -> int:
 
 def prepared(kind: str, x: Tensor) -> Call:
     """Return a call of a kind of kernel, with inputs made of x [M, K], bfloat16."""
-    if kind in ("dequantize", "transposed_only"):
+    if kind in ("dequantize", "transposed_only", "transposed_block"):
         data, scale = launcher.quantize(x, 1, 128, E4M3, False)
         if kind == "dequantize":
             return lambda: (launcher.dequantize(data, scale, 1, 128, torch.bfloat16),)
-        return lambda: launcher.requantize(data, scale, E4M3, False)
+        return lambda: launcher.requantize(data, scale, E4M3, False, in_blocks=kind == "transposed_block")
     if kind.startswith("swiglu_backward"):
         data, scale = launcher.quantize(x, 1, 128, E4M3, False)
         dh, saved = x.float() if kind == "swiglu_backward, FP32 or INT8" else x, (data, data, scale, scale)

@@ -84,7 +84,7 @@ def _why_not_dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols
 
 
 def _why_not_requantize(data: Tensor, scale: Tensor, *others: Any) -> str | None:
-    *_, rows, _ = others
+    rows = others[-3]
     if not launcher.reads_tile_scales(scale) or (rows is not None and not rows.is_contiguous()):
         return "the scales or the row indices are not contiguous"
     return launcher.why_unsupported(data)

@@ -38,11 +38,14 @@ def new_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(*batch, k, padded(m), dtype=dtype)[..., :m]
 
 
-def new_quantized_transposed(x: Tensor, dtype: torch.dtype, tiles: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def new_quantized_transposed(
+    x: Tensor, dtype: torch.dtype, tiles: Tensor | None = None, in_blocks: bool = False
+) -> tuple[Tensor, Tensor]:
     """Allocate `new_transposed` [..., K, M] and its scale for 1×128 tiles along M, [..., K, ⌈M/128⌉].
 
-    With tiles [P/128, 2], those of groups of rows of a matrix (`octile.ops.groups`), P takes M's place.
+    With tiles [P/128, 2], those of groups of rows of a matrix (`octile.ops.groups`), P takes M's place. In 128×128
+    blocks the scale is [..., ⌈K/128⌉, ⌈M/128⌉].
     """
     if tiles is not None:
         x = x.new_empty(()).expand(128 * tiles.shape[0], x.shape[1])
-    return new_transposed(x, dtype), new_scale(x, 128, 1).mT
+    return new_transposed(x, dtype), new_scale(x, 128, 128 if in_blocks else 1).mT

@@ -133,6 +133,7 @@ def swiglu_backward_quantize(
     h_fmt: str,
     h_power_of_2: bool,
     tiles: Tensor | None = None,
+    h_in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of gate, up and weight and recompute h; quantize d(gate), d(up) and h.
 
@@ -146,6 +147,7 @@ def swiglu_backward_quantize(
             up to a power of two.
         h_fmt, h_power_of_2: format and scale rule of h.
         tiles: int32 [P/128, 2], of groups of rows, for the transposed results, as in `quantize_rows_and_columns`.
+        h_in_blocks: whether h_t is in 128×128 blocks instead, with an h_scale_t [H/128, ⌈M/128⌉].
 
     Returns:
         data [M, 2H] and scale [M, 2H/128], data_t [2H, M] and scale_t [2H, ⌈M/128⌉], as
@@ -167,23 +169,23 @@ def swiglu_backward_quantize(
     if weight is not None:
         dh, h = dh * weight[:, None], h * weight[:, None]
     both = torch.cat([torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)], dim=1)
-    h_columns = quantize_columns(h, h_fmt, h_power_of_2, tiles)
+    h_columns = quantize_columns(h, h_fmt, h_power_of_2, tiles, h_in_blocks)
     return *quantize_rows_and_columns(both, fmt, power_of_2, tiles), *h_columns, dweight
 
 
 @swiglu_backward_quantize.register_fake
-def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None):
+def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None, h_in_blocks=False):
     both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), STORAGE_DTYPES[fmt]
     data, transposed = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype, tiles)
-    h_transposed = new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt], tiles)
+    h_transposed = new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt], tiles, h_in_blocks)
     dweight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
     return data, new_scale(both, *TILE), *transposed, *h_transposed, dweight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")
-def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None):
+def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None, h_in_blocks=False):
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt, tiles)
-    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], h_power_of_2, tiles)
+    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], h_power_of_2, tiles, h_in_blocks)
     return backends.run("swiglu_backward_quantize", dh, gate, up, gate_scale, up_scale, weight, *settings)
 
 

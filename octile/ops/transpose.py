@@ -56,10 +56,12 @@ def quantize_rows_and_columns(
     return data, scale, data_t, scale_t
 
 
-def quantize_columns(x: Tensor, fmt: str, power_of_2: bool, tiles: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_columns(
+    x: Tensor, fmt: str, power_of_2: bool, tiles: Tensor | None = None, in_blocks: bool = False
+) -> tuple[Tensor, Tensor]:
     """The reference of transposed results: `quantize(x, 128, 1, …)` transposed, [..., K, M] and [..., K, ⌈M/128⌉]."""
     x = x if tiles is None else take_tiles(x, tiles)
-    data, scale = quantize(x, *COLUMN_TILE, fmt, power_of_2)
+    data, scale = quantize(x, *(BLOCK if in_blocks else COLUMN_TILE), fmt, power_of_2)
     return new_transposed(x, data.dtype).copy_(data.mT), scale.mT
 
 
@@ -84,6 +86,7 @@ def requantize_transposed(
     fmt: str | None = None,
     rows: Tensor | None = None,
     tiles: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Requantize matrices in 1×128 tiles to their transposes in 1×128 tiles, from the values in FP32.
 
@@ -97,6 +100,7 @@ def requantize_transposed(
         fmt: new format, "e4m3", "e5m2" or "int8"; None: the format of data, which must then be one of these.
         rows: int32 [R], indices of rows of one matrix [M, K], in their new order; None: all rows.
         tiles: int32 [P/128, 2], of groups of these R rows (`align_groups`); None: rows 0 … 127, 128 … 255, ….
+        in_blocks: whether the result is in 128×128 blocks instead, with a scale_t [..., ⌈K/128⌉, ⌈M/128⌉].
 
     Returns:
         data_t [..., K, M] in the format's dtype and scale_t [..., K, ⌈M/128⌉]: bit for bit the transposes of
@@ -110,21 +114,21 @@ def requantize_transposed(
     _check_requantize(data, scale, fmt, rows, tiles)
     values = dequantize(data, scale, *TILE, torch.float32)
     values = values if rows is None else values.index_select(0, rows)
-    return quantize_columns(values, fmt or _format(data), power_of_2, tiles)
+    return quantize_columns(values, fmt or _format(data), power_of_2, tiles, in_blocks)
 
 
 @requantize_transposed.register_fake
-def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None):
+def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None, in_blocks=False):
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
-    return new_quantized_transposed(like, STORAGE_DTYPES[fmt or _format(data)], tiles)
+    return new_quantized_transposed(like, STORAGE_DTYPES[fmt or _format(data)], tiles, in_blocks)
 
 
 @requantize_transposed.register_kernel("cuda")
-def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None):
+def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None, in_blocks=False):
     _check_requantize(data, scale, fmt, rows, tiles)
     dtype = STORAGE_DTYPES[fmt or _format(data)]
-    return backends.run("requantize_transposed", data, scale, dtype, power_of_2, rows, tiles)
+    return backends.run("requantize_transposed", data, scale, dtype, power_of_2, rows, tiles, in_blocks)
 
 
 @operator()

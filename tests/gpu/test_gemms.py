@@ -119,8 +119,9 @@ def test_masked(counts: tuple[int, ...]):
 
 @pytest.mark.parametrize("ends", OFFSETS, ids=str)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
-def test_grouped_wgrad(fmt: str, ends: tuple[int, ...]):
-    dy, x, offs = _operand((3000, 300), COLUMN_TILE, fmt), _operand((3000, 520), COLUMN_TILE, fmt, 1), _offs(*ends)
+@pytest.mark.parametrize("x_block", [COLUMN_TILE, BLOCK], ids=["1D1D", "1D2D"])
+def test_grouped_wgrad(x_block: tuple[int, int], fmt: str, ends: tuple[int, ...]):
+    dy, x, offs = _operand((3000, 300), COLUMN_TILE, fmt), _operand((3000, 520), x_block, fmt, 1), _offs(*ends)
     out = grouped_wgrad(*dy, *x, offs, torch.float32)
     for g, rows in enumerate(_rows(offs)):
         if rows.start == rows.stop:

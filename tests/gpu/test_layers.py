@@ -24,6 +24,8 @@ WORST = 0.03  # of a tensor's norm
 T, K, N = 140, 256, 192
 OFFS = [60, 60, 110, 130]
 
+IN_BLOCKS = Recipe.parse('recipe = "deepseek_v3"\nwgrad_x_block = [128, 128]', "a test")
+
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
 
 
@@ -45,6 +47,11 @@ def assert_same_on_gpu(layer: nn.Module, *inputs: Tensor) -> None:
 def test_linear(name: str):
     torch.manual_seed(0)
     assert_same_on_gpu(Linear(K, N, recipe=Recipe.named(name)), torch.randn(T, K))
+
+
+def test_wgrad_of_x_in_blocks():
+    torch.manual_seed(0)
+    assert_same_on_gpu(apply_recipe(MLP(K, 256), IN_BLOCKS), torch.randn(2, T, K))
 
 
 @every_recipe
@@ -69,11 +76,11 @@ def gradients_of_experts(recipe: Recipe, x: Tensor, dy: Tensor, expert_T: Tensor
     return [*fused, *(p.grad for p in experts.parameters())]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
+@pytest.mark.parametrize("recipe", [*map(Recipe.named, ("deepseek_v3", "hybrid_e5m2", "int8_tiles")), IN_BLOCKS])
 @pytest.mark.parametrize("value", [1e4, float("inf"), float("nan")])
 @pytest.mark.parametrize("of_dy", [False, True], ids=["x", "dy"])
-def test_no_value_of_an_expert_changes_another_experts_gradients(of_dy: bool, value: float, name: str):
-    recipe, generator = Recipe.named(name), torch.Generator().manual_seed(4)
+def test_no_value_of_an_expert_changes_another_experts_gradients(of_dy: bool, value: float, recipe: Recipe):
+    generator = torch.Generator().manual_seed(4)
     expert_T = torch.randint(0, len(OFFS), (700,), generator=generator).cuda()
     x, dy = torch.randn(2, 700, K, generator=generator).bfloat16().cuda()
     expected = gradients_of_experts(recipe, x, dy, expert_T)

@@ -209,13 +209,16 @@ def test_groups_have_tiles_of_their_own(k: int, counts: tuple[int, ...], fmt: st
     quantized = quantize(x, 1, 128, fmt, power_of_2)
     for order in (None, rows):
         order_on_gpu = None if order is None else order.cuda()
-        found = requantize_transposed(*(q.cuda() for q in quantized), power_of_2, fmt, order_on_gpu, on_gpu[0])
-        assert_same(_cpu(found), requantize_transposed(*quantized, power_of_2, fmt, order, tiles))
+        for in_blocks in (False, True):
+            settings = (order_on_gpu, on_gpu[0], in_blocks)
+            found = requantize_transposed(*(q.cuda() for q in quantized), power_of_2, fmt, *settings)
+            assert_same(_cpu(found), requantize_transposed(*quantized, power_of_2, fmt, order, tiles, in_blocks))
 
 
 @formats_and_scales
+@pytest.mark.parametrize("h_in_blocks", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("is_saved", [False, True], ids=["", "saved"])
-def test_swiglu_backward_of_groups(is_saved: bool, fmt: str, power_of_2: bool):
+def test_swiglu_backward_of_groups(is_saved: bool, h_in_blocks: bool, fmt: str, power_of_2: bool):
     offs, (m, h) = torch.tensor([130, 130, 258, 900], dtype=torch.int32), (1000, 1024)
     dh, (gate, up) = torch.randn(m, h).bfloat16(), (4 * torch.randn(m, 2 * h)).bfloat16().chunk(2, 1)
     inputs: tuple[Tensor | None, ...] = (gate, up, None, None, torch.rand(m))
@@ -224,10 +227,11 @@ def test_swiglu_backward_of_groups(is_saved: bool, fmt: str, power_of_2: bool):
         inputs = (*saved, *saved_scale, torch.rand(m))
     settings, (tiles, _) = (fmt, power_of_2, fmt, not power_of_2), align_groups(offs, m)
     on_gpu = [None if t is None else t.cuda() for t in inputs]
-    found = _cpu(swiglu_backward_quantize(dh.cuda(), *on_gpu, *settings, tiles.cuda()))
-    expected = swiglu_backward_quantize(dh, *inputs, *settings, tiles)
+    found = _cpu(swiglu_backward_quantize(dh.cuda(), *on_gpu, *settings, tiles.cuda(), h_in_blocks))
+    expected = swiglu_backward_quantize(dh, *inputs, *settings, tiles, h_in_blocks)
     for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
-        assert_close_data(found[pair], expected[pair])
+        rows_of_a_scale = 128 if h_in_blocks and pair.start == 4 else 1
+        assert_close_data(*([t[0], t[1].repeat_interleave(rows_of_a_scale, 0)] for t in (found[pair], expected[pair])))
     torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
 
 

@@ -13,11 +13,11 @@ CALLS = {  # of the operators that quantize, with arguments that Hopper's own ke
     "quantize_with_scale": lambda x: (x, torch.ones(1), E4M3),
     "dequantize": lambda x: (x.to(E4M3), torch.ones(len(x), 1), 1, 128, torch.float32),
     "quantize_rows_and_columns": lambda x: (x, E4M3, False, None),
-    "requantize_transposed": lambda x: (x.to(E4M3), new_scale(x, 1, 128).fill_(1.0), E4M3, False, None, None),
+    "requantize_transposed": lambda x: (x.to(E4M3), new_scale(x, 1, 128).fill_(1.0), E4M3, False, None, None, False),
     "quantize_and_transpose": lambda x: (x, E4M3, False),
     "swiglu_quantize": lambda x: (x, x, E4M3, False, None),
     "swiglu_quantize_and_save": lambda x: (x, x, E4M3, False, E4M3, False, None),
-    "swiglu_backward_quantize": lambda x: (x, x, x, None, None, None, E4M3, False, E4M3, True, None),
+    "swiglu_backward_quantize": lambda x: (x, x, x, None, None, None, E4M3, False, E4M3, True, None, False),
     "rms_norm_quantize": lambda x: (x, torch.ones(x.shape[1]), 1e-6, E4M3, False, False),
 }
 

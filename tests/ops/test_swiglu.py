@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.ops.groups import align_groups
+from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_rows_and_columns
@@ -117,6 +117,21 @@ def test_groups_have_tiles_of_their_own():
     assert_equal(found[:6], (*quantize_rows_and_columns(both, "e4m3", False, tiles), *h_columns))
 
 
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["", "groups"])
+def test_h_may_have_blocks(is_grouped: bool):
+    dh, gate, up = inputs()
+    tiles = TILES if is_grouped else None
+    *found, h_t, h_scale_t, dweight = swiglu_backward_quantize(
+        dh, gate, up, None, None, None, *QUANTIZATIONS, tiles, True
+    )
+    *expected, _, _, dweight_too = swiglu_backward_quantize(dh, gate, up, None, None, None, *QUANTIZATIONS, tiles)
+    assert_equal((*found, dweight), (*expected, dweight_too))
+    h = F.silu(gate) * up
+    blocks, scale = quantize(h if tiles is None else take_tiles(h, tiles), 128, 128, "e4m3", True)
+    assert torch.equal(h_t.float(), blocks.mT.float())
+    assert torch.equal(h_scale_t, scale.mT)
+
+
 def test_no_rows_give_no_rows():
     dh, gate, up = inputs(0)
     assert swiglu_quantize(gate, up, "e4m3", False)[0].shape == (0, H)
@@ -131,6 +146,10 @@ CALLS: dict[str, Any] = {
     "forward": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False)),
     "forward, weighted": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False, torch.rand(M))),
     "forward, saved": lambda: (swiglu_quantize_and_save, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
+    "backward, h in blocks": lambda: (
+        swiglu_backward_quantize,
+        (*inputs(), None, None, None, "int8", False, "e4m3", True, TILES, True),
+    ),
     "backward of groups": lambda: (
         swiglu_backward_quantize,
         (*inputs(), None, None, None, "int8", False, "e4m3", True, TILES),

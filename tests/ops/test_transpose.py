@@ -98,6 +98,22 @@ def test_groups_have_tiles_of_their_own(fmt: str, power_of_2: bool):
     assert_same(scale_t, columns_scale.mT)
 
 
+@every_format
+@both_scales
+def test_the_requantized_transpose_may_have_blocks(fmt: str, power_of_2: bool):
+    x = matrix((130, 200))
+    tiles, _ = align_groups(torch.tensor([3, 3, 101], dtype=torch.int32), 130)
+    data, scale = quantize(x, 1, 128, fmt, True)
+    values = dequantize(data, scale, 1, 128, torch.float32)
+    for groups in (None, tiles):
+        data_t, scale_t = requantize_transposed(data, scale, power_of_2, fmt, None, groups, in_blocks=True)
+        blocks, blocks_scale = quantize(
+            values if groups is None else take_tiles(values, groups), 128, 128, fmt, power_of_2
+        )
+        assert_same(data_t, blocks.mT)
+        assert_same(scale_t, blocks_scale.mT)
+
+
 @every_shape
 @every_format
 @both_scales
@@ -133,6 +149,10 @@ CALLS: dict[str, Any] = {
         ),
     ),
     "quantize_and_transpose": lambda: (quantize_and_transpose, (matrix((2, 5, 130)), "int8", False)),
+    "requantize to blocks": lambda: (
+        requantize_transposed,
+        (*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, None, TILES, True),
+    ),
     "rows and columns of groups": lambda: (quantize_rows_and_columns, (matrix((5, 130)), "int8", False, TILES)),
     "requantize groups": lambda: (
         requantize_transposed,

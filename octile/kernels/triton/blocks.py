@@ -34,15 +34,22 @@ def store_tiles(
 def store_tiles_transposed(
     value, data_t, scale_t, batch, m_tile, k_tile, M, K,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr = False,
 ):  # fmt: skip
-    """Quantize value [128, 128] in 128×1 tiles and store data and scales transposed."""
-    tile_scale = scale_from_amax(tl.max(magnitude(value), axis=0), INVERSE, REST, POWER_OF_2)
-    scaled = divide(value, tile_scale[None, :], POWER_OF_2)
+    """Quantize value [128, 128] in 128×1 tiles, or IN_BLOCKS with one scale, and store data and scales transposed."""
+    amax = tl.max(magnitude(value), axis=0)
+    if IN_BLOCKS:
+        block_scale = scale_from_amax(tl.max(amax, axis=0), INVERSE, REST, POWER_OF_2)
+        scaled = divide(value, block_scale, POWER_OF_2)
+        tl.store(scale_t + (batch * tl.cdiv(M, 128) + m_tile) * tl.cdiv(K, 128) + k_tile, block_scale)
+    else:
+        tile_scale = scale_from_amax(amax, INVERSE, REST, POWER_OF_2)
+        scaled = divide(value, tile_scale[None, :], POWER_OF_2)
+        k = k_tile * 128 + tl.arange(0, 128)
+        at = (batch * tl.cdiv(M, 128) + m_tile) * (tl.cdiv(K, 4) * 4) + k
+        tl.store(scale_t + at, tile_scale, mask=k < K)
     encoded = round_to_format(scaled, data_t.dtype.element_ty, MANTISSA, BIAS)
     store_data_transposed(encoded, data_t, batch, m_tile, k_tile, M, K)
-    k = k_tile * 128 + tl.arange(0, 128)
-    at = (batch * tl.cdiv(M, 128) + m_tile) * (tl.cdiv(K, 4) * 4) + k
-    tl.store(scale_t + at, tile_scale, mask=k < K)
 
 
 @triton.jit

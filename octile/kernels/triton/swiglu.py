@@ -76,12 +76,13 @@ def launch_backward(
     h_dtype: torch.dtype,
     h_power_of_2: bool,
     tiles: Tensor | None = None,
+    h_in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results as `octile.ops.swiglu.swiglu_backward_quantize`, with dtypes in place of formats."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
     scale, (data_t, scale_t) = new_scale(data, 1, 128), new_quantized_transposed(data, dtype, tiles)
-    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles)
+    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles, h_in_blocks)
     partials = torch.empty(0 if weight is None else m, h // 128, dtype=torch.float32, device=gate.device)
     if gate.numel():
         is_saved = gate_scale is not None
@@ -103,7 +104,7 @@ def launch_backward(
             )  # fmt: skip
             swiglu_transposed[(blocks,)](
                 *inputs, as_encoded(h_t), h_scale_t, partials,
-                POWER_OF_2=h_power_of_2, **constants, **quantize_constants(h_dtype),
+                IN_BLOCKS=h_in_blocks, POWER_OF_2=h_power_of_2, **constants, **quantize_constants(h_dtype),
                 **BLOCK_WARPS["swiglu_transposed"], **EXACT,
             )  # fmt: skip
     return data, scale, data_t, scale_t, h_t, h_scale_t, partials.sum(1)
@@ -191,7 +192,8 @@ def swiglu_transposed(
     gate_scale_row, gate_scale_col, up_scale_row, up_scale_col, weight_step, tiles, P,
     data_t, scale_t, partials,
     SAVED: tl.constexpr, SAVED_MANTISSA: tl.constexpr, WEIGHTED: tl.constexpr, GROUPED: tl.constexpr,
-    POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """A program recomputes a 128×128 block of h, stores it transposed, and computes partials of d(weight)."""
     batch, m_tile, k_tile = program_tile(tl.program_id(0), P, H, 128, 128)
@@ -211,7 +213,7 @@ def swiglu_transposed(
         tl.store(partials + m.to(tl.int64) * (H // 128) + k_tile, dweight, mask=m < m_end)
         value = value * tl.load(weight + m * weight_step, mask=m < m_end, other=0.0)[:, None]
     store_tiles_transposed(
-        value, data_t, scale_t, batch, m_tile, k_tile, P, H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+        value, data_t, scale_t, batch, m_tile, k_tile, P, H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS, IN_BLOCKS
     )
 
 

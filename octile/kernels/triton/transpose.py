@@ -52,17 +52,18 @@ def launch_requantize(
     power_of_2: bool,
     rows: Tensor | None = None,
     tiles: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Requantize data [..., M, K] (E5M6: [..., M, 3K/2]), scale for 1×128, any strides → data_t [..., K, M], scale_t.
 
     With rows [R], the rows of one matrix with these indices, in this order; R takes the place of M. With tiles
-    [P/128, 2] of groups of these rows, P takes it.
+    [P/128, 2] of groups of these rows, P takes it. With in_blocks, scale_t is for 128×128.
     """
     *batch, m, _ = data.shape
     k = data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
     r = m if rows is None else len(rows)
     like = torch.empty(*batch, r, k, dtype=dtype, device=data.device)  # never accessed
-    data_t, scale_t = new_quantized_transposed(like, dtype, tiles)
+    data_t, scale_t = new_quantized_transposed(like, dtype, tiles, in_blocks)
     if like.numel() == 0:
         return data_t, scale_t
     encoded = as_encoded(data).reshape(-1, *data.shape[-2:])
@@ -74,7 +75,7 @@ def launch_requantize(
             encoded, r, k, *encoded.stride(), scale, *scale.stride(), scale if rows is None else rows,
             0 if rows is None else rows.stride(0), scale if tiles is None else tiles, p, as_encoded(data_t), scale_t,
             OLD_MANTISSA=quantize_constants(data.dtype)["MANTISSA"], ROWS=rows is not None, GROUPED=tiles is not None,
-            POWER_OF_2=power_of_2,
+            IN_BLOCKS=in_blocks, POWER_OF_2=power_of_2,
             **quantize_constants(dtype), **BLOCK_WARPS["requantize"], **EXACT,
         )  # fmt: skip
     return data_t, scale_t
@@ -126,8 +127,8 @@ def quantize_rows_and_columns(
 def requantize(
     data, M, K, data_batch, data_row, data_col, scale, scale_batch, scale_row, scale_col, rows, rows_step, tiles, P,
     data_t, scale_t,
-    OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, POWER_OF_2: tl.constexpr,
-    INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    OLD_MANTISSA: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Requantize a 128×128 tile of data[B, M, K] transposed: decode it with its scales, quantize it along M."""
     batch, m_tile, k_tile = program_tile(tl.program_id(0), P, K, 128, 128)
@@ -142,7 +143,7 @@ def requantize(
         data_row, data_col, scale_row, scale_col, OLD_MANTISSA,
     )  # fmt: skip
     store_tiles_transposed(
-        value, data_t, scale_t, batch, m_tile, k_tile, P, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
+        value, data_t, scale_t, batch, m_tile, k_tile, P, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS, IN_BLOCKS
     )
 
 

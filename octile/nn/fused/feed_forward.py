@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.formats import TILE
+from octile.formats import BLOCK, TILE
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput
@@ -41,10 +41,10 @@ from octile.nn.fused.linear import nt, nt_sum
 from octile.nn.fused.quantize import (
     QuantizedWeight,
     align_experts,
-    column_tiles,
     quantize_gradient,
     quantize_operand,
     requantize,
+    transposed,
 )
 from octile.nn.observer import report_quantization
 from octile.ops.groups import AlignedGroups
@@ -251,13 +251,14 @@ def _swiglu_backward(
     Returns:
         d(gate) and d(up), adjacent, [R, 2I], quantized for dgrad; the same for wgrad; h quantized for wgrad; d(weight).
     """
-    settings = (*_kernel_format(formats.dy), *_kernel_format(formats.wgrad_x), groups and groups.tiles)
+    in_blocks = formats.wgrad_x.block == BLOCK
+    settings = (*_kernel_format(formats.dy), *_kernel_format(formats.wgrad_x), groups and groups.tiles, in_blocks)
     data, scale, data_t, scale_t, h_t, h_scale_t, dweight_R = swiglu_backward_quantize(
         dh, *gate_up, weight_R, *settings
     )
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
-    columns = report_quantization("wgrad_dy", column_tiles(data_t, scale_t))
-    return rows, columns, report_quantization("wgrad_x", column_tiles(h_t, h_scale_t)), dweight_R
+    columns = report_quantization("wgrad_dy", transposed(data_t, scale_t))
+    return rows, columns, report_quantization("wgrad_x", transposed(h_t, h_scale_t, in_blocks)), dweight_R
 
 
 def _kernel_format(operand_format: OperandFormat) -> tuple[str, bool]:

@@ -120,7 +120,7 @@ def quantize_gradient(
     power_of_2, tiles = of_dgrad.scale == "power_of_2", None if groups is None else groups.tiles
     data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), of_dgrad.fmt.name, power_of_2, tiles)
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
-    return rows, report_quantization("wgrad_dy", column_tiles(data_t, scale_t))
+    return rows, report_quantization("wgrad_dy", transposed(data_t, scale_t))
 
 
 def quantize_wgrad_gradient(
@@ -149,11 +149,12 @@ def requantize(
     Returns:
         [T, K], or [R, K], or with groups [P, K], in their tiles.
     """
-    if q.block == TILE and operand_format.block == COLUMN_TILE:
-        power_of_2 = operand_format.scale == "power_of_2"
+    if q.block == TILE and operand_format.block in (COLUMN_TILE, BLOCK):
+        power_of_2, in_blocks = operand_format.scale == "power_of_2", operand_format.block == BLOCK
         tiles = None if groups is None else groups.tiles
-        data_t, scale_t = requantize_transposed(q.data, q.scale, power_of_2, operand_format.fmt.name, rows, tiles)
-        return report_quantization(operand, column_tiles(data_t, scale_t))
+        settings = (power_of_2, operand_format.fmt.name, rows, tiles, in_blocks)
+        data_t, scale_t = requantize_transposed(q.data, q.scale, *settings)
+        return report_quantization(operand, transposed(data_t, scale_t, in_blocks))
     values = q.dequantize()
     values = values if rows is None else values.index_select(0, rows)
     return quantize_operand(in_tiles(values, groups), operand_format, operand)
@@ -164,6 +165,6 @@ def in_tiles(t: Tensor, groups: AlignedGroups | None) -> Tensor:
     return t if groups is None else take_tiles(t, groups.tiles)
 
 
-def column_tiles(data_t: Tensor, scale_t: Tensor) -> ScaledTensor:
-    """View the transpose [K, T] in 1×128 tiles as [T, K] in 128×1 tiles."""
-    return ScaledTensor(data_t.mT, scale_t.mT, COLUMN_TILE)
+def transposed(data_t: Tensor, scale_t: Tensor, in_blocks: bool = False) -> ScaledTensor:
+    """View the transpose [K, T] in 1×128 tiles as [T, K] in 128×1 tiles; or in 128×128 blocks as in the same."""
+    return ScaledTensor(data_t.mT, scale_t.mT, BLOCK if in_blocks else COLUMN_TILE)

@@ -61,11 +61,12 @@ def _backward(
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     power_of_2: bool = False,
     tiles: Tensor | None = None,
+    h_in_blocks: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the results of the kernel and of the reference."""
-    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], not power_of_2, tiles)
+    settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], not power_of_2, tiles, h_in_blocks)
     found = swiglu.launch_backward(dh, gate, up, *scales, weight, *settings)
-    settings = (fmt, power_of_2, h_fmt, not power_of_2, tiles)
+    settings = (fmt, power_of_2, h_fmt, not power_of_2, tiles, h_in_blocks)
     return found, swiglu_backward_quantize(dh, gate, up, *scales, weight, *settings)
 
 
@@ -122,6 +123,22 @@ def test_backward_of_groups(is_saved: bool):
         assert_close_data(found[pair], expected[pair])
     without_groups, _ = _backward(dh, gate, up, weight, scales=scales)
     assert_same([*found[:2], found[6]], [*without_groups[:2], without_groups[6]])
+
+
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["", "groups"])
+def test_h_in_blocks(is_grouped: bool):
+    dh, gate, up = _inputs((140, 256))
+    tiles = align_groups(torch.tensor([130, 137], dtype=torch.int32), 140)[0] if is_grouped else None
+    found, expected = _backward(dh, gate, up, tiles=tiles, h_in_blocks=True)
+    in_tiles, _ = _backward(dh, gate, up, tiles=tiles)
+    assert_same(found[:4], in_tiles[:4])
+    torch.testing.assert_close(found[5], expected[5], rtol=2.0**-16, atol=0)
+    values, wanted = (
+        quantized.repeat_interleave(128, 0).repeat_interleave(128, 1) for quantized in (found[5], expected[5])
+    )
+    p = found[4].shape[1]
+    error = (found[4].float() * values[:, :p] - expected[4].float() * wanted[:, :p]).abs()
+    assert (error <= 2.0**-3 * (expected[4].float() * wanted[:, :p]).abs()).all()
 
 
 def test_a_ragged_number_of_columns():

@@ -87,8 +87,17 @@ def test_groups(k: int, power_of_2: bool, fmt: str):
     assert_same(found, reference.quantize_rows_and_columns(x, fmt, power_of_2, tiles))
     data, scale = quantize(x, 1, 128, fmt, power_of_2)
     for rows in (None, torch.randperm(300).to(torch.int32)):
-        found = transpose.launch_requantize(data, scale, dtype, power_of_2, rows, tiles)
-        assert_same(found, reference.requantize_transposed(data, scale, power_of_2, fmt, rows, tiles))
+        for in_blocks in (False, True):
+            found = transpose.launch_requantize(data, scale, dtype, power_of_2, rows, tiles, in_blocks)
+            settings = (power_of_2, fmt, rows, tiles, in_blocks)
+            assert_same(found, reference.requantize_transposed(data, scale, *settings))
+
+
+@both_scales
+def test_blocks_without_groups(power_of_2: bool, fmt: str):
+    data, scale = quantize(_ordinary((2, 130, 200)), 1, 128, fmt, power_of_2)
+    found = transpose.launch_requantize(data, scale, STORAGE_DTYPES[fmt], power_of_2, in_blocks=True)
+    assert_same(found, reference.requantize_transposed(data, scale, power_of_2, in_blocks=True))
 
 
 def test_rows_in_another_order(fmt: str):

@@ -36,12 +36,13 @@ from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul
 T, D, I, E, K = 70, 200, 256, 6, 3
 SAVED = Recipe.deepseek_v3()
 RECOMPUTED = replace(SAVED, swiglu_inputs="recomputed")
+IN_BLOCKS = Recipe.parse('recipe = "deepseek_v3"\nwgrad_x_block = [128, 128]', "a test")
 
 both_settings = pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 every_fused = pytest.mark.parametrize(
     "recipe",
-    [SAVED, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles()],
-    ids=["saved", "recomputed", "e5m2", "int8"],
+    [SAVED, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles(), IN_BLOCKS],
+    ids=["saved", "recomputed", "e5m2", "int8", "blocks"],
 )
 
 
@@ -143,7 +144,7 @@ def test_operands_of_a_dense_layer_are_quantized_by_the_recipe(recipe):
     dy = torch.randn(2, T // 2, D, generator=torch.Generator().manual_seed(2)).flatten(0, 1)
     x_TD = x.detach().flatten(0, 1)
     assert_quantized(gate[0].a, x_TD, (1, 128), c.x.fmt, "power_of_2")
-    assert_quantized(gate[2].b.mT, gate[0].a.dequantize(), (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(gate[2].b.mT, gate[0].a.dequantize(), c.wgrad_x.block, c.x.fmt, "power_of_2")
     assert_quantized(down[1].a, dy, (1, 128), c.dy.fmt)
     assert_quantized(down[2].a.mT, dy, (128, 1), c.dy.fmt)
     h_gate, h_up = (matmul_nt(p[0].a, p[0].b, torch.float32) for p in (gate, up))
@@ -152,7 +153,7 @@ def test_operands_of_a_dense_layer_are_quantized_by_the_recipe(recipe):
     if recipe.swiglu_inputs != "recomputed":  # backward reads the saved values
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = matmul_nt(down[1].a, down[1].b, torch.float32)
-    assert_quantized(down[2].b.mT, F.silu(h_gate) * h_up, (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, F.silu(h_gate) * h_up, c.wgrad_x.block, c.x.fmt, "power_of_2")
     both = torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)
     for layer, d in zip((gate, up), both, strict=True):
         assert_quantized(layer[1].a, d, (1, 128), c.dy.fmt)
@@ -220,7 +221,7 @@ def test_operands_of_experts_are_quantized_by_the_recipe(recipe):
     assert torch.equal(up[0].a.dequantize(), x_TD[token])
     tiles = align_groups(plan.offs_E, T * K)[0]
     in_tiles = partial(take_tiles, tiles=tiles)
-    assert_quantized(up[2].b.mT, in_tiles(x_TD[token]), (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(up[2].b.mT, in_tiles(x_TD[token]), c.wgrad_x.block, c.x.fmt, "power_of_2")
     dy_TD = quantize(dy, (1, 128), c.dy.fmt, "power_of_2").dequantize()
     assert torch.equal(down[1].a.dequantize(), dy_TD[token])
     assert_quantized(down[2].a.mT, in_tiles(dy_TD[token]), (128, 1), c.dy.fmt, "power_of_2")
@@ -230,7 +231,7 @@ def test_operands_of_experts_are_quantized_by_the_recipe(recipe):
     if recipe.swiglu_inputs != "recomputed":
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32) * weight_R
-    assert_quantized(down[2].b.mT, in_tiles(F.silu(h_gate) * h_up * weight_R), (128, 1), c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, in_tiles(F.silu(h_gate) * h_up * weight_R), c.wgrad_x.block, c.x.fmt, "power_of_2")
     both = torch.cat((torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)), dim=1)
     assert_quantized(up[1].a, both, (1, 128), c.dy.fmt)
     assert_quantized(up[2].a.mT, in_tiles(both), (128, 1), c.dy.fmt)

@@ -21,12 +21,13 @@ constexpr int side = 128, block_threads = 256, warps = block_threads / 32;  // s
 // How a block is scaled and stored; `launcher.py` has the same values.
 //   both             1×128 scales, not transposed, and 128×1 scales, stored transposed
 //   transposed_only  128×1 scales, stored transposed
+//   transposed_block one scale, stored transposed
 //   columns          128×1 scales, not transposed
 //   block            one scale, not transposed
 //   weight           one scale, stored both ways
-enum Form { both, transposed_only, columns, block, weight };
+enum Form { both, transposed_only, columns, block, weight, transposed_block };
 
-__device__ constexpr bool has_transposed(int form) { return form == both || form == transposed_only || form == weight; }
+__device__ constexpr bool has_transposed(int form) { return form != columns && form != block; }
 
 namespace smem {  // offsets in shared memory, in bytes
 constexpr int transposed = 0;
@@ -221,11 +222,11 @@ __device__ __forceinline__ void store_rows(
 }
 
 // Divides and rounds the thread's columns and writes them to shared memory, as words of the transpose.
-template <int format, int division, class Values>
+template <int form, int format, int division, class Values>
 __device__ __forceinline__ void transpose_columns(const Values (&x)[8], const Divisors& by, uint8_t* transposed) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const Divisor divisor = by.column(j);
+        const Divisor divisor = form == transposed_block ? by.of_all : by.column(j);
         float quotient[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) quotient[i] = divide<division>(x[i].at(j), divisor);
@@ -264,12 +265,13 @@ __device__ __forceinline__ void store_block(
     if constexpr (form == weight) {
         store_rows_and_transposed<format, division>(to, at, x, by.of_all, transposed);
     } else {
-        if constexpr (form != transposed_only) store_rows<form, format, division>(to, at, x, by);
-        if constexpr (form == both || form == transposed_only) {
+        if constexpr (form != transposed_only && form != transposed_block)
+            store_rows<form, format, division>(to, at, x, by);
+        if constexpr (has_transposed(form)) {
             Values value[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) value[i] = opaque(x[i]);
-            transpose_columns<format, division>(value, by, transposed);
+            transpose_columns<form, format, division>(value, by, transposed);
         }
     }
 }

@@ -57,6 +57,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         "requantize, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p),
         "requantize rows, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows),
         "requantize rows of groups, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows, tiles),
+        "requantize rows of groups in blocks, transposed": lambda p: launcher.requantize(
+            encoded, scale, E4M3, p, rows, tiles, True
+        ),
         "requantize groups, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, None, tiles),
         "requantize E5M6, transposed": lambda p: launcher.requantize(packed, scale, E4M3, p),
         "weight and its transpose": lambda p: launcher.quantize_and_transpose(x_fp32, E4M3, p),
@@ -68,6 +71,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "SwiGLU backward of groups": lambda p: launcher.swiglu_backward(
             dh, gate, up, None, None, weight, E4M3, p, E4M3, True, tiles
+        ),
+        "SwiGLU backward of groups, h in blocks": lambda p: launcher.swiglu_backward(
+            dh, saved[0], saved[1], saved_scale[0], saved_scale[1], weight, E4M3, p, E4M3, True, tiles, True
         ),
         "SwiGLU backward of groups, inputs saved": lambda p: launcher.swiglu_backward(
             dh, saved[0], saved[1], saved_scale[0], saved_scale[1], weight, E4M3, p, E4M3, True, tiles

@@ -62,6 +62,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "swiglu, inputs saved": {"rows": 4, "warps": 4, "blocks": 6},
     "both": {"raster_height": 1, "blocks": 3},
     "transposed_only": {"raster_height": 1, "blocks": 4},
+    "transposed_block": {"raster_height": 1, "blocks": 4},
     "columns": {"raster_height": 8, "blocks": 3},
     "block": {"raster_height": 8, "blocks": 3},
     "weight": {"raster_height": 8, "blocks": 3},
@@ -88,6 +89,7 @@ class Form(IntEnum):
     COLUMNS = 2
     BLOCK = 3
     WEIGHT = 4
+    TRANSPOSED_BLOCK = 5
 
 
 def why_unsupported(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
@@ -213,6 +215,7 @@ def requantize(
     power_of_2: bool,
     rows: Tensor | None = None,
     tiles: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Requantize data [..., M, K] in 1×128 tiles along its columns to data_t [..., K, M] and its scale.
 
@@ -220,13 +223,15 @@ def requantize(
         scale: of 1×128 tiles, in the layout of `new_scale`.
         rows: int32 [R], contiguous: only these rows, in this order, so that data_t is [K, R]; None: all rows.
         tiles: of groups of these rows, as in `rows_and_columns`.
+        in_blocks: the result has 128×128 blocks instead of 1×128 tiles.
     """
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else len(rows), columns(data), dtype=torch.uint8)
-    data_t, scale_t = new_quantized_transposed(like, dtype, tiles)
+    data_t, scale_t = new_quantized_transposed(like, dtype, tiles, in_blocks)
     if like.numel():
-        outs = {"data_t": data_t, "scale_t": scale_t}
-        _launch_blocks(Form.TRANSPOSED_ONLY, data, dtype, power_of_2, old_scale=scale, rows=rows, tiles=tiles, **outs)
+        outs = {"data_t": data_t, "scale" if in_blocks else "scale_t": scale_t}
+        form = Form.TRANSPOSED_BLOCK if in_blocks else Form.TRANSPOSED_ONLY
+        _launch_blocks(form, data, dtype, power_of_2, old_scale=scale, rows=rows, tiles=tiles, **outs)
     return data_t, scale_t
 
 
@@ -286,19 +291,21 @@ def swiglu_backward(
     h_dtype: torch.dtype,
     h_power_of_2: bool,
     tiles: Tensor | None = None,
+    h_in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the results of `octile.ops.swiglu.swiglu_backward_quantize`; H is a multiple of 128."""
     m, h = gate.shape
     data = gate.new_empty((m, 2 * h), dtype=dtype)
     scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_quantized_transposed(data, dtype, tiles)
-    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles)
+    h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles, h_in_blocks)
     weight_partials = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
-    needs_registers = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8
+    needs_registers = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8 or h_in_blocks
     kind = "swiglu_backward, FP32 or INT8" if needs_registers else "swiglu_backward"
     constants = {
         "dtype": DTYPES[gate.dtype], "dh_dtype": DTYPES[dh.dtype], "format": DTYPES[dtype],
         "power_of_2": power_of_2, "h_format": DTYPES[h_dtype], "h_power_of_2": h_power_of_2,
-        "weighted": weight is not None, "grouped": tiles is not None, **SETTINGS[kind],
+        "weighted": weight is not None, "grouped": tiles is not None, "h_in_blocks": h_in_blocks,
+        **SETTINGS[kind],
     }  # fmt: skip
     scale_strides = [stride for s in (gate_scale, up_scale) for stride in ((0, 0) if s is None else s.stride())]
     results = (data, scale, data_t, scale_t, h_t, h_scale_t, weight_partials)

@@ -126,7 +126,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
                 int64_t up_row, int64_t gate_scale_row, int64_t gate_scale_tile, int64_t up_scale_row,
                 int64_t up_scale_tile, int64_t weight_step, int m, int h, int raster_inverse, const uint2* row_tiles,
                 int tile_count) {
-    const Outputs gradients{data, data_t, scale, scale_t}, result{nullptr, h_t, nullptr, h_scale_t};
+    const Outputs gradients{data, data_t, scale, scale_t}, result{nullptr, h_t, h_scale_t, h_scale_t};
     uint8_t* shared = ptx::dynamic_shared();
     const BlockCoord at =
         block_coord<config::raster_height>(blockIdx.x, m, h, raster_inverse, row_tiles, tile_count);
@@ -191,6 +191,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
         float* part = parts + mul_wide(m_of_sum, tiles(at.k)) + at.k_tile;
         ptx::store_float(part, sum, is_first_owner<8>() && m_of_sum < at.end);
     }
-    quantize_block<transposed_only, config::h_format, config::h_power_of_2>(result, at, value, shared);
+    constexpr int form_of_h = config::h_in_blocks ? transposed_block : transposed_only;
+    quantize_block<form_of_h, config::h_format, config::h_power_of_2>(result, at, value, shared);
     store_transposed(h_t, at, shared);
 }

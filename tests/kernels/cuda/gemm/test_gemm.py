@@ -309,6 +309,10 @@ WGRAD = {
     "a cluster shares b, two accumulators": config(
         128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True
     ),
+    "1D2D": config(256, 64, schedule=ALONG_K, out_float=True, staged_boxes=2),
+    "1D2D, three warpgroups, accumulating": config(
+        192, 96, schedule=ALONG_K, warpgroups=3, store=PAIRS, out_float=True, accumulate=True
+    ),
 }  # fmt: skip
 
 
@@ -318,7 +322,7 @@ def test_wgrad(case: str):
     for seed, ends in enumerate(ENDS.values()):
         m, n = (40, 51 + kernel.tile_n) if seed % 2 else (kernel.tile_m + 1, 50)
         n += n % 2 if kernel.store is PAIRS else 0
-        a, b = operand((m, 200), ROW, seed), operand((n, 200), ROW, seed + 100)
+        a, b = operand((m, 200), ROW, seed), operand((n, 200), kernel.b_scales, seed + 100)
         out = poisoned(len(ends), m, n, dtype=_dtype(kernel), gap=_gap(kernel, n))
         before = torch.zeros(out.shape)
         if kernel.accumulate:

@@ -149,8 +149,16 @@ def test_groups(make, power_of_2: bool, tiles: Tensor):
     assert_same(found, quantize_rows_and_columns(x, "e4m3", power_of_2, tiles))
     quantized, rows = quantize(x, 1, 128, "e4m3", power_of_2), torch.randperm(140).to(torch.int32)
     for order in (None, rows):
-        found = launcher.requantize(*quantized, E4M3, power_of_2, order, tiles)
-        assert_same(found, requantize_transposed(*quantized, power_of_2, "e4m3", order, tiles))
+        for in_blocks in (False, True):
+            found = launcher.requantize(*quantized, E4M3, power_of_2, order, tiles, in_blocks)
+            assert_same(found, requantize_transposed(*quantized, power_of_2, "e4m3", order, tiles, in_blocks))
+
+
+@formats_and_scales
+def test_a_requantized_transpose_in_blocks(fmt: str, power_of_2: bool):
+    tiles = quantize(_bad(*SHAPE), 1, 128, fmt, power_of_2)
+    found = launcher.requantize(*tiles, STORAGE_DTYPES[fmt], power_of_2, in_blocks=True)
+    assert_same(found, requantize_transposed(*tiles, power_of_2, in_blocks=True))
 
 
 # ---- E5M6 ----
@@ -254,18 +262,21 @@ def test_swiglu_backward(saved: str | None, weighted: bool, power_of_2: bool):
     torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("h_in_blocks", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("saved", [None, "e4m3"])
-def test_swiglu_backward_of_groups(saved: str | None, tiles: Tensor):
+def test_swiglu_backward_of_groups(saved: str | None, h_in_blocks: bool, tiles: Tensor):
     m, h = 140, 256
     gate, up = _gate_up((m, h), torch.bfloat16)
     scales, dh, weight = (None, None), torch.randn(m, h).bfloat16(), torch.rand(m) + 0.5
     if saved:
         both = quantize(torch.stack((gate, up)), 1, 128, saved, False)
         (gate, up), scales = both[0], (both[1][0], both[1][1])
-    found = launcher.swiglu_backward(dh, gate, up, *scales, weight, E4M3, False, E4M3, True, tiles)
-    expected = swiglu_backward_quantize(dh, gate, up, *scales, weight, "e4m3", False, "e4m3", True, tiles)
+    found = launcher.swiglu_backward(dh, gate, up, *scales, weight, E4M3, False, E4M3, True, tiles, h_in_blocks)
+    settings = ("e4m3", False, "e4m3", True, tiles, h_in_blocks)
+    expected = swiglu_backward_quantize(dh, gate, up, *scales, weight, *settings)
     for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
-        assert_close_data(found[pair], expected[pair])
+        rows_of_a_scale = 128 if h_in_blocks and pair.start == 4 else 1
+        assert_close_data(*([t[0], t[1].repeat_interleave(rows_of_a_scale, 0)] for t in (found[pair], expected[pair])))
     torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
 
 
