@@ -183,7 +183,8 @@ def compare(
             f"settings from {out / COMPARISON}: recipes {', '.join(recipes)}, seeds {', '.join(map(str, seeds))}, "
             f"gradient_steps {gradient_steps}, {describe_settings(config, ('preset',))}"
         )
-    check_memory(config, pick_device(config.device))
+    for each in (baselines[0], *configs.values()):
+        check_memory(each, pick_device(config.device))
     if stored is None:
         out = out or new_folder(Path("runs"), f"compare-{config.preset}")
         check_unused(out)

@@ -78,7 +78,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         MemoryError: the device has too little memory; the message says what to change.
         Stopped: Ctrl-C or SIGTERM ended the run early.
     """
-    require("tokenizers", "filelock", "tensorboard", extra="train")
+    require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
     device = pick_device(config.device)
     run, config = open_run(config, console) if resume else (None, config.with_file_texts())

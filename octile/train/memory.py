@@ -3,7 +3,8 @@
     fixed      weights, gradients, optimizer state, and what is cached between steps     the same for any batch
     sequence   what one sequence takes in its forward and backward pass                  × sequences of a micro-batch
 
-Before a run begins, `check_memory` refuses a model whose weights, gradients and moments exceed the device's memory.
+Before a run begins, `check_memory` refuses a model whose weights, gradients and moments exceed the device's memory, and
+on a CPU a run whose estimate (`cpu_memory`) exceeds what is available.
 
 When memory runs out, `explain_out_of_memory` measures `sequence`: it frees the tensors of the failed step and passes
 one sequence through the model, a shorter one if necessary. On a GPU it reads the allocator's peak. On a CPU it counts
@@ -25,6 +26,7 @@ from torch import Tensor
 from octile.models.counts import count_parameters
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
+from octile.train.cpu_memory import available_memory, estimate_need
 from octile.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
@@ -51,10 +53,12 @@ class MemoryNeed:
 
 
 def check_memory(config: TrainConfig, device: torch.device) -> None:
-    """Refuse a run whose weights, gradients and moments alone exceed the device's memory.
+    """Refuse a run that cannot fit: whose weights, gradients and moments alone exceed the device's memory.
+
+    On a CPU the activations count too, because nothing can be explained when the memory is exceeded there.
 
     Raises:
-        ValueError: they do.
+        ValueError: it cannot.
     """
     needed, total = min_memory(config), device_memory(device)
     if needed > total:
@@ -62,6 +66,16 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
             f"preset {config.preset!r} needs at least {needed / 1e9:,.0f} GB for weights, gradients and optimizer, but "
             f"the {device.type} has {total / 1e9:,.0f} GB: choose a smaller model"
         )
+    if device.type == "cpu":
+        need, available = estimate_need(config), available_memory()
+        if need.total > available:
+            if need.data > available / 2:
+                change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
+            else:
+                change = advice(config, MemoryNeed(need.fixed, need.sequence, available), has_begun=False)
+            raise ValueError(
+                f"the run needs about {_gb(need.total)}, but {_gb(available)} are available here: {change}"
+            )
 
 
 def min_memory(config: TrainConfig) -> int:
@@ -116,34 +130,40 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY)
 
 
-def advice(config: TrainConfig, need: MemoryNeed | None) -> str:
-    """What to change in a run that ran out of memory.
+def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True) -> str:
+    """What to change in a run that runs out of memory.
 
     Args:
         config: of the run.
         need: what the run needs; None if even the shortest measured sequence did not fit.
+        has_begun: whether there is a run to continue.
     """
     if need is None:
         return _too_large_model(config)
     at_once = config.batch_size // config.micro_batches
     explanation = (
         f"a sequence of {config.sequence_length} tokens takes {_gb(need.sequence)} in addition to {_gb(need.fixed)} "
-        f"for weights, gradients and optimizer, of {_gb(need.available)}"
+        f"for weights, gradients, optimizer and what else stays, of {_gb(need.available)}"
     )
     free = USABLE_SHARE * need.available - need.fixed
-    fitting = [n for n in range(1, at_once) if config.batch_size % n == 0 and n * need.sequence <= free]
+    most = min(at_once - 1, int(free / need.sequence))
+    fitting = [n for n in range(1, most + 1) if config.batch_size % n == 0]
     if fitting:
         micro_batches = config.batch_size // fitting[-1]
-        return (
+        change = (
             f"{explanation}: use --micro-batches {micro_batches} (now {config.micro_batches}), {fitting[-1]} at a time "
-            f"instead of {at_once}; to continue: octile train --resume --out {shlex.quote(str(config.out))} "
-            f"--micro-batches {micro_batches}"
+            f"instead of {at_once}"
         )
+        if not has_begun:
+            return change
+        out = shlex.quote(str(config.out))
+        return f"{change}; to continue: octile train --resume --out {out} --micro-batches {micro_batches}"
     length = min(int(config.sequence_length * free / need.sequence), config.sequence_length // 2)
     if length < config.min_sequence_length:
         return _too_large_model(config)
     finest = f" and --micro-batches {config.batch_size}" if at_once > 1 else ""
-    return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest} in a new run"
+    where = " in a new run" if has_begun else ""
+    return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest}{where}"
 
 
 def _too_large_model(config: TrainConfig) -> str:
@@ -211,7 +231,7 @@ def _missing_moments(trainer: Trainer) -> int:
 def _available(device: torch.device) -> int:
     """Bytes that this process can have."""
     if device.type != "cuda":
-        return device_memory(device)
+        return available_memory()
     free, total = torch.cuda.mem_get_info(device)
     return min(free + torch.cuda.memory_reserved(device), int(torch.cuda.get_per_process_memory_fraction() * total))
 

@@ -10,7 +10,7 @@ from octile.train import memory
 from octile.train.config import preset
 from octile.train.memory import check_memory
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_model_larger_than_the_machine_is_refused_with_both_sizes(monkeypatch):
@@ -29,9 +29,9 @@ def test_a_model_that_may_fit_is_accepted():
 def test_fp8_optimizer_states_need_less(monkeypatch):
     monkeypatch.setattr(memory, "device_memory", lambda device: 100 * 10**9)
     config = preset("v2_lite_16b")
-    check_memory(replace(config, recipe="fp8_lm"), CPU)
+    check_memory(replace(config, recipe="fp8_lm"), GPU)
     with pytest.raises(ValueError, match="needs at least"):
-        check_memory(config, CPU)
+        check_memory(config, GPU)
 
 
 def test_the_memory_of_the_cpu_is_found():
