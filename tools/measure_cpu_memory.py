@@ -24,7 +24,6 @@ CASES = (
     "--data stdlib --batch-size 8",
     "--batch-size 64",
     "--batch-size 128",
-    "--batch-size 256",
     "--batch-size 128 --micro-batches 2",
     "--batch-size 16 --sequence-length 512",
     "--batch-size 64 --recipe bf16",
