@@ -1,6 +1,7 @@
 """Tests of the page of one training run."""
 
 import math
+import re
 
 import pytest
 
@@ -266,3 +267,10 @@ def test_the_legend_of_expert_loads_is_the_same_for_every_run(make_run, loads):
     page = read_page(write_run_report(make_run([training(1), experts(1, L1=loads)])))
     assert "0.4× or less" in page.words
     assert "2.5× or more" in page.words
+
+
+def test_long_names_in_captions_are_broken_and_do_not_widen_the_page(page):
+    rules = dict(re.findall(r"([^{};]+?) \{ ([^}]*)\}", page.styles))
+    rules = {name.strip().split("\n")[-1]: rule for name, rule in rules.items()}
+    assert "overflow-wrap: anywhere" in rules["figcaption"]
+    assert "minmax(0, 1fr)" in rules["figure"]
