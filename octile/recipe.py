@@ -244,6 +244,12 @@ class Recipe:
             return self
         return replace(self, name=f"{self.name} without {gemm}", high_precision=self.high_precision | {gemm})
 
+    def with_weight_scale(self, scale: ScaleRule) -> Recipe:
+        """Return this recipe with another scale rule for weights, if it quantizes them in 128×128 blocks of E4M3."""
+        if self.formats is None or replace(self.formats.w, scale=scale) != OperandFormat(E4M3, BLOCK, scale):
+            return self
+        return replace(self, formats=replace(self.formats, w=OperandFormat(E4M3, BLOCK, scale)))
+
     def for_layer(self, name: str) -> Recipe:
         """Return this recipe for the layer of that name: with the exceptions that match it applied, and no others."""
         recipe = replace(self, exceptions=())

@@ -3,6 +3,8 @@
     X.weight             F8_E4M3 [N, K]                        value = X.weight · X.weight_scale_inv
     X.weight_scale_inv   F32 [⌈N/128⌉, ⌈K/128⌉]                one scale for each block of 128×128
 
+With `scale_fmt: "ue8m0"` in `quantization_config`, as DeepSeek-V3.1 has it, every scale is a power of two.
+
 The name decides: 2-D weights of projections (`q_proj`, `kv_a_proj_with_mqa`, `gate_proj`, …) and of experts are FP8.
 They hold nearly all parameters and FLOPs of a model. Embedding, head, norms and gates are small and sensitive and keep
 their dtype, and so does `eh_proj` of multi-token prediction.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1 and the
@@ -14,10 +16,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octile.checkpoint.tensor_file import TensorSpec
+from octile.formats import E4M3
+from octile.recipe import ScaleRule
 from octile.scaled import ScaledTensor, dequantize, quantize
+from octile.validation import quoted
 
 RULE = (
     "2-D weights of projections (…_proj…) and of experts become FP8; embeddings, heads, norms, gates, routers, "
@@ -53,20 +59,45 @@ def fp8_specs(name: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
     }
 
 
-def quantize_weight(name: str, weight_NK: Tensor) -> ScaledTensor:
+def quantize_weight(
+    name: str, weight_NK: Tensor, scale: ScaleRule = "float32", stored: Tensor | None = None
+) -> ScaledTensor:
     """Quantize a weight to E4M3 with one FP32 scale per 128×128 block.
+
+    A block that has not changed since it was read from a checkpoint gets the scale and the encoded values that it had
+    there, whatever rule they were made by.
 
     Args:
         name: of the weight, for the error message.
         weight_NK: the weight, or rows of it that begin at a multiple of 128.
+        scale: the rule for the scales of the other blocks.
+        stored: float32 [⌈N/128⌉, ⌈K/128⌉], the scales that the weight had in a checkpoint.
 
     Raises:
         ValueError: it holds NaN or Inf, which would make a whole block NaN.
     """
-    q = quantize(weight_NK, BLOCK)
+    q = quantize(weight_NK, BLOCK, scale=scale)
     if not q.scale.isfinite().all():
         raise ValueError(f"{name} holds NaN or Inf and cannot be stored in FP8")
-    return q
+    return q if stored is None else _with_stored_scales(q, weight_NK, stored.to(q.device))
+
+
+def _with_stored_scales(q: ScaledTensor, weight_NK: Tensor, stored: Tensor) -> ScaledTensor:
+    """Replace the blocks of a quantized weight that the stored scales represent without an error."""
+    expanded_NK = expand_scale(stored, weight_NK)
+    data = (weight_NK.float() / expanded_NK).clamp(-E4M3.max, E4M3.max).to(q.data.dtype)
+    changed_NK = dequantize_weight(data, stored, weight_NK.dtype) != weight_NK
+    rows, cols = (-extent % side for extent, side in zip(weight_NK.shape, BLOCK, strict=True))
+    blocks = F.pad(changed_NK, (0, cols, 0, rows)).unflatten(0, (-1, BLOCK[0])).unflatten(2, (-1, BLOCK[1]))
+    changed = blocks.any(3).any(1)
+    bytes_NK = torch.where(expand_scale(changed, weight_NK), q.data.view(torch.uint8), data.view(torch.uint8))
+    return ScaledTensor(bytes_NK.view(q.data.dtype), torch.where(changed, q.scale, stored), BLOCK)
+
+
+def expand_scale(scale: Tensor, values_NK: Tensor) -> Tensor:
+    """Return the scale, or what else there is one of per block, for every element: [N, K]."""
+    rows, cols = values_NK.shape
+    return scale.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :cols]
 
 
 def dequantize_weight(data_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,6 +144,9 @@ def is_fp8_config(config: Mapping[str, Any]) -> bool:
     announced = config.get("quantization_config")
     if announced is None:
         return False
+    if not isinstance(announced, Mapping):
+        raise ValueError(f"quantization_config must be an object or null, not {quoted(announced)}")
+    scale_rule(config)  # raises where it is unknown
     method, block = announced.get("quant_method"), announced.get("weight_block_size")
     if method != "fp8" or block != list(BLOCK):
         raise ValueError(
@@ -121,7 +155,22 @@ def is_fp8_config(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def with_quantization(config: Mapping[str, Any], high_precision: Mapping[str, TensorSpec]) -> dict[str, Any]:
+def scale_rule(config: Mapping[str, Any]) -> ScaleRule:
+    """The rule by which a checkpoint's scales were made, as its config.json announces it in `scale_fmt`.
+
+    Raises:
+        ValueError: it announces an unknown one.
+    """
+    announced = config.get("quantization_config") or {}
+    scale_fmt = announced.get("scale_fmt")
+    if scale_fmt not in (None, "float32", "ue8m0"):
+        raise ValueError(f"quantization_config.scale_fmt must be 'ue8m0' or absent, not {quoted(scale_fmt)}")
+    return "power_of_2" if scale_fmt == "ue8m0" else "float32"
+
+
+def with_quantization(
+    config: Mapping[str, Any], high_precision: Mapping[str, TensorSpec], scale: ScaleRule = "float32"
+) -> dict[str, Any]:
     """Return a config.json that announces FP8 weights.
 
     Linear layers that are not FP8 are listed as `modules_to_not_convert`, unless all of them are layers that no engine
@@ -130,13 +179,15 @@ def with_quantization(config: Mapping[str, Any], high_precision: Mapping[str, Te
     Args:
         config: the config.json to be extended.
         high_precision: name → spec of the tensors that are not FP8.
+        scale: the rule of the scales; powers of two are announced as `scale_fmt`.
     """
     layers = [
         n.removesuffix(".weight") for n, s in high_precision.items() if n.endswith(".weight") and len(s.shape) == 2
     ]
     unusual = any(not _NEVER_FP8.search(layer.rpartition(".")[2]) for layer in layers)
     listed = {"modules_to_not_convert": sorted(layers)} if unusual else {}
-    return {**config, "quantization_config": {**QUANTIZATION_CONFIG, **listed}}
+    scale_fmt = {"scale_fmt": "ue8m0"} if scale == "power_of_2" else {}
+    return {**config, "quantization_config": {**QUANTIZATION_CONFIG, **scale_fmt, **listed}}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from octile.checkpoint.fp8_layout import (
     is_scale,
     is_stored_in_fp8,
     quantize_weight,
+    scale_rule,
     with_quantization,
     without_quantization,
 )
@@ -41,7 +42,7 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.conversion import apply_recipe
-from octile.recipe import Recipe
+from octile.recipe import Recipe, ScaleRule
 from octile.validation import read_json
 
 CONFIG = "config.json"
@@ -52,7 +53,9 @@ HIGH_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "float32": torc
 def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files: Iterable[str | Path] = ()) -> None:
     """Write a model as a Hugging Face folder.
 
-    A checkpoint that the folder holds already is replaced atomically; files of other names stay.
+    A checkpoint that the folder holds already is replaced atomically; files of other names stay. Blocks of FP8 weights
+    that have not changed since they were read from a checkpoint keep its encoded values and scales. Scales of other
+    blocks are powers of two if that checkpoint's are.
 
     Args:
         model: on any device, its layers converted to FP8 or not.
@@ -75,6 +78,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         if not other.is_file():
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
+    scale = scale_rule(model.config.extra)
     tensors = to_hf(model.state_dict(), model.config)
     specs = {name: storage_specs(name, tuple(tensor.shape), weights) for name, tensor in tensors.items()}
     plan = plan_shards({name: sum(spec.nbytes for spec in stored.values()) for name, stored in specs.items()})
@@ -82,7 +86,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         for file, names in plan.items():
             with writing(staging / file, {n: spec for name in names for n, spec in specs[name].items()}) as out:
                 for name in names:
-                    _write(out, name, tensors[name], specs[name])
+                    _write(out, name, tensors[name], specs[name], scale, model.stored_scales.get(name))
         weight_map = {file: [n for name in names for n in specs[name]] for file, names in plan.items()}
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
         write_json(staging / CONFIG, _config_json(model.config, weights, specs))
@@ -93,7 +97,9 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
 def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> DeepseekV3:
     """Read a model from a Hugging Face folder, or from the folder of a training run, which holds one as `model/`.
 
-    If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()` and compute in FP8.
+    If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()` and compute in FP8. Where
+    config.json announces power-of-two scales (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the
+    layers compute with the values of the checkpoint.
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
@@ -118,7 +124,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
         buffer.zero_()
     _fill(model, folder.shards)
     if folder.has_fp8_weights:
-        apply_recipe(model, Recipe.deepseek_v3())
+        apply_recipe(model, Recipe.deepseek_v3().with_weight_scale(scale_rule(folder.config)))
     return model.eval()
 
 
@@ -126,8 +132,8 @@ def load_weights(model: DeepseekV3, path: str | Path) -> None:
     """Overwrite a model's parameters and buffers with those of a folder, one tensor at a time.
 
     FP8 weights are dequantized to the parameters' dtype. In FP32 that is exact up to FP32's rounding. 128×128 blocks
-    that are quantized again then get the same encoded values and scales if the scales are amax / 448 in FP32, which
-    octile and DeepSeek write. Power-of-two scales differ, and so do the encoded values.
+    that are quantized again then have the same values: with FP32 scales if the scales are amax / 448, which octile and
+    DeepSeek-V3 write, and with power-of-two scales (`Recipe.with_weight_scale`) if the scales are powers of two.
 
     Args:
         model: on any device, converted or not; its recipe does not change.
@@ -176,9 +182,16 @@ def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[s
     return {name: TensorSpec.of(torch.float32 if exact else HIGH_PRECISION[weights], shape)}
 
 
-def _write(out: TensorFileWriter, name: str, tensor: Tensor, stored: Mapping[str, TensorSpec]) -> None:
+def _write(
+    out: TensorFileWriter,
+    name: str,
+    tensor: Tensor,
+    stored: Mapping[str, TensorSpec],
+    scale: ScaleRule,
+    stored_scale: Tensor | None,
+) -> None:
     if name + SCALE_SUFFIX in stored:
-        q = quantize_weight(name, tensor)
+        q = quantize_weight(name, tensor, scale, stored_scale)
         out.write(name, q.data)
         out.write(name + SCALE_SUFFIX, q.scale)
     else:
@@ -193,7 +206,8 @@ def _config_json(
     result["torch_dtype"] = str(HIGH_PRECISION[weights]).removeprefix("torch.")
     if weights != "fp8":
         return result
-    return with_quantization(result, {name: s[name] for name, s in specs.items() if name + SCALE_SUFFIX not in s})
+    high_precision = {name: s[name] for name, s in specs.items() if name + SCALE_SUFFIX not in s}
+    return with_quantization(result, high_precision, scale_rule(config.extra))
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -274,12 +288,10 @@ def _check_shapes(model: DeepseekV3, shards: Shards, where: str) -> None:
 
 
 def _fill(model: DeepseekV3, shards: Shards) -> None:
+    model.stored_scales = {}
     for name, target in _own_tensors(model).items():
-        target.copy_(_read(shards, name, target.dtype))
-
-
-def _read(shards: Shards, name: str, dtype: torch.dtype) -> Tensor:
-    tensor = shards.read(name)
-    if not is_fp8(shards.specs[name]):
-        return tensor
-    return dequantize_weight(tensor, shards.read(name + SCALE_SUFFIX), dtype)
+        tensor = shards.read(name)
+        if is_fp8(shards.specs[name]):
+            scale = model.stored_scales[name] = shards.read(name + SCALE_SUFFIX).float()
+            tensor = dequantize_weight(tensor, scale, target.dtype)
+        target.copy_(tensor)

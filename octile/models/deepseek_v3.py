@@ -99,6 +99,8 @@ class DeepseekV3(nn.Module):
         mtp_loss_weight: weight of the multi-token prediction's loss; the configuration's until training changes it.
         last_losses: "main", "mtp" and "balance" of the last forward pass with labels, detached, in nats; "mtp" is not
             yet weighted, "balance" is.
+        stored_scales: Hugging Face name → the scales of an FP8 weight in the checkpoint that the model was read from.
+            `octile.save` gives them to the blocks that have not changed.
     """
 
     def __init__(self, config: ModelConfig):
@@ -109,6 +111,7 @@ class DeepseekV3(nn.Module):
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.last_losses: dict[str, Tensor] = {}
+        self.stored_scales: dict[str, Tensor] = {}
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=config.initializer_range)

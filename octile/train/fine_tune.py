@@ -8,9 +8,11 @@ FP32 master weights are dequantized from FP8 weights. The first step quantizes t
 of a block is 448 times its scale, it finds the same scale, and with it the
 same FP8 values.
 
-`count_unchanged_weights` counts the weights for which this is true. It is not true for power-of-two scales under a
-recipe with FP32 scales, nor if the block boundaries of a stacked weight differ (`moe_intermediate_size` not a multiple
-of 128).
+Where the checkpoint announces power-of-two scales (`scale_fmt: "ue8m0"`), weights are quantized with power-of-two
+scales, so that the values are the same, too.
+
+`count_unchanged_weights` counts the weights for which this is true. It is not true for power-of-two scales that are not
+announced, nor if the block boundaries of a stacked weight differ (`moe_intermediate_size` not a multiple of 128).
 """
 
 from __future__ import annotations

@@ -284,7 +284,8 @@ def _checkpoint(trainer: Trainer, run: RunFolder, config: TrainConfig) -> None:
 def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
     """Write the model, the sample and the report."""
     formats = trainer.recipe.formats
-    as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == OperandFormat(E4M3, BLOCK) else "bf16"
+    stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
+    as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     save(trainer.model, run.model, as_trained, tokenizer)
     if trainer.ema:

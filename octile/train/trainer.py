@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
@@ -64,6 +65,8 @@ class Trainer:
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
         self.config, self.device = replace(config, model=model), device
         self.recipe = recipe or config.load_recipe()
+        if scale_rule(self.config.model.extra) == "power_of_2":  # of the checkpoint that the run began with
+            self.recipe = self.recipe.with_weight_scale("power_of_2")
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:

@@ -115,6 +115,71 @@ def test_fp8_folders_load_the_dequantized_weights(tmp_path, model):
     assert found[GATE_PROJ].equal(expected)
 
 
+def store_with_powers_of_2(folder):
+    """Stores random weights as UE8M0 checkpoints have them, some with larger scales than needed."""
+    generator = torch.Generator().manual_seed(2)
+
+    def edit(tensors):
+        for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
+            q = quantize(torch.randn(tensors[name].shape, generator=generator), (128, 128), scale="power_of_2")
+            too_large = 2.0 ** int(torch.randint(0, 3, (), generator=generator))
+            tensors[name] = (q.data.float() / too_large).to(q.data.dtype)
+            tensors[f"{name}_scale_inv"] = q.scale
+
+    change(folder, edit)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def ue8m0(tmp_path):
+    """A folder with power-of-two scales, of a model with more than a block in some weights."""
+    torch.manual_seed(0)
+    save(DeepseekV3(replace(MICRO, hidden_size=160, moe_intermediate_size=128)), tmp_path / "ue8m0")
+    store_with_powers_of_2(tmp_path / "ue8m0")
+    return tmp_path / "ue8m0"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ue8m0_encoded_values_and_scales_are_saved_as_they_were_loaded(tmp_path, ue8m0, same, dtype):
+    save(load(ue8m0, dtype=dtype), tmp_path / "again")
+    before, after = (load_file(folder / "model.safetensors") for folder in (ue8m0, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not same(before[name], after[name])] == []
+    announced = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert announced == {**QUANTIZATION_CONFIG, "scale_fmt": "ue8m0"}
+
+
+def test_ue8m0_weights_are_computed_with_as_they_are_stored(ue8m0):
+    found = load(ue8m0)
+    layer = found.model.layers[0].mlp.gate_proj
+    w = layer.recipe.formats.w
+    assert w.scale == "power_of_2"
+    assert quantize(layer.weight, w.block, w.fmt, w.scale).dequantize().equal(layer.weight)
+
+
+def test_a_changed_block_of_ue8m0_weights_gets_a_new_power_of_two_and_the_others_keep_theirs(tmp_path, ue8m0):
+    found = load(ue8m0)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    with torch.no_grad():
+        found.get_parameter(name)[0, 0] = 3000.0
+    save(found, tmp_path / "again")
+    before, after = (load_file(folder / "model.safetensors") for folder in (ue8m0, tmp_path / "again"))
+    old, new = before[f"{name}_scale_inv"], after[f"{name}_scale_inv"]
+    assert new[0, 0] == 8.0  # 3000 / 448 rounded up
+    assert new.flatten()[1:].equal(old.flatten()[1:])
+    assert before[name][128:].view(torch.uint8).equal(after[name][128:].view(torch.uint8))
+
+
+def test_an_unknown_scale_format_is_refused(ue8m0):
+    config = json.loads((ue8m0 / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue5m3"
+    (ue8m0 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="scale_fmt must be 'ue8m0' or absent, not 'ue5m3'"):
+        load(ue8m0)
+
+
 def test_fp8_survives_a_second_save_bit_for_bit(tmp_path, model):
     save(model, tmp_path / "once", weights="fp8")
     save(load(tmp_path / "once"), tmp_path / "twice", weights="fp8")

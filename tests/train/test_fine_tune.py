@@ -157,6 +157,8 @@ def test_weights_that_are_not_bit_identical_are_reported(saved, store):
     unchanged = count_unchanged_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
     assert unchanged < total // 2  # those whose largest value in every block is 448 by chance
     assert f"; {unchanged} of {total} quantized" in description(folder, WIDE)
+    announced = replace(WIDE, extra={"quantization_config": {"scale_fmt": "ue8m0"}})
+    assert f"; {total} of {total} quantized" in description(folder, announced)
 
     shutil.rmtree(folder)
     shared = 2  # weights of experts: gate and up share a block of 128 rows, as each has 32

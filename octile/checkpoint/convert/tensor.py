@@ -21,6 +21,7 @@ from octile.checkpoint.fp8_layout import (
     BLOCK,
     SCALE_SUFFIX,
     dequantize_weight,
+    expand_scale,
     fp8_specs,
     is_fp8,
     is_scale,
@@ -119,14 +120,14 @@ def max_error_of(name: str, action: Action, source: Shards, result: TensorFile) 
                 exact = source.rows(name, start, stop).float()
                 scale = result.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop))
                 values = dequantize_weight(result.rows(name, start, stop), scale, torch.float32)
-                scale = _expand_scale(scale, values)
+                scale = expand_scale(scale, values)
                 worst = max(worst, _compare(name, result, exact, values, 2.0**-4, 2.0**-10 * scale, scale))
         case Action.TO_BF16 | Action.TO_FLOAT32:
             relative, absolute = (2.0**-8, 2.0**-134) if action is Action.TO_BF16 else (0.0, 0.0)
             for start, stop in _row_chunks(spec):
                 exact = _dequantized_rows(source, name, start, stop)
                 values = result.rows(name, start, stop).float()
-                scale = _expand_scale(source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop)).float(), values)
+                scale = expand_scale(source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop)).float(), values)
                 worst = max(worst, _compare(name, result, exact, values, relative, torch.tensor(absolute), scale))
         case Action.COPY:
             for start, stop in _byte_chunks(spec):
@@ -154,12 +155,6 @@ def _dequantized_rows(source: Shards, name: str, start: int, stop: int) -> Tenso
     """Dequantize rows of an FP8 weight to FP32. Its scale may be in another file."""
     scale = source.rows(name + SCALE_SUFFIX, *_scale_rows(start, stop))
     return dequantize_weight(source.rows(name, start, stop), scale, torch.float32)
-
-
-def _expand_scale(scale: Tensor, values_NK: Tensor) -> Tensor:
-    """Return the scale of every element, [N, K]."""
-    rows, cols = values_NK.shape
-    return scale.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :cols]
 
 
 def _scale_rows(start: int, stop: int) -> tuple[int, int]:
