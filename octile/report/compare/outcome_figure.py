@@ -45,7 +45,7 @@ def draw_outcomes(figure: Figure, result: CompareResult) -> None:
                 axes.plot(ends, [at, at], color=color, linewidth=width, alpha=alpha, solid_capstyle="butt")
         _row(axes, at, outcome.gaps, name, color, format_percent(outcome.gap) if math.isfinite(outcome.gap) else "")
         if math.isfinite(outcome.gap):
-            axes.plot([100 * outcome.gap] * 2, [at - 0.16, at + 0.16], color=color, linewidth=2.2)
+            axes.plot([100 * outcome.gap] * 2, [at - 0.13, at + 0.13], color=color, linewidth=2.2)
         if abs(outcome.gap) <= MAX_BARS * result.bar:  # a larger gap is written as text and does not stretch the axis
             reach += [abs(gap) for gap in outcome.gaps]
             reach += [max(-i.low, i.high) for i in (outcome.over_text, outcome.over_seeds) if i]
@@ -77,5 +77,5 @@ def caption_outcomes(result: CompareResult) -> str:
 def _row(axes, at, gaps, name, color, text):  # type: ignore[no-untyped-def]
     known = [100 * gap for gap in gaps if math.isfinite(gap)]
     axes.plot(known, [at] * len(known), "o", color=color, markersize=5.5, alpha=0.85)
-    axes.annotate(f"{name} {text}" if text else name, (0, at), (0, 15), xycoords=("axes fraction", "data"),
+    axes.annotate(f"{name} {text}" if text else name, (0, at), (0, 20), xycoords=("axes fraction", "data"),
                   textcoords="offset points", color=color, va="center")  # fmt: skip

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from octile.report import read_result, write_compare_report
+from octile.report.compare import outcome_figure
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.report.compare.outcome_figure import caption_outcomes
+from octile.report.style import PHONE, WIDE, drawing
 from tests.report.compare.test_compare import compared, curve
 from tests.report.compare.test_file import complete_result
 from tests.report.conftest import read_page
@@ -106,3 +108,16 @@ def test_one_worst_token_is_in_the_singular(page):
 def test_every_plus_minus_is_explained(page):
     assert page.words.count("mean ± standard error") == 2  # by position, by frequency
     assert page.words.count("(nats, ± standard error)") == 2
+
+
+@pytest.mark.parametrize("width", [PHONE, WIDE])
+def test_names_of_outcomes_do_not_touch_dots_and_ticks(width):
+    result = compared(curve("a_recipe_with_a_long_name", 2.7), curve("b", 2.9))
+    with drawing(width, outcome_figure.height(result)) as figure:
+        outcome_figure.draw_outcomes(figure, result)
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        names = [text.get_window_extent() for text in axes.texts]
+        drawn = [line.get_window_extent() for line in axes.lines if line.get_zorder() > 0]  # but the bars and zero
+    assert len(drawn) >= 4
+    assert not any(name.overlaps(box) for name in names for box in drawn)
