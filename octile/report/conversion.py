@@ -25,14 +25,20 @@ def run_conversion(src: Path, dst: Path | None, to: Target) -> None:
         Exception: what `convert_checkpoint` and `predict_size` raise.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     console = Console()
     src = src / "model" if (src / "model" / "config.json").exists() else src  # src is a run
     if dst is None:
         _show_prediction(console, predict_size(src, to))
         return
+    sizes, time = (Column(no_wrap=True, min_width=len(widest)) for widest in ("999.9/999.9 GB", "0:00:00"))
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(table_column=sizes),
+        TimeRemainingColumn(table_column=time),
+        console=console,
     ) as bar:
         task = bar.add_task("reading", total=None, visible=False)  # until the first file is read
 

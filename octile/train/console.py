@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octile.train.trainer import Trainer
 
 NAMED = 3  # files left out that are named, of each reason
+MIN_BAR_WIDTH = 80  # characters of a terminal; a narrower one has no room for the bar and the times
 LOG_LINES = 20  # lines of progress in a log file
 
 
@@ -90,17 +91,25 @@ class RunConsole:
             yield StepProgress(self, bar, steps, done)
 
     def _bar(self, *texts: str) -> Progress:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            ProgressColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.table import Column
 
-        columns = [TextColumn(text) for text in texts]
+        wrapping = Column()  # between words, where a terminal is too narrow
+        columns: list[ProgressColumn] = [SpinnerColumn(), *map(TextColumn, texts[:-1])]
+        columns.append(TextColumn(texts[-1], table_column=wrapping))
+        if self.console.width >= MIN_BAR_WIDTH:
+            times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
+            columns += [BarColumn(bar_width=24), *times]
         return Progress(
-            SpinnerColumn(),
             *columns,
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
             console=self.console,
             disable=not self.console.is_terminal,
         )

@@ -1,9 +1,12 @@
 """Tests of what a run prints about its data: the held-out share, and the names of what is left out."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from octile.train.console import RunConsole
 from octile.train.data import prepare
 from tests.train.conftest import silent_console
 
@@ -42,3 +45,22 @@ def test_nothing_is_said_of_what_is_left_out_if_nothing_is(source, tmp_path):
     for photo in source.glob("*.jpg"):
         photo.unlink()
     assert not any("left out" in line for line in shown(source, tmp_path / "data"))
+
+
+def steps_on_a_terminal(width: int) -> str:
+    console = RunConsole(Console(file=io.StringIO(), width=width, force_terminal=True))
+    with console.steps(12_000, 11_000) as progress:
+        progress.step({"step": 11_234, "main_loss": 2.345, "tokens_per_s": 12_345.0})
+    return console.console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_numbers_of_the_progress_are_whole(width):
+    shown = steps_on_a_terminal(width)
+    assert all(number in shown for number in ("11234/12000", "2.345", "12,345"))
+
+
+def test_a_terminal_gets_texts_with_escaped_control_characters():
+    console = RunConsole(Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
+    console.print("sample \x1b[31m\x07")
+    assert console.console.file.getvalue() == "sample \\x1b[31m\\x07\n"
