@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import E4M3
 from octile.recipe import ScaleRule
@@ -31,6 +32,7 @@ RULE = (
 )
 BLOCK = (128, 128)
 SCALE_SUFFIX = "_scale_inv"
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 QUANTIZATION_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -116,23 +118,53 @@ def is_scale(name: str, specs: Mapping[str, TensorSpec]) -> bool:
     return weight != name and weight in specs and is_fp8(specs[weight])
 
 
-def check_scales(specs: Mapping[str, TensorSpec]) -> None:
-    """Check that every FP8 tensor has a scale of the right shape.
+def check_scales(shards: Shards) -> None:
+    """Check that every FP8 tensor has a scale of the right shape and type, and every scale its FP8 tensor.
 
     Raises:
-        ValueError: a scale is missing or has another shape.
+        ValueError: a scale is missing, has another shape or type, or belongs to no FP8 tensor.
     """
+    specs = shards.specs
     for name, spec in specs.items():
+        weight = name.removesuffix(SCALE_SUFFIX)
+        if weight != name and not is_scale(name, specs):
+            what = f"is {specs[weight].dtype}, not F8_E4M3" if weight in specs else "is missing"
+            raise ValueError(f"{shards.path_of(name)}: {name} is the scale of {weight}, which {what}")
         if not is_fp8(spec):
             continue
-        scale = name + SCALE_SUFFIX
+        file, scale = shards.path_of(name), name + SCALE_SUFFIX
         if scale not in specs:
-            raise ValueError(f"{name} is FP8, but the checkpoint has no {scale}")
+            raise ValueError(f"{file}: {name} is FP8, but the checkpoint has no {scale}")
         if len(spec.shape) != 2:
-            raise ValueError(f"{name} is FP8 of shape {list(spec.shape)}, but only matrices have blocks of 128×128")
+            raise ValueError(
+                f"{file}: {name} is FP8 of shape {list(spec.shape)}, but only matrices have blocks of 128×128"
+            )
         needed = fp8_specs(name, spec.shape)[scale].shape
         if specs[scale].shape != needed:
-            raise ValueError(f"{scale} must be {list(needed)} for {list(spec.shape)}, not {list(specs[scale].shape)}")
+            raise ValueError(
+                f"{shards.path_of(scale)}: {scale} must be {list(needed)} for {list(spec.shape)}, "
+                f"not {list(specs[scale].shape)}"
+            )
+        if specs[scale].dtype not in SCALE_DTYPES:
+            raise ValueError(
+                f"{shards.path_of(scale)}: {scale} must be {' or '.join(SCALE_DTYPES)}, not {specs[scale].dtype}"
+            )
+
+
+def check_scale_values(shards: Shards) -> None:
+    """Check that every scale of an FP8 tensor is a positive number. Scales are 1/16384 of a checkpoint's values.
+
+    Raises:
+        ValueError: a scale is zero, negative, NaN or Inf.
+    """
+    for file in shards.files.values():
+        for name in file.specs:
+            if not is_scale(name, shards.specs):
+                continue
+            scale = file.read(name).float()
+            wrong = scale[~(scale.isfinite() & (scale > 0))]
+            if wrong.numel():
+                raise ValueError(f"{file.path}: {name} must hold positive numbers, but {wrong[0].item()} is in it")
 
 
 def is_fp8_config(config: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from octile.checkpoint.files import finish_interrupted, staged, write_json
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
+    check_scale_values,
     check_scales,
     dequantize_weight,
     fp8_specs,
@@ -118,6 +119,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     with torch.device("meta"):
         model = DeepseekV3(folder.model_config()).to(dtype)
     _check_shapes(model, folder.shards, f"by its {CONFIG}")
+    check_scale_values(folder.shards)
 
     model = model.to_empty(device=device)
     for buffer in model.buffers():
@@ -145,6 +147,7 @@ def load_weights(model: DeepseekV3, path: str | Path) -> None:
     """
     shards = _open(path).shards
     _check_shapes(model, shards, "in the model")
+    check_scale_values(shards)
     _fill(model, shards)
 
 
@@ -260,7 +263,7 @@ def _open(path: str | Path) -> _OpenFolder:
     shards = Shards(checkpoint_folder(path))
     config = read_json(shards.folder / CONFIG)
     is_fp8_config(config)  # raises where it announces another quantization
-    check_scales(shards.specs)
+    check_scales(shards)
     return _OpenFolder(shards, config)
 
 

@@ -54,6 +54,10 @@ class Shards:
             if self._file_of.get(tensor) != name:
                 raise ValueError(f"{folder / name} is damaged or of another checkpoint: {INDEX} expects {tensor} in it")
 
+    def path_of(self, tensor: str) -> Path:
+        """Return the path of the file that holds a tensor."""
+        return self.folder / self._file_of[tensor]
+
     def read(self, tensor: str) -> Tensor:
         """Read a whole tensor, to the CPU."""
         return self._file(tensor).read(tensor)
@@ -131,6 +135,6 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not (folder / INDEX).exists():
         return None
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
         raise ValueError(f"{folder / INDEX} is damaged: it must map each tensor to its file under 'weight_map'")
     return weight_map

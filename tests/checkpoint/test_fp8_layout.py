@@ -1,8 +1,10 @@
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from octile.checkpoint.fp8_layout import (
     QUANTIZATION_CONFIG,
+    check_scale_values,
     check_scales,
     fp8_specs,
     is_fp8_config,
@@ -10,6 +12,7 @@ from octile.checkpoint.fp8_layout import (
     quantize_weight,
     with_quantization,
 )
+from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 
 PROJECTIONS = [
@@ -85,15 +88,33 @@ def test_another_quantization_is_refused(announced):
         is_fp8_config({"quantization_config": announced})
 
 
+FP8 = torch.zeros(200, 130).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
-    ("scale", "message"),
+    ("tensors", "message"),
     [
-        ({}, "x is FP8, but the checkpoint has no x_scale_inv"),
-        ({"x_scale_inv": (1, 2)}, r"x_scale_inv must be \[2, 2\] for \[200, 130\], not \[1, 2\]"),
+        ({"x": FP8}, "model.safetensors: x is FP8, but the checkpoint has no x_scale_inv"),
+        ({"x": FP8, "x_scale_inv": torch.ones(1, 2)}, r"x_scale_inv must be \[2, 2\] for \[200, 130\], not \[1, 2\]"),
+        ({"x": FP8, "x_scale_inv": torch.ones(2, 2).int()}, "x_scale_inv must be F32 or .* or F8_E8M0, not I32"),
+        ({"x_scale_inv": torch.ones(2, 2)}, "model.safetensors: x_scale_inv is the scale of x, which is missing"),
+        (
+            {"x": FP8.float(), "x_scale_inv": torch.ones(2, 2)},
+            "x_scale_inv is the scale of x, which is F32, not F8_E4M3",
+        ),
     ],
+    ids=["missing", "shape", "dtype", "orphan", "of a weight that is not FP8"],
 )
-def test_an_fp8_weight_needs_its_scale(scale, message):
-    specs = {"x": TensorSpec.of(torch.float8_e4m3fn, (200, 130))}
-    specs |= {name: TensorSpec.of(torch.float32, shape) for name, shape in scale.items()}
+def test_a_weight_and_its_scale_must_fit(tmp_path, tensors, message):
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        check_scales(specs)
+        check_scales(Shards(tmp_path))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_must_be_positive_numbers(tmp_path, value):
+    scale = torch.ones(2, 2)
+    scale[1, 0] = value
+    save_file({"x": FP8, "x_scale_inv": scale}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"x_scale_inv must hold positive numbers, but {value} is in"):
+        check_scale_values(Shards(tmp_path))

@@ -4,7 +4,7 @@
     to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped
     to="float32" X.weight E4M3 · X.weight_scale_inv → X.weight FP32, exactly, for training; the scale is dropped
 
-Every other tensor is copied byte by byte, whatever its name and dtype. A file of the result holds the tensors of the
+Every other tensor is copied byte by byte, whatever its name. A file of the result holds the tensors of the
 source's file of the same name. Tensors are converted in chunks of rows, so a checkpoint of any size takes some 100 MB
 of memory. Each finished file is read back, compared with its source and entered with its checksum in octile.json, from
 which an interrupted conversion resumes. config.json is written last: before that no engine recognizes the folder.

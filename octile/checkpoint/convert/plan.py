@@ -6,6 +6,7 @@ from typing import Any
 
 from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
+    check_scale_values,
     check_scales,
     is_fp8,
     is_fp8_config,
@@ -13,7 +14,7 @@ from octile.checkpoint.fp8_layout import (
     without_quantization,
 )
 from octile.checkpoint.shards import Shards
-from octile.checkpoint.tensor_file import TensorSpec
+from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,19 @@ class ConversionPlan:
         """Decide on every tensor of a checkpoint.
 
         Raises:
-            ValueError: the checkpoint has the target format already, or is quantized in another way.
+            ValueError: the checkpoint has the target format already, or is quantized in another way; a tensor has an
+                unknown type; a scale is missing, belongs to no FP8 tensor, or is not positive.
         """
         announced = is_fp8_config(config)
         fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
         if fp8 == (to == "fp8"):
             holds = "FP8 weights already" if fp8 else "no FP8 weights"
             raise ValueError(f"{source.folder} holds {holds}: there is nothing to convert to {to}")
-        check_scales(source.specs)
+        for name, spec in source.specs.items():
+            if spec.dtype not in TORCH_DTYPES:
+                raise ValueError(f"{source.path_of(name)}: {name} is of type {spec.dtype}, which torch does not have")
+        check_scales(source)
+        check_scale_values(source)
         actions = {name: choose_action(name, source.specs, to) for name in source.specs}
         files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}
         for file, content in source.files.items():

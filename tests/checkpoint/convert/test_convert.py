@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from octile.checkpoint.convert import convert_checkpoint
 from octile.checkpoint.convert import folder as convert_module
@@ -327,6 +327,53 @@ def test_a_weight_that_is_no_number_is_not_quantized(tmp_path, dst, hf_folder):
 
 def test_a_weight_that_is_no_number_is_not_dequantized(tmp_path, dst, hf_folder):
     q = quantize(torch.full((4, 4), torch.nan), (128, 128))
-    hf_folder(tmp_path / "src", {}, [{"a_proj.weight": q.data, "a_proj.weight_scale_inv": q.scale}])
+    hf_folder(tmp_path / "src", {}, [{"a_proj.weight": q.data, "a_proj.weight_scale_inv": torch.ones(1, 1)}])
     with pytest.raises(ValueError, match=r"a_proj\.weight in .*src holds NaN or Inf"):
         convert_checkpoint(tmp_path / "src", dst, "bf16")
+
+
+def rewrite(path, edit):
+    """Changes the tensors of a file as another program would, which writes no checksums."""
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+    (path.parent / "octile.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_refused_before_anything_is_written(src, dst, tmp_path, value):
+    convert_checkpoint(src, dst, "fp8")
+    rewrite(dst / FIRST, lambda tensors: tensors[f"{Q_PROJ}_scale_inv"].fill_(value))
+    with pytest.raises(ValueError, match=f"{FIRST}: {Q_PROJ}_scale_inv must hold positive numbers, but {value} is in"):
+        convert_checkpoint(dst, tmp_path / "back", "bf16")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_scale_without_its_weight_is_refused(src, dst):
+    rewrite(src / SECOND, lambda tensors: tensors.update({"no.weight_scale_inv": torch.ones(1, 1)}))
+    with pytest.raises(ValueError, match=f"{SECOND}: no.weight_scale_inv is the scale of no.weight, which is missing"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_a_type_that_torch_does_not_have_is_refused(src, dst):
+    header = json.dumps({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    shutil.rmtree(dst, ignore_errors=True)
+    for path in src.glob("model*"):
+        path.unlink()
+    (src / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(ValueError, match=r"model\.safetensors: x is of type F4, which torch does not have"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_an_empty_index_is_refused(src, dst):
+    (src / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it must map each tensor to its file"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_power_of_two_scales_become_bf16_exactly(src, dst, tmp_path):
+    convert_checkpoint(src, dst, "fp8")
+    q = quantize(torch.randn(256, 192), (128, 128), scale="power_of_2")
+    rewrite(dst / FIRST, lambda tensors: tensors.update({Q_PROJ: q.data, f"{Q_PROJ}_scale_inv": q.scale}))
+    convert_checkpoint(dst, tmp_path / "back", "bf16")
+    assert weights(tmp_path / "back")[Q_PROJ].float().equal(q.dequantize())
