@@ -39,7 +39,9 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
 }
 
 # tyro's message for an optional number
-OPTIONAL_NUMBER_ERROR = re.compile(r"no type matching \{None\}\|(INT|FLOAT) could be instantiated from \[(.*)\]")
+OPTIONAL_NUMBER_ERROR = re.compile(
+    r"no type matching \{None\}\|(INT|FLOAT)(?:\|.*)? could be instantiated from \[(.*)\]"
+)
 
 USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
