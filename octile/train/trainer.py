@@ -10,8 +10,8 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from octile.train.config import TrainConfig
 from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.run_folder import Metrics
 from octile.train.token_store import TokenStore
+from octile.validation import Range, check_fields, from_json
 
 
 class Computed(NamedTuple):
@@ -47,6 +48,30 @@ class Computed(NamedTuple):
     sums: Tensor
     load: dict[str, Tensor]
     unscaled: bool
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    """What state.json holds of a dynamic loss scale."""
+
+    value: Annotated[float, Range(above=0)]
+    good_steps: Annotated[int, Range(at_least=0)]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint's state.json holds. Fields with defaults are absent in checkpoints of earlier versions."""
+
+    steps_done: Annotated[int, Range(at_least=0)]
+    tokens: Annotated[int, Range(at_least=0)]
+    seconds: Annotated[float, Range(at_least=0)]
+    data: str | None = None
+    loss_scale: LossScaleState | None = None
+    skipped: Annotated[int, Range(at_least=0)] = 0
+    skipped_in_a_row: Annotated[int, Range(at_least=0)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "state.")
 
 
 class Trainer:
@@ -308,7 +333,7 @@ class Trainer:
         tensors |= {f"history.{name}": m.amax_OH for name, m in self._histories().items()}
         if self.ema:
             tensors |= {f"ema.{name}": t for name, t in self.ema.state_dict().items()}
-        state = {
+        state = {  # the fields of `TrainerState`
             "steps_done": self.steps_done,
             "tokens": self.tokens,
             "data": self.data,
@@ -323,9 +348,13 @@ class Trainer:
         """Restore the result of `state`.
 
         Raises:
-            ValueError: it belongs to a model of another shape, or was trained on other tokens.
+            ValueError: it belongs to a model of another shape, was trained on other tokens, or a value of `state` is
+                missing, of another type, or out of range.
         """
-        if state.get("data", self.data) != self.data:
+        found = from_json(TrainerState, state, "state")
+        if self.loss_scale and found.loss_scale is None:
+            raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")
+        if found.data not in (None, self.data):
             raise ValueError(f"the tokens in {self.data_folder} are not those that the checkpoint was trained on")
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}}
         for name, tensor in tensors.items():
@@ -341,10 +370,10 @@ class Trainer:
             history.amax_OH.copy_(parts["history"][name])
         if self.ema:
             self.ema.load_state_dict(parts["ema"])
-        if self.loss_scale:
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        self.steps_done, self.tokens, self.seconds = state["steps_done"], state["tokens"], state["seconds"]
-        self.skipped, self.skipped_in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
+        if self.loss_scale and found.loss_scale:
+            self.loss_scale.load_state_dict(asdict(found.loss_scale))
+        self.steps_done, self.tokens, self.seconds = found.steps_done, found.tokens, found.seconds
+        self.skipped, self.skipped_in_a_row = found.skipped, found.skipped_in_a_row
 
     def _histories(self) -> dict[str, AmaxHistory]:
         return {name: m for name, m in self.model.named_modules() if isinstance(m, AmaxHistory)}

@@ -178,6 +178,29 @@ def test_a_state_of_another_shape_is_refused(new_trainer):
         new_trainer().load(tensors, state)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps_done": "2"}, "state.steps_done must be a whole number, not '2'"),
+        ({"steps_done": True}, "state.steps_done must be a whole number, not True"),
+        ({"steps_done": -1}, "state.steps_done must be at least 0, not -1"),
+        ({"tokens": 1.5}, "state.tokens must be a whole number, not 1.5"),
+        ({"seconds": float("nan")}, "state.seconds must be finite, not nan"),
+        ({"skipped": None}, "state.skipped must be a whole number, not None"),
+        ({"data": 7}, "state.data must be text or null, not 7"),
+        ({"loss_scale": []}, r"state.loss_scale must be an object, not \[\]"),
+        ({"loss_scale": {"value": 8.0}}, "state.loss_scale.good_steps is missing"),
+        ({"step": 1}, "state.step is unknown"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_state_with_a_wrong_value_is_refused_by_name(new_trainer, changes, message):
+    trainer = new_trainer()
+    tensors, state = trainer.state()
+    with pytest.raises(ValueError, match=message):
+        trainer.load(tensors, state | changes)
+
+
 def test_a_nan_weight_stops_the_run_and_is_named(new_trainer):
     trainer = new_trainer()
     with torch.no_grad():
