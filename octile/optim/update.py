@@ -46,8 +46,7 @@ def adamw_(
     """
     every = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
     on_gpus: list[tuple[Tensor, ...]] = [tensors for tensors in every if tensors[0].is_cuda]
-    for *tensors, corrections in _with_corrections(on_gpus, lr, betas, weight_decay):
-        adamw(*(t.detach() for t in tensors), corrections, *betas, eps)
+    update_each_(on_gpus, lr, betas, eps, weight_decay)
     flat: list[tuple[Tensor, ...]] = [
         (w.detach().view(-1), g.detach().reshape(-1), m.view(-1), v.view(-1), step)
         for w, g, m, v, step in every
@@ -74,6 +73,14 @@ def adamw_(
         for stored, updated in ((m, m32), (v, v32)):
             if stored is not updated:
                 torch._foreach_copy_(stored, updated)
+
+
+def update_each_(
+    every: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    """Update each parameter by itself, as on a GPU: (weight, gradient, m, v, t), in place."""
+    for *tensors, corrections in _with_corrections(every, lr, betas, weight_decay):
+        adamw(*(t.detach() for t in tensors), corrections, *betas, eps)
 
 
 def _with_corrections(

@@ -28,6 +28,23 @@ def test_equals_torch_bit_for_bit_where_a_parameter_misses_steps():
     assert same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("lr_is_tensor", [False, True])
+def test_the_update_that_a_gpu_runs_equals_torchs(lr_is_tensor):
+    torch.manual_seed(0)
+    betas, eps, weight_decay, lr = (0.9, 0.95), 1e-8, 0.1, 1e-2
+    ours, theirs = torch.randn(50), nn.Parameter(torch.empty(50))
+    theirs.data.copy_(ours)
+    moments, t = (torch.zeros(50), torch.zeros(50)), torch.zeros(())
+    optimizer = torch.optim.AdamW([theirs], lr, betas, eps, weight_decay)
+    for _ in range(5):
+        t += 1
+        theirs.grad = torch.randn(50)
+        rate = torch.tensor(lr) if lr_is_tensor else lr
+        update.update_each_([(ours, theirs.grad, *moments, t)], rate, betas, eps, weight_decay)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [64, 1024, 10_000])
 def test_size_of_batches_changes_no_bit(monkeypatch, size):
     whole, cut = parameters(), parameters()
