@@ -2,7 +2,7 @@
 
 Such a checkpoint runs a layer twice: first without gradients, and again in the backward pass.  A model adds the loss
 that the first run leaves behind, which has no graph; the loss of the second run has a graph, and nobody adds it.  So
-the first run leaves a leaf.  Autograd computes the leaf's gradient before the second run, since backward begins with the
+the first run leaves a leaf.  Autograd computes its gradient before the second run, since backward begins with the
 model's loss, and the second run passes this gradient on to its own loss.
 """
 

@@ -174,3 +174,11 @@ def test_the_balance_losses_gradient_is_that_of_autograd_in_float64(seed):
 def test_the_balance_losses_gradient_can_be_differentiated_again():
     logits_TE = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(_SigmoidShares.apply, logits_TE)
+
+
+@pytest.mark.parametrize("settings", [V3, V2], ids=str)
+def test_the_weights_of_a_bf16_input_are_not_rounded_to_bf16(settings):
+    g, x = gate(**settings), torch.randn(20, 32).bfloat16()
+    weights_TK = g(x).weights_TK
+    assert weights_TK.dtype == torch.float32
+    assert torch.equal(weights_TK, g(x.float()).weights_TK)

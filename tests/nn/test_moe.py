@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from octile.nn.delayed_scaling import OPERANDS
+from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import grouped_linear
 from octile.nn.moe import Experts, MoE, _smooth
 from octile.recipe import Recipe
@@ -284,3 +285,11 @@ def test_balance_loss_is_taken_once_and_only_in_training():
     assert m.pop_balance_loss() == 0
     m.eval()(torch.randn(1, 4, 32))
     assert m.pop_balance_loss() == 0
+
+
+def test_weights_are_not_rounded_to_the_dtype_of_the_rows_that_they_multiply():
+    torch.manual_seed(0)
+    y_RD, weights_TK = torch.randn(9, 32).bfloat16(), torch.rand(9, 1)
+    dispatcher, experts_TK = LocalDispatcher(), torch.zeros(9, 1, dtype=torch.int64)
+    y_TD = dispatcher.combine(y_RD, weights_TK, dispatcher.plan(experts_TK, torch.tensor([9])))
+    assert torch.equal(y_TD, (y_RD.float() * weights_TK).bfloat16())
