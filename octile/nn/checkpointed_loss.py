@@ -41,7 +41,7 @@ def link_runs(layer: object, loss: Tensor, activation: Tensor) -> tuple[Tensor |
     if len(leaves) > 1:
         raise RuntimeError(
             f"{type(layer).__name__} ran {len(leaves)} times under reentrant checkpointing before the backward pass, "
-            "so the gradients of its balance losses cannot be told apart: use checkpoint(…, use_reentrant=False)"
+            "so the gradients of its balance losses cannot be distinguished: use checkpoint(…, use_reentrant=False)"
         )
     return None, _PassOn.apply(activation, loss, leaves[0]) if leaves else activation
 

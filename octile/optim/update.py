@@ -78,7 +78,7 @@ def adamw_(
 def update_each_(
     every: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
-    """Update each parameter by itself, as on a GPU: (weight, gradient, m, v, t), in place."""
+    """Update one parameter after the other, as on a GPU: (weight, gradient, m, v, t), in place."""
     for *tensors, corrections in _with_corrections(every, lr, betas, weight_decay):
         adamw(*(t.detach() for t in tensors), corrections, *betas, eps)
 
