@@ -159,3 +159,45 @@ def test_hooks_of_the_layer_and_of_its_norm_see_tensors(name):
 def test_a_norm_before_an_unconverted_layer_is_not_fused():
     x, norm = torch.randn(3, D), RMSNorm(D)
     assert torch.equal(pre_norm(x, norm, nn.Linear(D, D))[1], norm(x))
+
+
+HOOKED = [  # a hook there ends a fusion
+    *((name, layer) for name in ("MLP", "MHA") for layer in MODULES[name][0]().fusable_layers),
+    *(("MLA", layer) for layer in mla().fusable_layers),
+    ("MoE", "shared_experts"),
+    ("MoE", "shared_experts.up_proj"),
+    ("MoE", "gate"),
+]
+
+
+def difference(name: str, layer: str) -> list[float]:
+    """How much a hook on a layer changes the output, the input's gradient and the weights', relative to each."""
+    torch.manual_seed(0)
+    make, _, arguments = MODULES[name]
+    module, x = apply_recipe(make(), RECIPE), torch.randn(2, 64, D)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    arguments = (Rope(16).cos_sin(torch.arange(64)),) if arguments else ()
+    results = []
+    for m in (module, hooked := copy.deepcopy(module)):
+        if m is hooked:
+            m.get_submodule(layer).register_forward_hook(lambda *_: None)
+        y = m(given := x.clone().requires_grad_(), *arguments)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        weights = torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
+        results.append((y.detach(), given.grad, weights))
+    fused, unfused = results
+    return [((b - a).norm() / a.norm()).item() for a, b in zip(fused, unfused, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "layer"), HOOKED)
+def test_a_hook_changes_no_output_and_gradients_by_what_backward_reads_in_fp8(name, layer):
+    of_output, *of_gradients = difference(name, layer)
+    assert of_output < 1e-5
+    assert max(of_gradients) < 0.06
+
+
+def test_a_hook_on_the_experts_changes_what_their_weights_multiply():
+    assert 0.005 < difference("MoE", "experts")[0] < 0.04
+    assert max(difference("MoE", "experts")[1:]) < 0.08
