@@ -39,17 +39,17 @@ def store_tiles_transposed(
     """Quantize value [128, 128] in 128×1 tiles, or IN_BLOCKS with one scale, and store data and scales transposed."""
     amax = tl.max(magnitude(value), axis=0)
     if IN_BLOCKS:
-        block_scale = scale_from_amax(tl.max(amax, axis=0), INVERSE, REST, POWER_OF_2)
-        scaled = divide(value, block_scale, POWER_OF_2)
-        tl.store(scale_t + (batch * tl.cdiv(M, 128) + m_tile) * tl.cdiv(K, 128) + k_tile, block_scale)
-    else:
-        tile_scale = scale_from_amax(amax, INVERSE, REST, POWER_OF_2)
-        scaled = divide(value, tile_scale[None, :], POWER_OF_2)
-        k = k_tile * 128 + tl.arange(0, 128)
-        at = (batch * tl.cdiv(M, 128) + m_tile) * (tl.cdiv(K, 4) * 4) + k
-        tl.store(scale_t + at, tile_scale, mask=k < K)
+        amax = tl.max(amax, axis=0)
+    tile_scale = scale_from_amax(amax, INVERSE, REST, POWER_OF_2)
+    scaled = divide(value, tile_scale if IN_BLOCKS else tile_scale[None, :], POWER_OF_2)
     encoded = round_to_format(scaled, data_t.dtype.element_ty, MANTISSA, BIAS)
     store_data_transposed(encoded, data_t, batch, m_tile, k_tile, M, K)
+    row = batch * tl.cdiv(M, 128) + m_tile
+    if IN_BLOCKS:
+        tl.store(scale_t + row * tl.cdiv(K, 128) + k_tile, tile_scale)
+    else:
+        k = k_tile * 128 + tl.arange(0, 128)
+        tl.store(scale_t + row * (tl.cdiv(K, 4) * 4) + k, tile_scale, mask=k < K)
 
 
 @triton.jit

@@ -143,6 +143,12 @@ def _cases() -> dict[str, Callable[[], object]]:
         "SwiGLU backward, inputs saved": lambda: swiglu.launch_backward(
             _empty(t, n), saved_gate, saved_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True
         ),
+        "requantize to blocks, transposed": lambda: transpose.launch_requantize(
+            *_operand(t, k, TILE)[:2], E4M3, True, in_blocks=True
+        ),
+        "SwiGLU backward, h in blocks": lambda: swiglu.launch_backward(
+            _empty(t, n), gate, up, None, None, None, E4M3, False, E4M3, True, None, True
+        ),
         "SwiGLU backward of groups, inputs saved": lambda: swiglu.launch_backward(
             _empty(t, n), saved_gate, saved_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True, tiles
         ),
