@@ -6,6 +6,7 @@ from typing import Any
 
 from octile.checkpoint.fp8_layout import is_scale
 from octile.checkpoint.tensor_file import TensorSpec
+from octile.validation import quoted
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # as DeepSeek, Qwen and Mixtral call it
 
@@ -39,6 +40,9 @@ def share_of(names: Collection[str], specs: Mapping[str, TensorSpec], config: Ma
         names: tensors among specs.
         specs: all tensors of a checkpoint; scales of FP8 weights are not counted.
         config: its config.json.
+
+    Raises:
+        ValueError: text_config or a number of experts in config has another type.
     """
     weights = {name: spec for name, spec in specs.items() if not is_scale(name, specs)}
     part = sum(weights[name].numel for name in names)
@@ -46,7 +50,10 @@ def share_of(names: Collection[str], specs: Mapping[str, TensorSpec], config: Ma
 
 
 def _flops_share(names: set[str], weights: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> float | None:
-    config = {**config.get("text_config", {}), **config}  # multimodal models nest it
+    nested = config.get("text_config") or {}  # of multimodal models
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"text_config must be an object or null, not {quoted(nested)}")
+    config = {**nested, **config}
     active = _active_experts(config)
     tied = bool(config.get("tie_word_embeddings")) and not any("head" in name for name in weights)
     total = chosen = 0.0
@@ -68,6 +75,9 @@ def _flops_share(names: set[str], weights: Mapping[str, TensorSpec], config: Map
 
 def _active_experts(config: Mapping[str, Any]) -> float | None:
     """Return the fraction of the routed experts that a token uses, or None if the configuration does not say."""
+    for key in (*EXPERT_COUNTS, "num_experts_per_tok"):
+        if not isinstance(config.get(key), int | None) or isinstance(config.get(key), bool):
+            raise ValueError(f"{key} must be a whole number or null, not {quoted(config[key])}")
     experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
     chosen = config.get("num_experts_per_tok")
     return chosen / experts if experts and chosen else None

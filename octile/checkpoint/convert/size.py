@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 
+from octile.checkpoint.convert.architectures import Architecture, ModelType
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import is_fp8
@@ -16,7 +17,9 @@ from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
-from octile.validation import read_json
+from octile.validation import quoted, read_json
+
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,13 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePr
     For a configuration of 671B parameters it takes a second.
 
     Args:
-        config: a `ModelConfig`; a config.json of a DeepSeek model, or a folder with one; or a folder with weights of
-            any model, whose headers are used then.
+        config: a `ModelConfig`; a config.json of a DeepSeek, Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE model,
+            or a folder with one; or a folder with weights of any model, whose headers are used then.
         to: "fp8" (BF16 for the weights that are not FP8), "bf16" or "float32".
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: to is none of the three; the configuration is not of a DeepSeek model; a weight file is damaged.
+        ValueError: to is none of the three; the configuration is of another model, or wrong; a weight file is damaged.
     """
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
@@ -60,16 +63,30 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePr
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(f"config must be a config.json or a folder with one: {file} does not exist")
-    return _from_config(ModelConfig.from_hf(read_json(file)), to)
+    content = read_json(file)
+    kind = content.get("model_type", "deepseek_v3")
+    if kind in get_args(ModelType):
+        return _from_shapes(Architecture.from_hf(content).shapes(), content, to)
+    if kind not in DEEPSEEK:
+        known = ", ".join((*DEEPSEEK, *get_args(ModelType)))
+        raise ValueError(
+            f"model_type is {quoted(kind)}: from a configuration alone the size is known for {known}; "
+            "of any other model the folder must hold the weights, too"
+        )
+    return _from_config(ModelConfig.from_hf(content), to)
 
 
 def _from_config(config: ModelConfig, to: Target) -> SizePrediction:
     with torch.device("meta"):
         model = DeepseekV3(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict(), config).items()}
+    return _from_shapes(shapes, config.to_hf(), to)
+
+
+def _from_shapes(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], to: Target) -> SizePrediction:
     specs = {name: TensorSpec.of(torch.bfloat16, shape) for name, shape in shapes.items()}
     stored = {name: storage_specs(name, shape, to) for name, shape in shapes.items()}
-    return _prediction(to, specs, stored, config.to_hf())
+    return _prediction(to, specs, stored, config)
 
 
 def _from_headers(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], to: Target) -> SizePrediction:

@@ -1,6 +1,17 @@
 import json
+import shutil
 
 import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from octile.checkpoint import convert_checkpoint, predict_size, save
 from octile.checkpoint.shards import Shards
@@ -43,3 +54,57 @@ def test_a_missing_configuration_is_named(tmp_path):
 def test_an_unknown_format_is_refused():
     with pytest.raises(ValueError, match="to must be 'fp8', 'bf16' or 'float32', not 'int4'"):
         predict_size(ModelConfig.tiny(), "int4")
+
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
+MODELS = {
+    "llama": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "llama, tied": LlamaConfig(**TINY, tie_word_embeddings=True),
+    "mistral": MistralConfig(**TINY, head_dim=32),
+    "qwen2": Qwen2Config(**TINY),
+    "qwen3": Qwen3Config(**TINY, head_dim=24),
+    "mixtral": MixtralConfig(**TINY, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**TINY, num_experts=4, moe_intermediate_size=48, mlp_only_layers=[1]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp_path, name):
+    AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16).save_pretrained(tmp_path / "whole")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
+    for to in ("fp8", "bf16"):
+        assert predict_size(tmp_path / "bare", to) == predict_size(tmp_path / "whole", to)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "model_type is 'gpt2': from a configuration alone the size is known for",
+        ),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 1,000, not 1000000"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"model_type": "mixtral"}, "lacks num_experts"),
+        ({"text_config": [1]}, r"text_config must be an object or null, not \[1\]"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": "2"},
+            "num_experts_per_tok must be a whole number or null",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_gives_no_size_is_refused(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "llama", **changes}))
+    with pytest.raises(ValueError, match=message):
+        predict_size(tmp_path)
