@@ -484,7 +484,7 @@ def _rate_cell(result: Result | None) -> str:
         return f"{last:.4f}{_ending(result) and ', ' + _ending(result)}"
     top = f"diverged, up to {max(result['loss']):.1f}"
     return (
-        f"{top}; stopped at step {result['steps'][-1]}"
+        f"{top}; stopped at step {curve(result).diverged_at:,}"
         if result["state"] == "diverged"
         else f"{top}; ends at {last:.2f}"
     )
