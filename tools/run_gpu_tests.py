@@ -1,7 +1,8 @@
 """Run the GPU tests in many processes, each with a time limit: `python -m tools.run_gpu_tests OUT [PATH …]`.
 
-A kernel that hangs then fails only its own test. Each test of tests/gpu/cuda and tests/gpu/compat, and each file
-elsewhere, gets its own process; a test with many parameters gets one for all of them. Several processes run at a time.
+A kernel that hangs then fails only its own test. Each test of tests/gpu/cuda, tests/gpu/compat and the file of the
+quantization kernels, and each file elsewhere, gets its own process; a test with many parameters gets one for all of
+them. Several processes run at a time.
 
 Writes OUT/tests.xml (JUnit) and OUT/tests.txt (the tests' output), and prints a line for each process.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-ALONE = ("tests/gpu/cuda", "tests/gpu/compat")  # folders in which each test gets its own process
+ALONE = ("tests/gpu/cuda", "tests/gpu/compat", "tests/gpu/test_quantize_kernels.py")  # a process for each test
 MAX_PROCESSES_PER_TEST = 12  # a test with more parameters gets one process for all of them
 DEFAULT = ("tests/gpu", "tests/optim")
 MAX_PROCESSES = 8  # at a time

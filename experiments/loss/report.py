@@ -38,6 +38,7 @@ Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # group of runs from scratch → group of their branches
+NOTE = "note.md"  # what is to be said of these runs before all else
 AFTER_WARM_UP = 0.2  # share of the steps after which the expert load counts
 COUNTERPART = {"no_promotion": "per_tensor"}  # the recipe that it changes in one thing; others change `deepseek_v3`
 BAR = 0.0025
@@ -682,7 +683,10 @@ def machines(r: Results) -> str:
 
 
 def write(files: Sequence[Path], folder: Path) -> Path:
-    """Write FOLDER/README.md, and a figure and page of each comparison; return the README's path."""
+    """Write FOLDER/README.md, and a figure and page of each comparison; return the README's path.
+
+    The text of FOLDER/note.md, if there is one, comes first.
+    """
     r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
@@ -715,7 +719,8 @@ def write(files: Sequence[Path], folder: Path) -> Path:
         "Failed": "\n".join(failed) or "None.",
     }
     title, *rest = parts
-    text = f"# {title}\n\n" + "\n\n".join(f"## {name}\n\n{parts[name]}" for name in rest) + "\n"
+    note = (folder / NOTE).read_text() + "\n" if (folder / NOTE).exists() else ""
+    text = f"# {title}\n\n{note}" + "\n\n".join(f"## {name}\n\n{parts[name]}" for name in rest) + "\n"
     (folder / "README.md").write_text(text)
     (folder / "results.json").write_text(json.dumps({"results": list(r.all.values())}) + "\n")
     return folder / "README.md"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octile.ops.groups import align_groups
@@ -157,7 +158,7 @@ def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2
         expected = swiglu_backward_quantize(dh, *inputs, *settings)
         for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
             assert_close_data(found[pair], expected[pair])
-        torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
+        assert_sums_are_close(found[6], expected[6], dh, gate, up)
 
 
 @formats_and_scales
@@ -232,7 +233,14 @@ def test_swiglu_backward_of_groups(is_saved: bool, h_in_blocks: bool, fmt: str, 
     for pair in (slice(0, 2), slice(2, 4), slice(4, 6)):
         rows_of_a_scale = 128 if h_in_blocks and pair.start == 4 else 1
         assert_close_data(*([t[0], t[1].repeat_interleave(rows_of_a_scale, 0)] for t in (found[pair], expected[pair])))
-    torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-4)
+    assert_sums_are_close(found[6], expected[6], dh, gate, up)
+
+
+def assert_sums_are_close(found: Tensor, expected: Tensor, dh: Tensor, gate: Tensor, up: Tensor) -> None:
+    """Compare sums of dh · SwiGLU over rows, which FP32 adds in any order; the terms may cancel."""
+    assert found.shape == expected.shape
+    terms = (dh.float() * F.silu(gate.float()) * up.float())[: len(found)]  # none without a weight
+    assert ((found - expected).abs() <= 2.0**-22 * terms.abs().sum(1)).all()
 
 
 @pytest.mark.parametrize("shape", [(512, 8, 7168), (333, 3, 300), (1, 1, 5)], ids=str)
