@@ -1,9 +1,12 @@
-"""A layer's own loss under activation checkpointing with `use_reentrant=True`.
+"""A layer's own loss under activation checkpointing.
 
-Such a checkpoint runs a layer twice: first without gradients, and again in the backward pass.  A model adds the loss
-that the first run leaves behind, which has no graph; the loss of the second run has a graph, and nobody adds it.  So
-the first run leaves a leaf.  Autograd computes its gradient before the second run, since backward begins with the
-model's loss, and the second run passes this gradient on to its own loss.
+A checkpoint runs a layer twice, the second time in the backward pass.  What the second run leaves behind is for the
+checkpointed function alone, which may add it itself; after the backward pass the layer has what it had before.
+
+With `use_reentrant=True` the first run has no gradients.  A model adds the loss that it leaves behind, which has no
+graph; the loss of the second run has a graph, and nobody adds it.  So the first run leaves a leaf.  Autograd computes
+its gradient before the second run, since backward begins with the model's loss, and the second run passes this gradient
+on to its own loss.
 """
 
 from typing import Any
@@ -13,37 +16,59 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # losses of first runs that someone still holds → id of the layer
+_restored: set[tuple[int, str]] = set()  # layers, by id, and attributes that the end of a backward pass restores
 
 
-def link_runs(layer: object, loss: Tensor, activation: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Link a loss that a layer leaves behind in training to the other run of a checkpoint, if there is one.
+def leave_behind(layer: object, attribute: str, loss: Tensor, activation: Tensor) -> Tensor:
+    """Set an attribute of a layer to its loss, linked to the other run of a checkpoint if there is one.
 
     Args:
-        layer: which loss it is.
+        layer: the layer, in training.
+        attribute: its name.
         loss: a scalar.
         activation: what the layer's output depends on differentiably.
 
     Returns:
-        the loss to leave behind, None in a second run, and the activation to compute with.
+        the activation to compute with.
 
     Raises:
         RuntimeError: it is a second run, and there were several first runs before it whose losses are still held.
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return loss, activation
+        setattr(layer, attribute, loss)
+        return activation
     if not torch.is_grad_enabled():
         leaf = loss.detach().requires_grad_()
         _leaves[leaf] = id(layer)
-        return leaf, activation
+        setattr(layer, attribute, leaf)
+        return activation
     if torch._C._current_graph_task_id() < 0:  # not in a backward pass
-        return loss, activation
-    leaves = [leaf for leaf, owner in list(_leaves.items()) if owner == id(layer)]
+        setattr(layer, attribute, loss)
+        return activation
+    # what a checkpoint returned is no leaf any more: autograd passes its gradient on
+    leaves = [leaf for leaf, owner in list(_leaves.items()) if owner == id(layer) and leaf.is_leaf]
     if len(leaves) > 1:
         raise RuntimeError(
             f"{type(layer).__name__} ran {len(leaves)} times under reentrant checkpointing before the backward pass, "
             "so the gradients of its balance losses cannot be distinguished: use checkpoint(…, use_reentrant=False)"
         )
-    return None, _PassOn.apply(activation, loss, leaves[0]) if leaves else activation
+    _restore_after_backward(layer, attribute)
+    setattr(layer, attribute, loss)
+    return _PassOn.apply(activation, loss, leaves[0]) if leaves else activation
+
+
+def _restore_after_backward(layer: object, attribute: str) -> None:
+    """Give an attribute its present value again when the backward pass that runs now has ended."""
+    key, before = (id(layer), attribute), getattr(layer, attribute)
+    if key in _restored:
+        return
+
+    def restore() -> None:
+        _restored.discard(key)
+        setattr(layer, attribute, before)
+
+    _restored.add(key)
+    torch.autograd.Variable._execution_engine.queue_callback(restore)
 
 
 class _PassOn(torch.autograd.Function):
@@ -57,4 +82,5 @@ class _PassOn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         gradient, ctx.leaf.grad = ctx.leaf.grad, None
+        _leaves.pop(ctx.leaf, None)
         return dy, gradient, None

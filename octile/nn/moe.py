@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn.checkpointed_loss import link_runs
+from octile.nn.checkpointed_loss import leave_behind
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.functional import grouped_linear, result_dtype
 from octile.nn.fused.block_input import BlockInput
@@ -173,11 +173,12 @@ class MoE(FusableModule):
         load_E = count_tokens(routing.experts_TK, len(self.gate.weight))[0]
         if self.training:
             self.last_load_E = load_E
-            self.balance_loss = None
             if self.alpha:
                 loss = self.alpha * self.gate.sequence_balance(routing, batch)
-                self.balance_loss, weights_TK = link_runs(self, loss, routing.weights_TK)
+                weights_TK = leave_behind(self, "balance_loss", loss, routing.weights_TK)
                 routing = routing._replace(weights_TK=weights_TK)
+            else:
+                self.balance_loss = None
         return routing, self.dispatcher.plan(routing.experts_TK, load_E)
 
     def pop_balance_loss(self) -> Tensor | float:

@@ -105,3 +105,57 @@ def test_a_module_is_copied_after_a_reentrant_run():
     checkpoint(half, torch.randn(B, S, D, requires_grad=True), use_reentrant=True)
     half.moe.pop_balance_loss()
     copy.deepcopy(half)
+
+
+class Inside(nn.Module):
+    """A function under a checkpoint that adds or returns the layer's loss itself."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.block, self.how = Half(), how
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y, moe = self.block(x), self.block.moe
+        if self.how == "returned":
+            return y, moe.balance_loss
+        loss = moe.pop_balance_loss() if self.how == "popped" else moe.balance_loss
+        return y.square().mean() + loss
+
+    def total(self, result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return result[0].square().mean() + result[1] if isinstance(result, tuple) else result
+
+
+@every_mode
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["returned", "popped", "read"])
+def test_a_checkpointed_function_may_add_the_loss_itself(how: str, use_reentrant: bool):
+    torch.manual_seed(0)
+    checkpointed = Inside(how)
+    expected = copy.deepcopy(checkpointed)
+    x = torch.randn(B, S, D, generator=torch.Generator().manual_seed(0))
+    result = checkpoint(checkpointed, x.clone().requires_grad_(), use_reentrant=use_reentrant)
+    checkpointed.total(result).backward()
+    expected.total(expected(x.clone().requires_grad_())).backward()
+    for (name, p), other in zip(checkpointed.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_mode
+def test_a_loss_that_is_read_stays_after_the_backward_pass(use_reentrant: bool):
+    half = Half()
+    y = checkpoint(half, torch.randn(B, S, D, requires_grad=True), use_reentrant=use_reentrant)
+    before = half.moe.balance_loss
+    (y.square().mean() + before).backward()
+    assert half.moe.balance_loss is before
+
+
+def test_losses_of_earlier_reentrant_runs_may_be_held():
+    half, other, held = Half(), Half(), []
+    for seed in range(2):
+        x = torch.randn(B, S, D, generator=torch.Generator().manual_seed(seed))
+        y = checkpoint(half, x.clone().requires_grad_(), use_reentrant=True)
+        held.append(half.moe.pop_balance_loss())
+        (y.square().mean() + held[-1]).backward()
+        (other(x.clone().requires_grad_()).square().mean() + other.moe.pop_balance_loss()).backward()
+    for (name, p), expected in zip(half.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected[1].grad, msg=lambda text, name=name: f"{name}: {text}")
