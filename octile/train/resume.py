@@ -75,11 +75,18 @@ def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, 
 
 
 def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: torch.device) -> None:
-    """Warn if the state of a checkpoint was computed where the bits differ from those of this machine."""
+    """Warn if the state of a checkpoint was computed where the bits differ from those of this machine.
+
+    Raises:
+        ValueError: the state does not say it as an object.
+    """
+    before = state.get("computed_on", {})
+    if not isinstance(before, dict):
+        raise ValueError(f"state.computed_on of {checkpoint} must be an object, not {before!r}")
     for name, value in computed_on(device).items():
-        if state.get("computed_on", {}).get(name, value) != value:
+        if before.get(name, value) != value:
             warnings.warn(
-                f"{checkpoint} was computed with {name} {state['computed_on'][name]}, this machine has {value}: "
+                f"{checkpoint} was computed with {name} {before[name]}, this machine has {value}: "
                 "the run is not bit-identical to an uninterrupted one" + BITS_ADVICE.get(name, ""),
                 stacklevel=2,
             )

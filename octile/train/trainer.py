@@ -74,6 +74,10 @@ class TrainerState:
         check_fields(self, "state.")
 
 
+# What training and comparisons add to the state in a checkpoint, and check themselves.
+OTHER_STATE = frozenset(("config", "computed_on", "measured"))
+
+
 class Trainer:
     """A model, its optimizer and its data.
 
@@ -351,7 +355,7 @@ class Trainer:
             ValueError: it belongs to a model of another shape, was trained on other tokens, or a value of `state` is
                 missing, of another type, or out of range.
         """
-        found = from_json(TrainerState, state, "state")
+        found = from_json(TrainerState, {k: v for k, v in state.items() if k not in OTHER_STATE}, "state")
         if self.loss_scale and found.loss_scale is None:
             raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")
         if found.data not in (None, self.data):
