@@ -288,7 +288,7 @@ def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
 def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch):
     monkeypatch.setattr("octile.train.generate.load", lambda folder: pytest.fail("the model was loaded"))
     said = refused(capsys, "generate", str(hf_folder), "--prompt", os.fsdecode(b"caf\xe9"))
-    assert "prompt must be UTF-8, but has the byte 0xe9 after 'caf'" in said
+    assert "prompt must be UTF-8, but character 4 begins with the byte 0xe9" in said
 
 
 def test_a_sample_prompt_that_is_not_utf_8_is_refused_before_any_work(capsys, tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         byte = os.fsencode(text[error.start])[-1]
-        raise ValueError(f"{name} must be UTF-8, but has the byte 0x{byte:02x} after {text[: error.start]!r}") from None
+        raise ValueError(f"{name} must be UTF-8, but character {error.start + 1} begins with the byte 0x{byte:02x}") from None
 
 
 def check_vocab_size(vocab_size: int) -> None:
