@@ -40,7 +40,7 @@ class Sampling:
             raise ValueError(f"max_new_tokens must not be negative, but is {self.max_new_tokens}")
         if self.temperature and not FLOAT32.tiny <= self.temperature <= FLOAT32.max:
             raise ValueError(
-                f"temperature must be 0 or from {FLOAT32.tiny:.2g} to {FLOAT32.max:.2g}, "
+                f"temperature must be at least 0: 0, or from {FLOAT32.tiny:.2g} to {FLOAT32.max:.2g}, "
                 f"not {self.temperature}"
             )
         if not 0 < self.top_p <= 1:

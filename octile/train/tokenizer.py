@@ -137,7 +137,9 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         byte = os.fsencode(text[error.start])[-1]
-        raise ValueError(f"{name} must be UTF-8, but character {error.start + 1} begins with the byte 0x{byte:02x}") from None
+        raise ValueError(
+            f"{name} must be UTF-8, but character {error.start + 1} begins with the byte 0x{byte:02x}"
+        ) from None
 
 
 def check_vocab_size(vocab_size: int) -> None:

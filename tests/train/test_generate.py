@@ -48,7 +48,7 @@ def test_the_same_seed_samples_the_same_tokens():
         ({"temperature": -0.5}, "temperature must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
         ({"temperature": float("inf")}, "temperature must be at least 0"),
-        ({"temperature": 1e-300}, r"temperature must be 0 or from 1.2e-38 to 3.4e\+38, not"),
+        ({"temperature": 1e-300}, r"temperature must be at least 0: 0, or from 1.2e-38 to 3.4e\+38, not"),
         ({"temperature": 1e300}, r"from 1.2e-38 to 3.4e\+38, not 1e\+300"),
         ({"seed": 2**70}, "seed must be from 0 to below"),
         ({"top_p": 0.0}, "top_p must be above 0"),
