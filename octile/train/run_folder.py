@@ -97,7 +97,7 @@ class RunFolder:
         """Delete the measurements of later steps, which a resumed run is going to measure again.
 
         Damaged lines are deleted, too, such as the last line of a killed run. Returns a sentence for each file that
-        had some.
+        had some, and for measurements that lack the last steps.
         """
         notes = []
         for file in (self.metrics_file, self.telemetry_file):
@@ -106,6 +106,9 @@ class RunFolder:
                 write_text(file, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
                 if damaged:
                     notes.append(_describe_damage(file, len(lines), damaged))
+                last = max((line["step"] for line in lines), default=0)
+                if file == self.metrics_file and last < step:
+                    notes.append(f"{file} has no measurements of the steps {last + 1:,} to {step:,}")
         return notes
 
 

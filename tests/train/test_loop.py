@@ -185,8 +185,15 @@ def test_a_damaged_line_among_the_measurements_is_left_out_and_reported(half):
     assert file.read_bytes().startswith(first + b"".join(others))
 
 
+def test_missing_measurements_of_the_last_steps_are_reported(half):
+    (half / "metrics.jsonl").write_bytes(b"")
+    assert "metrics.jsonl has no measurements of the steps 1 to" in resume(half, steps=3)
+
+
 def test_undamaged_measurements_are_not_reported(half):
-    assert "was damaged" not in resume(half, steps=3)
+    said = resume(half, steps=3)
+    assert "was damaged" not in said
+    assert "has no measurements" not in said
 
 
 def test_resuming_with_other_tokens_is_refused(text, tmp_path):
