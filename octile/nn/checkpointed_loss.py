@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # losses of first runs that someone still holds → id of the layer
-_restored: set[tuple[int, str]] = set()  # layers, by id, and attributes that the end of a backward pass restores
+_restored: dict[tuple[int, str], int] = {}  # id of a layer and an attribute → the backward pass whose end restores it
 
 
 def leave_behind(layer: object, attribute: str, loss: Tensor, activation: Tensor) -> Tensor:
@@ -60,14 +60,15 @@ def leave_behind(layer: object, attribute: str, loss: Tensor, activation: Tensor
 def _restore_after_backward(layer: object, attribute: str) -> None:
     """Give an attribute its present value again when the backward pass that runs now has ended."""
     key, before = (id(layer), attribute), getattr(layer, attribute)
-    if key in _restored:
+    backward = torch._C._current_graph_task_id()
+    if _restored.get(key) == backward:  # not another one, which raised and never ended
         return
 
     def restore() -> None:
-        _restored.discard(key)
+        _restored.pop(key, None)
         setattr(layer, attribute, before)
 
-    _restored.add(key)
+    _restored[key] = backward
     torch.autograd.Variable._execution_engine.queue_callback(restore)
 
 

@@ -159,3 +159,18 @@ def test_losses_of_earlier_reentrant_runs_may_be_held():
         (other(x.clone().requires_grad_()).square().mean() + other.moe.pop_balance_loss()).backward()
     for (name, p), expected in zip(half.named_parameters(), other.named_parameters(), strict=True):
         torch.testing.assert_close(p.grad, expected[1].grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_mode
+def test_a_backward_pass_that_raised_does_not_disturb_the_next(use_reentrant: bool):
+    half = Half()
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("from a hook")
+
+    handle = half.norm.weight.register_hook(fail)
+    x = torch.randn(B, S, D, requires_grad=True)
+    with pytest.raises(ValueError, match="from a hook"):
+        checkpoint(half, x, use_reentrant=use_reentrant).sum().backward()
+    handle.remove()
+    gradients(half, lambda m, x: checkpoint(m, x, use_reentrant=use_reentrant))  # checks what is left behind
