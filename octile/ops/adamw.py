@@ -27,6 +27,7 @@ def adamw(
     beta1: float,
     beta2: float,
     eps: float,
+    skip: Tensor | None = None,
 ) -> None:
     """Update weight and moments in place.
 
@@ -37,12 +38,15 @@ def adamw(
         corrections: float32 [3]: lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr·λ. A tensor, since a captured graph reads the
             step and the learning rate from the device at each replay.
         beta1, beta2, eps: β₁, β₂ and ε.
+        skip: bool []: if true, nothing changes. A tensor, since a captured graph reads it at each replay.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: shapes or devices do not fit together, or weight or a moment is not contiguous.
     """
-    _check(weight, gradient, exp_avg, exp_avg_sq, corrections)
+    _check(weight, gradient, exp_avg, exp_avg_sq, corrections, skip)
+    if skip is not None and skip:
+        return
     step_size, root, decay = corrections.unbind()
     g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
     m = _fma(g - m, torch.full_like(g, 1 - beta1), m)
@@ -59,23 +63,28 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 @adamw.register_fake
-def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps):
+def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, skip=None):
     return None
 
 
 @adamw.register_kernel("cuda")
-def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps):
+def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, skip=None):
     from octile.kernels.triton import adamw as kernel  # late: a machine without a GPU has no Triton
 
-    _check(weight, gradient, exp_avg, exp_avg_sq, corrections)
-    kernel.launch(weight, gradient.contiguous(), exp_avg, exp_avg_sq, corrections, beta1, beta2, eps)
+    _check(weight, gradient, exp_avg, exp_avg_sq, corrections, skip)
+    kernel.launch(weight, gradient.contiguous(), exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, skip)
 
 
-def _check(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor) -> None:
+def _check(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor, skip: Tensor | None
+) -> None:
     if weight.dtype != torch.float32:
         raise TypeError(f"weight must be float32, not {weight.dtype}")
     if corrections.dtype != torch.float32 or corrections.shape != (3,):
         raise ValueError(f"corrections must be float32 [3], not {corrections.dtype} {list(corrections.shape)}")
+    if skip is not None:
+        check_skip(skip)
+        check_device("weight", weight, "skip", skip)
     others = {"gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     for name, t in others.items():
         check_input_dtype(name, t)
@@ -86,3 +95,11 @@ def _check(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     for name, t in (("weight", weight), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, but has the strides {t.stride()}")
+
+
+def check_skip(skip: Tensor) -> None:
+    """Raise TypeError or ValueError if skip is not bool []."""
+    if skip.dtype != torch.bool:
+        raise TypeError(f"skip must be bool, not {skip.dtype}")
+    if skip.dim():
+        raise ValueError(f"skip must have the shape [], not {list(skip.shape)}")

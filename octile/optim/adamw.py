@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from octile.ops.adamw import check_skip
 from octile.optim import gradient
 from octile.optim.state import KINDS, check_decays, check_saved, dtype_of, has_scales, load, new_state, store_
+from octile.optim.storage import overwrite_
 from octile.optim.update import adamw_
 from octile.recipe import OptimizerFormats
 
@@ -91,16 +93,22 @@ class AdamW(torch.optim.Optimizer):
                 gradient.store_scaled(param, dtype_of(self.formats, "gradient"))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: recomputes the loss; its result is returned.
+            skip: bool [] on the parameters' device: if true, parameters and state keep their values. The host does not
+                wait for it, and a CUDA graph of the step reads its current value.
 
         Raises:
+            TypeError: skip is not bool.
+            ValueError: skip does not have the shape [].
             RuntimeError: a parameter has two gradients (see `gradient_of`), or one in a main_grad buffer although
                 `formats.gradient` is FP8.
         """
+        if skip is not None:
+            check_skip(skip)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,9 +117,9 @@ class AdamW(torch.optim.Optimizer):
             gradients = {p: found for p in group["params"] if (found := self._gradient(p)) is not None}
             if has_scales(self.formats):
                 for param, found in gradients.items():
-                    self._update([param], [gradient.load(found)], group)
+                    self._update([param], [gradient.load(found)], group, skip)
             elif gradients:
-                self._update(list(gradients), [gradient.load(found) for found in gradients.values()], group)
+                self._update(list(gradients), [gradient.load(found) for found in gradients.values()], group, skip)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -170,27 +178,29 @@ class AdamW(torch.optim.Optimizer):
             return dtype_of(self.formats, "gradient")
         return param.dtype if getattr(param, "main_grad", None) is None else torch.float32
 
-    def _update(self, params: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self, params: list[Tensor], gradients: list[Tensor], group: dict[str, Any], skip: Tensor | None
+    ) -> None:
         """Update some parameters: load the stored state as FP32, compute the step, store the state."""
         for param in params:
             if not self.state[param]:
                 self.state[param] = new_state(param, self.formats)
         states = [self.state[param] for param in params]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        torch._foreach_add_(steps, 1 if skip is None else skip.logical_not().float())
 
         masters = [load(s, "master") if "master" in s else p for s, p in zip(states, params, strict=True)]
         exp_avgs = [load(s, "exp_avg") for s in states]
         exp_avg_sqs = [load(s, "exp_avg_sq") for s in states]
         settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        adamw_(masters, gradients, exp_avgs, exp_avg_sqs, steps, **settings)
+        adamw_(masters, gradients, exp_avgs, exp_avg_sqs, steps, **settings, skip=skip)
 
         for param, state, master, m, v in zip(params, states, masters, exp_avgs, exp_avg_sqs, strict=True):
-            store_(state, "exp_avg", m)
-            store_(state, "exp_avg_sq", v)
+            store_(state, "exp_avg", m, skip)
+            store_(state, "exp_avg_sq", v, skip)
             if "master" in state:
-                store_(state, "master", master)
-                param.copy_(load(state, "master"))
+                store_(state, "master", master, skip)
+                overwrite_(param, load(state, "master"), skip)
         increment_version(params)  # the fused kernel does not increment the versions
 
 

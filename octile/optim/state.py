@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octile.optim.storage import Scaled
+from octile.optim.storage import Scaled, overwrite_
 from octile.recipe import OptimizerFormats
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -61,13 +61,16 @@ def load(state: dict[str, Tensor], kind: str) -> Tensor:
     return state[kind] if scale is None else Scaled(state[kind], scale).load()
 
 
-def store_(state: dict[str, Tensor], kind: str, values: Tensor) -> None:
-    """Overwrite the stored tensor with values; does nothing if `values` is that tensor, updated in place."""
+def store_(state: dict[str, Tensor], kind: str, values: Tensor, skip: Tensor | None = None) -> None:
+    """Overwrite the stored tensor with values, unless `skip` (bool []) is true.
+
+    Does nothing if `values` is that tensor, updated in place.
+    """
     scale = state.get(f"{kind}_scale")
     if scale is not None:
-        Scaled(state[kind], scale).store_(values, _SUBNORMALS[kind])
+        Scaled(state[kind], scale).store_(values, _SUBNORMALS[kind], skip)
     elif values is not state[kind]:
-        state[kind].copy_(values)
+        overwrite_(state[kind], values, skip)
 
 
 def check_saved(saved: dict[str, Any], param: Tensor, formats: OptimizerFormats, index: int) -> None:

@@ -35,7 +35,12 @@ class Scaled(NamedTuple):
         """The values data · scale as a new float32 tensor."""
         return decode(self.data).mul_(self.scale)
 
-    def store_(self, x: Tensor, subnormals: Literal["nearest", "toward_zero", "up"] = "nearest") -> None:
+    def store_(
+        self,
+        x: Tensor,
+        subnormals: Literal["nearest", "toward_zero", "up"] = "nearest",
+        skip: Tensor | None = None,
+    ) -> None:
         """Overwrite data and scale so that data · scale ≈ x.
 
         The relative error of a normal number is at most epsilon / 2. An Inf or NaN in x makes the scale NaN and with it
@@ -44,10 +49,11 @@ class Scaled(NamedTuple):
         Args:
             x: float32 of data's shape.
             subnormals: how magnitudes below the smallest normal number are rounded.
+            skip: bool []: if true, data and scale keep their values.
         """
         limits = torch.finfo(self.data.dtype)
         ratio = (x.abs().max() / limits.max).clamp(min=SMALLEST_SCALE)  # clamp keeps NaN
-        self.scale.copy_(round_up_to_power_of_2(ratio))
+        overwrite_(self.scale, round_up_to_power_of_2(ratio), skip)
         x = x / self.scale
         if subnormals != "nearest":
             spacing = limits.smallest_normal * limits.eps
@@ -55,4 +61,13 @@ class Scaled(NamedTuple):
             count = part / spacing
             whole = count.trunc_() if subnormals == "toward_zero" else count.ceil_()
             x += whole.mul_(spacing).sub_(part)
-        self.data.copy_(x)
+        overwrite_(self.data, x, skip)
+
+
+def overwrite_(tensor: Tensor, values: Tensor, skip: Tensor | None) -> None:
+    """Overwrite a tensor with values of its shape, rounded to its dtype, unless `skip` (bool []) is true."""
+    if skip is not None:
+        of_bytes = tensor.unsqueeze(-1).view(torch.uint8)  # torch.where does not take FP8
+        values = torch.where(skip, of_bytes, values.to(tensor.dtype).unsqueeze(-1).view(torch.uint8))
+        values = values.view(tensor.dtype).squeeze(-1)
+    tensor.copy_(values)

@@ -34,6 +34,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    skip: Tensor | None = None,
 ) -> None:
     """Update weights and moments in place; each list has an entry per parameter.
 
@@ -43,10 +44,11 @@ def adamw_(
         exp_avgs, exp_avg_sqs: m and v, contiguous, of any floating-point dtype; rounded to nearest even.
         steps: t, float32 [], including this step.
         lr: a number, or a tensor [] on the weights' device.
+        skip: bool [] on the weights' device: if true, nothing changes.
     """
     every = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
     on_gpus: list[tuple[Tensor, ...]] = [tensors for tensors in every if tensors[0].is_cuda]
-    update_each_(on_gpus, lr, betas, eps, weight_decay)
+    update_each_(on_gpus, lr, betas, eps, weight_decay, skip)
     flat: list[tuple[Tensor, ...]] = [
         (w.detach().view(-1), g.detach().reshape(-1), m.view(-1), v.view(-1), step)
         for w, g, m, v, step in every
@@ -69,6 +71,7 @@ def adamw_(
             eps=eps,
             amsgrad=False,
             maximize=False,
+            found_inf=None if skip is None else skip.float(),
         )
         for stored, updated in ((m, m32), (v, v32)):
             if stored is not updated:
@@ -76,11 +79,16 @@ def adamw_(
 
 
 def update_each_(
-    every: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
+    every: list[tuple[Tensor, ...]],
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    skip: Tensor | None = None,
 ) -> None:
     """Update one parameter after the other, as on a GPU: (weight, gradient, m, v, t), in place."""
     for *tensors, corrections in _with_corrections(every, lr, betas, weight_decay):
-        adamw(*(t.detach() for t in tensors), corrections, *betas, eps)
+        adamw(*(t.detach() for t in tensors), corrections, *betas, eps, skip)
 
 
 def _with_corrections(

@@ -76,3 +76,23 @@ def test_a_captured_step_follows_gradients_and_the_learning_rate():
         graph.replay()
         theirs.step()
         assert all(torch.equal(p, q) for p, q in zip(captured, eager, strict=True)), f"step {t}"
+
+
+@pytest.mark.parametrize("formats", [OptimizerFormats(), OptimizerFormats(exp_avg="float16")], ids=["bf16", "scaled"])
+def test_a_captured_step_reads_the_flag_that_skips_it(formats: OptimizerFormats):
+    params = [nn.Parameter(torch.randn(64, n, device="cuda")) for n in (16, 768)]
+    optimizer, skip = AdamW(params, 1e-2, formats=formats), torch.zeros((), dtype=torch.bool, device="cuda")
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step(skip=skip)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step(skip=skip)
+    for skips in (True, False):
+        before, states = copy.deepcopy((params, list(optimizer.state.values())))
+        skip.fill_(skips)
+        graph.replay()
+        kept = [torch.equal(p, old) for p, old in zip(params, before, strict=True)]
+        for state, old in zip(optimizer.state.values(), states, strict=True):
+            kept += [torch.equal(state[key].float(), old[key].float()) for key in ("step", "exp_avg", "exp_avg_sq")]
+        assert kept == [skips] * len(kept)

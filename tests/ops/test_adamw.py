@@ -62,6 +62,14 @@ def test_moments_in_bf16_are_rounded_after_the_step(gradient_dtype: torch.dtype)
     assert torch.equal(v, wide[3].bfloat16())
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_nothing_changes_if_and_only_if_the_flag_is_true(skip: bool):
+    w, g, m, v = tensors(torch.bfloat16)
+    before = [t.clone() for t in (w, m, v)]
+    adamw(w, g, m, v, corrections(5), *SETTINGS, torch.tensor(skip))
+    assert [torch.equal(t, old) for t, old in zip((w, m, v), before, strict=True)] == [skip] * 3
+
+
 def test_written_tensors_get_a_new_version():
     w, g, m, v = tensors()
     before = [t._version for t in (w, g, m, v)]

@@ -1,11 +1,13 @@
 """Tests of AdamW: bit-identical to torch's where all formats are FP32, refusals, convergence."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from octile.optim import AdamW, param_groups, update
-from tests.optim.conftest import ALL_FORMATS, FP32_MOMENTS, parameters, same_bits, train
+from tests.optim.conftest import ALL_FORMATS, FP32_MOMENTS, backward, bits, parameters, same_bits, train
 
 
 def test_equals_torch_bit_for_bit_with_fp32_moments():
@@ -77,6 +79,45 @@ def test_a_learning_rate_in_a_tensor_is_read_at_each_step():
         train(first, numbers, range(step, step + 1))
         train(second, tensors, range(step, step + 1))
     assert same_bits(numbers, tensors)
+
+
+@ALL_FORMATS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_skipped_step_changes_no_parameter_and_no_state(formats, dtype):
+    params = parameters(dtype)
+    optimizer = AdamW(params, 1e-2, formats=formats)
+    train(optimizer, params, range(2))
+    before = copy.deepcopy((params, list(optimizer.state.values())))
+    optimizer.zero_grad()
+    backward(params, step=2)
+    optimizer.step(skip=torch.tensor(True))
+    assert same_bits(params, before[0])
+    for state, old in zip(optimizer.state.values(), before[1], strict=True):
+        assert {key: bits(t).tolist() for key, t in state.items()} == {k: bits(t).tolist() for k, t in old.items()}
+
+
+@ALL_FORMATS
+def test_a_step_that_may_skip_and_does_not_equals_any_other(formats):
+    params, others = parameters(), parameters()
+    optimizer = AdamW(params, 1e-2, formats=formats)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(params, step)
+        optimizer.step(skip=torch.tensor(False))
+    train(AdamW(others, 1e-2, formats=formats), others, range(3))
+    assert same_bits(params, others)
+
+
+@pytest.mark.parametrize(
+    ("skip", "error", "message"),
+    [
+        (torch.tensor(1), TypeError, "skip must be bool, not torch.int64"),
+        (torch.tensor([True]), ValueError, r"skip must have the shape \[\], not \[1\]"),
+    ],
+)
+def test_refuses_a_flag_of_another_dtype_or_shape(skip, error, message):
+    with pytest.raises(error, match=message):
+        AdamW(parameters(), 1e-2).step(skip=skip)
 
 
 def test_weight_decay_is_decoupled():

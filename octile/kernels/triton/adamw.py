@@ -18,25 +18,29 @@ def launch(
     beta1: float,
     beta2: float,
     eps: float,
+    skip: Tensor | None = None,
 ) -> None:
     """Update weight and moments in place; all are contiguous tensors of one shape. Arguments as `octile.ops.adamw`."""
     n = weight.numel()
+    flag = None if skip is None else skip.view(torch.uint8)
     if n:
         with torch.cuda.device_of(weight):
             adamw[(triton.cdiv(n, ADAMW["ELEMENTS"]),)](
-                weight, gradient, exp_avg, exp_avg_sq, corrections, corrections.stride(0), n,
+                weight, gradient, exp_avg, exp_avg_sq, corrections, flag, corrections.stride(0), n,
                 1 - beta1, float(beta2), 1 - beta2, float(eps), **ADAMW, **EXACT,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rest1", "beta2", "rest2", "eps"])
 def adamw(
-    weight, gradient, exp_avg, exp_avg_sq, corrections, corrections_step, N,
+    weight, gradient, exp_avg, exp_avg_sq, corrections, skip, corrections_step, N,
     rest1, beta2, rest2, eps, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """A program updates ELEMENTS elements. rest1 and rest2 are 1 − beta1 and 1 − beta2."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < N
+    if skip is not None:
+        inside = inside & (tl.zeros_like(at) == tl.load(skip))
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)

@@ -177,6 +177,7 @@ def _cases() -> dict[str, Callable[[], object]]:
             0.9,
             0.95,
             1e-8,
+            _empty(dtype=torch.bool),
         ),
         "x · wᵀ": lambda: dense(BLOCK, E4M3, k),
         "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
@@ -241,7 +242,7 @@ def _compile(
         value, parameter = arguments[name], function.params[index]
         # Triton specializes kernels for an integer 1 and for multiples of 16, unless do_not_specialize names them
         specialized = not isinstance(value, Tensor) and not parameter.do_not_specialize
-        if parameter.is_constexpr or (specialized and value == 1):
+        if parameter.is_constexpr or value is None or (specialized and value == 1):
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = mangle_type(value)

@@ -47,3 +47,13 @@ def test_a_gradient_that_is_not_finite_breaks_its_own_weight_and_no_other(bad: f
 def test_corrections_may_be_strided():
     w, g, m, v = (torch.rand(300) for _ in range(4))
     _both(w, g, m, v, torch.tensor([[x, 9.0] for x in CORRECTIONS])[:, 0])
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_flag_on_the_device_skips_the_update(skip: bool):
+    w, g, m, v = (torch.rand(300) for _ in range(4))
+    found, expected = ([t.clone() for t in (w, m, v)] for _ in range(2))
+    for update, tensors in ((kernel.launch, found), (adamw, expected)):
+        update(tensors[0], g, *tensors[1:], torch.tensor(CORRECTIONS), *SETTINGS, torch.tensor(skip))
+    assert_same(found, expected)
+    assert torch.equal(found[0], w) == skip
