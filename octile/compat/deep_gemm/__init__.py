@@ -4,13 +4,14 @@ Signatures are those of DeepGEMM 2.6.1 (github.com/deepseek-ai/DeepGEMM): operan
 is written to `d`, and `c`, which may be d itself, is added to it.  `docs/deep_gemm.md` has the table of layouts and the
 differences: any sizes are supported, wrong arguments raise TypeError or ValueError, and GEMMs also run on a CPU.
 
-    dense        FP8 GEMMs d = a · bᵀ and their transposed forms
-    grouped      FP8 GEMMs of rows sorted by expert, or masked
-    k_grouped    FP8 weight gradients of all experts
-    bf16         the same GEMMs in BF16, by cuBLASLt
-    layout       layouts of scales
-    settings     number of SMs, alignment of groups
-    utils        quantization, as in `deep_gemm.utils`
+    dense           FP8 GEMMs d = a · bᵀ and their transposed forms
+    grouped         FP8 GEMMs of rows sorted by expert, or masked
+    k_grouped       FP8 weight gradients of all experts
+    bf16            the same GEMMs in BF16, by cuBLASLt
+    einstein_sums   batches of GEMMs in FP8 and BF16
+    layout          layouts of scales
+    settings        number of SMs, alignment of groups
+    utils           `deep_gemm.utils`: quantization in `math`, scales in `layout`
 
 `compiled_dims` and the expected sizes are hints for DeepGEMM's compiler and tile choice. octile uses `expected_m` of
 masked GEMMs; the others are accepted and have no effect.
@@ -31,7 +32,14 @@ from octile.compat.deep_gemm.bf16 import (
     m_grouped_bf16_gemm_nt_contiguous,
     m_grouped_bf16_gemm_nt_masked,
 )
-from octile.compat.deep_gemm.dense import fp8_gemm_nn, fp8_gemm_nt, fp8_gemm_tn, fp8_gemm_tt
+from octile.compat.deep_gemm.dense import (
+    fp8_gemm_nn,
+    fp8_gemm_nt,
+    fp8_gemm_nt_skip_head_mid,
+    fp8_gemm_tn,
+    fp8_gemm_tt,
+)
+from octile.compat.deep_gemm.einstein_sums import einsum, fp8_einsum
 from octile.compat.deep_gemm.grouped import (
     m_grouped_fp8_gemm_nn_contiguous,
     m_grouped_fp8_gemm_nt_contiguous,
@@ -50,11 +58,17 @@ from octile.compat.deep_gemm.settings import (
     get_m_alignment_for_contiguous_layout,
     get_mk_alignment_for_contiguous_layout,
     get_num_sms,
+    get_pdl,
+    get_tc_util,
     get_theoretical_mk_alignment_for_contiguous_layout,
     set_mk_alignment_for_contiguous_layout,
     set_num_sms,
+    set_pdl,
+    set_tc_util,
 )
 from octile.compat.deep_gemm.stand_in import install
+
+__version__ = "2.6.1"  # of DeepGEMM, whose functions these are; code that imports it asks for the version
 
 # DeepGEMM has several names for these functions
 fp8_fp4_gemm_nt, fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nt, fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
@@ -64,6 +78,7 @@ m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_
 bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
 
 __all__ = [
+    "__version__",
     "bf16_gemm_nn",
     "bf16_gemm_nt",
     "bf16_gemm_tn",
@@ -73,12 +88,15 @@ __all__ = [
     "cublaslt_gemm_nt",
     "cublaslt_gemm_tn",
     "cublaslt_gemm_tt",
+    "einsum",
+    "fp8_einsum",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
     "fp8_fp4_gemm_tt",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
+    "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
@@ -89,6 +107,8 @@ __all__ = [
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
+    "get_pdl",
+    "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
     "install",
@@ -106,6 +126,8 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_masked",
     "set_mk_alignment_for_contiguous_layout",
     "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
     "transform_sf_into_required_layout",
     "utils",
 ]

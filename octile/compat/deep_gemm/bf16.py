@@ -28,7 +28,7 @@ def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compi
     """
     _check(a, b, torch.bfloat16, dims=(2, 2))
     check_cd(c, d, (a.shape[0], b.shape[0]), a.device)
-    _gemm_nt(a, b, d, copy_c_to_d(d, c))
+    gemm_nt(a, b, d, copy_c_to_d(d, c))
 
 
 bf16_gemm_nn = transposed_form(bf16_gemm_nt, "bf16_gemm_nn", "b")
@@ -53,7 +53,7 @@ def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -
     _check(a, b, torch.float8_e4m3fn if a.dtype == torch.float8_e4m3fn else torch.bfloat16, dims=(2, 2))
     check_cd(c, d, (a.shape[0], b.shape[0]), a.device)
     if a.dtype == torch.bfloat16 or not a.is_cuda:
-        return _gemm_nt(a, b, d, copy_c_to_d(d, c))
+        return gemm_nt(a, b, d, copy_c_to_d(d, c))
     if a.shape[1] % SIDE_MULTIPLE or b.shape[0] % SIDE_MULTIPLE:
         raise ValueError(
             f"b must be [N, K] in multiples of {SIDE_MULTIPLE} where it is E4M3 on a GPU, not {tuple(b.shape)}"
@@ -177,10 +177,10 @@ def k_grouped_bf16_gemm_tn_contiguous(
     check_values(grouped_layout, ks_cpu, sum(ks_cpu), psum=False)
     accumulate = copy_c_to_d(d, c)
     for g, (k, end) in enumerate(zip(ks_cpu, running_sum(ks_cpu), strict=True)):
-        _gemm_nt(a[end - k : end].mT, b[end - k : end].mT, d[g], accumulate)
+        gemm_nt(a[end - k : end].mT, b[end - k : end].mT, d[g], accumulate)
 
 
-def _gemm_nt(a: Tensor, b: Tensor, d: Tensor, accumulate: bool) -> None:
+def gemm_nt(a: Tensor, b: Tensor, d: Tensor, accumulate: bool) -> None:
     """Write a · bᵀ to d, or add it to d in FP32."""
     with without_autocast(a.device):
         if not a.is_cuda:

@@ -9,6 +9,7 @@ from octile.compat.deep_gemm.operands import (
     Pair,
     Recipe,
     check_cd,
+    check_d,
     copy_c_to_d,
     operands,
     transposed_form,
@@ -44,6 +45,12 @@ def fp8_gemm_nt(
     """
     left, right = operands(a, b, recipe, recipe_a, recipe_b)
     check_cd(c, d, (left.data.shape[0], right.data.shape[0]), left.data.device)
+    _gemm_nt(left, right, d, c, disable_ue8m0_cast)
+
+
+def _gemm_nt(
+    left: ConvertedOperand, right: ConvertedOperand, d: Tensor, c: Tensor | None, disable_ue8m0_cast: bool
+) -> None:
     if has_mx_tensor_cores(d) and not disable_ue8m0_cast:
         y = packed_matmul_nt(*_packed(left), *_packed(right), d.dtype if c is None else torch.float32)
         d.copy_(y if c is None else c.float() + y)
@@ -59,6 +66,55 @@ fp8_gemm_tn = transposed_form(fp8_gemm_nt, "fp8_gemm_tn", "ab", compiled_dims="m
 
 fp8_gemm_tt = transposed_form(fp8_gemm_nt, "fp8_gemm_tt", "a", compiled_dims="mn")
 """`fp8_gemm_nt` with a, and its scale, given as [K, M]."""
+
+
+def fp8_gemm_nt_skip_head_mid(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    head_splits: tuple[int, int, int],
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """Compute a · bᵀ and write it to d with a gap in each head: the middle columns of a head keep what they hold.
+
+    A head has left + right columns of a · bᵀ and left + mid + right columns of d. This is how keys that are projected
+    without their rotated part are written to where that part already is. The product is written to a tensor of its
+    own first and copied from there, in one more pass over d.
+
+    Args:
+        a, b, recipe, compiled_dims, disable_ue8m0_cast: as in `fp8_gemm_nt`: a[M, K] and b[N, K].
+        d: the output [M, N / (left + right) · (left + mid + right)], bfloat16 or float32.
+        head_splits: (left, mid, right), in columns.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; d is unchanged then.
+    """
+    left, right = operands(a, b, recipe, None, None)
+    (m, _), (n, _) = left.data.shape, right.data.shape
+    before, gap, after = _checked_splits(head_splits, n)
+    heads = n // (before + after)
+    check_d(d, (m, n + heads * gap), left.data.device)
+    y = d.new_empty(m, n)
+    _gemm_nt(left, right, y, None, disable_ue8m0_cast)
+    head_first, _, head_last = d.unflatten(1, (heads, before + gap + after)).split((before, gap, after), 2)
+    first, last = y.unflatten(1, (heads, before + after)).split((before, after), 2)
+    head_first.copy_(first)
+    head_last.copy_(last)
+
+
+def _checked_splits(head_splits: tuple[int, int, int], n: int) -> tuple[int, int, int]:
+    if not isinstance(head_splits, tuple | list) or not all(type(columns) is int for columns in head_splits):
+        raise TypeError(f"head_splits must be (left, mid, right) in integers, not {head_splits!r}")
+    if len(head_splits) != 3 or min(head_splits) < 0 or head_splits[0] + head_splits[2] < 1:
+        raise ValueError(
+            f"head_splits must be (left, mid, right), at least 0 each and left + right at least 1, not {head_splits!r}"
+        )
+    before, gap, after = head_splits
+    if n == 0 or n % (before + after):
+        raise ValueError(f"head_splits must divide b's {n} rows into heads of left + right, not be {head_splits!r}")
+    return before, gap, after
 
 
 def has_mx_tensor_cores(t: Tensor) -> bool:

@@ -1,4 +1,8 @@
-"""DeepGEMM's two settings of the process: the number of SMs that GEMMs use, and the alignment of groups."""
+"""DeepGEMM's settings of the process: the number of SMs that GEMMs use, and the alignment of groups.
+
+The setters of `pdl` (programmatic dependent launch) and `tc_util` (the share of tensor core time that a GEMM may take)
+store a value for their getters. octile's kernels use neither.
+"""
 
 from typing import Any
 
@@ -7,6 +11,8 @@ import torch
 from octile.kernels.cuda.gemm import num_sms
 
 _alignment = 128
+_pdl = False
+_tc_util = 100
 
 
 def set_num_sms(new_num_sms: int) -> None:
@@ -65,3 +71,40 @@ get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
     """Return 128, as DeepGEMM does on Hopper, where expected_m has no effect either."""
     return 128
+
+
+def set_pdl(new_enable_pdl: bool) -> None:
+    """Store what `get_pdl` returns. It has no effect: octile's kernels wait for those before them.
+
+    Raises:
+        TypeError: new_enable_pdl is not a bool.
+    """
+    global _pdl
+    if not isinstance(new_enable_pdl, bool):
+        raise TypeError(f"new_enable_pdl must be True or False, not {new_enable_pdl!r}")
+    _pdl = new_enable_pdl
+
+
+def get_pdl() -> bool:
+    """Return what `set_pdl` stored, False unless it was called."""
+    return _pdl
+
+
+def set_tc_util(new_tc_util: int) -> None:
+    """Store what `get_tc_util` returns, in percent; 0: 100. It has no effect: octile's GEMMs are not throttled.
+
+    Raises:
+        TypeError: new_tc_util is not an integer.
+        ValueError: new_tc_util is not from 0 to 100.
+    """
+    global _tc_util
+    if type(new_tc_util) is not int:
+        raise TypeError(f"new_tc_util must be an integer, not {new_tc_util!r}")
+    if not 0 <= new_tc_util <= 100:
+        raise ValueError(f"new_tc_util must be from 0 to 100, not {new_tc_util}")
+    _tc_util = new_tc_util or 100
+
+
+def get_tc_util() -> int:
+    """Return what `set_tc_util` stored, 100 unless it was called."""
+    return _tc_util

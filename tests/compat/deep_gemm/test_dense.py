@@ -198,3 +198,25 @@ def test_on_a_gpu_cublaslt_is_given_scales_of_one(monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", library)
     a, b = tiles(M, K)[0], tiles(N, K, seed=1)[0]
     assert_gemm(_per_tensor(a, b, torch.float32), a.double(), b.double())
+
+
+@pytest.mark.parametrize("head_splits", [(50, 7, 25), (75, 20, 0), (0, 3, 10), (64, 0, 11), (150, 1, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_are_written_around_their_middle(head_splits, dtype):
+    left, mid, right = head_splits
+    heads = N // (left + right)
+    a, b = tiles(M, K), blocks_128(N, K, seed=1)
+    d, dense = torch.full((M, N + heads * mid), 7.0, dtype=dtype), empty(dtype=dtype)
+    deep_gemm.fp8_gemm_nt(a, b, dense)
+    deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, d, head_splits)
+    first, middle, last = d.view(M, heads, -1).split(head_splits, 2)
+    assert torch.equal(torch.cat([first, last], 2).flatten(1), dense)
+    assert middle.eq(7).all()
+
+
+def test_heads_are_written_to_a_transposed_result():
+    a, b = tiles(M, K), blocks_128(N, K, seed=1)
+    d, transposed = torch.zeros(M, N + 6), torch.zeros(N + 6, M)
+    deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, d, (50, 3, 25))
+    deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, transposed.mT, (50, 3, 25))
+    assert torch.equal(transposed.mT, d)

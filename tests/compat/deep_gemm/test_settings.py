@@ -58,3 +58,37 @@ def test_the_alignment_is_what_was_set_under_every_name():
 def test_an_alignment_of_zero_is_refused():
     with pytest.raises(ValueError, match="new_value must be at least 1, not 0"):
         deep_gemm.set_mk_alignment_for_contiguous_layout(0)
+
+
+@pytest.fixture
+def settings_as_they_are():
+    yield
+    deep_gemm.set_pdl(False)
+    deep_gemm.set_tc_util(0)
+
+
+@pytest.mark.usefixtures("settings_as_they_are")
+@pytest.mark.parametrize(
+    ("name", "first", "values"),
+    [("pdl", False, {True: True, False: False}), ("tc_util", 100, {70: 70, 0: 100})],
+    ids=["pdl", "tc_util"],
+)
+def test_settings_without_effect_are_remembered(name, first, values):
+    set_value, get_value = (getattr(deep_gemm, f"{verb}_{name}") for verb in ("set", "get"))
+    assert get_value() == first
+    for value, expected in values.items():
+        set_value(value)
+        assert get_value() == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: deep_gemm.set_pdl(1), TypeError, "new_enable_pdl must be True or False, not 1"),
+        (lambda: deep_gemm.set_tc_util(0.5), TypeError, "new_tc_util must be an integer, not 0.5"),
+        (lambda: deep_gemm.set_tc_util(101), ValueError, "new_tc_util must be from 0 to 100, not 101"),
+    ],
+)
+def test_settings_without_effect_refuse_other_values(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

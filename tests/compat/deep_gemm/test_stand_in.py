@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,36 @@ def test_alone_it_has_every_function_and_its_utils():
 
     assert all(getattr(deep_gemm, name) is getattr(ours, name) for name in ours.__all__)
     assert per_token_cast_to_fp8 is ours.utils.per_token_cast_to_fp8
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("name", ["deep_gemm", "deep_gemm.utils", "deep_gemm.utils.layout", "deep_gemm.utils.math"])
+def test_it_is_found_as_an_installed_module_is(name: str):
+    """vLLM asks `importlib.util.find_spec` whether there is DeepGEMM."""
+    ours.install()
+    assert find_spec(name) is not None
+
+
+@pytest.mark.usefixtures("modules")
+def test_its_spec_is_that_of_a_package():
+    spec = ours.install().__spec__
+    assert (spec.name, spec.origin, spec.submodule_search_locations) == ("deep_gemm", ours.__file__, [])
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_modules_of_utils_are_imported_by_their_own_names():
+    ours.install()
+    import deep_gemm
+    import deep_gemm.utils.layout
+    import deep_gemm.utils.math
+
+    assert deep_gemm.utils.layout.get_mn_major_tma_aligned_tensor is ours.get_mn_major_tma_aligned_tensor
+    assert deep_gemm.utils.math.per_block_cast_to_fp8 is ours.utils.per_block_cast_to_fp8
+
+
+@pytest.mark.usefixtures("modules")
+def test_it_has_the_version_whose_functions_it_has():
+    assert ours.install().__version__ == ours.__version__ == "2.6.1"
 
 
 @pytest.mark.usefixtures("modules")

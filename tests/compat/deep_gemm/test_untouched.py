@@ -59,6 +59,11 @@ FITTING: dict[str, Callable[[], Arguments]] = {
     "fp8_gemm_nn": lambda: change(fp8_dense(), b=transposed),
     "fp8_gemm_tn": lambda: change(fp8_dense(), a=transposed, b=transposed),
     "fp8_gemm_tt": lambda: change(fp8_dense(), a=transposed),
+    "fp8_gemm_nt_skip_head_mid": lambda: (
+        {"a": tiles(M, K), "b": blocks_128(N, K), "head_splits": (12, 3, 8)} | result(M, N + 2 * 3)
+    ),
+    "fp8_einsum": lambda: {"expr": "bhr,hdr->bhd", "a": tiles(M, G, K), "b": blocks_128(G, N, K)} | added(M, G, N),
+    "einsum": lambda: {"expr": "bmk,bnk->mn", "a": bf16(G, M, K), "b": bf16(G, N, K)} | added(M, N),
     "m_grouped_fp8_gemm_nt_contiguous": lambda: (
         {"a": tiles(M, K), "b": blocks_128(G, N, K), "grouped_layout": ROWS} | result(M, N)
     ),
@@ -135,11 +140,31 @@ KS: dict[str, Change] = {
 }
 
 
+HEAD_SPLITS: dict[str, Change] = {
+    "None": lambda splits: None,
+    "a number": lambda splits: 20,
+    "two": lambda splits: splits[:2],
+    "fractions": lambda splits: (12.0, 3.0, 8.0),
+    "negative": lambda splits: (12, -3, 8),
+    "no head": lambda splits: (0, 3, 0),
+    "no divisor of N": lambda splits: (12, 3, 9),
+}
+EXPRESSIONS: dict[str, Change] = {
+    "None": lambda expr: None,
+    "a list": lambda expr: [expr],
+    "another": lambda expr: "mk,nk->mn",
+}
+
+
 def wrong(arguments: Arguments) -> Iterator[tuple[str, str, Change]]:
     """Argument, what is wrong with it, and how it becomes so."""
     for name, argument in arguments.items():
         kinds: dict[str, Change]
-        if isinstance(argument, tuple):
+        if name == "head_splits":
+            kinds = HEAD_SPLITS
+        elif name == "expr":
+            kinds = EXPRESSIONS
+        elif isinstance(argument, tuple):
             kinds = NO_TENSOR | PAIR
         elif name == "ks_cpu":
             kinds = KS

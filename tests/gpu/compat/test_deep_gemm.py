@@ -73,6 +73,50 @@ def _k_grouped(t: Tensors) -> Tensor:
     return d
 
 
+def _skip_head_mid(t: Tensors) -> Tensor:
+    d = torch.ones(M, N // 64 * 96, device=t["a"].device)
+    deep_gemm.fp8_gemm_nt_skip_head_mid((t["a"], t["a_scale"]), (t["b"][0], t["b_scale"][0]), d, (48, 32, 16))
+    return d
+
+
+def _projections(t: Tensors) -> Tensor:
+    """A projection of heads in FP8 whose result is permuted, with an addend, in float32."""
+    a, a_scale = t["a"].view(M // G, G, K), t["a_scale"].view(M // G, G, -1)
+    d = torch.ones(M // G, G, N, device=a.device)
+    deep_gemm.fp8_einsum("bhr,hdr->bhd", (a, a_scale), (t["b"], t["b_scale"]), d, d)
+    return d
+
+
+def _transposed_projections(t: Tensors) -> Tensor:
+    a, a_scale = t["a"].view(M // G, G, K)[..., :N], t["a_scale"].view(M // G, G, -1)[..., : N // 128]
+    d = torch.empty(M // G, G, K, device=a.device)
+    deep_gemm.fp8_einsum("bhd,hdr->bhr", (a, a_scale), (t["b"], t["b_scale"]), d)
+    return d
+
+
+def _gradients_of_heads(t: Tensors) -> Tensor:
+    x, x_scale = t["x"].view(M, 2, N // 2), t["x_scale"].view(-1, 2, N // 2)
+    dy, dy_scale = t["dy"].view(M, 2, K // 2), t["dy_scale"].view(-1, 2, K // 2)
+    d = torch.empty(2, N // 2, K // 2, device=x.device)
+    deep_gemm.fp8_einsum("bhd,bhr->hdr", (x, x_scale), (dy, dy_scale), d, recipe=(1, 1, 128))
+    return d
+
+
+def _bf16_projections(t: Tensors) -> Tensor:
+    a, b = t["c"].bfloat16(), t["c"].bfloat16().flip(0)  # [3, N, K]
+    d, transposed = a.new_empty(N, G, N), a.new_empty(N, G, K)
+    deep_gemm.einsum("bhr,hdr->bhd", a.transpose(0, 1), b, d)
+    deep_gemm.einsum("bhd,hdr->bhr", a[:, :, :N].transpose(0, 1), b, transposed)
+    return torch.cat([d, transposed], 2).float()
+
+
+def _sum_of_bf16_gemms(t: Tensors) -> Tensor:
+    a = t["c"].bfloat16()
+    d = torch.ones(N, N, device=a.device)
+    deep_gemm.einsum("bmk,bnk->mn", a, a.flip(0), d, d)
+    return d
+
+
 def _packed_scales(t: Tensors) -> Tensor:
     return deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(torch.exp2(t["a_scale"].log2().round()))
 
@@ -81,7 +125,11 @@ def _on_gpu(t: Tensors) -> Tensors:
     return {name: tensor.cuda() for name, tensor in t.items()}
 
 
-every_function = pytest.mark.parametrize("function", [_dense, _contiguous, _psum, _masked, _k_grouped, _packed_scales])
+FUNCTIONS = [
+    _dense, _contiguous, _psum, _masked, _k_grouped, _packed_scales, _skip_head_mid, _projections,
+    _transposed_projections, _gradients_of_heads, _bf16_projections, _sum_of_bf16_gemms,
+]  # fmt: skip
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 
 @every_function

@@ -28,6 +28,8 @@ TESTS = {
         "test_k_grouped_gemm_contiguous",
         "test_cublaslt_gemm",
     ),
+    "test_einsum": ("test_bmk_bnk_mn", "test_bhr_hdr_bhd", "test_bhd_hdr_bhr", "test_fp8_bhr_hdr_bhd"),
+    "test_attention": ("test_gemm_skip_head_mid",),
     "test_layout": ("test_sf_layout_kernels", "test_k_grouped_sf_layout_kernels"),
 }
 RUN = """\

@@ -1,4 +1,4 @@
-"""`deep_gemm.utils`: quantization to E4M3 under DeepGEMM's names; the layout functions are exported here, too.
+"""`deep_gemm.utils.math`: quantization to E4M3 under DeepGEMM's names.
 
 The functions call `octile.quantize`, whose scale is amax / 448. DeepGEMM's scale is at least 1e-4 / 448. A block of
 zeros has scale 1.
@@ -7,38 +7,10 @@ zeros has scale 1.
 from torch import Tensor
 
 import octile.scaled as scaled
-from octile.compat.deep_gemm.layout import (
-    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
-    get_mn_major_tma_aligned_packed_ue8m0_tensor,
-    get_mn_major_tma_aligned_tensor,
-    get_tma_aligned_size,
-)
 from octile.compat.deep_gemm.operands import Pair
-from octile.compat.deep_gemm.settings import (
-    get_k_alignment_for_contiguous_layout,
-    get_m_alignment_for_contiguous_layout,
-    get_mk_alignment_for_contiguous_layout,
-    get_theoretical_mk_alignment_for_contiguous_layout,
-    set_mk_alignment_for_contiguous_layout,
-)
 from octile.ops.scale_layouts import pack_ue8m0
 
-__all__ = [
-    "align",
-    "ceil_div",
-    "get_k_alignment_for_contiguous_layout",
-    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
-    "get_m_alignment_for_contiguous_layout",
-    "get_mk_alignment_for_contiguous_layout",
-    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
-    "get_mn_major_tma_aligned_tensor",
-    "get_theoretical_mk_alignment_for_contiguous_layout",
-    "get_tma_aligned_size",
-    "per_block_cast_to_fp8",
-    "per_channel_cast_to_fp8",
-    "per_token_cast_to_fp8",
-    "set_mk_alignment_for_contiguous_layout",
-]
+__all__ = ["align", "ceil_div", "per_block_cast_to_fp8", "per_channel_cast_to_fp8", "per_token_cast_to_fp8"]
 
 
 def ceil_div(x: int, y: int) -> int:
