@@ -2,7 +2,7 @@
 
 A kernel that hangs then fails only its own test. Each test of tests/gpu/cuda, tests/gpu/compat and the file of the
 quantization kernels, and each file elsewhere, gets its own process; a test with many parameters gets one for all of
-them. Several processes run at a time.
+them, and so do DeepGEMM's own tests, which need much memory. Several processes run at a time.
 
 Writes OUT/tests.xml (JUnit) and OUT/tests.txt (the tests' output), and prints a line for each process.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ALONE = ("tests/gpu/cuda", "tests/gpu/compat", "tests/gpu/test_quantize_kernels.py")  # a process for each test
+IN_TURN = ("tests/gpu/compat/test_deep_gemm_suite.py",)  # up to 48 GiB a test: a process for all of them
 MAX_PROCESSES_PER_TEST = 12  # a test with more parameters gets one process for all of them
 DEFAULT = ("tests/gpu", "tests/optim")
 MAX_PROCESSES = 8  # at a time
@@ -63,7 +64,7 @@ def units(paths: Sequence[str]) -> list[str]:
     parameters = Counter(_function(name) for name in names)
     found = dict.fromkeys(
         name.partition("::")[0]
-        if not name.startswith(ALONE)
+        if not name.startswith(ALONE) or name.startswith(IN_TURN)
         else _function(name)
         if parameters[_function(name)] > MAX_PROCESSES_PER_TEST
         else name

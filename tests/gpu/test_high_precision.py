@@ -44,7 +44,7 @@ def test_results_and_gradients_are_those_of_float64(ends: list[int] | None, comp
     bounds = [0, T] if ends is None else [0, *ends]
     expected = [torch.zeros(T, n, dtype=torch.float64, device="cuda") for n in (N, K)]
     groups = []
-    for first, last, each in zip(bounds, bounds[1:], w64.view(-1, N, K), strict=True):
+    for first, last, each in zip(bounds[:-1], bounds[1:], w64.view(-1, N, K), strict=True):
         expected[0][first:last], expected[1][first:last] = x64[first:last] @ each.T, dy64[first:last] @ each
         groups.append(dy64[first:last].T @ x64[first:last])
     for found, of_float64 in zip((y, dx, dw), (*expected, torch.stack(groups).view_as(dw)), strict=True):

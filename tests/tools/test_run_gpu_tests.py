@@ -14,6 +14,7 @@ TESTS = {
     "    pathlib.Path('child').write_text(str(child.pid))\n"
     "    child.wait()\n"
     "def test_fast(): pass\n",
+    "alone/test_large.py": "def test_first(): pass\ndef test_second(): pass\n",
     "alone/test_many.py": "import pytest\n@pytest.mark.parametrize('x', range(20))\ndef test_many(x): pass\n",
 }
 
@@ -27,6 +28,7 @@ def runner(script, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     runner = script("run_gpu_tests")
     monkeypatch.setattr(runner, "ALONE", ("alone",))
+    monkeypatch.setattr(runner, "IN_TURN", ("alone/test_large.py",))
     monkeypatch.setattr(runner, "TIMEOUT", 25)
     monkeypatch.setattr(runner, "MAX_PROCESSES", 2)
     return runner
@@ -36,6 +38,7 @@ def test_tests_that_may_hang_run_alone(runner):
     assert runner.units(["."]) == [
         "alone/test_hang.py::test_hang",
         "alone/test_hang.py::test_fast",
+        "alone/test_large.py",
         "alone/test_many.py::test_many",
         "test_crash.py",
         "test_good.py",
