@@ -5,6 +5,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Any
 
 from torch import nn
 
@@ -30,13 +32,18 @@ HIGH_PRECISION = {
 LEFT_OUT = "left out by filter"
 STACKED = "stacked weights that octile cannot convert"
 
+# Packages whose stacked experts are converted, with the module whose `stacked_experts(module)` says how. It is imported
+# only where the package is in use.
+INTEGRATIONS = {"transformers": "octile.integrations.transformers"}
+
 
 def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
     """Replace the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
 
     Output heads, gates, the MTP projection and weights tied to an embedding are not converted, nor is anything that is
     not a linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, get the
-    recipe; other stacked weights [E, N, K] are not converted and count as E layers. The summary ("converted n of m
+    recipe, and so do the stacked experts of transformers (`octile.integrations.transformers`); other stacked weights
+    [E, N, K] are not converted and count as E layers. The summary ("converted n of m
     linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
@@ -71,8 +78,10 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     replacements: dict[nn.Module, nn.Module] = {}
     converted, skipped = 0, Counter[str]()
     reached: list[str] = []
+    experts = {module: _experts(module) for _, module in named}
 
     for name, module in named:
+        holder = experts[module]
         if module in replacements:
             model = _replace(model, name, replacements[module])
         elif isinstance(module, nn.Linear):
@@ -82,14 +91,17 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
             model = _replace(model, name, replacements[module])
             converted += not reason
             skipped.update([reason] if reason else [])
-        elif hasattr(module, "use_recipe"):
+        elif holder is not None:
             replacements[module] = module
-            if filter is None or filter(name, module):
-                module.use_recipe(recipe.for_layer(name))
+            reason = getattr(holder, "why_unsupported", None)
+            if reason is None and filter is not None and not filter(name, module):
+                reason = LEFT_OUT
+            if reason is None:
+                holder.use_recipe(recipe.for_layer(name))
                 reached.append(name)
-                converted += module.linear_layers
+                converted += holder.linear_layers
             else:
-                skipped[LEFT_OUT] += module.linear_layers
+                skipped[reason] += holder.linear_layers
         else:
             replacements[module] = module
             skipped.update({STACKED: _stacked(module)})
@@ -123,6 +135,17 @@ def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter 
     if filter is not None and not filter(name, layer):
         return LEFT_OUT
     return None
+
+
+def _experts(module: nn.Module) -> Any:
+    """Return what gives a recipe to a module with stacked experts: often itself; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return None
+    if hasattr(module, "use_recipe"):
+        return module
+    integrations = (import_module(name) for package, name in INTEGRATIONS.items() if package in sys.modules)
+    found = (integration.stacked_experts(module) for integration in integrations)
+    return next((holder for holder in found if holder is not None), None)
 
 
 def _stacked(module: nn.Module) -> int:

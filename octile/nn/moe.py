@@ -9,11 +9,14 @@ No token is ever dropped, and none is padded.  Source: DeepSeek-V3 (arXiv 2412.1
 Shapes: B batch, S sequence, T = B·S tokens, D model, E experts, K chosen experts, I intermediate, R = T·K rows.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.checkpointed_loss import leave_behind
+from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.functional import grouped_linear, result_dtype
 from octile.nn.fused.block_input import BlockInput
@@ -47,12 +50,41 @@ class Experts(nn.Module, RecipeHolder[Recipe | None]):
 
     def forward(self, x_RD: Tensor, offs_E: Tensor) -> Tensor:
         """Compute rows [R, D] sorted by expert; offs_E int32 [E] is the end of each expert's rows: [R, D]."""
-        gate_RI, up_RI = grouped_linear(x_RD, self.gate_up, offs_E, self.recipe, self.gate_up_history).chunk(2, dim=-1)
-        h_RI = F.silu(gate_RI) * up_RI
-        if self.recipe is None or not self.recipe.has_smooth_swiglu:
-            return grouped_linear(h_RI, self.down, offs_E, self.recipe, self.down_history)
-        h_RI, down_EDI = _smooth(h_RI, self.down, offs_E)
-        return grouped_linear(h_RI, down_EDI, offs_E, self.recipe.smoothed, self.down_history)
+        histories = self.gate_up_history, self.down_history
+        return experts_layers(x_RD, offs_E, self.gate_up, self.down, self.recipe, *histories)
+
+
+def swiglu(gate_up_RI: Tensor) -> Tensor:
+    """Compute silu(gate) · up, where each row of gate_up [R, 2I] has the values of gate first: [R, I]."""
+    gate_RI, up_RI = gate_up_RI.chunk(2, dim=-1)
+    return F.silu(gate_RI) * up_RI
+
+
+def experts_layers(
+    x_RD: Tensor,
+    offs_E: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    recipe: Recipe | None,
+    gate_up_history: AmaxHistory | None,
+    down_history: AmaxHistory | None,
+    activation: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+    """Compute rows [R, D] sorted by expert, one layer after the other: [R, D].
+
+    Args:
+        x_RD: the rows.
+        offs_E: int32 [E], the end of each expert's rows.
+        gate_up, down: the stacked weights [E, N, D] and [E, D, I].
+        recipe: of both; None: they are in high precision.
+        gate_up_history, down_history: for a recipe with delayed scaling.
+        activation: what is computed between the two, [R, N] → [R, I].
+    """
+    h_RI = activation(grouped_linear(x_RD, gate_up, offs_E, recipe, gate_up_history))
+    if recipe is None or not recipe.has_smooth_swiglu:
+        return grouped_linear(h_RI, down, offs_E, recipe, down_history)
+    h_RI, down_EDI = _smooth(h_RI, down, offs_E)
+    return grouped_linear(h_RI, down_EDI, offs_E, recipe.smoothed, down_history)
 
 
 def _smooth(h_RI: Tensor, down_EDI: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:

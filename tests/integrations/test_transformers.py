@@ -1,0 +1,356 @@
+"""Tests of transformers' stacked experts in a recipe's formats: gradients, routing, what is converted and what is not.
+
+Shapes: T tokens, D model, E experts, K chosen experts, I intermediate.
+"""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from octile.integrations.transformers import NAME
+from octile.nn.conversion import apply_recipe
+from octile.nn.delayed_scaling import end_step
+from octile.recipe import Recipe
+
+T, D, E, K, I = 37, 64, 4, 2, 128
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": D,
+    "intermediate_size": 96,
+    "moe_intermediate_size": I,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": K,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+GROUPS = {"n_routed_experts": E, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+MODELS = {
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=E)),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**SIZES, **LATENT, **GROUPS)),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**{**SIZES, "intermediate_size": I}, num_local_experts=E)),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig(**{**SIZES, "intermediate_size": I}, num_experts=E)),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig(**SIZES, head_dim=32, **GROUPS)),
+}
+EXACT = Recipe.float32()
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind, config = MODELS[name]
+    return kind(copy.deepcopy(config))
+
+
+def experts(intermediate: int = I, kind: type[nn.Module] = Qwen3MoeExperts) -> nn.Module:
+    """An experts module alone."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": intermediate}, num_experts=E)
+    config._experts_implementation = "eager"
+    module = kind(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return module
+
+
+def routing(seed: int = 0, tokens: int = T, chosen: int = E) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts among the first `chosen`, and the weights of these."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TD = torch.randn(tokens, D, generator=generator)
+    index_TK = torch.rand(tokens, chosen, generator=generator).argsort(dim=1)[:, :K]
+    return x_TD, index_TK, torch.rand(tokens, K, generator=generator)
+
+
+def results(module: nn.Module, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of all inputs and stacked weights."""
+    x_TD, weights_TK = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+    y_TD = module(x_TD, index_TK, weights_TK)
+    module.zero_grad()
+    y_TD.backward(torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(7)).to(y_TD.dtype))
+    of_weights = {name: p.grad for name, p in module.named_parameters()}
+    return {"y": y_TD.detach(), "x": x_TD.grad, "weights": weights_TK.grad, **of_weights}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], of_norm: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert (value - expected[name]).norm() <= of_norm * expected[name].norm(), name
+
+
+# One experts module vs. transformers' own function
+
+
+@pytest.mark.parametrize("intermediate", [I, 96], ids=["fused", "grouped GEMMs"])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**16), tokens=st.integers(1, 40), chosen=st.integers(K, E))
+def test_in_high_precision_results_are_those_of_transformers(intermediate, seed, tokens, chosen):
+    module, batch = experts(intermediate), routing(seed, tokens, chosen)
+    expected = results(module, *batch)
+    assert_close(results(apply_recipe(module, EXACT), *batch), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor", "delayed", "smooth_swiglu", "mxfp8"])
+@pytest.mark.parametrize("intermediate", [I, 96], ids=["128 channels", "96 channels"])
+def test_in_8_bits_results_and_gradients_are_near_those_of_transformers(name, intermediate):
+    module, batch = experts(intermediate), routing()
+    expected = results(module, *batch)
+    assert_close(results(apply_recipe(module, Recipe.named(name)), *batch), expected, 0.12)
+
+
+def test_experts_without_tokens_get_gradients_of_zeros():
+    found = results(apply_recipe(experts()), *routing(chosen=K))
+    for name in ("gate_up_proj", "down_proj"):
+        assert found[name][:K].abs().amax(dim=(1, 2)).all()
+        assert not found[name][K:].any()
+
+
+def test_under_autocast_the_result_has_the_dtype_of_the_input():
+    module, batch = apply_recipe(experts()), routing()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(module, *batch)
+    assert {t.dtype for t in found.values()} == {torch.float32}
+    assert_close(found, results(module, *batch), 0.05)
+
+
+def test_a_bf16_module_gets_bf16_gradients():
+    module, (x, index, weights) = apply_recipe(experts()).bfloat16(), routing()
+    found = results(module, x.bfloat16(), index, weights.bfloat16())
+    assert {t.dtype for t in found.values()} == {torch.bfloat16}
+
+
+def test_gradients_are_added_to_main_grad():
+    module, batch = apply_recipe(experts()), routing()
+    expected = results(module, *batch)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    found = results(module, *batch)
+    assert found["gate_up_proj"] is None
+    torch.testing.assert_close(module.down_proj.main_grad, expected["down_proj"])
+
+
+def test_an_activation_of_the_models_own_is_used():
+    @use_experts_implementation
+    class Clamped(Qwen3MoeExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate).clamp(max=0.1) * up.clamp(-0.1, 0.1)
+
+    module, plain, batch = experts(kind=Clamped), experts(), routing()
+    assert not apply_recipe(module)._modules[NAME].has_swiglu
+    assert results(module, *batch)["y"].norm() < 0.5 * results(plain, *batch)["y"].norm()
+
+
+def test_the_fused_function_saves_less_than_half_of_what_transformers_saves():
+    def saved(module: nn.Module) -> int:
+        kept = {}
+
+        def pack(t: Tensor) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            return t
+
+        parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        x, index, weights = routing(tokens=512)
+        x, weights = x.bfloat16().requires_grad_(), weights.bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = module(x, index, weights)
+        del y
+        return sum(s.nbytes() for address, s in kept.items() if address not in parameters)
+
+    module = experts().bfloat16()
+    module.config._experts_implementation = "grouped_mm"
+    before = saved(module)
+    torch.optim.SGD(module.parameters(), lr=0.0).step()  # from now on the weights are cached, and not saved
+    assert saved(apply_recipe(module)) < 0.5 * before
+
+
+# Whole models
+
+
+@every_model
+def test_all_but_heads_gates_and_embeddings_are_converted(name):
+    model = apply_recipe(make(name))
+    skipped = model.conversion_summary.partition("skipped ")[2]
+    assert skipped.startswith("1: 1 × output head")
+
+
+@every_model
+def test_a_converted_model_is_near_the_model(name):
+    model, tokens = make(name), torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        found = apply_recipe(model)(input_ids=tokens).logits
+    assert 0 < (found - expected).norm() < 0.15 * expected.norm()
+
+
+@every_model
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
+def test_a_converted_model_trains(name, recipe):
+    model = apply_recipe(make(name), Recipe.named(recipe))
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_step(model)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_with_checkpointing_are_the_same(reentrant):
+    model, tokens = apply_recipe(make("qwen3_moe")), torch.randint(64, (2, 16))
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@every_model
+def test_a_saved_model_loads_in_transformers_and_computes_the_same_when_converted(name, tmp_path):
+    model, tokens = apply_recipe(make(name)), torch.randint(64, (2, 16))
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config._experts_implementation != NAME
+    with torch.no_grad():
+        torch.testing.assert_close(apply_recipe(loaded)(input_ids=tokens).logits, expected, rtol=0, atol=0)
+
+
+def test_parameters_and_their_names_stay():
+    model = make("qwen3_moe")
+    before, names = dict(model.named_parameters()), set(model.state_dict())
+    after = dict(apply_recipe(model, Recipe.delayed()).named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert set(model.state_dict()) == names
+
+
+def test_a_copy_of_a_converted_model_computes_the_same():
+    model, tokens = apply_recipe(make("qwen3_moe")), torch.randint(64, (2, 16))
+    with torch.no_grad():
+        expected, found = model(input_ids=tokens).logits, copy.deepcopy(model)(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_delayed_scaling_moves_on_at_the_end_of_a_step():
+    model, tokens = apply_recipe(make("qwen3_moe"), Recipe.delayed()).train(), torch.randint(64, (2, 16))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    end_step(model)
+    histories = model.model.layers[0].mlp.experts._modules[NAME]
+    assert (histories.down_history.amax_OH[:, 1] > 0).all()
+
+
+def test_another_experts_function_can_be_set_afterwards():
+    model, x_TD = make("qwen3_moe"), torch.ones(1, 3, D)
+    model.set_experts_implementation("eager")
+    layer = model.model.layers[0].mlp
+    with torch.no_grad():
+        expected = layer(x_TD)
+        apply_recipe(model).set_experts_implementation("eager")
+        torch.testing.assert_close(layer(x_TD), expected, rtol=0, atol=0)
+        model.set_experts_implementation(NAME)
+        assert not torch.equal(layer(x_TD), expected)
+
+
+def test_experts_that_a_filter_leaves_out_are_computed_as_before():
+    model, x_TD = make("qwen3_moe"), torch.ones(1, 3, D)
+    with torch.no_grad():
+        before = [layer.mlp(x_TD) for layer in model.model.layers]
+        apply_recipe(model, filter=lambda name, module: not name.startswith("model.layers.0."))
+        after = [layer.mlp(x_TD) for layer in model.model.layers]
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
+    assert not torch.equal(after[1], before[1])
+    assert f"{3 * E + 4} × left out by filter" in model.conversion_summary
+
+
+def test_a_model_is_converted_to_another_recipe():
+    model = apply_recipe(apply_recipe(make("qwen3_moe")), Recipe.per_tensor())
+    assert model.conversion_summary == "converted 32 of 33 linear layers to per_tensor, skipped 1: 1 × output head"
+
+
+def test_torch_compile_has_the_same_results_without_graph_breaks():
+    module, batch = apply_recipe(experts()), routing()
+    expected = results(module, *batch)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert_close({name.removeprefix("_orig_mod."): t for name, t in results(compiled, *batch).items()}, expected, 1e-6)
+
+
+# What cannot be converted
+
+
+def test_experts_with_biases_are_left_as_they_are_and_named():
+    config = GptOssConfig(
+        hidden_size=D, intermediate_size=I, num_local_experts=E, num_hidden_layers=1, num_attention_heads=2
+    )
+    config._experts_implementation = "eager"
+    model = apply_recipe(nn.ModuleDict({"experts": GptOssExperts(config), "other": nn.Linear(D, D)}))
+    assert model.conversion_summary == (
+        f"converted 1 of {1 + 3 * E} linear layers to deepseek_v3, skipped {3 * E}: "
+        f"{3 * E} × stacked experts with biases"
+    )
+    assert config._experts_implementation == "eager"
+
+
+def test_without_the_registry_stacked_experts_are_skipped_and_named():
+    """What transformers before version 5 has: a module with stacked weights, and no function that takes their place."""
+
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * I, D))
+            self.down_proj = nn.Parameter(torch.zeros(E, D, I))
+
+    model = apply_recipe(nn.ModuleDict({"experts": Stacked(), "other": nn.Linear(D, D)}))
+    assert "8 × stacked weights that octile cannot convert" in model.conversion_summary
+
+
+def test_a_qwen3_30b_a3b_has_95_percent_of_its_parameters_in_stacked_experts():
+    """The shape of Qwen3-30B-A3B with 4 of its 48 layers and the head, without memory."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=512,
+    )
+    with torch.device("meta"):
+        model = apply_recipe(Qwen3MoeForCausalLM(config))
+    assert model.conversion_summary == (
+        "converted 1552 of 1553 linear layers to deepseek_v3, skipped 1: 1 × output head"
+    )
