@@ -1,10 +1,10 @@
 """The feed-forward layer: SwiGLU, down(silu(gate(x)) · up(x)).  Source: Shazeer (arXiv 2002.05202)."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import BlockInput
+from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import can_fuse_size, feed_forward
 from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.shared_quantization import shared_quantization
@@ -36,8 +36,7 @@ class MLP(FusableModule):
             weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
             return feed_forward(x, *weights, result_dtype(x.x)).view(x.shape)
 
-        gate, up = shared_quantization(x, self.gate_proj, self.up_proj)
-        h = F.silu(gate) * up
+        h = swiglu(*shared_quantization(x, self.gate_proj, self.up_proj))
         down = self.down_proj
         if isinstance(down, Linear) and down.recipe.has_smooth_swiglu:
             scale_I = power_of_2_at_least(h.detach().abs().flatten(0, -2).amax(0))

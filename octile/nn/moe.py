@@ -12,7 +12,6 @@ Shapes: B batch, S sequence, T = B·S tokens, D model, E experts, K chosen exper
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.checkpointed_loss import leave_behind
@@ -20,6 +19,7 @@ from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.functional import grouped_linear, result_dtype
 from octile.nn.fused.block_input import BlockInput
+from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
 from octile.nn.fused.fusion import FusableModule, Fusion, has_hooks
 from octile.nn.gate import Gate, Routing, count_tokens
@@ -52,12 +52,6 @@ class Experts(nn.Module, RecipeHolder[Recipe | None]):
         """Compute rows [R, D] sorted by expert; offs_E int32 [E] is the end of each expert's rows: [R, D]."""
         histories = self.gate_up_history, self.down_history
         return experts_layers(x_RD, offs_E, self.gate_up, self.down, self.recipe, *histories)
-
-
-def swiglu(gate_up_RI: Tensor) -> Tensor:
-    """Compute silu(gate) · up, where each row of gate_up [R, 2I] has the values of gate first: [R, I]."""
-    gate_RI, up_RI = gate_up_RI.chunk(2, dim=-1)
-    return F.silu(gate_RI) * up_RI
 
 
 def experts_layers(

@@ -62,11 +62,16 @@ def high_precision_grouped_nt(a: Tensor, b: Tensor, offs: Tensor, out_dtype: tor
         TypeError: out_dtype is another dtype.
     """
     _check_out_dtype(a, out_dtype)
-    a, b = a.to(out_dtype), b.to(out_dtype)
+    past = torch.arange(a.shape[0], device=a.device) >= offs[-1]
+    return _grouped_nt(a.to(out_dtype), b.to(out_dtype), offs).masked_fill_(past[:, None], 0)
+
+
+def _grouped_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Multiply as `high_precision_grouped_nt`, in the dtype of the operands; rows past the last group are undefined."""
     with without_autocast(a.device):
-        y = F.grouped_mm(_aligned(a).contiguous(), _aligned(b, rows=True).mT, offs=offs)[:, : b.shape[1]].contiguous()
-        past = torch.arange(a.shape[0], device=a.device) >= offs[-1]
-        return y.masked_fill_(past[:, None], 0)
+        return F.grouped_mm(_aligned(a).contiguous(), _aligned(b, rows=True).mT, offs=offs)[
+            :, : b.shape[1]
+        ].contiguous()
 
 
 @high_precision_grouped_nt.register_fake
@@ -76,12 +81,14 @@ def _(a, b, offs, out_dtype):
 
 @high_precision_grouped_nt.register_kernel("cuda")
 def _(a, b, offs, out_dtype):
-    if out_dtype == a.dtype:
-        return high_precision_grouped_nt.reference(a, b, offs, out_dtype)
     from octile.kernels.triton import high_precision as kernel  # late: a machine without a GPU has no Triton
 
     _check_out_dtype(a, out_dtype)
-    return kernel.launch_nt(a, b, offs)
+    if out_dtype != a.dtype:
+        return kernel.launch_nt(a, b, offs)
+    y = _grouped_nt(a, b, offs)
+    kernel.zero_rest(y, offs)
+    return y
 
 
 @operator()

@@ -1,8 +1,9 @@
-"""SwiGLU fused with quantization: h = silu(gate) · up · weight and its gradients, quantized as they are computed.
+"""SwiGLU, h = silu(gate) · up · weight, and its gradients, quantized as they are computed or in high precision.
 
 The operations between the two GEMMs of a feed-forward layer are elementwise and cost as much as their memory traffic.
 Unfused, h and the gradients of gate and up would be written in BF16 and read again to be quantized, once along the rows
-and once along the columns.
+and once along the columns. `swiglu` and `swiglu_backward` are the same without quantization and without a weight, for
+recipes in high precision: in torch's own functions each of the products would be rounded to BF16.
 
     forward     gate, up → h in 1×128 tiles for the down-projection; gate and up in 1×128 tiles, saved for backward
     backward    dh, gate, up → d(gate) and d(up) in 1×128 tiles for dgrad and transposed for wgrad; h, recomputed and
@@ -12,7 +13,7 @@ and once along the columns.
 quantization: (weight · h) · wᵀ is weight · (h · wᵀ), so combining the results of a token only sums them. The gradient
 of the weight is dh · h, with the unweighted h, summed over the row; backward recomputes h in any case.
 
-The reference uses torch's functions in FP32 and rounds once, to the quantized value. A GPU's exponential and division
+The reference uses torch's functions in FP32 and rounds once, to the result. A GPU's exponential and division
 differ from the CPU's: its silu(gate) has a relative error of at most (8 + |gate|) · 2⁻²³ against the reference. A scale
 may differ by as much, and a value halfway between two encoded values may round to the other one. Quantization itself
 is bit for bit.
@@ -32,6 +33,69 @@ from octile.ops.groups import check_tiles
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, check_scale, dequantize, quantize
 from octile.ops.transpose import quantize_columns, quantize_rows_and_columns
+
+
+@operator()
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute h = silu(gate) · up in FP32, rounded once.
+
+    Args:
+        gate, up: [M, H], float32, bfloat16 or float16, both of one dtype.
+
+    Returns:
+        h [M, H] in gate's dtype.
+
+    Raises:
+        TypeError: gate or up has another dtype, or they differ in dtype.
+        ValueError: gate and up are not matrices of one shape on one device.
+    """
+    _check(gate, up)
+    return _h(gate, up, None).to(gate.dtype).contiguous()
+
+
+@swiglu.register_fake
+def _(gate, up):
+    return gate.new_empty(gate.shape)
+
+
+@swiglu.register_kernel("cuda")
+def _(gate, up):
+    from octile.kernels.triton import swiglu as kernel  # late: a machine without a GPU has no Triton
+
+    _check(gate, up)
+    return kernel.launch_high_precision(gate, up)
+
+
+@operator()
+def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute the gradients of gate and up in FP32, each rounded once.
+
+    Args:
+        dh: [M, H], float32, bfloat16 or float16: the gradient of h.
+        gate, up: as in `swiglu`.
+
+    Returns:
+        [M, 2H] in gate's dtype: the gradient of gate, then that of up.
+
+    Raises:
+        TypeError: a tensor has another dtype, or gate and up differ in dtype.
+        ValueError: they are not matrices of one shape on one device.
+    """
+    _check_gradient(dh, gate, up)
+    return _gate_up_gradient(dh.float(), gate.float(), up.float()).to(gate.dtype)
+
+
+@swiglu_backward.register_fake
+def _(dh, gate, up):
+    return gate.new_empty(gate.shape[0], 2 * gate.shape[1])
+
+
+@swiglu_backward.register_kernel("cuda")
+def _(dh, gate, up):
+    from octile.kernels.triton import swiglu as kernel
+
+    _check_gradient(dh, gate, up)
+    return kernel.launch_high_precision_backward(dh, gate, up)
 
 
 @operator()
@@ -120,6 +184,10 @@ def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
     return h if weight is None else h * weight[:, None]
 
 
+def _gate_up_gradient(dh: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)], dim=1)
+
+
 @operator()
 def swiglu_backward_quantize(
     dh: Tensor,
@@ -168,7 +236,7 @@ def swiglu_backward_quantize(
     dweight = (dh * h).sum(1) if weight is not None else dh.new_empty(0)
     if weight is not None:
         dh, h = dh * weight[:, None], h * weight[:, None]
-    both = torch.cat([torch.ops.aten.silu_backward(dh * up, gate), dh * F.silu(gate)], dim=1)
+    both = _gate_up_gradient(dh, gate, up)
     h_columns = quantize_columns(h, h_fmt, h_power_of_2, tiles, h_in_blocks)
     return *quantize_rows_and_columns(both, fmt, power_of_2, tiles), *h_columns, dweight
 
@@ -187,6 +255,12 @@ def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_powe
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt, tiles)
     settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[h_fmt], h_power_of_2, tiles, h_in_blocks)
     return backends.run("swiglu_backward_quantize", dh, gate, up, gate_scale, up_scale, weight, *settings)
+
+
+def _check_gradient(dh: Tensor, gate: Tensor, up: Tensor) -> None:
+    _check(gate, up)
+    check_input_dtype("dh", dh)
+    _check_like("dh", dh, gate.shape, gate)
 
 
 def _check_backward(

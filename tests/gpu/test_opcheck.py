@@ -21,7 +21,13 @@ from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    swiglu_quantize_and_save,
+)
 from octile.ops.top_experts import top_experts
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
@@ -79,6 +85,8 @@ CASES = {
     "rows and columns": lambda: (quantize_rows_and_columns, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "blocks": lambda: (quantize_and_transpose, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
+    "swiglu in high precision": lambda: (swiglu, tuple(torch.randn(2, 5, 130, device="cuda"))),
+    "swiglu backward in high precision": lambda: (swiglu_backward, tuple(torch.randn(3, 5, 130, device="cuda"))),
     "swiglu": lambda: (swiglu_quantize, (*torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "swiglu, inputs saved": lambda: (
         swiglu_quantize_and_save,

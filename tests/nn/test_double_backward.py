@@ -55,7 +55,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
-RIGHT = {"_Combine", "_Dispatch", "_SigmoidShares"}
+RIGHT = {"_Combine", "_Dispatch", "_SigmoidShares", "_SwiGLU"}  # tested here and in fused/test_elementwise.py
 NOT_DERIVATIVES = {"_Raise", "_PassOn"}  # the error itself, and what belongs to one backward pass
 
 

@@ -38,7 +38,13 @@ from octile.ops.scale_layouts import (
     unpack_grouped_ue8m0,
     unpack_ue8m0,
 )
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    swiglu_quantize_and_save,
+)
 from octile.ops.top_experts import top_experts
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 
@@ -84,6 +90,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
+    swiglu: (X, X),
+    swiglu_backward: (X, X, X),
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),

@@ -1,4 +1,4 @@
-"""Tests of SwiGLU fused with quantization: torch's functions in FP32, then quantization."""
+"""Tests of SwiGLU: torch's functions in FP32, then quantization or one rounding."""
 
 from typing import Any
 
@@ -9,7 +9,13 @@ from torch import Tensor
 
 from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    swiglu_quantize_and_save,
+)
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
@@ -26,6 +32,16 @@ def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
         assert torch.equal(ours.float(), theirs.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_quantization_every_result_is_rounded_once(dtype: torch.dtype):
+    dh, gate, up = inputs(h=100, dtype=dtype)
+    wide = [t.float().detach().requires_grad_() for t in (gate, up)]
+    h = F.silu(wide[0]) * wide[1]
+    assert_equal((swiglu(gate, up),), (h.to(dtype),))
+    gradients = torch.autograd.grad(h, wide, dh.float())
+    assert_equal((swiglu_backward(dh, gate, up),), (torch.cat(gradients, dim=1).to(dtype),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,6 +159,8 @@ def test_no_rows_give_no_rows():
 
 TILES = torch.tensor([[0, 3], [3, M], [0, 0]], dtype=torch.int32)
 CALLS: dict[str, Any] = {
+    "in high precision": lambda: (swiglu, tuple(inputs()[1:])),
+    "backward in high precision": lambda: (swiglu_backward, tuple(inputs())),
     "forward": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False)),
     "forward, weighted": lambda: (swiglu_quantize, (*inputs()[1:], "int8", False, torch.rand(M))),
     "forward, saved": lambda: (swiglu_quantize_and_save, (*inputs()[1:], "int8", False, "e4m3", True, torch.rand(M))),
@@ -203,6 +221,17 @@ def test_arguments_that_do_not_fit_are_refused(
 ):
     with pytest.raises(error, match=message):
         swiglu_quantize(gate, up, fmt, False)
+    if fmt == "e4m3":
+        for call in (lambda: swiglu(gate, up), lambda: swiglu_backward(torch.zeros(2, 2), gate, up)):
+            with pytest.raises(error, match=message):
+                call()
+
+
+def test_a_gradient_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"dh must be \(20, 256\) as gate, not \(3, 256\)"):
+        swiglu_backward(inputs()[0][:3], *inputs()[1:])
+    with pytest.raises(TypeError, match=r"dh must be float32, bfloat16 or float16, not torch\.float64"):
+        swiglu_backward(inputs()[0].double(), *inputs()[1:])
 
 
 @pytest.mark.parametrize(

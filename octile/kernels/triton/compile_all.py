@@ -152,6 +152,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "SwiGLU backward of groups, inputs saved": lambda: swiglu.launch_backward(
             _empty(t, n), saved_gate, saved_up, gate_scale, up_scale, of_rows, E4M3, False, E4M3, True, tiles
         ),
+        "SwiGLU in high precision": lambda: swiglu.launch_high_precision(gate, up),
+        "SwiGLU backward in high precision": lambda: swiglu.launch_high_precision_backward(_empty(t, n), gate, up),
         "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
         "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
@@ -198,6 +200,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "grouped x · wᵀ of BF16": lambda: high_precision.launch_nt(_empty(t, k), _empty(groups, n, k), offs),
         "grouped dy · w of BF16": lambda: high_precision.launch_nt(_empty(t, n), _empty(groups, n, k).mT, offs),
+        "rows past the last group": lambda: high_precision.zero_rest(_empty(t, n), offs),
         "grouped dyᵀ · x of BF16": lambda: high_precision.launch_tn(_empty(t, n), _empty(t, k), offs),
         "Hopper's tensor core, FP8": lambda: modeled(fp32, 32, 13),
         "Hopper's tensor core, BF16": lambda: modeled(torch.float64, 16, 25),

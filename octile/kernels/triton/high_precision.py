@@ -21,6 +21,7 @@ from octile.kernels.triton.k_loop import raster_tile, store_tile
 BLOCK_K = 64
 BYTES = 2  # of an element of an operand
 MAX_STAGES = 4
+ZERO_ELEMENTS = 4096  # of a program at a time
 
 
 def launch_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -58,6 +59,15 @@ def launch_tn(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     with torch.cuda.device_of(a):
         high_precision_tn[grid](out, offs, a, b, t, n, k, *a.stride(), *b.stride(), **tile)
     return out
+
+
+def zero_rest(y: Tensor, offs: Tensor) -> None:
+    """Set the rows of y [T, N], contiguous, past offs[-1] to zero, all if there is no group. Usually there are none."""
+    t, n = y.shape
+    if y.numel():
+        programs = min(triton.cdiv(y.numel(), ZERO_ELEMENTS), device_properties(y.device).num_sms)
+        with torch.cuda.device_of(y):
+            zero_past_groups[(programs,)](y, offs, offs.stride(0), t, n, offs.shape[0], ELEMENTS=ZERO_ELEMENTS)
 
 
 def _choose_tile(m: int, n: int, num_gemms: int, gpu: DeviceProperties) -> dict[str, Any]:
@@ -136,3 +146,13 @@ def high_precision_tn(
         a_tile += BLOCK_K * a_row
         b_tile += BLOCK_K * b_row
     store_tile(out + group * M * N, N, 1, total, m_tile * TILE_M, M, n_tile * TILE_N, N, False)
+
+
+@triton.jit(do_not_specialize=["T"])
+def zero_past_groups(y, offs, offs_step, T, N, G, ELEMENTS: tl.constexpr):
+    """The programs set the elements of the rows past the last group to zero, ELEMENTS at a time."""
+    first = clamp_offset(tl.load(offs + (G - 1) * offs_step, mask=G > 0, other=0), T).to(tl.int64) * N
+    end = T.to(tl.int64) * N
+    for start in range(first + tl.program_id(0) * ELEMENTS, end, tl.num_programs(0) * ELEMENTS):
+        at = start + tl.arange(0, ELEMENTS)
+        tl.store(y + at, tl.zeros([ELEMENTS], y.dtype.element_ty), mask=at < end)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""SwiGLU and its gradients, fused with quantization; `octile.ops.swiglu` specifies them and what is bit for bit."""
+"""SwiGLU and its gradients, quantized or in high precision; `octile.ops.swiglu` specifies what is bit for bit."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from torch import Tensor
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 from octile.kernels.triton.blocks import rows_of_tile, store_tiles, store_tiles_transposed
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
-from octile.kernels.triton.launch_config import BLOCK_WARPS, EXACT, SWIGLU
+from octile.kernels.triton.launch_config import BLOCK_WARPS, ELEMENTWISE, EXACT, SWIGLU
 from octile.kernels.triton.quantize_kernels import load, program_tile
 from octile.kernels.triton.scaling import load_dequantized
 
@@ -110,9 +110,69 @@ def launch_backward(
     return data, scale, data_t, scale_t, h_t, h_scale_t, partials.sum(1)
 
 
+def launch_high_precision(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute h [M, H] from gate, up [M, H], any strides, in their dtype."""
+    (m, n), h = gate.shape, torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if h.numel():
+        with torch.cuda.device_of(gate):
+            swiglu_high_precision[(_elementwise_programs(m, n),)](
+                gate, up, m, n, *gate.stride(), *up.stride(), h, **ELEMENTWISE, **EXACT
+            )
+    return h
+
+
+def launch_high_precision_backward(dh: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute d(gate) and d(up), side by side [M, 2H], from dh, gate, up [M, H], any strides, in gate's dtype."""
+    m, n = gate.shape
+    d = torch.empty(m, 2 * n, dtype=gate.dtype, device=gate.device)
+    if d.numel():
+        with torch.cuda.device_of(gate):
+            swiglu_high_precision_backward[(_elementwise_programs(m, n),)](
+                dh, gate, up, m, n, *dh.stride(), *gate.stride(), *up.stride(), d, **ELEMENTWISE, **EXACT
+            )
+    return d
+
+
+def _elementwise_programs(m: int, n: int) -> int:
+    return triton.cdiv(m, ELEMENTWISE["ROWS"]) * triton.cdiv(n, ELEMENTWISE["COLS"])
+
+
 def _prefixed(prefix: str, constants: dict[str, float]) -> dict[str, float]:
     """Constants of a second format in the same kernel."""
     return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+
+@triton.jit(do_not_specialize=["M"])
+def swiglu_high_precision(
+    gate, up, M, H, gate_row, gate_col, up_row, up_col, h, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """A program takes ROWS×COLS."""
+    _, m_tile, k_tile = program_tile(tl.program_id(0), M, H, ROWS, COLS)
+    m = m_tile * ROWS + tl.arange(0, ROWS)
+    k = k_tile * COLS + tl.arange(0, COLS)
+    g = load(gate, 0, m, k, M, H, 0, gate_row, gate_col)
+    value = g * (1.0 / (1.0 + tl.exp(-g))) * load(up, 0, m, k, M, H, 0, up_row, up_col)
+    at = h + m.to(tl.int64)[:, None] * H + k[None, :]
+    tl.store(at, value.to(h.dtype.element_ty), mask=(m < M)[:, None] & (k < H)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def swiglu_high_precision_backward(
+    dh, gate, up, M, H, dh_row, dh_col, gate_row, gate_col, up_row, up_col, d, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """A program computes ROWS×COLS of d(gate) and of d(up)."""
+    _, m_tile, k_tile = program_tile(tl.program_id(0), M, H, ROWS, COLS)
+    m = m_tile * ROWS + tl.arange(0, ROWS)
+    k = k_tile * COLS + tl.arange(0, COLS)
+    value = load(dh, 0, m, k, M, H, 0, dh_row, dh_col)
+    g = load(gate, 0, m, k, M, H, 0, gate_row, gate_col)
+    u = load(up, 0, m, k, M, H, 0, up_row, up_col)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    at = d + m.to(tl.int64)[:, None] * (2 * H) + k[None, :]
+    inside = (m < M)[:, None] & (k < H)[None, :]
+    d_gate = value * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
+    tl.store(at, d_gate.to(d.dtype.element_ty), mask=inside)
+    tl.store(at + H, (value * (g * sigmoid)).to(d.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -73,3 +73,26 @@ def test_no_groups_and_no_rows():
     assert kernel.launch_nt(x[:0], w, _offs([0, 0, 0, 0])).shape == (0, N)
     assert kernel.launch_tn(dy, x, _offs([])).shape == (0, N, K)
     assert not kernel.launch_tn(dy[:0], x[:0], _offs([0, 0])).any()
+
+
+@every_dtype
+@every_offset
+def test_rows_past_the_last_group_are_set_to_zero_and_no_other(ends: list[int], dtype: torch.dtype):
+    y = torch.full((T, N), float("nan")).to(dtype)
+    kernel.zero_rest(y, _offs(ends))
+    assert y[: ends[-1]].isnan().all()
+    assert not y[ends[-1] :].any()
+
+
+def test_all_rows_are_set_to_zero_without_groups():
+    y = torch.full((T, N), float("nan"))
+    kernel.zero_rest(y, _offs([]))
+    assert not y.any()
+    kernel.zero_rest(y[:0], _offs([0]))
+
+
+def test_offsets_past_the_rows_do_not_write_outside_of_them():
+    memory = torch.ones(3 * T, N)
+    kernel.zero_rest(memory[T : 2 * T], _offs([-5]))
+    kernel.zero_rest(memory[T : 2 * T], _offs([T + 7]))
+    assert torch.equal(memory.any(1), torch.cat((torch.ones(T), torch.zeros(T), torch.ones(T))).bool())

@@ -8,7 +8,13 @@ from torch import Tensor
 from octile.kernels.triton import swiglu
 from octile.ops.groups import align_groups
 from octile.ops.quantize import STORAGE_DTYPES, quantize
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.swiglu import swiglu as swiglu_operator
+from octile.ops.swiglu import (
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    swiglu_quantize_and_save,
+)
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.kernels.triton.comparison import assert_close_data, assert_same, finite
 
@@ -155,3 +161,51 @@ def test_nan_and_inf_stay_visible(bad: float):
     scales, wanted = ([*t[1::2], t[6]] for t in _backward(dh, gate, up, torch.rand(5)))
     for found, expected in zip(scales, wanted, strict=True):
         assert torch.equal(found.isfinite(), expected.isfinite())
+
+
+# In high precision
+
+
+high_precision_shapes = pytest.mark.parametrize("shape", [(35, 128), (130, 200), (1, 7), (0, 128), (3, 0)], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@high_precision_shapes
+@every_dtype
+def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
+    _, gate, up = _inputs(shape, dtype)
+    found = swiglu.launch_high_precision(gate, up)
+    exact = gate.float() * _sigmoid(gate.float()) * up.float()
+    assert_same([found], [exact.to(dtype)])
+    expected = swiglu_operator(gate, up)
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+    spacing = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).smallest_normal
+    assert ((found.float() - expected.float()).abs() <= 8 * spacing).all()
+
+
+@high_precision_shapes
+@every_dtype
+def test_high_precision_gradients(shape: tuple[int, int], dtype: torch.dtype):
+    dh, gate, up = _inputs(shape, dtype)
+    found = swiglu.launch_high_precision_backward(dh.mT.contiguous().mT, gate, up)
+    dh32, gate32, up32 = (t.float() for t in (dh, gate, up))
+    sigmoid = _sigmoid(gate32)
+    halves = [dh32 * up32 * sigmoid * (1.0 + gate32 * (1.0 - sigmoid)), dh32 * (gate32 * sigmoid)]
+    assert_same([found], [torch.cat(halves, dim=1).to(dtype)])
+    expected = swiglu_backward(dh, gate, up)
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+    # the sum in d(gate) may cancel, so its error is relative to its terms
+    size = torch.cat([(dh32 * up32 * sigmoid).abs() * (1 + gate32.abs()), halves[1].abs()], dim=1)
+    spacing = torch.finfo(dtype).eps * size + torch.finfo(dtype).smallest_normal
+    assert ((found.float() - expected.float()).abs() <= 8 * spacing).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_stay_where_they_are_in_high_precision(bad: float):
+    dh, gate, up = _inputs((5, 130))
+    for i, t in enumerate((gate, up, dh)):
+        t[i, 3] = bad
+    found = swiglu.launch_high_precision(gate, up), swiglu.launch_high_precision_backward(dh, gate, up)
+    for ours, theirs in zip(found, (swiglu_operator(gate, up), swiglu_backward(dh, gate, up)), strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.isinf(), theirs.isinf())
