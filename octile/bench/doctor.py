@@ -126,17 +126,17 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    from octile.report.table import Table
+    from octile.report.table import ScreenTable
 
     console = Console()
     for title in ("machine", "packages"):
-        table = Table(title=title, show_header=False, title_justify="left")
+        table = ScreenTable(title=title, show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         for name, value in found[title].items():
             table.add_row(name, "–" if value is None else str(value))
         console.print(table)
-    table = Table(title="operators", title_justify="left")
+    table = ScreenTable(title="operators", title_justify="left")
     table.add_column("operator", no_wrap=True)
     table.add_column("kernel")
     for row in found["operators"]:
@@ -151,9 +151,9 @@ def show(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
-    from octile.report.table import Table
+    from octile.report.table import ScreenTable
 
-    table = Table(title=f"kernels, compiled for {kernels['architecture']}", title_justify="left")
+    table = ScreenTable(title=f"kernels, compiled for {kernels['architecture']}", title_justify="left")
     columns = dict.fromkeys(name for row in kernels["rows"] for name in row if row[name] != "")
     for name in columns:
         is_text = name in ("kernel", "case", "warnings")

@@ -58,10 +58,10 @@ def _show_prediction(console: Console, size: SizePrediction) -> None:
 
 
 def _show_report(console: Console, report: ConversionReport) -> None:
-    from octile.report.table import Table
+    from octile.report.table import ScreenTable
 
     title = report.rule if report.to == "fp8" else f"FP8 weights become {'BF16' if report.to == 'bf16' else 'FP32'}"
-    table = Table(title=title, title_justify="left")
+    table = ScreenTable(title=title, title_justify="left")
     table.add_column("weights")
     table.add_column("tensors", justify="right")
     table.add_column("result")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MIN_TEXT = 12  # characters of a column of text; its longer words may be broken
 
 
-class Table(rich.table.Table):
+class ScreenTable(rich.table.Table):
     """A rich table of texts. If its columns do not fit the terminal, each row is printed as a list of its cells.
 
     Columns that are right-aligned or `no_wrap` are never broken; others are broken between and, if necessary, within

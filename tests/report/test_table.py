@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from octile.report import table as tables
-from octile.report.table import Table, as_list, fits_terminal
+from octile.report.table import ScreenTable, as_list, fits_terminal
 
 ROWS = [("model.layers.12.mlp.experts.down_proj", "21.25 dB", "1,234,567"), ("lm_head", "–", "7")]
 
 
 def shown(width: int, rows=ROWS) -> str:
     console = Console(file=io.StringIO(), width=width)
-    table = Table("layer", title="errors", box=None)
+    table = ScreenTable("layer", title="errors", box=None)
     table.add_column("signal to\nnoise", justify="right")
     table.add_column("values", justify="right")
     for row in rows:

@@ -13,7 +13,7 @@ from rich.console import Console
 from octile.checkpoint.files import write_text
 from octile.report.page import render
 from octile.report.svg import Chart
-from octile.report.table import Table as ScreenTable
+from octile.report.table import ScreenTable
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from octile.report.page import format_bytes, format_percent
 from octile.report.style import palette_name
 
 if TYPE_CHECKING:
-    from octile.report.table import Table
+    from octile.report.table import ScreenTable
 
 TableRow = dict[str, str]
 MOODS = {"good": "green", "bad": "red"}
 
 
-def format_compare_table(result: CompareResult) -> Table:
+def format_compare_table(result: CompareResult) -> ScreenTable:
     """The outcome of each run and recipe as a table for the terminal."""
     table = _table()
     table.add_column("gap to\nBF16", justify="right")
@@ -31,7 +31,7 @@ def format_compare_table(result: CompareResult) -> Table:
     return table
 
 
-def format_details_table(result: CompareResult) -> Table:
+def format_details_table(result: CompareResult) -> ScreenTable:
     """The intervals, gradients and worst tokens of each recipe as a table for the terminal."""
     from rich.text import Text
 
@@ -45,13 +45,13 @@ def format_details_table(result: CompareResult) -> Table:
     return table
 
 
-def _table() -> Table:
+def _table() -> ScreenTable:
     """An empty table with a column for the recipe, narrow enough for 80 characters."""
     from rich.box import SIMPLE_HEAD
 
-    from octile.report.table import Table
+    from octile.report.table import ScreenTable
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = ScreenTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("recipe", no_wrap=True)
     return table
 
