@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping  # modules that FSDP2 shards
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -79,10 +80,12 @@ def quantized_weight(
         transposed: whether the result of quantize contains the transposed weight, too; it is cached separately.
     """
     entries = _cache.setdefault(weight.untyped_storage(), {})
-    key = (weight.storage_offset(), weight._version, weight.dtype, operand_format, transposed)
+    requires_grad = weight.requires_grad
+    key = (weight.storage_offset(), weight._version, weight.dtype, requires_grad, operand_format, transposed)
     entry = entries.get(id(weight))
     if entry is None or entry.key != key:
-        entry = _Entry(key, quantize(weight.detach(), operand_format), weight.requires_grad)
+        with torch.inference_mode(False):  # a later training step may read it
+            entry = _Entry(key, quantize(weight.detach(), operand_format), requires_grad)
         entries[id(weight)] = entry
     return entry.quantized
 
@@ -97,6 +100,8 @@ def can_cache(weight: Tensor, operand_format: OperandFormat) -> bool:
         return False
     if id(weight) in _frozen:
         return True
+    if not weight.requires_grad:
+        return isinstance(weight, nn.Parameter) and not _module_state_mapping
     return torch.is_grad_enabled() and weight.untyped_storage() in _stepped
 
 
@@ -111,6 +116,7 @@ def _forget(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in stepped.values():
         if (storage := _storage(parameter)) is not None:
             _stepped[storage] = True
+            _cache.pop(storage, None)  # of every parameter in it
     for entries in list(_cache.values()):
         for weight, entry in list(entries.items()):
             if entry.requires_grad or weight in stepped:  # a wrapper may train another tensor in the weight's place

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.fused import quantize as fused_quantize
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.feed_forward import Routed, experts_feed_forward
 from octile.nn.linear import Linear
@@ -135,3 +136,22 @@ def test_a_graphed_layer_follows_its_weight(name: str):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_a_frozen_weight_is_quantized_once_and_gives_the_same_results(monkeypatch):
+    """In both layouts, as dgrad needs the transposed one."""
+    calls = []
+    quantize_once = fused_quantize._quantize_both_layouts
+    monkeypatch.setattr(
+        fused_quantize, "_quantize_both_layouts", lambda *args: calls.append(args) or quantize_once(*args)
+    )
+    layer = Linear(K, N).cuda().requires_grad_(False)
+    x = torch.randn(T, K, device="cuda", requires_grad=True)
+    found = []
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
+        found.append(gradient)
+    trained = copy.deepcopy(layer).requires_grad_(True)
+    (expected,) = torch.autograd.grad(trained(x).square().sum(), x)
+    assert len(calls) == 2  # of the frozen layer and of the other one
+    assert all(torch.equal(gradient, expected) for gradient in found)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octile.nn import Linear, frozen_weights, functional
+from octile.nn import Linear, convert, frozen_weights, functional
+from octile.nn.fused import quantize as fused_quantize
 from octile.nn.weight_cache import can_cache, quantized_weight
 from octile.optim import AdamW
 from octile.recipe import BLOCK, TENSOR, OperandFormat
@@ -148,6 +149,118 @@ def test_frozen_weights_can_be_cached(weight):
         assert can_cache(layer.weight, FORMAT)
         assert not can_cache(weight, FORMAT)  # of another model
     assert not can_cache(layer.weight, FORMAT)
+
+
+@pytest.fixture
+def quantized(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights that layers quantize."""
+    shapes = []
+    quantize_once = fused_quantize._quantize_one_layout
+    monkeypatch.setattr(
+        fused_quantize, "_quantize_one_layout", lambda w, fmt: shapes.append(tuple(w.shape)) or quantize_once(w, fmt)
+    )
+    return shapes
+
+
+class LowRankAdapter(nn.Module):
+    """A frozen layer and a trained correction of rank 2 beside it, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_a_weight_without_gradient_is_quantized_once_while_adapters_train(quantized):
+    model = nn.Sequential(LowRankAdapter(Linear(64, 128)), LowRankAdapter(Linear(128, 64)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        model(torch.randn(5, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert quantized == [(128, 64), (64, 128)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_weight_without_gradient_is_quantized_once_in_inference(mode, quantized):
+    layer = Linear(64, 128).requires_grad_(False)
+    with mode():
+        for _ in range(3):
+            layer(torch.randn(5, 64))
+    assert quantized == [(128, 64)]
+
+
+def test_a_weight_cached_in_inference_mode_serves_training():
+    model = LowRankAdapter(Linear(64, 128))
+    x = torch.randn(5, 64, requires_grad=True)
+    with torch.inference_mode():
+        model(x)
+    model(x).square().mean().backward()
+    assert x.grad is not None
+    assert model.up.weight.grad is not None
+
+
+def test_adapters_around_a_layer_stay_as_they_are():
+    model = LowRankAdapter(convert(nn.Sequential(nn.Linear(64, 128)))[0])
+    x = torch.randn(5, 64)
+    assert (type(model.base), type(model.down), type(model.up)) == (Linear, nn.Linear, nn.Linear)
+    assert torch.equal(model(x), model.base(x) + (x @ model.down.weight.T) @ model.up.weight.T)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: layer.weight.copy_(2 * layer.weight),
+        lambda layer: layer.load_state_dict({"weight": 2 * layer.weight}),
+        lambda layer: torch._foreach_mul_([layer.weight], 2),
+        lambda layer: setattr(layer.weight, "data", 2 * layer.weight),
+        lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight, requires_grad=False)),
+    ],
+    ids=["mul_", "copy_", "load_state_dict", "foreach", "new data", "new parameter"],
+)
+def test_a_write_to_a_weight_without_gradient_is_seen(write):
+    layer, x = Linear(64, 128, bias=False).requires_grad_(False), torch.randn(3, 64)
+    before = layer(x)
+    with torch.no_grad():
+        write(layer)
+    assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_weight_that_was_frozen_and_is_trained_again_is_quantized_again():
+    layer, x = Linear(64, 128, bias=False).requires_grad_(False), torch.randn(3, 64)
+    before = layer(x)
+    layer.requires_grad_(True)
+    layer.weight.data.mul_(2)  # a training loop written by hand
+    assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_step_over_the_memory_of_a_frozen_weight_is_seen():
+    """An optimizer may hold one flat tensor of which the weights are views, and a fused one does not count."""
+    flat = nn.Parameter(torch.randn(128 * 64))
+    layer, x = Linear(64, 128, bias=False), torch.randn(3, 64)
+    layer.weight = nn.Parameter(flat.data.view(128, 64), requires_grad=False)
+    before = layer(x)
+    flat.grad = torch.ones_like(flat)
+    torch.optim.AdamW([flat], lr=0.5, fused=True).step()
+    assert not torch.equal(layer(x), before)
+    assert torch.equal(layer(x), functional.linear(x, flat.detach().view(128, 64), None, layer.recipe))
+
+
+def test_a_tensor_that_is_no_parameter_cannot_be_cached(weight):
+    assert not can_cache(weight.detach(), FORMAT)
+
+
+def test_weights_that_fsdp_gathers_cannot_be_cached(weight, monkeypatch):
+    """They are freed after the layer, and written without counting before it."""
+    weight.requires_grad_(False)
+    assert can_cache(weight, FORMAT)
+    monkeypatch.setattr("octile.nn.weight_cache._module_state_mapping", {nn.Linear(2, 2): None})
+    assert not can_cache(weight, FORMAT)
 
 
 def test_freezing_resets_the_cache(counter):
