@@ -20,18 +20,19 @@ from dataclasses import dataclass, field, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TextIO, TypeVar
+from typing import Any, Literal, NoReturn, TextIO, TypeVar, get_args
 
 from octile import __version__
 from octile.extras import require
 from octile.models.config import ModelConfig
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Stopped, Terminated, terminable
+from octile.validation import Dataclass, annotations_of
 
 with suppress(ImportError):  # `main` reports it when it is missing
     import tyro
 
-Form = TypeVar("Form")
+Form = TypeVar("Form", bound=Dataclass)
 
 NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the option needs
     "invalid literal for int() with base 10: ": "a whole number",
@@ -63,14 +64,14 @@ class Train(TrainConfig):
 def train(arguments: list[str]) -> None:
     """Train a model: from text to a run folder with checkpoints, the model, a report and a sample."""
     out = _value_of("--out", arguments)
-    if "--resume" in arguments and out is not None:
+    if "--resume" in arguments and out:
         from octile.train.run_folder import RunFolder
 
         default = RunFolder.open(Path(out)).read_config()
     else:
         name, begin = _value_of("--preset", arguments), _value_of("--init-from", arguments)
         default = preset("tiny" if name is None else name)
-        if begin is not None:
+        if begin:
             from octile.train.fine_tune import fine_tuning
 
             default = fine_tuning(default, Path(begin))
@@ -124,7 +125,7 @@ def compare(arguments: list[str]) -> None:
     """Train recipes and BF16 with its noise band, and report the loss that each recipe costs."""
     out, name = _value_of("--out", arguments), _value_of("--preset", arguments)
     begun_with: dict[str, Any] = {}
-    if "--resume" in arguments and out is not None:
+    if "--resume" in arguments and out:
         from octile.train.compare import Comparison, seeds_text
 
         stored = Comparison.read(Path(out))
@@ -329,11 +330,16 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
     try:
         with redirect_stderr(output):
             defaults = tyro.MISSING_NONPROP if default is None else default
-            return tyro.cli(form, args=arguments, prog=f"octile {command}", default=defaults, config=marks)
+            options = tyro.cli(form, args=arguments, prog=f"octile {command}", default=defaults, config=marks)
     except SystemExit as end:
         if not end.code:  # --help
             raise
         raise ValueError(f"{_error_line(output.getvalue())} (see octile {command} --help)") from None
+    for name, annotation in annotations_of(form).items():
+        option = f"--{name.replace('_', '-')}"
+        if Path in (annotation, *get_args(annotation)) and _value_of(option, arguments) == "":
+            raise ValueError(f"{option} is empty: name a path")  # Path("") is the current folder
+    return options
 
 
 def _error_line(box: str) -> str:

@@ -119,6 +119,31 @@ def test_unknown_preset(capsys):
     assert "unknown preset 'huge'; there are tiny" in refused(capsys, "train", "--preset", "huge")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "--out="),
+        ("train", "--resume", "--out", ""),
+        ("train", "--init-from="),
+        ("train", "--init_from", ""),
+        ("compare", "--out="),
+        ("lab", "formats", "--out="),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_refused(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    assert "is empty: name a path" in refused(capsys, *command)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused_before_any_work(capsys, text, tmp_path):
+    options = ("--data", str(text), *MICRO_RUN, "--model.vocab-size", "3")
+    code, out, err = call(capsys, "train", "--out", str(tmp_path / "run"), *options)
+    assert (code, out) == (2, "")
+    assert "vocab_size must be at least 258 (256 bytes + 2), not 3" in err
+
+
 def test_unknown_recipe(capsys, text, tmp_path):
     line = refused(capsys, "train", "--recipe", "fp9", "--data", str(text), "--out", str(tmp_path / "run"), *MICRO_RUN)
     assert "unknown recipe 'fp9'; there are deepseek_v3" in line
@@ -213,6 +238,13 @@ def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_p
 def test_missing_data(capsys, tmp_path):
     line = refused(capsys, "train", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "run"), *MICRO_RUN)
     assert "is no file or folder" in line
+
+
+def test_data_that_is_a_link_to_nothing(capsys, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    line = refused(capsys, "train", "--data", str(link), "--out", str(tmp_path / "run"), *MICRO_RUN)
+    assert f"source '{link}' is a link to '{tmp_path / 'gone'}', which does not exist" in line
 
 
 def test_empty_data(capsys, tmp_path):

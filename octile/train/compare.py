@@ -190,7 +190,11 @@ def compare(
         check_unused(out)
     assert out is not None
     with lock_folder(out):
-        store = prepare_tokens(config, out / DATA, console)
+        try:
+            store = prepare_tokens(config, out / DATA, console)
+        except KeyboardInterrupt as interrupt:
+            how = "" if resume else ", without --resume"
+            raise Stopped.by(interrupt, f"stopped before the first run: start the same command again{how}") from None
         comparison.write(out)
         try:
             with stop_requests() as stop:

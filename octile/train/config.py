@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
-from octile.train.tokenizer import check_text
+from octile.train.tokenizer import check_text, check_vocab_size
 from octile.validation import Range, check_fields, from_json, parse_json
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class TrainConfig:
             raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
         for name in ("prompt", "data", "recipe", "init_from", "out", "telemetry_layers", "guards"):
             check_text(name, str(getattr(self, name)))  # config.json is UTF-8
+        if self.init_from is None:  # a tokenizer is trained
+            check_vocab_size(self.model.vocab_size)
         if self.sequence_length < self.min_sequence_length:
             raise ValueError(
                 f"sequence_length must be at least {self.min_sequence_length} for this model, "

@@ -119,6 +119,8 @@ def open_corpus(source: str | Path) -> Corpus:
     path = Path(source)
     if not str(source).strip():  # Path("") is the current folder
         raise ValueError("source is empty: name a file, a folder, 'stdlib' or 'hf:OWNER/NAME'")
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"source {str(source)!r} is a link to {str(path.readlink())!r}, which does not exist")
     if not path.exists():
         raise FileNotFoundError(f"source {str(source)!r} is no file or folder (nor 'stdlib', nor 'hf:OWNER/NAME')")
     if not path.is_dir():

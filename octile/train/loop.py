@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -39,7 +38,7 @@ from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
 from octile.train.resume import check_settings, computed_on, open_run
 from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, lock_folder, read_lines
-from octile.train.signals import Stopped, Terminated, stop_requests
+from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import token_losses
 from octile.train.token_store import MANIFEST, TokenStore
 from octile.train.trainer import Trainer
@@ -90,7 +89,13 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     config = replace(config, out=run.path)
     with lock_folder(run.path):
         console.print(f"run folder: {run.path}")
-        return _train(config, run, device, resume, console, hook)
+        try:
+            return _train(config, run, device, resume, console, hook)
+        except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
+            message = "stopped before the first step: start the same command again, without --resume"
+            if run.config_file.exists():
+                message = f"stopped at once; to continue from the last checkpoint: {_resume_command(run)}"
+            raise Stopped.by(interrupt, message) from None
 
 
 def _train(
@@ -137,17 +142,19 @@ def _train(
                 progress.validation(_validate(trainer, metrics))
             if last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
                 _checkpoint(trainer, run, config)
-    resume_command = f"octile train --resume --out {shlex.quote(str(run.path))}"
     if trainer.steps_done < config.steps:
         _checkpoint(trainer, run, config)
-        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {resume_command}", stop[0])
+        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {_resume_command(run)}", stop[0])
     try:
         _finish(trainer, run, store, console)
     except KeyboardInterrupt as interrupt:
-        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
-        message = f"stopped after the last step; to write the model and the report: {resume_command}"
-        raise Stopped(message, number) from None
+        message = f"stopped after the last step; to write the model and the report: {_resume_command(run)}"
+        raise Stopped.by(interrupt, message) from None
     return run.path
+
+
+def _resume_command(run: RunFolder) -> str:
+    return f"octile train --resume --out {shlex.quote(str(run.path))}"
 
 
 def build(config: TrainConfig, store: TokenStore, device: torch.device) -> Trainer:

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 
 class Stopped(Exception):
-    """A signal ended a run early, after its checkpoint was written.
+    """A signal ended a run early; what is there to continue was written.
 
     Args:
-        message: says at which step, and how to continue.
+        message: says when, and how to continue.
         number: of the signal.
     """
 
@@ -25,6 +25,11 @@ class Stopped(Exception):
         super().__init__(message)
         self.number = number
         self.exit_code = 128 + number
+
+    @classmethod
+    def by(cls, interrupt: KeyboardInterrupt, message: str) -> Self:
+        """The exception for a signal that was raised as an interrupt."""
+        return cls(message, signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
 class Terminated(KeyboardInterrupt):

@@ -20,6 +20,7 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.train.config import TrainConfig
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
+from octile.train.signals import Stopped, Terminated
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console
 
@@ -404,6 +405,28 @@ def test_the_printed_command_continues_a_run_with_guards_to_the_same_weights(tex
     assert [line for line in (stopped / "metrics.jsonl").read_text().splitlines() if '"guard"' in line] == guards
     ours, theirs = final_state(stopped), final_state(straight)
     assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
+
+
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_signal_before_the_first_step_says_to_start_again(text, tmp_path, monkeypatch, interrupt, code):
+    def interrupted(*arguments, **options):
+        raise interrupt
+
+    monkeypatch.setattr(octile.train.loop, "prepare", interrupted)
+    with pytest.raises(Stopped, match="start the same command again, without --resume") as stopped:
+        train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
+    assert stopped.value.exit_code == code
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_signal_during_a_step_says_how_to_continue(text, tmp_path, monkeypatch):
+    def interrupted(self):
+        raise Terminated
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    out = tmp_path / "run"
+    with pytest.raises(Stopped, match=f"octile train --resume --out {out}"):
+        train(micro(data=str(text), out=out), False, silent_console())
 
 
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
