@@ -74,7 +74,7 @@ def _cases(x: Tensor) -> list[Case]:
     place = _places(len(x) // CHOSEN, x.device)
     tokens = quantize(x[: len(place)], 1, 128, "e4m3", True)
     moments = torch.randn_like(x).bfloat16() * 1e-2, torch.rand_like(x).bfloat16() * 1e-4
-    corrections = torch.tensor([3e-3, 0.5, 0.9997], device=x.device)
+    corrections = torch.tensor([[3e-3, 0.5, 0.9997]], device=x.device)
     return [
         *cases,
         ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
@@ -115,7 +115,7 @@ def _adamw_step(
     weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor
 ) -> list[Tensor]:
     """Make a step of the optimizer and return the tensors that it writes."""
-    adamw(weight, gradient, exp_avg, exp_avg_sq, corrections, 0.9, 0.95, 1e-8)
+    adamw([weight], [gradient], [exp_avg], [exp_avg_sq], [], corrections, 0.9, 0.95, 1e-8)
     return [weight, exp_avg, exp_avg_sq]
 
 

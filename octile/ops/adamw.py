@@ -1,4 +1,4 @@
-"""One AdamW step of one tensor, in one pass over memory, computed in FP32 for moments of any dtype.
+"""One AdamW step of many tensors, in one pass over memory, computed in FP32 for moments of any dtype.
 
     m ← β₁·m + (1 − β₁)·g               v ← β₂·v + (1 − β₂)·g²
     w ← w·(1 − lr·λ) − lr/(1 − β₁ᵗ) · m / (√v/√(1 − β₂ᵗ) + ε)
@@ -17,44 +17,56 @@ from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 
 
-@operator(writes=("weight", "exp_avg", "exp_avg_sq"))
+@operator(writes=("weights", "exp_avgs", "exp_avg_sqs", "copies"))
 def adamw(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
     corrections: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     skip: Tensor | None = None,
+    gradient_scale: Tensor | None = None,
 ) -> None:
-    """Update weight and moments in place.
+    """Update weights and moments in place. Each list has an entry per tensor; entries have any shape.
 
     Args:
-        weight: float32, contiguous, any shape.
-        gradient: float32, bfloat16 or float16, of weight's shape.
-        exp_avg, exp_avg_sq: m and v, float32, bfloat16 or float16, contiguous, of weight's shape.
-        corrections: float32 [3]: lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr·λ. A tensor, since a captured graph reads the
-            step and the learning rate from the device at each replay.
+        weights: float32, contiguous.
+        gradients: float32, bfloat16 or float16, of the weights' shapes.
+        exp_avgs, exp_avg_sqs: m and v, float32, bfloat16 or float16, contiguous, of the weights' shapes.
+        copies: none, or for each weight a float32, bfloat16 or float16 tensor, contiguous, of its shape, which becomes
+            the new weight rounded to nearest.
+        corrections: float32 [N, 3], contiguous: of each of N tensors lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and 1 − lr·λ. A tensor,
+            since a captured graph reads the step and the learning rate from the device at each replay.
         beta1, beta2, eps: β₁, β₂ and ε.
         skip: bool []: if true, nothing changes. A tensor, since a captured graph reads it at each replay.
+        gradient_scale: float32 []: the factor of all gradients, as for clipping. The gradients keep their values.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together, or weight or a moment is not contiguous.
+        ValueError: lists, shapes or devices do not fit together, or a tensor that is written is not contiguous.
     """
-    _check(weight, gradient, exp_avg, exp_avg_sq, corrections, skip)
+    _check(weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, skip, gradient_scale)
     if skip is not None and skip:
         return
-    step_size, root, decay = corrections.unbind()
-    g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
-    m = _fma(g - m, torch.full_like(g, 1 - beta1), m)
-    v = _fma(g * (1 - beta2), g, v * beta2)
-    sqrt = v.double().sqrt().float()  # torch's FP32 sqrt on a CPU is not always correctly rounded
-    weight.copy_(weight * decay - m * step_size / (sqrt / root + eps))
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
+    for i, (weight, gradient, exp_avg, exp_avg_sq) in enumerate(
+        zip(weights, gradients, exp_avgs, exp_avg_sqs, strict=True)
+    ):
+        step_size, root, decay = corrections[i].unbind()
+        g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
+        if gradient_scale is not None:
+            g = g * gradient_scale
+        m = _fma(g - m, torch.full_like(g, 1 - beta1), m)
+        v = _fma(g * (1 - beta2), g, v * beta2)
+        sqrt = v.double().sqrt().float()  # torch's FP32 sqrt on a CPU is not always correctly rounded
+        weight.copy_(weight * decay - m * step_size / (sqrt / root + eps))
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        if copies:
+            copies[i].copy_(weight)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -63,38 +75,65 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 @adamw.register_fake
-def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, skip=None):
+def _(
+    weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, beta1, beta2, eps, skip=None, gradient_scale=None
+):
     return None
 
 
 @adamw.register_kernel("cuda")
-def _(weight, gradient, exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, skip=None):
+def _(
+    weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, beta1, beta2, eps, skip=None, gradient_scale=None
+):
     from octile.kernels.triton import adamw as kernel  # late: a machine without a GPU has no Triton
 
-    _check(weight, gradient, exp_avg, exp_avg_sq, corrections, skip)
-    kernel.launch(weight, gradient.contiguous(), exp_avg, exp_avg_sq, corrections, beta1, beta2, eps, skip)
+    _check(weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, skip, gradient_scale)
+    gradients = [gradient.contiguous() for gradient in gradients]
+    kernel.launch(
+        weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, beta1, beta2, eps, skip, gradient_scale
+    )
 
 
 def _check(
-    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor, skip: Tensor | None
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+    corrections: Tensor,
+    skip: Tensor | None,
+    gradient_scale: Tensor | None,
 ) -> None:
-    if weight.dtype != torch.float32:
-        raise TypeError(f"weight must be float32, not {weight.dtype}")
-    if corrections.dtype != torch.float32 or corrections.shape != (3,):
-        raise ValueError(f"corrections must be float32 [3], not {corrections.dtype} {list(corrections.shape)}")
+    lists = {"weights": weights, "gradients": gradients, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if copies:
+        lists["copies"] = copies
+    for name, tensors in lists.items():
+        if len(tensors) != len(weights):
+            raise ValueError(f"{name} must have {len(weights)} tensors as weights, not {len(tensors)}")
+    if corrections.dtype != torch.float32 or corrections.shape != (len(weights), 3) or not corrections.is_contiguous():
+        raise ValueError(
+            f"corrections must be float32 [{len(weights)}, 3], contiguous, not {corrections.dtype} "
+            f"{list(corrections.shape)} with the strides {corrections.stride()}"
+        )
     if skip is not None:
         check_skip(skip)
-        check_device("weight", weight, "skip", skip)
-    others = {"gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, t in others.items():
-        check_input_dtype(name, t)
-        if t.shape != weight.shape:
-            raise ValueError(f"{name} must be {tuple(weight.shape)} as weight, not {tuple(t.shape)}")
-    for name, t in (others | {"corrections": corrections}).items():
-        check_device("weight", weight, name, t)
-    for name, t in (("weight", weight), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if not t.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, but has the strides {t.stride()}")
+        check_device("corrections", corrections, "skip", skip)
+    if gradient_scale is not None:
+        if gradient_scale.dtype != torch.float32 or gradient_scale.dim():
+            raise ValueError(
+                f"gradient_scale must be float32 [], not {gradient_scale.dtype} {list(gradient_scale.shape)}"
+            )
+        check_device("corrections", corrections, "gradient_scale", gradient_scale)
+    for name, tensors in lists.items():
+        for i, (t, weight) in enumerate(zip(tensors, weights, strict=True)):
+            if name == "weights" and t.dtype != torch.float32:
+                raise TypeError(f"weights[{i}] must be float32, not {t.dtype}")
+            check_input_dtype(f"{name}[{i}]", t)
+            if t.shape != weight.shape:
+                raise ValueError(f"{name}[{i}] must be {tuple(weight.shape)} as weights[{i}], not {tuple(t.shape)}")
+            check_device("corrections", corrections, f"{name}[{i}]", t)
+            if name != "gradients" and not t.is_contiguous():
+                raise ValueError(f"{name}[{i}] must be contiguous, but has the strides {t.stride()}")
 
 
 def check_skip(skip: Tensor) -> None:

@@ -72,6 +72,11 @@ class Operator:
             if argument.type.isSubtypeOf(torch.OptionalType.ofTensor())
         ]
         self._tensor_indices = [i for i, _, _ in self._tensors]
+        self._list_indices = [
+            i
+            for i, argument in enumerate(self.overload._schema.arguments)
+            if argument.type.isSubtypeOf(torch.ListType.ofTensors())
+        ]
         self._numbers = [
             (i, NUMBERS[str(argument.real_type)])
             for i, argument in enumerate(self.overload._schema.arguments)
@@ -89,6 +94,9 @@ class Operator:
             for i, name, kind in self._tensors:
                 if not isinstance(t := args[i] if i < len(args) else kwargs.get(name), kind):
                     check_tensor(name, t)
+            for i in self._list_indices:
+                name = self.overload._schema.arguments[i].name
+                check_tensors(name, args[i] if i < len(args) else kwargs.get(name))
             raise
 
     def _can_call_kernel(self, args: tuple[Any, ...]) -> bool:
@@ -96,8 +104,9 @@ class Operator:
 
         It would do more if a mode, transform, trace or profiler is active in this thread, or if an argument is of a
         subclass of Tensor, such as a fake or a distributed tensor, is a lazily negated tensor, or a number to convert.
+        Tensors in lists are left to the dispatcher.
         """
-        if self._cuda_entry is None or _len_torch_function_stack() or _profiler_enabled():
+        if self._cuda_entry is None or self._list_indices or _len_torch_function_stack() or _profiler_enabled():
             return False
         if _dispatch_tls_local_include_set().raw_repr() not in EAGER:
             return False
@@ -116,6 +125,9 @@ class Operator:
         def on_one_device(*args: Any) -> Any:
             # torch also calls a fake if only one tensor is on meta; its result would be on the others' device
             devices = [(name, args[i].device) for i, name, _ in self._tensors if i < len(args) and args[i] is not None]
+            for i in self._list_indices:
+                name = self.overload._schema.arguments[i].name
+                devices += [(f"{name}[{j}]", t.device) for j, t in enumerate(args[i])]
             for name, device in devices[1:]:
                 if device != devices[0][1]:
                     raise ValueError(f"{devices[0][0]} is on {devices[0][1]} but {name} on {device}")
@@ -140,15 +152,17 @@ class Operator:
         """Return a function for torch's dispatcher, which checks gradients and increments version counters."""
         arguments = self.overload._schema.arguments
         tensors = [i for i, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
+        lists = self._list_indices
         written = [i for i, argument in enumerate(arguments) if argument.name in self.writes]
 
         def entry(*args: Any) -> Any:
             if torch.is_grad_enabled():
-                for i in tensors:
-                    if args[i].requires_grad:
+                for t in [args[i] for i in tensors] + [t for i in lists for t in args[i]]:
+                    if t.requires_grad:
                         raise RuntimeError(f"octile::{self.name} has no gradient: octile.nn.Linear trains in FP8")
             for i in written:
-                _increment_version((args[i],))  # torch.autograd.graph.increment_version takes 0.1 µs more
+                written_tensors = args[i] if i in lists else (args[i],)
+                _increment_version(written_tensors)  # torch.autograd.graph.increment_version takes 0.1 µs more
             return function(*args)
 
         set_code_exec_strategy(entry.__code__, UNTRACED)
@@ -159,3 +173,11 @@ def check_tensor(name: str, t: object) -> None:
     """Raise TypeError if t is not a tensor."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
+
+
+def check_tensors(name: str, tensors: object) -> None:
+    """Raise TypeError if tensors is not a list or tuple of tensors."""
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
+    for i, t in enumerate(tensors):
+        check_tensor(f"{name}[{i}]", t)

@@ -18,7 +18,7 @@ The error of BF16 moments, which are rounded to nearest even after each step:
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from octile.ops.adamw import check_skip
 from octile.optim import gradient
 from octile.optim.state import KINDS, check_decays, check_saved, dtype_of, has_scales, load, new_state, store_
 from octile.optim.storage import overwrite_
-from octile.optim.update import adamw_
+from octile.optim.update import UpdateGroup, adamw_
 from octile.recipe import OptimizerFormats
 
 DEEPSEEK_V3 = OptimizerFormats()
@@ -46,9 +46,9 @@ class AdamW(torch.optim.Optimizer):
     `formats.gradient="float8_e4m3fn"` each gradient is moved to `param.scaled_grad` when autograd has computed it.
     FP8-LM's factor against overflow in an all-reduce is not needed, because each gradient has its own scale.
 
-    Moments are converted to FP32 in batches, so that temporaries stay small. Formats with a scale are converted a whole
-    tensor at a time, because the new scale is known only at the end. Parameters are updated in place, which increments
-    `param._version`.
+    On a CPU moments are converted to FP32 in batches, so that temporaries stay small; on a GPU one kernel updates all
+    parameters with the same dtypes. Formats with a scale are converted a whole tensor at a time, because the new scale
+    is known only at the end. Parameters are updated in place, which increments `param._version`.
 
     Args:
         params: parameters or groups of them (`param_groups(model, weight_decay)`): contiguous, of float32, bfloat16 or
@@ -93,13 +93,21 @@ class AdamW(torch.optim.Optimizer):
                 gradient.store_scaled(param, dtype_of(self.formats, "gradient"))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        skip: Tensor | None = None,
+        gradient_scale: Tensor | None = None,
+    ) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: recomputes the loss; its result is returned.
             skip: bool [] on the parameters' device: if true, parameters and state keep their values. The host does not
                 wait for it, and a CUDA graph of the step reads its current value.
+            gradient_scale: float32 [] on the parameters' device: the factor of all gradients, such as `clip_factor`.
+                The gradients keep their values.
 
         Raises:
             TypeError: skip is not bool.
@@ -113,13 +121,12 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found: list[_Found] = []
         for group in self.param_groups:
-            gradients = {p: found for p in group["params"] if (found := self._gradient(p)) is not None}
-            if has_scales(self.formats):
-                for param, found in gradients.items():
-                    self._update([param], [gradient.load(found)], group, skip)
-            elif gradients:
-                self._update(list(gradients), [gradient.load(found) for found in gradients.values()], group, skip)
+            found += [_Found(p, g, group) for p in group["params"] if (g := self._gradient(p)) is not None]
+        # formats with a scale are loaded as FP32, a tensor at a time
+        for together in [[one] for one in found] if has_scales(self.formats) else [found]:
+            self._update(together, skip, gradient_scale)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -178,30 +185,46 @@ class AdamW(torch.optim.Optimizer):
             return dtype_of(self.formats, "gradient")
         return param.dtype if getattr(param, "main_grad", None) is None else torch.float32
 
-    def _update(
-        self, params: list[Tensor], gradients: list[Tensor], group: dict[str, Any], skip: Tensor | None
-    ) -> None:
+    def _update(self, found: list["_Found"], skip: Tensor | None, gradient_scale: Tensor | None) -> None:
         """Update some parameters: load the stored state as FP32, compute the step, store the state."""
-        for param in params:
+        groups: dict[Any, UpdateGroup] = {}
+        loaded: list[dict[str, Tensor]] = []
+        for param, grad, settings in found:
             if not self.state[param]:
                 self.state[param] = new_state(param, self.formats)
-        states = [self.state[param] for param in params]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 if skip is None else skip.logical_not().float())
+            state = self.state[param]
+            values = {kind: load(state, kind) for kind in KINDS if kind in state}
+            loaded.append(values)
+            is_copy = values.get("master") is not None and "master_scale" not in state
+            numbers = (settings[key] for key in ("lr", "betas", "eps", "weight_decay"))
+            group = groups.setdefault(
+                (id(settings), param.device, is_copy), UpdateGroup([], [], [], [], [], [], *numbers)
+            )
+            group.weights.append(values.get("master", param))
+            group.gradients.append(gradient.load(grad))
+            group.exp_avgs.append(values["exp_avg"])
+            group.exp_avg_sqs.append(values["exp_avg_sq"])
+            group.copies.extend([param] if is_copy else [])
+            group.steps.append(state["step"])
+        for group in groups.values():
+            torch._foreach_add_(group.steps, 1 if skip is None else skip.logical_not().float())
+        adamw_(list(groups.values()), skip, gradient_scale)
 
-        masters = [load(s, "master") if "master" in s else p for s, p in zip(states, params, strict=True)]
-        exp_avgs = [load(s, "exp_avg") for s in states]
-        exp_avg_sqs = [load(s, "exp_avg_sq") for s in states]
-        settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        adamw_(masters, gradients, exp_avgs, exp_avg_sqs, steps, **settings, skip=skip)
-
-        for param, state, master, m, v in zip(params, states, masters, exp_avgs, exp_avg_sqs, strict=True):
-            store_(state, "exp_avg", m, skip)
-            store_(state, "exp_avg_sq", v, skip)
-            if "master" in state:
-                store_(state, "master", master, skip)
+        for (param, _, _), values in zip(found, loaded, strict=True):
+            state = self.state[param]
+            for kind in values:
+                store_(state, kind, values[kind], skip)
+            if "master_scale" in state:
                 overwrite_(param, load(state, "master"), skip)
-        increment_version(params)  # the fused kernel does not increment the versions
+        increment_version([param for param, _, _ in found])  # the kernels do not increment the versions
+
+
+class _Found(NamedTuple):
+    """A parameter with its gradient and the settings of its group."""
+
+    param: Tensor
+    gradient: gradient.Gradient
+    group: dict[str, Any]
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
     m ← β₁·m + (1 − β₁)·g               v ← β₂·v + (1 − β₂)·g²
     w ← w·(1 − lr·λ) − lr · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε)
 
-On a GPU one kernel per tensor reads and writes everything once, with BF16 moments as stored (`octile.ops.adamw`).
+On a GPU one kernel reads and writes everything once, for all tensors with the same dtypes, with BF16 moments as stored
+(`octile.ops.adamw`).
 
 On a CPU torch's fused kernel does the arithmetic. It needs FP32, so BF16 moments are converted in batches: small
 tensors are packed into a batch and large ones are split, so that the converted values stay in the cache. On two cores a
@@ -13,62 +14,103 @@ give the same bits.
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octile.ops.adamw import adamw
+from octile.optim.storage import overwrite_
 
 CPU_BATCH = 2**18  # elements: their FP32 moments, 2 MiB, stay in a core's cache
 
 
-def adamw_(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    skip: Tensor | None = None,
-) -> None:
-    """Update weights and moments in place; each list has an entry per parameter.
+class UpdateGroup(NamedTuple):
+    """Tensors that are updated with the same settings; each list has an entry per parameter.
 
-    Args:
+    Attributes:
         weights: float32, contiguous, any shape.
         gradients: the same shapes, any floating-point dtype.
         exp_avgs, exp_avg_sqs: m and v, contiguous, of any floating-point dtype; rounded to nearest even.
+        copies: the parameters of another dtype that become the rounded weights, contiguous; or none.
         steps: t, float32 [], including this step.
         lr: a number, or a tensor [] on the weights' device.
-        skip: bool [] on the weights' device: if true, nothing changes.
+        betas, eps, weight_decay: β₁ and β₂, ε and λ.
     """
-    every = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
-    on_gpus: list[tuple[Tensor, ...]] = [tensors for tensors in every if tensors[0].is_cuda]
-    update_each_(on_gpus, lr, betas, eps, weight_decay, skip)
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    copies: list[Tensor]
+    steps: list[Tensor]
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def adamw_(groups: Sequence[UpdateGroup], skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+    """Update weights and moments in place.
+
+    Args:
+        groups: the tensors; those of a group lie on one device.
+        skip: bool [] on the weights' device: if true, nothing changes.
+        gradient_scale: float32 [] on the weights' device: the factor of all gradients, which keep their values.
+    """
+    update_together_([group for group in groups if group.weights[0].is_cuda], skip, gradient_scale)
+    for group in groups:
+        if not group.weights[0].is_cuda:
+            _update_on_cpu_(group, skip, gradient_scale)
+
+
+def update_together_(
+    groups: Sequence[UpdateGroup], skip: Tensor | None = None, gradient_scale: Tensor | None = None
+) -> None:
+    """Update all groups with the same betas and ε in one call of the operator, as on a GPU."""
+    calls: dict[Any, list[UpdateGroup]] = {}
+    for group in groups:
+        key = group.weights[0].device, group.betas, group.eps, bool(group.copies)
+        calls.setdefault(key, []).append(group)
+    for (_, betas, eps, _), together in calls.items():
+        lists = (
+            [t.detach() for group in together for t in getattr(group, name)]
+            for name in ("weights", "gradients", "exp_avgs", "exp_avg_sqs", "copies")
+        )
+        corrections = torch.cat([_corrections(group) for group in together])
+        adamw(*lists, corrections, *betas, eps, skip, gradient_scale)
+
+
+def _corrections(group: UpdateGroup) -> Tensor:
+    """The bias corrections of each parameter's step and the factor of weight decay [N, 3], computed on its device."""
+    step_N = torch.stack(group.steps).double()
+    bias1_N, bias2_N = (1 - beta**step_N for beta in group.betas)
+    lr = group.lr.double() if isinstance(group.lr, Tensor) else group.lr
+    decay_N = torch.ones_like(bias1_N) - lr * group.weight_decay
+    return torch.stack((group.lr / bias1_N, bias2_N.sqrt(), decay_N), dim=1).float()
+
+
+def _update_on_cpu_(group: UpdateGroup, skip: Tensor | None, gradient_scale: Tensor | None) -> None:
     flat: list[tuple[Tensor, ...]] = [
         (w.detach().view(-1), g.detach().reshape(-1), m.view(-1), v.view(-1), step)
-        for w, g, m, v, step in every
-        if not w.is_cuda
+        for w, g, m, v, step in zip(*group[:4], group.steps, strict=True)
     ]
     for batch in _batches(flat):
         w, g, m, v, t = (list(tensors) for tensors in zip(*batch, strict=True))
-        m32, v32 = _as_float32(m), _as_float32(v)
+        g32, m32, v32 = _as_float32(g), _as_float32(m), _as_float32(v)
         torch._fused_adamw_(
             w,
-            _as_float32(g),
+            g32 if gradient_scale is None else list(torch._foreach_mul(g32, gradient_scale)),
             m32,
             v32,
             [],
             t,
-            lr=float(lr),
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=float(group.lr),
+            beta1=group.betas[0],
+            beta2=group.betas[1],
+            weight_decay=group.weight_decay,
+            eps=group.eps,
             amsgrad=False,
             maximize=False,
             found_inf=None if skip is None else skip.float(),
@@ -76,33 +118,9 @@ def adamw_(
         for stored, updated in ((m, m32), (v, v32)):
             if stored is not updated:
                 torch._foreach_copy_(stored, updated)
-
-
-def update_each_(
-    every: list[tuple[Tensor, ...]],
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    skip: Tensor | None = None,
-) -> None:
-    """Update one parameter after the other, as on a GPU: (weight, gradient, m, v, t), in place."""
-    for *tensors, corrections in _with_corrections(every, lr, betas, weight_decay):
-        adamw(*(t.detach() for t in tensors), corrections, *betas, eps, skip)
-
-
-def _with_corrections(
-    every: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], weight_decay: float
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yield each parameter's tensors with the bias corrections of its step, computed on the step's device."""
-    for device in dict.fromkeys(step.device for *_, step in every):
-        there = [tensors for tensors in every if tensors[-1].device == device]
-        step_N = torch.stack([step for *_, step in there]).double()
-        bias1_N, bias2_N = (1 - beta**step_N for beta in betas)
-        decay_N = torch.ones_like(bias1_N) - (lr.double() if isinstance(lr, Tensor) else lr) * weight_decay
-        corrections_N3 = torch.stack((lr / bias1_N, bias2_N.sqrt(), decay_N), dim=1).float()
-        for (*tensors, _), corrections in zip(there, corrections_N3.unbind(), strict=True):
-            yield *tensors, corrections
+    for weight, copy in zip(group.weights, group.copies or group.weights, strict=True):
+        if copy is not weight:
+            overwrite_(copy, weight, skip)
 
 
 def _as_float32(tensors: list[Tensor]) -> list[Tensor]:

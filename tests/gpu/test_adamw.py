@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -24,12 +25,29 @@ def tensors(shape: tuple[int, ...], moments: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("t", [1, 1000])
 def test_the_kernel_equals_its_reference(shape: tuple[int, ...], moments: torch.dtype, t: int):
-    corrections = torch.tensor([3e-3 / (1 - 0.9**t), math.sqrt(1 - 0.95**t), 0.9997])
+    corrections = torch.tensor([[3e-3 / (1 - 0.9**t), math.sqrt(1 - 0.95**t), 0.9997]])
     expected, found = tensors(shape, moments), [x.cuda() for x in tensors(shape, moments)]
-    adamw(*expected, corrections, *SETTINGS)
-    adamw(*found, corrections.cuda(), *SETTINGS)
+    adamw(*([x] for x in expected), [], corrections, *SETTINGS)
+    adamw(*([x] for x in found), [], corrections.cuda(), *SETTINGS)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
+
+
+def test_many_tensors_in_one_call_equal_the_reference():
+    """Aligned and unaligned addresses, BF16 copies, a scale of the gradient."""
+    sizes = [1, 1024, 5, 4096 * 3 + 7, 0, *range(500, 700)]
+    corrections = torch.tensor([[3e-3 / (1 + i), 0.5, 0.9997] for i in range(len(sizes))])
+    found: list[list[Tensor]] = []
+    for device in ("cpu", "cuda"):
+        each = [
+            [t.to(device)[i % 3 :] for t in tensors((size + i % 3,), torch.bfloat16)] for i, size in enumerate(sizes)
+        ]
+        w, g, m, v = ([t.clone() if i % 2 else t for i, t in enumerate(ts)] for ts in zip(*each, strict=True))
+        copies = [torch.zeros_like(t, dtype=torch.bfloat16) for t in w]
+        others = None, torch.tensor(0.7, device=device)
+        adamw(w, g, m, v, copies, corrections.to(device), *SETTINGS, *others)
+        found.append([t.cpu() for t in (*w, *m, *v, *copies)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 @pytest.mark.skipif(
@@ -78,8 +96,11 @@ def test_a_captured_step_follows_gradients_and_the_learning_rate():
         assert all(torch.equal(p, q) for p, q in zip(captured, eager, strict=True)), f"step {t}"
 
 
-@pytest.mark.parametrize("formats", [OptimizerFormats(), OptimizerFormats(exp_avg="float16")], ids=["bf16", "scaled"])
-def test_a_captured_step_reads_the_flag_that_skips_it(formats: OptimizerFormats):
+@pytest.mark.parametrize(
+    "formats", [OptimizerFormats(), OptimizerFormats(exp_avg_sq="float16")], ids=["bf16", "scaled"]
+)
+def test_a_captured_step_reads_the_flag_that_skips_it(exp_avg_sq: Literal["bfloat16", "float16"]):
+    formats = OptimizerFormats(exp_avg_sq=exp_avg_sq)
     params = [nn.Parameter(torch.randn(64, n, device="cuda")) for n in (16, 768)]
     optimizer, skip = AdamW(params, 1e-2, formats=formats), torch.zeros((), dtype=torch.bool, device="cuda")
     for p in params:

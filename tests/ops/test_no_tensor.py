@@ -61,7 +61,7 @@ F8 = ENCODED.to(torch.float8_e4m3fn)
 Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
 
 CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
-    adamw: (FLAT.clone(), FLAT, FLAT.clone(), FLAT.clone(), torch.ones(3), 0.9, 0.9, 1e-8),
+    adamw: ([FLAT.clone()], [FLAT], [FLAT.clone()], [FLAT.clone()], [], torch.ones(1, 3), 0.9, 0.9, 1e-8),
     align_groups: (ENDS, 2),
     attention: (HEADS, HEADS, HEADS, 1.0),
     attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),

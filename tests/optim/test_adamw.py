@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.optim import AdamW, param_groups, update
+from octile.optim.gradient import gradient_of, multiply_
 from tests.optim.conftest import ALL_FORMATS, FP32_MOMENTS, backward, bits, parameters, same_bits, train
 
 
@@ -42,7 +43,8 @@ def test_the_update_that_a_gpu_runs_equals_torchs(lr_is_tensor):
         t += 1
         theirs.grad = torch.randn(50)
         rate = torch.tensor(lr) if lr_is_tensor else lr
-        update.update_each_([(ours, theirs.grad, *moments, t)], rate, betas, eps, weight_decay)
+        lists = ([tensor] for tensor in (ours, theirs.grad, *moments))
+        update.update_together_([update.UpdateGroup(*lists, [], [t], rate, betas, eps, weight_decay)])
         optimizer.step()
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
 
@@ -118,6 +120,21 @@ def test_a_step_that_may_skip_and_does_not_equals_any_other(formats):
 def test_refuses_a_flag_of_another_dtype_or_shape(skip, error, message):
     with pytest.raises(error, match=message):
         AdamW(parameters(), 1e-2).step(skip=skip)
+
+
+@ALL_FORMATS
+def test_a_scale_of_the_gradient_equals_multiplied_gradients(formats):
+    params, others = parameters(), parameters()
+    optimizer, other = AdamW(params, 1e-2, formats=formats), AdamW(others, 1e-2, formats=formats)
+    factor = torch.tensor(0.25)
+    for step in range(3):
+        for model, its_optimizer in ((params, optimizer), (others, other)):
+            its_optimizer.zero_grad()
+            backward(model, step)
+        optimizer.step(gradient_scale=factor)
+        multiply_([gradient_of(p) for p in others], factor)
+        other.step()
+    assert same_bits(params, others)
 
 
 def test_weight_decay_is_decoupled():

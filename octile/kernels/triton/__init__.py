@@ -16,6 +16,7 @@ shapes, so every launch can be captured in a CUDA graph.
     norm              RMSNorm and its gradients, fused with quantization
     rope              rotary position embedding of latent attention
     permute           rows of tokens to their experts and back
+    tensor_table      addresses of many tensors, for kernels that work on all of them
     adamw             AdamW
     k_loop            the loop over k-blocks of all GEMMs, with scales applied at every k-block
     matmul            dense GEMM, a · bᵀ

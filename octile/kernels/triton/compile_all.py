@@ -95,6 +95,11 @@ def _cases() -> dict[str, Callable[[], object]]:
     rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
     ragged = _empty(700, 1000, dtype=fp32)  # elements of such a layout are loaded one by one
 
+    def optimizer_step(gradient: torch.dtype, copies: list[Tensor], *flag_and_scale: Tensor) -> None:
+        weights, gradients, m, v = ([_empty(n, k, dtype=dtype)] for dtype in (fp32, gradient, bf16, bf16))
+        corrections = _empty(1, 3, dtype=fp32)
+        adamw.launch(weights, gradients, m, v, copies, corrections, 0.9, 0.95, 1e-8, *flag_and_scale)
+
     def dense(
         block: Block, dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False, of_x: Block = TILE
     ) -> None:
@@ -170,16 +175,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         "rotate": lambda: rope.launch(heads, cos, cos),
         "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), cos, cos, 128),
         "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), cos, cos),
-        "AdamW": lambda: adamw.launch(
-            _empty(n, k, dtype=fp32),
-            _empty(n, k, dtype=fp32),
-            _empty(n, k),
-            _empty(n, k),
-            _empty(3, dtype=fp32),
-            0.9,
-            0.95,
-            1e-8,
-            _empty(dtype=torch.bool),
+        "AdamW": lambda: optimizer_step(fp32, []),
+        "AdamW of BF16 parameters, scaled, skipped": lambda: optimizer_step(
+            bf16, [_empty(n, k)], _empty(dtype=torch.bool), _empty(dtype=fp32)
         ),
         "x · wᵀ": lambda: dense(BLOCK, E4M3, k),
         "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
