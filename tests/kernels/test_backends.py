@@ -45,7 +45,7 @@ def chosen(monkeypatch):
 def test_hopper_gets_the_cuda_kernel(name, monkeypatch):
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
     with pytest.raises(Chosen, match=f"^{name}$"):
-        backends.run(name, *CALLS[name](torch.zeros(5, 128)))
+        backends.run(name, *CALLS[name](torch.zeros(5, 1024)))
 
 
 @pytest.mark.usefixtures("chosen")
@@ -68,6 +68,24 @@ def test_other_gpus_and_other_layouts_get_the_triton_kernel(monkeypatch):
     assert backends.run("quantize", *CALLS["quantize"](torch.zeros(5, 128))) == "Triton"
     monkeypatch.setattr(request, "why_not_on", lambda _: None)
     assert backends.run("quantize", *CALLS["quantize"](torch.zeros(5, 130))) == "Triton"
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize(("columns", "values"), [(512, False), (256, True)])
+def test_the_norm_of_narrow_rows_gets_the_triton_kernel(columns: int, values: bool, monkeypatch):
+    pytest.importorskip("triton")
+    from octile.kernels.triton import norm
+
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
+    monkeypatch.setattr(norm, "launch", lambda *_: "Triton")
+    wider = columns + 8
+    assert backends.run("rms_norm_quantize", *_norm(columns, values)) == "Triton"
+    with pytest.raises(Chosen):
+        backends.run("rms_norm_quantize", *_norm(wider, values))
+
+
+def _norm(columns: int, values: bool) -> tuple[object, ...]:
+    return torch.zeros(5, columns), torch.ones(columns), 1e-6, E4M3, False, values
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
