@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, TextIO, TypeVar, get_args
 
 from octile import __version__
 from octile.extras import require
-from octile.models.config import ModelConfig
+from octile.models.config import ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Stopped, Terminated, terminable
 from octile.validation import Dataclass, annotations_of
@@ -43,6 +43,8 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
 OPTIONAL_NUMBER_ERROR = re.compile(
     r"no type matching \{None\}\|(INT|FLOAT)(?:\|.*)? could be instantiated from \[(.*)\]"
 )
+
+RunForm = TypeVar("RunForm", "Train", "Compare")
 
 USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -76,7 +78,7 @@ def train(arguments: list[str]) -> None:
 
             default = fine_tuning(default, Path(begin))
     names = [f.name for f in fields(TrainConfig)]
-    options = _parse(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
+    options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.run import observer
     from octile.train.console import RunConsole
     from octile.train.loop import train as run
@@ -90,7 +92,7 @@ class Compare:
     """Train BF16 with two or more seeds (the noise band) and each recipe from the same weights on the same batches.
 
     Attributes:
-        preset: tiny, small, v2_lite_16b, v2_236b or v3_671b.
+        preset: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
         recipes: names of recipes, separated by commas.
         steps: steps of each run.
         sequence_length: tokens per sequence.
@@ -138,7 +140,7 @@ def compare(arguments: list[str]) -> None:
     else:
         config = preset("tiny" if name is None else name)
     default = Compare(**{name: getattr(config, name) for name in SHARED}, **begun_with)
-    options = _parse(Compare, arguments, "compare", default)
+    options = _parse_run(Compare, arguments, "compare", default)
     if not options.recipes.replace(",", "").strip():
         raise ValueError("recipes is empty: name recipes, separated by commas")
     config = replace(config, **{name: getattr(options, name) for name in SHARED})
@@ -339,6 +341,29 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
         option = f"--{name.replace('_', '-')}"
         if Path in (annotation, *get_args(annotation)) and _value_of(option, arguments) == "":
             raise ValueError(f"{option} is empty: name a path")  # Path("") is the current folder
+    return options
+
+
+def _parse_run(form: type[RunForm], arguments: list[str], command: str, default: RunForm) -> RunForm:
+    """Read arguments into a dataclass that contains a model.
+
+    tyro has no options for the fields of a dataclass that is None. A model without YaRN is therefore shown to it with
+    YaRN's factor of 1, which changes nothing.
+
+    Raises:
+        ValueError: as for `_parse`, or an option of YaRN has no effect.
+    """
+    model = default.model
+    if model.rope_scaling is not None:
+        return _parse(form, arguments, command, default)
+    without = RopeScaling(factor=1.0, original_max_position_embeddings=model.max_position_embeddings)
+    shown = replace(default, model=replace(model, rope_scaling=without))
+    options = _parse(form, arguments, command, shown)
+    rope = options.model.rope_scaling
+    if rope == without:
+        return replace(options, model=replace(options.model, rope_scaling=None))
+    if rope is not None and rope.factor == 1:
+        raise ValueError("model.rope_scaling has no effect with a factor of 1: add --model.rope-scaling.factor N")
     return options
 
 

@@ -14,7 +14,7 @@ import torch
 import octile.cli
 from octile.checkpoint.hugging_face import save
 from octile.cli import COMMANDS, main
-from octile.models.config import ModelConfig
+from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.compare import Comparison
 from octile.train.config import preset
@@ -216,6 +216,30 @@ def test_the_last_out_is_the_run_that_is_resumed(begun, tmp_path):
     for options in (("--out", first, "--out", last), ("--out", first, f"--out={last}")):
         config = begun("--resume", *options)
         assert (config.out, config.steps) == (tmp_path / "12", 12)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "medium", "v3_671b"])
+def test_no_preset_trains_with_yarn(begun, name):
+    assert begun("--preset", name).model.rope_scaling is None
+
+
+def test_options_turn_yarn_on(begun):
+    config = begun("--model.max-position-embeddings", "8192", "--model.rope-scaling.factor", "4")
+    assert config.model.rope_scaling == RopeScaling(factor=4.0, original_max_position_embeddings=2048)
+    config = begun("--model.rope-scaling.factor", "2", "--model.rope-scaling.original-max-position-embeddings", "1024")
+    assert config.model.rope_scaling == RopeScaling(factor=2.0, original_max_position_embeddings=1024)
+
+
+def test_a_run_with_yarn_is_resumed_with_it(begun, tmp_path):
+    model = replace(ModelConfig.tiny(), rope_scaling=RopeScaling(factor=1.0))
+    RunFolder(tmp_path).write_config(replace(preset("tiny"), model=model, out=tmp_path))
+    assert begun("--resume", "--out", str(tmp_path)).model == model
+
+
+@pytest.mark.usefixtures("begun")
+def test_an_option_of_yarn_without_its_factor_is_refused(capsys):
+    line = refused(capsys, "train", "--model.rope-scaling.mscale", "0.7")
+    assert "model.rope_scaling has no effect with a factor of 1: add --model.rope-scaling.factor N" in line
 
 
 @pytest.mark.usefixtures("begun")
@@ -568,7 +592,7 @@ def numeric_options(config, prefix=""):
             yield f"{prefix}{name}".replace("_", "-")
 
 
-NUMERIC = list(numeric_options(preset("tiny")))
+NUMERIC = list(numeric_options(replace(preset("tiny"), model=replace(ModelConfig.tiny(), rope_scaling=RopeScaling()))))
 
 
 def test_every_numeric_option_is_tried():

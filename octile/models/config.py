@@ -1,7 +1,7 @@
 """The shape of a model, under the names that Hugging Face configurations use.
 
 `ModelConfig` imports no torch, so a planner or a command line reads it in a millisecond.  Its presets are the published
-models, and two small models of the same architecture: `tiny` for a laptop, `small` for one GPU.
+models, and three smaller models of the same architecture: `tiny` for a laptop, `small` and `medium` for one GPU.
 
 Sources: the configurations published with DeepSeek-V2, V2-Lite and V3; DeepSeek-V3 (arXiv 2412.19437) §4.2.
 """
@@ -33,6 +33,10 @@ class RopeScaling:
 
     Rotary pairs with more than `beta_fast` full rotations within the original length keep their frequency, those with
     less than `beta_slow` are slowed down by `factor`, the others are interpolated.  Source: arXiv 2309.00071.
+
+    Attributes:
+        factor: how many times longer the context is than the original; 1 changes nothing.
+        original_max_position_embeddings: tokens of the context before YaRN.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range.
@@ -185,7 +189,7 @@ class ModelConfig:
             n_group=4,
             topk_group=2,
             max_position_embeddings=2048,
-            rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=512),
+            rope_scaling=None,
             initializer_range=0.02,
         )
 
@@ -206,8 +210,33 @@ class ModelConfig:
             num_experts_per_tok=4,
             n_group=4,
             topk_group=2,
-            max_position_embeddings=16384,
-            rope_scaling=RopeScaling(factor=4.0),
+            max_position_embeddings=4096,
+            rope_scaling=None,
+            initializer_range=0.02,
+        )
+
+    @classmethod
+    def medium(cls) -> ModelConfig:
+        """About 2B parameters, 0.5B active, for one GPU of 80 GB or more.
+
+        Every side of its GEMMs is a multiple of 128, but the 576 of the latent with the rotary key, as in DeepSeek's.
+        """
+        return cls(
+            vocab_size=32768,
+            hidden_size=2048,
+            intermediate_size=8192,
+            moe_intermediate_size=512,
+            num_hidden_layers=9,
+            first_k_dense_replace=1,
+            num_attention_heads=16,
+            q_lora_rank=768,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            n_group=1,
+            topk_group=1,
+            max_position_embeddings=4096,
+            rope_scaling=None,
             initializer_range=0.02,
         )
 
@@ -266,6 +295,7 @@ class ModelConfig:
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "tiny": ModelConfig.tiny,
     "small": ModelConfig.small,
+    "medium": ModelConfig.medium,
     "v2_lite_16b": ModelConfig.v2_lite_16b,
     "v2_236b": ModelConfig.v2_236b,
     "v3_671b": ModelConfig.v3_671b,

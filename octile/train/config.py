@@ -272,16 +272,38 @@ def small() -> TrainConfig:
     )
 
 
+def medium() -> TrainConfig:
+    """A run with about 2B parameters on one GPU of 80 GB or more; the learning rate is DeepSeek-V2-Lite's.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434) appendix B.
+    """
+    return TrainConfig(
+        preset="medium",
+        steps=2000,
+        checkpoint_every=500,
+        validate_every=200,
+        batch_size=32,
+        micro_batches=4,
+        sequence_length=4096,
+        model=MODELS["medium"](),
+        optim=OptimConfig(lr=4.2e-4),
+    )
+
+
 def published(preset: str) -> TrainConfig:
-    """A run of a published model with DeepSeek-V3's schedule and a constant batch that fits one host."""
+    """A run of a published model with DeepSeek-V3's schedule and a constant batch that fits one host.
+
+    Like the published runs, it has sequences of 4,096 tokens and no YaRN, which extends the context afterwards.
+    """
     model = MODELS[preset]()
+    length = min(4096, model.max_position_embeddings)
     config = TrainConfig(
         preset=preset,
         steps=1000,
         batch_size=8,
         micro_batches=8,
-        sequence_length=min(4096, model.max_position_embeddings),
-        model=model,
+        sequence_length=length,
+        model=replace(model, rope_scaling=None, max_position_embeddings=length),
     )
     return published_schedule(config)
 
@@ -337,7 +359,7 @@ def preset(name: str) -> TrainConfig:
     """
     if name not in MODELS:
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(MODELS)}")
-    own = {"tiny": tiny, "small": small}
+    own = {"tiny": tiny, "small": small, "medium": medium}
     return own[name]() if name in own else published(name)
 
 

@@ -6,10 +6,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
+from octile.models.deepseek_v3 import DeepseekV3
 
 PUBLISHED_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -140,6 +143,13 @@ def test_a_preset_survives_its_file(name, tmp_path):
     config = PRESETS[name]()
     config.write(tmp_path / "config.json")
     assert replace(ModelConfig.read(tmp_path / "config.json"), extra={}) == config
+
+
+def test_the_sides_of_the_medium_presets_gemms_are_multiples_of_128():
+    with torch.device("meta"):
+        layers = [module for module in DeepseekV3(ModelConfig.medium()).modules() if isinstance(module, nn.Linear)]
+    sides = {side for layer in layers for side in layer.weight.shape}
+    assert {side for side in sides if side % 128} == {576}  # the latent with the rotary key, as in DeepSeek's models
 
 
 def test_transformers_5_spelling_of_rotary_positions_is_read():

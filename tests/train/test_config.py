@@ -21,7 +21,7 @@ def test_every_preset_survives_a_round_trip_through_json(name):
 
 
 def test_an_unknown_preset_is_refused_with_the_names_that_exist():
-    with pytest.raises(ValueError, match=r"unknown preset 'huge'.*tiny, small, v2_lite_16b"):
+    with pytest.raises(ValueError, match=r"unknown preset 'huge'.*tiny, small, medium, v2_lite_16b"):
         preset("huge")
 
 
@@ -81,7 +81,7 @@ def test_json_that_is_not_a_configuration_is_refused():
         (("optim", "lr"), float("inf"), "optim.lr must be finite, not inf"),
         (("optim",), [], r"optim must be an object, not \[\]"),
         (("model", "rope_theta"), 1, "rope_theta must be above 1, not 1"),
-        (("model", "rope_scaling", "factor"), 0, "rope_scaling.factor must be at least 1, not 0"),
+        (("model", "rope_scaling"), {"factor": 0}, "rope_scaling.factor must be at least 1, not 0"),
         (("model", "hidden_size"), 10**18, "hidden_size must be at most 1,048,576, not 10{18}"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",

@@ -350,7 +350,7 @@ def _differences(config, default, path=""):
         value, default_value = getattr(config, field.name), getattr(default, field.name)
         if dataclasses.is_dataclass(value):
             yield from _differences(value, default_value, f"{path}{field.name}.")
-        elif value != default_value and field.name != "rope_scaling":  # the command line cannot set it to None
+        elif value != default_value:
             yield path + field.name, value
 
 

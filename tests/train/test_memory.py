@@ -8,6 +8,7 @@ import torch
 
 from octile.train import memory
 from octile.train.config import preset
+from octile.train.cpu_memory import estimate_need
 from octile.train.memory import check_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -24,6 +25,10 @@ def test_a_model_larger_than_the_machine_is_refused_with_both_sizes(monkeypatch)
 
 def test_a_model_that_may_fit_is_accepted():
     check_memory(preset("tiny"), CPU)
+
+
+def test_the_medium_preset_fits_one_h200_with_room():
+    assert estimate_need(preset("medium")).total < 0.6 * 139 * 2**30  # in FP32, which is more than a GPU's BF16
 
 
 def test_fp8_optimizer_states_need_less(monkeypatch):
