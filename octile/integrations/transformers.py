@@ -23,6 +23,7 @@ from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import quantize_block_input
+from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
 from octile.nn.gate import count_tokens
 from octile.nn.linear import RecipeHolder, history_for
@@ -120,7 +121,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     else:
         x_RD = dispatcher.dispatch(hidden_states, plan)
         histories = holder.gate_up_history, holder.down_history
-        y_RD = experts_layers(x_RD, plan.offs_E, gate_up, down, recipe, *histories, experts._apply_gate)
+        activation = swiglu if holder.has_swiglu else experts._apply_gate
+        y_RD = experts_layers(x_RD, plan.offs_E, gate_up, down, recipe, *histories, activation)
         y_TD = dispatcher.combine(y_RD, top_k_weights, plan)
     return y_TD.to(hidden_states.dtype)
 

@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from octile.nn.linear import Linear, check_recipe
-from octile.nn.mlp import MLP
+from octile.nn.fused.fusion import FusableModule
+from octile.nn.fused.shared_quantization import share_among_children
+from octile.nn.linear import Linear, check_recipe, with_class
+from octile.nn.mlp import SwiGLU
 from octile.nn.moe import Experts
+from octile.nn.structure import swiglu_class
 from octile.recipe import Recipe
 
 log = logging.getLogger("octile")
@@ -43,7 +46,9 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
     Output heads, gates, the MTP projection and weights tied to an embedding are not converted, nor is anything that is
     not a linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, get the
     recipe, and so do the stacked experts of transformers (`octile.integrations.transformers`); other stacked weights
-    [E, N, K] are not converted and count as E layers. The summary ("converted n of m
+    [E, N, K] are not converted and count as E layers. A module that computes SwiGLU of three converted layers, or of
+    two with gate and up in one, becomes an `MLP` or `GateUpMLP` of the same layers; layers of one module that read its
+    input, such as attention's q, k and v, quantize it once. The summary ("converted n of m
     linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
@@ -106,6 +111,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
             replacements[module] = module
             skipped.update({STACKED: _stacked(module)})
 
+    model = _fuse(model, named)
     total = converted + skipped.total()
     if total == 0:
         raise ValueError(f"model {type(model).__name__} has no linear layer to convert")
@@ -118,9 +124,24 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     exceptions = f" (exceptions: {len(recipe.exceptions)})" if recipe.exceptions else ""
     summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
-    if recipe.has_smooth_swiglu and not any(isinstance(module, MLP | Experts) for module in model.modules()):
+    if recipe.has_smooth_swiglu and not any(isinstance(module, SwiGLU | Experts) for module in model.modules()):
         summary += "; nothing is smoothed, no octile.nn.MLP or Experts was found"
     object.__setattr__(model, "conversion_summary", summary)
+    return model
+
+
+def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
+    """Have other people's modules compute their converted layers together, where octile's own modules do so."""
+    replacements: dict[nn.Module, nn.Module] = {}
+    for name, module in named:
+        layers = [child for child in module._modules.values() if isinstance(child, Linear)]
+        if isinstance(module, FusableModule | nn.Sequential) or len(layers) < 2:
+            continue
+        kind = swiglu_class(module)
+        if kind is not None and all(isinstance(module._modules[layer], Linear) for layer in kind.fusable_layers):
+            model = _replace(model, name, replacements.setdefault(module, with_class(kind, module)))
+        elif name and len({layer.in_features for layer in layers}) < len(layers):
+            share_among_children(module)
     return model
 
 

@@ -11,6 +11,7 @@ from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe | None)
+M = TypeVar("M", bound=nn.Module)
 _recipe_changes = 0  # assignments of recipes: after one, modules decide again what is fused
 
 
@@ -78,9 +79,7 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> "Linear":
         """Make a layer that shares the parameters of `linear`, its hooks and its other attributes."""
-        converted = cls.__new__(cls)
-        own = {name: linear.__dict__[name].copy() for name in ("_parameters", "_buffers", "_modules")}
-        converted.__dict__ = linear.__dict__ | own
+        converted = with_class(cls, linear)
         converted.use_recipe(recipe)
         return converted
 
@@ -100,6 +99,14 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
     def extra_repr(self) -> str:
         """The arguments of `nn.Linear` and the name of the recipe, for the printed module."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def with_class(cls: type[M], module: nn.Module) -> M:
+    """Make a module of a class that shares the parameters, submodules, hooks and other attributes of `module`."""
+    made = cls.__new__(cls)
+    own = {name: module.__dict__[name].copy() for name in ("_parameters", "_buffers", "_modules")}
+    made.__dict__ = module.__dict__ | own
+    return made
 
 
 def history_for(recipe: Recipe | None, weight: Tensor) -> AmaxHistory | None:

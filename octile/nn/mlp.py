@@ -1,5 +1,7 @@
 """The feed-forward layer: SwiGLU, down(silu(gate(x)) · up(x)).  Source: Shazeer (arXiv 2002.05202)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
@@ -13,7 +15,39 @@ from octile.nn.smooth_swiglu import power_of_2_at_least
 from octile.recipe import Recipe
 
 
-class MLP(FusableModule):
+class SwiGLU(FusableModule):
+    """What `MLP` and `GateUpMLP` share: the data flow, and the decision whether it is one function."""
+
+    down_proj: nn.Linear
+
+    def forward(self, x: Tensor | BlockInput) -> Tensor:
+        """Compute the layer of x, or of the second result of `octile.nn.pre_norm`."""
+        x = self.fused_input(x)
+        if isinstance(x, BlockInput):
+            weights = [getattr(self, name).weight for name in self.fusable_layers]
+            return feed_forward(x, weights, result_dtype(x.x)).view(x.shape)
+
+        h = swiglu(*self.projections(x))
+        down = self.down_proj
+        if isinstance(down, Linear) and down.recipe.has_smooth_swiglu:
+            scale_I = power_of_2_at_least(h.detach().abs().flatten(0, -2).amax(0))
+            return down((h / scale_I).to(h.dtype), scale_I)
+        return down(h)
+
+    def projections(self, x: Tensor) -> Sequence[Tensor]:
+        """Compute gate and up of x in high precision, as two tensors or as one with the gate's channels first."""
+        raise NotImplementedError
+
+    def decide_fusion(self) -> Fusion | None:
+        """Return how the projections are fused, or None if they are called one after the other."""
+
+        def can_fuse(recipe: Recipe) -> bool:
+            return recipe.can_fuse_swiglu and can_fuse_size(self.down_proj.in_features)
+
+        return fuse_linear(*[getattr(self, name) for name in self.fusable_layers], can_fuse=can_fuse)
+
+
+class MLP(SwiGLU):
     """SwiGLU, with parameters named as in the published checkpoints: x [..., hidden_size] → [..., hidden_size].
 
     Under a recipe that says how SwiGLU's inputs are saved, and with an intermediate_size that is a multiple of 128, its
@@ -29,24 +63,21 @@ class MLP(FusableModule):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor | BlockInput) -> Tensor:
-        """Compute the layer of x, or of the second result of `octile.nn.pre_norm`."""
-        x = self.fused_input(x)
-        if isinstance(x, BlockInput):
-            weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-            return feed_forward(x, *weights, result_dtype(x.x)).view(x.shape)
+    def projections(self, x: Tensor) -> Sequence[Tensor]:
+        """Compute gate and up of x, which is quantized once for both."""
+        return shared_quantization(x, self.gate_proj, self.up_proj)
 
-        h = swiglu(*shared_quantization(x, self.gate_proj, self.up_proj))
-        down = self.down_proj
-        if isinstance(down, Linear) and down.recipe.has_smooth_swiglu:
-            scale_I = power_of_2_at_least(h.detach().abs().flatten(0, -2).amax(0))
-            return down((h / scale_I).to(h.dtype), scale_I)
-        return down(h)
 
-    def decide_fusion(self) -> Fusion | None:
-        """Return how the three projections are fused, or None if they are called one after the other."""
+class GateUpMLP(SwiGLU):
+    """`MLP` with gate and up in one layer, gate_up_proj, whose first intermediate_size outputs are the gate's."""
 
-        def can_fuse(recipe: Recipe) -> bool:
-            return recipe.can_fuse_swiglu and can_fuse_size(self.down_proj.in_features)
+    fusable_layers = ("gate_up_proj", "down_proj")
 
-        return fuse_linear(self.gate_proj, self.up_proj, self.down_proj, can_fuse=can_fuse)
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def projections(self, x: Tensor) -> Sequence[Tensor]:
+        """Compute gate and up of x by one GEMM."""
+        return (self.gate_up_proj(x),)

@@ -7,8 +7,16 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
@@ -32,31 +40,56 @@ def test_stacked_experts(name: str, intermediate: int, compiled: bool):
     assert_close(found, results(module, *batch), WORST)
 
 
-def qwen3_moe() -> Qwen3MoeForCausalLM:
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+MOE = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "phi3": (Phi3ForCausalLM, Phi3Config(**SIZES)),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **MOE)),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-    return apply_recipe(Qwen3MoeForCausalLM(config).bfloat16().cuda())
+    kind, config = MODELS[name]
+    return apply_recipe(kind(copy.deepcopy(config)).bfloat16()).train()
 
 
+def batch() -> Tensor:
+    return torch.randint(512, (2, 128), generator=torch.Generator().manual_seed(1))
+
+
+@every_model
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_loss_and_gradients_agree_with_the_cpu(name: str, compiled: bool):
+    model, tokens = make(name), batch()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    gpu = on_gpu(make(name))
+    call = torch.compile(gpu) if compiled else gpu
+    call(input_ids=tokens.cuda(), labels=tokens.cuda()).loss.backward()
+    for (key, found), expected in zip(gpu.named_parameters(), model.parameters(), strict=True):
+        difference = (found.grad.cpu().float() - expected.grad.float()).norm()
+        assert difference <= 0.1 * expected.grad.float().norm(), key
+
+
+@every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_trains_as_the_eager_one(checkpointing: bool):
+def test_a_compiled_model_trains_as_the_eager_one(name: str, checkpointing: bool):
     losses = {}
     for compiled in (False, True):
-        model = qwen3_moe().train()
+        model = on_gpu(make(name))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        tokens = torch.randint(512, (2, 128), generator=torch.Generator().manual_seed(1)).cuda()
+        tokens = batch().cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         call = torch.compile(model) if compiled else model
         losses[compiled] = []

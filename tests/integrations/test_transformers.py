@@ -15,12 +15,26 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -31,6 +45,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from octile.integrations.transformers import NAME
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import end_step
+from octile.nn.mlp import SwiGLU
+from octile.nn.observer import observe_quantization
 from octile.recipe import Recipe
 
 T, D, E, K, I = 37, 64, 4, 2, 128
@@ -305,6 +321,82 @@ def test_torch_compile_has_the_same_results_without_graph_breaks():
     expected = results(module, *batch)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert_close({name.removeprefix("_orig_mod."): t for name, t in results(compiled, *batch).items()}, expected, 1e-6)
+
+
+# SwiGLU and attention's inputs
+
+DENSE_SIZES = {**SIZES, "intermediate_size": I, "pad_token_id": 0}
+DENSE = {
+    "llama": LlamaForCausalLM(LlamaConfig(**DENSE_SIZES)),
+    "qwen2": Qwen2ForCausalLM(Qwen2Config(**DENSE_SIZES)),
+    "qwen3": Qwen3ForCausalLM(Qwen3Config(**DENSE_SIZES, head_dim=32)),
+    "mistral": MistralForCausalLM(MistralConfig(**DENSE_SIZES)),
+    "olmo2": Olmo2ForCausalLM(Olmo2Config(**DENSE_SIZES)),
+    "glm": GlmForCausalLM(GlmConfig(**DENSE_SIZES, head_dim=32)),
+    "phi3": Phi3ForCausalLM(Phi3Config(**DENSE_SIZES)),
+}
+every_dense_model = pytest.mark.parametrize("name", DENSE)
+
+
+def step(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and all gradients of one step."""
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@every_dense_model
+def test_swiglu_is_fused(name):
+    model = apply_recipe(copy.deepcopy(DENSE[name]))
+    layers = [layer.mlp for layer in model.model.layers]
+    assert all(isinstance(layer, SwiGLU) and layer.fusion() is not None for layer in layers)
+
+
+@every_dense_model
+def test_a_fused_model_has_the_names_and_parameters_of_the_model(name):
+    model = copy.deepcopy(DENSE[name])
+    before = dict(model.named_parameters())
+    after = dict(apply_recipe(model).named_parameters())
+    assert list(after) == list(before)
+    assert all(after[key] is before[key] for key in before)
+
+
+@every_dense_model
+def test_in_high_precision_a_converted_model_computes_the_same(name):
+    model = copy.deepcopy(DENSE[name])
+    expected_loss, expected = step(model)
+    loss, found = step(apply_recipe(model, EXACT))
+    torch.testing.assert_close(loss, expected_loss)
+    assert_close(found, expected, 1e-4)
+
+
+@every_dense_model
+def test_in_fp8_gradients_are_near_those_of_the_model(name):
+    model = copy.deepcopy(DENSE[name])
+    expected_loss, expected = step(model)
+    loss, found = step(apply_recipe(model))
+    torch.testing.assert_close(loss, expected_loss, rtol=0.01, atol=0)
+    assert_close(found, expected, 0.35)  # of the first layer's weights: errors of all layers add up
+
+
+@every_dense_model
+def test_a_block_quantizes_each_input_once(name):
+    """Attention's input, its output, the input of SwiGLU; SwiGLU's output is quantized as it is computed."""
+    model, operands = apply_recipe(copy.deepcopy(DENSE[name])), []
+    with torch.no_grad(), observe_quantization(lambda operand, q: operands.append(operand)):
+        model(input_ids=torch.zeros(1, 8, dtype=torch.int64))
+    assert operands.count("x") == 4 * len(model.model.layers)
+
+
+def test_the_inputs_of_latent_attention_are_quantized_once():
+    """Of both compressions together, of both expansions, of the output, of SwiGLU or of experts, and its output."""
+    model, operands = apply_recipe(make("deepseek_v3")), []
+    with torch.no_grad(), observe_quantization(lambda operand, q: operands.append(operand)):
+        model(input_ids=torch.zeros(1, 8, dtype=torch.int64))
+    dense, mixture = 6, 8  # which has a shared expert, too
+    assert operands.count("x") == dense + mixture
 
 
 # What cannot be converted

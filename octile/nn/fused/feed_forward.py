@@ -58,10 +58,14 @@ def can_fuse_size(intermediate_size: int) -> bool:
     return intermediate_size % TILE[1] == 0
 
 
-def feed_forward(x: BlockInput, gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute a dense layer with weights gate and up [I, D] and down [D, I]: [T, D] in dtype."""
-    s = settings(x.recipe, dtype, (gate, up, down), x.x)
-    return _FeedForward.apply(x.x, None, None, x, None, s, gate, up, down)
+def feed_forward(x: BlockInput, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Compute a dense layer: [T, D] in dtype.
+
+    Args:
+        weights: gate and up [I, D], or gate_up [2I, D], the gate's rows first; and down [D, I].
+    """
+    s = settings(x.recipe, dtype, weights, x.x)
+    return _FeedForward.apply(x.x, None, None, x, None, s, *weights)
 
 
 class Routed(NamedTuple):
@@ -91,7 +95,7 @@ def experts_feed_forward(
 
 
 class _FeedForward(torch.autograd.Function):
-    """A dense layer, whose weights are gate, up and down, or experts, whose weights are gate_up and down."""
+    """A dense layer, whose weights are gate, up and down, or gate_up and down; or experts with gate_up and down."""
 
     @staticmethod
     def forward(

@@ -5,9 +5,11 @@ quantized it, it would be quantized twice and saved for backward twice. Delayed 
 an amax history of its own.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +17,75 @@ from torch import Tensor, nn
 T = TypeVar("T")
 Shared = dict[Hashable, Any]  # what was computed from an input, by how it was computed
 
-_input: ContextVar[tuple[Tensor, Shared] | None] = ContextVar("_input", default=None)
+
+class _Input(NamedTuple):
+    """An input x that layers share.
+
+    Attributes:
+        x: the input; None: none is shared.
+        version: of x, which writing to x changes.
+        shared: what was computed from x.
+        module: whose layers they are, if it calls them itself.
+        outer: the input that was shared before.
+    """
+
+    x: Tensor | None
+    version: int
+    shared: Shared
+    module: nn.Module | None = None
+    outer: _Input | None = None
+
+
+_input: ContextVar[_Input | None] = ContextVar("_input", default=None)
 
 
 def shared_quantization(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Return layer(x) of each layer, quantizing x once for all layers with the same format."""
     if torch.compiler.is_compiling():  # the compiler finds the common subexpression itself
         return [layer(x) for layer in layers]
-    token = _input.set((x, {}))
+    token = _input.set(_Input(x, _version(x), {}))
     try:
         return [layer(x) for layer in layers]
     finally:
         _input.reset(token)
 
 
+def share_among_children(module: nn.Module) -> None:
+    """Have the layers of a module quantize once what is an input of the module and of several of them.
+
+    For a module of another library, whose forward pass calls these layers itself, such as attention's q, k and v. It
+    gets two hooks, which do nothing while `torch.compile` traces it. A second call changes nothing.
+    """
+    if _begin not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_begin, with_kwargs=True)
+        module.register_forward_hook(_end, always_call=True)
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    x = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    x = None if x is None or x.is_inference() else x  # whose writes are not counted
+    _input.set(_Input(x, 0 if x is None else _version(x), {}, module, _input.get()))
+
+
+def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    current = None if torch.compiler.is_compiling() else _input.get()
+    if current is not None and current.module is module:
+        _input.set(current.outer)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
 def shared_by_layers(x: Tensor) -> Shared | None:
-    """Return the results that the layers which `shared_quantization` calls on x share; None for any other x."""
+    """Return what the layers share that are called on x by one module; None for any other x, or one written since."""
     if torch.compiler.is_compiling():
         return None
     current = _input.get()
-    return current[1] if current is not None and current[0] is x else None
+    is_shared = current is not None and current.x is x and current.version == _version(x)
+    return current.shared if current is not None and is_shared else None
 
 
 def compute_once(shared: Shared | None, key: Hashable, compute: Callable[[], T]) -> T:

@@ -1,12 +1,16 @@
 """Tests of shared quantization: layers called together compute what each computes alone, and quantize once."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from octile.nn.conversion import convert
-from octile.nn.fused.shared_quantization import shared_quantization
+from octile.nn.fused.shared_quantization import share_among_children, shared_by_layers, shared_quantization
 from octile.nn.linear import Linear
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
@@ -105,3 +109,109 @@ def test_compiled_without_a_graph_break_they_compute_the_same():
     torch.manual_seed(0)
     mlp, x = convert(MLP(K, 32)), x_of(4).detach()
     assert torch.equal(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), mlp(x))
+
+
+# Layers that another library's module calls itself
+
+
+class Attention(nn.Module):
+    """Two projections of the input and one of another tensor."""
+
+    def __init__(self, name: str = "deepseek_v3"):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = layers(name, 3)
+
+    def forward(self, hidden_states: Tensor, other: Tensor, write: bool = False) -> Tensor:
+        q = self.q_proj(hidden_states)
+        if write:
+            with torch.no_grad():
+                hidden_states.mul_(0.5)
+        return q + self.k_proj(hidden_states) + self.v_proj(other)
+
+
+def inputs_quantized(call) -> int:
+    count = []
+    with observe_quantization(lambda operand, q: count.append(operand) if operand == "x" else None):
+        call()
+    return len(count)
+
+
+def test_children_of_a_module_quantize_its_input_once():
+    attention, x, other = Attention(), x_of(5), x_of(5)
+    share_among_children(attention)
+    assert inputs_quantized(lambda: attention(x, other)) == 2
+    assert inputs_quantized(lambda: attention(hidden_states=x, other=other)) == 2
+
+
+def test_children_compute_what_they_do_alone():
+    results = []
+    for share in (False, True):
+        attention, x, other = Attention(), x_of(5), x_of(5)
+        if share:
+            share_among_children(attention)
+        y = attention(x, other)
+        y.sum().backward()
+        results.append([y, x.grad, other.grad, attention.q_proj.weight.grad, attention.k_proj.weight.grad])
+    assert all(torch.equal(alone, shared) for alone, shared in zip(*results, strict=True))
+
+
+def test_an_input_that_was_written_between_two_layers_is_quantized_again():
+    attention, x = Attention(), x_of(5).detach()
+    share_among_children(attention)
+    assert inputs_quantized(lambda: attention(x, x_of(5), write=True)) == 3
+
+
+def test_nothing_is_shared_after_the_forward_pass():
+    attention, x = Attention(), x_of(5)
+    share_among_children(attention)
+    attention(x, x_of(5))
+    assert shared_by_layers(x) is None
+
+
+def test_nothing_is_shared_after_a_forward_pass_that_raised():
+    attention, x = Attention(), x_of(5)
+    share_among_children(attention)
+    with pytest.raises(ValueError, match="x"):
+        attention(x, x_of(5)[:, :3])
+    assert shared_by_layers(x) is None
+
+
+def test_a_module_within_another_leaves_the_others_input_shared():
+    class Outer(Attention):
+        def forward(self, hidden_states: Tensor, inner: nn.Module) -> Tensor:
+            q = self.q_proj(hidden_states)
+            return q + inner(x_of(5), x_of(5)) + self.k_proj(hidden_states)
+
+    outer, inner = Outer(), Attention()
+    share_among_children(outer)
+    share_among_children(inner)
+    assert inputs_quantized(lambda: outer(x_of(5), inner)) == 3
+
+
+def test_sharing_twice_adds_no_more_hooks():
+    attention = Attention()
+    share_among_children(attention)
+    share_among_children(attention)
+    assert (len(attention._forward_pre_hooks), len(attention._forward_hooks)) == (1, 1)
+
+
+def test_a_copy_of_the_module_shares_too():
+    attention = Attention()
+    share_among_children(attention)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(attention)))
+    assert inputs_quantized(lambda: copied(x_of(5), x_of(5))) == 2
+
+
+def test_delayed_scaling_is_not_shared_among_children():
+    attention = Attention("delayed")
+    share_among_children(attention)
+    assert inputs_quantized(lambda: attention(x_of(5), x_of(5))) == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_children_share_when_the_forward_pass_is_recomputed(reentrant: bool):
+    attention, x, other = Attention(), x_of(5), x_of(5)
+    share_among_children(attention)
+    y = checkpoint(attention, x, other, use_reentrant=reentrant)
+    assert inputs_quantized(y.sum().backward) == 2
+    assert shared_by_layers(x) is None
