@@ -123,7 +123,7 @@ GEMMS = (  # they call "gemm" of `TABLE`
     "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ONLY_TRITON = (
-    "adamw", "align_groups", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
+    "adamw", "align_groups", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm_backward", "rotate_", "swiglu", "swiglu_backward",
     "top_experts", "unpermute",
 )  # fmt: skip

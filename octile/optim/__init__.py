@@ -12,8 +12,11 @@ ema.py          the moving average of the weights on the CPU
 
 from octile.optim.adamw import AdamW, param_groups
 from octile.optim.ema import EMA
-from octile.optim.gradient import clip_grad_norm_
+from octile.optim.gradient import clip_factor, clip_grad_norm_
 from octile.optim.loss_scale import DynamicLossScale
 from octile.optim.schedule import BatchRamp, WarmupConstantCosine
 
-__all__ = ["EMA", "AdamW", "BatchRamp", "DynamicLossScale", "WarmupConstantCosine", "clip_grad_norm_", "param_groups"]
+__all__ = [
+    "EMA", "AdamW", "BatchRamp", "DynamicLossScale", "WarmupConstantCosine", "clip_factor", "clip_grad_norm_",
+    "param_groups",
+]  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from octile.ops.gradient_norms import gradient_norms
 from octile.optim.storage import Scaled
 
 Gradient = Tensor | Scaled
@@ -100,18 +101,39 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
     Raises:
         ValueError: max_norm is not above 0.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be above 0, not {max_norm}")
+    _check_max_norm(max_norm)
     gradients = gradients_of(params)
     if not gradients:
         return torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack(_norms(gradients)))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    multiply_(gradients, torch.where(norm.isfinite(), factor, 1.0))
+    norm = torch.linalg.vector_norm(_norms(gradients))
+    multiply_(gradients, clip_factor(norm, max_norm))
     return norm
 
 
-def _norms(gradients: list[Gradient]) -> list[Tensor]:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor by which `clip_grad_norm_` scales the gradients, float32 [].
+
+    With `AdamW.step(gradient_scale=…)` the gradients are clipped without being written.
+
+    Args:
+        norm: their norm, float32 [].
+        max_norm: above 0.
+
+    Raises:
+        ValueError: max_norm is not above 0.
+    """
+    _check_max_norm(max_norm)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), factor, 1.0)
+
+
+def _check_max_norm(max_norm: float) -> None:
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, not {max_norm}")
+
+
+def _norms(gradients: list[Gradient]) -> Tensor:
+    """The norm of each gradient, float32 [N], those of scaled ones last."""
     unscaled = [g for g in gradients if not isinstance(g, Scaled)]
     scaled = [torch.linalg.vector_norm(g.load()) for g in gradients if isinstance(g, Scaled)]
-    return [*torch._foreach_norm(unscaled, 2, dtype=torch.float32), *scaled] if unscaled else scaled
+    return torch.cat([*([gradient_norms(unscaled)] if unscaled else []), *(norm[None] for norm in scaled)])

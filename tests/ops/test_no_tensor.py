@@ -12,6 +12,7 @@ import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -68,6 +69,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
     gate_logits: (X, X),
     gate_logits_backward: (torch.ones(2, 2), X, X),
+    gradient_norms: ([X, FLAT],),
     grouped_matmul_nt: (*A, *STACK, ENDS, torch.float32),
     grouped_matmul_nt_out: (torch.ones(2, 2), *A, *STACK, ENDS),
     grouped_wgrad: (*TRANSPOSED, *TRANSPOSED, ENDS, torch.float32),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.optim import clip_grad_norm_
+from octile.optim import clip_factor, clip_grad_norm_
 from octile.optim.gradient import gradient_of, load, store_scaled
 
 
@@ -60,6 +60,19 @@ def test_a_norm_that_is_not_finite_is_returned_and_changes_nothing(broken):
         torch.testing.assert_close(param.grad, grad, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_the_factor_of_a_norm_is_that_of_the_clipped_gradients(max_norm):
+    params = with_gradients()
+    before = params[0].grad.clone()
+    norm = clip_grad_norm_(params, max_norm)
+    assert torch.equal(params[0].grad, before * clip_factor(norm, max_norm))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_the_factor_of_a_norm_that_is_not_finite_is_1(broken):
+    assert clip_factor(torch.tensor(broken), 0.5) == 1.0
+
+
 def test_takes_an_iterator_of_parameters():
     params = with_gradients()
     clip_grad_norm_(iter(params), 1.0)
@@ -74,3 +87,5 @@ def test_without_gradients_the_norm_is_zero():
 def test_refuses_a_norm_that_is_not_above_zero(max_norm):
     with pytest.raises(ValueError, match="max_norm must be above 0"):
         clip_grad_norm_(with_gradients(), max_norm)
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        clip_factor(torch.tensor(1.0), max_norm)

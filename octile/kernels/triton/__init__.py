@@ -18,6 +18,7 @@ shapes, so every launch can be captured in a CUDA graph.
     permute           rows of tokens to their experts and back
     tensor_table      addresses of many tensors, for kernels that work on all of them
     adamw             AdamW
+    gradient_norms    norms of many gradients, for clipping
     k_loop            the loop over k-blocks of all GEMMs, with scales applied at every k-block
     matmul            dense GEMM, a · bᵀ
     grouped           grouped GEMMs of a mixture of experts: contiguous, masked, wgrad

@@ -9,9 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.triton.launch_config import ADAMW, EXACT
-from octile.kernels.triton.tensor_table import COLUMNS, address, find_tensor, tables
-
-DTYPES = {None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from octile.kernels.triton.tensor_table import COLUMNS, TRITON_DTYPES, address, find_tensor, tables
 
 
 def launch(
@@ -37,7 +35,7 @@ def launch(
             adamw[(table.programs,)](
                 table.words, table.tensors, corrections, flag, gradient_scale,
                 1 - beta1, float(beta2), 1 - beta2, float(eps),
-                *(DTYPES[dtype] for dtype in table.dtypes[1:]), ALIGNED=table.is_aligned, STEPS=table.steps,
+                *(TRITON_DTYPES[dtype] for dtype in table.dtypes[1:]), ALIGNED=table.is_aligned, STEPS=table.steps,
                 **ADAMW, **EXACT,
             )  # fmt: skip
 

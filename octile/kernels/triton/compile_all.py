@@ -25,6 +25,7 @@ from octile.kernels.cuda.gemm.request import Block, GemmRequest, Operand
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import (
     adamw,
+    gradient_norms,
     grouped,
     high_precision,
     matmul,
@@ -179,6 +180,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "AdamW of BF16 parameters, scaled, skipped": lambda: optimizer_step(
             bf16, [_empty(n, k)], _empty(dtype=torch.bool), _empty(dtype=fp32)
         ),
+        "norms of gradients": lambda: gradient_norms.launch([_empty(n, k, dtype=fp32)]),
         "x · wᵀ": lambda: dense(BLOCK, E4M3, k),
         "x · wᵀ, 64 rows": lambda: dense(BLOCK, E4M3, k, m=64),
         "x · wᵀ INT8": lambda: dense(BLOCK, INT8, k),

@@ -33,6 +33,8 @@ NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, m
 PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program and per warp
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
+GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
+GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, Any] = {"HEADS": 16, "num_warps": 4}  # heads of a token per program
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS: tl.constexpr = tl.constexpr(2)  # of a row, before the addresses
+TRITON_DTYPES = {None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNMENT = 16  # bytes of a vectorized access
 MIN_PINNED_WORDS = 2**16
 

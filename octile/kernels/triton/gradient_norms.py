@@ -1,0 +1,61 @@
+# mypy: allow-untyped-defs
+"""Norms of many tensors: partial sums of squares, then a sum of each tensor's; `octile.ops.gradient_norms` has them."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.launch_config import EXACT, GRADIENT_NORMS, GRADIENT_NORMS_SUM
+from octile.kernels.triton.tensor_table import COLUMNS, TRITON_DTYPES, address, find_tensor, tables
+
+
+def launch(gradients: Sequence[Tensor]) -> Tensor:
+    """The norms [N] of contiguous tensors: two launches for each dtype that occurs."""
+    norms = torch.zeros(len(gradients), dtype=torch.float32, device=gradients[0].device)  # of empty tensors
+    for table in tables([gradients], GRADIENT_NORMS["ELEMENTS"]):
+        partials = torch.empty(table.programs, dtype=torch.float32, device=norms.device)
+        with torch.cuda.device_of(norms):
+            gradient_squares[(table.programs,)](
+                table.words, table.tensors, partials, DTYPE=TRITON_DTYPES[table.dtypes[0]], ALIGNED=table.is_aligned,
+                STEPS=table.steps, **GRADIENT_NORMS, **EXACT,
+            )  # fmt: skip
+            gradient_norms[(table.tensors,)](
+                table.words, table.tensors, table.programs, partials, norms, **GRADIENT_NORMS_SUM, **EXACT
+            )
+    return norms
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def gradient_squares(
+    table, tensors, partials,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """A program sums the squares of ELEMENTS elements of a tensor."""
+    program = tl.program_id(0)
+    tensor = find_tensor(table, tensors, program, STEPS)
+    row = table + tensors + tensor * (COLUMNS + 1)
+    first = (program - tl.load(table + tensor)) * ELEMENTS
+    remaining = tl.load(row) - first
+    gradient = address(row, 0, DTYPE, ALIGNED) + first + tl.arange(0, ELEMENTS)
+    if remaining >= ELEMENTS:  # without a mask, loads are vectorized
+        g = tl.load(gradient).to(tl.float32)
+    else:
+        g = tl.load(gradient, mask=tl.arange(0, ELEMENTS) < remaining, other=0.0).to(tl.float32)
+    tl.store(partials + program, tl.sum(g * g))
+
+
+@triton.jit(do_not_specialize=["tensors", "programs"])
+def gradient_norms(table, tensors, programs, partials, norms, ELEMENTS: tl.constexpr):
+    """A program sums the partials of a tensor."""
+    tensor = tl.program_id(0)
+    row = table + tensors + tensor * (COLUMNS + 1)
+    first = tl.load(table + tensor)
+    end = tl.load(table + tensor + 1, mask=tensor + 1 < tensors, other=programs)
+    squares = tl.zeros([ELEMENTS], tl.float32)
+    for start in range(first, end, ELEMENTS):
+        at = start + tl.arange(0, ELEMENTS)
+        squares += tl.load(partials + at, mask=at < end, other=0.0)
+    tl.store(norms + tl.load(row + 1), tl.sqrt_rn(tl.sum(squares)))
