@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from octile.nn.conversion_summary import ConversionSummary, quantized_shares
 from octile.nn.fused.fusion import FusableModule
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.linear import Linear, check_recipe, with_class
@@ -58,7 +59,8 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
             returns False, the layer is not converted.
 
     Returns:
-        The model; `model.conversion_summary` is the summary.
+        The model; `model.conversion_summary` is the summary, a text with its numbers as attributes
+        (`octile.nn.conversion_summary.ConversionSummary`), among them the shares of the parameters and of the FLOPs.
 
     Raises:
         TypeError: model is not a torch.nn.Module, or recipe not a Recipe.
@@ -126,6 +128,7 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     summary += f": {why}" if why else ""
     if recipe.has_smooth_swiglu and not any(isinstance(module, SwiGLU | Experts) for module in model.modules()):
         summary += "; nothing is smoothed, no octile.nn.MLP or Experts was found"
+    summary = ConversionSummary.make(summary, converted, +skipped, quantized_shares(model))
     object.__setattr__(model, "conversion_summary", summary)
     return model
 

@@ -1,0 +1,118 @@
+"""What a conversion reached: how many layers, and which shares of the parameters and of the FLOPs are quantized.
+
+Counted are the GEMMs of a token's forward pass whose one operand is a weight: linear layers, gates and experts; of the
+experts those that a token is sent to. Attention's scores depend on the length of the text and are left out.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Self
+
+from torch import Tensor, nn
+
+from octile.nn.linear import RecipeHolder
+from octile.recipe import Recipe
+
+
+class Shares(NamedTuple):
+    """Shares from 0 to 1.
+
+    Attributes:
+        parameters: of all parameters of the model, each once.
+        flops: of the floating-point operations of a token's GEMMs with a weight, in the forward pass.
+    """
+
+    parameters: float
+    flops: float
+
+
+class ConversionSummary(str):
+    """The text that `convert` prints, with what it says.
+
+    Attributes:
+        converted: the number of linear layers that were converted; experts count as the layers that they stack.
+        skipped: reason → the number of layers that were not.
+        quantized: the shares of the model that are quantized.
+    """
+
+    converted: int
+    skipped: Mapping[str, int]
+    quantized: Shares
+
+    @classmethod
+    def make(cls, text: str, converted: int, skipped: Mapping[str, int], quantized: Shares) -> Self:
+        """Return the text with its attributes; it ends with the shares, unless nothing is quantized."""
+        if quantized.flops:
+            text += f"; quantized: {quantized.parameters:.1%} of the parameters, {quantized.flops:.1%} of the FLOPs"
+        summary = cls(text)
+        summary.converted, summary.skipped, summary.quantized = converted, skipped, quantized
+        return summary
+
+
+class _Gemm(NamedTuple):
+    """A GEMM with a weight: its floating-point operations per token, and whether its layer and itself are quantized."""
+
+    weight: Tensor
+    flops: float
+    is_layer_quantized: bool
+    is_quantized: bool
+
+
+def quantized_shares(model: nn.Module) -> Shares:
+    """Count which shares of a model are quantized."""
+    gemms = list(_gemms(model, None, "", 1))
+    quantized = {id(gemm.weight): gemm.weight.numel() for gemm in gemms if gemm.is_layer_quantized}
+    parameters = sum(p.numel() for p in model.parameters())
+    flops = sum(gemm.flops for gemm in gemms)
+    return Shares(
+        sum(quantized.values()) / parameters if parameters else 0.0,
+        sum(gemm.flops for gemm in gemms if gemm.is_quantized) / flops if flops else 0.0,
+    )
+
+
+def _gemms(module: nn.Module, parent: nn.Module | None, name: str, uses: float) -> Iterator[_Gemm]:
+    """Yield the GEMMs of a module that a token uses so many times."""
+    experts = _stacked_experts(module)
+    if isinstance(module, nn.ModuleList) and name == "experts":
+        experts = len(module)
+    if experts:
+        uses *= _chosen_experts(module, parent, experts) / experts
+    recipe = _recipe(module)
+    is_quantized = recipe is not None and recipe.formats is not None
+    for weight in _weights(module):
+        has_quantized_fprop = recipe is not None and is_quantized and "fprop" not in recipe.high_precision
+        yield _Gemm(weight, 2 * uses * weight.numel(), is_quantized, has_quantized_fprop)
+    for child_name, child in module.named_children():
+        yield from _gemms(child, module, child_name, uses)
+
+
+def _recipe(module: nn.Module) -> Recipe | None:
+    """Return the recipe of a layer or of stacked experts; that of transformers' experts is held by a submodule."""
+    holders = (module, *module.children()) if _stacked_experts(module) else (module,)
+    return next((m.recipe for m in holders if isinstance(m, RecipeHolder)), None)
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    """Return a module's own weights that a GEMM reads: [N, K] or stacked."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return []
+    if _stacked_experts(module):
+        return [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    return [p for name, p in module.named_parameters(recurse=False) if p.dim() == 2 and name.endswith("weight")]
+
+
+def _stacked_experts(module: nn.Module) -> int:
+    """Return the number of experts in a module's own stacked weights [E, N, K], 0 if it has none."""
+    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
+        return 0
+    return max([len(p) for p in module.parameters(recurse=False) if p.dim() == 3], default=0)
+
+
+def _chosen_experts(module: nn.Module, parent: nn.Module | None, experts: int) -> int:
+    """Return how many of the experts a token is sent to; all of them where nothing says so."""
+    owners = [owner for owner in (module, parent) if owner is not None]
+    gates = [getattr(owner, name, None) for owner in owners for name in ("gate", "router")]
+    configs = [getattr(owner, "config", None) for owner in owners]
+    places = [(o, name) for o in (*owners, *gates) for name in ("n_chosen", "top_k")]
+    places += [(c, name) for c in configs for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
+    found = (getattr(place, name, None) for place, name in places)
+    return next((k for k in found if isinstance(k, int) and 0 < k <= experts), experts)
