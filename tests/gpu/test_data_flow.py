@@ -124,7 +124,7 @@ def _assert_attention(dtype: torch.dtype, widths: tuple[int, int], s: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(2, 300, 128, 128, 64, 128), (1, 5, 3, 10, 8, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 300, 128, 128, 64, 128), (3, 301, 3, 64, 32, 64), (1, 5, 3, 10, 8, 6)], ids=str)
 def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: torch.dtype):
     b, s, h, n, r, v = shape
     generator = torch.Generator().manual_seed(0)
