@@ -11,8 +11,9 @@ from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.mha import rotary_attention
+from octile.nn.fused.rotary import rotate
 from octile.nn.fused.shared_quantization import shared_quantization
-from octile.nn.rope import CosSin, rotate
+from octile.nn.rope import CosSin
 from octile.recipe import Recipe
 
 

@@ -25,9 +25,10 @@ from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
+from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.norm import RMSNorm
-from octile.nn.rope import CosSin, rotate
+from octile.nn.rope import CosSin
 
 
 class LatentCache:
@@ -141,18 +142,17 @@ class MLA(FusableModule):
             return self._fused(x, cos_sin)
 
         q_BSHX, latent_BSW = self._projections(x)
-        q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
-        q_rope_BSHR = rotate(q_rope_BSHR, cos_sin)
+        q_BSHX = rotate(q_BSHX, cos_sin)
         latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
         latent_BSC = self.kv_a_layernorm(latent_BSC)
-        k_rope_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
 
         if cache is not None:
-            cached_BTW = cache.append(torch.cat((latent_BSC, k_rope_BSR), dim=-1))
+            rotated_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
+            cached_BTW = cache.append(torch.cat((latent_BSC, rotated_BSR), dim=-1))
         if cache is None or cache.length == 0:
-            o_BSHV = self._naive(q_nope_BSHN, q_rope_BSHR, latent_BSC, k_rope_BSR)
+            o_BSHV = self._naive(q_BSHX, latent_BSC, k_rope_BSR, cos_sin)
         else:
-            o_BSHV = self._absorbed(q_nope_BSHN, q_rope_BSHR, cached_BTW)
+            o_BSHV = self._absorbed(q_BSHX, cached_BTW)
         return self.o_proj(o_BSHV.flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
@@ -187,18 +187,15 @@ class MLA(FusableModule):
             q = self.q_b_proj(self.q_a_layernorm(q))
         return q.unflatten(-1, (self.num_heads, -1)), latent_BSW
 
-    def _naive(self, q_nope_BSHN: Tensor, q_rope_BSHR: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor) -> Tensor:
-        kv_BSHX = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
-        k_nope_BSHN, v_BSHV = kv_BSHX.split(self.kv_split, dim=-1)
-        k_rope_BSHR = k_rope_BSR[:, :, None].expand(-1, -1, self.num_heads, -1)
-        q_BHSX = torch.cat((q_nope_BSHN, q_rope_BSHR), dim=-1).transpose(1, 2)
-        k_BHSX = torch.cat((k_nope_BSHN, k_rope_BSHR), dim=-1).transpose(1, 2)
-        o_BHSV = F.scaled_dot_product_attention(
-            q_BHSX, k_BHSX, v_BSHV.transpose(1, 2), is_causal=True, scale=self.softmax_scale
-        )
+    def _naive(self, q_BSHX: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin) -> Tensor:
+        kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
+        k_BSHX, v_BSHV = latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])
+        q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
+        o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
         return o_BHSV.transpose(1, 2)
 
-    def _absorbed(self, q_nope_BSHN: Tensor, q_rope_BSHR: Tensor, cached_BTW: Tensor) -> Tensor:
+    def _absorbed(self, q_BSHX: Tensor, cached_BTW: Tensor) -> Tensor:
+        q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
         # the weight of kv_b_proj in high precision: the GEMM that the recipe quantizes is not run in this form
         w_HXC = self.kv_b_proj.weight.to(q_nope_BSHN.dtype).unflatten(0, (self.num_heads, -1))
         w_k_HNC, w_v_HVC = w_HXC.split(self.kv_split, dim=1)

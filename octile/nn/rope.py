@@ -19,8 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octile.ops.rope import rotated
-
 CosSin = tuple[Tensor, Tensor]  # each [S, R/2] float32
 
 
@@ -67,8 +65,3 @@ class Rope:
 
     def _sharpness(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
-
-
-def rotate(x_SHR: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate the pairs of x [..., S, H, R] in FP32; the result has x's shape and dtype."""
-    return rotated(x_SHR, *cos_sin).to(x_SHR.dtype)

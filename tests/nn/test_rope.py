@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.nn.rope import Rope, rotate
+from octile.nn.fused.rotary import rotate
+from octile.nn.rope import Rope
 
 V3 = Rope(64, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.nn.rope import Rope, rotate
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.nn.rope import CosSin, Rope
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotated
 from tests.ops.operators import assert_well_formed
 
 B, S, H, N, R, V = 2, 7, 3, 10, 8, 6
@@ -16,6 +16,10 @@ COS_SIN = Rope(R, factor=4.0, original_max_position_embeddings=16).cos_sin(torch
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
+    return rotated(x, *cos_sin).to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

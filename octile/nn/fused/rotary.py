@@ -1,0 +1,92 @@
+"""Rotary positions in high precision, with one kernel each way: queries, and the keys of latent attention.
+
+The formulas in torch's functions are called where the operators cannot be, as in `octile.nn.fused.elementwise`.
+
+Source: RoFormer (arXiv 2104.09864); DeepSeek-V2 (arXiv 2405.04434) §2.1.3.
+Shapes: B batch, S sequence, H heads, X channels, the last R of them rotary, N the others of a key, V of a value.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octile.nn.fused.elementwise import can_use_operators
+from octile.ops import rope
+
+
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the last R channels of x [..., S, H, X] in FP32; differentiable in x.
+
+    Args:
+        x: queries or keys.
+        cos_sin: of the S positions, each [S, R/2] float32.
+
+    Returns:
+        [..., S, H, X] in x's dtype, rounded once.
+    """
+    if can_use_operators(x, *cos_sin):
+        return _Rotate.apply(x, *cos_sin)
+    n = x.shape[-1] - 2 * cos_sin[0].shape[-1]
+    rotated = rope.rotated(x[..., n:], *cos_sin).to(x.dtype)
+    return torch.cat((x[..., :n], rotated), dim=-1) if n else rotated
+
+
+def latent_keys_and_values(
+    kv: Tensor, k_rope: Tensor, cos_sin: tuple[Tensor, Tensor], nope_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return keys, each followed by the rotated key that all heads share, and values; differentiable.
+
+    Args:
+        kv: [B, S, H, N + V], keys without position, and values.
+        k_rope: [B, S, R], not yet rotated.
+        cos_sin: as in `rotate`.
+        nope_dim: N.
+
+    Returns:
+        keys [B, S, H, N + R] and values [B, S, H, V].
+    """
+    if can_use_operators(kv, k_rope, *cos_sin) and kv.dtype == k_rope.dtype:
+        return _LatentKeys.apply(kv, k_rope, *cos_sin, nope_dim)
+    rotated = rotate(k_rope[:, :, None], cos_sin).expand(-1, -1, kv.shape[2], -1)
+    return torch.cat((kv[..., :nope_dim], rotated), dim=-1), kv[..., nope_dim:]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+        rope.rotate_(y.view(math.prod(y.shape[:-3]), *y.shape[-3:]), cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(dy, cos, -sin), None, None
+
+
+class _LatentKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return rope.latent_keys(kv, k_rope, cos, sin, nope_dim), kv[..., nope_dim:]
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return *_LatentKeysGradients.apply(dk, dv, *ctx.saved_tensors), None, None, None
+
+
+class _LatentKeysGradients(torch.autograd.Function):
+    """The backward pass of `_LatentKeys`, which is its own: both are linear."""
+
+    @staticmethod
+    def forward(ctx: Any, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.nope_dim = dk.shape[-1] - 2 * cos.shape[-1]
+        return rope.latent_keys_backward(dk, dv, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, ddkv: Tensor, ddk_rope: Tensor) -> tuple[Tensor | None, ...]:
+        return *_LatentKeys.apply(ddkv, ddk_rope, *ctx.saved_tensors, ctx.nope_dim), None, None
