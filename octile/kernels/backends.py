@@ -124,8 +124,8 @@ GEMMS = (  # they call "gemm" of `TABLE`
 )  # fmt: skip
 ONLY_TRITON = (
     "adamw", "align_groups", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
-    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm_backward", "rotate_", "swiglu", "swiglu_backward",
-    "top_experts", "unpermute",
+    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "swiglu",
+    "swiglu_backward", "top_experts", "unpermute", "unpermute_backward",
 )  # fmt: skip
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 GATE_REASON = "FP32 values are multiplied as three BF16 parts each"

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.nn.double_backward import creates_graph, differentiable_gradients
 from octile.nn.fused.quantize import requantize
 from octile.ops.groups import AlignedGroups
-from octile.ops.permute import permute, unpermute
+from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
 
@@ -55,11 +56,11 @@ class LocalDispatcher:
         """Copy every token's row to each of its experts, sorted by expert: [R, D]."""
         return _Dispatch.apply(x_TD, plan)
 
-    def combine(self, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Sum each token's rows by their weights: [T, D]."""
-        weights_R = weights_TK.flatten().index_select(0, plan.order_R)
-        y_RD = (y_RD * weights_R[:, None]).to(y_RD.dtype)
-        return _Combine.apply(y_RD, plan)
+    def combine(self, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
+        """Sum each token's rows by their weights, and add [T, D] if it is given, in FP32, rounded once: [T, D]."""
+        if add is not None and (add.dtype, add.shape) != (y_RD.dtype, (len(plan.place_TK), y_RD.shape[1])):
+            return self.combine(y_RD, weights_TK, plan) + add
+        return _WeightedCombine.apply(y_RD, weights_TK.float(), add, plan.place_TK)
 
     def dispatch_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Copy every token's row, in 1×128 tiles, to each of its experts: [R, D]."""
@@ -80,6 +81,28 @@ class LocalDispatcher:
     def combine_unweighted(self, y_RD: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
         """Sum each token's rows, and add [T, D] if it is given: [T, D]."""
         return unpermute(y_RD, plan.place_TK, add)
+
+
+class _WeightedCombine(torch.autograd.Function):
+    """Sum the K rows of each token, times their weights, and an addend."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor, add: Tensor | None, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_RD, weights_TK, place_TK)
+        return unpermute(y_RD, place_TK, add, weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:
+        y_RD, weights_TK, place_TK = ctx.saved_tensors
+        dadd = dx_TD if ctx.needs_input_grad[2] else None
+        if creates_graph():
+
+            def formula(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
+                rows_TKD = y_RD.index_select(0, place_TK.flatten()).unflatten(0, place_TK.shape).float()
+                return (rows_TKD * weights_TK[..., None]).sum(1).to(y_RD.dtype)
+
+            return *differentiable_gradients(formula, (y_RD, weights_TK), (dx_TD,)), dadd, None
+        return *unpermute_backward(dx_TD, y_RD, place_TK, weights_TK), dadd, None
 
 
 class _Dispatch(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Double backward: a clear error where a function has no second derivative.
+"""Double backward: a clear error where a function has no second derivative, and that of a formula where it has one.
 
 The backward pass of a fused function quantizes, or calls operators that have no gradient, so autograd cannot
 differentiate it.  Without an error its first derivative would count as a constant in a second backward pass, and a
@@ -7,7 +7,7 @@ if the incoming gradient itself requires a gradient, which that of a plain loss 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def first_derivative_only(backward: Callable[..., Gradients]) -> Callable[..., G
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *dys: Tensor | None) -> Gradients:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # grad mode is on with create_graph alone
+        if not creates_graph():
             return backward(ctx, *dys)
         with torch.no_grad():
             gradients = backward(ctx, *dys)
@@ -36,6 +36,29 @@ def first_derivative_only(backward: Callable[..., Gradients]) -> Callable[..., G
         return every if isinstance(gradients, tuple) else every[0]
 
     return wrapper
+
+
+def creates_graph() -> bool:
+    """Whether the backward pass that runs now is to be differentiated itself (`create_graph=True`)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def differentiable_gradients(
+    formula: Callable[..., Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of formula(*inputs) that can be differentiated, in a backward pass that `creates_graph`.
+
+    Args:
+        formula: in torch's functions, returns a tensor or several.
+        gradients: of its results; None: of a result that nothing reads.
+    """
+    own = [t.view_as(t) for t in inputs]  # one input may have been computed from another
+    results = formula(*own)
+    results = results if isinstance(results, tuple) else (results,)
+    used = [(result, dy) for result, dy in zip(results, gradients, strict=True) if dy is not None]
+    wanted = [t for t in own if t.requires_grad]
+    found = iter(torch.autograd.grad([y for y, _ in used], wanted, [dy for _, dy in used], create_graph=True))
+    return tuple(next(found) if t.requires_grad else None for t in own)
 
 
 class _Raise(torch.autograd.Function):

@@ -165,10 +165,8 @@ class MoE(FusableModule):
         x_TD = x.flatten(0, 1)
         routing, plan = self._route(x_TD, shape[0])
         y_RD = self.experts(self.dispatcher.dispatch(x_TD, plan), plan.offs_E)
-        y_TD = self.dispatcher.combine(y_RD, routing.weights_TK, plan)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view(shape)
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        return self.dispatcher.combine(y_RD, routing.weights_TK, plan, shared_TD).view(shape)
 
     def decide_fusion(self) -> Fusion | None:
         """Return how the experts' GEMMs and SwiGLU are fused, or None if they are called one after the other."""

@@ -1,8 +1,9 @@
 """Root mean square normalization.  Source: Zhang and Sennrich (arXiv 1910.07467)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from octile.nn.fused.elementwise import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -18,7 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / √(mean(x²) + eps) · weight over the last dimension, computed in FP32, in x's dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)[0]
 
     def extra_repr(self) -> str:
         """The size and eps, for the printed module."""

@@ -1,10 +1,10 @@
-"""RMSNorm fused with quantization, y = x · rstd · weight with rstd = 1 / √(mean(x²) + eps), and its gradients.
+"""RMSNorm, y = x · rstd · weight with rstd = 1 / √(mean(x²) + eps), alone or fused with quantization; its gradients.
 
 The GEMMs after a norm read its result in 8 bits; a gate reads it in high precision. Both are written in one read of x.
 The backward pass of the norm needs x and rstd, not y; a layer that needs its quantized input in backward recomputes it
 from x.
 
-The reference uses torch's functions in FP32 and rounds once, to the quantized value. The order in which the squares
+The reference uses torch's functions in FP32 and rounds once, to the result. The order in which the squares
 are summed is unspecified, so the rstd of a GPU has a relative error of at most 2⁻²⁰ against the reference; everything
 else is bit for bit what the reference gives for that rstd. The order of the sums in the gradients, one along rows and
 one along columns, is unspecified as well.
@@ -22,6 +22,38 @@ from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, quantize
 
 MAX_COLUMNS = 32768  # a row must fit into one Triton program
+
+
+@operator()
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalize each row.
+
+    Args:
+        x, weight, eps: as in `rms_norm_quantize`.
+
+    Returns:
+        y [M, K] in x's dtype, rounded once; rstd [M] float32, for backward.
+
+    Raises:
+        TypeError: x or weight has another dtype.
+        ValueError: x is not a matrix with K at most 32768, or weight does not fit it.
+    """
+    _check_operands(x, weight)
+    rstd = _rstd(x, eps)
+    return normalized(x, rstd, weight).to(x.dtype).contiguous(), rstd
+
+
+@rms_norm.register_fake
+def _(x, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
+
+
+@rms_norm.register_kernel("cuda")
+def _(x, weight, eps):
+    from octile.kernels.triton import norm  # late: a machine without a GPU has no Triton
+
+    _check_operands(x, weight)
+    return norm.launch_high_precision(x, weight, eps)
 
 
 @operator()
@@ -47,10 +79,14 @@ def rms_norm_quantize(
         ValueError: x is not a matrix with K at most 32768, weight does not fit it, or fmt is another one.
     """
     _check(x, weight, fmt)
-    rstd = (x.float().square().mean(-1) + eps).rsqrt()
+    rstd = _rstd(x, eps)
     y = normalized(x, rstd, weight)
     returned = y.to(x.dtype).contiguous() if values else x.new_empty(0, x.shape[1])
     return *quantize(y, *TILE, fmt, power_of_2), rstd, returned
+
+
+def _rstd(x: Tensor, eps: float) -> Tensor:
+    return (x.float().square().mean(-1) + eps).rsqrt()
 
 
 def normalized(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
@@ -105,7 +141,7 @@ def _(dy, x, weight, rstd, add=None):
 
 @rms_norm_backward.register_kernel("cuda")
 def _(dy, x, weight, rstd, add=None):
-    from octile.kernels.triton import norm  # late: a machine without a GPU has no Triton
+    from octile.kernels.triton import norm
 
     _check_backward(dy, x, weight, rstd, add)
     return norm.launch_backward(dy, x, weight, rstd, add)

@@ -48,6 +48,19 @@ def test_captured_steps_have_the_losses_of_eager_steps(trainer_of, recipe: str, 
             assert line[key] == pytest.approx(theirs[key], rel=2e-3), (key, line["step"])
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
+def test_captured_steps_of_micro_batches_have_the_losses_of_eager_steps(trainer_of, recipe: str, monkeypatch):
+    captured = trainer_of(recipe, micro_batches=2)
+    ours = [captured.step() for _ in range(STEPS)]
+    assert is_captured(captured)
+    eager(monkeypatch)
+    uncaptured = trainer_of(recipe, micro_batches=2)
+    for line in ours:
+        theirs = uncaptured.step()
+        for key in ("loss", "grad_norm"):
+            assert line[key] == pytest.approx(theirs[key], rel=2e-3), (key, line["step"])
+
+
 def test_the_weights_follow_the_learning_rate_of_each_step(trainer_of):
     trainer = trainer_of()
     for _ in range(STEPS):

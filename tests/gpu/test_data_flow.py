@@ -33,6 +33,7 @@ RECOMPUTED = replace(SAVED, swiglu_inputs="recomputed")
 
 both_kinds = pytest.mark.parametrize("layer", [0, 1], ids=["dense", "mixture"])
 both_settings = pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
+also_bf16 = pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED, Recipe.bf16()], ids=["saved", "recomputed", "bf16"])
 
 
 def block_of(layer: int, recipe: Recipe, device: str = "cuda") -> Block:
@@ -184,7 +185,7 @@ def test_two_passes_give_the_same_bits(layer: int, recipe: Recipe, deterministic
 
 
 @both_kinds
-@both_settings
+@also_bf16
 def test_nothing_waits_for_the_gpu(layer: int, recipe: Recipe):
     block, (x, dy) = block_of(layer, recipe), inputs()
     optimizer = AdamW(param_groups(block, 0.1), lr=1e-3)
@@ -219,7 +220,7 @@ def test_a_models_loss_and_its_gradients_wait_for_nothing():
 
 
 @both_kinds
-@both_settings
+@also_bf16
 def test_a_graph_follows_inputs_and_weights(layer: int, recipe: Recipe):
     eager = block_of(layer, recipe)
     graphed, (x, dy) = copy.deepcopy(eager), inputs()

@@ -18,8 +18,8 @@ from octile.ops.grouped import (
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
-from octile.ops.norm import rms_norm_backward, rms_norm_quantize
-from octile.ops.permute import permute, unpermute
+from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import (
     swiglu,
@@ -137,6 +137,23 @@ CASES = {
     "unpermute": lambda: (
         unpermute,
         (torch.randn(15, 130, device="cuda"), _place(), torch.ones(5, 130, device="cuda")),
+    ),
+    "unpermute with weights": lambda: (
+        unpermute,
+        (torch.randn(15, 130, device="cuda"), _place(), None, torch.rand(5, 3, device="cuda")),
+    ),
+    "unpermute backward": lambda: (
+        unpermute_backward,
+        (
+            torch.randn(5, 130, device="cuda"),
+            torch.randn(15, 130, device="cuda"),
+            _place(),
+            torch.rand(5, 3, device="cuda"),
+        ),
+    ),
+    "rms_norm in high precision": lambda: (
+        rms_norm,
+        (torch.randn(5, 130, device="cuda"), torch.ones(130, device="cuda"), 1e-6),
     ),
     "rms_norm backward": lambda: (
         rms_norm_backward,

@@ -89,4 +89,4 @@ def test_other_recipes_save_more(formula: dict[str, Any]):
         saved_bytes(apply_recipe(Block(c, layer=1), recipe), c)
         for recipe in (Recipe.deepseek_v3(), Recipe.bf16(), Recipe.per_tensor())
     )
-    assert ours < 0.25 * single < 0.25 * bf16
+    assert ours < 0.3 * single < 0.3 * bf16

@@ -55,7 +55,17 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
-RIGHT = {"_Combine", "_Dispatch", "_SigmoidShares", "_SwiGLU"}  # tested here and in fused/test_elementwise.py
+RIGHT = {  # tested here, in fused/test_elementwise.py and in fused/test_rotary.py
+    "_Combine",
+    "_Dispatch",
+    "_LatentKeys",
+    "_LatentKeysGradients",
+    "_RMSNorm",
+    "_Rotate",
+    "_SigmoidShares",
+    "_SwiGLU",
+    "_WeightedCombine",
+}
 NOT_DERIVATIVES = {"_Raise", "_PassOn"}  # the error itself, and what belongs to one backward pass
 
 
@@ -150,3 +160,14 @@ def test_rows_on_their_way_have_a_right_second_derivative(way: str):
     at_g = g.detach().requires_grad_()
     (expected,) = torch.autograd.grad(call(at_g).square().sum() / 2, at_g)
     torch.testing.assert_close(found, expected)
+
+
+def test_the_weights_of_a_combination_have_a_right_second_derivative():
+    dispatcher, experts_TK = LocalDispatcher(), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    plan, results = dispatcher.plan(experts_TK, torch.tensor([2, 2, 2])), []
+    inputs = torch.randn(6, D, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    for y in (dispatcher.combine(*inputs, plan), (inputs[0][plan.place_TK] * inputs[1][..., None]).sum(1)):
+        first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)

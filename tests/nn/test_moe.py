@@ -164,6 +164,43 @@ def test_past_steps_do_not_matter_to_the_scale_of_smoothed_experts():
     assert torch.equal(experts(x, offs), expected)
 
 
+# combination
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_tokens_results_are_summed_in_float32_and_rounded_once(added):
+    dispatcher, experts_TK = LocalDispatcher(), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    plan, weights_TK = dispatcher.plan(experts_TK, torch.tensor([2, 2, 2])), torch.rand(3, 2)
+    y_RD, add = torch.randn(6, 32).bfloat16(), torch.randn(3, 32).bfloat16() if added else None
+    total = torch.zeros(3, 32) if add is None else add.float()
+    for k in range(2):
+        total = total + y_RD[plan.place_TK[:, k]].float() * weights_TK[:, k, None]
+    assert torch.equal(dispatcher.combine(y_RD, weights_TK, plan, add), total.bfloat16())
+
+
+def test_gradients_of_a_combination_equal_autograd():
+    dispatcher, experts_TK = LocalDispatcher(), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    plan = dispatcher.plan(experts_TK, torch.tensor([2, 2, 2]))
+    inputs = [torch.randn(6, 32), torch.rand(3, 2), torch.randn(3, 32)]
+    y_RD, weights_TK, add = (t.requires_grad_() for t in inputs)
+    expected = (y_RD[plan.place_TK] * weights_TK[..., None]).sum(1) + add
+    found = dispatcher.combine(y_RD, weights_TK, plan, add)
+    dy = torch.randn(3, 32)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_shared_experts_of_another_dtype_or_shape_are_added_as_torch_does():
+    m, x = moe(), torch.randn(2, 9, 32)
+    expected = m(x) - m.shared_experts(x)
+    m.shared_experts = torch.nn.Identity()
+    m.shared_experts.forward = lambda x: torch.ones(32, dtype=torch.float64)
+    assert m(x).dtype == torch.float64
+    torch.testing.assert_close(m(x).float(), expected + 1)
+
+
 # the balance loss
 
 

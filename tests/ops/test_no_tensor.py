@@ -24,10 +24,10 @@ from octile.ops.grouped import (
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import matmul_nt, matmul_nt_out
-from octile.ops.norm import rms_norm_backward, rms_norm_quantize
+from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
-from octile.ops.permute import permute, unpermute
+from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
 from octile.ops.scale_layouts import (
@@ -89,6 +89,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     quantize_rows_and_columns: (X, "int8", False, TILES),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
     requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
+    rms_norm: (X, FLAT, 1e-6),
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
@@ -98,7 +99,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
     top_experts: (X, 1, 1, 1, 1),
-    unpermute: (X, PLACES, X),
+    unpermute: (X, PLACES, X, torch.ones(2, 1)),
+    unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
     octile.quantize: (X,),
     octile.dequantize: (Q,),
     octile.matmul_nt: (Q, Q, None, torch.ones(2, 2)),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.ops.norm import rms_norm_backward, rms_norm_quantize
+from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.quantize import quantize
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
@@ -26,6 +26,14 @@ def test_the_norm_is_rounded_only_by_quantization(dtype: torch.dtype):
     assert torch.equal(scale, expected[1])
     torch.testing.assert_close(rstd, x.float().square().mean(-1).add(1e-6).rsqrt(), rtol=0, atol=0)
     assert y.shape == (0, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_quantization_the_norm_is_rounded_once(dtype: torch.dtype):
+    x, weight = inputs(dtype)
+    y, rstd = rms_norm(x, weight, 1e-6)
+    assert torch.equal(y, F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6).to(dtype))
+    assert torch.equal(rstd, rms_norm_quantize(x, weight, 1e-6, "e4m3", True)[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.ops.permute import permute, unpermute
+from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
@@ -54,6 +54,28 @@ def test_unpermute_sums_the_rows_of_a_token_in_the_order_of_k(t: int, k: int, ad
     assert torch.equal(unpermute(y, place, add), torch.stack(expected) if t else torch.empty(0, 8).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_weighted_sum_is_in_float32_and_rounded_once(dtype: torch.dtype, added: bool):
+    y, place, weight = torch.randn(T * K, 8).to(dtype), places(), torch.rand(T, K)
+    add = torch.randn(T, 8).to(dtype) if added else None
+    total = torch.zeros(T, 8) if add is None else add.float()
+    for k in range(K):
+        total = total + y[place[:, k]].float() * weight[:, k, None]
+    assert torch.equal(unpermute(y, place, add, weight), total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_weighted_sum_equal_autograd(dtype: torch.dtype):
+    y, place, weight, dsum = torch.randn(T * K, 8).to(dtype), places(), torch.rand(T, K), torch.randn(T, 8).to(dtype)
+    wide = [t.float().clone().requires_grad_() for t in (y, weight)]
+    total = (wide[0][place] * wide[1][..., None]).sum(1)
+    dy, dweight = torch.autograd.grad(total, wide, dsum.float())
+    found = unpermute_backward(dsum, y, place, weight)
+    assert torch.equal(found[0], dy.to(dtype))
+    torch.testing.assert_close(found[1], dweight)
+
+
 def test_permute_and_unpermute_are_adjoint():
     """⟨permute(x), y⟩ = ⟨x, unpermute(y)⟩."""
     (data, scale), place, y = tiles(), places(), torch.randn(T * K, D)
@@ -72,6 +94,8 @@ CALLS: dict[str, Any] = {
     "permute": lambda: (permute, (*tiles(fmt="int8"), places())),
     "unpermute": lambda: (unpermute, (torch.randn(T * K, D), places())),
     "added": lambda: (unpermute, (torch.randn(T * K, D), places(), torch.randn(T, D))),
+    "weighted": lambda: (unpermute, (torch.randn(T * K, D), places(), None, torch.rand(T, K))),
+    "gradients": lambda: (unpermute_backward, (torch.randn(T, D), torch.randn(T * K, D), places(), torch.rand(T, K))),
 }
 
 
@@ -113,9 +137,19 @@ def test_invalid_arguments_of_permute_are_refused(arguments: Any, error: type[Ex
         ((torch.zeros(3, 4), places(2, 2)), ValueError, r"for each of the \(2, 2\) places, not 3 rows"),
         ((torch.zeros(4, 4), places(2, 2), torch.ones(2, 4).half()), TypeError, "add must be torch.float32 as y, not"),
         ((torch.zeros(4, 4), places(2, 2), torch.ones(4, 4)), ValueError, r"add must be \(2, 4\), not \(4, 4\)"),
+        ((torch.zeros(4, 4), places(2, 2), None, torch.ones(2, 2).half()), TypeError, "weight must be float32, not"),
+        ((torch.zeros(4, 4), places(2, 2), None, torch.ones(4)), ValueError, r"weight must be \(2, 2\) as place, not"),
     ],
-    ids=["dtype", "shape", "rows", "add's dtype", "add"],
+    ids=["dtype", "shape", "rows", "add's dtype", "add", "weight's dtype", "weight"],
 )
 def test_invalid_arguments_of_unpermute_are_refused(arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         unpermute(*arguments)
+
+
+def test_invalid_gradients_of_sums_are_refused():
+    y, place, weight = torch.zeros(4, 4), places(2, 2), torch.ones(2, 2)
+    with pytest.raises(TypeError, match=r"dsum must be float32, bfloat16 or float16, not torch\.float64"):
+        unpermute_backward(torch.zeros(2, 4).double(), y, place, weight)
+    with pytest.raises(ValueError, match=r"dsum must be \(2, 4\), not \(4, 4\)"):
+        unpermute_backward(torch.zeros(4, 4), y, place, weight)

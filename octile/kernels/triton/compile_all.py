@@ -161,11 +161,18 @@ def _cases() -> dict[str, Callable[[], object]]:
         "SwiGLU in high precision": lambda: swiglu.launch_high_precision(gate, up),
         "SwiGLU backward in high precision": lambda: swiglu.launch_high_precision_backward(_empty(t, n), gate, up),
         "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
+        "RMSNorm in high precision": lambda: norm.launch_high_precision(_empty(t, k), _empty(k, dtype=fp32), 1e-6),
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
         "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
         "tiles of groups": lambda: group_tiles.launch(offs, t, len(tiles)),
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
         "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),
+        "unpermute with weights": lambda: permute.launch_back(
+            _empty(8 * t, k), rows_of_token, _empty(t, k), _empty(t, 8, dtype=fp32)
+        ),
+        "unpermute backward": lambda: permute.launch_back_backward(
+            _empty(t, k), _empty(8 * t, k), rows_of_token, _empty(t, 8, dtype=fp32)
+        ),
         "ragged: rows and columns": lambda: transpose.launch_rows_and_columns(ragged, E4M3, False),
         "ragged: weight and its transpose": lambda: transpose.launch_block(ragged, E4M3, False),
         "ragged: quantize to E5M6": lambda: quantize.launch(ragged, *TILE, torch.uint8, True),

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""RMSNorm fused with quantization, and its gradients; `octile.ops.norm` specifies them and what is bit for bit."""
+"""RMSNorm, quantized or in high precision, and its gradients; `octile.ops.norm` specifies what is bit for bit."""
 
 import torch
 import triton
@@ -31,6 +31,19 @@ def launch(
                 VALUES=values, POWER_OF_2=power_of_2, **shape, **quantize_constants(dtype), **EXACT,
             )  # fmt: skip
     return data, scale, rstd, y
+
+
+def launch_high_precision(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalize x [M, K], any strides → y [M, K] in x's dtype, rstd [M]."""
+    m, k = x.shape
+    y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(m, dtype=torch.float32)
+    if m:
+        shape = _rows_of_program(k, launch_config.NORM)
+        with torch.cuda.device_of(x):
+            rms_norm_high_precision[(triton.cdiv(m, shape["ROWS"]),)](
+                x, weight, eps, m, k, *x.stride(), weight.stride(0), y, rstd, **shape, **EXACT
+            )
+    return y, rstd
 
 
 def launch_backward(
@@ -70,14 +83,9 @@ def rms_norm(
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS whole rows of TILES tiles."""
-    first = tl.program_id(0) * ROWS
-    m = first + tl.arange(0, ROWS)
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, TILES * 128)
-    value = load(x, 0, m, k, M, K, 0, x_row, x_col)
-    rstd_rows = tl.rsqrt(tl.sum(value * value, axis=1) / K + eps)
-    tl.store(rstd + m, rstd_rows, mask=m < M)
-    w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
-    value = value * rstd_rows[:, None] * w[None, :]
+    value = _normalize(x, weight, eps, m, k, M, K, x_row, x_col, weight_step, rstd)
     at = m.to(tl.int64)[:, None] * K + k[None, :]
     inside = (m < M)[:, None] & (k < K)[None, :]
     if VALUES:
@@ -91,6 +99,28 @@ def rms_norm(
     tile = tl.arange(0, TILES)
     at = tile[None, :] * (tl.cdiv(M, 4) * 4) + m[:, None]
     tl.store(scale + at, tile_scale, mask=(m < M)[:, None] & (tile < tl.cdiv(K, 128))[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_high_precision(
+    x, weight, eps, M, K, x_row, x_col, weight_step, y, rstd, ROWS: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """A program takes ROWS whole rows of TILES tiles."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, TILES * 128)
+    value = _normalize(x, weight, eps, m, k, M, K, x_row, x_col, weight_step, rstd)
+    at = y + m.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(at, value.to(y.dtype.element_ty), mask=(m < M)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _normalize(x, weight, eps, m, k, M, K, x_row, x_col, weight_step, rstd):
+    """Load rows m, normalize them in FP32, and store their rstd."""
+    value = load(x, 0, m, k, M, K, 0, x_row, x_col)
+    rstd_rows = tl.rsqrt(tl.sum(value * value, axis=1) / K + eps)
+    tl.store(rstd + m, rstd_rows, mask=m < M)
+    w = tl.load(weight + k * weight_step, mask=k < K, other=0.0).to(tl.float32)
+    return value * rstd_rows[:, None] * w[None, :]
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import launch_config
-from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE
+from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE, UNPERMUTE_BACKWARD
 
 
 def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,19 +33,35 @@ def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return moved, moved_scale
 
 
-def launch_back(y: Tensor, place: Tensor, add: Tensor | None) -> Tensor:
-    """Sum add [T, D] and the rows place[t] of y [T·K, D], any strides → [T, D]."""
+def launch_back(y: Tensor, place: Tensor, add: Tensor | None, weight: Tensor | None = None) -> Tensor:
+    """Sum add [T, D] and the rows place[t] of y [T·K, D], times weight [T, K], any strides → [T, D]."""
     (t, k), d = place.shape, y.shape[1]
     out = torch.empty(t, d, dtype=y.dtype, device=y.device)
     if out.numel():
         grid = (t * triton.cdiv(d, UNPERMUTE["COLS"]),)
         added = y if add is None else add  # not read without add
+        weights = y if weight is None else weight
         with torch.cuda.device_of(y):
             unpermute[grid](
-                y, place, added, out, d, *y.stride(), *place.stride(), *added.stride(),
-                K=k, ADD=add is not None, **UNPERMUTE, **EXACT,
+                y, place, added, weights, out, d, *y.stride(), *place.stride(), *added.stride(), *weights.stride(),
+                K=k, ADD=add is not None, WEIGHTED=weight is not None, **UNPERMUTE, **EXACT,
             )  # fmt: skip
     return out
+
+
+def launch_back_backward(dsum: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dsum [T, D], y [T·K, D], place and weight [T, K], any strides → gradients of y and of weight."""
+    (t, k), d = place.shape, y.shape[1]
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dweight = torch.empty(t, k, dtype=torch.float32, device=y.device)
+    if dweight.numel():
+        cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE_BACKWARD["cols"])
+        with torch.cuda.device_of(y):
+            unpermute_backward[(t,)](
+                dsum, y, place, weight, d, *dsum.stride(), *y.stride(), *place.stride(), *weight.stride(), dy, dweight,
+                K=k, COLS=cols, num_warps=max(cols // UNPERMUTE_BACKWARD["cols_per_warp"], 1), **EXACT,
+            )  # fmt: skip
+    return dy, dweight
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -88,8 +104,8 @@ def permute(
 
 @triton.jit
 def unpermute(
-    y, place, add, out, D, y_row, y_col, place_row, place_col, add_row, add_col,
-    K: tl.constexpr, ADD: tl.constexpr, COLS: tl.constexpr,
+    y, place, add, weight, out, D, y_row, y_col, place_row, place_col, add_row, add_col, weight_row, weight_col,
+    K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A program sums COLS columns of a token."""
     parts = tl.cdiv(D, COLS)
@@ -101,5 +117,29 @@ def unpermute(
         total = tl.load(add + token * add_row + wide * add_col, mask=column < D, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
-        total += tl.load(y + row * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
+        value = tl.load(y + row * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value = value * tl.load(weight + token * weight_row + k * weight_col)
+        total += value
     tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
+def unpermute_backward(
+    dsum, y, place, weight, D, dsum_row, dsum_col, y_row, y_col, place_row, place_col, weight_row, weight_col,
+    dy, dweight, K: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A program takes a token, COLS columns at a time."""
+    token = tl.program_id(0).to(tl.int64)
+    for k in tl.static_range(K):
+        row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
+        factor = tl.load(weight + token * weight_row + k * weight_col)
+        dot = tl.zeros([COLS], tl.float32)
+        for first in range(0, D, COLS):
+            column = first + tl.arange(0, COLS)
+            wide = column.to(tl.int64)
+            gradient = tl.load(dsum + token * dsum_row + wide * dsum_col, mask=column < D, other=0.0).to(tl.float32)
+            value = tl.load(y + row * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
+            dot += gradient * value
+            tl.store(dy + row * D + column, (gradient * factor).to(dy.dtype.element_ty), mask=column < D)
+        tl.store(dweight + token * K + k, tl.sum(dot, axis=0))

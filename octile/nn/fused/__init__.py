@@ -7,6 +7,8 @@ feed_forward.py          SwiGLU, dense or of experts: behind `MLP` and `MoE`
 mla.py, mha.py           attention with its projections: behind `MLA` and `MHA`
 attention_output.py      attention with its output projection; q, k and v are saved
 pre_norm.py              the norm before a layer, with the residual addition
+elementwise.py           SwiGLU and RMSNorm in high precision
+rotary.py                rotary positions in high precision
 
 fusion.py                whether the layers of a module are one function
 block_input.py           an input that is quantized and saved once for several layers

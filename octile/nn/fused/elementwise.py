@@ -1,23 +1,24 @@
-"""What lies between GEMMs in high precision, with one kernel each way: SwiGLU.
+"""What lies between GEMMs in high precision, with one kernel each way: SwiGLU and RMSNorm.
 
 torch's own functions round each product to BF16 and pass over memory for each. Here, as where FP8 functions compute the
 same, everything is in FP32 and each result is rounded once.
 
-The formulas below in torch's functions define the results. They are called where the operators cannot be: by
-`torch.compile`, which fuses them itself, in transforms, on subclasses of Tensor and in other dtypes. Second derivatives
-are theirs, too.
+The formulas below in torch's functions define the results. They are called where the operators cannot be: in
+transforms, on subclasses of Tensor and in other dtypes. Second derivatives are theirs, too.
 
-Shapes: any leading dimensions, I channels.
+Shapes: any leading dimensions, I or K channels.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.nn.double_backward import creates_graph, differentiable_gradients
+from octile.ops import norm as norm_operators
 from octile.ops.operator import PLAIN_TENSORS
 from octile.ops.quantize import INPUT_DTYPES
 from octile.ops.swiglu import swiglu as swiglu_operator
@@ -34,7 +35,7 @@ def swiglu(*projections: Tensor) -> Tensor:
         [..., I] in their dtype, rounded once.
     """
     gate, up = _halves(projections)
-    if not _can_use_operators(gate, up) or gate.dtype != up.dtype or gate.shape != up.shape:
+    if not can_use_operators(gate, up) or gate.dtype != up.dtype or gate.shape != up.shape:
         return _swiglu(*projections)
     return _SwiGLU.apply(*projections)
 
@@ -58,34 +59,62 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         projections = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if creates_graph():
             return differentiable_gradients(_swiglu, projections, (dh,))
         gate, up = _halves(projections)
         d = swiglu_backward(_matrix(dh), _matrix(gate), _matrix(up)).view(*gate.shape[:-1], 2 * gate.shape[-1])
         return d if len(projections) == 1 else d.chunk(2, dim=-1)
 
 
-def differentiable_gradients(
-    formula: Callable[..., Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of formula(*inputs) that can be differentiated themselves, in a backward with create_graph.
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x / √(mean(x²) + eps) · weight over the last dimension, and x for a residual addition; differentiable.
+
+    Backward adds the gradient of the residual in FP32, before that of x is rounded.
 
     Args:
-        formula: in torch's functions, returns a tensor or several.
-        gradients: of its results; None: of a result that nothing reads.
+        x: [..., K].
+        weight: [K].
+
+    Returns:
+        both [..., K] in x's dtype, the first one rounded once.
     """
-    own = [t.view_as(t) for t in inputs]  # one input may have been computed from another
-    results = formula(*own)
-    results = results if isinstance(results, tuple) else (results,)
-    used = [(result, dy) for result, dy in zip(results, gradients, strict=True) if dy is not None]
-    wanted = [t for t in own if t.requires_grad]
-    found = iter(torch.autograd.grad([y for y, _ in used], wanted, [dy for _, dy in used], create_graph=True))
-    return tuple(next(found) if t.requires_grad else None for t in own)
+    if not can_use_operators(x, weight) or x.shape[-1] > norm_operators.MAX_COLUMNS:
+        return _rms_norm(x, weight, eps), x
+    return _RMSNorm.apply(x, weight, eps)
 
 
-def _can_use_operators(*tensors: Tensor) -> bool:
-    """Whether octile's operators can compute with these tensors eagerly; see the head of this file."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y_TK, rstd_T = norm_operators.rms_norm(_matrix(x), weight, eps)
+        ctx.save_for_backward(x, weight, rstd_T)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return y_TK.view(x.shape), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, rstd_T = ctx.saved_tensors
+        if dy is None:
+            return dresidual, None, None
+        if creates_graph():
+
+            def formula(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+                return _rms_norm(x, weight, ctx.eps), x
+
+            return *differentiable_gradients(formula, (x, weight), (dy, dresidual)), None
+        add = None if dresidual is None else _matrix(dresidual)
+        dx_TK, dweight_K = norm_operators.rms_norm_backward(_matrix(dy), _matrix(x), weight, rstd_T, add)
+        return dx_TK.view(x.shape), dweight_K.to(weight.dtype), None
+
+
+def can_use_operators(*tensors: Tensor) -> bool:
+    """Whether octile's operators can compute with these tensors; see the head of this file."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(type(t) in PLAIN_TENSORS and t.dtype in INPUT_DTYPES for t in tensors)
 

@@ -10,7 +10,8 @@ the norm and both uses of x are one autograd function where the layer is fused:
     forward     norm(x) → 1×128 in one kernel; only x and one value a token are saved for backward
     backward    dx = the norm's gradient + the residual's gradient, added in FP32 as the norm's kernel writes dx
 
-Everywhere else the results are x itself and norm(x).
+Where the layer is not fused, the norm and both uses of x are one function as well, with norm(x) in high precision.
+A norm that has hooks or was replaced is called: the results are x itself and norm(x).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 and §3.3.3.  Shapes: T tokens, K channels.
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from octile.formats import TILE
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
+from octile.nn.fused.elementwise import rms_norm
 from octile.nn.fused.fusion import FusableModule, has_hooks, is_fusable_norm
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import has_gemm_observers, report_quantization
@@ -43,11 +45,14 @@ def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module, fuse: bool = True) ->
             into an `MLA`, `MHA`, `MLP` or `MoE` whose layers are fused, unless it has hooks itself, which see tensors.
         fuse: False where the layer needs a tensor, as attention with a cache does.
     """
-    fusion = layer.fusion() if fuse and isinstance(layer, FusableModule) and not has_hooks(layer) else None
-    if fusion is None or not is_fusable_norm(norm):
+    if not is_fusable_norm(norm):
         return x, norm(x)
-    assert isinstance(layer, FusableModule)
     assert isinstance(norm, RMSNorm)
+    fusion = layer.fusion() if fuse and isinstance(layer, FusableModule) and not has_hooks(layer) else None
+    if fusion is None:
+        y, residual = rms_norm(x, norm.weight, norm.eps)
+        return residual, y
+    assert isinstance(layer, FusableModule)
     residual, normed = norm_block_input(x, norm, fusion.recipe, layer.reads_high_precision)
     return residual.view_as(x), normed
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import norm
-from octile.ops.norm import normalized, rms_norm_backward, rms_norm_quantize
+from octile.ops.norm import normalized, rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.quantize import STORAGE_DTYPES, quantize
 from tests.kernels.triton.comparison import assert_same, finite
 
@@ -45,6 +45,26 @@ def test_nan_stays_in_its_row():
     data, scale, rstd, _ = norm.launch(x, torch.ones(200), 1e-6, torch.float8_e4m3fn, False)
     assert rstd.isnan().tolist() == scale.isnan().all(1).tolist() == data.float().isnan().all(1).tolist()
     assert rstd.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("shape", [(5, 300), (37, 128), (1, 7), (3, 5000), (0, 128), (40, 384)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
+    x, weight = finite(*shape).clamp(-100, 100).to(dtype), torch.rand(2 * shape[1])[::2] + 0.5
+    y, rstd = norm.launch_high_precision(x.mT.contiguous().mT, weight, 1e-6)
+    expected = rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(rstd, expected[1], rtol=2.0**-20, atol=0)
+    assert_same([y], [normalized(x, rstd, weight).to(dtype)])
+    assert y.stride() == expected[0].stride()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_stay_in_their_row_in_high_precision(bad: float):
+    x = torch.randn(40, 200)
+    x[1, 3] = bad
+    found, expected = norm.launch_high_precision(x, torch.ones(200), 1e-6)[0], rms_norm(x, torch.ones(200), 1e-6)[0]
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert found[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(5, 300), (70, 128), (1, 7), (3, 5000), (0, 128)], ids=str)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import permute as kernel
-from octile.ops.permute import permute, unpermute
+from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import quantize
 from tests.kernels.triton.comparison import assert_same, extreme
 
@@ -34,6 +34,36 @@ def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: 
     t, k, d = shape
     y, place, add = torch.randn(t * k, d).to(dtype), _places(t, k), torch.randn(t, d).to(dtype) if added else None
     assert_same([kernel.launch_back(y, place, add)], [unpermute(y, place, add)])
+
+
+@every_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("added", [True, False], ids=["added", ""])
+def test_unpermute_sums_weighted_rows(shape: tuple[int, int, int], dtype: torch.dtype, added: bool):
+    t, k, d = shape
+    y, place, weight = torch.randn(t * k, d).to(dtype), _places(t, k), torch.rand(2 * t, k)[::2]
+    add = torch.randn(t, d).to(dtype) if added else None
+    assert_same([kernel.launch_back(y, place, add, weight)], [unpermute(y, place, add, weight)])
+
+
+@every_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_weighted_rows(shape: tuple[int, int, int], dtype: torch.dtype):
+    t, k, d = shape
+    y, place, weight = torch.randn(2 * t * k, d)[::2].to(dtype), _places(t, k), torch.rand(k, t).mT
+    dsum = torch.randn(d, t).to(dtype).mT
+    found, expected = (f(dsum, y, place, weight) for f in (kernel.launch_back_backward, unpermute_backward))
+    assert_same(found[:1], expected[:1])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_the_gradients_of_their_token_and_no_other(bad: float):
+    y, place, weight, dsum = torch.randn(8, 130), _places(4, 2), torch.rand(4, 2), torch.randn(4, 130)
+    dsum[2, 7] = bad
+    dy, dweight = kernel.launch_back_backward(dsum, y, place, weight)
+    assert [not row.isfinite().all() for row in dweight] == [False, False, True, False]
+    assert sorted(place[2].tolist()) == (~dy.isfinite().all(1)).nonzero().flatten().tolist()
 
 
 def test_strides_do_not_matter():

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from octile.nn import MLP
+from octile.nn import MLP, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
-from octile.nn.fused.elementwise import swiglu
+from octile.nn.fused.elementwise import rms_norm, swiglu
 from octile.nn.moe import Experts
 from octile.recipe import Recipe
 
@@ -109,6 +109,74 @@ def test_only_the_inputs_that_require_a_gradient_get_one():
         torch.testing.assert_close(found, F.silu(gate))
 
 
+# RMSNorm
+
+
+def torchs_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight.float(), 1e-6).to(x.dtype)
+
+
+def norm_and_residual(x: Tensor, weight: Tensor) -> Tensor:
+    y, residual = rms_norm(x, weight, 1e-6)
+    return residual + y.sin()
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(3, 5, 20), (20,), (0, 8)], ids=str)
+def test_a_norm_is_torchs_in_float32_and_rounded_once(shape: tuple[int, ...], dtype: torch.dtype):
+    x, weight, dy = torch.randn(shape).to(dtype), torch.rand(shape[-1]) + 0.5, torch.randn(shape).to(dtype)
+    y, dx, dweight = gradients(lambda *t: rms_norm(*t, 1e-6)[0], [x, weight], dy)
+    exact, exact_dx, exact_dweight = gradients(torchs_norm, [x.float(), weight], dy.float())
+    assert torch.equal(y, exact.to(dtype))
+    assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
+    spacing = torch.finfo(dtype).eps * exact_dx.abs() + 1e-5
+    assert ((dx.float() - exact_dx).abs() <= spacing).all()
+    torch.testing.assert_close(dweight, exact_dweight, rtol=1e-5, atol=1e-5)
+
+
+def test_the_residuals_gradient_is_added_before_rounding():
+    """FP8's fused norm does the same, so BF16 must not round more often."""
+    x, weight, dy, dresidual = torch.randn(4, 50, 64).unbind(0)
+    x, weight, dy, dresidual = x.bfloat16().requires_grad_(), weight[0], dy.bfloat16(), dresidual.bfloat16()
+    (found,) = torch.autograd.grad(rms_norm(x, weight, 1e-6), x, (dy, dresidual))
+    wide = x.detach().float().requires_grad_()
+    (alone,) = torch.autograd.grad(torchs_norm(wide, weight), wide, dy.float())
+    assert (found == (alone + dresidual.float()).bfloat16()).float().mean() > 0.99  # up to the order of FP32 sums
+    assert (found == alone.bfloat16() + dresidual).float().mean() < 0.95
+
+
+@pytest.mark.parametrize("read", ["norm", "residual", "both"])
+def test_either_result_of_a_norm_may_be_unused(read: str):
+    x, weight = torch.randn(5, 20, requires_grad=True), torch.rand(20, requires_grad=True)
+    y, residual = rms_norm(x, weight, 1e-6)
+    (0 * y.sum() + residual.sum() if read == "both" else (y if read == "norm" else residual).sum()).backward()
+    expected = torch.autograd.grad(torchs_norm(x, weight).sum(), x)[0] if read == "norm" else torch.ones(5, 20)
+    torch.testing.assert_close(x.grad, expected)
+    assert (weight.grad is None) == (read == "residual")
+
+
+def test_second_derivatives_of_a_norm_are_right():
+    x, weight = torch.randn(5, 20), torch.rand(20) + 0.5
+    expected = second_derivatives(lambda x, weight: x + torchs_norm(x, weight).sin(), [x, weight])
+    for ours, theirs in zip(second_derivatives(norm_and_residual, [x, weight]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_norm_before_a_layer_that_is_not_fused_returns_both_uses_of_x():
+    x, norm, layer = torch.randn(2, 5, 20, requires_grad=True), RMSNorm(20), MLP(20, 24)
+    residual, y = pre_norm(x, norm, layer)
+    assert torch.equal(residual, x)
+    assert torch.equal(y, norm(x))
+    assert y.grad_fn is residual.grad_fn
+
+
+def test_a_norm_with_hooks_is_called():
+    norm, calls = RMSNorm(20), []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    pre_norm(torch.randn(2, 5, 20), norm, MLP(20, 24))
+    assert calls == [1]
+
+
 # Where torch's functions compute it
 
 
@@ -117,6 +185,13 @@ def test_other_dtypes_are_torchs():
     assert torch.equal(swiglu(gate, up), F.silu(gate) * up)
     assert swiglu(gate.float(), up).dtype == torch.float64
     assert swiglu(gate.half(), up.bfloat16()).dtype == torch.float32
+
+
+def test_a_norm_of_other_dtypes_is_in_float32():
+    x, weight = torch.randn(5, 20).double(), torch.rand(20).double()
+    y, residual = rms_norm(x, weight, 1e-6)
+    assert residual is x
+    assert torch.equal(y, torchs_norm(x, weight))
 
 
 def test_shapes_are_broadcast_as_torch_does():
@@ -140,7 +215,10 @@ def test_transforms_of_torch_func_work():
     assert each.shape == (5, 3)
 
 
-def test_a_compiled_layer_is_one_graph():
-    mlp, x = MLP(16, 24), torch.randn(5, 16)
-    compiled = torch.compile(mlp, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), mlp(x))
+def test_a_compiled_layer_is_one_graph_with_the_same_results():
+    layer, x = torch.nn.Sequential(RMSNorm(16), MLP(16, 24)), torch.randn(5, 16, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for inputs in (x, x.bfloat16()):
+        layer.to(inputs.dtype)
+        found, expected = (torch.autograd.grad(f(inputs).sum(), [x, *layer.parameters()]) for f in (compiled, layer))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
