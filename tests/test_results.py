@@ -63,10 +63,11 @@ def test_interleaved_gemms(shapes, row):
 
 
 @pytest.mark.parametrize(
-    ("path", "run"), [(RECORDS / "h200_train.json", "hopper"), (ROOT / "experiments/small/train.json", "deepseek_v3")]
+    ("path", "run"),
+    [("benchmarks/history/training-step/small_preset.json", "hopper"), ("experiments/small/train.json", "deepseek_v3")],
 )
 def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
-    runs = record(path)["runs"]
+    runs = record(ROOT / path)["runs"]
     fp8, bf16 = (runs[name]["tokens_per_s"] for name in (run, "bf16"))
     assert f"| {bf16:,.0f} | {fp8:,.0f} | {fp8 / bf16:.2f}× |" in page("docs/results.md")
 

@@ -89,7 +89,7 @@ sanitize)
     ;;
 train)
     restore_tuned
-    within 520 "$PYTHON" -m tools.bench_train "$OUT" "${@:2}"
+    bench train 520
     ;;
 deterministic)
     restore_tuned

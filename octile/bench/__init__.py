@@ -3,6 +3,7 @@
 gemm.py            `octile bench gemm`: octile's GEMMs vs. other libraries'
 casts.py           `octile bench casts`: quantization and other memory-bound operators vs. a copy
 step/              `octile bench step`: a training step's speed and memory
+train/             `octile bench train`: the speed of `octile train` vs. torchtitan's trainer
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
 tune_casts.py      `octile bench tune-casts`: a search for the fastest quantization kernels
@@ -24,19 +25,26 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-TITLES = {"gemm": "GEMMs", "casts": "quantization", "step": "a training step", "lab": "the tensor core model"}
+TITLES = {
+    "gemm": "GEMMs",
+    "casts": "quantization",
+    "step": "a training step",
+    "train": "octile train",
+    "lab": "the tensor core model",
+}
 
 
 def run(what: str, json: Path | None = None) -> None:
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step" or "lab".
+        what: "gemm", "casts", "step", "train" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
 
     Raises:
         FileNotFoundError: the folder for the file does not exist.
         IsADirectoryError, PermissionError: the file cannot be written.
+        ValueError: what is "train" and there is no GPU.
 
     These are raised before anything is measured.
     """

@@ -246,3 +246,35 @@ def _step_line(bound: Bound, rows: Sequence[Row]) -> str:
     )
     peer = f" ({worst})" if len(bound.peers) > 1 else ""
     return f"{bound.title}: {value:.3f}{peer}{f': {bounds}' if bounds else ''}"
+
+
+# octile bench train: trainers and results by their names in committed results
+
+FP8_TRAINER, PLAIN_BF16 = "FP8", "BF16"
+TITAN_BF16, TITAN_FP8 = "torchtitan BF16", "torchtitan FP8"
+WITHOUT_MTP = " without MTP"
+MFU, IDLE = "MFU", "the GPU idles"
+
+
+def _train_bounds(preset: str, shape: str) -> list[Bound]:
+    """Return the bounds that every preset has."""
+    fp8, bf16 = f"train {FP8_TRAINER}{shape}", f"train {PLAIN_BF16}{shape}"
+    return [
+        Bound(f"{preset}, BF16 vs. torchtitan", preset, bf16, (TITAN_BF16,), 1.0, None),
+        Bound(f"{preset}, FP8 vs. torchtitan's FP8", preset, fp8, (TITAN_FP8,), 1.3, None),
+    ]
+
+
+TRAIN_BOUNDS = (
+    Bound("small, FP8 vs. BF16", "small", f"train {FP8_TRAINER}", (PLAIN_BF16,), 1.10, None),
+    Bound("small, % of a step in which the GPU idles", "small", f"{IDLE}, {FP8_TRAINER}", (), 5.0, None, False),
+    *_train_bounds("small", WITHOUT_MTP),
+    Bound("medium, FP8 vs. BF16", "medium", f"train {FP8_TRAINER}", (PLAIN_BF16,), 1.30, 1.45),
+    Bound("medium, MFU, % of the BF16 peak", "medium", f"{MFU}, {FP8_TRAINER}", (), 35.0, 45.0),
+    *_train_bounds("medium", WITHOUT_MTP),
+)
+
+
+def train_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench train` that has a result in a line."""
+    return "\n".join(line for bound in TRAIN_BOUNDS if (line := _step_line(bound, rows)))

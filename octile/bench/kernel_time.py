@@ -14,7 +14,8 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -132,14 +133,23 @@ def wait_for_gpu(seconds: float = 10.0) -> None:
 
 def record_kernels(work: Callable[[], object]) -> Sequence[KernelRecord]:
     """Return the kernels, copies and memsets that `work` runs on the GPU."""
+    with recorded_kernels() as kernels:
+        work()
+    return kernels
+
+
+@contextmanager
+def recorded_kernels() -> Iterator[list[KernelRecord]]:
+    """Record the kernels, copies and memsets that run on the GPU; the list is filled when the context ends."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    kernels: list[KernelRecord] = []
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        work()
+        yield kernels
         torch.cuda.synchronize()
-    return [
+    kernels += [
         KernelRecord(event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in record.events() or ()
         if event.device_type == DeviceType.CUDA

@@ -1,0 +1,25 @@
+"""`octile train` as a trainer to measure: its own loop, with its data, its metrics and its progress."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from octile.bench.train.worker import Requests
+from octile.train.config import TrainConfig
+from octile.train.console import RunConsole
+from octile.train.loop import train
+from octile.train.run_folder import MetricsWriter, RunFolder
+from octile.train.trainer import Trainer
+
+
+def run(requests: Requests, config: TrainConfig) -> None:
+    """Train as `octile train` does, with a pause before each step that is not requested."""
+
+    def hook(trainer: Trainer, run: RunFolder, metrics: MetricsWriter):  # type: ignore[no-untyped-def]
+        def step_context(step: int) -> AbstractContextManager[object]:
+            requests.before_step()
+            return nullcontext()
+
+        return step_context
+
+    train(config, False, RunConsole(), hook)
