@@ -14,15 +14,20 @@ from torch import Tensor
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, compare, table
+from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
+from octile.ops.gradient_norms import gradient_norms
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.train.config import preset
 
 GPU_SHAPES, CPU_SHAPES = ((4096, 7168), (8192, 7168), (16384, 7168)), ((2048, 1024),)
+NARROW_ROWS = {"cuda": 2**25, "cpu": 2**18}  # elements; on a GPU more than its L2 cache holds
 CHOSEN, EXPERTS = 8, 64  # experts per token, and per layer
 ALIGNMENT = 2**21  # bytes; with source and target aligned to 512 only, a copy took up to 15% longer on an H200
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
@@ -34,16 +39,21 @@ def rows() -> Iterator[Row]:
     """Measure each operator and yield its row; inputs are BF16 on a GPU, FP32 on a CPU."""
     gpu = torch.cuda.is_available()
     device, dtype, shapes = ("cuda", torch.bfloat16, GPU_SHAPES) if gpu else ("cpu", torch.float32, CPU_SHAPES)
-    for m, k in shapes:
+    cases = {f"{m}×{k}": partial(_cases, m, k) for m, k in shapes}
+    for k in goals.NARROW_COLUMNS:
+        cases[f"{NARROW_ROWS[device] // k}×{k}"] = partial(_narrow_cases, NARROW_ROWS[device] // k, k)
+    many = "small" if gpu else "tiny"  # a preset
+    cases[f"parameters of {many}"] = partial(_optimizer_cases, _parameter_shapes(many))
+    for case, make in cases.items():
         torch.manual_seed(0)
-        for what, operator, inputs in _cases(torch.randn(m, k, device=device, dtype=dtype)):
+        for what, operator, inputs in make(device, dtype):
             outputs = operator(*inputs)
             moved = sum(t.nbytes for t in (*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)))
             source, target = _halves(moved, device)
             copy = partial(target.copy_, source)
             times = work_seconds({"operator": partial(operator, *inputs), "copy": copy}, rounds=20)
             speed, peer = (n / times[name] / 1e9 for name, n in (("operator", moved), ("copy", 2 * source.nbytes)))
-            yield compare(f"{m}×{k}", what, speed, "GB/s", "copy", peer)
+            yield compare(case, what, speed, "GB/s", "copy", peer)
 
 
 def _halves(moved: int, device: str) -> tuple[Tensor, Tensor]:
@@ -60,8 +70,9 @@ def show(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, (table(rows), LEGEND, verdicts)))
 
 
-def _cases(x: Tensor) -> list[Case]:
+def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
     """Return the operators with their inputs, by the names that committed results have in `what`."""
+    x = torch.randn(m, k, device=device, dtype=dtype)
     cases: list[Case] = []
     for name, block in {**BLOCKS, "all×all": tuple(x.shape)}.items():
         cases += _both_ways(name, x, block, "e4m3")
@@ -73,8 +84,6 @@ def _cases(x: Tensor) -> list[Case]:
     weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
     place = _places(len(x) // CHOSEN, x.device)
     tokens = quantize(x[: len(place)], 1, 128, "e4m3", True)
-    moments = torch.randn_like(x).bfloat16() * 1e-2, torch.rand_like(x).bfloat16() * 1e-4
-    corrections = torch.tensor([[3e-3, 0.5, 0.9997]], device=x.device)
     return [
         *cases,
         ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
@@ -101,8 +110,38 @@ def _cases(x: Tensor) -> list[Case]:
         ("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd)),
         (f"permute to {CHOSEN} places", permute, (*tokens, place)),
         (f"unpermute, sums of {CHOSEN}", unpermute, (x, place)),
-        ("AdamW, BF16 moments", _adamw_step, (x.float(), dh.float(), *moments, corrections)),
+        *_optimizer_cases([x.shape], device),
     ]
+
+
+def _narrow_cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
+    """Return the operators between GEMMs for narrow rows, and the rotary embedding of heads of 128 channels."""
+    of_rows = [case for case in _cases(m, k, device, dtype) if case[0] in goals.NARROW]
+    heads, n = k // 128, 96  # of 128 channels 32 are rotary
+    q, kv, dv = (torch.randn(1, m, heads, width, device=device, dtype=dtype) for width in (128, n, 128))
+    k_rope, angles = (torch.randn(1, m, 32, device=device, dtype=dtype), torch.rand(m, 16, device=device))
+    return [
+        *of_rows,
+        ("rotate in place", _rotate, (q[..., n:], angles, angles)),
+        ("latent keys", lambda *tensors: latent_keys(*tensors, n), (kv, k_rope, angles, angles)),
+        ("latent keys backward", latent_keys_backward, (q, dv, angles, angles)),
+    ]
+
+
+def _optimizer_cases(shapes: Sequence[Sequence[int]], device: str, _: torch.dtype | None = None) -> list[Case]:
+    """Return what the optimizer does in a step, with BF16 moments, for parameters of these shapes."""
+    weights, gradients, m, v = ([torch.randn(*shape, device=device) * 1e-2 for shape in shapes] for _ in range(4))
+    moments = [t.bfloat16() for t in m], [t.square_().bfloat16() for t in v]
+    corrections = torch.tensor([[3e-3, 0.5, 0.9997]] * len(shapes), device=device)
+    return [
+        ("AdamW, BF16 moments", _adamw_step, (*weights, *gradients, *moments[0], *moments[1], corrections)),
+        ("norms of gradients", lambda *gradients: gradient_norms(list(gradients)), tuple(gradients)),
+    ]
+
+
+def _parameter_shapes(name: str) -> list[torch.Size]:
+    with torch.device("meta"):
+        return [parameter.shape for parameter in DeepseekV3(preset(name).model).parameters()]
 
 
 def _places(tokens: int, device: torch.device) -> Tensor:
@@ -111,12 +150,18 @@ def _places(tokens: int, device: torch.device) -> Tensor:
     return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS)).place_TK
 
 
-def _adamw_step(
-    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, corrections: Tensor
-) -> list[Tensor]:
+def _adamw_step(*tensors: Tensor) -> list[Tensor]:
     """Make a step of the optimizer and return the tensors that it writes."""
-    adamw([weight], [gradient], [exp_avg], [exp_avg_sq], [], corrections, 0.9, 0.95, 1e-8)
-    return [weight, exp_avg, exp_avg_sq]
+    *states, corrections = tensors
+    n = len(corrections)
+    weights, gradients, m, v = (states[i * n : (i + 1) * n] for i in range(4))
+    adamw(weights, gradients, m, v, [], corrections, 0.9, 0.95, 1e-8)
+    return [*weights, *m, *v]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotate_(x, cos, sin)
+    return x
 
 
 def _both_ways(name: str, x: Tensor, block: Sequence[int], fmt: str) -> list[Case]:

@@ -32,7 +32,14 @@ WRITE_TWICE = {  # or transpose
     "SwiGLU backward, 1×128 and transposed",
     "RMSNorm, 1×128 and high precision",
 }
-MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments"}
+MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments", "norms of gradients"}
+NARROW = {  # between the GEMMs of a layer
+    "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
+    "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
+    "RMSNorm, 1×128 and high precision", "RMSNorm backward", "permute to 8 places", "unpermute, sums of 8",
+    "rotate in place", "latent keys", "latent keys backward",
+}  # fmt: skip
+NARROW_COLUMNS = (128, 256, 512, 1024)
 CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
     ("quantization that writes once", WRITE_ONCE, 0.80, 0.92),
     ("quantization that transposes or writes twice", WRITE_TWICE, 0.70, 0.85),
@@ -129,8 +136,11 @@ def gemm_verdicts(rows: Sequence[Row]) -> str:
 def casts_verdicts(rows: Sequence[Row]) -> str:
     """Describe each goal of `octile bench casts` in a line."""
     lines = []
-    for title, operators, floor, aim in CASTS:
-        ratios = {(row.what, row.case): row.against.ratio for row in rows if row.against and row.what in operators}
+    narrow = [row for row in rows if row.case.endswith(tuple(f"×{k}" for k in NARROW_COLUMNS))]
+    wide = [row for row in rows if row not in narrow]
+    goals = [(wide, *goal) for goal in CASTS]
+    for judged, title, operators, floor, aim in [*goals, (narrow, "rows of 128 to 1024", NARROW, 0.70, None)]:
+        ratios = {(row.what, row.case): row.against.ratio for row in judged if row.against and row.what in operators}
         if ratios:
             worst = min(ratios, key=ratios.__getitem__)
             bounds = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octile.bench import goals, shapes
-from octile.bench.casts import _cases
+from octile.bench.casts import _cases, _narrow_cases
 from octile.bench.rows import Row, compare
 
 
@@ -85,9 +85,18 @@ def test_the_slowest_operator_of_all_shapes_is_judged():
     assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_verdicts(measured)
 
 
+def test_narrow_rows_have_a_floor_of_their_own():
+    measured = [*operators(**{"RMSNorm, 1×128": 0.9}), compare("64×512", "RMSNorm, 1×128", 0.75, "GB/s", "copy", 1.0)]
+    wide, narrow = goals.casts_verdicts(measured).splitlines()
+    assert "smallest 0.900× (RMSNorm, 1×128, m): floor each ≥ 0.80× met" in wide
+    assert narrow.startswith("rows of 128 to 1024, vs. a copy: smallest 0.750×")
+    assert narrow.endswith("floor each ≥ 0.70× met")
+
+
 def test_every_operator_that_is_judged_is_measured():
-    what = {name for name, _, _ in _cases(torch.randn(128, 256))}
+    what = {name for name, _, _ in _cases(128, 256, "cpu", torch.float32)}
     assert what >= goals.WRITE_ONCE | goals.WRITE_TWICE | goals.MOVES
+    assert {name for name, _, _ in _narrow_cases(128, 256, "cpu", torch.float32)} == goals.NARROW
 
 
 # octile bench step
