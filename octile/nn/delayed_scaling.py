@@ -50,17 +50,23 @@ class AmaxHistory(nn.Module):
         return _quantize_with_scale(t, torch.where(amax.isfinite(), scale, torch.nan), operand_format)
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """Move every entry on by one step, and drop the oldest."""
-        self.amax_OH.copy_(self.amax_OH.roll(1, dims=1))
-        self.amax_OH[:, 0] = 0
+    def end_step(self, skip: Tensor | None = None) -> None:
+        """Move every entry on by one step, and drop the oldest; change nothing if skip, bool [], is true."""
+        moved_OH = self.amax_OH.roll(1, dims=1)
+        moved_OH[:, 0] = 0
+        self.amax_OH.copy_(moved_OH if skip is None else torch.where(skip, self.amax_OH, moved_OH))
 
 
-def end_step(model: nn.Module) -> None:
-    """Move delayed scales on by one step: call it after each optimizer step. Does nothing for other recipes."""
+def end_step(model: nn.Module, skip: Tensor | None = None) -> None:
+    """Move delayed scales on by one step: call it after each optimizer step. Does nothing for other recipes.
+
+    Args:
+        model: the model.
+        skip: bool [] on the model's device: if true, the step was skipped and nothing changes.
+    """
     for module in model.modules():
         if isinstance(module, AmaxHistory):
-            module.end_step()
+            module.end_step(skip)
 
 
 def quantize_unscaled(t: Tensor, operand_format: OperandFormat) -> ScaledTensor:

@@ -128,14 +128,15 @@ class Gate(nn.Module):
         return (f_BE * share_TE.unflatten(0, (batch, -1)).mean(1)).sum(1).mean()
 
     @torch.no_grad()
-    def balance(self, load_E: Tensor, speed: float) -> None:
+    def balance(self, load_E: Tensor, speed: float | Tensor) -> None:
         """Raise the bias of experts that got fewer tokens than the mean, lower the others': call it after each step.
 
         A gate of V2 has no bias and is not changed; it is balanced by its loss alone.
 
         Args:
             load_E: how many tokens went to each expert in the step.
-            speed: γ, how far a bias moves; 0.001 in DeepSeek-V3, 0 at the end of its training.
+            speed: γ, how far a bias moves; 0.001 in DeepSeek-V3, 0 at the end of its training. A number, or a tensor []
+                on the bias's device.
         """
         if self.e_score_correction_bias is None:
             return

@@ -50,8 +50,11 @@ class EMA:
         if optimizer is not None and self._copier is not None:
             optimizer.register_step_pre_hook(self._copier.hold_stream)
 
-    def update(self) -> None:
+    def update(self, skip: Tensor | None = None) -> None:
         """Add the model's current weights to the average; on a GPU it returns before that is done.
+
+        Args:
+            skip: bool [] on the weights' device: if true, the average does not change.
 
         Raises:
             ValueError: the model's parameters are not those of the average.
@@ -60,10 +63,19 @@ class EMA:
         self._check(weights)
         self.synchronize()  # the previous update must have read the staging buffers
         if self._copier is None:
-            self._average_in(weights)
+            if skip is None or not skip:
+                self._average_in(weights)
             return
-        self._copier.start(weights, self._average_in)
+        self._copier.start(weights, self._average_in, skip)
         if not self._optimizer_waits:
+            self._copier.hold_stream()
+
+    def wait_for_copies(self) -> None:
+        """Let later work of the current stream wait until the last update has read the weights on a GPU.
+
+        The optimizer's step does this. Only the replay of a CUDA graph that contains the step needs this call before.
+        """
+        if self._copier is not None:
             self._copier.hold_stream()
 
     def synchronize(self) -> None:
@@ -134,14 +146,22 @@ class _Copier:
             n: torch.empty_like(p, device="cpu", requires_grad=False).pin_memory() for n, p in weights.items()
         }
         self.device = next(p.device for p in weights.values() if p.is_cuda)
+        self.skip = torch.zeros((), dtype=torch.bool).pin_memory()
         self.stream = torch.cuda.Stream(self.device)
         self.copied = torch.cuda.Event()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octile-ema")
         self.pending: Future[None] | None = None
 
     @torch.no_grad()
-    def start(self, weights: dict[str, Tensor], then: Callable[[dict[str, Tensor]], None]) -> None:
-        """Launch the copies after all work of the current stream; `then(staging)` is called when they are complete."""
+    def start(self, weights: dict[str, Tensor], then: Callable[[dict[str, Tensor]], None], skip: Tensor | None) -> None:
+        """Launch the copies after all work of the current stream.
+
+        `then(staging)` is called when they are complete, unless skip is true.
+        """
+        if skip is None:
+            self.skip.fill_(False)
+        else:  # on the current stream, whose later work may overwrite it
+            self.skip.copy_(skip, non_blocking=True)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             torch._foreach_copy_(list(self.staging.values()), [weights[n] for n in self.staging], non_blocking=True)
@@ -149,12 +169,18 @@ class _Copier:
 
         def work() -> None:
             self.copied.synchronize()
-            then(self.staging)
+            if not self.skip:
+                then(self.staging)
 
         self.pending = self.thread.submit(work)
 
     def hold_stream(self, *_: Any) -> None:
-        """Make later work of the current stream wait until the copies have read the weights."""
+        """Make later work of the current stream wait until the copies have read the weights.
+
+        A graph that is being captured cannot wait for them: `EMA.wait_for_copies` is called before its replay.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
         torch.cuda.current_stream(self.device).wait_event(self.copied)
 
     def finish(self) -> None:

@@ -132,6 +132,29 @@ def _check_max_norm(max_norm: float) -> None:
         raise ValueError(f"max_norm must be above 0, not {max_norm}")
 
 
+@torch.no_grad()
+def last_non_finite(params: Iterable[Tensor]) -> Tensor:
+    """The index of the last parameter whose gradient has a NaN or an Inf, int64 [] on its device; -1 if none has.
+
+    The host does not wait for the device. An Inf or NaN in a scaled gradient makes its scale NaN.
+
+    Args:
+        params: parameters of one device, at least one.
+    """
+    params = list(params)
+    largest = [torch.zeros((), device=p.device) for p in params]
+    found = {i: g for i, p in enumerate(params) if (g := gradient_of(p)) is not None}
+    unscaled = {i: g for i, g in found.items() if not isinstance(g, Scaled) and g.numel()}
+    maxima = torch._foreach_norm(list(unscaled.values()), torch.inf) if unscaled else ()
+    for i, amax in zip(unscaled, maxima, strict=True):
+        largest[i] = amax.float()
+    for i, g in found.items():
+        if isinstance(g, Scaled):
+            largest[i] = g.scale
+    index_N = torch.arange(len(params), device=params[0].device)
+    return torch.where(torch.stack(largest).isfinite(), -1, index_N).amax()
+
+
 def _norms(gradients: list[Gradient]) -> Tensor:
     """The norm of each gradient, float32 [N], those of scaled ones last."""
     unscaled = [g for g in gradients if not isinstance(g, Scaled)]

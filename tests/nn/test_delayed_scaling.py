@@ -197,3 +197,16 @@ def test_without_a_scale_values_too_large_for_e5m2_become_visible(number):
         .isnan()
         .all()
     )
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_skipped_step_does_not_move_the_history(history, skip):
+    model = nn.Sequential(history)
+    scale_of(history, SMALL)
+    before = history.amax_OH.clone()
+    end_step(model, torch.tensor(skip))
+    expected = AmaxHistory(FORMAT.window)
+    expected.amax_OH.copy_(before)
+    if not skip:
+        expected.end_step()
+    assert torch.equal(history.amax_OH, expected.amax_OH)

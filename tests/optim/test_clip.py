@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.optim import clip_factor, clip_grad_norm_
-from octile.optim.gradient import gradient_of, load, store_scaled
+from octile.optim.gradient import gradient_of, last_non_finite, load, store_scaled
 
 
 def with_gradients(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -89,3 +89,45 @@ def test_refuses_a_norm_that_is_not_above_zero(max_norm):
         clip_grad_norm_(with_gradients(), max_norm)
     with pytest.raises(ValueError, match="max_norm must be above 0"):
         clip_factor(torch.tensor(1.0), max_norm)
+
+
+# Which gradient is not finite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("broken", [(), (0,), (1,), (2,), (0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_gradient_that_is_not_finite_is_found(broken, value, dtype):
+    params = with_gradients(dtype)
+    for i in broken:
+        params[i].grad.view(-1)[-1] = value
+    found = last_non_finite(params)
+    assert (found.item(), found.dtype, found.shape) == (max(broken, default=-1), torch.int64, ())
+
+
+def test_finite_gradients_whose_norm_overflows_are_finite():
+    params = with_gradients()
+    params[0].grad.fill_(3e38)
+    assert not clip_grad_norm_(params, 1.0).isfinite()
+    assert last_non_finite(params) == -1
+
+
+def test_parameters_without_a_gradient_count_in_the_index():
+    params = with_gradients()
+    params[0].grad = None
+    params[1].grad[3] = torch.nan
+    assert last_non_finite(params) == 1
+
+
+def test_a_gradient_without_elements_is_finite():
+    empty = torch.nn.Parameter(torch.zeros(0, 3))
+    empty.grad = torch.zeros(0, 3)
+    assert last_non_finite([empty]) == -1
+
+
+def test_a_scaled_gradient_that_is_not_finite_is_found():
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    for param in params:
+        store_scaled(param, torch.float8_e4m3fn)
+    (params[0].sum() + params[1].sum() * torch.inf + params[2].sum()).backward()
+    assert last_non_finite(params) == 1

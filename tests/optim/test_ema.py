@@ -53,6 +53,20 @@ def test_optimizer_waits_for_the_copies(device):
     assert all(torch.equal(with_ema[name], without_ema[name]) for name in without_ema)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_skipped_update_changes_nothing(device):
+    net = model().to(device)
+    ema = EMA(net, 0.9)
+    before = {name: t.clone() for name, t in ema.state_dict().items()}
+    move(net, 1.0)
+    skip = torch.tensor(True, device=device)
+    ema.update(skip)
+    skip.fill_(False)  # an update takes the flag of its call, even where it works later
+    assert all(torch.equal(t, before[name]) for name, t in ema.state_dict().items())
+    ema.update(skip)
+    assert not torch.equal(ema.state_dict()["0.weight"], before["0.weight"])
+
+
 def test_starts_from_the_weights():
     net = model()
     assert torch.equal(EMA(net, 0.9).state_dict()["2.bias"], net[2].bias)
