@@ -11,6 +11,9 @@ permutations" (1988); Black and Rogaway, "Ciphers with arbitrary finite domains"
 Shapes: B batch, S sequence, T tokens.
 """
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -56,6 +59,58 @@ class Batches:
             in_epoch_B = epoch_B == epoch
             window_B[in_epoch_B] = permute(position_B[in_epoch_B], self.n_windows, (self.seed, int(epoch)))
         return _windows(self.tokens, window_B, self.sequence_length)
+
+
+class PreparedBatches:
+    """Batches that a thread prepares before they are asked for, one after the other.
+
+    A step that does not follow the last one is prepared when it is asked for, and the thread continues from there. The
+    thread never waits, so that a process can end at any time.
+    """
+
+    def __init__(self, batches: Batches, ahead: int, pin: bool = False):
+        """
+        Args:
+            batches: the batches.
+            ahead: how many are prepared; 0: there is no thread.
+            pin: whether they lie in pinned memory, from which a GPU copies while the host works.
+        """
+        if ahead < 0:
+            raise ValueError(f"ahead must be at least 0, not {ahead}")
+        self._batches, self._ahead, self._pin = batches, ahead, pin
+        self._thread: ThreadPoolExecutor | None = None
+        self._next = 0  # the step of the first of the prepared batches
+        self._prepared: deque[Future[Tensor]] = deque()
+
+    def batch(self, step: int) -> Tensor:
+        """The batch of one step, as `Batches.batch` returns it. Raises what preparing it raised."""
+        if not self._ahead:
+            return self._prepare(step)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octile-batches")
+        if step != self._next:
+            self._drop()
+            self._next = step
+        while len(self._prepared) <= self._ahead:
+            self._prepared.append(self._thread.submit(self._prepare, self._next + len(self._prepared)))
+        self._next += 1
+        return self._prepared.popleft().result()
+
+    def close(self) -> None:
+        """Drop the prepared batches, and end the thread; a later call of `batch` starts another."""
+        self._drop()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _drop(self) -> None:
+        for future in self._prepared:
+            future.cancel()
+        self._prepared.clear()
+
+    def _prepare(self, step: int) -> Tensor:
+        tokens_BS = self._batches.batch(step)
+        return tokens_BS.pin_memory() if self._pin else tokens_BS
 
 
 def validation_windows(tokens: Tokens, sequence_length: int, n: int) -> Tensor:

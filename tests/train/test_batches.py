@@ -1,5 +1,7 @@
 """Tests that the order of training depends on seed and step only and that an epoch visits every window once."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octile.optim import BatchRamp
-from octile.train.batches import Batches, permute, validation_windows
+from octile.train.batches import Batches, PreparedBatches, permute, validation_windows
 
 S = 4
 TOKENS = np.arange(100 * S + 1, dtype=np.uint16)  # 100 windows, each known by its first token
@@ -130,3 +132,65 @@ def test_a_growing_batch_visits_every_window_of_an_epoch_once():
 def test_a_growing_batch_reads_the_windows_in_the_order_of_a_constant_one():
     seen = windows(Batches(TOKENS, BatchRamp(2, 14, 12), S, seed=0), range(12))
     assert seen == windows(Batches(TOKENS, 1, S, seed=0), range(len(seen)))
+
+
+# Batches that are prepared ahead
+
+
+class Counted(Batches):
+    """Batches that note the steps for which they were asked."""
+
+    def __init__(self):
+        super().__init__(TOKENS, BatchRamp(1, 3, 4), S, seed=0)
+        self.asked: list[int] = []
+
+    def batch(self, step: int) -> torch.Tensor:
+        self.asked.append(step)
+        if step == 7:
+            raise OSError("the disk failed")
+        return super().batch(step)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("steps", [range(7), [0, 1, 5, 6, 2, 3, 3]], ids=["in order", "resumed and repeated"])
+def test_prepared_batches_are_those_of_their_steps(ahead, steps):
+    prepared, plain = PreparedBatches(Counted(), ahead), Batches(TOKENS, BatchRamp(1, 3, 4), S, seed=0)
+    for step in steps:
+        assert torch.equal(prepared.batch(step), plain.batch(step))
+    prepared.close()
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_no_more_batches_are_prepared_than_asked_for(ahead):
+    batches = Counted()
+    prepared = PreparedBatches(batches, ahead)
+    prepared.batch(0)
+    prepared.close()
+    assert batches.asked == list(range(len(batches.asked)))
+    assert len(batches.asked) <= 1 + ahead
+
+
+def test_an_error_is_raised_in_the_step_that_needs_the_batch():
+    prepared = PreparedBatches(Counted(), 3)
+    for step in range(7):
+        prepared.batch(step)
+    for _ in range(2):  # and again
+        with pytest.raises(OSError, match="the disk failed"):
+            prepared.batch(7)
+    prepared.close()
+
+
+def test_closing_ends_the_thread_and_a_later_batch_starts_another():
+    before = threading.active_count()
+    prepared = PreparedBatches(Counted(), 2)
+    prepared.batch(0)
+    assert threading.active_count() == before + 1
+    prepared.close()
+    assert threading.active_count() == before
+    assert torch.equal(prepared.batch(1), Counted().batch(1))
+    prepared.close()
+
+
+def test_fewer_than_no_batches_are_refused():
+    with pytest.raises(ValueError, match="ahead must be at least 0, not -1"):
+        PreparedBatches(Counted(), -1)
