@@ -6,10 +6,12 @@ corpus_index.py  a first pass over a corpus: duplicates, and which documents are
 data.py          from text to tokens on disk
 tokenizer.py     byte-level BPE
 token_store.py   a folder of tokens, memory-mapped
-batches.py       the order of training, a function of seed and step
+batches.py       the order of training, a function of seed and step; batches that a thread prepares
 
 loop.py          `octile train`
 trainer.py       the state of a run, and one step
+captured_step.py a step as CUDA graphs
+step_results.py  what the device writes and the host reads later
 run_folder.py    the files of a run, and its lock
 resume.py        what a resumed run takes from its folder
 signals.py       Ctrl-C and SIGTERM

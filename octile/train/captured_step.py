@@ -1,8 +1,9 @@
 """A training step as two CUDA graphs: forward and backward pass, and the update.
 
 Launching the thousands of kernels of a step one by one takes the host longer than the GPU needs to run them. A graph
-launches them all at once. Between the two graphs the host reads the losses and the norm of the gradient, and decides
-whether to update.
+launches them all at once. The host reads nothing between the two graphs: the first one decides on the device whether
+the second one changes anything. They are two because copies of the weights to a moving average may overlap with the
+first and must end before the second.
 
 A graph repeats the kernels of the step that was captured, with the same addresses. It is captured again when the shape
 of the batch, a layer's recipe or a number that the step takes from the host changes. What a step must run eagerly is
@@ -111,6 +112,7 @@ class CapturedStep:
     def release(self) -> None:
         """Free the memory of the graphs, and with it the gradients; later steps capture them again."""
         if self._graphs is not None:
+            torch.cuda.synchronize(self._learning_rate.device)  # a replay may be running
             for parameter in self.model.parameters():
                 parameter.grad = None
         self._key, self._eager_steps = (), 0
@@ -124,9 +126,11 @@ class CapturedStep:
         torch.cuda.empty_cache()  # the graphs' memory is their own
         self._tokens = torch.empty(tokens_BS.shape, dtype=tokens_BS.dtype, device=self._learning_rate.device)
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[0], stream=self._stream):
+        # other threads may use CUDA meanwhile: one prepares batches in pinned memory, one averages weights
+        one_thread: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graphs[0], **one_thread):
             self._result = self._compute(self._tokens)
         self._gradients = [parameter.grad for parameter in self.model.parameters()]
-        with torch.cuda.graph(graphs[1], stream=self._stream, pool=graphs[0].pool()):
+        with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), **one_thread):
             self._update(self._learning_rate, self._result)
         self._graphs = graphs

@@ -1,7 +1,8 @@
 """The training loop of `octile train`: from text to a run folder with a model, a report and a sample.
 
-Most of this module makes sure that nothing is lost. A signal ends the loop after the current step and its checkpoint.
-An error of the disk leaves the last checkpoint as it was.
+Most of this module makes sure that nothing is lost. A signal ends the loop after the steps that were launched and their
+checkpoint. An error of the disk leaves the last checkpoint as it was. All launched steps are read, and their metrics
+written, before a validation and before a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.captured_step import why_eager
 from octile.train.config import TrainConfig
-from octile.train.console import RunConsole
+from octile.train.console import RunConsole, StepProgress
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.generate import Sampling, generate_text
@@ -124,24 +125,29 @@ def _train(
         _report_on_failure(run, console),
         deterministic(config.deterministic),
         explain_out_of_memory(config, device, trainer),
+        closing(trainer),
         closing(MetricsWriter(run, trainer.steps_done)) as metrics,
         console.steps(config.steps, trainer.steps_done) as progress,
     ):
+        recorder = _Recorder(trainer, store, metrics, progress, spikes)
         step_context = hook(trainer, run, metrics)
         run.write_config(config)
-        while trainer.steps_done < config.steps and not stop:
-            with step_context(trainer.steps_done + 1):
-                line = trainer.step()
-            metrics.write(line)
-            progress.step(line)
-            if spike := spikes.update(line["step"], line["main_loss"]):
-                begins = spike.over_at is None
-                console.print(write_spike(spike, trainer, store, metrics, line) if begins else str(spike))
-            last = trainer.steps_done == config.steps
-            if last or trainer.steps_done % config.validate_every == 0:
-                progress.validation(_validate(trainer, metrics))
-            if last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0):
-                _checkpoint(trainer, run, config)
+        with recorder.saved_on_failure():
+            while trainer.steps_done < config.steps and not stop:
+                with step_context(trainer.steps_done + 1):
+                    recorder.record(trainer.advance())
+                last = trainer.steps_done == config.steps
+                validates = last or trainer.steps_done % config.validate_every == 0
+                saves = last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0)
+                if validates or saves or stop:
+                    recorder.record(trainer.read())
+                recorder.report_spikes()
+                if validates:
+                    progress.validation(_validate(trainer, metrics))
+                if saves:
+                    _checkpoint(trainer, run, config)
+            recorder.record(trainer.read())  # a signal ended the loop between two reads
+            recorder.report_spikes()
     if trainer.steps_done < config.steps:
         _checkpoint(trainer, run, config)
         raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {_resume_command(run)}", stop[0])
@@ -240,6 +246,48 @@ def _validate(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
     return line
 
 
+class _Recorder:
+    """Writes the metrics of steps in their order and shows them, as they are read."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        store: TokenStore,
+        metrics: MetricsWriter,
+        progress: StepProgress,
+        spikes: SpikeDetector,
+    ):
+        self.trainer, self.store, self.metrics, self.progress = trainer, store, metrics, progress
+        self.detector = spikes
+        self.spikes: list[tuple[Spike, Metrics]] = []  # that are not reported yet
+
+    def record(self, lines: Iterable[Metrics]) -> None:
+        """Write and show lines, and find spikes."""
+        for line in lines:
+            self.metrics.write(line)
+            self.progress.step(line)
+            if spike := self.detector.update(line["step"], line["main_loss"]):
+                self.spikes.append((spike, line))
+
+    def report_spikes(self) -> None:
+        """Report the spikes that were found. It runs the model, so it is not called while a step is observed."""
+        found, self.spikes = self.spikes, []
+        for spike, line in found:
+            begins = spike.over_at is None
+            text = write_spike(spike, self.trainer, self.store, self.metrics, line) if begins else str(spike)
+            self.progress.console.print(text)
+
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Record the steps that are not read yet if an exception leaves the context, as far as that is possible."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):  # the disk may be full, or the GPU may have failed
+                self.record(self.trainer.read())
+            raise
+
+
 def spikes_so_far(run: RunFolder) -> SpikeDetector:
     """A spike detector that has seen the losses of a run to resume."""
     detector = SpikeDetector()
@@ -253,12 +301,13 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
     """Record the first step of a loss spike, and describe it with the sequence that has the largest loss.
 
     The record in metrics.jsonl is {"step", "spike": {"loss", "usual", "scatter", "grad_norm", "sequence_losses",
-    "worst_text"}}. The losses of the sequences are measured with the weights after the step. Measuring them changes
-    nothing that a later step depends on.
+    "worst_text", "measured_after"}}. The losses of the sequences are measured with the weights after the step
+    `measured_after`. On a CPU that is the spike's first step. On a GPU up to 2 · READ_EVERY − 1 steps follow it before
+    its loss is read. Measuring changes nothing that a later step depends on.
 
     Args:
         spike: the spike, which has just begun.
-        trainer: the run, after the spike's first step.
+        trainer: the run, after the spike's first step or a later one.
         store: the run's tokens.
         metrics: where the record goes.
         line: the metrics of the step.
@@ -274,6 +323,7 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
         "grad_norm": line["grad_norm"],
         "sequence_losses": losses_B.tolist(),
         "worst_text": text,
+        "measured_after": trainer.steps_done,
     }
     metrics.write({"step": spike.step, "spike": record})
     return (

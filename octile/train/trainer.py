@@ -2,12 +2,24 @@
 
 A step depends only on the state and the step's number, so that a run that is saved, killed and loaded continues with
 the same bits.
+
+Launching a step and reading its result are separate, so that a GPU never waits for the host:
+
+    launch      the host launches a step's kernels; the device decides whether its update is skipped
+    read        the host waits for launched steps, and returns their metrics in order
+    advance     launch, and read the READ_EVERY oldest steps when twice as many are launched
+    step        launch and read one step
+
+The device skips an update if the gradient is not finite. If the loss is not finite, or too many steps in a row were
+skipped, it also skips every later update (`_halted`). So when the host reads that, the weights are still those before
+the step.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,30 +36,57 @@ from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
-from octile.optim.gradient import gradient_of
-from octile.optim.gradient import load as load_gradient
+from octile.optim.gradient import last_non_finite
 from octile.recipe import Recipe
-from octile.train.batches import Batches, validation_windows
+from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.run_folder import Metrics
+from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
 from octile.validation import Range, check_fields, from_json
+
+READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
+AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
+LOSSES = ("loss", "main_loss", "mtp_loss", "balance_loss")
 
 
 class Computed(NamedTuple):
     """The result of a step's forward and backward pass.
 
     Attributes:
-        sums: float32 [5]: the loss, its main, MTP and balance parts, and the norm of the gradient before clipping.
+        values: float32 [6]: the loss, its main, MTP and balance parts, the norm of the gradient before clipping, and
+            the index of the last parameter whose gradient is not finite, or -1.
         load: int64 [E] for each MoE layer, the tokens of each expert.
-        unscaled: whether the gradients were finite when the loss scale was taken out.
+        skip: bool [], whether the update must change nothing.
+        overflowed: whether the gradients were not finite, and a smaller loss scale may help.
     """
 
-    sums: Tensor
+    values: Tensor
     load: dict[str, Tensor]
-    unscaled: bool
+    skip: Tensor
+    overflowed: bool
+
+
+class Launched(NamedTuple):
+    """What the host knows of a step that it has launched and not read.
+
+    Attributes:
+        number: the step's, counted from 1.
+        learning_rate: of the step.
+        tokens: of its batch.
+        tokens_so_far: of all steps up to this one.
+        scheduled: the values that the configuration changes during the run.
+        overflowed: the loss scale under which the gradients overflowed, or None.
+    """
+
+    number: int
+    learning_rate: float
+    tokens: int
+    tokens_so_far: int
+    scheduled: Metrics
+    overflowed: float | None
 
 
 @dataclass(frozen=True)
@@ -113,6 +152,8 @@ class Trainer:
         self.ema = EMA(self.model, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.data, self.data_folder = store.digest, store.folder
         self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
+        on_gpu = device.type == "cuda"
+        self._prepared = PreparedBatches(self.batches, AHEAD if on_gpu else 0, pin=on_gpu)
         self.held_out = validation_windows(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
         self.last_load = {name: moe.last_load_E for name, moe in self.moes.items()}
@@ -121,10 +162,16 @@ class Trainer:
         self.seconds = 0.0
         self.skipped = 0  # steps without an update, because a gradient was not finite
         self.skipped_in_a_row = 0  # consecutive skipped steps until now, without overflows of the loss scale
-        self.captured = None if device.type != "cuda" else CapturedStep(self.model, self._compute, self._update, device)
+        self.captured = CapturedStep(self.model, self._compute, self._update, device) if on_gpu else None
+        self._unread: deque[Launched] = deque()
+        self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 2, device)
+        self._reads_late = False  # whether steps may be launched before the last one is read
+        self._clock = 0.0  # when the time of the oldest unread step began
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # the device's own skipped_in_a_row
+        self._halted = torch.zeros((), dtype=torch.bool, device=device)  # whether all updates are skipped
 
     def step(self) -> Metrics:
-        """Run one optimizer step and return its metrics. The host waits for the device once, before the update.
+        """Run one optimizer step and return its metrics. The host waits for the device.
 
         If a gradient is not finite, the step is skipped: weights, moments, biases of gates and the moving average do
         not change. `skipped` counts these steps, and the metrics contain the reason as `skipped_for`.
@@ -132,44 +179,111 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is NaN or Inf, or a gradient is and the `skip_limit` steps before were skipped.
                 The weights are those before the step.
+            RuntimeError: steps were launched and not read.
         """
-        start = time.perf_counter()
+        self._check_read("step")
+        self.launch()
+        (line,) = self.read()
+        return line
+
+    def advance(self) -> Iterator[Metrics]:
+        """Launch a step, and return the metrics of the steps whose turn it is to be read, in order.
+
+        Without a CUDA graph that is the step itself. With one it is none, or the READ_EVERY oldest while as many are in
+        flight, so that the device has work while the host waits and writes.
+
+        Raises:
+            FloatingPointError: see `read`.
+        """
+        self.launch()
+        if not self._reads_late:
+            return self.read()
+        return self.read(READ_EVERY if len(self._unread) == 2 * READ_EVERY else len(self._unread))
+
+    def launch(self) -> None:
+        """Launch one optimizer step. On a GPU the host does not wait for it if steps can be captured (`why_eager`).
+
+        Raises:
+            RuntimeError: 2 · READ_EVERY steps are not read yet.
+        """
+        if len(self._unread) == 2 * READ_EVERY:
+            raise RuntimeError(f"{len(self._unread)} steps were launched and not read: call read()")
+        if not self._unread:
+            self._clock = time.perf_counter()
         config = self.config
-        tokens_BS = self.batches.batch(self.steps_done)
+        tokens_BS = self._prepared.batch(self.steps_done)
         learning_rate = self.schedule(self.steps_done)
-        captured = self.captured if why_eager(self.device, self.recipe, config.deterministic) is None else None
+        self._reads_late = why_eager(self.device, self.recipe, config.deterministic) is None
+        captured = self.captured if self._reads_late else None
+        scale = self.loss_scale.value if self.loss_scale else None
         if captured is None:
             result = self._compute(tokens_BS)
         else:
             result = captured.compute(tokens_BS, (self.mtp_loss_weight(), self.balance_speed()))
-        self.last_load = result.load
-        *losses, grad_norm = result.sums.tolist()
-        self._check_loss(losses[0], tokens_BS)
-        skipped_for = self._why_skip(grad_norm, result.unscaled)
-        if skipped_for is None:
-            (captured.update if captured else self._update)(learning_rate, result)
-            if self.ema:
-                self.ema.update()
+        if self.ema:
+            self.ema.wait_for_copies()
+        (captured.update if captured else self._update)(learning_rate, result)
+        if self.ema:
+            self.ema.update(result.skip)
         if self.loss_scale:
             self.loss_scale.update()
+        self._results.append(result.values)
+        self.last_load = result.load
 
         scheduled = self._scheduled(len(tokens_BS))
         self.steps_done += 1
         self.tokens += tokens_BS.numel()
-        seconds = time.perf_counter() - start
-        self.seconds += seconds
-        return {
-            "step": self.steps_done,
-            **dict(zip(("loss", "main_loss", "mtp_loss", "balance_loss"), losses, strict=True)),
-            "lr": learning_rate,
-            "grad_norm": grad_norm,
-            "tokens": self.tokens,
-            "tokens_per_s": tokens_BS.numel() / seconds,
-            "seconds": self.seconds,
-            "skipped": self.skipped,
-            **scheduled,
-            **({"skipped_for": skipped_for} if skipped_for else {}),
-        }
+        overflowed = scale if result.overflowed else None
+        numbers = (self.steps_done, learning_rate, tokens_BS.numel(), self.tokens)
+        self._unread.append(Launched(*numbers, scheduled, overflowed))
+
+    def read(self, leave: int = 0) -> Iterator[Metrics]:
+        """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay unread.
+
+        The time of steps that are read together is shared out by their tokens.
+
+        Raises:
+            FloatingPointError: the loss is NaN or Inf, or a gradient is and the `skip_limit` steps before were skipped.
+                Raised after the metrics of the steps before. Weights, `steps_done` and `tokens` are those before the
+                step; steps that were launched after it are discarded.
+        """
+        launched = [self._unread.popleft() for _ in range(len(self._unread) - leave)]
+        if not launched:
+            return
+        values = [self._results.pop() for _ in launched]
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        tokens = sum(step.tokens for step in launched)
+        lines: list[Metrics] = []
+        failure: FloatingPointError | None = None
+        for step, (*losses, grad_norm, last_broken) in zip(launched, values, strict=True):
+            try:
+                skipped_for = self._check(step, losses[0], grad_norm, int(last_broken))
+            except FloatingPointError as error:
+                failure = error
+                break
+            self.seconds += seconds * step.tokens / tokens
+            lines.append(
+                {
+                    "step": step.number,
+                    **dict(zip(LOSSES, losses, strict=True)),
+                    "lr": step.learning_rate,
+                    "grad_norm": grad_norm,
+                    "tokens": step.tokens_so_far,
+                    "tokens_per_s": tokens / seconds,
+                    "seconds": self.seconds,
+                    "skipped": self.skipped,
+                    **step.scheduled,
+                    **({"skipped_for": skipped_for} if skipped_for else {}),
+                }
+            )
+        yield from lines
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the thread that prepares batches. A later step prepares its own."""
+        self._prepared.close()
 
     def _compute(self, tokens_BS: Tensor) -> Computed:
         """Run the forward and backward pass, and clip the gradients."""
@@ -187,9 +301,27 @@ class Trainer:
                 load[name] += moe.last_load_E
 
         parameters = list(self.model.parameters())
-        unscaled = self.loss_scale.unscale_(parameters) if self.loss_scale else True
-        norm = clip_grad_norm_(parameters, config.optim.clip)
-        return Computed(torch.stack([*sums.values(), norm.to(self.device)]), load, unscaled)
+        overflowed = False
+        if self.loss_scale:
+            overflowed = not self.loss_scale.unscale_(parameters) and self.loss_scale.value > 1.0
+        norm = clip_grad_norm_(parameters, config.optim.clip).to(self.device)
+        last_broken = torch.full((), -1.0, device=self.device)
+        if self.device.type == "cuda" or not norm.isfinite():  # on a CPU it costs nothing to know that first
+            last_broken = last_non_finite(parameters).float()
+        skip = self._decide(sums["loss"], norm, overflowed)
+        return Computed(torch.stack([*sums.values(), norm, last_broken]), load, skip, overflowed)
+
+    @torch.no_grad()
+    def _decide(self, loss: Tensor, norm: Tensor, overflowed: bool) -> Tensor:
+        """Decide on the device whether to skip the update, bool [], and whether to skip all updates from now on.
+
+        `_check` draws the same conclusions on the host, later.
+        """
+        broken = ~norm.isfinite()
+        if not overflowed:
+            self._in_a_row.copy_(torch.where(broken, self._in_a_row + 1, 0))
+        self._halted |= ~loss.isfinite() | (self._in_a_row > self.config.skip_limit)
+        return self._halted | broken
 
     def backward(self, tokens_BS: Tensor, parts: float) -> Tensor:
         """Add the gradients of a micro-batch [B, S], times the loss scale if any; return its share of the loss.
@@ -288,49 +420,78 @@ class Trainer:
         with self.precision():
             return self.model(tokens_BS, tokens_BS)
 
-    def _check_loss(self, loss: float, tokens_BS: Tensor) -> None:
-        """Raise FloatingPointError if the loss is not finite, because all later losses would not be either."""
+    def _check(self, step: Launched, loss: float, grad_norm: float, last_broken: int) -> str | None:
+        """Return the reason for which a step was skipped, or None. Later steps are discarded if the run must stop.
+
+        Steps that overflow only because of the loss scale do not count, because the scale is reduced after them.
+
+        Args:
+            step: the oldest that is not checked.
+            loss, grad_norm: of the step.
+            last_broken: the index of the last parameter whose gradient is not finite, or -1.
+
+        Raises:
+            FloatingPointError: the loss is not finite, because all later losses would not be either; or too many steps
+                in a row were skipped.
+        """
         if not math.isfinite(loss):
-            micro_batches = tokens_BS.chunk(self.config.micro_batches)
+            self._discard_from(step)
+            micro_batches = self.batches.batch(self.steps_done).chunk(self.config.micro_batches)
             where = first_non_finite(
                 self.model, lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches]
             )
             raise FloatingPointError(
-                f"the loss is {loss} at step {self.steps_done + 1}; the first non-finite value is in {where}"
+                f"the loss is {loss} at step {step.number}; the first non-finite value is in {where}"
             )
-
-    def _why_skip(self, grad_norm: float, unscaled: bool) -> str | None:
-        """The reason to skip the update, or None. Raises FloatingPointError after too many skipped steps.
-
-        Steps that overflow only because of the loss scale do not count, because the scale is reduced after them.
-        """
-        if unscaled and math.isfinite(grad_norm):
+        if math.isfinite(grad_norm):
             self.skipped_in_a_row = 0
             return None
         self.skipped += 1
-        if self.loss_scale and not unscaled and self.loss_scale.value > 1.0:
-            return f"the gradients overflowed under a loss scale of {self.loss_scale.value:,.0f}"
+        if step.overflowed is not None:
+            return f"the gradients overflowed under a loss scale of {step.overflowed:,.0f}"
         self.skipped_in_a_row += 1
-        gradients = [(name, gradient_of(p)) for name, p in self.model.named_parameters()]
-        non_finite = [name for name, g in gradients if g is not None and not load_gradient(g).isfinite().all()]
-        where = non_finite[-1] if non_finite else "their norm"  # backward spreads it from the last layer to the first
+        names = [name for name, _ in self.model.named_parameters()]
+        where = names[last_broken] if last_broken >= 0 else "their norm"  # backward spreads it from last to first
         if self.skipped_in_a_row > self.config.skip_limit:
+            self._discard_from(step)
             before = f", after {self.config.skip_limit} in a row that were skipped" if self.config.skip_limit else ""
             raise FloatingPointError(
-                f"a gradient is not finite at step {self.steps_done + 1}; the nearest to the loss is {where}{before}"
+                f"a gradient is not finite at step {step.number}; the nearest to the loss is {where}{before}"
             )
         return f"a gradient is not finite; the nearest to the loss is {where}"
+
+    def _discard_from(self, step: Launched) -> None:
+        """Return to the state before a step that changed nothing, and after which the device has changed nothing."""
+        self.steps_done, self.tokens = step.number - 1, step.tokens_so_far - step.tokens
+        self._unread.clear()
+        self._results.clear()
+        self._set_skips()
+
+    def _set_skips(self) -> None:
+        """Let the device count skipped steps from what the host knows."""
+        self._in_a_row.fill_(self.skipped_in_a_row)
+        self._halted.fill_(False)
+
+    def _check_read(self, what: str) -> None:
+        if self._unread:
+            raise RuntimeError(f"{what} needs every launched step read, but {len(self._unread)} are not: call read()")
 
     def _update(self, learning_rate: float | Tensor, result: Computed) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.step()
-        end_step(self.model)
+        self.optimizer.step(skip=result.skip)
+        end_step(self.model, result.skip)
+        speed = torch.where(result.skip, 0.0, self.balance_speed())
         for name, moe in self.moes.items():
-            moe.gate.balance(result.load[name], self.balance_speed())
+            moe.gate.balance(result.load[name], speed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state on which later steps depend: tensors, and values for JSON."""
+        """The state on which later steps depend: tensors, and values for JSON.
+
+        Raises:
+            RuntimeError: steps were launched and not read.
+        """
+        self._check_read("state")
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for index, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": t for name, t in moments.items()}
@@ -352,9 +513,11 @@ class Trainer:
         """Restore the result of `state`.
 
         Raises:
+            RuntimeError: steps were launched and not read.
             ValueError: it belongs to a model of another shape, was trained on other tokens, or a value of `state` is
                 missing, of another type, or out of range.
         """
+        self._check_read("load")
         found = from_json(TrainerState, {k: v for k, v in state.items() if k not in OTHER_STATE}, "state")
         if self.loss_scale and found.loss_scale is None:
             raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")
@@ -378,6 +541,7 @@ class Trainer:
             self.loss_scale.load_state_dict(asdict(found.loss_scale))
         self.steps_done, self.tokens, self.seconds = found.steps_done, found.tokens, found.seconds
         self.skipped, self.skipped_in_a_row = found.skipped, found.skipped_in_a_row
+        self._set_skips()
 
     def _histories(self) -> dict[str, AmaxHistory]:
         return {name: m for name, m in self.model.named_modules() if isinstance(m, AmaxHistory)}

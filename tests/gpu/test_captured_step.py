@@ -1,19 +1,23 @@
 """A training step that is captured in CUDA graphs does what the eager step does."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.config import OptimConfig
+from octile.train.loop import train
 from octile.train.token_store import TokenStore
-from octile.train.trainer import Trainer
-from tests.train.conftest import micro
+from octile.train.trainer import READ_EVERY, Trainer
+from tests.train.conftest import micro, silent_console
 
 STEPS = WARM_UP_STEPS + 5
 CAPTURED = [name for name in Recipe.names() if name not in ("global_scale", "fp16_loss_scaling", "fp8_lm", "float32")]
@@ -160,3 +164,169 @@ def test_a_growing_batch_is_trained_eagerly_until_it_has_its_size(trainer_of):
     sizes = [trainer.step()["batch_size"] for _ in range(2 * STEPS)]
     assert (sizes[0], sizes[-1]) == (1, trainer.config.batch_size)
     assert is_captured(trainer)
+
+
+# Steps that are launched before the steps before them are read
+
+
+@pytest.fixture
+def captured_of(trainer_of) -> Callable[..., Trainer]:
+    """Make a trainer that has captured its step; what `prepare` does to it is captured too."""
+
+    def new(recipe: str = "deepseek_v3", prepare: Callable[[Trainer], object] = id, **changes) -> Trainer:
+        trainer = trainer_of(recipe, **changes)
+        prepare(trainer)
+        for _ in range(STEPS):
+            trainer.step()
+        assert is_captured(trainer)
+        return trainer
+
+    return new
+
+
+@pytest.fixture
+def factor() -> Tensor:
+    """A number on the GPU by which a test multiplies a gradient or a logit in a captured step."""
+    return torch.ones((), device="cuda")
+
+
+def scale_gradient(factor: Tensor) -> Callable[[Trainer], object]:
+    return lambda trainer: trainer.model.lm_head.weight.register_hook(lambda g: g * factor)
+
+
+def scale_logits(factor: Tensor) -> Callable[[Trainer], object]:
+    return lambda trainer: trainer.model.lm_head.register_forward_hook(lambda module, inputs, y: y * factor)
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Copy weights, biases, moments, step counts and amax histories on the GPU; the host does not wait."""
+    state = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    for i, moments in enumerate(trainer.optimizer.state.values()):
+        state |= {f"{i}.{name}": t.clone() for name, t in moments.items()}
+    histories = {name: history.amax_OH for name, history in trainer._histories().items()}
+    return state | {name: amax_OH[:, 1:].clone() for name, amax_OH in histories.items()}
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name, t in a.items() if not torch.equal(t, b[name])]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise RuntimeError if the host waits for the GPU inside the context."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", CAPTURED)
+def test_the_host_waits_for_nothing_when_it_launches_captured_steps(captured_of, recipe: str):
+    trainer = captured_of(recipe)
+    with no_waiting():
+        for _ in range(5):
+            trainer.launch()
+    assert [line["step"] for line in trainer.read()] == list(range(STEPS + 1, STEPS + 6))
+
+
+@pytest.mark.parametrize("recipe", CAPTURED)
+def test_steps_that_are_read_late_have_the_losses_of_eager_steps(trainer_of, recipe: str, monkeypatch):
+    late, steps = trainer_of(recipe), 2 * READ_EVERY
+    for _ in range(steps):
+        late.launch()
+    ours = list(late.read())
+    assert is_captured(late)
+    eager(monkeypatch)
+    uncaptured = trainer_of(recipe)
+    for line in ours:
+        assert line["loss"] == pytest.approx(uncaptured.step()["loss"], rel=1e-2), line["step"]
+
+
+@pytest.mark.parametrize("recipe", CAPTURED)
+def test_a_step_is_skipped_on_the_device(captured_of, factor, recipe: str):
+    trainer = captured_of(recipe, scale_gradient(factor))
+    states = []
+    for value in (float("inf"), float("nan"), 1.0):
+        states.append(state_of(trainer))
+        factor.fill_(value)
+        trainer.launch()
+    states.append(state_of(trainer))
+    lines = list(trainer.read())
+    assert [line["skipped"] for line in lines] == [1, 2, 2]
+    reason = "a gradient is not finite; the nearest to the loss is lm_head.weight"
+    assert [line.get("skipped_for") for line in lines] == [reason, reason, None]
+    assert differing(states[0], states[1]) == differing(states[1], states[2]) == []
+    assert "lm_head.weight" in differing(states[2], states[3])
+
+
+@pytest.mark.parametrize("recipe", CAPTURED)
+def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(captured_of, factor, recipe: str):
+    trainer = captured_of(recipe, scale_logits(factor))
+    trainer.launch()
+    before = state_of(trainer)
+    factor.fill_(float("nan"))
+    for _ in range(4):
+        trainer.launch()
+    lines = trainer.read()
+    assert next(lines)["step"] == STEPS + 1
+    message = f"the loss is nan at step {STEPS + 2}; the first non-finite value is in lm_head"
+    with pytest.raises(FloatingPointError, match=message):
+        next(lines)
+    assert differing(before, state_of(trainer)) == []
+    assert trainer.steps_done == STEPS + 1
+    factor.fill_(1.0)
+    assert trainer.step()["step"] == STEPS + 2
+    assert "lm_head.weight" in differing(before, state_of(trainer))
+
+
+def test_too_many_skipped_steps_leave_the_weights_before_the_first(captured_of, factor):
+    trainer = captured_of(prepare=scale_gradient(factor), skip_limit=2)
+    before = state_of(trainer)
+    for value in (float("nan"),) * 3 + (1.0,) * 3:
+        factor.fill_(value)
+        trainer.launch()
+    lines = trainer.read()
+    assert [next(lines)["skipped"] for _ in range(2)] == [1, 2]
+    with pytest.raises(FloatingPointError, match=f"not finite at step {STEPS + 3}; .* after 2 in a row that were"):
+        next(lines)
+    assert differing(before, state_of(trainer)) == []
+
+
+def test_a_resumed_trainer_has_the_bits_of_the_one_that_skipped_a_step(captured_of, trainer_of, factor):
+    trainer = captured_of(prepare=scale_gradient(factor))
+    factor.fill_(float("inf"))
+    trainer.launch()
+    list(trainer.read())
+    tensors, state = trainer.state()
+    resumed = trainer_of()
+    resumed.load(tensors, state)
+    assert differing(tensors, resumed.state()[0]) == []
+    assert (resumed.skipped, resumed.skipped_in_a_row) == (1, 1)
+    factor.fill_(1.0)
+    assert resumed.step()["loss"] == pytest.approx(trainer.step()["loss"], rel=1e-3)
+
+
+def test_a_moving_average_follows_captured_steps_and_leaves_out_a_skipped_one(captured_of, factor):
+    trainer = captured_of(prepare=scale_gradient(factor), optim=OptimConfig(lr=3e-3, ema_decay=0.9))
+    expected = {name: t.clone() for name, t in trainer.ema.state_dict().items()}
+    for value in (1.0, float("inf"), 1.0, 1.0):
+        factor.fill_(value)
+        trainer.launch()
+        if value == 1.0:
+            for name, p in trainer.model.named_parameters():
+                expected[name] = expected[name].lerp(p.detach().cpu(), 1 - 0.9)
+    assert [line["skipped"] for line in trainer.read()] == [0, 1, 1, 1]
+    for name, average in trainer.ema.state_dict().items():
+        torch.testing.assert_close(average, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_run_writes_every_step_in_order(text, tmp_path):
+    out, steps = tmp_path / "run", 3 * READ_EVERY + 5
+    config = micro(data=str(text), out=out, device="cuda", steps=steps, validate_every=12, checkpoint_every=15)
+    train(config, False, silent_console())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert all(line["tokens_per_s"] > 0 for line in lines if "loss" in line)

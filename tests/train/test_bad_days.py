@@ -169,13 +169,13 @@ def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeyp
 
 
 def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch):
-    step = Trainer.step
+    read = Trainer.read
 
-    def jump(self):
-        line = step(self)
-        return {**line, "main_loss": 50.0} if self.steps_done == 6 else line
+    def jump(self, leave=0):
+        for line in read(self, leave):
+            yield {**line, "main_loss": 50.0} if line["step"] == 6 else line
 
-    monkeypatch.setattr(Trainer, "step", jump)
+    monkeypatch.setattr(Trainer, "read", jump)
     monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
     screen, out = silent_console(), tmp_path / "run"
     train(micro(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)

@@ -50,9 +50,9 @@ def test_settings_are_restored_after_an_error(requested: bool, no_workspace: Non
 @pytest.mark.parametrize("requested", [False, True])
 def test_a_run_trains_in_the_requested_mode(requested: bool, text, tmp_path, monkeypatch):
     seen = []
-    step = Trainer.step
+    launch = Trainer.launch
     monkeypatch.setattr(
-        Trainer, "step", lambda self: (seen.append(torch.are_deterministic_algorithms_enabled()), step(self))[1]
+        Trainer, "launch", lambda self: (seen.append(torch.are_deterministic_algorithms_enabled()), launch(self))[1]
     )
     train(micro(data=str(text), out=tmp_path / "run", deterministic=requested), False, silent_console())
     assert seen == [requested] * 6

@@ -250,14 +250,14 @@ def test_a_vocabulary_larger_than_the_models_is_refused(text, tmp_path, monkeypa
 
 def test_a_full_disk_leaves_the_last_checkpoint(text, tmp_path, monkeypatch, full_disk):
     out = tmp_path / "run"
-    step = Trainer.step
+    launch = Trainer.launch
 
     def fill_after_3(self):
         if self.steps_done == 3:
             full_disk(1000)
-        return step(self)
+        return launch(self)
 
-    monkeypatch.setattr(Trainer, "step", fill_after_3)
+    monkeypatch.setattr(Trainer, "launch", fill_after_3)
     with pytest.raises(OSError, match="No space left"):
         train(micro(data=str(text), out=out), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
@@ -278,23 +278,23 @@ def test_a_changed_number_of_steps_is_printed(finished):
 
 
 def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, monkeypatch):
-    out, step = tmp_path / "run", Trainer.step
+    out, launch = tmp_path / "run", Trainer.launch
 
     def fail(self):
         raise ValueError("this model cannot be computed")
 
-    monkeypatch.setattr(Trainer, "step", fail)
+    monkeypatch.setattr(Trainer, "launch", fail)
     with pytest.raises(ValueError, match="cannot be computed"):
         train(micro(data=str(text), out=out), False, silent_console())
     assert {path.name for path in out.iterdir()} <= {".lock", "data"}
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "launch", launch)
     train(micro(data=str(text), out=out, steps=1), False, silent_console())
     assert list(metrics(out, "loss")) == [1]
 
 
 def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
-    out, step = tmp_path / "run", Trainer.step
-    monkeypatch.setattr(Trainer, "step", lambda self: step(self) if self.steps_done < 2 else 1 / 0)
+    out, launch = tmp_path / "run", Trainer.launch
+    monkeypatch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(micro(data=str(text), out=out), False, silent_console())
     assert list(metrics(out, "loss")) == [1, 2]
@@ -303,15 +303,15 @@ def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
 
 def test_a_nan_loss_leaves_the_last_checkpoint(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    step = Trainer.step
+    launch = Trainer.launch
 
     def break_after_3(self):
         if self.steps_done == 3:
             with torch.no_grad():
                 self.model.model.norm.weight.fill_(float("nan"))
-        return step(self)
+        return launch(self)
 
-    monkeypatch.setattr(Trainer, "step", break_after_3)
+    monkeypatch.setattr(Trainer, "launch", break_after_3)
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
         train(micro(data=str(text), out=out), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
@@ -322,11 +322,11 @@ import sys, time, torch
 from octile.cli import main
 from octile.train.trainer import Trainer
 torch.set_num_threads(1)
-step = Trainer.step
+launch = Trainer.launch
 def slow(self):
     time.sleep(0.1)
-    return step(self)
-Trainer.step = slow
+    return launch(self)
+Trainer.launch = slow
 main(sys.argv[1:])
 """
 
