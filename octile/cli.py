@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TextIO, TypeVar, get_args
+from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, get_args
 
 from octile import __version__
 from octile.extras import require
 from octile.models.config import ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Stopped, Terminated, terminable
-from octile.validation import Dataclass, annotations_of
+from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 with suppress(ImportError):  # `main` reports it when it is missing
     import tyro
@@ -56,11 +56,19 @@ class Train(TrainConfig):
 
     Attributes:
         resume: continue the run in --out from its newest checkpoint, with the settings that are stored there.
+        tokens: tokens to read, instead of steps.
     """
 
     recipe_text: tyro.conf.Suppress[str | None] = None
     guards_text: tyro.conf.Suppress[str | None] = None
     resume: bool = False
+    tokens: Annotated[int, Range(at_least=1, at_most=2**53)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.tokens is not None:
+            object.__setattr__(self, "steps", self.steps_for(self.tokens))
+        super().__post_init__()
 
 
 def train(arguments: list[str]) -> None:
@@ -78,6 +86,8 @@ def train(arguments: list[str]) -> None:
 
             default = fine_tuning(default, Path(begin))
     names = [f.name for f in fields(TrainConfig)]
+    if _value_of("--steps", arguments) is not None and _value_of("--tokens", arguments) is not None:
+        raise ValueError("--steps and --tokens exclude each other: give one of them")
     options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.run import observer
     from octile.train.console import RunConsole
@@ -96,7 +106,8 @@ class Compare:
         recipes: names of recipes, separated by commas.
         steps: steps of each run.
         sequence_length: tokens per sequence.
-        data: a text file, a folder, hf:NAME (a Hugging Face dataset), or stdlib: the source of Python's library.
+        data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
+            packages: source and documentation of that library and of every package installed here.
         seed: the first seed. BF16 and each recipe are trained with it, and BF16 with the following seed too.
         seeds: the number of seeds of BF16 and each recipe, from --seed on; or the seeds themselves, such as 0,7,9.
         gradient_steps: steps at which gradients are compared with BF16's: numbers, start, middle, end, or none.

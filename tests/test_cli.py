@@ -218,6 +218,39 @@ def test_the_last_out_is_the_run_that_is_resumed(begun, tmp_path):
         assert (config.out, config.steps) == (tmp_path / "12", 12)
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--tokens", "1024"], 1),
+        (["--tokens", "1025"], 2),
+        (["--tokens", "10000", "--batch-size", "2", "--sequence-length", "100"], 50),
+        (["--tokens", "8192", "--batch-size", "8", "--initial-batch-size", "2", "--batch-ramp", "0.5"], 10),
+    ],
+)
+def test_tokens_give_the_number_of_steps(begun, options, steps):
+    assert begun(*options).steps == steps
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "1024", "--steps", "3"], "--steps and --tokens exclude each other: give one of them"),
+        (["--tokens", "0"], "tokens must be at least 1, not 0"),
+        (["--tokens", "10M"], "--tokens must be a whole number, not '10M'"),
+        (["--tokens", "9", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
+        (["--tokens", "1024", "--telemetry-every", "2"], "telemetry_every must be from 1 to 1, the run's steps"),
+    ],
+)
+def test_tokens_that_cannot_be_read_are_refused(capsys, options, message):
+    assert message in refused(capsys, "train", *options)
+
+
+@pytest.mark.parametrize(("name", "data"), [("tiny", "stdlib"), ("small", "packages"), ("medium", "packages")])
+def test_a_preset_for_a_gpu_reads_the_text_of_all_packages(begun, name, data):
+    assert begun("--preset", name).data == data
+
+
 @pytest.mark.parametrize("name", ["tiny", "small", "medium", "v3_671b"])
 def test_no_preset_trains_with_yarn(begun, name):
     assert begun("--preset", name).model.rope_scaling is None

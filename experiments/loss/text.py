@@ -19,7 +19,6 @@ import io
 import json
 import lzma
 import re
-import string
 import subprocess
 import sys
 import tarfile
@@ -31,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.loss.sizes import SEQUENCE, VOCABULARY
+from octile.train.text_filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
 from octile.train.token_store import FILES, MANIFEST
 
 SDISTS = (
@@ -63,15 +63,6 @@ REPOSITORIES = (
     Repository("ethereum/EIPs", "f767a1e8078e17c9b381a91d35a09492189ede1b", (".md",)),
     Repository("git/git", "1a3e64c6c4a623626ff0687008732a8e007e2a1c", (".adoc", ".c", ".h", ".sh", ".perl")),
 )
-PROSE = (".md", ".rst", ".adoc", ".txt")
-SOURCE = (".py", ".pyx", ".pxd", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".js", ".ts", ".sh", ".perl", ".go", ".java")
-LEFT_OUT_PATHS = re.compile(
-    r"(^|/)(locale|locales|translations|vendor|_vendor|node_modules|\.github)/|\.min\.js$|lextab|yacctab"
-)
-LETTERS = string.ascii_letters.encode()
-MIN_BYTES, MAX_BYTES = 256, 2**19  # of a file in a package
-MAX_LINE, MAX_MEAN_LINE = 2000, 120  # characters; a book's paragraph is one line
-MAX_DUPLICATE_SHARE = 0.5  # of a file's longer lines that earlier files have
 
 
 def fetch(folder: Path) -> None:
@@ -162,48 +153,6 @@ def _package_files(file: Path) -> Iterator[tuple[str, bytes]]:
             if stream is not None:
                 found.append((member.name, stream.read()))
     yield from sorted(found)
-
-
-def why_left_out(path: str, content: bytes, book: bool = False) -> str | None:
-    """Return why a file is left out of the training text, or None."""
-    if LEFT_OUT_PATHS.search(path):
-        return "translated or vendored"
-    if not book and len(content) < MIN_BYTES:
-        return "short"
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    if "\0" in text:
-        return "not text"
-    if len(content) > 1.1 * len(text):
-        return "not in Latin letters"
-    lines = text.splitlines() or [""]
-    if not book and path.endswith(SOURCE) and len(max(lines, key=len)) > MAX_LINE / 4:
-        return "long lines"
-    if not book and path.endswith(SOURCE) and len(text) / len(lines) > MAX_MEAN_LINE:
-        return "long lines"
-    return "not words" if len(content.translate(None, LETTERS)) > 0.55 * len(content) else None
-
-
-class DuplicateFilter:
-    """A filter of duplicate files, by hashes of an eighth of their lines of at least 20 characters."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def has_seen(self, text: str) -> bool:
-        """Return whether most lines were seen before; if not, add them to the lines seen."""
-        lines = {hash_of(line) for line in map(str.strip, text.splitlines()) if len(line) >= 20}
-        noted = {h for h in lines if h % 8 == 0} if len(lines) > 64 else lines
-        if noted and len(noted & self.seen) > MAX_DUPLICATE_SHARE * len(noted):
-            return True
-        self.seen |= {h for h in lines if h % 8 == 0} if len(lines) > 64 else noted
-        return False
-
-
-def hash_of(line: str) -> int:
-    return int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest())
 
 
 def write_text(folder: Path) -> dict[str, dict[str, int]]:

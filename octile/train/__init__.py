@@ -2,6 +2,8 @@
 
 config.py        `TrainConfig` and the presets, without torch
 corpus.py        documents from a folder, files, the standard library or a hub dataset
+text_filter.py   what of the installed packages is text to train on
+shared_spans.py  spans of held-out text that are cut out of the training text
 corpus_index.py  a first pass over a corpus: duplicates, and which documents are held out
 data.py          from text to tokens on disk
 tokenizer.py     byte-level BPE

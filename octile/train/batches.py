@@ -145,7 +145,7 @@ def permute(index: npt.NDArray[np.int64], n: int, seed: tuple[int, ...]) -> npt.
     def network(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = x >> half, x & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (mix(right ^ key) & mask)
         return left << half | right
 
     x = network(index.astype(np.uint64))
@@ -154,7 +154,7 @@ def permute(index: npt.NDArray[np.int64], n: int, seed: tuple[int, ...]) -> npt.
     return x.astype(np.int64)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Mix the bits of a word (the finalizer of SplitMix64, Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -6,6 +6,7 @@ This module imports no torch, so that the command line answers at once.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -85,7 +86,8 @@ class TrainConfig:
         recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_delayed, hybrid_e5m2,
             global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8 or int8_tiles; or a .toml file with exceptions
             for single layers.
-        data: a text file, a folder, hf:NAME (a Hugging Face dataset), or stdlib: the source of Python's library.
+        data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
+            packages: source and documentation of that library and of every package installed here.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.
         steps: optimizer steps.
@@ -143,7 +145,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.data.strip():
-            raise ValueError("data is empty: name a text file, a folder, hf:NAME or stdlib")
+            raise ValueError("data is empty: name a text file, a folder, hf:NAME, stdlib or packages")
         for name in ("prompt", "data", "recipe", "init_from", "out", "telemetry_layers", "guards"):
             check_text(name, str(getattr(self, name)))  # config.json is UTF-8
         if self.init_from is None:  # a tokenizer is trained
@@ -193,6 +195,12 @@ class TrainConfig:
     def min_sequence_length(self) -> int:
         """The tokens that a loss needs: one, the next one, and with multi-token prediction the one after that."""
         return 3 if self.model.num_nextn_predict_layers else 2
+
+    def steps_for(self, tokens: int) -> int:
+        """The steps that read at least a number of tokens; to within a step if the batch grows."""
+        initial = self.batch_size if self.initial_batch_size is None else self.initial_batch_size
+        mean_batch = self.batch_size - self.batch_ramp * (self.batch_size - initial) / 2
+        return math.ceil(tokens / (mean_batch * self.sequence_length))
 
     def load_recipe(self) -> Recipe:
         """The recipe that this configuration names or holds as text.
@@ -262,6 +270,7 @@ def small() -> TrainConfig:
     """A run with about 100M parameters on one GPU."""
     return TrainConfig(
         preset="small",
+        data="packages",
         steps=2000,
         checkpoint_every=500,
         validate_every=200,
@@ -279,6 +288,7 @@ def medium() -> TrainConfig:
     """
     return TrainConfig(
         preset="medium",
+        data="packages",
         steps=2000,
         checkpoint_every=500,
         validate_every=200,
@@ -299,6 +309,7 @@ def published(preset: str) -> TrainConfig:
     length = min(4096, model.max_position_embeddings)
     config = TrainConfig(
         preset=preset,
+        data="packages",
         steps=1000,
         batch_size=8,
         micro_batches=8,

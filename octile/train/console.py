@@ -12,6 +12,7 @@ from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.report.text import escape_control_characters
 from octile.train.run_folder import Metrics, RunFolder
+from octile.train.shared_spans import SPAN
 from octile.train.token_store import LEFT_OUT, TokenStore
 
 if TYPE_CHECKING:
@@ -56,8 +57,13 @@ class RunConsole:
         self.print(
             f"data: {m.source}, {m.tokens['train']:,} tokens of {m.documents['train']:,} {m.unit} to train on, "
             f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text), "
-            f"{m.bytes['train'] / m.tokens['train']:.2f} bytes per token"
+            f"{m.bytes_per_token:.2f} bytes per token"
         )
+        if m.cut_tokens:
+            self.print(
+                f"cut out of the training text: {m.cut_tokens:,} tokens ({m.cut_share:.1%}), in spans of {SPAN} or "
+                "more that are held out, too"
+            )
         if m.span is not None:
             self.print(
                 f"the documents are few, so they were cut at line ends into spans of about {m.span:,} characters"

@@ -4,6 +4,8 @@ A source is named by one string:
 
     stdlib                                    the source text of the Python standard library that runs this program,
                                               without its tests and its tables of character encodings
+    packages                                  source and documentation of the standard library and of every package
+                                              installed in the environment, without what repeats (`text_filter`)
     PATH                                      a text file, or a folder of them
     hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]   a dataset of the Hugging Face Hub, if the package `datasets` is installed
 
@@ -16,6 +18,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-STANDARD_LIBRARY = "stdlib"
+from octile.train.text_filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
+
+STANDARD_LIBRARY, PACKAGES = "stdlib", "packages"
 HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
@@ -31,7 +36,8 @@ HUB = re.compile(
 MAX_WHOLE_FILE = 2**20  # bytes; a longer file is cut into passages
 MIN_SPAN, MAX_SPAN = 2**6, 2**16  # characters
 
-EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
+PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+EXCLUDED_FOLDERS = PACKAGE_FOLDERS | {"test", "tests", "idle_test", "encodings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +120,53 @@ def open_corpus(source: str | Path) -> Corpus:
     """
     if source == STANDARD_LIBRARY:
         return _standard_library()
+    if source == PACKAGES:
+        return _installed_packages()
     if str(source).startswith("hf:"):
         return _hub_dataset(str(source))
     path = Path(source)
     if not str(source).strip():  # Path("") is the current folder
-        raise ValueError("source is empty: name a file, a folder, 'stdlib' or 'hf:OWNER/NAME'")
+        raise ValueError("source is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"source {str(source)!r} is a link to {str(path.readlink())!r}, which does not exist")
     if not path.exists():
-        raise FileNotFoundError(f"source {str(source)!r} is no file or folder (nor 'stdlib', nor 'hf:OWNER/NAME')")
+        raise FileNotFoundError(
+            f"source {str(source)!r} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')"
+        )
     if not path.is_dir():
-        return _from_files(str(source), path.parent, [path], [])
+        return _from_files(str(source), path.parent, {path: path.name}, [])
     files, left_out = _files_below(path)
-    return _from_files(str(source), path, files, left_out)
+    return _from_files(str(source), path, {file: file.relative_to(path).as_posix() for file in files}, left_out)
 
 
 def _standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     files, _ = _files_below(root, excluded=EXCLUDED_FOLDERS)
-    return _from_files(STANDARD_LIBRARY, root, [file for file in files if file.suffix == ".py"], [])
+    names = {file: file.relative_to(root).as_posix() for file in files if file.suffix == ".py"}
+    return _from_files(STANDARD_LIBRARY, root, names, [])
+
+
+def _installed_packages() -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    folders = dict.fromkeys([root, *(Path(path) for path in sys.path if Path(path).name in PACKAGE_FOLDERS)])
+    names = {
+        file: file.relative_to(folder.parent).as_posix()
+        for folder in folders
+        for file in _files_below(folder, excluded=EXCLUDED_FOLDERS if folder == root else frozenset())[0]
+        if file.name.endswith((*SOURCE, *PROSE)) or file.name == "METADATA"  # of a package: its description
+    }
+    duplicates = DuplicateFilter()
+
+    def why_not(file: Path, name: str) -> str | None:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            return "unreadable"
+        if len(content) > MAX_BYTES:
+            return "long"
+        return why_left_out(name, content) or ("repeated" if duplicates.has_seen(content.decode()) else None)
+
+    return _from_files(PACKAGES, root, names, [], why_not)
 
 
 def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[list[Path], list[LeftOut]]:
@@ -161,34 +195,41 @@ def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[li
     return sorted(found, key=lambda file: file.relative_to(root).as_posix()), sorted(left_out)
 
 
-def _from_files(source: str, root: Path, files: list[Path], left_out: list[LeftOut]) -> Corpus:
+def _from_files(
+    source: str,
+    root: Path,
+    files: Mapping[Path, str],
+    left_out: list[LeftOut],
+    why_not: Callable[[Path, str], str | None] | None = None,
+) -> Corpus:
     """The corpus of the files that are text; the others follow what is left out already.
 
     Args:
         source: its name.
-        root: the folder of the files, to which their names are relative.
-        files: in reading order.
+        root: the folder of the files, for messages.
+        files: their names, in reading order.
         left_out: what is not read below the folder.
+        why_not: the reason to leave out a file of a name, called in reading order; `_why_not_text` if not given.
     """
     if not files:
         others = f" ({_list(left_out)})" if left_out else ""
         raise FileNotFoundError(
             f"source {source!r}: the folder {root} holds no files to read{others}; name one that does"
         )
-    refusals = {file: _why_not_text(file) for file in files}
-    refused = [LeftOut(reason, file.relative_to(root).as_posix()) for file, reason in refusals.items() if reason]
+    refusals = {file: (why_not or _why_not_text)(file, name) for file, name in files.items()}
+    refused = [LeftOut(reason, files[file]) for file, reason in refusals.items() if reason]
     readable = [file for file, reason in refusals.items() if not reason]
     if not readable:
         raise ValueError(f"source {source!r} holds no UTF-8 text: {_list(refused)} of {len(files)} files")
 
     def read() -> Iterator[NamedText]:
         for file in readable:
-            yield from _passages(file, file.relative_to(root).as_posix())
+            yield from _passages(file, files[file])
 
     return Corpus(source, [*left_out, *refused], read)
 
 
-def _why_not_text(file: Path) -> str | None:
+def _why_not_text(file: Path, name: str) -> str | None:
     try:
         if not file.is_file():  # a pipe, a socket, a link to nothing
             return "unreadable"

@@ -1,9 +1,10 @@
-"""Builds a token store from a corpus in three passes, without holding the corpus in memory.
+"""Builds a token store from a corpus in four passes, without holding the corpus in memory.
 
 1. `CorpusIndex` computes the digest and size of each document, which decide what is held out and whether an existing
    store can be reused. Where documents are few, they are cut into spans and read once more.
 2. The tokenizer is trained on a sample of the training documents.
-3. Every document is encoded into the training or the held-out part.
+3. The held-out documents are encoded.
+4. The training documents are encoded, without the spans that held-out documents have, too (`shared_spans`).
 """
 
 import hashlib
@@ -14,14 +15,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from octile.checkpoint.files import checksum
 from octile.report.text import escape_control_characters
 from octile.train.corpus import Corpus, Document, open_corpus
 from octile.train.corpus_index import CorpusIndex
+from octile.train.shared_spans import HeldOutSpans
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
 from octile.train.tokenizer import Tokenizer, check_vocab_size
 
-PREPARATION = 2  # the version of what this module writes for the same text; 1 held out whole documents of any size
+# The version of what this module writes for the same text: 1 held out whole documents of any size, 2 trained on spans
+# that were held out, too
+PREPARATION = 3
 SAMPLE_BYTES = 16 * 2**20  # of text on which the tokenizer is trained
 BUILDING = ".building-"  # begins the name of the folder in which a store is built
 BATCH_CHARACTERS = 4 * 2**20  # that are encoded at a time
@@ -122,14 +129,15 @@ def _build(
     tokenizer.save(folder)
     lines = (f"{reason}: {_one_line(name)}\n" for reason, name in index.left_out)
     (folder / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
-    tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
+    tokens, cut_tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
 
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
         raise ValueError(
             f"source {corpus.source!r} has too little text: {len(index.sizes)} documents, {index.total_bytes} bytes, "
-            f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}, and "
-            "at most a tenth of the text is held out"
+            f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}, "
+            f"at most a tenth of the text is held out, and {cut_tokens} tokens are left out because they are held out, "
+            "too"
         )
     digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     Manifest(
@@ -142,6 +150,7 @@ def _build(
         tokens=tokens,
         skipped=index.skipped,
         span=span,
+        cut_tokens=cut_tokens,
         sha256={name: checksum(folder / name)["sha256"] for name in FILES},
     ).write(folder)
 
@@ -152,25 +161,35 @@ def _one_line(name: str) -> str:
 
 def _encode(
     folder: Path, corpus: Corpus, index: CorpusIndex, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
-) -> dict[str, int]:
-    """Write train.npy and val.npy; return the number of tokens of each."""
+) -> tuple[dict[str, int], int]:
+    """Write train.npy and val.npy; return the number of tokens of each, and of those cut out of the training part."""
     read = hashlib.sha256()
     done = 0
-    with (
-        TokenWriter(folder / "train.npy", tokenizer.vocab_size) as train,
-        TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val,
-    ):
+    spans = HeldOutSpans((tokenizer.begin, tokenizer.end))
+
+    def encoded(batch: list[Document]) -> list[npt.NDArray[np.integer]]:
+        ids = tokenizer.encode_batch([document.text for document in batch])
+        return [np.array([tokenizer.begin, *tokens, tokenizer.end]) for tokens in ids]
+
+    with TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val:
+        progress("encoding", 0.0)
+        for batch in _batches_of_text(document for document in corpus.documents() if document.digest in held_out):
+            documents = encoded(batch)
+            spans.add(documents)
+            for tokens in documents:
+                val.append(tokens)
+    with TokenWriter(folder / "train.npy", tokenizer.vocab_size) as train:
         for batch in _batches_of_text(corpus.documents()):
             progress("encoding", done / index.total_bytes)
-            ids = tokenizer.encode_batch([document.text for document in batch])
-            for document, tokens in zip(batch, ids, strict=True):
-                part = val if document.digest in held_out else train
-                part.append([tokenizer.begin, *tokens, tokenizer.end])
+            for document in batch:
                 read.update(document.digest)
                 done += index.sizes.get(document.digest, 0)
+            training = [document for document in batch if document.digest not in held_out]
+            for tokens in spans.cut(encoded(training)):
+                train.append(tokens)
     if read.hexdigest() != index.fingerprint:
         raise RuntimeError(f"source {corpus.source!r} changed while it was read; start again when it no longer changes")
-    return {"train": train.length, "val": val.length}
+    return {"train": train.length, "val": val.length}, spans.cut_tokens
 
 
 def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -42,9 +42,10 @@ from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, lock_fold
 from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import token_losses
 from octile.train.token_store import MANIFEST, TokenStore
-from octile.train.trainer import Trainer
+from octile.train.trainer import Trainer, batch_ramp
 
 SAMPLE_TOKENS = 128
+MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
 MAX_SPIKE_TEXT = 80  # characters of the hardest sequence in a spike's record
 
 StepContext = Callable[[int], AbstractContextManager[object]]  # entered around each step, given the step's number
@@ -192,6 +193,14 @@ def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> To
     if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:
         console.print(
             f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
+        )
+    text = len(store.train)
+    passes = batch_ramp(config).before(config.steps) / count_windows(store.train, config.sequence_length - 1)
+    if passes > MAX_PASSES:
+        console.print(
+            f"the run reads its text {passes:.1f} times, which it begins to memorize after {MAX_PASSES}: there are "
+            f"{text:,} tokens. Give it more text with --data, or read {MAX_PASSES * text:,} tokens with "
+            f"--tokens {MAX_PASSES * text}"
         )
     return store
 

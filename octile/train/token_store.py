@@ -42,6 +42,7 @@ class Manifest:
         sha256: the checksum of every file of the store but the manifest and left_out.txt.
         span: the characters of the spans into which few documents were cut, which count as documents; None if they are
             whole.
+        cut_tokens: the tokens that were cut out of the training documents, because held-out documents have them, too.
     """
 
     source: str
@@ -54,6 +55,7 @@ class Manifest:
     skipped: dict[str, int]
     sha256: dict[str, str]
     span: int | None = None
+    cut_tokens: int = 0
 
     @property
     def unit(self) -> str:
@@ -64,6 +66,16 @@ class Manifest:
     def held_out_share(self) -> float:
         """The share of the text's bytes that is held out."""
         return self.bytes["val"] / (self.bytes["train"] + self.bytes["val"])
+
+    @property
+    def cut_share(self) -> float:
+        """The share of the training documents' tokens that was cut out."""
+        return self.cut_tokens / (self.tokens["train"] + self.cut_tokens)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The bytes of a token of the training documents."""
+        return self.bytes["train"] / (self.tokens["train"] + self.cut_tokens)
 
     def write(self, folder: Path) -> None:
         """Write manifest.json."""
@@ -143,10 +155,11 @@ class TokenWriter:
         self.length = 0
         self._header_end = self._write_header()
 
-    def append(self, tokens: list[int]) -> None:
+    def append(self, tokens: npt.ArrayLike) -> None:
         """Write tokens to the end of the file."""
-        self._file.write(np.array(tokens, self._dtype).tobytes())
-        self.length += len(tokens)
+        ids = np.asarray(tokens, self._dtype)
+        self._file.write(ids.tobytes())
+        self.length += len(ids)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """Tests of what a run prints about its data: the held-out share, and the names of what is left out."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_the_held_out_share_is_printed(source, tmp_path):
     (line,) = (line for line in shown(source, tmp_path / "data") if line.startswith("data: "))
     assert "of 57 spans to train on, " in line
     assert " held out (9." in line
+
+
+def test_what_is_cut_out_because_it_is_held_out_is_counted(source, tmp_path):
+    for file in source.glob("*.txt"):
+        repeated = "".join(f"line {n} of a license that every part of the text has\n" for n in range(8))
+        file.write_text("".join(line + repeated * (n % 20 == 0) for n, line in enumerate(file.open().readlines())))
+    cut = [line for line in shown(source, tmp_path / "data") if line.startswith("cut out of the training text: ")]
+    assert len(cut) == 1
+    assert re.fullmatch(r".*: [\d,]+ tokens \(\d+\.\d%\), in spans of 50 or more that are held out, too", cut[0])
 
 
 def test_the_first_files_that_are_left_out_are_named_with_the_number_of_the_others(source, tmp_path):

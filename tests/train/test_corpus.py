@@ -145,6 +145,41 @@ def test_stdlib_leaves_out_packages_tests_and_other_files(tmp_path, monkeypatch)
     assert list(open_corpus("stdlib").texts()) == ["email/mime.py", "os.py"]
 
 
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """A standard library and a folder of packages, which is on the path of this interpreter."""
+    lines = [f"def function_{n}(argument):  # a line like that of a person" for n in range(40)]
+    packages = tmp_path / "site-packages"
+    files = {
+        tmp_path / "lib" / "one.py": lines[:20],
+        tmp_path / "lib" / "test" / "test_one.py": lines[20:],
+        packages / "other" / "two.py": lines[10:],
+        packages / "other" / "tests" / "copy.py": [*lines[:20], "# another version"],
+        packages / "other" / "guide.rst": ["Words that describe how this is to be used, one after the other."] * 8,
+        packages / "other" / "table.csv": ["1,2,3"] * 100,
+        packages / "other" / "vendor" / "three.py": ["import something_that_is_not_of_this_package"] * 10,
+        packages / "other-1.0.dist-info" / "METADATA": ["What the package is there for, in words of its author"] * 9,
+    }
+    for file, content in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(content))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
+    return packages
+
+
+def test_packages_are_the_source_and_documentation_of_the_library_and_of_what_is_installed(environment):
+    names = [name for name, _ in open_corpus("packages").read()]
+    folder = "site-packages/other"
+    assert names == ["lib/one.py", f"{folder}-1.0.dist-info/METADATA", f"{folder}/guide.rst", f"{folder}/two.py"]
+
+
+def test_a_package_file_that_repeats_an_earlier_one_is_left_out_and_named(environment):
+    left_out = open_corpus("packages").left_out
+    assert ("repeated", "site-packages/other/tests/copy.py") in left_out
+    assert ("translated or vendored", "site-packages/other/vendor/three.py") in left_out
+
+
 def test_a_missing_path_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere' is no file or folder"):
         open_corpus(tmp_path / "nowhere")

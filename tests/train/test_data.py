@@ -10,6 +10,7 @@ import pytest
 from octile.train import data
 from octile.train.corpus import Corpus, NamedText, open_corpus
 from octile.train.data import prepare
+from octile.train.shared_spans import SPAN
 from octile.train.token_store import FILES, TokenStore
 from octile.train.tokenizer import Tokenizer
 
@@ -53,6 +54,20 @@ def test_no_document_is_in_both_parts(source, tmp_path):
         (source / f"copy{copy}.txt").write_text(document(copy))
     store = build(source, tmp_path / "data")
     assert not set(texts(store, store.train)) & set(texts(store, store.val))
+
+
+def test_no_long_span_of_held_out_text_is_trained_on(source, tmp_path):
+    license = "".join(f"condition {n} of the license, which holds for {n + 1} of them\n" for n in range(20))
+    for file in source.iterdir():
+        file.write_text(license + file.read_text())
+    store = build(source, tmp_path / "data")
+    assert any(license in text for text in texts(store, store.val))
+    train, val = (
+        {tuple(part[i : i + SPAN].tolist()) for i in range(len(part) - SPAN)} for part in (store.train, store.val)
+    )
+    specials = {store.tokenizer.begin, store.tokenizer.end}
+    assert not {span for span in train & val if not specials & set(span)}
+    assert store.manifest.cut_tokens > 50 * len(store.tokenizer.encode(license))
 
 
 def test_the_tokenizer_is_trained_on_the_training_part_alone(source, tmp_path):
