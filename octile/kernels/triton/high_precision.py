@@ -73,12 +73,15 @@ def zero_rest(y: Tensor, offs: Tensor) -> None:
 def _choose_tile(m: int, n: int, num_gemms: int, gpu: DeviceProperties) -> dict[str, Any]:
     """Choose the tile, as `device.tile` does for 8-bit operands, and as many stages as shared memory holds.
 
-    Hopper's holds all stages of a tile of 128×256, whose accumulator takes 128 registers per thread.
+    Hopper's holds all stages of a tile of 128×256, whose accumulator takes 128 registers per thread. Where more than a
+    tenth of the columns of these tiles would lie outside, as of 384 columns, they are half as wide.
     """
     tile_m = min(max(triton.next_power_of_2(m), 16), 128)
     tile_n = min(
         max(triton.next_power_of_2(n), 32), 256 if gpu.shared_bytes >= MAX_STAGES * _stage_bytes(128, 256) else 128
     )
+    if tile_n == 256 and _covered(n, 256) > 1.1 * _covered(n, 128):
+        tile_n = 128
     while tile_n > 32 and num_gemms * triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n) < gpu.num_sms:
         tile_n //= 2
     stages = gpu.shared_bytes // _stage_bytes(tile_m, tile_n)
@@ -89,6 +92,10 @@ def _choose_tile(m: int, n: int, num_gemms: int, gpu: DeviceProperties) -> dict[
         "num_warps": 8 if tile_m * tile_n >= 128 * 128 else 4,
         "num_stages": min(max(stages, 2), MAX_STAGES),
     }
+
+
+def _covered(n: int, tile_n: int) -> int:
+    return triton.cdiv(n, tile_n) * tile_n
 
 
 def _stage_bytes(tile_m: int, tile_n: int) -> int:

@@ -67,6 +67,12 @@ def test_nan_stays_within_its_group():
     assert finite.tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize(("columns", "expected"), [(384, 128), (640, 128), (768, 256), (7168, 256), (2176, 256)])
+def test_wide_tiles_are_used_where_few_of_their_columns_lie_outside(gpu, columns: int, expected: int):
+    tile = kernel._choose_tile(1536, columns, 32, gpu)
+    assert tile["TILE_N"] == (expected if gpu.fp8 else 128)  # sm_80 has no shared memory for wider ones
+
+
 def test_no_groups_and_no_rows():
     x, w, dy = _operands(torch.bfloat16)
     assert not kernel.launch_nt(x, w[:0], _offs([])).any()
