@@ -212,11 +212,14 @@ class Convert:
         src: a Hugging Face folder; or one with only a config.json (or that file), to predict the size.
         dst: the folder to write; not needed for a prediction.
         to: fp8, bf16, or float32, which represents FP8 weights exactly, for further training.
+        keep: a pattern of layers that stay in high precision besides heads, gates and embeddings, such as
+            "*.down_proj"; can be given several times.
     """
 
     src: tyro.conf.Positional[Path]
     dst: tyro.conf.Positional[Path | None] = None
     to: Literal["fp8", "bf16", "float32"] = "fp8"
+    keep: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
 
 
 def convert(arguments: list[str]) -> None:
@@ -224,7 +227,7 @@ def convert(arguments: list[str]) -> None:
     options = _parse(Convert, arguments, "convert")
     from octile.report.conversion import run_conversion
 
-    run_conversion(options.src, options.dst, options.to)
+    run_conversion(options.src, options.dst, options.to, options.keep)
 
 
 @dataclass(frozen=True)

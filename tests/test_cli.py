@@ -445,6 +445,26 @@ def test_convert_speaks_of_multi_token_prediction_only_where_there_is_some(capsy
     assert ["multi-token" in each for each in said] == [True, False]
 
 
+def test_convert_keeps_what_patterns_match(capsys, hf_folder, tmp_path):
+    keep = ("--keep", "*.down_proj", "--keep", "*.o_proj")
+    code, out, _ = call(capsys, "convert", str(hf_folder), str(tmp_path / "fp8"), *keep)
+    rows = [line for line in out.splitlines() if "down_proj" in line or "o_proj" in line]
+    assert code == 0
+    assert rows
+    assert all("unchanged" in row for row in rows)
+
+
+def test_convert_refuses_a_pattern_that_matches_nothing(capsys, hf_folder, tmp_path):
+    message = refused(capsys, "convert", str(hf_folder), str(tmp_path / "fp8"), "--keep", "*.dwon_proj")
+    assert "keep has '*.dwon_proj', which matches no layer that would be converted" in message
+
+
+def test_convert_warns_of_what_engines_refuse(capsys, hf_folder, tmp_path):
+    predicted, converted = (call(capsys, "convert", str(hf_folder), *dst)[1] for dst in ((), (str(tmp_path / "fp8"),)))
+    assert "warning: vLLM and SGLang refuse" in predicted
+    assert "warning: vLLM and SGLang refuse" in converted
+
+
 def test_convert_what_is_fp8_already(capsys, hf_folder, tmp_path):
     fp8 = str(tmp_path / "fp8")
     call(capsys, "convert", str(hf_folder), fp8)

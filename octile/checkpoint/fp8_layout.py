@@ -5,14 +5,12 @@
 
 With `scale_fmt: "ue8m0"` in `quantization_config`, as DeepSeek-V3.1 has it, every scale is a power of two.
 
-The name decides: 2-D weights of projections (`q_proj`, `kv_a_proj_with_mqa`, `gate_proj`, …) and of experts are FP8.
-They hold nearly all parameters and FLOPs of a model. Embedding, head, norms and gates are small and sensitive and keep
-their dtype, and so does `eh_proj` of multi-token prediction.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1 and the
-weights published with it.
+The name decides, by the table in `octile.layer_roles`: 2-D weights of linear layers are FP8. They hold nearly all
+parameters and FLOPs of a model. Embeddings, heads, norms and gates are small and sensitive and keep their dtype.
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1 and the weights published with it.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +20,11 @@ from torch import Tensor
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import E4M3
+from octile.layer_roles import HEAD, role_of, why_high_precision
 from octile.recipe import ScaleRule
 from octile.scaled import ScaledTensor, dequantize, quantize
 from octile.validation import quoted
 
-RULE = (
-    "2-D weights of projections (…_proj…) and of experts become FP8; embeddings, heads, norms, gates, routers, "
-    "eh_proj and weights_proj stay, as does every other tensor"
-)
 BLOCK = (128, 128)
 SCALE_SUFFIX = "_scale_inv"
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -40,16 +35,16 @@ QUANTIZATION_CONFIG = {
     "weight_block_size": list(BLOCK),
 }
 
-_NOT_FP8 = re.compile(r"embed|norm|head|^gate$|router|_gate$|^eh_proj$|^weights_proj$")
-_NEVER_FP8 = re.compile(r"embed|norm|head|^gate$|^eh_proj$")  # never quantized by any engine
 
+def is_stored_in_fp8(name: str, shape: tuple[int, ...], keep: Sequence[str] = ()) -> bool:
+    """Whether a tensor with this name and shape is stored in FP8: see `octile.layer_roles`.
 
-def is_stored_in_fp8(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor with this name and shape is stored in FP8: see RULE."""
-    module, _, kind = name.rpartition(".")
-    layer = module.rpartition(".")[2]
-    projection = "_proj" in layer or "experts" in module.split(".")
-    return kind == "weight" and len(shape) == 2 and projection and not _NOT_FP8.search(layer)
+    Args:
+        name, shape: of the tensor.
+        keep: patterns of the layers that stay in high precision besides those of the table.
+    """
+    layer, _, kind = name.rpartition(".")
+    return kind == "weight" and len(shape) == 2 and layer != "" and why_high_precision(layer, keep) is None
 
 
 def fp8_specs(name: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
@@ -205,21 +200,29 @@ def with_quantization(
 ) -> dict[str, Any]:
     """Return a config.json that announces FP8 weights.
 
-    Linear layers that are not FP8 are listed as `modules_to_not_convert`, unless all of them are layers that no engine
-    quantizes anyway. DeepSeek's published configurations have no such list.
+    `modules_to_not_convert` lists the output head, even if its weight is stored only as the embedding's, and all other
+    linear layers that are not FP8, unless no engine quantizes any of them anyway. DeepSeek's published configurations
+    have no such list.
 
     Args:
         config: the config.json to be extended.
         high_precision: name → spec of the tensors that are not FP8.
         scale: the rule of the scales; powers of two are announced as `scale_fmt`.
     """
-    layers = [
+    layers = {
         n.removesuffix(".weight") for n, s in high_precision.items() if n.endswith(".weight") and len(s.shape) == 2
-    ]
-    unusual = any(not _NEVER_FP8.search(layer.rpartition(".")[2]) for layer in layers)
-    listed = {"modules_to_not_convert": sorted(layers)} if unusual else {}
+    }
+    modules = layers | {n.removesuffix(".bias") for n in high_precision if n.endswith(".bias")}
+    heads = {n for n in modules if (role := role_of(n)) is not None and role.name == HEAD}
+    if not heads & layers or config.get("tie_word_embeddings"):
+        heads.add("lm_head")  # a head that shares the embedding's weight has no tensor of its own
+    is_unusual = any((role := role_of(layer)) is None or not role.is_known for layer in layers)
+    listed = sorted(heads | layers if is_unusual else heads)
     scale_fmt = {"scale_fmt": "ue8m0"} if scale == "power_of_2" else {}
-    return {**config, "quantization_config": {**QUANTIZATION_CONFIG, **scale_fmt, **listed}}
+    return {
+        **config,
+        "quantization_config": {**QUANTIZATION_CONFIG, **scale_fmt, "modules_to_not_convert": listed},
+    }
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
+from octile.layer_roles import CONV1D, KEPT, check_keep, is_kept, why_high_precision
 from octile.nn.conversion_summary import ConversionSummary, quantized_shares
 from octile.nn.fused.fusion import FusableModule
 from octile.nn.fused.shared_quantization import share_among_children
@@ -23,16 +24,6 @@ log = logging.getLogger("octile")
 
 Filter = Callable[[str, nn.Module], bool]
 
-# Linear layers that DeepSeek-V3 (§3.3.1) computes in high precision, by the last part of their names, with their roles.
-HIGH_PRECISION = {
-    "lm_head": "output head",
-    "head": "output head",
-    "classifier": "output head",
-    "score": "output head",
-    "gate": "gate",
-    "router": "gate",
-    "eh_proj": "MTP projection",
-}
 LEFT_OUT = "left out by filter"
 STACKED = "stacked weights that octile cannot convert"
 
@@ -41,32 +32,38 @@ STACKED = "stacked weights that octile cannot convert"
 INTEGRATIONS = {"transformers": "octile.integrations.transformers"}
 
 
-def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
+def convert(
+    model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None, keep: Sequence[str] = ()
+) -> nn.Module:
     """Replace the model's linear layers by `octile.nn.Linear` around the same parameters, in place.
 
-    Output heads, gates, the MTP projection and weights tied to an embedding are not converted, nor is anything that is
-    not a linear layer: embeddings, norms, attention. Modules with a method `use_recipe`, such as `Experts`, get the
-    recipe, and so do the stacked experts of transformers (`octile.integrations.transformers`); other stacked weights
-    [E, N, K] are not converted and count as E layers. A module that computes SwiGLU of three converted layers, or of
-    two with gate and up in one, becomes an `MLP` or `GateUpMLP` of the same layers; layers of one module that read its
-    input, such as attention's q, k and v, quantize it once. The summary ("converted n of m
-    linear layers to deepseek_v3, skipped k: why") goes to the logger `octile` if logging is set up, else to stderr.
+    Output heads, gates, adapters and the MTP projection, by the table in `octile.layer_roles`, and weights tied to an
+    embedding are not converted, nor is anything that is not a linear layer: embeddings, norms, attention. Modules with
+    a method `use_recipe`, such as `Experts`, get the recipe, and so do the stacked experts of transformers
+    (`octile.integrations.transformers`); other stacked weights [E, N, K] are not converted and count as E layers. A
+    module that computes SwiGLU of three converted layers, or of two with gate and up in one, becomes an `MLP` or
+    `GateUpMLP` of the same layers; layers of one module that read its input, such as attention's q, k and v, quantize
+    it once. The summary ("converted n of m linear layers to deepseek_v3, skipped k: why") goes to the logger `octile`
+    if logging is set up, else to stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
         recipe: `Recipe.deepseek_v3()` if not given.
         filter: called with the name and the module of each layer (and of experts, which are one module); if it
             returns False, the layer is not converted.
+        keep: patterns of further layers that are not converted, such as "*.down_proj" or "model.layers.0"; a pattern
+            matches a layer or a module that contains it. `octile convert --keep` takes the same.
 
     Returns:
         The model; `model.conversion_summary` is the summary, a text with its numbers as attributes
         (`octile.nn.conversion_summary.ConversionSummary`), among them the shares of the parameters and of the FLOPs.
 
     Raises:
-        TypeError: model is not a torch.nn.Module, or recipe not a Recipe.
-        ValueError: the model has no linear layer, or an exception of the recipe matches no converted layer.
+        TypeError: model is not a torch.nn.Module, recipe not a Recipe, or keep not a list of patterns.
+        ValueError: no layer would be converted; a pattern of keep matches none; or an exception of the recipe matches
+            no converted layer.
     """
-    model = apply_recipe(model, recipe, filter)
+    model = apply_recipe(model, recipe, filter, keep)
     if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
         log.info(model.conversion_summary)
     else:
@@ -74,7 +71,9 @@ def convert(model: nn.Module, recipe: Recipe | None = None, filter: Filter | Non
     return model
 
 
-def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None) -> nn.Module:
+def apply_recipe(
+    model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None, keep: Sequence[str] = ()
+) -> nn.Module:
     """Do what `convert` does, without printing the summary."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -82,47 +81,48 @@ def apply_recipe(model: nn.Module, recipe: Recipe | None = None, filter: Filter 
     recipe = recipe or Recipe.deepseek_v3()
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = list(model.named_modules(remove_duplicate=False))  # a layer with two names is replaced under both
-    replacements: dict[nn.Module, nn.Module] = {}
-    converted, skipped = 0, Counter[str]()
-    reached: list[str] = []
     experts = {module: _experts(module) for _, module in named}
-
+    reasons: dict[nn.Module, str | None] = {}  # layers and experts → why they are not converted
+    without_keep, skipped = list[str](), Counter[str]()
     for name, module in named:
-        holder = experts[module]
-        if module in replacements:
-            model = _replace(model, name, replacements[module])
-        elif isinstance(module, nn.Linear):
-            reason = _reason_to_skip(name, module, tied, filter)
-            replacements[module] = module if reason else Linear.from_linear(module, recipe.for_layer(name))
-            reached += [] if reason else [name]
-            model = _replace(model, name, replacements[module])
-            converted += not reason
-            skipped.update([reason] if reason else [])
-        elif holder is not None:
-            replacements[module] = module
-            reason = getattr(holder, "why_unsupported", None)
-            if reason is None and filter is not None and not filter(name, module):
-                reason = LEFT_OUT
-            if reason is None:
-                holder.use_recipe(recipe.for_layer(name))
-                reached.append(name)
-                converted += holder.linear_layers
-            else:
-                skipped[reason] += holder.linear_layers
+        if module in reasons:
+            continue
+        if isinstance(module, nn.Linear) or experts[module] is not None:
+            reason = _reason_to_skip(name, module, experts[module], tied, filter)
+            without_keep += [] if reason else [name]
+            reasons[module] = reason or (KEPT if is_kept(name, keep) else None)
+            skipped[reasons[module] or ""] += 1 if experts[module] is None else experts[module].linear_layers
         else:
-            replacements[module] = module
-            skipped.update({STACKED: _stacked(module)})
-
-    model = _fuse(model, named)
-    total = converted + skipped.total()
+            reasons[module] = "no layer"
+            skipped.update({STACKED: _stacked(module), CONV1D: _is_conv1d(module)})
+    check_keep(keep, without_keep)
+    total, converted = skipped.total(), skipped.pop("", 0)
+    why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common() if n)
     if total == 0:
         raise ValueError(f"model {type(model).__name__} has no linear layer to convert")
+    if converted == 0:
+        raise ValueError(f"model {type(model).__name__} has no linear layer that could be converted: {why}")
+
+    replacements: dict[nn.Module, nn.Module] = {}
+    reached: list[str] = []
+    for name, module in named:
+        if reasons[module] is not None:
+            continue
+        if module not in replacements:
+            reached.append(name)
+            if experts[module] is not None:
+                experts[module].use_recipe(recipe.for_layer(name))
+                replacements[module] = module
+            else:
+                replacements[module] = Linear.from_linear(module, recipe.for_layer(name))
+        model = _replace(model, name, replacements[module])
+    model = _fuse(model, named)
+
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in reached):
             raise ValueError(
                 f"recipe {recipe.name!r} has an exception for {pattern!r}, which matches no converted layer"
             )
-    why = ", ".join(f"{n} × {reason}" for reason, n in skipped.most_common() if n)
     exceptions = f" (exceptions: {len(recipe.exceptions)})" if recipe.exceptions else ""
     summary = f"converted {converted} of {total} linear layers to {recipe.name}{exceptions}, skipped {skipped.total()}"
     summary += f": {why}" if why else ""
@@ -148,17 +148,24 @@ def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
     return model
 
 
-def _reason_to_skip(name: str, layer: nn.Linear, tied: set[int], filter: Filter | None) -> str | None:
-    if type(layer) not in (nn.Linear, Linear):
-        return f"{type(layer).__name__} (a subclass of nn.Linear)"
-    if id(layer.weight) in tied:
-        return "tied to an embedding"
-    last = name.rpartition(".")[2]
-    if last in HIGH_PRECISION:
-        return HIGH_PRECISION[last]
-    if filter is not None and not filter(name, layer):
+def _reason_to_skip(name: str, module: nn.Module, experts: Any, tied: set[int], filter: Filter | None) -> str | None:
+    """Return why a layer, or a module with experts, is not converted whatever `keep` says; None: it is."""
+    if experts is not None:
+        reason = getattr(experts, "why_unsupported", None)
+    elif type(module) not in (nn.Linear, Linear):
+        reason = f"{type(module).__name__} (a subclass of nn.Linear)"
+    elif id(module.weight) in tied:
+        reason = "tied to an embedding"
+    else:
+        reason = why_high_precision(name, is_linear=True)
+    if reason is None and filter is not None and not filter(name, module):
         return LEFT_OUT
-    return None
+    return reason
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' `Conv1D`: a linear layer whose weight is [K, N]."""
+    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
 
 
 def _experts(module: nn.Module) -> Any:

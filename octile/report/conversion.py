@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
@@ -12,13 +13,14 @@ from octile.report.console import Console
 from octile.report.page import format_bytes
 
 
-def run_conversion(src: Path, dst: Path | None, to: Target) -> None:
+def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] = ()) -> None:
     """Convert a checkpoint and print what was converted, or predict its size.
 
     Args:
         src: a Hugging Face folder or a run.
         dst: the folder to write; None predicts the size only.
         to: the format of the weights.
+        keep: patterns of the layers that stay in high precision, as for `convert_checkpoint`.
 
     Raises:
         ValueError: src has only a configuration but dst is given.
@@ -30,7 +32,7 @@ def run_conversion(src: Path, dst: Path | None, to: Target) -> None:
     console = Console()
     src = src / "model" if (src / "model" / "config.json").exists() else src  # src is a run
     if dst is None:
-        _show_prediction(console, predict_size(src, to))
+        _show_prediction(console, predict_size(src, to, keep))
         return
     sizes, time = (Column(no_wrap=True, min_width=len(widest)) for widest in ("999.9/999.9 GB", "0:00:00"))
     with Progress(
@@ -45,7 +47,7 @@ def run_conversion(src: Path, dst: Path | None, to: Target) -> None:
         def show(done: int, total: int, file: str) -> None:
             bar.update(task, completed=done, total=total, description=file, visible=True)
 
-        report = convert_checkpoint(src, dst, to, show)
+        report = convert_checkpoint(src, dst, to, show, keep)
     _show_report(console, report)
     console.print(f"written to {dst}", highlight=False)
 
@@ -55,6 +57,7 @@ def _show_prediction(console: Console, size: SizePrediction) -> None:
     why = " (a multi-token prediction layer repeats the embedding and the head)" if size.repeats else ""
     console.print(stored + why)
     console.print(_share(size.share))
+    _show_warnings(console, size.warnings)
 
 
 def _show_report(console: Console, report: ConversionReport) -> None:
@@ -75,6 +78,12 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     console.print(f"checked: every value lies within {report.max_error:.2%} of its block's range", highlight=False)
     if report.resumed_files:
         console.print(f"{report.resumed_files} of {report.files} files were finished before", highlight=False)
+    _show_warnings(console, report.warnings)
+
+
+def _show_warnings(console: Console, warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        console.print(f"warning: {warning}", highlight=False, markup=False)
 
 
 def _amount(parameters: int) -> str:

@@ -23,6 +23,7 @@ PROJECTIONS = [
     "model.layers.61.mlp.experts.0.up_proj.weight",
     "model.layers.0.block_sparse_moe.experts.1.w2.weight",  # Mixtral
     "language_model.model.layers.0.self_attn.o_proj.weight",
+    "bert.encoder.layer.0.attention.self.query.weight",
 ]
 OTHERS = [
     "model.embed_tokens.weight",
@@ -33,7 +34,6 @@ OTHERS = [
     "model.layers.3.mlp.shared_expert_gate.weight",  # Qwen
     "model.layers.3.mlp.experts.router.weight",
     "model.layers.3.self_attn.indexer.weights_proj.weight",  # DeepSeek-V3.2
-    "transformer.h.0.attn.c_attn.weight",  # GPT-2 keeps it transposed
     "model.layers.3.self_attn.q_proj.bias",
     "weight",
 ]
@@ -68,24 +68,45 @@ def test_a_weight_that_is_no_number_is_named(value):
         quantize_weight("x.weight", weight)
 
 
-def test_deepseeks_configuration_is_the_published_one():
-    high_precision = dict.fromkeys(OTHERS[:5], TensorSpec("BF16", (4, 4), 32))
-    assert with_quantization({"a": 1}, high_precision) == {"a": 1, "quantization_config": QUANTIZATION_CONFIG}
+def announced(*high_precision: str, **config: object) -> dict[str, object]:
+    """The quantization that is announced where these 2-D tensors are not FP8."""
+    specs = dict.fromkeys(high_precision, TensorSpec("BF16", (4, 4), 32))
+    return with_quantization(config, specs)["quantization_config"]
+
+
+def test_deepseeks_configuration_is_the_published_one_and_names_the_heads():
+    heads = ["lm_head", "model.layers.61.shared_head.head"]
+    assert announced(*OTHERS[:5]) == {**QUANTIZATION_CONFIG, "modules_to_not_convert": heads}
 
 
 def test_layers_that_engines_would_take_for_fp8_are_listed():
-    high_precision = {name: TensorSpec("BF16", (4, 4), 32) for name in ("lm_head.weight", "h.0.attn.c_attn.weight")}
-    listed = with_quantization({}, high_precision)["quantization_config"]["modules_to_not_convert"]
-    assert listed == ["h.0.attn.c_attn", "lm_head"]
+    listed = announced("lm_head.weight", "h.0.mlp.down_proj.weight")["modules_to_not_convert"]
+    assert listed == ["h.0.mlp.down_proj", "lm_head"]
 
 
 @pytest.mark.parametrize(
-    "announced",
+    ("tensors", "tied", "listed"),
+    [
+        (["model.embed_tokens.weight"], True, ["lm_head"]),
+        (["model.embed_tokens.weight", "l.0.shared_expert_gate.weight"], True,
+         ["l.0.shared_expert_gate", "lm_head", "model.embed_tokens"]),
+        (["score.weight"], False, ["score"]),
+        (["bert.embeddings.word_embeddings.weight", "cls.predictions.bias", "cls.predictions.transform.dense.weight"],
+         True, ["cls.predictions", "cls.predictions.transform.dense", "lm_head"]),
+    ],
+    ids=["tied", "tied, with a list", "classification", "BERT"],
+)  # fmt: skip
+def test_the_output_head_is_always_listed(tensors, tied, listed):
+    assert announced(*tensors, tie_word_embeddings=tied)["modules_to_not_convert"] == listed
+
+
+@pytest.mark.parametrize(
+    "other",
     [{"quant_method": "awq"}, {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [64, 64]}],
 )
-def test_another_quantization_is_refused(announced):
+def test_another_quantization_is_refused(other):
     with pytest.raises(ValueError, match="quantization_config must be 'fp8' with weight_block_size"):
-        is_fp8_config({"quantization_config": announced})
+        is_fp8_config({"quantization_config": other})
 
 
 FP8 = torch.zeros(200, 130).to(torch.float8_e4m3fn)

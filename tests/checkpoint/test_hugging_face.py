@@ -38,6 +38,7 @@ MICRO = ModelConfig(
     rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=16),
     initializer_range=0.05,
 )
+ANNOUNCED = {**QUANTIZATION_CONFIG, "modules_to_not_convert": ["lm_head", "model.layers.2.shared_head.head"]}
 GATE_PROJ = "model.layers.1.mlp.experts.3.gate_proj.weight"
 
 
@@ -97,7 +98,7 @@ def test_fp8_folders_have_the_published_layout(tmp_path, model, same):
     assert same(found[GATE_PROJ], q.data)
     assert same(found[GATE_PROJ + "_scale_inv"], q.scale)
     assert {str(found[name].dtype) for name in own.keys() - projections} == {"torch.bfloat16", "torch.float32"}
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == QUANTIZATION_CONFIG
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == ANNOUNCED
 
 
 def test_fp8_folders_load_as_a_model_that_computes_in_fp8(tmp_path, model):
@@ -148,7 +149,7 @@ def test_ue8m0_encoded_values_and_scales_are_saved_as_they_were_loaded(tmp_path,
     assert before.keys() == after.keys()
     assert [name for name in before if not same(before[name], after[name])] == []
     announced = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
-    assert announced == {**QUANTIZATION_CONFIG, "scale_fmt": "ue8m0"}
+    assert announced == {**ANNOUNCED, "scale_fmt": "ue8m0"}
 
 
 def test_ue8m0_weights_are_computed_with_as_they_are_stored(ue8m0):

@@ -118,6 +118,23 @@ def test_a_filter_is_asked_about_names_and_layers():
     assert asked == [("layers.0.0", nn.Linear), ("layers.1.up", nn.Linear)]
 
 
+def test_patterns_leave_layers_out():
+    model = convert(Block(), keep=["layers.0"])
+    assert names_of(model) == ["layers.1.up"]
+    assert "1 × left out by keep" in model.conversion_summary
+
+
+def test_adapters_are_not_converted():
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(8, 8)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 8)})
+
+    assert names_of(convert(nn.ModuleDict({"q_proj": Adapted()}))) == ["q_proj.base_layer"]
+
+
 # Experts
 
 
@@ -284,6 +301,23 @@ def test_a_name_in_place_of_a_recipe_is_refused():
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(ValueError, match="model LayerNorm has no linear layer to convert"):
         convert(nn.LayerNorm(3))
+
+
+def test_a_model_of_which_nothing_could_be_converted_is_refused_and_unchanged():
+    model = Block()
+    with pytest.raises(
+        ValueError, match="Block has no linear layer that could be converted: 2 × left out by filter, 1"
+    ):
+        convert(model, filter=lambda name, layer: False)
+    assert names_of(model) == []
+    assert not hasattr(model, "conversion_summary")
+
+
+def test_a_pattern_that_matches_no_layer_is_refused_before_any_change():
+    model = Block()
+    with pytest.raises(ValueError, match=r"keep has 'layers\.2', which matches no layer that .*, such as layers\.0\.0"):
+        convert(model, keep=["layers.2"])
+    assert names_of(model) == []
 
 
 def test_the_summary_is_printed_to_stderr_without_a_logging_setup(capsys, caplog):

@@ -1,6 +1,6 @@
 """The conversion of a Hugging Face folder to FP8, or back to BF16 or FP32, file by file.
 
-    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `fp8_layout.is_stored_in_fp8` says so
+    to="fp8"     X.weight BF16 → X.weight E4M3 + X.weight_scale_inv, where `octile.layer_roles` says so
     to="bf16"    X.weight E4M3 · X.weight_scale_inv → X.weight BF16; the scale is dropped
     to="float32" X.weight E4M3 · X.weight_scale_inv → X.weight FP32, exactly, for training; the scale is dropped
 
@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -28,9 +28,9 @@ from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.convert.share import Share, share_of
 from octile.checkpoint.convert.tensor import Target, convert_tensor, max_error_of
 from octile.checkpoint.files import RECORD, atomic_write, checksum, read_record, verify, write_json
-from octile.checkpoint.fp8_layout import RULE
 from octile.checkpoint.shards import INDEX, Shards, write_index
 from octile.checkpoint.tensor_file import TensorFile, writing
+from octile.layer_roles import RULE
 from octile.validation import read_json
 
 Progress = Callable[[int, int, str], None]
@@ -53,6 +53,7 @@ class ConversionReport:
             have: at most 16/448 = 3.6% for FP8, 2⁻⁸ = 0.4% for BF16, 0 for FP32.
         files, resumed_files: number of weight files of the result, and of those that an earlier attempt had finished.
         copied_files: the other files of the folder: tokenizer, generation configuration, code, …
+        warnings: why vLLM and SGLang refuse the result.
     """
 
     to: Target
@@ -67,10 +68,11 @@ class ConversionReport:
     files: int
     resumed_files: int
     copied_files: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def convert_checkpoint(
-    src: str | Path, dst: str | Path, to: Target, progress: Progress | None = None
+    src: str | Path, dst: str | Path, to: Target, progress: Progress | None = None, keep: Sequence[str] = ()
 ) -> ConversionReport:
     """Convert the Hugging Face folder src into the new folder dst.
 
@@ -83,18 +85,22 @@ def convert_checkpoint(
         to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in 128×128 blocks).
         progress: called after each tensor with the bytes done, the bytes in total, and the file's name. Both count
             bytes of src, once for conversion and once for comparison.
+        keep: patterns of the layers that stay in high precision besides those of the table in `octile.layer_roles`,
+            such as "*.down_proj" or "model.layers.0"; a pattern matches a layer or a module that contains it.
 
     Raises:
         FileNotFoundError: src, its config.json or a weight file is missing.
         FileExistsError: dst holds other files.
+        TypeError: keep is not a list of patterns.
         ValueError: a file of src is damaged; src has the target format already, or is quantized in another way; a
-            weight holds NaN or Inf; dst is src or inside it, or holds the start of another conversion.
+            weight holds NaN or Inf; dst is src or inside it, or holds the start of another conversion; no weight would
+            become FP8; keep has a pattern that matches none, or is given for another target.
         OSError: the disk is full. Finished files stay, and the conversion can be resumed.
         RuntimeError: the result, read back, differs from its source by more than rounding.
     """
     src, dst = Path(src), Path(dst)
     _check_arguments(src, dst, to)
-    plan = ConversionPlan.make(Shards(src), read_json(src / CONFIG), to)
+    plan = ConversionPlan.make(Shards(src), read_json(src / CONFIG), to, keep)
     record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
     _check_space(dst, plan, record["files"])
@@ -133,14 +139,18 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
 def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
     """Write and return octile.json of an unfinished conversion: its source and target, and the files that are done."""
     files = {name: file.path.stat() for name, file in plan.source.files.items()}
-    job = {"to": plan.to, "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}}
+    source = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
+    job = {"to": plan.to, "keep": list(plan.keep), "source": source}
     finished: dict[str, Any] = {}
     if dst.exists() and any(dst.iterdir()):
         started = read_json(dst / RECORD).get(UNFINISHED) if (dst / RECORD).exists() else None
         if started is None:
             raise FileExistsError(f"dst must be empty or an interrupted conversion, but {dst} holds other files")
         if started != job:
-            raise ValueError(f"dst {dst} holds the start of another conversion (of other files than now in src)")
+            raise ValueError(
+                f"dst {dst} holds the start of another conversion (of other files than now in src, or with another "
+                "target or keep)"
+            )
         finished = {name: entry for name, entry in read_record(dst).items() if _is_whole(dst / name, entry)}
     else:
         dst.mkdir(parents=True, exist_ok=True)
@@ -231,6 +241,7 @@ def _report(plan: ConversionPlan, max_error: float, resumed: int, copied: tuple[
         files=len(plan.files),
         resumed_files=resumed,
         copied_files=copied,
+        warnings=plan.warnings,
     )
 
 

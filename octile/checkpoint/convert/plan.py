@@ -1,9 +1,11 @@
 """The plan of a conversion: what happens to every tensor, decided from the headers before anything is written."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
     check_scale_values,
@@ -15,6 +17,7 @@ from octile.checkpoint.fp8_layout import (
 )
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
+from octile.layer_roles import CONV1D, MODELS_WITH_CONV1D, check_keep, why_high_precision
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class ConversionPlan:
         to: "fp8", "bf16" or "float32".
         actions: tensor of the source → what happens to it.
         files: file → the tensors that it will hold.
+        keep: patterns of the layers that stay in high precision besides those of the table.
     """
 
     source: Shards
@@ -34,14 +38,20 @@ class ConversionPlan:
     to: Target
     actions: Mapping[str, Action]
     files: Mapping[str, Mapping[str, TensorSpec]]
+    keep: tuple[str, ...] = ()
 
     @classmethod
-    def make(cls, source: Shards, config: Mapping[str, Any], to: Target) -> "ConversionPlan":
+    def make(cls, source: Shards, config: Mapping[str, Any], to: Target, keep: Sequence[str] = ()) -> "ConversionPlan":
         """Decide on every tensor of a checkpoint.
 
+        Args:
+            source, config, to, keep: see the attributes.
+
         Raises:
+            TypeError: keep is not a list of patterns.
             ValueError: the checkpoint has the target format already, or is quantized in another way; a tensor has an
-                unknown type; a scale is missing, belongs to no FP8 tensor, or is not positive.
+                unknown type; a scale is missing, belongs to no FP8 tensor, or is not positive; no weight would become
+                FP8; keep has a pattern that matches none, or is given for another target.
         """
         announced = is_fp8_config(config)
         fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
@@ -53,12 +63,12 @@ class ConversionPlan:
                 raise ValueError(f"{source.path_of(name)}: {name} is of type {spec.dtype}, which torch does not have")
         check_scales(source)
         check_scale_values(source)
-        actions = {name: choose_action(name, source.specs, to) for name in source.specs}
+        actions = choose_actions(source.specs, config, to, keep)
         files: dict[str, dict[str, TensorSpec]] = {file: {} for file in source.files}
         for file, content in source.files.items():
             for name, spec in content.specs.items():
                 files[file] |= specs_after(name, spec, actions[name])
-        return cls(source, config, to, actions, files)
+        return cls(source, config, to, actions, files, tuple(keep))
 
     @property
     def converted(self) -> list[str]:
@@ -82,9 +92,55 @@ class ConversionPlan:
         return sum(s.nbytes for n in self.converted for s in specs_after(n, before[n], actions[n]).values())
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why vLLM and SGLang refuse the result."""
+        fp8 = [name for name, spec in self.specs.items() if is_fp8(spec)]
+        return engine_warnings({name: spec.shape for name, spec in self.specs.items()}, fp8, self.config)
+
+    @property
     def result_config(self) -> dict[str, Any]:
         """config.json of the result."""
         if self.to != "fp8":
             dtypes = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
             return without_quantization(self.config) | {name: "float32" for name in dtypes if name in self.config}
         return with_quantization(self.config, {name: self.source.specs[name] for name in self.unchanged})
+
+
+def choose_actions(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], to: Target, keep: Sequence[str] = ()
+) -> dict[str, Action]:
+    """Decide what happens to each tensor of a checkpoint.
+
+    Args:
+        specs: name → spec of all tensors.
+        config: the config.json.
+        to: the target format.
+        keep: patterns of the layers that stay in high precision besides those of the table.
+
+    Raises:
+        TypeError: keep is not a list of patterns.
+        ValueError: no weight would become FP8; keep has a pattern that matches none, or is given for another target.
+    """
+    if keep and to != "fp8":
+        raise ValueError(f"keep must be left out where to is {to!r}: it names layers that do not become FP8")
+    if to == "fp8" and config.get("model_type") in MODELS_WITH_CONV1D:
+        raise ValueError(f"no weight of a {config['model_type']} model can become FP8: its layers are {CONV1D}")
+    if to == "fp8":
+        actions = {name: choose_action(name, specs, to) for name in specs}
+        check_keep(keep, [name.rpartition(".")[0] for name, action in actions.items() if action is Action.QUANTIZE])
+    actions = {name: choose_action(name, specs, to, keep) for name in specs}
+    is_nothing = Action.QUANTIZE not in actions.values() and not any(map(is_fp8, specs.values()))
+    if to == "fp8" and is_nothing:
+        raise ValueError(f"no weight would become FP8: {_why_nothing(specs, keep)}")
+    return actions
+
+
+def _why_nothing(specs: Mapping[str, TensorSpec], keep: Sequence[str]) -> str:
+    reasons = Counter[str]()
+    for name, spec in specs.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and len(spec.shape) == 2:
+            reasons[why_high_precision(layer, keep) or f"of type {spec.dtype}"] += 1
+        else:
+            reasons["no weight of a linear layer"] += 1
+    return ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common()) or "there are no tensors"

@@ -1,6 +1,6 @@
 """Prediction of a checkpoint's size from its configuration or from the headers of its files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -8,8 +8,10 @@ from typing import Any, get_args
 import torch
 
 from octile.checkpoint.convert.architectures import Architecture, ModelType
+from octile.checkpoint.convert.engines import engine_warnings
+from octile.checkpoint.convert.plan import choose_actions
 from octile.checkpoint.convert.share import Share, share_of
-from octile.checkpoint.convert.tensor import Target, choose_action, specs_after
+from octile.checkpoint.convert.tensor import Action, Target, specs_after
 from octile.checkpoint.fp8_layout import is_fp8
 from octile.checkpoint.hugging_face import CONFIG, storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
@@ -31,15 +33,17 @@ class SizePrediction:
         nbytes: bytes of all tensors including scales, `total_size` in an index; the files' headers add some 0.01%.
         share: the share of the FP8 weights. Tensors that a checkpoint repeats count twice.
         repeats: whether the checkpoint repeats the embedding and the head, for a multi-token prediction layer.
+        warnings: why vLLM and SGLang refuse the checkpoint.
     """
 
     to: Target
     nbytes: int
     share: Share
     repeats: bool
+    warnings: tuple[str, ...]
 
 
-def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePrediction:
+def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Sequence[str] = ()) -> SizePrediction:
     """Predict the size of what `save` or `convert_checkpoint` writes.
 
     For a configuration of 671B parameters it takes a second.
@@ -48,49 +52,62 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8") -> SizePr
         config: a `ModelConfig`; a config.json of a DeepSeek, Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE model,
             or a folder with one; or a folder with weights of any model, whose headers are used then.
         to: "fp8" (BF16 for the weights that are not FP8), "bf16" or "float32".
+        keep: patterns of the layers that stay in high precision, as for `convert_checkpoint`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: to is none of the three; the configuration is of another model, or wrong; a weight file is damaged.
+        TypeError: keep is not a list of patterns.
+        ValueError: to is none of the three; the configuration is of another model, or wrong; a weight file is damaged;
+            no weight would become FP8; keep has a pattern that matches none, or is given for another target.
     """
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
     if isinstance(config, ModelConfig):
-        return _from_config(config, to)
+        return _from_config(config, to, keep)
     path = Path(config)
     if (path / SINGLE).exists() or (path / INDEX).exists():
-        return _from_headers(Shards(path).specs, read_json(path / CONFIG), to)
+        return _from_headers(Shards(path).specs, read_json(path / CONFIG), to, keep)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(f"config must be a config.json or a folder with one: {file} does not exist")
     content = read_json(file)
     kind = content.get("model_type", "deepseek_v3")
     if kind in get_args(ModelType):
-        return _from_shapes(Architecture.from_hf(content).shapes(), content, to)
+        return _from_shapes(Architecture.from_hf(content).shapes(), content, to, keep)
     if kind not in DEEPSEEK:
         known = ", ".join((*DEEPSEEK, *get_args(ModelType)))
         raise ValueError(
             f"model_type is {quoted(kind)}: from a configuration alone the size is known for {known}; "
             "of any other model the folder must hold the weights, too"
         )
-    return _from_config(ModelConfig.from_hf(content), to)
+    return _from_config(ModelConfig.from_hf(content), to, keep)
 
 
-def _from_config(config: ModelConfig, to: Target) -> SizePrediction:
+def _from_config(config: ModelConfig, to: Target, keep: Sequence[str]) -> SizePrediction:
     with torch.device("meta"):
         model = DeepseekV3(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict(), config).items()}
-    return _from_shapes(shapes, config.to_hf(), to)
+    return _from_shapes(shapes, config.to_hf(), to, keep)
 
 
-def _from_shapes(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], to: Target) -> SizePrediction:
+def _from_shapes(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], to: Target, keep: Sequence[str]
+) -> SizePrediction:
     specs = {name: TensorSpec.of(torch.bfloat16, shape) for name, shape in shapes.items()}
-    stored = {name: storage_specs(name, shape, to) for name, shape in shapes.items()}
+    actions = choose_actions(specs, config, to, keep)
+    other: Target = "bf16" if to == "fp8" else to
+    stored = {
+        name: storage_specs(name, shape, to if actions[name] is Action.QUANTIZE else other)
+        for name, shape in shapes.items()
+    }
     return _prediction(to, specs, stored, config)
 
 
-def _from_headers(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], to: Target) -> SizePrediction:
-    stored = {name: specs_after(name, spec, choose_action(name, specs, to)) for name, spec in specs.items()}
+def _from_headers(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], to: Target, keep: Sequence[str]
+) -> SizePrediction:
+    actions = choose_actions(specs, config, to, keep)
+    stored = {name: specs_after(name, spec, actions[name]) for name, spec in specs.items()}
     return _prediction(to, specs, stored, config)
 
 
@@ -102,4 +119,6 @@ def _prediction(
 ) -> SizePrediction:
     fp8 = [name for name, specs in stored.items() if name in specs and is_fp8(specs[name])]
     nbytes = sum(spec.nbytes for specs in stored.values() for spec in specs.values())
-    return SizePrediction(to, nbytes, share_of(fp8, before, config), bool(config.get("num_nextn_predict_layers")))
+    warnings = engine_warnings({name: spec.shape for name, spec in before.items()}, fp8, config)
+    repeats = bool(config.get("num_nextn_predict_layers"))
+    return SizePrediction(to, nbytes, share_of(fp8, before, config), repeats, warnings)

@@ -11,7 +11,7 @@ tensor would be. The result is read back from the disk and compared with its sou
 """
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -50,18 +50,19 @@ class Action(enum.Enum):
 DEQUANTIZED = {Action.TO_BF16: torch.bfloat16, Action.TO_FLOAT32: torch.float32}
 
 
-def choose_action(name: str, specs: Mapping[str, TensorSpec], to: Target) -> Action:
+def choose_action(name: str, specs: Mapping[str, TensorSpec], to: Target, keep: Sequence[str] = ()) -> Action:
     """Decide what happens to a tensor.
 
     Args:
         name: of the tensor.
         specs: name → spec of all tensors of the checkpoint.
         to: the target format.
+        keep: as in `is_stored_in_fp8`.
     """
     spec = specs[name]
     if to == "fp8":
         is_high_precision = spec.dtype in ("F32", "BF16", "F16")
-        return Action.QUANTIZE if is_high_precision and is_stored_in_fp8(name, spec.shape) else Action.COPY
+        return Action.QUANTIZE if is_high_precision and is_stored_in_fp8(name, spec.shape, keep) else Action.COPY
     if is_fp8(spec):
         return Action.TO_BF16 if to == "bf16" else Action.TO_FLOAT32
     return Action.DROP if is_scale(name, specs) else Action.COPY

@@ -62,7 +62,8 @@ def test_the_result_is_read_by_index_and_announced(src, dst):
     after = weights(dst)
     assert index["weight_map"].keys() == after.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
-    assert json.loads((dst / "config.json").read_text())["quantization_config"] == QUANTIZATION_CONFIG
+    announced = {**QUANTIZATION_CONFIG, "modules_to_not_convert": ["lm_head"]}
+    assert json.loads((dst / "config.json").read_text())["quantization_config"] == announced
 
 
 def test_other_files_are_copied_and_hidden_ones_are_not(src, dst):
@@ -377,3 +378,53 @@ def test_power_of_two_scales_become_bf16_exactly(src, dst, tmp_path):
     rewrite(dst / FIRST, lambda tensors: tensors.update({Q_PROJ: q.data, f"{Q_PROJ}_scale_inv": q.scale}))
     convert_checkpoint(dst, tmp_path / "back", "bf16")
     assert weights(tmp_path / "back")[Q_PROJ].float().equal(q.dequantize())
+
+
+# Layers that are left out
+
+
+def test_layers_that_a_pattern_matches_are_copied_and_announced(src, dst, same):
+    report = convert_checkpoint(src, dst, "fp8", keep=["*.experts", "*.q_proj"])
+    assert list(report.converted) == ["model.layers.*.self_attn.kv_a_proj_with_mqa.weight"]
+    assert same(weights(dst)[Q_PROJ], weights(src)[Q_PROJ])
+    announced = json.loads((dst / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {"lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_proj"} <= set(announced)
+
+
+@pytest.mark.parametrize(
+    ("to", "keep", "message"),
+    [
+        ("fp8", ["*.o_proj"], r"keep has '\*\.o_proj', which matches no layer that would be converted, such as model"),
+        ("fp8", ["*"], "no weight would become FP8: 14 × left out by keep, 4 × no weight of a linear layer"),
+        ("bf16", ["*"], "keep must be left out where to is 'bf16': it names layers that do not become FP8"),
+    ],
+    ids=["no match", "all", "to BF16"],
+)
+def test_patterns_that_cannot_be_meant_are_refused(src, dst, tmp_path, to, keep, message):
+    if to == "bf16":
+        convert_checkpoint(src, tmp_path / "fp8", "fp8")
+        src = tmp_path / "fp8"
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(src, dst, to, keep=keep)
+    assert not dst.exists()
+
+
+def test_a_conversion_is_not_resumed_with_other_patterns(src, dst, monkeypatch):
+    monkeypatch.setattr(convert_module, "_check_result", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(src, dst, "fp8")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="holds the start of another conversion"):
+        convert_checkpoint(src, dst, "fp8", keep=["*.q_proj"])
+
+
+def test_a_checkpoint_without_a_linear_layer_is_refused(hf_folder, moe_config, dst, tmp_path):
+    tensors = {"model.embed_tokens.weight": torch.ones(4, 4), "model.norm.weight": torch.ones(4)}
+    src = hf_folder(tmp_path / "embedding", moe_config, [tensors])
+    with pytest.raises(ValueError, match="would become FP8: 1 × embedding, 1 × no weight of a linear layer"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+def test_what_engines_refuse_is_in_the_report(src, dst):
+    report = convert_checkpoint(src, dst, "fp8")
+    assert any("experts.*.gate_proj has 130 rows, no multiple of 128" in warning for warning in report.warnings)

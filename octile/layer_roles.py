@@ -1,0 +1,121 @@
+"""The table of layers that stay in high precision, by their names: for `octile.convert` and for `octile convert`.
+
+DeepSeek-V3 computes its embedding, output head, gates, norms and MTP projection in high precision; the same roles have
+other names in other models.  Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1; the weights published with DeepSeek-V3.2,
+Llama, Qwen, Mixtral, GLM, OLMoE, Phi, Gemma, GPT-NeoX, BERT and T5; LoRA's names in peft.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+KEPT = "left out by keep"
+HEAD = "output head"
+# A module of transformers that is a linear layer with the weight [K, N], and the models that have it.
+CONV1D = "Conv1D (a weight that is stored transposed)"
+MODELS_WITH_CONV1D = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role of layers that stay in high precision; names are separated by dots into parts.
+
+    Attributes:
+        name: of the role.
+        parts: a layer has this role if a part of its name is one of these.
+        ends: or if its name, or the end of it from a dot on, is one of these.
+        contains: or if the last part of its name contains a match of this regular expression.
+        is_known: whether engines leave layers with this role in high precision by themselves.
+        is_lookup: whether layers with this role are tables of rows, so that a linear layer with such a name is none.
+    """
+
+    name: str
+    parts: frozenset[str] = frozenset()
+    ends: tuple[str, ...] = ()
+    contains: str = "(?!)"
+    is_known: bool = False
+    is_lookup: bool = False
+
+    def includes(self, layer: str) -> bool:
+        """Whether a layer with this name has the role."""
+        parts = layer.split(".")
+        ends = any(f".{layer}".endswith(f".{end}") for end in self.ends)
+        return ends or not self.parts.isdisjoint(parts) or bool(re.search(self.contains, parts[-1]))
+
+
+HEADS = frozenset({"lm_head", "head", "classifier", "score", "qa_outputs", "qa_classifier", "cls", "embed_out"})
+ROLES = (
+    Role(HEAD, parts=HEADS, is_known=True),
+    Role("adapter", parts=frozenset({"lora_A", "lora_B"})),
+    Role("embedding", contains="(^|_)emb|embed", is_known=True),
+    Role("embedding", ends=("wte", "wpe", "shared", "relative_attention_bias"), is_known=True, is_lookup=True),
+    Role("norm", contains="norm", is_known=True),
+    Role("gate", ends=("gate",), is_known=True),
+    Role("gate", parts=frozenset({"gate", "router", "shared_expert_gate", "moe_gate"})),
+    Role("MTP projection", parts=frozenset({"eh_proj"}), is_known=True),
+    Role("indexer weights", parts=frozenset({"weights_proj"})),
+    Role("T5's MLP output, FP32 in transformers", ends=("DenseReluDense.wo",)),
+)
+RULE = (
+    "the weights of linear layers become FP8; embeddings, output heads, gates, norms, adapters, eh_proj and "
+    "weights_proj stay, as does every other tensor"
+)
+
+
+def role_of(layer: str, is_linear: bool = False) -> Role | None:
+    """Return the role for which a layer with this name stays in high precision; None: it does not.
+
+    A layer called `output` at the top of a model is its output head.
+
+    Args:
+        layer: its name.
+        is_linear: whether it is known to be a linear layer, and not only that it has a matrix.
+    """
+    if layer == "output":
+        return ROLES[0]
+    return next((role for role in ROLES if role.includes(layer) and not (is_linear and role.is_lookup)), None)
+
+
+def is_kept(layer: str, keep: Iterable[str]) -> bool:
+    """Whether a pattern matches the name of a layer or of a module that contains it.
+
+    Args:
+        layer: the name of the layer, such as `model.layers.0.mlp.down_proj`.
+        keep: patterns with `*`, `?` and `[…]`; `*` matches dots, too.
+    """
+    parts = layer.split(".")
+    names = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(fnmatchcase(name, pattern) for pattern in keep for name in names)
+
+
+def why_high_precision(layer: str, keep: Sequence[str] = (), is_linear: bool = False) -> str | None:
+    """Return why a layer with this name stays in high precision; None: it is converted to FP8.
+
+    Args:
+        layer, is_linear: as for `role_of`.
+        keep: patterns of further layers that stay, as for `is_kept`.
+    """
+    if role := role_of(layer, is_linear):
+        return role.name
+    return KEPT if is_kept(layer, keep) else None
+
+
+def check_keep(keep: Sequence[str], layers: Iterable[str]) -> None:
+    """Check that every pattern leaves out a layer that would otherwise be converted.
+
+    Args:
+        keep: the patterns.
+        layers: the names of the layers that are converted if there are no patterns.
+
+    Raises:
+        TypeError: keep is not a sequence of strings.
+        ValueError: a pattern matches none of the layers.
+    """
+    if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
+        raise TypeError(f"keep must be a list of patterns, not {keep!r}")
+    layers = list(layers) if keep else []
+    for pattern in keep:
+        if not any(is_kept(layer, [pattern]) for layer in layers):
+            example = f", such as {layers[0]}" if layers else ""
+            raise ValueError(f"keep has {pattern!r}, which matches no layer that would be converted{example}")

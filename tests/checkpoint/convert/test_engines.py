@@ -1,0 +1,90 @@
+"""Warnings of what vLLM and SGLang refuse."""
+
+import pytest
+
+from octile.checkpoint.convert.engines import engine_warnings
+
+REFUSED = "vLLM and SGLang refuse this checkpoint: "
+SPLIT = "vLLM and SGLang refuse to split this checkpoint over "
+
+
+def checkpoint(layer: str = "model.layers.3", d: int = 4096, **sizes: int) -> dict[str, tuple[int, int]]:
+    """Weights of a layer: gate, up and down of `intermediate`, and q, k, v and o of `q` and `kv` rows."""
+    shapes = {}
+    if rows := sizes.get("intermediate"):
+        shapes |= {"mlp.gate_proj": (rows, d), "mlp.up_proj": (rows, d), "mlp.down_proj": (d, rows)}
+    if rows := sizes.get("expert"):
+        for e in range(2):
+            names = ("gate_proj", "up_proj", "down_proj")
+            sides = ((rows, d), (rows, d), (d, rows))
+            shapes |= {f"mlp.experts.{e}.{name}": side for name, side in zip(names, sides, strict=True)}
+    if "q" in sizes:
+        shapes |= {f"self_attn.{name}_proj": (sizes["q" if name == "q" else "kv"], d) for name in "qkv"}
+        shapes |= {"self_attn.o_proj": (d, sizes["q"])}
+    return {f"{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def warnings(weights: dict[str, tuple[int, ...]], *high_precision: str, **config: object) -> tuple[str, ...]:
+    fp8 = [name for name in weights if not any(part in name for part in high_precision)]
+    return engine_warnings(weights, fp8, config)
+
+
+def test_shapes_in_whole_blocks_are_not_warned_of():
+    assert warnings(checkpoint(intermediate=14336, q=4096, kv=1024)) == ()
+
+
+def test_gate_and_up_of_deepseek_v2_lite_are_refused_when_they_are_merged():
+    assert warnings(checkpoint(intermediate=10944, d=2048)) == (
+        REFUSED
+        + "model.layers.*.mlp.gate_proj has 10944 rows, no multiple of 128, and gate_proj and up_proj are merged",
+    )
+
+
+def test_a_layer_of_every_block_is_named_once():
+    weights = {**checkpoint("model.layers.0", intermediate=10944), **checkpoint("model.layers.1", intermediate=10944)}
+    assert len(warnings(weights)) == 1
+
+
+def test_the_last_of_merged_layers_may_end_within_a_block():
+    weights = {"m.self_attn.q_a_proj.weight": (1536, 7168), "m.self_attn.kv_a_proj_with_mqa.weight": (576, 7168)}
+    assert warnings(weights) == ()
+
+
+def test_experts_must_be_whole_blocks_too():
+    said = warnings(checkpoint(expert=192))
+    assert [line.removeprefix(REFUSED).split()[0] for line in said] == [
+        "model.layers.*.mlp.experts.*.gate_proj",
+        "model.layers.*.mlp.experts.*.up_proj",
+    ]
+
+
+def test_gate_and_up_in_one_tensor_are_two_parts():
+    assert warnings({"l.mlp.gate_up_proj.weight": (2 * 10944, 512)}) == (
+        REFUSED + "l.mlp.gate_up_proj has two parts of 10944 rows, no multiple of 128",
+    )
+    assert warnings({"l.mlp.gate_up_proj.weight": (2 * 8192, 512)}) == ()
+
+
+@pytest.mark.parametrize(("expert", "gpus"), [(768, 4), (1536, 8), (128, 2)])
+def test_the_first_number_of_gpus_that_is_refused_is_named(expert, gpus):
+    (said,) = warnings(checkpoint(expert=expert, q=4096, kv=1024))
+    columns = f"down_proj has {expert // gpus} columns on each, no multiple of 128"
+    assert said == f"{SPLIT}{gpus} GPUs: model.layers.*.mlp.experts.*.{columns}"
+
+
+def test_a_head_of_keys_is_not_split_over_gpus():
+    weights = checkpoint(q=4096, kv=256)
+    assert warnings(weights, num_key_value_heads=2) == ()
+    assert warnings(weights, num_key_value_heads=4)[0].startswith(
+        f"{SPLIT}4 GPUs: model.layers.*.self_attn.k_proj has 64"
+    )
+
+
+def test_merged_layers_of_which_only_some_are_fp8_are_refused():
+    assert warnings(checkpoint(intermediate=8192), "up_proj") == (
+        REFUSED + "model.layers.*.mlp.gate_proj is FP8 and up_proj is not, but gate_proj and up_proj are merged",
+    )
+
+
+def test_layers_that_are_not_fp8_are_not_checked():
+    assert warnings(checkpoint(intermediate=10944), "gate_proj", "up_proj", "down_proj") == ()
