@@ -49,8 +49,8 @@ from octile.train.loop import prepare_tokens
 from octile.train.run_folder import DATA
 
 NAMES = (FP8_TRAINER, PLAIN_BF16, TITAN_BF16, TITAN_FP8)
-ROUNDS = 7  # measurements of each trainer
-ROUNDS_ALONE = 3  # the same, of a trainer that is measured alone
+ROUNDS = 5  # measurements of each trainer
+ROUNDS_ALONE = 4  # the same, of a trainer that is measured alone
 PASSES = 2  # in which trainers are measured alone
 PROFILED = 2  # steps whose kernels are recorded
 READY_SECONDS = 120.0  # after which a trainer that is not ready is left out
@@ -75,7 +75,7 @@ class Case:
     seconds: float
 
 
-CASES = (Case("small", 10, 20, True, 215.0), Case("medium", 6, 4, False, 285.0))
+CASES = (Case("small", 10, 20, True, 220.0), Case("medium", 5, 2, False, 300.0))
 
 
 @dataclass(frozen=True)
