@@ -236,15 +236,17 @@ class Bench:
 
     Attributes:
         what: gemm, casts (quantization), step (a model's training step: speed, memory, checkpoint size), train
-            (`octile train` on a GPU, vs. torchtitan), lab (the tensor core model);
-            tune, which searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which
-            shows the fastest settings of quantization kernels there.
+            (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
+            lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU and stores
+            them; or tune-casts, which shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
         minutes: after so many minutes, tune starts no further shape.
     """
 
-    what: tyro.conf.Positional[Literal["gemm", "casts", "step", "train", "lab", "tune", "tune-casts"]] = "step"
+    what: tyro.conf.Positional[
+        Literal["gemm", "casts", "step", "train", "transformers", "lab", "tune", "tune-casts"]
+    ] = "step"
     json: Path | None = None
     shape: str | None = None
     minutes: float | None = None
@@ -258,7 +260,9 @@ def bench(arguments: list[str]) -> None:
     if options.what != "tune" and (options.shape is not None or options.minutes is not None):
         raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
     if options.what.startswith("tune") and options.json is not None:
-        raise ValueError(f"{options.what} writes no rows: json is an option of gemm, casts, step, train and lab")
+        raise ValueError(
+            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers and lab"
+        )
     if options.what == "tune-casts":
         search_casts()
     elif options.what == "tune":

@@ -4,6 +4,7 @@ gemm.py            `octile bench gemm`: octile's GEMMs vs. other libraries'
 casts.py           `octile bench casts`: quantization and other memory-bound operators vs. a copy
 step/              `octile bench step`: a training step's speed and memory
 train/             `octile bench train`: the speed of `octile train` vs. torchtitan's trainer
+transformers.py    `octile bench transformers`: converted models of transformers
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
 tune_casts.py      `octile bench tune-casts`: a search for the fastest quantization kernels
@@ -30,6 +31,7 @@ TITLES = {
     "casts": "quantization",
     "step": "a training step",
     "train": "octile train",
+    "transformers": "models of transformers",
     "lab": "the tensor core model",
 }
 
@@ -38,7 +40,7 @@ def run(what: str, json: Path | None = None) -> None:
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step", "train" or "lab".
+        what: "gemm", "casts", "step", "train", "transformers" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
 
     Raises:

@@ -1,0 +1,196 @@
+"""`octile bench transformers`: models of Hugging Face transformers converted to FP8, vs. BF16 and torchao.
+
+    Llama 8B         8 layers, 2 × 4096 tokens
+    Qwen3 30B-A3B    4 layers, 2 × 4096 tokens, with transformers' grouped GEMMs (grouped_mm) for the experts in BF16
+
+The layers are those of the published models, without embedding and head. A step is a forward and a backward pass of the
+layers, without an optimizer. Steps of the models are interleaved. A model's peak memory is that of one step, with its
+weights and gradients and without what other models hold. Without a GPU the models are tiny, and no memory is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octile.bench.goals import BF16, EAGER, STEP
+from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.step.models import torchao
+from octile.bench.timing import seconds
+from octile.nn.conversion import apply_recipe
+from octile.nn.conversion_summary import quantized_shares
+
+ROUNDS = 9
+OCTILE, COMPILED, TORCHAO = "octile", "octile, compiled", "torchao tensorwise"
+PEAK = "peak memory"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch.
+
+    Attributes:
+        name: of the rows.
+        config: the name of its configuration's class in transformers.
+        sizes: the arguments of that class.
+        tiny: those that differ where there is no GPU.
+        has_experts: whether torchao is left out, which converts no stacked experts.
+    """
+
+    name: str
+    config: str
+    sizes: dict[str, Any]
+    tiny: dict[str, Any]
+    has_experts: bool = False
+
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+CASES = (
+    Case(
+        "Llama 8B, 8 layers",
+        "LlamaConfig",
+        {
+            "num_hidden_layers": 8,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        {**TINY, "intermediate_size": 256},
+    ),
+    Case(
+        "Qwen3 30B-A3B, 4 layers",
+        "Qwen3MoeConfig",
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        {**TINY, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
+        has_experts=True,
+    ),
+)
+
+
+@dataclass
+class Candidate:
+    """A model, how it is called, and its batch x [B, S, D] with the gradient dy of its result."""
+
+    model: nn.Module
+    call: Callable[..., Any]
+    x: Tensor
+    dy: Tensor
+    peak: int = 0
+
+    def step(self) -> None:
+        """Compute all gradients."""
+        self.forget_gradients()
+        self.call(inputs_embeds=self.x, use_cache=False).last_hidden_state.backward(self.dy)
+
+    def forget_gradients(self) -> None:
+        """Set all gradients to None."""
+        self.x.grad = None
+        for p in self.model.parameters():
+            p.grad = None
+
+
+def rows() -> Iterator[Row]:
+    """Measure time and memory of a step of each model.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+    """
+    for case in CASES:
+        yield from _measure(case)
+
+
+def show(rows: Sequence[Row]) -> str:
+    """Format the table."""
+    return f"{table(rows)}\n\n{LEGEND}"
+
+
+def _measure(case: Case) -> Iterator[Row]:
+    candidates: dict[str, Candidate] = {}
+    makers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        BF16: lambda model: model,
+        EAGER: lambda model: model,
+        COMPILED: apply_recipe,
+        OCTILE: apply_recipe,
+    }
+    if not case.has_experts:
+        makers[TORCHAO] = _convert_with_torchao
+    for name, convert in makers.items():
+        try:
+            candidates[name] = _prepare(case, convert, name not in (EAGER, OCTILE))
+        except Exception as error:
+            print(f"{case.name}: left out: {name}: {type(error).__name__}: {error}"[:300], file=sys.stderr, flush=True)
+            _clean()
+    if OCTILE in candidates:
+        shares = quantized_shares(candidates[OCTILE].model)
+        yield Row(case.name, "quantized parameters", 100 * shares.parameters, "%")
+        yield Row(case.name, "quantized FLOPs", 100 * shares.flops, "%")
+    with torch._dynamo.config.patch(recompile_limit=64):
+        times = seconds({name: candidate.step for name, candidate in candidates.items()}, ROUNDS)
+    tokens = next(iter(candidates.values())).x.shape[:2].numel() if candidates else 0
+    for name, took in times.items():
+        yield Row(case.name, f"{STEP}, {name}", took * 1e3, "ms")
+    for ours, peers in ((COMPILED, (BF16, TORCHAO)), (OCTILE, (EAGER, BF16, COMPILED))):
+        for peer in peers:
+            if ours in times and peer in times:
+                yield compare(
+                    case.name, f"{STEP}, {ours}", tokens / times[ours], "tokens/s", peer, tokens / times[peer]
+                )
+            if ours in times and peer in times and candidates[ours].peak:
+                peaks = [candidates[name].peak / 2**30 for name in (ours, peer)]
+                yield compare(case.name, f"{PEAK}, {ours}", peaks[0], "GiB", peer, peaks[1])
+    candidates.clear()
+    _clean()
+
+
+def _convert_with_torchao(model: nn.Module) -> nn.Module:
+    torchao("tensorwise")(model)
+    return model
+
+
+def _prepare(case: Case, convert: Callable[[nn.Module], nn.Module], compiled: bool) -> Candidate:
+    """Make a model with its batch, run its first steps, and measure the peak memory of another."""
+    import transformers
+
+    on_gpu = torch.cuda.is_available()
+    device, (batch, sequence) = ("cuda", (2, 4096)) if on_gpu else ("cpu", (2, 64))
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    config = getattr(transformers, case.config)(vocab_size=128, **case.sizes | ({} if on_gpu else case.tiny))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = convert(transformers.AutoModel.from_config(config, dtype=torch.bfloat16).train())
+        x, dy = (torch.randn(batch, sequence, config.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+    candidate = Candidate(model, torch.compile(model) if compiled else model, x.requires_grad_(), dy)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for _ in range(3):
+            candidate.step()
+    if on_gpu:
+        candidate.forget_gradients()
+        _clean()
+        torch.cuda.reset_peak_memory_stats()
+        candidate.step()
+        torch.cuda.synchronize()
+        candidate.peak = torch.cuda.max_memory_allocated() - before
+        candidate.forget_gradients()
+    return candidate
+
+
+def _clean() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
