@@ -75,7 +75,7 @@ class Case:
     seconds: float
 
 
-CASES = (Case("small", 10, 20, True, 220.0), Case("medium", 5, 2, False, 300.0))
+CASES = (Case("small", 10, 20, True, 205.0), Case("medium", 5, 2, False, 285.0))
 
 
 @dataclass(frozen=True)
