@@ -26,7 +26,7 @@ class Role:
         parts: a layer has this role if a part of its name is one of these.
         ends: or if its name, or the end of it from a dot on, is one of these.
         contains: or if the last part of its name contains a match of this regular expression.
-        is_known: whether engines leave layers with this role in high precision by themselves.
+        is_known: whether engines leave layers with this role in high precision automatically.
         is_lookup: whether layers with this role are tables of rows, so that a linear layer with such a name is none.
     """
 
