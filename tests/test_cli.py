@@ -620,7 +620,7 @@ def test_resuming_a_comparison_needs_its_folder(capsys):
 
 EXTREMES = ("nan", "inf", "-inf", "-1", "0", "1e30", str(10**18))
 ACCEPTED = {  # those of the extremes that an option accepts; all other numeric options accept none
-    **dict.fromkeys(("checkpoint-every", "skip-limit", "telemetry-every"), ("0",)),
+    **dict.fromkeys(("checkpoint-every", "skip-limit", "telemetry-every", "patience"), ("0",)),
     "seed": ("0", str(10**18)),
     **dict.fromkeys(("optim.lr", "optim.weight-decay", "optim.balance-speed", "optim.late-mtp-loss-weight"), ("0",)),
     **dict.fromkeys(("optim.warmup", "optim.decay", "optim.final-lr", "optim.tail", "optim.last-tail"), ("0",)),
@@ -651,7 +651,7 @@ NUMERIC = list(numeric_options(replace(preset("tiny"), model=replace(ModelConfig
 def test_every_numeric_option_is_tried():
     assert {"initial-batch-size", "optim.lr", "model.q-lora-rank", "model.rope-scaling.factor"} <= set(NUMERIC)
     assert ACCEPTED.keys() <= set(NUMERIC)
-    assert len(NUMERIC) == 59
+    assert len(NUMERIC) == 60
 
 
 @pytest.mark.parametrize("option", NUMERIC)

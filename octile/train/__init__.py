@@ -14,6 +14,7 @@ loop.py          `octile train`
 trainer.py       the state of a run, and one step
 captured_step.py a step as CUDA graphs
 step_results.py  what the device writes and the host reads later
+best_model.py    the weights at the lowest held-out loss
 run_folder.py    the files of a run, and its lock
 resume.py        what a resumed run takes from its folder
 signals.py       Ctrl-C and SIGTERM

@@ -95,6 +95,7 @@ class TrainConfig:
         out: the run's folder; chosen under runs/ if not given.
         checkpoint_every: steps between checkpoints; 0 writes only the last one.
         validate_every: steps between measurements of the held-out loss.
+        patience: consecutive validations without a lower held-out loss, after which the run stops; 0 never stops it.
         batch_size: sequences per step.
         initial_batch_size: sequences of the first step, if the batch grows to batch_size.
         batch_ramp: share of the steps in which it grows.
@@ -124,6 +125,7 @@ class TrainConfig:
     out: Path | None = None
     checkpoint_every: Count = 100
     validate_every: Positive = 50
+    patience: Count = 0
     batch_size: Positive = 8
     initial_batch_size: Positive | None = None
     batch_ramp: Share = 0.0
@@ -375,7 +377,17 @@ def preset(name: str) -> TrainConfig:
 
 
 RESUMABLE = {  # the settings that may differ when a run is resumed
-    *("steps", "checkpoint_every", "validate_every", "out", "device", "prompt", "micro_batches", "skip_limit"),
+    *(
+        "steps",
+        "checkpoint_every",
+        "validate_every",
+        "out",
+        "device",
+        "prompt",
+        "micro_batches",
+        "skip_limit",
+        "patience",
+    ),
 }
 OBSERVATION = {"telemetry_every", "telemetry_layers", "guards", "guards_text"}  # may differ if the run has no guards
 

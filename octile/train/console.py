@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.text import Text
 
+    from octile.train.best_model import Best
     from octile.train.trainer import Trainer
 
 NAMED = 3  # files left out that are named, of each reason
@@ -74,13 +75,14 @@ class RunConsole:
         if any(count > NAMED for count in m.skipped.values()):
             self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
 
-    def print_results(self, run: RunFolder, sample: str, report: Path) -> None:
-        """Print a sample of generated text and where the results are."""
+    def print_results(self, run: RunFolder, sample: str, report: Path, best: Best | None) -> None:
+        """Print a sample of generated text, where the results are, and after which step the model was the best."""
         from rich.panel import Panel
 
         self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
         more = f"octile generate {shlex.quote(str(run.path))} --prompt 'class '"
-        self.print(f"model:  {run.model}\nreport: {report}\nmore:   {more}")
+        which = f", after step {best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else ""
+        self.print(f"model:  {run.model}{which}\nreport: {report}\nmore:   {more}")
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:

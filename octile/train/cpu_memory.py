@@ -39,7 +39,7 @@ class CpuNeed:
     """The memory that a run needs on a CPU in addition to what the process has already, in bytes.
 
     Attributes:
-        weights: parameters, and their moving average.
+        weights: parameters, the copy of those with the lowest held-out loss, and their moving average.
         gradients: the parameters' gradients, and what is cached between steps, such as weights in FP8.
         optimizer: the optimizer's state.
         data: the token ids and positions of a whole step.
@@ -85,7 +85,7 @@ def estimate_need(config: TrainConfig) -> CpuNeed:
         for _ in range(min(config.micro_batches, 2)):  # a second micro-batch begins with the gradients of the first
             model(tokens_BS, tokens_BS).backward()
     return CpuNeed(
-        weights=weights * (2 if config.optim.ema_decay else 1),
+        weights=weights * (3 if config.optim.ema_decay else 2),
         gradients=live.now,
         optimizer=int(moments * sum(p.numel() for p in parameters)),
         data=config.batch_size * config.sequence_length * BYTES_PER_TOKEN,

@@ -26,10 +26,13 @@ from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
+from octile.report.run.memorization import find_memorization
+from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import fine_tune
 from octile.train.batches import count_windows
+from octile.train.best_model import BestModel
 from octile.train.captured_step import why_eager
 from octile.train.config import TrainConfig
 from octile.train.console import RunConsole, StepProgress
@@ -111,8 +114,9 @@ def _train(
     with explain_out_of_memory(config, device):
         # a checkpoint holds the weights, and the folder that the run began with may be gone
         trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device)
+    best = BestModel(trainer.model)
     if resume:
-        _continue(trainer, run, checkpoint, console)
+        _continue(trainer, best, run, checkpoint, console)
     console.print_model(trainer)
     if device.type == "cuda" and (reason := why_eager(device, trainer.recipe, config.deterministic)):
         console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
@@ -134,7 +138,7 @@ def _train(
         step_context = hook(trainer, run, metrics)
         run.write_config(config)
         with recorder.saved_on_failure():
-            while trainer.steps_done < config.steps and not stop:
+            while trainer.steps_done < config.steps and not stop and not best.has_run_out(config.patience):
                 with step_context(trainer.steps_done + 1):
                     recorder.record(trainer.advance())
                 last = trainer.steps_done == config.steps
@@ -144,16 +148,18 @@ def _train(
                     recorder.record(trainer.read())
                 recorder.report_spikes()
                 if validates:
-                    progress.validation(_validate(trainer, metrics))
-                if saves:
-                    _checkpoint(trainer, run, config)
+                    line = _validate(trainer, metrics)
+                    progress.validation(line)
+                    best.update(trainer.steps_done, line["val_loss"])
+                if saves or (validates and best.has_run_out(config.patience)):
+                    _checkpoint(trainer, best, run, config)
             recorder.record(trainer.read())  # a signal ended the loop between two reads
             recorder.report_spikes()
-    if trainer.steps_done < config.steps:
-        _checkpoint(trainer, run, config)
+    if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
+        _checkpoint(trainer, best, run, config)
         raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {_resume_command(run)}", stop[0])
     try:
-        _finish(trainer, run, store, console)
+        _finish(trainer, best, run, store, console)
     except KeyboardInterrupt as interrupt:
         message = f"stopped after the last step; to write the model and the report: {_resume_command(run)}"
         raise Stopped.by(interrupt, message) from None
@@ -231,11 +237,13 @@ def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConso
     return prepare_tokens(config, run.data, console)
 
 
-def _continue(trainer: Trainer, run: RunFolder, checkpoint: Path | None, console: RunConsole) -> None:
+def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Path | None, console: RunConsole) -> None:
     if checkpoint is None:
         console.print("no checkpoint was written yet: starting from the beginning")
     else:
-        trainer.load(*load_checkpoint(checkpoint, check=False))  # it was checked when it was chosen
+        tensors, state = load_checkpoint(checkpoint, check=False)  # it was checked when it was chosen
+        trainer.load(tensors, state)
+        best.load(tensors, state)
         if trainer.steps_done > trainer.config.steps:
             raise ValueError(f"steps is {trainer.config.steps}, but the run has done {trainer.steps_done} already")
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
@@ -341,27 +349,31 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
     )
 
 
-def _checkpoint(trainer: Trainer, run: RunFolder, config: TrainConfig) -> None:
+def _checkpoint(trainer: Trainer, best: BestModel, run: RunFolder, config: TrainConfig) -> None:
     tensors, state = trainer.state()
+    best_tensors, best_state = best.state(trainer.steps_done)
     settings = {"config": json.loads(config.to_json()), "computed_on": computed_on(trainer.device)}
-    save_checkpoint(run.checkpoints, trainer.steps_done, tensors, {**state, **settings})
+    save_checkpoint(run.checkpoints, trainer.steps_done, tensors | best_tensors, {**state, **best_state, **settings})
 
 
-def _finish(trainer: Trainer, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
-    """Write the model, the sample and the report."""
+def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
+    """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
     formats = trainer.recipe.formats
     stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
     as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    save(trainer.model, run.model, as_trained, tokenizer)
     if trainer.ema:
         with trainer.ema.applied(trainer.model):
             save(trainer.model, run.path / "model_ema", as_trained, tokenizer)
-    _write_summary(trainer, run, store)
+    best.restore()
+    save(trainer.model, run.model, as_trained, tokenizer)
+    _write_summary(trainer, best, run, store)
     sample = sample_text(trainer, store)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
-    console.print_results(run, sample, report)
+    if memorization := find_memorization(read_run(run.path)):
+        console.print(str(memorization))
+    console.print_results(run, sample, report, best.best)
 
 
 @contextmanager
@@ -400,7 +412,7 @@ def sample_text(trainer: Trainer, store: TokenStore) -> str:
     return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, sampling))
 
 
-def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
+def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:
     counts, m = count_parameters(trainer.config.model), store.manifest
     measured_on = machine(trainer.device)
     summary = {
@@ -414,5 +426,8 @@ def _write_summary(trainer: Trainer, run: RunFolder, store: TokenStore) -> None:
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,
         "prompt": trainer.config.prompt,
+        **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
     }
+    if trainer.steps_done < trainer.config.steps:
+        summary["stopped_after_validations"] = trainer.config.patience
     write_json(run.summary_file, summary)

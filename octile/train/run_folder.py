@@ -1,6 +1,6 @@
 """The folder of a run or a comparison: its files, its lock, and how metrics are written so that a crash loses nothing.
 
-    config.json      the whole configuration          model/         the model in Hugging Face's layout
+    config.json      the whole configuration          model/         the best model in Hugging Face's layout
     data/            tokens and tokenizer             checkpoints/   what `--resume` continues from
     metrics.jsonl    the measurements                 tensorboard/   the same as TensorBoard events
     telemetry.jsonl  measurements of octile.lab       captures/      operands that octile.lab saved

@@ -114,7 +114,7 @@ class TrainerState:
 
 
 # What training and comparisons add to the state in a checkpoint, and check themselves.
-OTHER_STATE = frozenset(("config", "computed_on", "measured"))
+OTHER_STATE = frozenset(("config", "computed_on", "measured", "best"))
 
 
 class Trainer:
@@ -510,7 +510,7 @@ class Trainer:
         return tensors, state
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore the result of `state`.
+        """Restore the result of `state`. What a run adds to it, such as its best model, is not read.
 
         Raises:
             RuntimeError: steps were launched and not read.
@@ -523,7 +523,7 @@ class Trainer:
             raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")
         if found.data not in (None, self.data):
             raise ValueError(f"the tokens in {self.data_folder} are not those that the checkpoint was trained on")
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}}
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")
             parts[part][rest] = tensor

@@ -11,6 +11,7 @@ import torch
 from octile.checkpoint.hugging_face import load, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
+from octile.train.best_model import BestModel
 from octile.train.generate import Sampling, generate
 from octile.train.loop import train
 from octile.train.token_store import TokenStore
@@ -82,6 +83,21 @@ def test_evaluating_held_out_text_gives_a_loss_and_scales(trainer_of, recipe: st
     trainer.step()
     assert trainer.validate()["val_loss"] == pytest.approx(math.log(MICRO.vocab_size), rel=0.05)
     assert set(trainer.tile_scales()) == {"x", "w", "dy"}
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "fp8_lm"])
+def test_the_best_model_is_kept_while_captured_steps_change_the_weights(trainer_of, recipe: str):
+    trainer = trainer_of(recipe)
+    best = BestModel(trainer.model)
+    for step in (1, 2, 3):
+        list(trainer.advance())
+        list(trainer.read())
+        best.update(step, 3.0 if step == 2 else 4.0)
+        if step == 2:
+            weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    best.restore()
+    for name, tensor in trainer.model.state_dict().items():
+        assert tensor.equal(weights[name]), name
 
 
 def test_the_moving_average_is_that_of_the_weights(trainer_of):

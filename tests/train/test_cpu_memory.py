@@ -21,9 +21,9 @@ def parameters() -> int:
     return counts.total + sum(counts.mtp.values())
 
 
-def test_weights_take_four_bytes_each_and_moments_two_each():
+def test_weights_and_their_best_copy_take_four_bytes_each_and_moments_two_each():
     need = estimate_need(micro())
-    assert (need.weights, need.optimizer) == (4 * parameters(), 4 * parameters())
+    assert (need.weights, need.optimizer) == (8 * parameters(), 4 * parameters())
 
 
 def test_gradients_and_cached_weights_stay():
@@ -34,7 +34,7 @@ def test_gradients_and_cached_weights_stay():
 def test_a_moving_average_is_a_copy_of_the_weights():
     config = micro()
     averaged = replace(config, optim=replace(config.optim, ema_decay=0.9))
-    assert estimate_need(averaged).weights == 2 * estimate_need(config).weights
+    assert estimate_need(averaged).weights == estimate_need(config).weights + 4 * parameters()
 
 
 def test_micro_batches_divide_the_activations():

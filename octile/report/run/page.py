@@ -11,6 +11,7 @@ import numpy as np
 from octile.checkpoint.files import write_text
 from octile.report.page import format_duration, format_quantity, render
 from octile.report.run import curves, experts_and_scales
+from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
 from octile.report.run.spikes import find_spikes
 from octile.report.style import HALF, PHONE, THIRD, WIDE, save_drawing
@@ -175,7 +176,8 @@ def _lead(run: Run) -> str:
 def _facts(run: Run) -> list[tuple[str, str, str]]:
     """The key figures as (label, value, note), as far as they are known."""
     facts = []
-    held_out = last_known(run.series("val_loss")[1])
+    of_model = as_float(run.summary.get("model_val_loss"))
+    held_out = of_model if math.isfinite(of_model) else last_known(run.series("val_loss")[1])
     if math.isfinite(held_out):
         notes = ["nats per token"]
         if held_out < curves.MAX_LOSS_FOR_PERPLEXITY:
@@ -205,7 +207,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _notices(run: Run) -> list[str]:
-    """Warnings: non-finite losses, skipped steps, loss spikes, unreadable lines."""
+    """Warnings: non-finite losses, skipped steps, loss spikes, memorization, unreadable lines."""
     notices = []
     if run.broken_steps:
         first, others = run.broken_steps[0], len(run.broken_steps) - 1
@@ -220,6 +222,17 @@ def _notices(run: Run) -> list[str]:
         more = f", and {len(spikes) - 1:,} more time{'s' * (len(spikes) > 2)}" if len(spikes) > 1 else ""
         text = f"{spikes[0]}{more}."
         notices.append(text[0].upper() + text[1:])
+    last = last_known(run.series("val_loss")[1])
+    if (step := run.summary.get("model_step")) is not None and step != run.last_step:
+        notices.append(
+            f"model/ is the model after step {step:,}, which has the lowest held-out loss, "
+            f"{run.summary['model_val_loss']:.4f}; after step {run.last_step:,} it was {last:.4f}."
+        )
+    if memorization := find_memorization(run):
+        text = f"{memorization}."
+        notices.append(text[0].upper() + text[1:])
+    if patience := run.summary.get("stopped_after_validations"):
+        notices.append(f"The run was stopped early: {patience:,} validations in a row found no lower held-out loss.")
     if not run.training:
         notices.append("No training step has been recorded yet.")
     if run.experts and not experts_and_scales.has_load(run):

@@ -172,6 +172,14 @@ def test_the_page_of_an_unfinished_run_names_its_last_step(make_run):
     assert "for 2 of 40 steps" in read_page(write_run_report(make_run([training(1), training(2)]))).words
 
 
+def test_the_step_of_the_model_and_memorization_are_reported(make_run):
+    lines = [training(step, main_loss=4.0 - step / 10) for step in range(1, 9)]
+    lines += [validation(2, 4.0), validation(4, 3.88), validation(6, 4.5), validation(8, 6.5)]
+    page = read_page(write_run_report(make_run(lines, summary={"model_step": 4, "model_val_loss": 3.88})))
+    assert "model/ is the model after step 4, which has the lowest held-out loss, 3.8800; after step 8 it" in page.words
+    assert "After step 4 the run memorized its training text: held-out loss rose from 3.880 to 6.500" in page.words
+
+
 def test_a_broken_loss_is_reported(make_run):
     lines = [training(1), training(2, loss=math.nan), training(3, loss=math.nan)]
     page = read_page(write_run_report(make_run(lines)))

@@ -1,0 +1,101 @@
+"""The model with the lowest held-out loss of a run, which becomes its `model/`.
+
+The weights are copied to CPU memory when a validation finds the lowest loss so far. A checkpoint contains them, unless
+they are the checkpoint's own, so that a resumed run ends with the same `model/`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from octile.validation import Range, check_fields, from_json
+
+PREFIX = "best."  # of the names of its tensors in a checkpoint; "best" is its field in state.json
+
+
+@dataclass(frozen=True)
+class Best:
+    """The validation with the lowest held-out loss.
+
+    Attributes:
+        step: after which it took place.
+        val_loss: its held-out loss in nats per token.
+        validations: the validations after it.
+    """
+
+    step: Annotated[int, Range(at_least=0)]
+    val_loss: float
+    validations: Annotated[int, Range(at_least=0)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "state.best.")
+
+
+class BestModel:
+    """Keeps a copy of a model's weights at its lowest held-out loss.
+
+    Args:
+        model: the model that is trained.
+
+    Attributes:
+        best: the validation of the copy; None before the first finite held-out loss.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.best: Best | None = None
+        self._model = model
+        self._weights: dict[str, Tensor] = {}
+
+    def update(self, step: int, val_loss: float) -> None:
+        """Copy the model's weights if a held-out loss is lower than all before."""
+        if math.isfinite(val_loss) and (self.best is None or val_loss < self.best.val_loss):
+            self.best = Best(step, val_loss)
+            self._copy(self._model.state_dict())
+        elif self.best is not None:
+            self.best = replace(self.best, validations=self.best.validations + 1)
+
+    def has_run_out(self, patience: int) -> bool:
+        """Whether `patience` validations in a row were no improvement; never for a patience of 0."""
+        return self.best is not None and 0 < patience <= self.best.validations
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Overwrite the model's weights with the copy, if there is one."""
+        own = self._model.state_dict()
+        for name, tensor in self._weights.items():
+            own[name].copy_(tensor)
+
+    def state(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint of a step needs: tensors, and fields of state.json."""
+        if self.best is None:
+            return {}, {}
+        own = self.best.step == step  # the checkpoint has these weights already
+        tensors = {} if own else {PREFIX + name: tensor for name, tensor in self._weights.items()}
+        return tensors, {"best": asdict(self.best)}
+
+    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Restore what a checkpoint has; the model is that of the checkpoint already.
+
+        Raises:
+            ValueError: a value is missing, of another type, or out of range; or the tensors are not those of the model.
+        """
+        if "best" not in state:  # of an earlier version, or before the first validation
+            return
+        self.best = from_json(Best, state["best"], "state.best")
+        own = self._model.state_dict()
+        found = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)} or own
+        if {name: t.shape for name, t in found.items()} != {name: t.shape for name, t in own.items()}:
+            raise ValueError("the best model in the checkpoint has other tensors than the model")
+        self._copy(found)
+
+    def _copy(self, weights: dict[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            if name in self._weights:
+                self._weights[name].copy_(tensor)
+            else:
+                self._weights[name] = tensor.detach().to("cpu", copy=True)
