@@ -14,6 +14,7 @@ from octile.validation import Range, check_fields, from_json
 
 Size = Annotated[int, Range(at_least=1, at_most=2**24)]
 Count = Annotated[int, Range(at_least=1, at_most=4096)]
+TokenId = Annotated[int, Range(at_least=0)]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 ALIASES = {"num_local_experts": "num_experts"}  # as Mixtral calls it
 Shape = tuple[int, ...]
@@ -53,14 +54,14 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
-        """Read a Hugging Face `config.json`; keys that change no shape are not read.
+        """Read a Hugging Face `config.json`. Of the keys that change no shape, those of `OtherKeys` are checked.
 
         Raises:
             ValueError: a key is missing, has another type, or is out of range.
         """
-        known = {field.name for field in fields(cls)}
         named = {ALIASES.get(key, key): value for key, value in config.items() if value is not None}
-        return from_json(cls, {key: value for key, value in named.items() if key in known})
+        from_json(OtherKeys, _known(OtherKeys, named))
+        return from_json(cls, _known(cls, named))
 
     def shapes(self) -> dict[str, Shape]:
         """Name → shape of every tensor of a checkpoint."""
@@ -120,3 +121,48 @@ class Architecture:
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class OtherKeys:
+    """The keys of these architectures' configurations that change no shape; a file with a wrong one is damaged.
+
+    Raises:
+        TypeError: a key has another type.
+        ValueError: a key is out of range.
+    """
+
+    architectures: tuple[str, ...] | None = None
+    attention_dropout: Annotated[float, Range(at_least=0, at_most=1)] | None = None
+    bos_token_id: TokenId | None = None
+    dtype: str | None = None
+    eos_token_id: TokenId | tuple[TokenId, ...] | None = None
+    hidden_act: str | None = None
+    initializer_range: Annotated[float, Range(at_least=0)] | None = None
+    layer_types: tuple[str, ...] | None = None
+    max_position_embeddings: Annotated[int, Range(at_least=1)] | None = None
+    max_window_layers: Annotated[int, Range(at_least=0)] | None = None
+    norm_topk_prob: bool | None = None
+    num_experts_per_tok: Annotated[int, Range(at_least=1)] | None = None
+    output_router_logits: bool | None = None
+    pad_token_id: Annotated[int, Range(at_least=-1)] | None = None
+    pretraining_tp: Annotated[int, Range(at_least=1)] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rms_norm_eps: Annotated[float, Range(above=0)] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: Annotated[float, Range(above=0)] | None = None
+    router_aux_loss_coef: Annotated[float, Range(at_least=0)] | None = None
+    router_jitter_noise: Annotated[float, Range(at_least=0)] | None = None
+    sliding_window: Annotated[int, Range(at_least=1)] | None = None
+    torch_dtype: str | None = None
+    use_cache: bool | None = None
+    use_sliding_window: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def _known(cls: type[Architecture] | type[OtherKeys], config: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(cls)}
+    return {key: value for key, value in config.items() if key in names}
