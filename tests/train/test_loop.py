@@ -433,7 +433,7 @@ def test_a_second_signal_during_a_step_says_how_to_continue(text, tmp_path, monk
     def interrupted(self):
         raise Terminated
 
-    monkeypatch.setattr(Trainer, "step", interrupted)
+    monkeypatch.setattr(Trainer, "launch", interrupted)
     out = tmp_path / "run"
     with pytest.raises(Stopped, match=f"octile train --resume --out {out}"):
         train(micro(data=str(text), out=out), False, silent_console())
