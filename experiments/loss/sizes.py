@@ -124,17 +124,10 @@ def operations(c: ModelConfig) -> dict[str, float]:
     Attention counts the keys that a query attends to, on average half of SEQUENCE. The backward pass costs twice
     as many, so the shares are also those of a training step.
     """
-    from octile.models.counts import count_parameters
+    from octile.models.flops import multiply_adds
 
-    used = count_parameters(c).main_active
-    layers = sum(used[kind] for kind in used if kind.endswith(("projections", "experts", "MLP")))
-    channels = c.num_attention_heads * (c.qk_head_dim + c.v_head_dim)
-    return {
-        "8 bits": layers,
-        "head": used["head"],
-        "attention": c.num_hidden_layers * channels * min(SEQUENCE, c.max_position_embeddings) / 2,
-        "gate": used["gate"],
-    }
+    found = multiply_adds(c, min(SEQUENCE, c.max_position_embeddings) / 2)
+    return {"8 bits": found.pop("layers"), **found}
 
 
 def share_in_8_bits(c: ModelConfig) -> float:

@@ -37,11 +37,13 @@ class ParameterCount:
         main: parameters of the main model.
         main_active: those of the main model that a token uses.
         mtp: parameters of the multi-token prediction layer, without the embedding and the head that it shares.
+        mtp_active: those of the multi-token prediction layer that a token uses.
     """
 
     main: dict[str, int]
     main_active: dict[str, int]
     mtp: dict[str, int]
+    mtp_active: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -59,7 +61,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     main, mtp = Counter[str](), Counter[str]()
     for layer, kind, numel in _parameters(config):
         (mtp if layer == config.num_hidden_layers else main)[kind] += numel
-    return ParameterCount(dict(main), _used(main, config), dict(mtp))
+    return ParameterCount(dict(main), _used(main, config), dict(mtp), _used(mtp, config))
 
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
@@ -163,6 +164,8 @@ class Trainer:
         self.skipped = 0  # steps without an update, because a gradient was not finite
         self.skipped_in_a_row = 0  # consecutive skipped steps until now, without overflows of the loss scale
         self.captured = CapturedStep(self.model, self._compute, self._update, device) if on_gpu else None
+        self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
+        self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
         self._unread: deque[Launched] = deque()
         self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 2, device)
         self._reads_late = False  # whether steps may be launched before the last one is read
@@ -270,7 +273,7 @@ class Trainer:
                     "lr": step.learning_rate,
                     "grad_norm": grad_norm,
                     "tokens": step.tokens_so_far,
-                    "tokens_per_s": tokens / seconds,
+                    **self._speed(tokens / seconds),
                     "seconds": self.seconds,
                     "skipped": self.skipped,
                     **step.scheduled,
@@ -280,6 +283,12 @@ class Trainer:
         yield from lines
         if failure is not None:
             raise failure
+
+    def _speed(self, tokens_per_s: float) -> Metrics:
+        """Tokens and model FLOPs per second, and MFU if the GPU's peak is known (`octile.models.flops`)."""
+        flops_per_s = self.flops_per_token * tokens_per_s
+        mfu = {} if self._peak is None else {"mfu": flops_per_s / self._peak}
+        return {"tokens_per_s": tokens_per_s, "flops_per_s": flops_per_s, **mfu}
 
     def close(self) -> None:
         """End the thread that prepares batches. A later step prepares its own."""

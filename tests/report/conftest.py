@@ -42,6 +42,8 @@ def training(step: int, **changes: Any) -> dict[str, Any]:
         "grad_norm": 0.5 + 2 / step,
         "tokens": 2048 * step,
         "tokens_per_s": 6000.0 + step,
+        "flops_per_s": 6e12 + 1e9 * step,
+        "mfu": 0.25,
         "seconds": 0.35 * step,
     } | changes
 

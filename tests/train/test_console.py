@@ -57,17 +57,30 @@ def test_nothing_is_said_of_what_is_left_out_if_nothing_is(source, tmp_path):
     assert not any("left out" in line for line in shown(source, tmp_path / "data"))
 
 
+def line(**more) -> dict:
+    return {"step": 11_234, "main_loss": 2.345, "tokens_per_s": 12_345.0, "flops_per_s": 279.96e12, **more}
+
+
 def steps_on_a_terminal(width: int) -> str:
     console = RunConsole(Console(file=io.StringIO(), width=width, force_terminal=True))
     with console.steps(12_000, 11_000) as progress:
-        progress.step({"step": 11_234, "main_loss": 2.345, "tokens_per_s": 12_345.0})
+        progress.step(line(mfu=0.283))
     return console.console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_numbers_of_the_progress_are_whole(width):
     shown = steps_on_a_terminal(width)
-    assert all(number in shown for number in ("11234/12000", "2.345", "12,345"))
+    assert all(number in shown for number in ("11234/12000", "2.345", "12,345", "280.0", "28.3%"))
+
+
+@pytest.mark.parametrize(("flops", "text"), [(1.5e12, "1.5 TFLOP/s"), (23.4e9, "23.4 GFLOP/s")])
+def test_without_a_known_peak_there_is_a_speed_but_no_mfu(flops, text):
+    console = silent_console()
+    with console.steps(11_234, 0) as progress:
+        progress.every = 1
+        progress.step({**line(), "flops_per_s": flops, "seconds": 1.0})
+    assert f"12,345 tokens/s · {text}, 0 s left" in console.console.file.getvalue()
 
 
 def test_a_terminal_gets_texts_with_escaped_control_characters():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
+from octile.models.flops import train_flops_per_token
 from octile.ops.high_precision import REDUCED_PRECISION
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig
@@ -303,3 +304,18 @@ def test_the_schedule_ends_at_its_final_learning_rate():
     config = micro(steps=100)
     rates = schedule(config)
     assert rates(99) == pytest.approx(config.optim.lr * config.optim.final_lr, rel=0.05)
+
+
+def test_the_speed_in_operations_is_that_in_tokens(new_trainer):
+    trainer = new_trainer()
+    line = trainer.step()
+    per_token = train_flops_per_token(trainer.model.config, trainer.config.sequence_length)
+    assert line["flops_per_s"] == pytest.approx(per_token * line["tokens_per_s"])
+    assert "mfu" not in line  # a CPU has no peak in the table
+
+
+def test_mfu_is_the_share_of_the_peak(new_trainer):
+    trainer = new_trainer()
+    trainer._peak = 1e12
+    line = trainer.step()
+    assert line["mfu"] == pytest.approx(line["flops_per_s"] / 1e12)

@@ -203,6 +203,10 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         facts.append(("Time", format_duration(run.seconds), ""))
     if np.isfinite(speed).any():
         facts.append(("Speed", f"{np.nanmedian(speed):,.0f}", "tokens per second (median)"))
+    flops, mfu = (run.series(name)[1] for name in ("flops_per_s", "mfu"))
+    if np.isfinite(flops).any():
+        known = f", {np.nanmedian(mfu):.1%} MFU" if np.isfinite(mfu).any() else ""
+        facts.append(("Model FLOPs", format_quantity(float(np.nanmedian(flops))), f"per second (median){known}"))
     return facts
 
 

@@ -1,0 +1,79 @@
+"""Floating-point operations of training: what a model needs, whatever an implementation computes.
+
+As in PaLM's appendix B, a token of a training step costs
+
+    6·N + 12·L·H·Q·T
+
+    N         weights that the token is multiplied by. A multiplication and an addition in the forward pass, and twice
+              as many in the backward pass, make 6. The token's experts count, the other experts do not. Neither do
+              the embedding, of which a row is read, and the norms.
+    L, H, T   layers, heads, and the length of a sequence. Every query is counted with all T keys, although a causal
+              mask hides half of them.
+    Q         the size of a head. In latent attention queries and keys have another size than values: Q is the mean.
+
+The layer of multi-token prediction counts like the others, and the head once more for it, since both are trained.
+What is recomputed in the backward pass does not count.
+
+MFU, the model FLOPs utilization, is the operations per second over the peak of the GPU's dense BF16 GEMMs. A run in FP8
+is measured by the same peak, so that it can be compared with one in BF16.
+
+Source: PaLM (arXiv 2204.02311), appendix B.
+"""
+
+from __future__ import annotations
+
+from octile.models.config import ModelConfig
+from octile.models.counts import count_parameters
+
+BF16_PEAKS = {  # part of a GPU's name: dense BF16 FLOP/s in its data sheet; the first match counts
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "GH200": 989.4e12,
+    "H100": 989.4e12,  # SXM
+    "H200": 989.4e12,
+    "A100": 312e12,
+}
+
+
+def multiply_adds(config: ModelConfig, keys: float) -> dict[str, float]:
+    """Count the multiply-adds of a token's forward pass, without those of multi-token prediction.
+
+    Args:
+        config: the model.
+        keys: how many keys a query attends to.
+
+    Returns:
+        Those of "layers" (all linear layers of blocks), "head", "attention" (q · kᵀ and p · v) and "gate".
+    """
+    return {**_of_weights(count_parameters(config).main_active), "attention": _attention(config, keys)}
+
+
+def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """The FLOPs that a token of a training step needs; see the head of this file.
+
+    Args:
+        config: the model.
+        sequence_length: T, the tokens of a sequence.
+    """
+    main = multiply_adds(config, sequence_length)
+    total = sum(main.values())
+    if config.num_nextn_predict_layers:
+        total += sum(_of_weights(count_parameters(config).mtp_active).values())
+        total += main["head"] + main["attention"] / config.num_hidden_layers
+    return 6 * total
+
+
+def bf16_peak(gpu: str) -> float | None:
+    """The dense BF16 FLOP/s of a GPU by its name, as `torch.cuda.get_device_name` returns it; None if it is unknown."""
+    return next((peak for part, peak in BF16_PEAKS.items() if part in gpu), None)
+
+
+def _of_weights(used: dict[str, int]) -> dict[str, float]:
+    """The multiply-adds of weights, by kind of module as in `ParameterCount`."""
+    layers = sum(n for kind, n in used.items() if kind.endswith(("projections", "projection", "experts", "MLP")))
+    return {"layers": layers, "head": used.get("head", 0), "gate": used.get("gate", 0)}
+
+
+def _attention(config: ModelConfig, keys: float) -> float:
+    channels = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
+    return config.num_hidden_layers * channels * keys

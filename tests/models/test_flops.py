@@ -1,0 +1,56 @@
+"""Tests of the counted operations: against PaLM's formula, against torch's counter, and against published sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from octile.models.config import PRESETS
+from octile.models.counts import count_parameters
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.flops import bf16_peak, multiply_adds, train_flops_per_token
+from tests.models.conftest import MINI_V3
+
+
+def test_the_formula_of_palm():
+    config, length = PRESETS["v2_lite_16b"](), 4096  # has no layer of multi-token prediction
+    used = count_parameters(config).main_active
+    n = sum(numel for kind, numel in used.items() if kind not in ("embedding", "norms"))
+    q = (config.qk_head_dim + config.v_head_dim) / 2
+    expected = 6 * n + 12 * config.num_hidden_layers * config.num_attention_heads * q * length
+    assert train_flops_per_token(config, length) == pytest.approx(expected, rel=1e-12)
+
+
+def test_multi_token_prediction_adds_its_layer_and_the_head_once_more():
+    config, length = MINI_V3, 64
+    main = 6 * sum(multiply_adds(config, length).values())
+    used = count_parameters(config).mtp_active
+    layer = sum(numel for kind, numel in used.items() if kind != "norms") + count_parameters(config).main["head"]
+    channels = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
+    assert train_flops_per_token(config, length) - main == pytest.approx(6 * (layer + channels * length))
+
+
+def test_a_dense_model_has_the_operations_that_torch_counts():
+    config = replace(MINI_V3, first_k_dense_replace=MINI_V3.num_hidden_layers, num_nextn_predict_layers=0)
+    batch, length = 2, 16
+    with torch.device("meta"):
+        model = DeepseekV3(config)
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(tokens)
+    assert counter.get_total_flops() == 2 * batch * length * sum(multiply_adds(config, length).values())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_gpu(gpu, peak):
+    assert bf16_peak(gpu) == peak
