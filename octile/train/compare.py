@@ -32,7 +32,7 @@ from octile.train.compared_run import ComparedRun, train_compared_run
 from octile.train.config import TrainConfig, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
-from octile.train.loop import pick_device, prepare_tokens
+from octile.train.loop import pick_device, prepare_tokens, print_passes
 from octile.train.memory import check_memory
 from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder
 from octile.train.signals import Stopped, stop_requests
@@ -195,6 +195,7 @@ def compare(
         except KeyboardInterrupt as interrupt:
             how = "" if resume else ", without --resume"
             raise Stopped.by(interrupt, f"stopped before the first run: start the same command again{how}") from None
+        print_passes(config, store, console)
         comparison.write(out)
         try:
             with stop_requests() as stop:

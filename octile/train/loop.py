@@ -107,6 +107,7 @@ def _train(
     config: TrainConfig, run: RunFolder, device: torch.device, resume: bool, console: RunConsole, hook: RunHook
 ) -> Path:
     store = _tokens(config, run, resume, console)
+    print_passes(config, store, console)
     _check_prompt(config, store)
     checkpoint = latest_checkpoint(run.checkpoints) if resume else None
     if checkpoint is not None:
@@ -200,15 +201,18 @@ def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> To
         console.print(
             f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
         )
-    text = len(store.train)
+    return store
+
+
+def print_passes(config: TrainConfig, store: TokenStore, console: RunConsole) -> None:
+    """Say how often a run reads its text, if that is so often that it memorizes it."""
     passes = batch_ramp(config).before(config.steps) / count_windows(store.train, config.sequence_length - 1)
     if passes > MAX_PASSES:
+        text = len(store.train)
         console.print(
-            f"the run reads its text {passes:.1f} times, which it begins to memorize after {MAX_PASSES}: there are "
-            f"{text:,} tokens. Give it more text with --data, or read {MAX_PASSES * text:,} tokens with "
-            f"--tokens {MAX_PASSES * text}"
+            f"the run reads its {text:,} tokens of text {passes:.1f} times and begins to memorize them after about "
+            f"{MAX_PASSES}: use more text (--data packages, --data PATH) or fewer tokens (--tokens {MAX_PASSES * text})"
         )
-    return store
 
 
 def _check_prompt(config: TrainConfig, store: TokenStore) -> None:

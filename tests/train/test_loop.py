@@ -62,8 +62,10 @@ def test_the_last_step_is_saved_when_it_is_no_multiple_of_the_interval(text, tmp
 @pytest.mark.parametrize(("steps", "is_said"), [(100, False), (5000, True)])
 def test_a_run_that_reads_its_text_often_says_so_before_it_starts(text, tmp_path, steps, is_said):
     screen = silent_console()
-    store = octile.train.loop.prepare_tokens(micro(data=str(text), steps=steps), tmp_path, screen)
-    said = re.findall(r"reads its text ([\d.]+) times.* (--tokens \d+)", screen.console.file.getvalue())
+    config = micro(data=str(text), steps=steps)
+    store = octile.train.loop.prepare_tokens(config, tmp_path, silent_console())
+    octile.train.loop.print_passes(config, store, screen)
+    said = re.findall(r"tokens of text ([\d.]+) times.* \((--tokens \d+)\)", screen.console.file.getvalue())
     tokens = len(store.train)
     assert said == ([(f"{4 * steps * 31 / tokens:.1f}", f"--tokens {4 * tokens}")] if is_said else [])
 
