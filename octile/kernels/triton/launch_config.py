@@ -39,7 +39,7 @@ ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # he
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
 UNPERMUTE_BACKWARD = {"cols": 2048, "cols_per_warp": 512}  # columns of a row at a time
-UNPERMUTE: dict[str, Any] = {"COLS": 1024, "num_warps": 8}  # columns of K rows per program
+UNPERMUTE = {"cols": 1024, "cols_per_warp": 128}  # columns of K rows per program, fewer if a row has fewer
 
 # Warps per 128×128 block, by kernel. Two programs of 8 warps or one of 16 fill an SM at 128 registers per thread: two
 # overlap the loads of one with the arithmetic of the other, one has registers for twice the elements per program.

@@ -57,7 +57,7 @@ def launch_backward(
         shape = _rows_of_program(k, launch_config.NORM_BACKWARD)
     # as many programs as run at once; each sums the weight's gradient over its rows, in order
     programs = min(triton.cdiv(m, shape["ROWS"]), 2 * device_properties(x.device).num_sms)
-    partials = torch.zeros(max(programs, 1), k, dtype=torch.float32, device=x.device)
+    partials = torch.empty(programs, k, dtype=torch.float32, device=x.device)
     added = x if add is None else add  # not read without add
     if m and k:
         with torch.cuda.device_of(x):

@@ -38,13 +38,14 @@ def launch_back(y: Tensor, place: Tensor, add: Tensor | None, weight: Tensor | N
     (t, k), d = place.shape, y.shape[1]
     out = torch.empty(t, d, dtype=y.dtype, device=y.device)
     if out.numel():
-        grid = (t * triton.cdiv(d, UNPERMUTE["COLS"]),)
+        cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE["cols"])
         added = y if add is None else add  # not read without add
         weights = y if weight is None else weight
         with torch.cuda.device_of(y):
-            unpermute[grid](
+            unpermute[(t * triton.cdiv(d, cols),)](
                 y, place, added, weights, out, d, *y.stride(), *place.stride(), *added.stride(), *weights.stride(),
-                K=k, ADD=add is not None, WEIGHTED=weight is not None, **UNPERMUTE, **EXACT,
+                K=k, ADD=add is not None, WEIGHTED=weight is not None, COLS=cols,
+                num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT,
             )  # fmt: skip
     return out
 
