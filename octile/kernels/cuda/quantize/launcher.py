@@ -299,7 +299,7 @@ def swiglu_backward(
     scale, (data_t, scale_t) = new_scale(data, 1, SIDE), new_quantized_transposed(data, dtype, tiles)
     h_t, h_scale_t = new_quantized_transposed(gate, h_dtype, tiles, h_in_blocks)
     weight_partials = gate.new_empty(0 if weight is None else m, h // SIDE, dtype=torch.float32)
-    needs_registers = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8 or h_in_blocks
+    needs_registers = torch.float32 in (gate.dtype, dh.dtype) or dtype == torch.int8
     kind = "swiglu_backward, FP32 or INT8" if needs_registers else "swiglu_backward"
     constants = {
         "dtype": DTYPES[gate.dtype], "dh_dtype": DTYPES[dh.dtype], "format": DTYPES[dtype],

@@ -193,5 +193,6 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
     }
     constexpr int form_of_h = config::h_in_blocks ? transposed_block : transposed_only;
     quantize_block<form_of_h, config::h_format, config::h_power_of_2>(result, at, value, shared);
-    store_transposed(h_t, at, shared);
+    // with one scale for h, the addresses of this store are computed again: two registers more do not fit meanwhile
+    store_transposed(h_t, at, config::h_in_blocks ? ptx::opaque(shared) : shared);
 }
