@@ -207,7 +207,10 @@ class AdamW(torch.optim.Optimizer):
             group.copies.extend([param] if is_copy else [])
             group.steps.append(state["step"])
         for group in groups.values():
-            torch._foreach_add_(group.steps, 1 if skip is None else skip.logical_not().float())
+            if skip is None:
+                torch._foreach_add_(group.steps, 1)
+            else:  # alpha selects the overload that does not read its tensor on the host
+                torch._foreach_add_(group.steps, skip.logical_not().float(), alpha=1.0)
         adamw_(list(groups.values()), skip, gradient_scale)
 
         for (param, _, _), values in zip(found, loaded, strict=True):
