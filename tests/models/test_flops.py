@@ -42,6 +42,15 @@ def test_a_dense_model_has_the_operations_that_torch_counts():
     assert counter.get_total_flops() == 2 * batch * length * sum(multiply_adds(config, length).values())
 
 
+def test_only_the_chosen_experts_count():
+    dense = replace(MINI_V3, first_k_dense_replace=MINI_V3.num_hidden_layers)
+    c = replace(dense, first_k_dense_replace=MINI_V3.num_hidden_layers - 1)
+    expert = 3 * c.hidden_size * c.moe_intermediate_size
+    moe = (c.num_experts_per_tok + c.n_shared_experts) * expert + c.n_routed_experts * c.hidden_size
+    difference = train_flops_per_token(c, 100) - train_flops_per_token(dense, 100)
+    assert difference == 6 * (moe - 3 * c.hidden_size * c.intermediate_size)
+
+
 @pytest.mark.parametrize(
     ("gpu", "peak"),
     [

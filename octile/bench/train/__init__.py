@@ -3,7 +3,6 @@
 octile_trainer.py       `octile train`: its loop, its data, its metrics
 torchtitan_trainer.py   torchtitan's trainer of its own DeepSeek-V3 model, of the same shape, on the same batches
 worker.py               a trainer in a process of its own
-flops.py                model FLOPs
 
 Each trainer has a process of its own. Those of `small` are alive at the same time, and their measurements are
 interleaved. One of `medium` needs most of the memory of the GPU, so they are measured one after the other, and once
@@ -39,9 +38,9 @@ from octile.bench.goals import (
 )
 from octile.bench.rows import LEGEND, Row, compare, table
 from octile.bench.train import octile_trainer, torchtitan_trainer
-from octile.bench.train.flops import flops_per_token, peak
 from octile.bench.train.worker import Measured, Steps, Worker
 from octile.models.config import PRESETS
+from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.report.console import Console
 from octile.train.config import TrainConfig, preset
 from octile.train.console import RunConsole
@@ -256,8 +255,8 @@ def result_rows(case: Case, config: TrainConfig, shape: str, results: Results) -
             if ours in step and peer in step:
                 speeds = tokens / step[ours], tokens / step[peer]
                 yield compare(case.preset, f"train {ours}{shape}", speeds[0], "tokens/s", peer, speeds[1])
-    flops = tokens * flops_per_token(config.model, config.sequence_length)
-    most = peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    flops = tokens * train_flops_per_token(config.model, config.sequence_length)
+    most = bf16_peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     memory = {name: max(m.peak_bytes for m in found) / 2**30 for name, found in times.items()}
     for name, found in times.items():
         setting = f", {found[-1].setting}" if found[-1].setting else ""
