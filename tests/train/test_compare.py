@@ -14,7 +14,7 @@ from rich.console import Console
 from octile.report import read_result
 from octile.train.compare import Comparison, compare, parse_seeds, seeds_text
 from octile.train.console import RunConsole
-from octile.train.signals import Stopped
+from octile.train.signals import Stopped, Terminated
 from tests.train.conftest import micro, silent_console
 
 
@@ -182,6 +182,22 @@ def test_a_stopped_comparison_is_resumed_with_the_same_losses(compared, text, tm
     assert losses(resumed) == losses(compared[0])
     assert resumed.gradients == compared[0].gradients
     assert str(resumed.tokens) == str(compared[0].tokens)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_signal_before_the_first_run_says_to_start_again(compared, text, tmp_path, monkeypatch, resume):
+    def interrupted(*arguments, **options):
+        raise Terminated
+
+    monkeypatch.setattr("octile.train.compare.prepare_tokens", interrupted)
+    out, config = tmp_path / "new", micro(data=str(text), steps=4, validate_every=2)
+    if resume:
+        _, out, _ = compared
+        config = Comparison.read(out).config
+    message = "start the same command again" + ("" if resume else ", without --resume") + "$"
+    with pytest.raises(Stopped, match=message) as stopped:
+        compare(config, ("deepseek_v3",), out, silent_console(), resume=resume)
+    assert stopped.value.exit_code == 143
 
 
 def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
