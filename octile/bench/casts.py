@@ -18,11 +18,17 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
 from octile.ops.gradient_norms import gradient_norms
-from octile.ops.norm import rms_norm_backward, rms_norm_quantize
-from octile.ops.permute import permute, unpermute
+from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
-from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
+from octile.ops.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    swiglu_quantize_and_save,
+)
 from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
 from octile.train.config import preset
 
@@ -83,7 +89,7 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
     saved = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
     weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
     place = _places(len(x) // CHOSEN, x.device)
-    tokens = quantize(x[: len(place)], 1, 128, "e4m3", True)
+    tokens, shares = quantize(x[: len(place)], 1, 128, "e4m3", True), torch.rand(place.shape, device=x.device)
     return [
         *cases,
         ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
@@ -108,8 +114,13 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
             (x, weight),
         ),
         ("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd)),
+        ("SwiGLU", swiglu, (gate, up)),
+        ("SwiGLU backward", swiglu_backward, (dh, gate, up)),
+        ("RMSNorm", lambda x, w: rms_norm(x, w, 1e-6), (x, weight)),
         (f"permute to {CHOSEN} places", permute, (*tokens, place)),
         (f"unpermute, sums of {CHOSEN}", unpermute, (x, place)),
+        (f"weighted sums of {CHOSEN}", lambda x, p, w: unpermute(x, p, None, w), (x, place, shares)),
+        (f"weighted sums of {CHOSEN}, backward", unpermute_backward, (dh[: len(place)], x, place, shares)),
         *_optimizer_cases([x.shape], device),
     ]
 

@@ -37,7 +37,8 @@ NARROW = {  # between the GEMMs of a layer
     "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
     "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
     "RMSNorm, 1×128 and high precision", "RMSNorm backward", "permute to 8 places", "unpermute, sums of 8",
-    "rotate in place", "latent keys", "latent keys backward",
+    "rotate in place", "latent keys", "latent keys backward", "SwiGLU", "SwiGLU backward", "RMSNorm",
+    "weighted sums of 8", "weighted sums of 8, backward",
 }  # fmt: skip
 NARROW_COLUMNS = (128, 256, 512, 1024)
 CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
