@@ -94,8 +94,7 @@ class BestModel:
         self._copy(found)
 
     def _copy(self, weights: dict[str, Tensor]) -> None:
-        for name, tensor in weights.items():
-            if name in self._weights:
-                self._weights[name].copy_(tensor)
-            else:
-                self._weights[name] = tensor.detach().to("cpu", copy=True)
+        for name, own in self._model.state_dict().items():
+            if name not in self._weights:  # pinned, so that a GPU copies at the speed of the bus
+                self._weights[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            self._weights[name].copy_(weights[name])
