@@ -50,6 +50,8 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "rms_norm_backward",
         "rms_norm_high_precision",
         "adamw",
+        "gradient_squares",
+        "gradient_norms",
         "rotate",
         "latent_keys",
         "latent_keys_backward",
