@@ -6,6 +6,7 @@
 - `param.scaled_grad`, FP8 values with one scale, to which `store_scaled` moves each gradient when it is computed.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -106,7 +107,8 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norm = torch.linalg.vector_norm(_norms(gradients))
-    multiply_(gradients, clip_factor(norm, max_norm))
+    if max_norm < math.inf:
+        multiply_(gradients, clip_factor(norm, max_norm))
     return norm
 
 

@@ -36,7 +36,16 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
-from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_grad_norm_, param_groups
+from octile.optim import (
+    EMA,
+    AdamW,
+    BatchRamp,
+    DynamicLossScale,
+    WarmupConstantCosine,
+    clip_factor,
+    clip_grad_norm_,
+    param_groups,
+)
 from octile.optim.gradient import last_non_finite
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
@@ -295,7 +304,7 @@ class Trainer:
         self._prepared.close()
 
     def _compute(self, tokens_BS: Tensor) -> Computed:
-        """Run the forward and backward pass, and clip the gradients."""
+        """Run the forward and backward pass, and compute the norm of the gradients, which `_update` clips."""
         config = self.config
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -313,7 +322,7 @@ class Trainer:
         overflowed = False
         if self.loss_scale:
             overflowed = not self.loss_scale.unscale_(parameters) and self.loss_scale.value > 1.0
-        norm = clip_grad_norm_(parameters, config.optim.clip).to(self.device)
+        norm = clip_grad_norm_(parameters, math.inf).to(self.device)
         last_broken = torch.full((), -1.0, device=self.device)
         if self.device.type == "cuda" or not norm.isfinite():  # on a CPU it costs nothing to know that first
             last_broken = last_non_finite(parameters).float()
@@ -488,7 +497,8 @@ class Trainer:
     def _update(self, learning_rate: float | Tensor, result: Computed) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.step(skip=result.skip)
+        factor = clip_factor(result.values[len(LOSSES)], self.config.optim.clip)
+        self.optimizer.step(skip=result.skip, gradient_scale=factor)
         end_step(self.model, result.skip)
         speed = torch.where(result.skip, 0.0, self.balance_speed())
         for name, moe in self.moes.items():

@@ -9,6 +9,7 @@ import torch
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
 from octile.models.flops import train_flops_per_token
 from octile.ops.high_precision import REDUCED_PRECISION
+from octile.optim.state import load
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig
 from octile.train.token_losses import token_losses
@@ -169,6 +170,15 @@ def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
 def test_micro_batches_add_up_to_the_whole_batch(new_trainer):
     whole, split = new_trainer(recipe="float32"), new_trainer(recipe="float32", micro_batches=2)
     assert math.isclose(whole.step()["grad_norm"], split.step()["grad_norm"], rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "fp8_lm"])
+def test_a_step_follows_the_clipped_gradient(new_trainer, recipe):
+    trainer = new_trainer(recipe=recipe, optim=OptimConfig(clip=1e-3))
+    assert trainer.step()["grad_norm"] > 1e-2
+    clipped = [load(state, "exp_avg").float() / (1 - 0.9) for state in trainer.optimizer.state.values()]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in clipped]))
+    assert norm.item() == pytest.approx(1e-3, rel=0.05)  # moments are rounded
 
 
 def test_a_state_of_another_shape_is_refused(new_trainer):
