@@ -21,7 +21,7 @@ from torch import Tensor
 COLUMNS: tl.constexpr = tl.constexpr(2)  # of a row, before the addresses
 TRITON_DTYPES = {None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNMENT = 16  # bytes of a vectorized access
-MIN_PINNED_WORDS = 2**16
+PINNED_WORDS = 2**18  # 2 MiB, half of it for the next capture
 
 
 class TensorTable(NamedTuple):
@@ -103,10 +103,9 @@ class _PinnedForGraphs:
         self._used = 0  # of the last buffer
 
     def reserve(self, words: int) -> None:
-        """Ensure that a capture finds room for several tables of this size."""
-        if not self._buffers or len(self._buffers[-1]) - self._used < 8 * words:
-            words = max(16 * words, MIN_PINNED_WORDS)
-            self._buffers.append(torch.empty(words, dtype=torch.int64, pin_memory=True))
+        """Ensure that a capture finds room for many tables, some of this size."""
+        if not self._buffers or len(self._buffers[-1]) - self._used < max(8 * words, PINNED_WORDS // 2):
+            self._buffers.append(torch.empty(max(16 * words, PINNED_WORDS), dtype=torch.int64, pin_memory=True))
             self._used = 0
 
     def carve(self, words: tuple[int, ...]) -> Tensor:
