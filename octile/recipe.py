@@ -49,7 +49,7 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TENSOR: tuple[Extent, Extent] = (None, None)
-FILE_KEYS = {"recipe", "swiglu_inputs", "wgrad_x_block", "keep"}  # of a recipe file
+FILE_KEYS = {"recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "keep"}  # of a recipe file
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,9 @@ class Recipe:
         attention_inputs: whether queries, keys and values that come straight from the block's input are saved in BF16
             ("kept") or "recomputed". Those that come from a compression (MLA) are recomputed wherever
             `attention_output` is given.
+        transposed_weights: of weights in 128×128 blocks, the transposed form that dgrad reads is quantized and cached
+            with the weight ("cached"), or "recomputed" in the backward pass from the weight, so that nothing of it is
+            held in between.
         swiglu_inputs: how SwiGLU's inputs are saved, its output being recomputed; or "recomputed": they are recomputed,
             too. None: autograd saves them in high precision, and the quantized output.
     """
@@ -196,6 +199,7 @@ class Recipe:
     attention_output: OperandFormat | None = None
     attention_inputs: Literal["kept", "recomputed"] = "kept"
     swiglu_inputs: OperandFormat | Literal["recomputed"] | None = None
+    transposed_weights: Literal["cached", "recomputed"] = "cached"
 
     def __post_init__(self) -> None:
         assert self.smoothed  # computed now, as `GemmFormats.routed_dy`
@@ -220,6 +224,11 @@ class Recipe:
     def can_fuse_swiglu(self) -> bool:
         """Whether a feed-forward layer can be one function that saves `swiglu_inputs`."""
         return self._can_fuse and self.swiglu_inputs is not None and not self.has_smooth_swiglu
+
+    @property
+    def recomputes_transposed_weights(self) -> bool:
+        """Whether the backward pass transposes weights, which have blocks that allow it."""
+        return self.transposed_weights == "recomputed" and self.formats is not None and self.formats.w.block == BLOCK
 
     @property
     def _can_fuse(self) -> bool:
@@ -265,6 +274,7 @@ class Recipe:
 
             recipe = "deepseek_v3"
             swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
+            transposed_weights = "recomputed"           # if the recipe has weights in blocks ("cached")
             wgrad_x_block = [128, 128]                  # wgrad's x in blocks, if the recipe has tiles ([128, 1])
             [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
@@ -304,8 +314,13 @@ class Recipe:
         exceptions = tuple(_exception(f"{where}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
         if exceptions and recipe.formats is None:
             raise ValueError(f"{where}: recipe {recipe.name!r} quantizes nothing, so there is nothing to keep")
-        swiglu_inputs, formats = _swiglu_inputs(where, content, recipe), _formats(where, content, recipe)
-        return replace(recipe, exceptions=exceptions, swiglu_inputs=swiglu_inputs, formats=formats)
+        return replace(
+            recipe,
+            exceptions=exceptions,
+            swiglu_inputs=_swiglu_inputs(where, content, recipe),
+            transposed_weights=_transposed_weights(where, content, recipe),
+            formats=_formats(where, content, recipe),
+        )
 
     def write(self, path: Path) -> Path:
         """Write the file that `read` reads, and return its path. The recipe's name must be one of `names`.
@@ -314,6 +329,7 @@ class Recipe:
         """
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
+        lines += ['transposed_weights = "recomputed"'] if self.transposed_weights == "recomputed" else []
         lines += ["wgrad_x_block = [128, 128]"] if self.formats and self.formats.wgrad_x.block == BLOCK else []
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
@@ -481,6 +497,18 @@ def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> Opera
             f"{where}: recipe {recipe.name!r} saves SwiGLU's inputs in high precision, so it cannot recompute them"
         )
     return "recomputed" if asked == "recomputed" else recipe.swiglu_inputs
+
+
+def _transposed_weights(where: str, content: dict[str, Any], recipe: Recipe) -> Literal["cached", "recomputed"]:
+    """Read `transposed_weights` from a file's content."""
+    asked = content.get("transposed_weights", "cached")
+    if asked not in ("cached", "recomputed"):
+        raise ValueError(f'{where}: transposed_weights must be "cached" or "recomputed", not {asked!r}')
+    if asked == "recomputed" and (recipe.formats is None or recipe.formats.w.block != BLOCK):
+        raise ValueError(
+            f"{where}: recipe {recipe.name!r} has no weights in 128×128 blocks, so it cannot recompute their transposes"
+        )
+    return asked
 
 
 def _formats(where: str, content: dict[str, Any], recipe: Recipe) -> GemmFormats | None:

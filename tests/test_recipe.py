@@ -221,6 +221,11 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ("recipe = ", "r.toml: "),
         ('recipe = "deepseek_v3"\nswiglu_inputs = "no"', 'swiglu_inputs must be "kept" or "recomputed", not \'no\''),
         ('recipe = "bf16"\nswiglu_inputs = "recomputed"', "recipe 'bf16' saves SwiGLU's inputs in high precision"),
+        (
+            'recipe = "deepseek_v3"\ntransposed_weights = 1',
+            'transposed_weights must be "cached" or "recomputed", not 1',
+        ),
+        ('recipe = "mxfp8"\ntransposed_weights = "recomputed"', "recipe 'mxfp8' has no weights in 128×128 blocks"),
         ('recipe = "deepseek_v3"\nwgrad_x_block = [1, 128]', r"must be \[128, 1\] or \[128, 128\], not \[1, 128\]"),
         ('recipe = "deepseek_v3"\nwgrad_x_block = 128', r"must be \[128, 1\] or \[128, 128\], not 128"),
         ('recipe = "per_tensor"\nwgrad_x_block = [128, 128]', "recipe 'per_tensor' has no tiles of 128 tokens"),
@@ -244,6 +249,14 @@ def test_a_file_says_that_swiglus_inputs_are_recomputed(tmp_path):
     path = recipe.write(tmp_path / "r.toml")
     assert Recipe.read(path) == recipe
     path.write_text('recipe = "deepseek_v3"\nswiglu_inputs = "kept"')
+    assert Recipe.read(path) == Recipe.deepseek_v3()
+
+
+def test_a_file_says_that_transposed_weights_are_recomputed(tmp_path):
+    recipe = replace(Recipe.deepseek_v3(), transposed_weights="recomputed")
+    path = recipe.write(tmp_path / "r.toml")
+    assert Recipe.read(path) == recipe
+    path.write_text('recipe = "deepseek_v3"\ntransposed_weights = "cached"')
     assert Recipe.read(path) == Recipe.deepseek_v3()
 
 

@@ -8,6 +8,7 @@ columns, and one kernel that holds it in registers writes both.
     quantize_rows_and_columns   the gradient of an output: 1×128 for dgrad, transposed 1×128 for wgrad
     requantize_transposed       the input of a layer, saved in FP8 for backward: 1×128 → transposed 1×128
     quantize_and_transpose      a weight: 128×128, and the same data transposed
+    quantize_transposed         a weight for dgrad alone, in the backward pass
 
 The rows of a mixture's experts come with `tiles`, which say which rows each 128×1 tile of the transposed result holds:
 rows of one expert (`octile.ops.groups`).
@@ -163,6 +164,37 @@ def _(x, fmt, power_of_2):
 def _(x, fmt, power_of_2):
     _check(x, fmt)
     return backends.run("quantize_and_transpose", x, STORAGE_DTYPES[fmt], power_of_2)
+
+
+@operator()
+def quantize_transposed(x: Tensor, fmt: str, power_of_2: bool, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize matrices in 128×128 blocks, and return the data transposed only.
+
+    Args:
+        x, fmt, power_of_2: as in `quantize_and_transpose`.
+        dy: the gradient that will be multiplied. It is not read. A compiler computes in the forward pass what depends
+            on no gradient, and saves it for backward.
+
+    Returns:
+        data_t [..., K, M] and the scale [..., ⌈M/128⌉, ⌈K/128⌉] of `quantize_and_transpose`.
+
+    Raises:
+        TypeError, ValueError: as in `quantize_and_transpose`.
+    """
+    _, scale, data_t = quantize_and_transpose.reference(x, fmt, power_of_2)
+    return data_t, scale
+
+
+@quantize_transposed.register_fake
+def _(x, fmt, power_of_2, dy):
+    return new_transposed(x, STORAGE_DTYPES[fmt]), new_scale(x, *BLOCK)
+
+
+@quantize_transposed.register_kernel("cuda")
+def _(x, fmt, power_of_2, dy):
+    _check(x, fmt)
+    _, scale, data_t = backends.run("quantize_and_transpose", x, STORAGE_DTYPES[fmt], power_of_2)
+    return data_t, scale
 
 
 def _check(x: Tensor, fmt: str) -> None:

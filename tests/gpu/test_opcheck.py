@@ -29,7 +29,12 @@ from octile.ops.swiglu import (
     swiglu_quantize_and_save,
 )
 from octile.ops.top_experts import top_experts
-from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.ops.transpose import (
+    quantize_and_transpose,
+    quantize_rows_and_columns,
+    quantize_transposed,
+    requantize_transposed,
+)
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
 
@@ -84,6 +89,10 @@ CASES = {
     ),
     "rows and columns": lambda: (quantize_rows_and_columns, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
     "blocks": lambda: (quantize_and_transpose, (torch.randn(2, 5, 130, device="cuda"), "int8", False)),
+    "blocks, transposed alone": lambda: (
+        quantize_transposed,
+        (torch.randn(2, 5, 130, device="cuda"), "int8", False, torch.randn(3, device="cuda")),
+    ),
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
     "swiglu in high precision": lambda: (swiglu, tuple(torch.randn(2, 5, 130, device="cuda"))),
     "swiglu backward in high precision": lambda: (swiglu_backward, tuple(torch.randn(3, 5, 130, device="cuda"))),

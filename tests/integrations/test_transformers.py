@@ -4,6 +4,7 @@ Shapes: T tokens, D model, E experts, K chosen experts, I intermediate.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -401,6 +403,83 @@ def test_the_inputs_of_latent_attention_are_quantized_once():
         model(input_ids=torch.zeros(1, 8, dtype=torch.int64))
     dense, mixture = 6, 8  # which has a shared expert, too
     assert operands.count("x") == dense + mixture
+
+
+# Memory
+
+
+def saved_bytes(model: PreTrainedModel, x: Tensor, call=None) -> int:
+    """The bytes that autograd saves in a forward pass, each memory once, without the parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage()  # held, so that its memory is not reused
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        result = (model if call is None else call)(inputs_embeds=x, use_cache=False).last_hidden_state
+    del result
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+def llama(layers: int) -> LlamaModel:
+    """Blocks with the proportions of Llama 8B, in BF16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1792,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        vocab_size=16,
+    )
+    return LlamaModel(config).bfloat16()
+
+
+def bytes_of_a_block(convert, compiled: bool = False) -> float:
+    """What one block saves per token: the difference of two blocks and one."""
+    x = torch.randn(2, 128, 512, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for layers in (1, 2):
+        model = convert(llama(layers))
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False) if compiled else model
+        found.append(saved_bytes(model, x, call))
+    return (found[1] - found[0]) / x.shape[:2].numel()
+
+
+def with_cached_weights(model: LlamaModel) -> LlamaModel:
+    """In training the weight cache holds quantized weights from the first step of an optimizer on."""
+    model = apply_recipe(model)
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    return model
+
+
+def test_a_converted_llama_block_saves_at_most_three_fifths_of_bf16():
+    assert bytes_of_a_block(with_cached_weights) <= 0.6 * bytes_of_a_block(lambda model: model)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_with_recomputed_transposes_no_weights_are_saved(compiled):
+    """Under torch.compile no weights are cached, so that what is saved of them counts."""
+    recipe = replace(Recipe.deepseek_v3(), transposed_weights="recomputed")
+    found = bytes_of_a_block(lambda model: apply_recipe(model, recipe), compiled)
+    assert found <= 0.65 * bytes_of_a_block(lambda model: model, compiled)
+
+
+def test_gradients_are_those_that_gemms_have_written():
+    """No gradient of a weight passes through a second copy."""
+    model = apply_recipe(make("qwen3_moe"))
+    model.train()
+    tokens = torch.randint(64, (2, 16))
+    written = {}
+    for name, p in model.named_parameters():
+        p.register_hook(lambda dw, name=name: written.update({name: dw.data_ptr()}))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    converted = [name for name in written if "_proj" in name]
+    assert len(converted) == 2 * 6
+    assert all(model.get_parameter(name).grad.data_ptr() == written[name] for name in converted)
 
 
 # What cannot be converted

@@ -47,7 +47,12 @@ from octile.ops.swiglu import (
     swiglu_quantize_and_save,
 )
 from octile.ops.top_experts import top_experts
-from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.ops.transpose import (
+    quantize_and_transpose,
+    quantize_rows_and_columns,
+    quantize_transposed,
+    requantize_transposed,
+)
 
 FLAT, HEADS, ONE = torch.ones(128), torch.ones(1, 1, 1, 4), torch.ones(1, 1)
 X, ENCODED = torch.ones(2, 128), torch.ones(2, 128, dtype=torch.int8)
@@ -87,6 +92,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
     quantize_rows_and_columns: (X, "int8", False, TILES),
+    quantize_transposed: (X, "int8", False, X),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
     requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
     rms_norm: (X, FLAT, 1e-6),

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
-from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.ops.transpose import (
+    quantize_and_transpose,
+    quantize_rows_and_columns,
+    quantize_transposed,
+    requantize_transposed,
+)
 
 SHAPES = [(130, 300), (128, 128), (1, 5), (64, 1000), (2, 140, 130), (0, 128), (5, 0)]
 FORMATS = ["e4m3", "e5m2", "int8"]
@@ -125,6 +130,16 @@ def test_blocks_are_quantized_once_and_transposed(shape: tuple[int, ...], fmt: s
     assert_same(data_t, data.mT)
 
 
+@every_shape
+@every_format
+@both_scales
+def test_a_transpose_alone_is_that_of_both_forms(shape: tuple[int, ...], fmt: str, power_of_2: bool):
+    x = matrix(shape)
+    _, scale, data_t = quantize_and_transpose(x, fmt, power_of_2)
+    for found, expected in zip(quantize_transposed(x, fmt, power_of_2, x), (data_t, scale), strict=True):
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("shape", [(130, 300), (3, 5, 77)], ids=str)
 def test_transposed_rows_begin_at_whole_vectors(shape: tuple[int, ...]):
     _, scale, data_t, scale_t = quantize_rows_and_columns(matrix(shape), "e4m3", False)
@@ -149,6 +164,7 @@ CALLS: dict[str, Any] = {
         ),
     ),
     "quantize_and_transpose": lambda: (quantize_and_transpose, (matrix((2, 5, 130)), "int8", False)),
+    "quantize_transposed": lambda: (quantize_transposed, (matrix((2, 5, 130)), "int8", False, matrix((5, 3)))),
     "requantize to blocks": lambda: (
         requantize_transposed,
         (*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, None, TILES, True),

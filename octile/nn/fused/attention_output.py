@@ -21,7 +21,7 @@ from torch import Tensor
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt
-from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, quantize_operand, requantize
+from octile.nn.fused.quantize import WeightForms, quantize_gradient, quantize_operand, requantize
 from octile.ops.attention import attention, attention_backward
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
@@ -55,7 +55,7 @@ class _AttentionLinear(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy_BSN: Tensor) -> tuple[Tensor | None, ...]:
-        layers, (w,), saved = load_saved(ctx)
+        layers, (w,), saved = load_saved(ctx, dy_BSN)
         q, k, v = saved["q"], saved["k"], saved["v"]
         do_BSHV, dw = output_backward(dy_BSN.flatten(0, 1), v.shape, saved["o"], layers, 0, w)
         o_BSHV = saved["o"].dequantize(v.dtype).view(v.shape)
@@ -63,9 +63,7 @@ class _AttentionLinear(torch.autograd.Function):
         return *attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], ctx.softmax_scale), None, None, dw
 
 
-def output(
-    o_BSHV: Tensor, layers: FusedLayers, i: int, weight: Tensor, w: QuantizedWeight
-) -> tuple[Tensor, ScaledTensor]:
+def output(o_BSHV: Tensor, layers: FusedLayers, i: int, weight: Tensor, w: WeightForms) -> tuple[Tensor, ScaledTensor]:
     """Compute y = o · wᵀ [T, N], and o as it is saved.
 
     Args:
@@ -81,7 +79,7 @@ def output(
 
 
 def output_backward(
-    dy_TN: Tensor, shape: torch.Size, saved_o: ScaledTensor, layers: FusedLayers, i: int, w: QuantizedWeight
+    dy_TN: Tensor, shape: torch.Size, saved_o: ScaledTensor, layers: FusedLayers, i: int, w: WeightForms
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of o, in the shape [B, S, H, V], and of the weight."""
     formats = layers.settings.formats

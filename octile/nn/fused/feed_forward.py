@@ -39,7 +39,7 @@ from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
 from octile.nn.fused.quantize import (
-    QuantizedWeight,
+    WeightForms,
     align_experts,
     quantize_gradient,
     quantize_operand,
@@ -128,7 +128,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        layers, weights, saved = load_saved(ctx)
+        layers, weights, saved = load_saved(ctx, dy_TD)
         s, formats, weight_R = layers.settings, layers.settings.formats, saved["weight_R"]
         route = _Route(None if saved["plan"] is None else Routed(ctx.dispatcher, RoutingPlan(*saved["plan"])))
         *up_projections, down = weights
@@ -230,7 +230,7 @@ class _GateUp(NamedTuple):
 
 
 def _gate_and_up(
-    x: ScaledTensor, weights: Sequence[QuantizedWeight], offs: Tensor | None, dtype: torch.dtype
+    x: ScaledTensor, weights: Sequence[WeightForms], offs: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     results = [nt(x, w.w, offs, dtype) for w in weights]
     gate, up = results if len(results) == 2 else results[0].chunk(2, dim=-1)

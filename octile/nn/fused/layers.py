@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.linear import wgrad
-from octile.nn.fused.quantize import QuantizedWeight, quantize_weight
+from octile.nn.fused.quantize import QuantizedWeight, RecomputedWeight, WeightForms, quantize_weight
 from octile.nn.observer import Backward, ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.nn.weight_cache import can_cache
 from octile.ops.groups import AlignedGroups
@@ -69,19 +69,24 @@ class FusedLayers:
         self.main_grads = [getattr(w, "main_grad", None) for w in weights]
         self.observers: list[list[Backward]] = [[] for _ in weights]
         self.cached: list[QuantizedWeight | None] = [None for _ in weights]
+        self.unsaved: Sequence[Tensor] = ()  # weights that are saved for backward instead of their quantized forms
 
     def quantize(self, weights: Sequence[Tensor]) -> list[QuantizedWeight]:
         """Quantize the weights. Those that the weight cache holds are not saved for backward a second time."""
         s = self.settings
+        recomputes = s.recipe.recomputes_transposed_weights
         quantized = [
-            quantize_weight(w, s.formats.w, None, cache, s.needs_dgrad)
+            quantize_weight(w, s.formats.w, None, cache, s.needs_dgrad and not recomputes)
             for w, cache in zip(weights, s.cache, strict=True)
         ]
+        if recomputes:
+            self.unsaved = weights
+            return quantized
         self.cached = [w if cache else None for w, cache in zip(quantized, s.cache, strict=True)]
         return quantized
 
     def report_fprop(
-        self, i: int, weight: Tensor, before: Values, x: ScaledTensor, w: QuantizedWeight, offs: Tensor | None = None
+        self, i: int, weight: Tensor, before: Values, x: ScaledTensor, w: WeightForms, offs: Tensor | None = None
     ) -> None:
         """Report fprop of layer i to observers.
 
@@ -93,7 +98,12 @@ class FusedLayers:
             self.observers[i] = report_fprop(weight, ObservedGemm("fprop", before(), x, w.w, offs))
 
     def report_dgrad(
-        self, i: int, before: Values, dy: ScaledTensor, w: QuantizedWeight, offs: Tensor | None = None
+        self,
+        i: int,
+        before: Values,
+        dy: ScaledTensor,
+        w: WeightForms,
+        offs: Tensor | None = None,
     ) -> None:
         """Report dgrad of layer i to observers; before computes dy in high precision."""
         if self.observers[i]:
@@ -114,22 +124,28 @@ class FusedLayers:
 def save_for_backward(ctx: Any, layers: FusedLayers, weights: Sequence[QuantizedWeight], **tree: Any) -> None:
     """Save the layers, those quantized weights that no cache holds, and named trees of tensors.
 
+    Where the recipe recomputes the transposed weights, the weights themselves are saved, which takes no memory.
+
     Args:
         tree: tensors, `ScaledTensor`s, None, and tuples, lists or named tuples of them.
     """
-    tree["weights"] = [w if cached is None else None for w, cached in zip(weights, layers.cached, strict=True)]
+    unsaved, layers.unsaved = layers.unsaved, ()
+    to_save = [w if cached is None else None for w, cached in zip(weights, layers.cached, strict=True)]
+    tree["weights"] = list(unsaved) or to_save
     leaves: list[Tensor | None] = []
     ctx.tree = {name: _flatten(part, leaves) for name, part in tree.items()}
     ctx.layers = layers
     ctx.save_for_backward(*leaves)
 
 
-def load_saved(ctx: Any) -> tuple[FusedLayers, list[QuantizedWeight], dict[str, Any]]:
-    """Return what `save_for_backward` saved: layers, quantized weights, trees by name."""
+def load_saved(ctx: Any, dy: Tensor) -> tuple[FusedLayers, Sequence[WeightForms], dict[str, Any]]:
+    """Return what `save_for_backward` saved: layers, quantized weights, trees by name; dy is a gradient to backward."""
     leaves = iter(ctx.saved_tensors)
     tree = {name: _unflatten(form, leaves) for name, form in ctx.tree.items()}
-    weights = [cached or own for cached, own in zip(ctx.layers.cached, tree.pop("weights"), strict=True)]
-    return ctx.layers, weights, tree
+    layers, saved = ctx.layers, tree.pop("weights")
+    if layers.settings.recipe.recomputes_transposed_weights:
+        return layers, [RecomputedWeight(weight, layers.settings.formats.w, dy) for weight in saved], tree
+    return layers, [cached or own for cached, own in zip(layers.cached, saved, strict=True)], tree
 
 
 # torch's own pytree supports any class, and takes 110 µs of host time for what takes 20 µs here

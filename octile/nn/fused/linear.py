@@ -20,6 +20,7 @@ from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused import high_precision
 from octile.nn.fused.quantize import (
+    RecomputedWeight,
     align_experts,
     in_tiles,
     quantize_gradient,
@@ -99,10 +100,12 @@ class QuantizedLinear(torch.autograd.Function):
         assert formats is not None
         shared = None if formats.is_delayed else shared
         x = compute_once(shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history))
-        weights = quantize_weight(weight, formats.w, history, can_cache_weight, needs_dgrad)
+        recomputes_w_t = recipe.recomputes_transposed_weights
+        weights = quantize_weight(weight, formats.w, history, can_cache_weight, needs_dgrad and not recomputes_w_t)
         w, dgrad_w = weights.w, weights.w_t.mT
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
-        ctx.weights = weights if can_cache_weight else None  # the cache holds them: nothing more to save
+        # the cache holds them: nothing more to save
+        ctx.weights = weights if can_cache_weight and not recomputes_w_t else None
         saves_x, of_wgrad = w_has_gradient and "wgrad" not in in_high_precision, x
         if saves_x and not formats.requantizes_x:
             groups = align_experts(offs, x_TK.shape[0], formats)
@@ -112,10 +115,12 @@ class QuantizedLinear(torch.autograd.Function):
                 lambda: quantize_operand(in_tiles(x_TK, groups), formats.wgrad_x, "wgrad_x", history),
             )
         saved_x = (of_wgrad.data, of_wgrad.scale) if saves_x else (None, None)
-        saved_w = (dgrad_w.data, dgrad_w.scale) if x_has_gradient and ctx.weights is None else (None, None)
+        saves_w = x_has_gradient and ctx.weights is None and not recomputes_w_t
+        saved_w = (dgrad_w.data, dgrad_w.scale) if saves_w else (None, None)
         high_precision_x = x_TK.to(compute) if w_has_gradient and "wgrad" in in_high_precision else None
         high_precision_w = weight.to(compute) if x_has_gradient and "dgrad" in in_high_precision else None
-        ctx.save_for_backward(*saved_x, *saved_w, high_precision_x, high_precision_w, offs)
+        own_weight = weight if x_has_gradient and recomputes_w_t else None
+        ctx.save_for_backward(*saved_x, *saved_w, own_weight, high_precision_x, high_precision_w, offs)
         ctx.blocks = of_wgrad.block, dgrad_w.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
@@ -130,7 +135,7 @@ class QuantizedLinear(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of x and of the weight from dy [T, N], in FP8 unless the recipe excepts a GEMM."""
-        x_data, x_scale, w_data, w_scale, high_precision_x, high_precision_w, offs = ctx.saved_tensors
+        x_data, x_scale, w_data, w_scale, weight, high_precision_x, high_precision_w, offs = ctx.saved_tensors
         formats, compute = ctx.recipe.formats, ctx.recipe.compute
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         dx = dw = None
@@ -138,7 +143,10 @@ class QuantizedLinear(torch.autograd.Function):
         groups = align_experts(offs, dy_TN.shape[0], formats) if in_fp8[1] else None
         dgrad_dy, wgrad_dy = _quantize_gradient(dy_TN, formats, ctx.history, groups, *in_fp8)
         if dgrad_dy is not None:
-            w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
+            if weight is not None:
+                w_t = RecomputedWeight(weight, formats.w, dy_TN).w_t
+            else:
+                w_t = ctx.weights.w_t if ctx.weights else ScaledTensor(w_data, w_scale, ctx.blocks[1]).mT
             report_backward(ctx.seen, ObservedGemm("dgrad", dy_TN, dgrad_dy, w_t, offs))
             dx = nt(dgrad_dy, w_t, offs, ctx.x_dtype)
         elif x_has_gradient:

@@ -28,7 +28,7 @@ from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
-from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, requantize
+from octile.nn.fused.quantize import WeightForms, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import rotate_
@@ -81,7 +81,7 @@ class _RotaryAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        layers, (*w_qkv, w_o), saved = load_saved(ctx)
+        layers, (*w_qkv, w_o), saved = load_saved(ctx, dy_TD)
         s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats
 
         x = ctx.how_saved.quantized(saved["x"])
@@ -110,7 +110,7 @@ class _RotaryAttention(torch.autograd.Function):
 
 def _queries_keys_values(
     x: ScaledTensor,
-    weights: Sequence[QuantizedWeight],
+    weights: Sequence[WeightForms],
     cos_sin: CosSin,
     shape: tuple[int, int, float],
     dtype: torch.dtype,

@@ -30,7 +30,7 @@ from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt
-from octile.nn.fused.quantize import QuantizedWeight, quantize_gradient, requantize
+from octile.nn.fused.quantize import WeightForms, quantize_gradient, requantize
 from octile.nn.rope import CosSin
 from octile.ops.attention import attention, attention_backward
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
@@ -104,7 +104,7 @@ class _LatentAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        layers, (w_q, w_kv, w_o), saved = load_saved(ctx)
+        layers, (w_q, w_kv, w_o), saved = load_saved(ctx, dy_TD)
         heads, (of_q, of_kv) = ctx.heads, ctx.how_saved
         s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats
 
@@ -135,8 +135,8 @@ def _queries_keys_values(
     x_kv: ScaledTensor,
     k_rope_TR: Tensor,
     cos_sin: CosSin,
-    w_q: QuantizedWeight,
-    w_kv: QuantizedWeight,
+    w_q: WeightForms,
+    w_kv: WeightForms,
     heads: Heads,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:

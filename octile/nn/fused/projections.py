@@ -42,7 +42,7 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        layers, weights, saved = load_saved(ctx)
+        layers, weights, saved = load_saved(ctx, dys[0])
         formats = layers.settings.formats
         quantized_dys = [quantize_gradient(dy, formats) for dy in dys]
         dx = None

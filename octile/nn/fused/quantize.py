@@ -18,7 +18,12 @@ from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
 from octile.nn.observer import report_quantization
 from octile.nn.weight_cache import quantized_weight
 from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
-from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.ops.transpose import (
+    quantize_and_transpose,
+    quantize_rows_and_columns,
+    quantize_transposed,
+    requantize_transposed,
+)
 from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor, quantize
 
@@ -28,6 +33,34 @@ class QuantizedWeight(NamedTuple):
 
     w: ScaledTensor
     w_t: ScaledTensor
+
+
+class RecomputedWeight:
+    """A weight whose transpose is quantized in the backward pass, each time it is asked for: see `QuantizedWeight`.
+
+    Args:
+        weight: in high precision, as it was in the forward pass.
+        operand_format: with 128×128 blocks.
+        dy: a gradient of this backward pass.
+    """
+
+    def __init__(self, weight: Tensor, operand_format: OperandFormat, dy: Tensor):
+        self.weight, self.operand_format, self.dy = weight, operand_format, dy
+
+    @property
+    def w(self) -> ScaledTensor:
+        """The weight as fprop reads it."""
+        return _quantize(self.weight.detach(), self.operand_format)
+
+    @property
+    def w_t(self) -> ScaledTensor:
+        """The weight as dgrad reads it."""
+        power_of_2 = self.operand_format.scale == "power_of_2"
+        data_t, scale = quantize_transposed(self.weight.detach(), self.operand_format.fmt.name, power_of_2, self.dy)
+        return ScaledTensor(data_t, scale.mT, BLOCK)
+
+
+WeightForms = QuantizedWeight | RecomputedWeight
 
 
 def quantize_operand(
@@ -54,7 +87,7 @@ def quantize_weight(
     Args:
         history: needed where the format has delayed scaling.
         cache: whether the result may be taken from, and stored in, the weight cache.
-        needs_dgrad: whether dgrad will read w_t. On a GPU it is then laid out as dgrad's GEMM reads it.
+        needs_dgrad: whether dgrad will read w_t of the result. On a GPU it is then laid out as dgrad's GEMM reads it.
     """
     if operand_format.amax == "delayed":
         w = quantize_operand(weight, operand_format, "w", history)
