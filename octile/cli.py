@@ -57,12 +57,15 @@ class Train(TrainConfig):
     Attributes:
         resume: continue the run in --out from its newest checkpoint, with the settings that are stored there.
         tokens: tokens to read, instead of steps.
+        profile: record a few steps after warm-up with torch's profiler, and write trace.json.gz and profile.txt, the
+            ten largest costs, into the run folder.
     """
 
     recipe_text: tyro.conf.Suppress[str | None] = None
     guards_text: tyro.conf.Suppress[str | None] = None
     resume: bool = False
     tokens: Annotated[int, Range(at_least=1, at_most=2**53)] | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -94,7 +97,12 @@ def train(arguments: list[str]) -> None:
     from octile.train.loop import train as run
 
     config = TrainConfig(**{name: getattr(options, name) for name in names})
-    run(config, options.resume, RunConsole(), observer(config))
+    console, hook = RunConsole(), observer(config)
+    if options.profile:
+        from octile.train.profile import profiling
+
+        hook = profiling(config, hook, console)
+    run(config, options.resume, console, hook)
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,20 @@ import re
 import statistics
 import time
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from experiments.loss.recipes import accumulator_context, recipe
 from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
+from octile.bench.kernel_time import record_kernels
 from octile.report.machine import machine
+from octile.train.kernel_records import KernelRecord, costs, idle_share, span
 from octile.train.loop import pick_device
 from octile.train.token_store import Manifest, TokenStore
 from octile.train.tokenizer import Tokenizer
@@ -53,71 +55,38 @@ KINDS = {  # the first pattern that matches a kernel's name decides
 }
 
 
-class Kernel(NamedTuple):
-    """A kernel or a copy in the profile; times in µs."""
-
-    name: str
-    start: float
-    duration: float
-
-
 def kind(name: str) -> str:
     """Return the kind of a kernel by its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
-def busy(kernels: Iterable[Kernel]) -> float:
-    """Return the µs in which at least one kernel ran."""
-    total, end = 0.0, 0.0
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        total += max(0.0, kernel.start + kernel.duration - max(end, kernel.start))
-        end = max(end, kernel.start + kernel.duration)
-    return total
-
-
-def summary(kernels: list[Kernel], steps: int) -> dict[str, Any]:
+def summary(kernels: list[KernelRecord], steps: int) -> dict[str, Any]:
     """Summarize the kernels of some steps: idle time between the first and the last, and the time of each kind."""
-    span = max(k.start + k.duration for k in kernels) - min(k.start for k in kernels)
     kinds: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = defaultdict(float)
-    counts = Counter[str]()
-    for kernel in kernels:
-        kinds[kind(kernel.name)] += kernel.duration
-        names[kernel.name] += kernel.duration
-        counts[kernel.name] += 1
+    each = costs(kernels, steps)
+    for cost in each:
+        kinds[kind(cost.name)] += cost.ms
     total = sum(kinds.values())
     return {
-        "span_ms": span / 1e3 / steps,
-        "idle_share": 1 - busy(kernels) / span,
+        "span_ms": span(kernels) / 1e3 / steps,
+        "idle_share": idle_share(kernels),
         "kernels_a_step": len(kernels) / steps,
-        "kinds": {name: {"ms": t / 1e3 / steps, "share": t / total} for name, t in _largest_first(kinds)},
-        "top": [
-            {"kernel": n[:110], "kind": kind(n), "ms": t / 1e3 / steps, "calls": counts[n] / steps}
-            for n, t in _largest_first(names)[:TOP]
-        ],
+        "kinds": {n: {"ms": ms, "share": ms / total} for n, ms in sorted(kinds.items(), key=lambda item: -item[1])},
+        "top": [{"kernel": c.name[:110], "kind": kind(c.name), "ms": c.ms, "calls": c.calls} for c in each[:TOP]],
     }
-
-
-def _largest_first(of: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(of.items(), key=lambda item: -item[1])
 
 
 def profiled(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Train some steps under torch's profiler and summarize their kernels."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
+    def train() -> None:
         for _ in range(steps):
-            trainer.step()
-        torch.cuda.synchronize()
-    kernels = [
-        Kernel(event.name, event.time_range.start, event.time_range.elapsed_us())
-        for event in record.events() or ()
-        if event.device_type == DeviceType.CUDA
-    ]
-    return summary(kernels, steps)
+            for _ in trainer.advance():
+                pass
+        for _ in trainer.read():
+            pass
+
+    return summary(list(record_kernels(train)), steps)
 
 
 def host(trainer: Trainer, steps: int) -> str:

@@ -16,21 +16,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from octile.bench.timing import FLUSH_BYTES, seconds
+from octile.train.kernel_records import KernelRecord, kernels_of
 
 Calls = Mapping[str, Callable[[], object]]
-
-
-class KernelRecord(NamedTuple):
-    """A kernel, copy or memset in the profiler's record; times in µs."""
-
-    name: str
-    start: float
-    duration: float
 
 
 def kernel_seconds(calls: Calls, rounds: int = 20) -> dict[str, float]:
@@ -141,7 +133,6 @@ def record_kernels(work: Callable[[], object]) -> Sequence[KernelRecord]:
 @contextmanager
 def recorded_kernels() -> Iterator[list[KernelRecord]]:
     """Record the kernels, copies and memsets that run on the GPU; the list is filled when the context ends."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     kernels: list[KernelRecord] = []
@@ -149,8 +140,4 @@ def recorded_kernels() -> Iterator[list[KernelRecord]]:
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         yield kernels
         torch.cuda.synchronize()
-    kernels += [
-        KernelRecord(event.name, event.time_range.start, event.time_range.elapsed_us())
-        for event in record.events() or ()
-        if event.device_type == DeviceType.CUDA
-    ]
+    kernels += kernels_of(record)

@@ -22,6 +22,7 @@ fine_tune.py     a run that starts from a checkpoint's weights
 memory.py        memory checks, and advice when memory runs out
 deterministic.py runs that give the same bits again
 diagnostics.py   scale statistics, and the first non-finite tensor
+profile.py       `octile train --profile`; kernel_records.py is what the profiler records of a GPU
 console.py       the terminal output of a run
 
 compare.py       `octile compare`; compared_run.py, gradient_check.py and token_losses.py are its parts

@@ -5,6 +5,7 @@
     metrics.jsonl    the measurements                 tensorboard/   the same as TensorBoard events
     telemetry.jsonl  measurements of octile.lab       captures/      operands that octile.lab saved
     summary.json     facts for the report             report.html, sample.txt
+    trace.json.gz    what `--profile` recorded        profile.txt    its largest costs
 
 One process at a time writes into a folder: `lock_folder` holds a file lock, which the operating system releases when
 the process dies.

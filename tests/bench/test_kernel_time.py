@@ -2,7 +2,8 @@
 
 import pytest
 
-from octile.bench.kernel_time import KernelRecord, seconds_between
+from octile.bench.kernel_time import seconds_between
+from octile.train.kernel_records import KernelRecord
 
 MARK = "flush"
 

@@ -2,15 +2,12 @@
 
 import pytest
 
-from experiments.loss.probe import Kernel, busy, kind, summary
-
-
-def test_time_in_which_kernels_overlap_counts_once():
-    assert busy([Kernel("a", 0, 10), Kernel("b", 5, 10), Kernel("c", 6, 2), Kernel("d", 20, 5)]) == 20
+from experiments.loss.probe import kind, summary
+from octile.train.kernel_records import KernelRecord
 
 
 def test_idle_is_what_is_left_between_the_first_and_the_last():
-    found = summary([Kernel("product", 0, 10), Kernel("adamw", 30, 10)], steps=2)
+    found = summary([KernelRecord("product", 0, 10), KernelRecord("adamw", 30, 10)], steps=2)
     assert found["idle_share"] == pytest.approx(0.5)
     assert found["span_ms"] == pytest.approx(0.02)
     assert found["kinds"]["FP8 product"] == {"ms": pytest.approx(0.005), "share": pytest.approx(0.5)}

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octile.bench.kernel_time import KernelRecord, record_kernels
+from octile.bench.kernel_time import record_kernels
 from octile.bench.rows import Against, Row
 from octile.bench.timing import seconds
+from octile.train.kernel_records import KernelRecord
 
 SLEEP = 1_000_000_000  # cycles, in which the host gets ahead
 STEPS = 4  # in sequence; only the last counts, since a GPU that has rested is faster

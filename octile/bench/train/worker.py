@@ -17,8 +17,9 @@ from types import TracebackType
 
 import torch
 
-from octile.bench.kernel_time import KernelRecord, recorded_kernels
+from octile.bench.kernel_time import recorded_kernels
 from octile.bench.step.profile import split
+from octile.train.kernel_records import KernelRecord
 
 STOP_SECONDS = 5.0  # for a process to end; then it is killed
 
