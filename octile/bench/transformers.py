@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from octile.bench.step.models import torchao
 from octile.bench.timing import seconds
 from octile.nn.conversion import apply_recipe
 from octile.nn.conversion_summary import quantized_shares
+from octile.recipe import Recipe
 
 ROUNDS = 9
 OCTILE, COMPILED, TORCHAO = "octile", "octile, compiled", "torchao tensorwise"
+RECOMPUTED = "octile, compiled, transposed weights recomputed"
 PEAK = "peak memory"
 
 
@@ -126,6 +128,7 @@ def _measure(case: Case) -> Iterator[Row]:
         BF16: lambda model: model,
         EAGER: lambda model: model,
         COMPILED: apply_recipe,
+        RECOMPUTED: lambda model: apply_recipe(model, replace(Recipe.deepseek_v3(), transposed_weights="recomputed")),
         OCTILE: apply_recipe,
     }
     if not case.has_experts:
@@ -145,15 +148,16 @@ def _measure(case: Case) -> Iterator[Row]:
     tokens = next(iter(candidates.values())).x.shape[:2].numel() if candidates else 0
     for name, took in times.items():
         yield Row(case.name, f"{STEP}, {name}", took * 1e3, "ms")
-    for ours, peers in ((COMPILED, (BF16, TORCHAO)), (OCTILE, (EAGER, BF16, COMPILED))):
-        for peer in peers:
-            if ours in times and peer in times:
-                yield compare(
-                    case.name, f"{STEP}, {ours}", tokens / times[ours], "tokens/s", peer, tokens / times[peer]
-                )
-            if ours in times and peer in times and candidates[ours].peak:
-                peaks = [candidates[name].peak / 2**30 for name in (ours, peer)]
-                yield compare(case.name, f"{PEAK}, {ours}", peaks[0], "GiB", peer, peaks[1])
+    pairs = [(ours, theirs) for ours in (COMPILED, RECOMPUTED) for theirs in (BF16, TORCHAO)]
+    pairs += [(OCTILE, EAGER), (OCTILE, BF16), (OCTILE, COMPILED)]
+    for ours, theirs in pairs:
+        if ours not in times or theirs not in times:
+            continue
+        speeds = [tokens / times[name] for name in (ours, theirs)]
+        yield compare(case.name, f"{STEP}, {ours}", speeds[0], "tokens/s", theirs, speeds[1])
+        peaks = [candidates[name].peak / 2**30 for name in (ours, theirs)]
+        if all(peaks):  # measured on a GPU only
+            yield compare(case.name, f"{PEAK}, {ours}", peaks[0], "GiB", theirs, peaks[1])
     candidates.clear()
     _clean()
 

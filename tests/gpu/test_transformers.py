@@ -4,6 +4,7 @@ Shapes: T tokens, D model, E experts, K chosen experts, I intermediate.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,19 @@ def test_loss_and_gradients_agree_with_the_cpu(name: str, compiled: bool):
     for (key, found), expected in zip(gpu.named_parameters(), model.parameters(), strict=True):
         difference = (found.grad.cpu().float() - expected.grad.float()).norm()
         assert difference <= 0.1 * expected.grad.float().norm(), key
+
+
+@every_model
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_recomputed_transposes_of_weights_give_the_same_gradients(name: str, compiled: bool):
+    gradients = []
+    for recipe in (Recipe.deepseek_v3(), replace(Recipe.deepseek_v3(), transposed_weights="recomputed")):
+        model, tokens = on_gpu(apply_recipe(make(name), recipe)), batch().cuda()
+        call = torch.compile(model) if compiled else model
+        call(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append([p.grad.float() for p in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        assert (found - expected).norm() <= 0.03 * expected.norm()
 
 
 @every_model
