@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.bench import casts, gemm, shapes
+from octile.bench import casts, gemm, goals, shapes
 from octile.bench.shapes import Case
 
 OURS, PEER = 1e-3, 2e-3  # seconds
@@ -23,6 +23,7 @@ def results(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shapes, "CPU", [Case("dense", 32, 16, 128), Case("grouped", 128, 16, 128, 2)])
     monkeypatch.setattr(casts, "CPU_SHAPES", ((128, 256),))
+    monkeypatch.setattr(casts, "NARROW_ROWS", {"cpu": 2**14})
     return found
 
 
@@ -68,7 +69,11 @@ def test_an_operator_that_writes_twice_counts_both(results):
 
 def test_every_operator_is_measured(results):
     blocks = ("1×128", "128×1", "128×128", "all×all", "1×128 E5M6")
-    assert [row.what for row in casts.rows()] == [
+    measured: dict[str, list[str]] = {}
+    for row in casts.rows():
+        measured.setdefault(row.case, []).append(row.what)
+    wide, *narrow, optimizer = measured.values()
+    assert wide == [
         *(f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")),
         "quantize, scale given",
         "1×128 and transposed",
@@ -80,7 +85,15 @@ def test_every_operator_is_measured(results):
         "RMSNorm, 1×128",
         "RMSNorm, 1×128 and high precision",
         "RMSNorm backward",
+        "SwiGLU",
+        "SwiGLU backward",
+        "RMSNorm",
         "permute to 8 places",
         "unpermute, sums of 8",
+        "weighted sums of 8",
+        "weighted sums of 8, backward",
         "AdamW, BF16 moments",
+        "norms of gradients",
     ]
+    assert [set(operators) for operators in narrow] == [goals.NARROW] * len(goals.NARROW_COLUMNS)
+    assert optimizer == ["AdamW, BF16 moments", "norms of gradients"]
