@@ -145,7 +145,7 @@ def _train(
                 last = trainer.steps_done == config.steps
                 validates = last or trainer.steps_done % config.validate_every == 0
                 saves = last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0)
-                if validates or saves or stop:
+                if validates or saves:
                     recorder.record(trainer.read())
                 recorder.report_spikes()
                 if validates:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from octile.lab.run import observer
+from octile.nn.observer import has_observers
 from octile.recipe import Recipe
 from octile.report.run import spikes
 from octile.train import trainer as module
@@ -21,6 +23,7 @@ from octile.train.signals import Stopped
 from octile.train.trainer import READ_EVERY, Trainer
 from tests.train.conftest import micro, silent_console
 from tests.train.test_bad_days import break_gradients, copy_state, have_same_bits
+from tests.train.test_loop import RULES
 
 CPU = torch.device("cpu")
 LATE = [name for name in Recipe.names() if Recipe.named(name).loss_scale is None]
@@ -220,6 +223,7 @@ def numbers(out) -> list[int]:
     return [line["step"] for line in metrics(out) if "loss" in line]
 
 
+TIMES = ("seconds", "tokens_per_s", "flops_per_s")
 RUN = {"steps": 23, "validate_every": 7, "checkpoint_every": 9}
 
 
@@ -318,3 +322,21 @@ def test_a_comparison_names_the_step_at_which_a_recipe_diverged(store, late, mon
 
     monkeypatch.setattr(Trainer, "__init__", init_and_break)
     assert train_compared_run(micro(), store, silent_console()).curve.diverged_at == 2
+
+
+def test_guards_and_telemetry_are_those_of_steps_that_are_read_at_once(text, tmp_path, monkeypatch):
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES, encoding="utf-8")  # fires at step 4, and changes later steps
+    observed = {"telemetry_every": 2, "telemetry_layers": "*.down_proj", "guards": rules}
+    runs = []
+    for name, reason in (("at_once", "it is compared"), ("late", None)):
+        monkeypatch.setattr(
+            module, "why_eager", lambda *_, reason=reason: "an observer reads this step" if has_observers() else reason
+        )
+        config = micro(data=str(text), out=tmp_path / name, validate_every=5, **observed)
+        train(config, False, silent_console(), observer(config))
+        runs.append(tmp_path / name)
+    at_once, late = ([{k: v for k, v in line.items() if k not in TIMES} for line in metrics(run)] for run in runs)
+    assert late == at_once
+    assert any("guard" in line for line in late)
+    assert (runs[0] / "telemetry.jsonl").read_text() == (runs[1] / "telemetry.jsonl").read_text()
