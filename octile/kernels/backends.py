@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
+from octile.kernels import cpu
 from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, why_unsupported
@@ -127,6 +128,9 @@ ONLY_TRITON = (
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "swiglu",
     "swiglu_backward", "top_experts", "unpermute", "unpermute_backward",
 )  # fmt: skip
+ON_CPU = (  # those with a kernel for the CPU
+    "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",
+)  # fmt: skip
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 GATE_REASON = "FP32 values are multiplied as three BF16 parts each"
 ONLY_TORCH = {  # and why
@@ -168,6 +172,9 @@ def choices() -> dict[str, tuple[str, str]]:
     """Return the kernels that each operator uses on this machine, and why, by the operator's name."""
     portable = _portable_kernels()
     chosen = dict.fromkeys(OPERATORS, portable)
+    if not torch.cuda.is_available() and cpu.library() is not None:
+        why = "quantization to E4M3 on the CPU is compiled by this machine's C++ compiler, bit for bit the reference"
+        chosen |= dict.fromkeys(ON_CPU, ("C++", why))
     if portable[0] != "Triton":
         return chosen
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}

@@ -1,8 +1,135 @@
-"""Fast conversions of E4M3 and E5M6 on a CPU, where torch's are slow or missing."""
+"""Quantization to E4M3 and conversions of E4M3 and E5M6 on a CPU, where torch's are slow or missing.
+
+`cpu.cpp` quantizes and dequantizes as the references in `octile.ops` do, bit for bit, in one pass instead of a dozen.
+Without a C++ compiler these functions are missing, and the references are used (`octile.kernels.native`).
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from octile.formats import TILE
+from octile.kernels import native
+from octile.kernels.memory_layout import new_quantized_transposed, new_scale
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The functions of `cpu.cpp`; None without a compiler."""
+    threads = ("-fopenmp",) if hasattr(ctypes.CDLL(None), "GOMP_parallel") else ()  # torch's threads, not another pool
+    return native.load(SOURCE, (*native.OPTIONS, *threads), "quantization on the CPU runs")
+
+
+def can_quantize(fmt: str, *quantized: Tensor) -> bool:
+    """Whether the functions below quantize to this format, and read this data."""
+    is_e4m3 = all(t.dtype == torch.float8_e4m3fn and t.stride(-1) == 1 for t in quantized)
+    return fmt == "e4m3" and is_e4m3 and library() is not None
+
+
+def quantize(x: Tensor, block_rows: int, block_cols: int, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Compute `octile.ops.quantize.quantize` to E4M3: x [..., M, K] → data and scale."""
+    x = x.float().contiguous()
+    data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = new_scale(x, block_rows, block_cols)
+    for x_MK, data_MK, scale_MK in _matrices(block_rows, x, data, scale):
+        block = (ctypes.c_int64(block_rows), ctypes.c_int64(block_cols), ctypes.c_bool(power_of_2))
+        _library().octile_quantize(_address(x_MK), *_sizes(x_MK), *block, _address(data_MK), _scale(scale_MK))
+    return data, scale
+
+
+def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int) -> Tensor:
+    """Compute `octile.ops.quantize.dequantize` of E4M3 to float32; data [..., M, K] is contiguous along K."""
+    values = torch.empty(data.shape, dtype=torch.float32)
+    for data_MK, scale_MK, values_MK in _matrices(block_rows, data, scale, values):
+        sizes = (ctypes.c_int64(data_MK.stride(0)), *_sizes(data_MK))
+        block = ctypes.c_int64(block_rows), ctypes.c_int64(block_cols)
+        _library().octile_dequantize(_address(data_MK), *sizes, *block, _scale(scale_MK), _address(values_MK))
+    return values
+
+
+def quantize_columns(x: Tensor, power_of_2: bool, tiles: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute data_t and scale_t of `octile.ops.transpose.quantize_rows_and_columns` in E4M3, from x [M, K]."""
+    x = x.float()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return _quantize_columns(x, None, power_of_2, None, tiles)
+
+
+def requantize_transposed(
+    data: Tensor, scale: Tensor, power_of_2: bool, rows: Tensor | None, tiles: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `octile.ops.transpose.requantize_transposed` in E4M3; data [M, K] is contiguous along K.
+
+    Raises:
+        IndexError: a row does not exist.
+    """
+    return _quantize_columns(data, scale, power_of_2, rows, tiles)
+
+
+def _quantize_columns(
+    source: Tensor, scale: Tensor | None, power_of_2: bool, rows: Tensor | None, tiles: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    m, k = source.shape
+    count = m if rows is None else len(rows)
+    rows, tiles = (None if t is None else t.contiguous() for t in (rows, tiles))
+    data_t, scale_t = new_quantized_transposed(source.new_empty(()).expand(count, k), torch.float8_e4m3fn, tiles)
+    succeeded = _library().octile_quantize_columns(
+        _address(source if scale is None else None),
+        _address(None if scale is None else source),
+        *(ctypes.c_int64(n) for n in (source.stride(0), m, k)),
+        _scale(scale_t if scale is None else scale),
+        _address(rows),
+        ctypes.c_int64(count),
+        _address(tiles),
+        *(ctypes.c_int64(n) for n in (-(-data_t.shape[1] // TILE[1]), data_t.shape[1])),
+        ctypes.c_bool(power_of_2),
+        _address(data_t),
+        ctypes.c_int64(data_t.stride(0)),
+        _scale(scale_t),
+    )
+    if not succeeded:
+        raise IndexError(f"rows and tiles must name rows from 0 to {m - 1}")
+    return data_t, scale_t
+
+
+class _Scale(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("column_stride", ctypes.c_int64))
+
+
+def _scale(scale: Tensor) -> object:
+    return ctypes.byref(_Scale(scale.data_ptr(), *scale.stride()))
+
+
+def _address(t: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if t is None else t.data_ptr())
+
+
+def _sizes(matrix: Tensor) -> tuple[ctypes.c_int64, ...]:
+    return tuple(map(ctypes.c_int64, matrix.shape))
+
+
+def _matrices(block_rows: int, *batches: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The matrices of tensors [..., M, K], as views; contiguous matrices of whole blocks are one matrix."""
+    first = batches[0]
+    if first.dim() == 2:
+        yield batches
+    elif first.shape[-2] % block_rows == 0 and all(t.is_contiguous() for t in batches):
+        yield tuple(t.flatten(0, -2) for t in batches)
+    else:
+        for parts in zip(*(t.unbind() for t in batches), strict=True):
+            yield from _matrices(block_rows, *parts)
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None  # `can_quantize` was asked
+    return found
 
 
 def decode_e4m3(data: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: T
 
 def in_float32(data: Tensor, scale: Tensor, block: Block) -> Tensor:
     """Dequantize an operand to float32, in the memory order of data; data may be a transposed view."""
-    if data.mT.is_contiguous():
+    if data.stride(-1) != 1 and data.stride(-2) == 1:
         return dequantize(data.mT, scale.mT, block[1], block[0], torch.float32).mT
     return dequantize(data, scale, *block, torch.float32)
 

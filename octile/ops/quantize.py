@@ -68,6 +68,14 @@ def _(x, block_rows, block_cols, fmt, power_of_2):
     return _empty_data(x, fmt), new_scale(x, block_rows, block_cols)
 
 
+@quantize.register_kernel("cpu")
+def _(x, block_rows, block_cols, fmt, power_of_2):
+    if not cpu.can_quantize(fmt):
+        return quantize.reference(x, block_rows, block_cols, fmt, power_of_2)
+    _check(x, block_rows, block_cols, fmt)
+    return cpu.quantize(x, block_rows, block_cols, power_of_2)
+
+
 @quantize.register_kernel("cuda")
 def _(x, block_rows, block_cols, fmt, power_of_2):
     _check(x, block_rows, block_cols, fmt)
@@ -136,6 +144,14 @@ def _dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, o
 @dequantize.register_fake
 def _(data, scale, block_rows, block_cols, out_dtype):
     return data.new_empty(*data.shape[:-1], columns(data), dtype=out_dtype)
+
+
+@dequantize.register_kernel("cpu")
+def _(data, scale, block_rows, block_cols, out_dtype):
+    if not cpu.can_quantize("e4m3", data):
+        return dequantize.reference(data, scale, block_rows, block_cols, out_dtype)
+    _check_dequantize(data, scale, block_rows, block_cols, out_dtype)
+    return cpu.dequantize(data, scale, block_rows, block_cols).to(out_dtype)
 
 
 @dequantize.register_kernel("cuda")

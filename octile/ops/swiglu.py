@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
-from octile.kernels import backends
+from octile.kernels import backends, cpu
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 from octile.ops.groups import check_tiles
 from octile.ops.operator import operator
@@ -229,6 +229,15 @@ def swiglu_backward_quantize(
             format is another one.
     """
     _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt, tiles)
+    both, h, dweight = _gradients(dh, gate, up, gate_scale, up_scale, weight)
+    h_columns = quantize_columns(h, h_fmt, h_power_of_2, tiles, h_in_blocks)
+    return *quantize_rows_and_columns(both, fmt, power_of_2, tiles), *h_columns, dweight
+
+
+def _gradients(
+    dh: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [d(gate) | d(up)], h and the gradient of weight, float32."""
     if gate_scale is not None and up_scale is not None:
         gate, up = (dequantize(*saved, *TILE, torch.float32) for saved in ((gate, gate_scale), (up, up_scale)))
     dh, gate, up = dh.float(), gate.float(), up.float()
@@ -236,9 +245,7 @@ def swiglu_backward_quantize(
     dweight = (dh * h).sum(1) if weight is not None else dh.new_empty(0)
     if weight is not None:
         dh, h = dh * weight[:, None], h * weight[:, None]
-    both = _gate_up_gradient(dh, gate, up)
-    h_columns = quantize_columns(h, h_fmt, h_power_of_2, tiles, h_in_blocks)
-    return *quantize_rows_and_columns(both, fmt, power_of_2, tiles), *h_columns, dweight
+    return _gate_up_gradient(dh, gate, up), h, dweight
 
 
 @swiglu_backward_quantize.register_fake
@@ -248,6 +255,17 @@ def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_powe
     h_transposed = new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt], tiles, h_in_blocks)
     dweight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
     return data, new_scale(both, *TILE), *transposed, *h_transposed, dweight
+
+
+@swiglu_backward_quantize.register_kernel("cpu")
+def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None, h_in_blocks=False):
+    if h_in_blocks or not cpu.can_quantize(h_fmt):
+        settings = fmt, power_of_2, h_fmt, h_power_of_2, tiles, h_in_blocks
+        return swiglu_backward_quantize.reference(dh, gate, up, gate_scale, up_scale, weight, *settings)
+    _check_backward(dh, gate, up, gate_scale, up_scale, weight, fmt, h_fmt, tiles)
+    both, h, dweight = _gradients(dh, gate, up, gate_scale, up_scale, weight)
+    h_columns = cpu.quantize_columns(h, h_power_of_2, tiles)
+    return *quantize_rows_and_columns(both, fmt, power_of_2, tiles), *h_columns, dweight
 
 
 @swiglu_backward_quantize.register_kernel("cuda")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, GEMM_FORMATS, STORAGE_DTYPES, TILE
-from octile.kernels import backends
+from octile.kernels import backends, cpu
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 from octile.ops.groups import check_tiles, take_tiles
 from octile.ops.operator import operator
@@ -70,6 +70,15 @@ def quantize_columns(
 def _(x, fmt, power_of_2, tiles=None):
     dtype = STORAGE_DTYPES[fmt]
     return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_quantized_transposed(x, dtype, tiles)
+
+
+@quantize_rows_and_columns.register_kernel("cpu")
+def _(x, fmt, power_of_2, tiles=None):
+    if not cpu.can_quantize(fmt) or x.dim() != 2:
+        return quantize_rows_and_columns.reference(x, fmt, power_of_2, tiles)
+    _check(x, fmt)
+    check_tiles("x", x, tiles)
+    return *cpu.quantize(x, *TILE, power_of_2), *cpu.quantize_columns(x, power_of_2, tiles)
 
 
 @quantize_rows_and_columns.register_kernel("cuda")
@@ -123,6 +132,14 @@ def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None, in_blocks=False)
     *batch, m, _ = data.shape
     like = data.new_empty(*batch, m if rows is None else rows.shape[0], columns(data), dtype=torch.uint8)
     return new_quantized_transposed(like, STORAGE_DTYPES[fmt or _format(data)], tiles, in_blocks)
+
+
+@requantize_transposed.register_kernel("cpu")
+def _(data, scale, power_of_2, fmt=None, rows=None, tiles=None, in_blocks=False):
+    if in_blocks or data.dim() != 2 or not cpu.can_quantize(fmt or "e4m3", data):
+        return requantize_transposed.reference(data, scale, power_of_2, fmt, rows, tiles, in_blocks)
+    _check_requantize(data, scale, fmt, rows, tiles)
+    return cpu.requantize_transposed(data, scale, power_of_2, rows, tiles)
 
 
 @requantize_transposed.register_kernel("cuda")

@@ -19,7 +19,7 @@ import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
 from octile.bench.doctor import examine, show
 from octile.kernels import backends
-from octile.kernels.backends import GEMMS, ONLY_TORCH, OPERATORS, QUANTIZATIONS
+from octile.kernels.backends import GEMMS, ON_CPU, ONLY_TORCH, OPERATORS, QUANTIZATIONS
 from octile.kernels.cuda.gemm import request
 
 
@@ -50,9 +50,21 @@ def kernels():
     return {row["operator"].removeprefix("octile::"): row["kernel"] for row in examine()["operators"]}
 
 
-def test_without_a_gpu_every_operator_is_the_reference(pretend):
+def test_without_a_gpu_quantization_is_compiled_and_the_rest_is_the_reference(pretend):
     pretend(None)
+    assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(ON_CPU, "C++")
+
+
+def test_without_a_gpu_and_a_compiler_every_operator_is_the_reference(pretend, monkeypatch):
+    pretend(None)
+    monkeypatch.setattr(backends.cpu, "library", lambda: None)
     assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)")
+
+
+def test_the_operators_with_a_kernel_for_the_cpu_are_named():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    registered = [name for name in OPERATORS if hasattr(torch.ops.octile, name)]
+    assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == set(ON_CPU)
 
 
 @pytest.mark.parametrize("machine", [[(7, 5)], [(9, 0), "triton"]], ids=["old GPU", "no Triton"])

@@ -1,13 +1,22 @@
-"""Tests of the fast CPU conversions against the formats' definitions: all encoded values, and all ties of E5M6."""
+"""Tests of the CPU's own functions: conversions against the formats' definitions, quantization against torch's."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from octile.formats import E4M3, E5M6, pack12, unpack12
+from octile.kernels import cpu
 from octile.kernels.cpu import decode_e4m3, decode_e5m6, encode_e5m6
+from octile.ops.groups import align_groups
+from octile.ops.quantize import dequantize, quantize
+from octile.ops.swiglu import swiglu_backward_quantize
+from octile.ops.transpose import quantize_rows_and_columns, requantize_transposed
 
 ENCODED = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
@@ -98,3 +107,136 @@ def test_e5m6_of_any_shape(shape):
 def test_packed_rows_may_be_strided():
     packed = encode_e5m6(torch.arange(64.0).view(8, 8))
     assert torch.equal(decode_e5m6(packed[::2]), torch.arange(64.0).view(8, 8)[::2])
+
+
+# Quantization in C++: bit for bit that of the references
+
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 448.0, -464.0, 2.0**-149, -(2.0**-126), 3.4e38]
+BLOCKS = [(1, 128), (128, 1), (128, 128), (3, 5), (1, 300), (300, 300)]
+a_matrix = {
+    "m": st.integers(0, 300),
+    "k": st.integers(0, 300),
+    "seed": st.integers(0, 2**32 - 1),
+    "special": st.sampled_from([None, *SPECIAL]),
+}
+
+
+def matrix(m: int, k: int, seed: int, special: float | None) -> Tensor:
+    """Normal variates of many magnitudes, so that blocks reach subnormal numbers, and one special value."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-12, 13, (m, k), generator=generator).float())
+    if special is not None and x.numel():
+        x.flatten()[seed % x.numel()] = special
+    return x
+
+
+def in_torch(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of the references alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "library", lambda: None)
+        return operator(*arguments)
+
+
+def assert_equal_to_torch(operator: Callable[..., Any], *arguments: Any) -> None:
+    """Check for the same bits, NaN for NaN, in the same layout."""
+    found, expected = operator(*arguments), in_torch(operator, *arguments)
+    pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
+    for f, e in pairs:
+        assert (f.shape, f.dtype) == (e.shape, e.dtype)
+        assert not f.numel() or all(n == 1 or a == b for n, a, b in zip(f.shape, f.stride(), e.stride(), strict=True))
+        f, e = (t.float() for t in (f, e))
+        assert torch.equal(f.isnan(), e.isnan())
+        assert torch.equal(f.nan_to_num(0.0).view(torch.int32), e.nan_to_num(0.0).view(torch.int32))
+
+
+def test_a_compiler_is_found_on_this_machine():
+    assert cpu.library() is not None
+
+
+@given(**a_matrix, block=st.sampled_from(BLOCKS), power_of_2=st.booleans())
+def test_blocks_are_quantized_as_in_torch(m, k, seed, special, block, power_of_2):
+    assert_equal_to_torch(quantize, matrix(m, k, seed, special), *block, "e4m3", power_of_2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_smaller_dtypes_are_quantized_as_in_torch(dtype):
+    assert_equal_to_torch(quantize, matrix(130, 200, 0, None).to(dtype), 1, 128, "e4m3", False)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_stacked_matrices_are_quantized_as_in_torch(block):
+    x = torch.stack([matrix(130, 200, seed, None) for seed in range(6)]).unflatten(0, (2, 3))
+    assert_equal_to_torch(quantize, x, *block, "e4m3", False)
+    assert_equal_to_torch(dequantize, *quantize(x, *block, "e4m3", False), *block, torch.float32)
+
+
+def test_values_near_ties_are_rounded_as_in_torch():
+    values = E4M3.values()
+    values = values[values.isfinite()].sort().values
+    middle = ((values[1:] + values[:-1]) / 2).view(torch.int32)
+    x = torch.stack([(middle + steps).view(torch.float32) for steps in range(-2, 3)])
+    x[:, 0] = 448.0  # so that the scale is 1
+    assert_equal_to_torch(quantize, x, 1, x.shape[1], "e4m3", False)
+
+
+@given(**a_matrix, block=st.sampled_from(BLOCKS))
+def test_values_are_dequantized_as_in_torch(m, k, seed, special, block):
+    data, scale = quantize(matrix(m, k, seed, special), *block, "e4m3", False)
+    assert_equal_to_torch(dequantize, data, scale, *block, torch.float32)
+
+
+def test_every_encoded_value_is_dequantized_as_in_torch():
+    data = ENCODED.view(2, 128)
+    for scale in (1.0, 0.0, 2.0**-149, 3.0e38, float("inf"), float("nan")):
+        assert_equal_to_torch(dequantize, data, torch.full((2, 1), scale), 1, 128, torch.float32)
+
+
+def test_strided_rows_are_dequantized_as_in_torch():
+    data, scale = quantize(matrix(64, 256, 0, None), 1, 128, "e4m3", False)
+    assert_equal_to_torch(dequantize, data[:, 128:], scale[:, 1:], 1, 128, torch.float32)
+
+
+@given(**a_matrix, power_of_2=st.booleans())
+def test_rows_and_columns_are_quantized_as_in_torch(m, k, seed, special, power_of_2):
+    assert_equal_to_torch(quantize_rows_and_columns, matrix(m, k, seed, special), "e4m3", power_of_2)
+
+
+@given(**a_matrix, sizes=st.lists(st.integers(0, 150), min_size=1, max_size=4), power_of_2=st.booleans())
+def test_groups_of_rows_are_quantized_as_in_torch(m, k, seed, special, sizes, power_of_2):
+    offs = torch.tensor(sizes, dtype=torch.int32).cumsum(0).clamp(max=m).to(torch.int32)
+    tiles, _ = align_groups(offs, m)
+    assert_equal_to_torch(quantize_rows_and_columns, matrix(m, k, seed, special), "e4m3", power_of_2, tiles)
+
+
+@given(**a_matrix, power_of_2=st.booleans(), selected=st.integers(0, 300), in_tiles=st.booleans())
+def test_rows_are_requantized_as_in_torch(m, k, seed, special, power_of_2, selected, in_tiles):
+    data, scale = quantize(matrix(m, k, seed, special), 1, 128, "e4m3", True)
+    rows = torch.randint(max(m, 1), (selected if m else 0,), generator=torch.Generator().manual_seed(seed))
+    offs = torch.tensor([len(rows) // 3, len(rows) // 2], dtype=torch.int32)
+    tiles = align_groups(offs, len(rows))[0] if in_tiles else None
+    assert_equal_to_torch(
+        requantize_transposed, data, scale, power_of_2, None, rows.to(torch.int32), tiles if m else None
+    )
+    assert_equal_to_torch(requantize_transposed, data, scale, power_of_2)
+
+
+def test_a_row_that_does_not_exist_is_refused():
+    data, scale = quantize(torch.ones(4, 128), 1, 128, "e4m3", True)
+    for row in (-1, 4):
+        with pytest.raises(IndexError, match="rows and tiles must name rows from 0 to 3"):
+            requantize_transposed(data, scale, True, None, torch.tensor([0, row], dtype=torch.int32))
+
+
+def test_the_gradients_of_swiglu_are_quantized_as_in_torch():
+    dh, gate, up = (matrix(200, 256, seed, None) for seed in range(3))
+    tiles, _ = align_groups(torch.tensor([70, 70, 190], dtype=torch.int32), 200)
+    weight = torch.rand(200, generator=torch.Generator().manual_seed(0))
+    settings = (None, None, weight, "e4m3", False, "e4m3", True)
+    assert_equal_to_torch(swiglu_backward_quantize, dh, gate, up, *settings, tiles)
+
+
+def test_subnormals_are_quantized_on_a_processor_that_flushes_them(flushed_denormals):
+    x = torch.arange(-64.0, 64.0)[None] / 512
+    x[0, 0] = 448.0
+    assert_equal_to_torch(quantize, x, 1, 128, "e4m3", False)
+    assert torch.equal(dequantize(*quantize(x, 1, 128, "e4m3", False), 1, 128, torch.float32)[:, 56:72], x[:, 56:72])

@@ -6,24 +6,17 @@ computed again by `octile.lab.tensor_core.vectorized`. Without a compiler everyt
 """
 
 import ctypes
-import functools
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from octile.kernels import native
 from octile.lab.tensor_core import vectorized
 from octile.lab.tensor_core.operand import ZERO_EXPONENT, DecodedOperand
 from octile.lab.tensor_core.vectorized import Summation
 
-log = logging.getLogger("octile")
 SOURCE = Path(__file__).with_name("native.cpp")
-COMPILERS = ("c++", "g++", "clang++")
 # -frounding-math: the compiler must not assume the default rounding mode
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-frounding-math", "-fno-math-errno")
 
@@ -90,35 +83,6 @@ def sum_products(a: DecodedOperand, b: DecodedOperand, start: Tensor, summation:
     return out
 
 
-@functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the compiled library, or None, with a warning in the log, if there is no compiler or it fails."""
-    path = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if path is None:
-        log.warning("no C++ compiler (%s) was found: the tensor core model runs in plain torch", ", ".join(COMPILERS))
-        return None
-    try:
-        from octile.kernels import disk_cache
-
-        machine = _run(path, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)  # the CPU's instruction sets
-        source = SOURCE.read_text()
-        built = disk_cache.fetch("tensor_core", [source, *OPTIONS, path, machine], lambda: _build(path))
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "tensor_core.so")
-            file.write_bytes(built)
-            return ctypes.CDLL(str(file))
-    except (OSError, ImportError, subprocess.CalledProcessError) as error:
-        message = getattr(error, "stderr", "") or error
-        log.warning("%s cannot compile the tensor core model, which runs in plain torch instead: %s", path, message)
-        return None
-
-
-def _build(path: str) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "tensor_core.so")
-        _run(path, *OPTIONS, "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(file))
-        return file.read_bytes()
-
-
-def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return native.load(SOURCE, OPTIONS, "the tensor core model runs")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import octile
 from octile.formats import E4M3, FP16
+from octile.kernels import native as kernels_native
 from octile.lab import tensor_core_matmul, tensor_core_scaled_matmul
 from octile.lab.tensor_core import native, reference, vectorized
 from octile.lab.tensor_core.architectures import ARCHITECTURES, NAN, find_instruction
@@ -296,14 +297,14 @@ def test_the_rounding_mode_of_the_caller_is_restored():
 def test_without_a_compiler_torch_is_used_and_logged(monkeypatch, caplog):
     a, b = normal(E4, (3, 64), 0), normal(E4, (5, 64), 1)
     compiled = tensor_core_matmul(a, b)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    native.load.cache_clear()
+    monkeypatch.setattr(kernels_native.shutil, "which", lambda name: None)
+    kernels_native.load.cache_clear()
     try:
         assert same_bits(tensor_core_matmul(a, b), compiled)
         assert same_bits(tensor_core_matmul(a, b), compiled)
         assert [r.message for r in caplog.records if "no C++ compiler" in r.message] == [caplog.records[0].message]
     finally:
-        native.load.cache_clear()
+        kernels_native.load.cache_clear()
 
 
 def test_a_compiler_is_found_on_this_machine():
