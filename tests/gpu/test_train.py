@@ -1,6 +1,7 @@
 """Training on a GPU: every recipe takes steps, and everything around a step reads and writes CUDA tensors."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.recipe import Recipe
 from octile.train.best_model import BestModel
 from octile.train.generate import Sampling, generate
-from octile.train.loop import train
+from octile.train.loop import no_hook, train
+from octile.train.profile import PROFILED, WARM_UP, profiling
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console
@@ -126,3 +128,14 @@ def test_a_model_on_the_gpu_is_saved_as_one_on_the_cpu(trainer_of, weights: str,
 def test_tokens_are_generated(trainer_of, recipe: str):
     model = trainer_of(recipe).model
     assert len(list(generate(model, [1, 2, 3], Sampling(max_new_tokens=4), end=-1))) == 4
+
+
+def test_a_profile_lists_kernels_and_the_share_in_which_the_gpu_idles(text: Path, tmp_path: Path):
+    config = micro(data=str(text), out=tmp_path / "run", device="cuda", steps=WARM_UP + PROFILED, validate_every=100)
+    config, console = replace(config, checkpoint_every=0), silent_console()
+    train(config, False, console, profiling(config, no_hook, console))
+    first, _, _, *rows = (tmp_path / "run" / "profile.txt").read_text().splitlines()
+    assert re.search(r"the GPU idled [0-9.]+% of the time", first)
+    assert len(rows) == 10
+    assert not any("aten::" in row or "Optimizer" in row for row in rows)  # kernels, not operators or annotations
+    assert (tmp_path / "run" / "trace.json.gz").stat().st_size > 0
