@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused.high_precision import HighPrecisionLinear
+from octile.nn.fused.layers import check_local
 from octile.nn.fused.linear import QuantizedLinear
 from octile.nn.fused.shared_quantization import shared_by_layers
 from octile.nn.weight_cache import can_cache
@@ -116,10 +117,12 @@ def _cached_and_dgrad(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, 
     Grad mode is off inside an autograd function, so this is decided before.
     """
     assert recipe.formats is not None
-    return can_cache(weight, recipe.formats.w), torch.is_grad_enabled() and x.requires_grad
+    needs_dgrad = torch.is_grad_enabled() and x.requires_grad
+    return can_cache(weight, recipe.formats.w, needs_dgrad), needs_dgrad
 
 
 def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:
+    check_local(x, weight)
     for name, t in (("x", x), ("weight", weight)):
         if t.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16 or float16, not {t.dtype}")

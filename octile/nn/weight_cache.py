@@ -7,9 +7,13 @@ every write through `.data`: hand-written training loops, averages that are swap
     in training, for a weight that a `torch.optim.Optimizer` has stepped before: until its next step, so that all
     micro-batches, and fprop and dgrad of each, share it
     inside `frozen_weights(model)`: until its end
+    in training, for a parameter with `requires_grad=False` whose layer passes a gradient on, as LoRA has them below its
+        adapters: until it is written, or until its layer gets another place in a model, as when peft merges adapters
 
-and quantized in each forward pass otherwise.  A write through `.data` between the forward passes of one step is not
-noticed; autograd does not notice it either.
+and quantized in each forward pass otherwise, also without gradients: peft may have merged adapters through `.data`.  A
+write through `.data` between the forward passes of one step, or of a parameter with `requires_grad=False` between two
+steps, is not noticed; autograd does not notice it either. Parameters that FSDP2 gathers are written without counting
+and freed after their layer, so none is cached for `requires_grad=False` while a module of the process is sharded.
 
 Nothing here refers to a parameter itself, not even weakly: `torch.utils.swap_tensors`, which `Module.to` may use,
 refuses a tensor with weak references. What is known about a weight is stored by its memory (`torch.UntypedStorage`).
@@ -26,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping  # modules that FSDP2 shards
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -90,8 +95,12 @@ def quantized_weight(
     return entry.quantized
 
 
-def can_cache(weight: Tensor, operand_format: OperandFormat) -> bool:
-    """Whether the quantized weight may outlive this forward pass; see the head of this file."""
+def can_cache(weight: Tensor, operand_format: OperandFormat, needs_dgrad: bool = False) -> bool:
+    """Whether the quantized weight may outlive this forward pass; see the head of this file.
+
+    Args:
+        needs_dgrad: whether the layer's input gets a gradient.
+    """
     if torch.compiler.is_compiling() or operand_format.amax == "delayed":
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -101,7 +110,7 @@ def can_cache(weight: Tensor, operand_format: OperandFormat) -> bool:
     if id(weight) in _frozen:
         return True
     if not weight.requires_grad:
-        return isinstance(weight, nn.Parameter) and not _module_state_mapping
+        return needs_dgrad and isinstance(weight, nn.Parameter) and not _module_state_mapping
     return torch.is_grad_enabled() and weight.untyped_storage() in _stepped
 
 
@@ -131,4 +140,11 @@ def _storage(t: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def _forget_moved(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if _cache and module is not None:
+        for parameter in module.parameters(recurse=False):
+            _drop(parameter)
+
+
 register_optimizer_step_post_hook(_forget)
+register_module_module_registration_hook(_forget_moved)

@@ -50,9 +50,24 @@ class Settings(NamedTuple):
 def settings(recipe: Recipe, dtype: torch.dtype, weights: Sequence[Tensor], *inputs: Tensor) -> Settings:
     """Make the settings outside of the autograd function, inside of which gradients are always disabled."""
     assert recipe.formats is not None
+    check_local(*weights)
     of_w = recipe.formats.w
     needs_dgrad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    return Settings(recipe, dtype, tuple(can_cache(w, of_w) for w in weights), needs_dgrad)
+    return Settings(recipe, dtype, tuple(can_cache(w, of_w, needs_dgrad) for w in weights), needs_dgrad)
+
+
+def check_local(*tensors: Tensor) -> None:
+    """Refuse DTensors: octile's operators have no sharding rules.
+
+    Raises:
+        TypeError: a tensor is a DTensor.
+    """
+    for t in tensors:
+        if hasattr(t, "device_mesh"):
+            raise TypeError(
+                f"a weight or an input of shape {tuple(t.shape)} is a DTensor, but octile's layers take local tensors: "
+                "tensor parallelism is not supported, and fully_shard must shard the block that holds the layers"
+            )
 
 
 class FusedLayers:
