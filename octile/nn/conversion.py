@@ -25,6 +25,7 @@ log = logging.getLogger("octile")
 Filter = Callable[[str, nn.Module], bool]
 
 LEFT_OUT = "left out by filter"
+PATCHED = "a forward pass that another library has replaced"
 STACKED = "stacked weights that octile cannot convert"
 
 # Packages whose stacked experts are converted, with the module whose `stacked_experts(module)` says how. It is imported
@@ -154,6 +155,8 @@ def _reason_to_skip(name: str, module: nn.Module, experts: Any, tied: set[int], 
         reason = getattr(experts, "why_unsupported", None)
     elif type(module) not in (nn.Linear, Linear):
         reason = f"{type(module).__name__} (a subclass of nn.Linear)"
+    elif "forward" in vars(module):  # of this layer, as accelerate does: a converted layer would call it
+        reason = PATCHED
     elif id(module.weight) in tied:
         reason = "tied to an embedding"
     else:

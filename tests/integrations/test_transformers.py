@@ -405,6 +405,18 @@ def test_the_inputs_of_latent_attention_are_quantized_once():
     assert operands.count("x") == dense + mixture
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_converted_model_compiles_without_graph_breaks_for_any_length(name):
+    model = apply_recipe(copy.deepcopy(DENSE[name]) if name in DENSE else make(name))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (16, 24):
+        tokens = torch.randint(64, (2, length))
+        loss = compiled(input_ids=tokens, labels=tokens).loss
+        torch.testing.assert_close(loss, model(input_ids=tokens, labels=tokens).loss, rtol=1e-4, atol=0)
+        loss.backward()
+
+
 # Memory
 
 

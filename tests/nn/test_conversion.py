@@ -1,5 +1,6 @@
 """Tests of convert: which layers are converted, and what is reported about the others."""
 
+import functools
 import logging
 from dataclasses import replace
 
@@ -105,6 +106,14 @@ def test_subclasses_of_linear_are_not_converted():
     model = convert(nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)}))
     assert names_of(model) == ["mlp"]
     assert "1 × NonDynamicallyQuantizableLinear (a subclass of nn.Linear)" in model.conversion_summary
+
+
+def test_a_layer_whose_forward_pass_was_replaced_is_not_converted():
+    """accelerate does so to move weights; the layer's own forward pass would be called, in high precision."""
+    model = nn.ModuleDict({"moved": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+    model["moved"].forward = functools.partial(nn.Linear.forward, model["moved"])
+    assert names_of(convert(model)) == ["other"]
+    assert "1 × a forward pass that another library has replaced" in model.conversion_summary
 
 
 def test_a_filter_leaves_layers_out():
