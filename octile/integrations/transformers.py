@@ -29,6 +29,7 @@ from octile.nn.gate import count_tokens
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.moe import experts_layers
 from octile.nn.structure import is_swiglu
+from octile.ops.quantize import INPUT_DTYPES
 from octile.recipe import Recipe
 
 NAME = "octile"  # of the function in transformers' registry, and of the submodule that holds its recipe
@@ -148,4 +149,10 @@ def _why_unsupported(experts: Any) -> str | None:
         return "stacked experts with a norm each"
     if getattr(experts, "_is_expert_parallel", False):
         return "stacked experts that expert parallelism has split"
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    if not {gate_up.dtype, down.dtype} <= set(INPUT_DTYPES):
+        return "stacked experts that are quantized already"
+    n_experts, hidden, intermediate = down.shape
+    if gate_up.shape != (n_experts, 2 * intermediate, hidden):
+        return "stacked experts with weights of another layout"
     return None

@@ -510,6 +510,30 @@ def test_experts_with_biases_are_left_as_they_are_and_named():
     assert config._experts_implementation == "eager"
 
 
+def refusal(module: nn.Module) -> str:
+    """Why an experts module is not converted, beside a layer that is."""
+    return apply_recipe(nn.ModuleDict({"experts": module, "other": nn.Linear(D, D)})).conversion_summary
+
+
+def test_experts_that_are_quantized_already_are_left_as_they_are_and_named():
+    """As transformers loads a checkpoint with FP8 weights."""
+    module = experts()
+    module.down_proj = nn.Parameter(module.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    assert f"{3 * E} × stacked experts that are quantized already" in refusal(module)
+
+
+def test_experts_with_weights_of_another_layout_are_left_as_they_are_and_named():
+    module = experts()
+    module.gate_up_proj = nn.Parameter(module.gate_up_proj.detach().mT.contiguous())
+    assert f"{3 * E} × stacked experts with weights of another layout" in refusal(module)
+
+
+def test_experts_of_expert_parallelism_are_left_as_they_are_and_named():
+    module = experts()
+    module._is_expert_parallel = True
+    assert f"{3 * E} × stacked experts that expert parallelism has split" in refusal(module)
+
+
 def test_without_the_registry_stacked_experts_are_skipped_and_named():
     """What transformers before version 5 has: a module with stacked weights, and no function that takes their place."""
 
