@@ -44,6 +44,15 @@ def test_the_cost_of_telemetry():
     assert f"{text} {every_100th['value']:.2f}%" in page("docs/telemetry.md")
 
 
+def test_the_default_run():
+    lines = [json.loads(line) for line in (ROOT / "experiments/tiny/run/metrics.jsonl").read_text().splitlines()]
+    first = next(line["main_loss"] for line in lines if "loss" in line)
+    last = [line["val_loss"] for line in lines if "val_loss" in line][-1]
+    text = f"The loss falls from {first:.2f} nats per token. On held-out text it ends at {last:.2f} "
+    assert text in page("docs/tutorials/train_on_a_laptop.md")
+    assert f"| held-out loss at the end, FP8 | {last:.4f} | 4.6488 |" in page("experiments/tiny/README.md")
+
+
 @pytest.mark.parametrize(
     ("shapes", "row"),
     [
