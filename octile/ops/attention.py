@@ -47,8 +47,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     s_BHSS = _scores(q, k, scale)
-    max_BHS1 = s_BHSS.amax(-1, keepdim=True)
-    p_BHSS = s_BHSS.sub_(max_BHS1).exp_()
+    is_future_SS = torch.ones(s_BHSS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    max_BHS1 = s_BHSS.masked_fill(is_future_SS, float("-inf")).amax(-1, keepdim=True)
+    p_BHSS = s_BHSS.sub_(max_BHS1).exp_().tril_()  # exp of −∞ would take twice the time
     sum_BHS1 = p_BHSS.sum(-1, keepdim=True)
     with without_autocast(q.device):
         o_BHSV = (p_BHSS @ v.transpose(1, 2).float()).div_(sum_BHS1)
@@ -97,7 +98,7 @@ def _attention_backward(
     s_BHSS = _scores(q, k, scale)
     q_BHSX, k_BHSX, v_BHSV, o_BHSV, do_BHSV = (t.transpose(1, 2).float() for t in (q, k, v, o, do))
     with without_autocast(q.device):
-        p_BHSS = s_BHSS.sub_(lse[..., None]).exp_()
+        p_BHSS = s_BHSS.sub_(lse[..., None]).exp_().tril_()
         dv_BHSV = p_BHSS.mT @ do_BHSV
         dp_BHSS = do_BHSV @ v_BHSV.mT
         ds_BHSS = dp_BHSS.sub_((do_BHSV * o_BHSV).sum(-1, keepdim=True)).mul_(p_BHSS).mul_(scale)
@@ -120,12 +121,10 @@ def _(do, q, k, v, o, lse, scale):
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The attention scores scale · q · kᵀ, float32 [B, H, S, S]; −∞ for keys after the query."""
+    """The attention scores scale · q · kᵀ, float32 [B, H, S, S], also those of keys after the query."""
     with without_autocast(q.device):
         s_BHSS = q.transpose(1, 2).float() @ k.transpose(1, 2).float().mT
-    s = s_BHSS.shape[-1]
-    future_SS = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-    return s_BHSS.mul_(scale).masked_fill_(future_SS, float("-inf"))
+    return s_BHSS.mul_(scale)
 
 
 def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:

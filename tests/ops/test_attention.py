@@ -56,6 +56,15 @@ def test_backward_reads_the_output_that_it_is_given():
     assert not torch.allclose(other[1], dk)
 
 
+def test_scores_of_later_keys_do_not_reach_a_query_even_if_they_overflow():
+    q, k, v, _ = inputs()
+    o, lse = attention(q, k, v, SCALE)
+    k[:, -1] = q[:, -2].sign() * 3e38  # the last key: its scores overflow to +Inf
+    found, found_lse = attention(q, k, v, SCALE)
+    assert torch.equal(found[:, :-1], o[:, :-1])
+    assert torch.equal(found_lse[..., :-1], lse[..., :-1])
+
+
 def test_half_precision_is_rounded_at_the_end():
     *qkv, do = inputs(dtype=torch.bfloat16)
     o, lse = attention(*qkv, SCALE)
