@@ -141,7 +141,9 @@ def _storage(t: Tensor) -> torch.UntypedStorage | None:
 
 
 def _forget_moved(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    if _cache and module is not None:
+    if torch.compiler.is_compiling() or module is None:  # transformers makes a list of some layers as it computes
+        return
+    if _cache:
         for parameter in module.parameters(recurse=False):
             _drop(parameter)
 

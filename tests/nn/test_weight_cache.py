@@ -259,6 +259,23 @@ def test_a_step_over_the_memory_of_a_frozen_weight_is_seen():
     assert torch.equal(layer(x), functional.linear(x, flat.detach().view(128, 64), None, layer.recipe))
 
 
+def test_a_list_of_layers_is_made_within_a_compiled_model():
+    """As transformers' models slice their layers."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Linear(64, 64), Linear(64, 64)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return x
+
+    model, x = Sliced(), torch.randn(3, 64)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
 def test_a_tensor_that_is_no_parameter_cannot_be_cached(weight):
     assert not can_cache(weight.detach(), FORMAT, needs_dgrad=True)
 
