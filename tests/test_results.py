@@ -78,7 +78,23 @@ def test_interleaved_gemms(shapes, row):
 def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
     runs = record(ROOT / path)["runs"]
     fp8, bf16 = (runs[name]["tokens_per_s"] for name in (run, "bf16"))
-    assert f"| {bf16:,.0f} | {fp8:,.0f} | {fp8 / bf16:.2f}× |" in page("docs/results.md")
+    row = f"| {bf16:,.0f} | {fp8:,.0f} ({fp8 / bf16:.2f}×) |"
+    assert row in page("benchmarks/history/training-step/README.md")
+
+
+@pytest.mark.parametrize("trainer", ["FP8", "BF16", "FP8 without MTP", "BF16 without MTP", "torchtitan BF16 without MTP"])
+def test_trainers_of_the_small_preset(trainer):
+    rows = {row["what"].split(", compiled")[0]: row for row in record(RECORDS / "h200_train.json")["rows"]}
+    step, mfu, idle, peak = (
+        rows[f"{what}, {trainer}"]["value"] for what in ("step", "MFU", "the GPU idles", "peak memory")
+    )
+    assert f"| {step:.1f} ms | {mfu:.1f}% | {idle:.1f}% | {peak:.1f} GiB |" in page("docs/results.md")
+
+
+def test_the_readme_compares_octile_train_with_its_peers():
+    rows = [row for row in record(RECORDS / "h200_train.json")["rows"] if row["what"] == "train FP8 without MTP"]
+    ratios = {row["against"]["peer"]: f"{row['against']['ratio']:.2f}×" for row in rows}
+    assert f"[{ratios['torchtitan BF16']}; {ratios['BF16']}](benchmarks/results/h200_train.txt)" in page("README.md")
 
 
 def test_weights_rounded_once_stay_within_the_bound():

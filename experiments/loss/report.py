@@ -73,7 +73,7 @@ Above zero, the run is worse than BF16 |
 document. A loss's is large, because prose and source code differ; a gap's is small, because both runs read one text |
 | 95% interval | over text: a bootstrap of the gap over the same blocks. Over seeds: Student's, of the seeds' gaps |
 | noise | how far runs end apart by chance. From scratch: the gap between BF16 runs of the same or of different seeds. \
-From a checkpoint: the gap of BF16 that continues from weights rounded once (`nudged`); it is at most 0.025% |"""
+From a checkpoint: the gap of BF16 that continues from weights rounded once (`nudged`) |"""
 SUMMARY_NOTE = """The table lists gaps, one per seed. "From a checkpoint" means: the last 60% of the steps, from a
 common BF16 checkpoint. Runs from scratch diverge from each other where the loss falls
 steeply, a few steps sooner or later by chance, and the difference remains: BF16 itself, run twice from the same seed,
@@ -166,9 +166,9 @@ class Results:
     def get(self, group: str, size: str, recipe: str, seed: int = 0) -> Result | None:
         return self.all.get(f"{group}-{size}-{recipe}-{seed}")
 
-    def sizes(self, group: str) -> list[str]:
-        """Return the sizes of a group, the smallest first."""
-        there = {r["job"]["size"] for r in self.all.values() if r["job"]["group"] == group}
+    def sizes(self, *groups: str) -> list[str]:
+        """Return the sizes of these groups, the smallest first."""
+        there = {r["job"]["size"] for r in self.all.values() if r["job"]["group"] in groups}
         return sorted(there, key=lambda size: list(MODELS).index(size) if size in MODELS else -1)
 
     def of(self, group: str, size: str) -> list[Result]:
@@ -232,7 +232,8 @@ def answer_table(r: Results) -> str:
         )
     ]
     for group, branches in BRANCHES_OF.items():
-        for size in r.sizes(group):
+        for size in r.sizes(group, branches):
+            tokens = r.tokens(group if r.of(group, size) else branches, size)
             base = r.get(group, size, "bf16")
             others = [gap(other, base)[0] for other in r.bf16(group, size) if base and other is not base]
             found = (
@@ -243,7 +244,7 @@ def answer_table(r: Results) -> str:
                 others,
                 r.gaps(group, size, "control"),
             )
-            rows.append((size, r.tokens(group, size), *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
+            rows.append((size, tokens, *(", ".join(map(_percent, gaps)) or "–" for gaps in found)))
     return f"{SUMMARY_NOTE}\n\n{_table(rows)}"
 
 
