@@ -111,7 +111,7 @@ def results(module: nn.Module, x_TD: Tensor, index_TK: Tensor, weights_TK: Tenso
     x_TD, weights_TK = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
     y_TD = module(x_TD, index_TK, weights_TK)
     module.zero_grad()
-    y_TD.backward(torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(7)).to(y_TD.dtype))
+    y_TD.backward(torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(7)).to(y_TD))
     of_weights = {name: p.grad for name, p in module.named_parameters()}
     return {"y": y_TD.detach(), "x": x_TD.grad, "weights": weights_TK.grad, **of_weights}
 
