@@ -181,7 +181,7 @@ def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text,
     train(micro(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)
     message = screen.console.file.getvalue()
     assert "the loss jumped at step 6 to 50.000, where" in message
-    assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(the median is \d\.\d+\): '", message)
+    assert re.search(r"sequence [1-4] of 4 has the largest loss now, \d\.\d+ \(the median is \d\.\d+\): ['\"]", message)
     assert "and was back after 1 step" in message
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if "spike" in line]
