@@ -25,8 +25,8 @@ ALONE = ("tests/gpu/cuda", "tests/gpu/compat", "tests/gpu/test_quantize_kernels.
 IN_TURN = ("tests/gpu/compat/test_deep_gemm_suite.py",)  # up to 48 GiB a test: a process for all of them
 MAX_PROCESSES_PER_TEST = 12  # a test with more parameters gets one process for all of them
 DEFAULT = ("tests/gpu", "tests/optim")
-MAX_PROCESSES = 8  # at a time
-TIMEOUT = 240  # seconds a process
+MAX_PROCESSES = 12  # at a time
+TIMEOUT = 300  # seconds a process
 TOTAL_TIMEOUT = 500  # seconds
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -ra")
 
@@ -56,7 +56,7 @@ class Result:
 
 
 def units(paths: Sequence[str]) -> list[str]:
-    """List the pytest node IDs that get a process each; those that compile longest come first."""
+    """List the pytest node IDs that get a process each; those of several tests, which take longest, come first."""
     done = subprocess.run([*PYTEST, "--collect-only", "-q", *paths], capture_output=True, text=True, check=False)
     names = [line for line in done.stdout.splitlines() if "::" in line and not line.startswith(" ")]
     if not names:
@@ -70,7 +70,8 @@ def units(paths: Sequence[str]) -> list[str]:
         else name
         for name in names
     )
-    return sorted(found, key=lambda name: not name.startswith(ALONE))
+    several = [name for name in found if name not in names]
+    return several + [name for name in found if name in names]
 
 
 def _function(name: str) -> str:

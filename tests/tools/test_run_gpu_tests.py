@@ -36,12 +36,12 @@ def runner(script, tmp_path, monkeypatch):
 
 def test_tests_that_may_hang_run_alone(runner):
     assert runner.units(["."]) == [
-        "alone/test_hang.py::test_hang",
-        "alone/test_hang.py::test_fast",
         "alone/test_large.py",
         "alone/test_many.py::test_many",
         "test_crash.py",
         "test_good.py",
+        "alone/test_hang.py::test_hang",
+        "alone/test_hang.py::test_fast",
     ]
 
 
