@@ -76,6 +76,7 @@ class Train(TrainConfig):
 
 def train(arguments: list[str]) -> None:
     """Train a model: from text to a run folder with checkpoints, the model, a report and a sample."""
+    _check_one_process("train")
     out = _value_of("--out", arguments)
     if "--resume" in arguments and out:
         from octile.train.run_folder import RunFolder
@@ -103,6 +104,20 @@ def train(arguments: list[str]) -> None:
 
         hook = profiling(config, hook, console)
     run(config, options.resume, console, hook)
+
+
+def _check_one_process(command: str) -> None:
+    """Refuse to be one of several processes, which would all write the same run.
+
+    Raises:
+        ValueError: torchrun started more than one.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ValueError(
+            f"octile {command} runs in one process, but torchrun has started {processes} (WORLD_SIZE): start it with "
+            f"--nproc-per-node 1, or without torchrun"
+        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,7 @@ SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "model
 
 def compare(arguments: list[str]) -> None:
     """Train recipes and BF16 with its noise band, and report the loss that each recipe costs."""
+    _check_one_process("compare")
     out, name = _value_of("--out", arguments), _value_of("--preset", arguments)
     begun_with: dict[str, Any] = {}
     if "--resume" in arguments and out:

@@ -422,6 +422,14 @@ def test_generate_from_a_checkpoint_of_another_shape(capsys, hf_folder, tmp_path
     assert "by its config.json" in refused(capsys, "generate", str(other), "--max-new-tokens", "8")
 
 
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_several_processes_of_torchrun_are_refused(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refused(capsys, command, "--out", str(tmp_path / "run"))
+    assert f"octile {command} runs in one process, but torchrun has started 2 (WORLD_SIZE)" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_convert_there_and_back(capsys, hf_folder, tmp_path):
     fp8, bf16 = str(tmp_path / "fp8"), str(tmp_path / "bf16")
     code, out, _ = call(capsys, "convert", str(hf_folder), fp8, "--to", "fp8")

@@ -14,7 +14,7 @@ VECTOR = 16  # bytes, the alignment of rows
 def padded(n: int, itemsize: int = 1) -> int:
     """Round n up until n elements of itemsize bytes fill a multiple of 16 bytes."""
     elements = VECTOR // itemsize
-    return -(-n // elements) * elements
+    return n + -n % elements  # which a symbolic n is known not to exceed, as torch.export needs it
 
 
 def new_scale(x: Tensor, block_rows: int, block_cols: int) -> Tensor:

@@ -61,8 +61,8 @@ def convert(
 
     Raises:
         TypeError: model is not a torch.nn.Module, recipe not a Recipe, or keep not a list of patterns.
-        ValueError: no layer would be converted; a pattern of keep matches none; or an exception of the recipe matches
-            no converted layer.
+        ValueError: no layer would be converted; a pattern of keep matches none; an exception of the recipe matches no
+            converted layer; or a parameter is a DTensor, as after `fully_shard`.
     """
     model = apply_recipe(model, recipe, filter, keep)
     if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
@@ -79,6 +79,11 @@ def apply_recipe(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     check_recipe(recipe)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"model has the DTensor {name}: convert the model before fully_shard or parallelize_module, not after"
+            )
     recipe = recipe or Recipe.deepseek_v3()
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = list(model.named_modules(remove_duplicate=False))  # a layer with two names is replaced under both

@@ -47,7 +47,7 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 @gate_logits.register_fake
 def _(x, weight):
-    return x.new_empty(len(x), len(weight), dtype=torch.float32)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
 @gate_logits.register_kernel("cuda")

@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @rms_norm.register_fake
 def _(x, weight, eps):
-    return x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @rms_norm.register_kernel("cuda")
@@ -96,8 +96,8 @@ def normalized(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
 
 @rms_norm_quantize.register_fake
 def _(x, weight, eps, fmt, power_of_2, values=False):
-    rstd = x.new_empty(len(x), dtype=torch.float32)
-    y = x.new_empty(len(x) if values else 0, x.shape[1])
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    y = x.new_empty(x.shape[0] if values else 0, x.shape[1])
     return x.new_empty(x.shape, dtype=STORAGE_DTYPES[fmt]), new_scale(x, *TILE), rstd, y
 
 

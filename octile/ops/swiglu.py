@@ -250,10 +250,10 @@ def _gradients(
 
 @swiglu_backward_quantize.register_fake
 def _(dh, gate, up, gate_scale, up_scale, weight, fmt, power_of_2, h_fmt, h_power_of_2, tiles=None, h_in_blocks=False):
-    both, dtype = gate.new_empty(len(gate), 2 * gate.shape[1]), STORAGE_DTYPES[fmt]
+    both, dtype = gate.new_empty(gate.shape[0], 2 * gate.shape[1]), STORAGE_DTYPES[fmt]
     data, transposed = both.new_empty(both.shape, dtype=dtype), new_quantized_transposed(both, dtype, tiles)
     h_transposed = new_quantized_transposed(gate, STORAGE_DTYPES[h_fmt], tiles, h_in_blocks)
-    dweight = gate.new_empty(0 if weight is None else len(gate), dtype=torch.float32)
+    dweight = gate.new_empty(0 if weight is None else gate.shape[0], dtype=torch.float32)
     return data, new_scale(both, *TILE), *transposed, *h_transposed, dweight
 
 

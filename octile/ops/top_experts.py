@@ -48,7 +48,7 @@ def _highest(scores: Tensor, n: int) -> Tensor:
 
 @top_experts.register_fake
 def _(scores, n_chosen, n_group, topk_group, best):
-    return scores.new_empty(len(scores), n_chosen, dtype=torch.int64)
+    return scores.new_empty(scores.shape[0], n_chosen, dtype=torch.int64)
 
 
 @top_experts.register_kernel("cuda")

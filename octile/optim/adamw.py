@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from octile.ops.adamw import check_skip
 from octile.optim import gradient
 from octile.optim.state import KINDS, check_decays, check_saved, dtype_of, has_scales, load, new_state, store_
-from octile.optim.storage import overwrite_
+from octile.optim.storage import overwrite_, shard
 from octile.optim.update import UpdateGroup, adamw_
 from octile.recipe import OptimizerFormats
 
@@ -48,7 +48,8 @@ class AdamW(torch.optim.Optimizer):
 
     On a CPU moments are converted to FP32 in batches, so that temporaries stay small; on a GPU one kernel updates all
     parameters with the same dtypes. Formats with a scale are converted a whole tensor at a time, because the new scale
-    is known only at the end. Parameters are updated in place, which increments `param._version`.
+    is known only at the end. Parameters are updated in place, which increments `param._version`. Of parameters that
+    FSDP2 shards each process updates its part; the state is sharded as they are.
 
     Args:
         params: parameters or groups of them (`param_groups(model, weight_decay)`): contiguous, of float32, bfloat16 or
@@ -200,11 +201,11 @@ class AdamW(torch.optim.Optimizer):
             group = groups.setdefault(
                 (id(settings), param.device, is_copy), UpdateGroup([], [], [], [], [], [], *numbers)
             )
-            group.weights.append(values.get("master", param))
-            group.gradients.append(gradient.load(grad))
-            group.exp_avgs.append(values["exp_avg"])
-            group.exp_avg_sqs.append(values["exp_avg_sq"])
-            group.copies.extend([param] if is_copy else [])
+            group.weights.append(shard(values.get("master", param)))
+            group.gradients.append(shard(gradient.load(grad)))
+            group.exp_avgs.append(shard(values["exp_avg"]))
+            group.exp_avg_sqs.append(shard(values["exp_avg_sq"]))
+            group.copies.extend([shard(param)] if is_copy else [])
             group.steps.append(state["step"])
         for group in groups.values():
             if skip is None:
@@ -253,6 +254,11 @@ def _check_group(group: dict[str, Any], formats: OptimizerFormats) -> None:
             raise ValueError(f"betas[{i}] must be in [0, 1), not {beta}")
     check_decays(group["betas"], formats)
     for param in group["params"]:
+        if has_scales(formats) and shard(param) is not param:
+            raise ValueError(
+                f"formats must be float32 or bfloat16 for a parameter of shape {tuple(param.shape)} that is a DTensor: "
+                "the scale of FP8 and FP16 is that of the whole tensor"
+            )
         if param.dtype not in PARAMETER_DTYPES:
             raise TypeError(
                 f"a parameter of shape {tuple(param.shape)} is {param.dtype}; needs one of {PARAMETER_DTYPES}"

@@ -64,6 +64,11 @@ class Scaled(NamedTuple):
         overwrite_(self.data, x, skip)
 
 
+def shard(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds, as FSDP2 shards parameters; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def overwrite_(tensor: Tensor, values: Tensor, skip: Tensor | None) -> None:
     """Overwrite a tensor with values of its shape, rounded to its dtype, unless `skip` (bool []) is true."""
     if skip is not None:

@@ -1,0 +1,92 @@
+"""Two processes of one process group on this machine, started once a file, and the model that they train."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from octile.nn.conversion import apply_recipe
+from octile.optim import AdamW
+
+RANKS = 2
+
+
+class Outcomes:
+    """What became of functions that ran in two processes, all in one process group.
+
+    Args:
+        works: functions of the rank and the folder, which raise where something is wrong.
+        folder: for their files, and for the errors.
+    """
+
+    def __init__(self, works: Sequence[Callable[[int, Path], None]], folder: Path):
+        mp.spawn(_run_all, (tuple(works), folder), nprocs=RANKS)
+        self.folder = folder
+
+    def assert_passed(self, work: Callable[[int, Path], None]) -> None:
+        """Fail with the error that the function raised in one of the processes, if it did."""
+        for error in sorted(self.folder.glob(f"{work.__name__}.*.error")):
+            pytest.fail(f"in process {error.name.split('.')[1]}:\n{error.read_text()}", pytrace=False)
+
+
+def _run_all(rank: int, works: tuple[Callable[[int, Path], None], ...], folder: Path) -> None:
+    torch.set_num_threads(1)
+    settings = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", **settings)
+    for work in works:
+        try:
+            work(rank, folder)
+        except BaseException:
+            (folder / f"{work.__name__}.{rank}.error").write_text(traceback.format_exc())
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    """A converted model with a layer of one output, of which the second of two processes gets no row."""
+    torch.manual_seed(0)
+    return apply_recipe(nn.Sequential(nn.Linear(128, 192), nn.SiLU(), nn.Linear(192, 128), nn.Linear(128, 1)))
+
+
+def batches(steps: int = 3) -> Tensor:
+    """Inputs [steps, ranks, rows, 128]."""
+    return torch.randn(steps, RANKS, 16, 128, generator=torch.Generator().manual_seed(1))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None = None, steps: int = 3) -> None:
+    """Train on a rank's batches; or, with the same mean gradient, on those of all ranks one after the other."""
+    for x in batches(steps):
+        for rows in x if rank is None else x[rank : rank + 1]:
+            ((module(rows) - 1).square().mean() / (RANKS if rank is None else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    """octile's AdamW or torch's, with the same settings."""
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    return (
+        AdamW(module.parameters(), **settings)
+        if kind == "octile"
+        else torch.optim.AdamW(module.parameters(), **settings)
+    )
+
+
+def trained_alone(kind: str, steps: int = 3) -> dict[str, Tensor]:
+    """The parameters after one process has trained on all batches."""
+    alone = model()
+    train(alone, optimizer_of(kind, alone), steps=steps)
+    return dict(alone.named_parameters())
+
+
+def assert_same_training(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The gradients of the processes are summed in another order, so the results are alike, not equal."""
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert (found[name] - parameter).norm() <= 1e-3 * parameter.norm(), name

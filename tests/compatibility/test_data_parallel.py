@@ -1,0 +1,207 @@
+"""Converted models under DDP and FSDP2, with torch's AdamW and octile's, checkpoints by DCP; tensor parallelism."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from octile.nn import MLP, Linear
+from octile.nn.conversion import apply_recipe, convert
+from octile.optim import AdamW
+from octile.recipe import OptimizerFormats
+from tests.compatibility.processes import (
+    Outcomes,
+    assert_same_training,
+    model,
+    optimizer_of,
+    train,
+    trained_alone,
+)
+
+Work = Callable[[int, Path], None]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled]
+    return Outcomes([*works, parallelized_later, parallelized_first], tmp_path_factory.mktemp("processes"))
+
+
+def sharded() -> nn.Module:
+    module = model()
+    for layer in module:
+        if isinstance(layer, Linear):
+            fully_shard(layer)
+    return fully_shard(module)
+
+
+def whole(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.full_tensor() for name, parameter in module.named_parameters()}
+
+
+def ddp(rank: int, folder: Path) -> None:
+    module = DistributedDataParallel(model())
+    train(module, optimizer_of("octile", module), rank)
+    assert_same_training(dict(module.module.named_parameters()), trained_alone("octile"))
+
+
+def test_ddp_trains_as_one_process_does(outcomes: Outcomes):
+    outcomes.assert_passed(ddp)
+
+
+def _fsdp(rank: int, kind: str) -> None:
+    module = sharded()
+    train(module, optimizer_of(kind, module), rank)
+    assert_same_training(whole(module), trained_alone(kind))
+
+
+def fsdp_torch(rank: int, folder: Path) -> None:
+    _fsdp(rank, "torch")
+
+
+def fsdp_octile(rank: int, folder: Path) -> None:
+    _fsdp(rank, "octile")
+
+
+@pytest.mark.parametrize("work", [fsdp_torch, fsdp_octile])
+def test_fsdp2_trains_as_one_process_does(work: Work, outcomes: Outcomes):
+    outcomes.assert_passed(work)
+
+
+def bf16(rank: int, folder: Path) -> None:
+    module = model().bfloat16()
+    fully_shard(module)
+    optimizer = AdamW(module.parameters(), lr=1e-3)
+    (module(torch.randn(4, 128, dtype=torch.bfloat16)) - 1).square().mean().backward()
+    optimizer.step()
+    for parameter in module.parameters():
+        state = optimizer.state[parameter]
+        assert torch.equal(parameter.to_local(), state["master"].to_local().bfloat16())
+        assert state["exp_avg"].shape == parameter.shape
+
+
+def test_masters_and_moments_of_bf16_parameters_are_sharded_as_they_are(outcomes: Outcomes):
+    outcomes.assert_passed(bf16)
+
+
+def _saved(rank: int, kind: str, folder: Path) -> None:
+    module = sharded()
+    optimizer = optimizer_of(kind, module)
+    train(module, optimizer, rank, steps=2)
+    states = get_state_dict(module, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder / kind)
+    train(module, optimizer, rank)
+    expected = whole(module)
+
+    again = sharded()
+    optimizer = optimizer_of(kind, again)
+    train(again, optimizer, rank, steps=1)  # other values, which loading must replace
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(again, optimizer), strict=True))
+    dcp.load(loaded, checkpoint_id=folder / kind)
+    set_state_dict(again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    train(again, optimizer, rank)
+    assert all(torch.equal(found, expected[name]) for name, found in whole(again).items())
+
+
+def saved_torch(rank: int, folder: Path) -> None:
+    _saved(rank, "torch", folder)
+
+
+def saved_octile(rank: int, folder: Path) -> None:
+    _saved(rank, "octile", folder)
+
+
+@pytest.mark.parametrize("work", [saved_torch, saved_octile])
+def test_dcp_restores_model_and_optimizer_bit_for_bit(work: Work, outcomes: Outcomes):
+    outcomes.assert_passed(work)
+
+
+def frozen(rank: int, folder: Path) -> None:
+    """What FSDP2 gathers is written without counting, so that a cached weight would not follow a new one."""
+    module = model().requires_grad_(False)
+    fully_shard(module)
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
+    module(x)
+    replaced = apply_recipe(nn.Sequential(*(type(m)() if isinstance(m, nn.SiLU) else m for m in model())))
+    with torch.no_grad():
+        for parameter, other in zip(module.parameters(), replaced.parameters(), strict=True):
+            other.mul_(2)
+            parameter.mul_(2)
+    assert torch.equal(module(x), replaced(x))
+
+
+def test_frozen_weights_that_fsdp2_gathers_follow_their_shards(outcomes: Outcomes):
+    outcomes.assert_passed(frozen)
+
+
+def inside(rank: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    mlp = apply_recipe(MLP(128, 256))
+    x = torch.randn(4, 128)
+    with torch.no_grad():
+        expected = mlp(x)
+        fully_shard(mlp.down_proj)
+        torch.testing.assert_close(mlp(x), expected, rtol=0, atol=0)
+
+
+def test_a_single_layer_of_a_fused_block_is_sharded(outcomes: Outcomes):
+    outcomes.assert_passed(inside)
+
+
+# Refusals
+
+
+def too_late(rank: int, folder: Path) -> None:
+    module = fully_shard(nn.Sequential(nn.Linear(128, 128)))
+    with pytest.raises(ValueError, match=r"model has the DTensor 0\.weight: convert the model before fully_shard"):
+        convert(module)
+
+
+def test_a_sharded_model_is_not_converted(outcomes: Outcomes):
+    outcomes.assert_passed(too_late)
+
+
+def scaled(rank: int, folder: Path) -> None:
+    module = fully_shard(model())
+    with pytest.raises(ValueError, match=r"formats must be float32 or bfloat16 for a parameter .* that is a DTensor"):
+        AdamW(module.parameters(), lr=1e-3, formats=OptimizerFormats(exp_avg="float8_e4m3fn"))
+
+
+def test_moments_with_a_scale_are_not_sharded(outcomes: Outcomes):
+    outcomes.assert_passed(scaled)
+
+
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def parallelized_later(rank: int, folder: Path) -> None:
+    module = parallelize_module(model(), init_device_mesh("cpu", (2,)), PLAN)
+    with pytest.raises(
+        TypeError, match="is a DTensor, but octile's layers take local tensors: tensor parallelism is not"
+    ):
+        module(torch.randn(4, 128))
+
+
+def test_tensor_parallelism_of_a_converted_model_is_refused(outcomes: Outcomes):
+    outcomes.assert_passed(parallelized_later)
+
+
+def parallelized_first(rank: int, folder: Path) -> None:
+    module = nn.Sequential(nn.Linear(128, 192), nn.SiLU(), nn.Linear(192, 128))
+    parallelize_module(module, init_device_mesh("cpu", (2,)), PLAN)
+    with pytest.raises(
+        ValueError, match=r"model has the DTensor .*: convert the model before fully_shard or parallelize"
+    ):
+        convert(module)
+
+
+def test_a_model_under_tensor_parallelism_is_not_converted(outcomes: Outcomes):
+    outcomes.assert_passed(parallelized_first)

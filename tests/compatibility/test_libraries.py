@@ -1,0 +1,91 @@
+"""accelerate and peft with converted models. transformers' Trainer has its tests in tests/examples/test_trainer.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from octile.nn.conversion import apply_recipe
+from octile.nn.fused import quantize as fused_quantize
+from octile.nn.linear import Linear
+from octile.optim import AdamW
+from tests.models_of_transformers import small_model
+
+TOKENS = torch.randint(160, (2, 12), generator=torch.Generator().manual_seed(0))
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0, "init_lora_weights": False}
+
+
+def llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return small_model("llama")
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, backward=torch.Tensor.backward) -> list[float]:
+    found = []
+    for _ in range(8):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_accelerate_trains_as_a_loop_does():
+    alone, prepared = apply_recipe(llama()), apply_recipe(llama())
+    accelerator = Accelerator(cpu=True)
+    expected = losses(alone, AdamW(alone.parameters(), lr=1e-2))
+    model, optimizer = accelerator.prepare(prepared, AdamW(prepared.parameters(), lr=1e-2))
+    assert losses(model, optimizer, accelerator.backward) == expected
+
+
+@pytest.mark.parametrize("first", ["convert", "peft"])
+def test_lora_trains_adapters_in_high_precision_over_fp8_layers(first: str):
+    model = apply_recipe(llama()) if first == "convert" else llama()
+    model = get_peft_model(model, LoraConfig(**LORA))
+    if first == "peft":
+        apply_recipe(model)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    found = losses(model, AdamW(trainable(model), lr=1e-2))
+    adapters = {
+        type(module) for name, module in model.named_modules() if "lora_" in name and isinstance(module, nn.Linear)
+    }
+    layers = [module for name, module in model.named_modules() if name.endswith("base_layer")]
+    assert found[-1] < found[0] - 0.1
+    assert adapters == {nn.Linear}
+    assert {type(layer) for layer in layers} == {Linear}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters() if name in before)
+
+
+def test_weights_below_adapters_are_quantized_once(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    quantize_once = fused_quantize._quantize_one_layout
+    monkeypatch.setattr(
+        fused_quantize, "_quantize_one_layout", lambda w, fmt: calls.append(w.shape) or quantize_once(w, fmt)
+    )
+    model = get_peft_model(apply_recipe(llama()), LoraConfig(**LORA))
+    model.enable_input_require_grads()
+    losses(model, AdamW(trainable(model), lr=1e-2))
+    assert len(calls) == sum(isinstance(module, Linear) for module in model.modules())
+
+
+def test_adapters_are_saved_loaded_and_merged(tmp_path: Path):
+    model = get_peft_model(apply_recipe(llama()), LoraConfig(**LORA))
+    losses(model, AdamW(trainable(model), lr=1e-2))
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(apply_recipe(llama()), tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS).logits
+        assert torch.equal(again(input_ids=TOKENS).logits, expected)
+        merged = again.merge_and_unload()
+        assert {type(m) for name, m in merged.named_modules() if name.endswith("q_proj")} == {Linear}
+        difference = merged(input_ids=TOKENS).logits - expected  # the correction is quantized with the weight now
+    assert difference.norm() <= 0.1 * expected.norm()
