@@ -52,9 +52,10 @@ def _grouped(a, a_scale, a_block, b, b_scale, b_block, offs) -> Tensor:
         return accumulator.grouped(gemm, a, a_scale, a_block, b, b_scale, b_block, groups)
     a_TK = in_float32(a, a_scale, a_block)
     b_GNK = in_float32(b, b_scale, b_block)
-    out_TN = torch.zeros(a.shape[0], b.shape[1], device=a.device)
+    out_TN = torch.empty(a.shape[0], b.shape[1], device=a.device)
     for g, rows in enumerate(groups):
         torch.mm(a_TK[rows], b_GNK[g].mT, out=out_TN[rows])
+    out_TN[groups[-1].stop if groups else 0 :] = 0.0
     return out_TN
 
 
