@@ -233,7 +233,7 @@ def answer_table(r: Results) -> str:
     ]
     for group, branches in BRANCHES_OF.items():
         for size in r.sizes(group, branches):
-            tokens = r.tokens(group if r.of(group, size) else branches, size)
+            tokens = r.tokens(group if size in r.sizes(group) else branches, size)
             base = r.get(group, size, "bf16")
             others = [gap(other, base)[0] for other in r.bf16(group, size) if base and other is not base]
             found = (
