@@ -8,9 +8,10 @@ every write through `.data`: hand-written training loops, averages that are swap
     micro-batches, and fprop and dgrad of each, share it
     inside `frozen_weights(model)`: until its end
     in training, for a parameter with `requires_grad=False` whose layer passes a gradient on, as LoRA has them below its
-        adapters: until it is written, or until its layer gets another place in a model, as when peft merges adapters
+        adapters: until it is written, until its layer gets another place in a model, or until the module around it
+        merges its adapters into it or takes them out again (peft's `merge` and `unmerge`)
 
-and quantized in each forward pass otherwise, also without gradients: peft may have merged adapters through `.data`.  A
+and quantized in each forward pass otherwise, also without gradients: somebody may have written through `.data`.  A
 write through `.data` between the forward passes of one step, or of a parameter with `requires_grad=False` between two
 steps, is not noticed; autograd does not notice it either. Parameters that FSDP2 gathers are written without counting
 and freed after their layer, so none is cached for `requires_grad=False` while a module of the process is sharded.
@@ -22,6 +23,7 @@ Under `torch.compile`, and while a CUDA graph is captured, quantization is part 
 weight as it is then.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -49,6 +51,7 @@ class _Entry(NamedTuple):
 
 _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage → {id of a parameter in it: its entry}
 _stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of parameters that a torch optimizer writes
+_merging: set[type] = set()  # classes whose `merge` and `unmerge` drop what they write
 _frozen = Counter[int]()  # id of a parameter → how many frozen_weights, which hold the parameter, it is inside
 
 
@@ -143,9 +146,33 @@ def _storage(t: Tensor) -> torch.UntypedStorage | None:
 def _forget_moved(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if torch.compiler.is_compiling() or module is None:  # transformers makes a list of some layers as it computes
         return
+    kind = type(parent)  # a module that is being made may have no attributes yet
+    if hasattr(kind, "merge") and hasattr(kind, "unmerge"):
+        _drop_merged(kind)
     if _cache:
         for parameter in module.parameters(recurse=False):
             _drop(parameter)
+
+
+def _drop_merged(kind: type[nn.Module]) -> None:
+    """Have the methods by which peft's layers write adapters into a weight's `.data` drop the quantized weight."""
+    if kind in _merging:
+        return
+    _merging.add(kind)
+    for name in ("merge", "unmerge"):
+        setattr(kind, name, _dropping(getattr(kind, name)))
+
+
+def _dropping(method: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(method)
+    def write(layer: nn.Module, *args: Any, **kwargs: Any) -> T:
+        try:
+            return method(layer, *args, **kwargs)
+        finally:
+            for parameter in layer.parameters():
+                _drop(parameter)
+
+    return write
 
 
 register_optimizer_step_post_hook(_forget)

@@ -77,6 +77,28 @@ def test_weights_below_adapters_are_quantized_once(monkeypatch: pytest.MonkeyPat
     assert len(calls) == sum(isinstance(module, Linear) for module in model.modules())
 
 
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=TOKENS).logits.detach()
+
+
+def test_merged_adapters_count_although_the_weight_was_quantized_before():
+    model = get_peft_model(apply_recipe(llama()), LoraConfig(**LORA))
+    model.enable_input_require_grads()
+    expected = logits(model)  # with gradients, so that the weights below the adapters are cached
+    model.merge_adapter()
+    assert (logits(model) - expected).norm() <= 0.1 * expected.norm()
+
+
+def test_adapters_that_are_taken_out_again_count():
+    model = get_peft_model(apply_recipe(llama()), LoraConfig(**LORA))
+    model.enable_input_require_grads()
+    expected = logits(model)
+    model.merge_adapter()
+    logits(model)
+    model.unmerge_adapter()
+    assert (logits(model) - expected).norm() <= 1e-3 * expected.norm()  # (w + d) − d is rounded
+
+
 def test_adapters_are_saved_loaded_and_merged(tmp_path: Path):
     model = get_peft_model(apply_recipe(llama()), LoraConfig(**LORA))
     losses(model, AdamW(trainable(model), lr=1e-2))

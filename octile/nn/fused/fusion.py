@@ -96,9 +96,13 @@ def is_fusable_norm(norm: nn.Module) -> bool:
 
 
 def has_hooks(*modules: nn.Module | None) -> bool:
-    """Whether one of the modules has a forward or backward hook of its own."""
+    """Whether one of the modules has a forward or backward hook of its own, or, as from accelerate, another forward."""
     return any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
         for module in modules
         if module is not None
     )

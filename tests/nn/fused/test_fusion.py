@@ -110,6 +110,18 @@ def test_a_bias_that_a_layer_gets_later_is_added():
 
 
 @every_module
+def test_a_layer_whose_forward_is_replaced_is_called(name, monkeypatch):
+    """As accelerate replaces it."""
+    module, layer, call = built(name)
+    call(module)
+    calls: list[int] = []
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *args: calls.append(1) or forward(*args), raising=False)
+    call(module)
+    assert calls == [1]
+
+
+@every_module
 def test_a_layer_with_a_hook_is_called_as_long_as_it_has_one(name):
     module, layer, call = built(name)
     call(module)
