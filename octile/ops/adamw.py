@@ -119,10 +119,7 @@ def _check(
         check_skip(skip)
         check_device("corrections", corrections, "skip", skip)
     if gradient_scale is not None:
-        if gradient_scale.dtype != torch.float32 or gradient_scale.dim():
-            raise ValueError(
-                f"gradient_scale must be float32 [], not {gradient_scale.dtype} {list(gradient_scale.shape)}"
-            )
+        check_gradient_scale(gradient_scale)
         check_device("corrections", corrections, "gradient_scale", gradient_scale)
     for name, tensors in lists.items():
         for i, (t, weight) in enumerate(zip(tensors, weights, strict=True)):
@@ -142,3 +139,11 @@ def check_skip(skip: Tensor) -> None:
         raise TypeError(f"skip must be bool, not {skip.dtype}")
     if skip.dim():
         raise ValueError(f"skip must have the shape [], not {list(skip.shape)}")
+
+
+def check_gradient_scale(gradient_scale: Tensor) -> None:
+    """Raise TypeError or ValueError if gradient_scale is not a tensor, float32 []."""
+    if not isinstance(gradient_scale, Tensor):
+        raise TypeError(f"gradient_scale must be a tensor, not {gradient_scale!r}")
+    if gradient_scale.dtype != torch.float32 or gradient_scale.dim():
+        raise ValueError(f"gradient_scale must be float32 [], not {gradient_scale.dtype} {list(gradient_scale.shape)}")

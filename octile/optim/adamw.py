@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from octile.ops.adamw import check_skip
+from octile.ops.adamw import check_gradient_scale, check_skip
+from octile.ops.quantize import check_device
 from octile.optim import gradient
 from octile.optim.state import KINDS, check_decays, check_saved, dtype_of, has_scales, load, new_state, store_
 from octile.optim.storage import overwrite_, shard
@@ -111,13 +112,16 @@ class AdamW(torch.optim.Optimizer):
                 The gradients keep their values.
 
         Raises:
-            TypeError: skip is not bool.
-            ValueError: skip does not have the shape [].
+            TypeError: skip is not bool, or gradient_scale no tensor.
+            ValueError: skip does not have the shape [], or gradient_scale is not float32 [], or one of them lies on
+                another device than a parameter.
             RuntimeError: a parameter has two gradients (see `gradient_of`), or one in a main_grad buffer although
                 `formats.gradient` is FP8.
         """
         if skip is not None:
             check_skip(skip)
+        if gradient_scale is not None:
+            check_gradient_scale(gradient_scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,6 +129,10 @@ class AdamW(torch.optim.Optimizer):
         found: list[_Found] = []
         for group in self.param_groups:
             found += [_Found(p, g, group) for p in group["params"] if (g := self._gradient(p)) is not None]
+        for name, value in (("skip", skip), ("gradient_scale", gradient_scale)):
+            if value is not None:
+                for param, _, _ in found:
+                    check_device("a parameter", param, name, value)
         # formats with a scale are loaded as FP32, a tensor at a time
         for together in [[one] for one in found] if has_scales(self.formats) else [found]:
             self._update(together, skip, gradient_scale)

@@ -137,6 +137,27 @@ def test_a_scale_of_the_gradient_equals_multiplied_gradients(formats):
     assert same_bits(params, others)
 
 
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        (0.5, TypeError, "gradient_scale must be a tensor, not 0.5"),
+        (torch.ones(1), ValueError, r"gradient_scale must be float32 \[\], not torch.float32 \[1\]"),
+        (torch.ones((), dtype=torch.float64), ValueError, r"gradient_scale must be float32 \[\], not torch.float64"),
+        (torch.ones((), device="meta"), ValueError, "a parameter is on cpu but gradient_scale on meta"),
+    ],
+)
+def test_a_refused_scale_changes_no_state(scale, error, message):
+    params = parameters()
+    optimizer = AdamW(params, 1e-2)
+    backward(params, 0)
+    optimizer.step()
+    before = [state["step"].item() for state in optimizer.state.values()]
+    backward(params, 1)
+    with pytest.raises(error, match=message):
+        optimizer.step(gradient_scale=scale)
+    assert [state["step"].item() for state in optimizer.state.values()] == before
+
+
 def test_weight_decay_is_decoupled():
     params = parameters()
     before = [p.detach().clone() for p in params]
