@@ -71,16 +71,17 @@ class StackedExperts:
         self.experts = experts
         self.linear_layers: int = (2 + experts.has_gate) * experts.num_experts
         self.why_unsupported = _why_unsupported(experts)
-        if NAME not in experts._modules:
-            implementation = experts.config._experts_implementation
-            experts.add_module(NAME, ExpertsRecipe(is_swiglu(experts._apply_gate), implementation))
 
     def use_recipe(self, recipe: Recipe) -> None:
         """Have the registry compute the experts by this recipe, and clear the amax history of delayed scaling."""
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-        experts, holder = self.experts, self.experts._modules[NAME]
+        experts = self.experts
+        if NAME not in experts._modules:
+            implementation = experts.config._experts_implementation
+            experts.add_module(NAME, ExpertsRecipe(is_swiglu(experts._apply_gate), implementation))
+        holder = experts._modules[NAME]
         holder.recipe = recipe
         holder.gate_up_history = history_for(recipe, experts.gate_up_proj)
         holder.down_history = history_for(recipe, experts.down_proj)

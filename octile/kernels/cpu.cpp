@@ -1,4 +1,5 @@
-// Block quantization to E4M3 and back on a CPU: what octile/ops/quantize.py and transpose.py specify, bit for bit.
+// Block quantization to E4M3 and back on a CPU: what octile/ops/quantize.py and transpose.py specify, bit for bit
+// but for the sign of a NaN.
 //
 // torch needs some twelve passes over memory for what is one loop here, and its comparisons and its cast to FP8 are not
 // vectorized. The loops below have no branches, so that the compiler vectorizes them. Absolute values are compared as
@@ -26,7 +27,7 @@ namespace {
 constexpr float MAX = 448;  // of E4M3
 constexpr float SMALLEST_SCALE = 0x1p-126f;
 constexpr uint32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
-constexpr int64_t WORTH_THREADS = 1 << 15;  // values, as in torch
+constexpr int64_t MIN_PARALLEL_VALUES = 1 << 15;  // as in torch
 constexpr int64_t TILE = 128, CHUNK = 64;  // rows of a transposed tile, and the columns of it that are in the L1 cache
 
 uint32_t bits(float x) {
@@ -108,7 +109,7 @@ template <bool POWER_OF_2>
 void quantize(
     const float* x, int64_t m, int64_t k, int64_t block_rows, int64_t block_columns, uint8_t* data, const Scale& scale
 ) {
-#pragma omp parallel for if (m * k >= WORTH_THREADS)
+#pragma omp parallel for if (m * k >= MIN_PARALLEL_VALUES)
     for (int64_t i = 0; i < (m + block_rows - 1) / block_rows; ++i) {
         const int64_t first = i * block_rows, end = std::min(m, first + block_rows);
         if (block_columns == 1) {  // a scale for each column
@@ -153,7 +154,7 @@ bool quantize_columns(
             all_rows[i * TILE + index - begin] = row;
         }
     }
-#pragma omp parallel for collapse(2) if (p * k >= WORTH_THREADS)
+#pragma omp parallel for collapse(2) if (p * k >= MIN_PARALLEL_VALUES)
     for (int64_t i = 0; i < tiles; ++i) {
         for (int64_t left = 0; left < k; left += CHUNK) {
             const int64_t width = std::min(CHUNK, k - left), height = std::min(TILE, p - i * TILE);
@@ -211,7 +212,7 @@ void octile_dequantize(
     const uint8_t* data, int64_t stride, int64_t m, int64_t k, int64_t block_rows, int64_t block_columns,
     const Scale* scale, float* values
 ) {
-#pragma omp parallel for if (m * k >= WORTH_THREADS)
+#pragma omp parallel for if (m * k >= MIN_PARALLEL_VALUES)
     for (int64_t row = 0; row < m; ++row) {
         const uint8_t* from = data + row * stride;
         float* to = values + row * k;

@@ -1,7 +1,8 @@
 """Quantization to E4M3 and conversions of E4M3 and E5M6 on a CPU, where torch's are slow or missing.
 
-`cpu.cpp` quantizes and dequantizes as the references in `octile.ops` do, bit for bit, in one pass instead of a dozen.
-Without a C++ compiler these functions are missing, and the references are used (`octile.kernels.native`).
+`cpu.cpp` quantizes and dequantizes as the references in `octile.ops` do, bit for bit but for the sign of a NaN, in one
+pass instead of a dozen. Without a C++ compiler these functions are missing, and the references are used
+(`octile.kernels.native`).
 """
 
 import ctypes
@@ -23,8 +24,16 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The functions of `cpu.cpp`; None without a compiler."""
-    threads = ("-fopenmp",) if hasattr(ctypes.CDLL(None), "GOMP_parallel") else ()  # torch's threads, not another pool
+    threads = ("-fopenmp",) if _has_gnu_openmp() else ()  # torch's threads, not another pool
     return native.load(SOURCE, (*native.OPTIONS, *threads), "quantization on the CPU runs")
+
+
+def _has_gnu_openmp() -> bool:
+    """Whether torch has loaded GNU's OpenMP into the process."""
+    try:
+        return hasattr(ctypes.CDLL(None), "GOMP_parallel")
+    except TypeError:  # on Windows a library needs a name
+        return False
 
 
 def can_quantize(fmt: str, *quantized: Tensor) -> bool:

@@ -32,15 +32,15 @@ def load(source: Path, options: tuple[str, ...], what: str) -> ctypes.CDLL | Non
         from octile.kernels import disk_cache
 
         machine = _run(path, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)  # the CPU's instruction sets
-        identity = [source.read_text(), *options, path, machine]
+        identity = [source.read_text(encoding="utf-8"), *options, path, machine]
         built = disk_cache.fetch(source.stem, identity, lambda: _build(path, source, options))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "native.so")
             file.write_bytes(built)
             return ctypes.CDLL(str(file))
-    except (OSError, ImportError, subprocess.CalledProcessError) as error:
+    except (OSError, UnicodeError, ImportError, subprocess.CalledProcessError) as error:
         message = getattr(error, "stderr", "") or error
-        log.warning("%s cannot compile: %s in plain torch instead: %s", path, what, message)
+        log.warning("%s could not be compiled or loaded: %s in plain torch: %s", source.name, what, message)
         return None
 
 

@@ -78,8 +78,8 @@ class BestModel:
         tensors = {} if own else {PREFIX + name: tensor for name, tensor in self._weights.items()}
         return tensors, {"best": asdict(self.best)}
 
-    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore what a checkpoint has; the model is that of the checkpoint already.
+    def load(self, tensors: dict[str, Tensor], state: dict[str, Any], step: int) -> None:
+        """Restore what the checkpoint of a step has; the model is that of the checkpoint already.
 
         Raises:
             ValueError: a value is missing, of another type, or out of range; or the tensors are not those of the model.
@@ -88,7 +88,9 @@ class BestModel:
             return
         self.best = from_json(Best, state["best"], "state.best")
         own = self._model.state_dict()
-        found = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)} or own
+        found = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)}
+        if self.best.step == step:  # `state` left them out
+            found = own
         if {name: t.shape for name, t in found.items()} != {name: t.shape for name, t in own.items()}:
             raise ValueError("the best model in the checkpoint has other tensors than the model")
         self._copy(found)

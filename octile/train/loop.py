@@ -247,7 +247,7 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Pat
     else:
         tensors, state = load_checkpoint(checkpoint, check=False)  # it was checked when it was chosen
         trainer.load(tensors, state)
-        best.load(tensors, state)
+        best.load(tensors, state, trainer.steps_done)
         if trainer.steps_done > trainer.config.steps:
             raise ValueError(f"steps is {trainer.config.steps}, but the run has done {trainer.steps_done} already")
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")

@@ -537,6 +537,8 @@ class Trainer:
                 missing, of another type, or out of range.
         """
         self._check_read("load")
+        if self.captured is not None:
+            self.captured.release()  # its graphs write the moments that are replaced here
         found = from_json(TrainerState, {k: v for k, v in state.items() if k not in OTHER_STATE}, "state")
         if self.loss_scale and found.loss_scale is None:
             raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")

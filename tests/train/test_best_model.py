@@ -62,7 +62,7 @@ def test_a_checkpoint_restores_it(losses):
     tensors, state = before.state(len(losses))
     model = with_weight(float(len(losses)))  # the checkpoint's own
     after = BestModel(model)
-    after.load(tensors, json.loads(json.dumps(state)))
+    after.load(tensors, json.loads(json.dumps(state)), len(losses))
     after.restore()
     before.restore()
     assert after.best == before.best
@@ -80,11 +80,12 @@ def test_a_checkpoint_holds_weights_once_if_they_are_its_own():
         ({}, {"step": -1, "val_loss": 2.0, "validations": 0}, "state.best.step must be at least 0, not -1"),
         ({}, {"step": 1, "val_loss": "low", "validations": 0}, "state.best.val_loss must be a number"),
         ({"best.other": torch.zeros(1)}, {"step": 1, "val_loss": 2.0, "validations": 0}, "has other tensors than"),
+        ({}, {"step": 1, "val_loss": 2.0, "validations": 0}, "has other tensors than"),
     ],
 )
 def test_a_damaged_state_is_refused(tensors, state, message):
     with pytest.raises(ValueError, match=message):
-        BestModel(with_weight(0.0)).load(tensors, {"best": state})
+        BestModel(with_weight(0.0)).load(tensors, {"best": state}, 2)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch import Tensor
 from octile.compat.deep_gemm.bf16 import gemm_nt
 from octile.compat.deep_gemm.operands import Pair, Recipe, check_cd, check_pairs, check_recipe, copy_c_to_d, operands
 from octile.ops.grouped import masked_grouped_matmul_nt_out
+from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import check_tensor
 from octile.validation import quoted
@@ -66,7 +67,7 @@ def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, 
     if c is not None:
         raise ValueError(f"c must be None for {expr!r}, not a tensor")
     left, right, out = _as_gemms(expr, a, b, d)
-    with without_autocast(a.device):
+    with without_autocast(a.device), without_reduced_precision_reduction():
         if a.is_cuda:
             torch.bmm(left, right.mT, out=out)
         else:
