@@ -112,7 +112,7 @@ def _check_one_process(command: str) -> None:
     Raises:
         ValueError: torchrun started more than one.
     """
-    processes = os.environ.get("WORLD_SIZE", "1")
+    processes = os.environ.get("WORLD_SIZE") or "1"
     if processes != "1":
         raise ValueError(
             f"octile {command} runs in one process, but torchrun has started {processes} (WORLD_SIZE): start it with "

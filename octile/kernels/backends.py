@@ -164,7 +164,8 @@ TABLE = {
     ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
-QUANTIZATIONS = tuple(name for name in TABLE if name != "gemm")
+# quantize_transposed calls "quantize_and_transpose" of `TABLE`
+QUANTIZATIONS = (*(name for name in TABLE if name != "gemm"), "quantize_transposed")
 OPERATORS = (*GEMMS, *QUANTIZATIONS, *ONLY_TRITON, *ONLY_TORCH)
 
 

@@ -1,6 +1,7 @@
 """The console on which commands print tables and progress."""
 
-from typing import NoReturn
+import os
+from collections.abc import Callable
 
 from octile.extras import require
 
@@ -9,8 +10,17 @@ import rich.console  # noqa: E402  a missing package is reported above
 
 
 class Console(rich.console.Console):
-    """rich's console, which raises BrokenPipeError if its reader stops reading, as in `octile doctor | head`."""
+    """rich's console, which raises BrokenPipeError if its reader stops reading, as in `octile doctor | head`.
 
-    def on_broken_pipe(self) -> NoReturn:
-        """Raise BrokenPipeError instead of exiting silently."""
-        raise BrokenPipeError
+    Attributes:
+        reader_left: called instead, if it is not None; what is printed later is discarded.
+    """
+
+    reader_left: Callable[[], object] | None = None
+
+    def on_broken_pipe(self) -> None:
+        """Call `reader_left`, or raise BrokenPipeError, instead of exiting silently."""
+        if self.reader_left is None:
+            raise BrokenPipeError
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        self.reader_left()

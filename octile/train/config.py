@@ -82,7 +82,8 @@ class TrainConfig:
     """The configuration of a training run.
 
     Attributes:
-        preset: where the defaults come from: tiny (two CPU cores), small (one GPU), v2_lite_16b, v2_236b, v3_671b.
+        preset: where the defaults come from: tiny (two CPU cores), small or medium (one GPU), v2_lite_16b,
+            v2_236b, v3_671b.
         recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_delayed, hybrid_e5m2,
             global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8 or int8_tiles; or a .toml file with exceptions
             for single layers.
@@ -261,7 +262,7 @@ class TrainConfig:
 
 
 def tiny() -> TrainConfig:
-    """A run of three to four minutes on two CPU cores.
+    """A run of four to six minutes on two CPU cores.
 
     Its balance_speed is ten times the published one, because its few steps must suffice to balance the experts.
     """

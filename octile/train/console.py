@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NAMED = 3  # files left out that are named, of each reason
 MIN_BAR_WIDTH = 80  # characters of a terminal; a narrower one has no room for the bar and the times
 LOG_LINES = 20  # lines of progress in a log file
+SIGPIPE = 13  # also where Python's `signal` does not have it
 
 
 class RunConsole:
@@ -32,6 +33,15 @@ class RunConsole:
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
+
+    @contextmanager
+    def stopped_by_its_reader(self, stop: list[int]) -> Iterator[None]:
+        """Add SIGPIPE to `stop` if the reader of the output ends, as in `octile train | head`; nothing is lost then."""
+        self.console.reader_left = lambda: stop.append(SIGPIPE)
+        try:
+            yield
+        finally:
+            self.console.reader_left = None
 
     def print(self, text: str) -> None:
         """Print a text without rich's markup; on a terminal with its control characters escaped."""

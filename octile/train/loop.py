@@ -127,6 +127,7 @@ def _train(
 
     with (
         stop_requests() as stop,
+        console.stopped_by_its_reader(stop),
         nullcontext() if resume else _unmarked_on_failure(run, trainer),
         _report_on_failure(run, console),
         deterministic(config.deterministic),
@@ -159,6 +160,11 @@ def _train(
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
         _checkpoint(trainer, best, run, config)
         raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {_resume_command(run)}", stop[0])
+    if trainer.steps_done < config.steps and best.best is not None:
+        console.print(
+            f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
+            f"{best.best.step} was lower (--patience {config.patience}); to go on: {_resume_command(run)} --patience 0"
+        )
     try:
         _finish(trainer, best, run, store, console)
     except KeyboardInterrupt as interrupt:

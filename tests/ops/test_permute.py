@@ -81,7 +81,9 @@ def test_permute_and_unpermute_are_adjoint():
     (data, scale), place, y = tiles(), places(), torch.randn(T * K, D)
     moved = dequantize(*permute(data, scale, place), 1, 128, torch.float32)
     x = dequantize(data, scale, 1, 128, torch.float32)
-    torch.testing.assert_close((moved * y).sum(), (x * unpermute(y, place)).sum())
+    products = moved.double() * y
+    difference = products.sum() - (x.double() * unpermute(y, place)).sum()
+    assert difference.abs() <= K * 2**-24 * products.abs().sum()  # unpermute sums K values in FP32
 
 
 def test_the_addend_is_not_written():

@@ -1,12 +1,14 @@
 """Tests of what a run prints about its data: the held-out share, and the names of what is left out."""
 
 import io
+import os
 import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from octile.report.console import Console as OctileConsole
 from octile.train.console import RunConsole
 from octile.train.data import prepare
 from tests.train.conftest import silent_console
@@ -87,3 +89,15 @@ def test_a_terminal_gets_texts_with_escaped_control_characters():
     console = RunConsole(Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
     console.print("sample \x1b[31m\x07")
     assert console.console.file.getvalue() == "sample \\x1b[31m\\x07\n"
+
+
+def test_a_reader_that_leaves_stops_the_run():
+    read, write = os.pipe()
+    os.close(read)
+    stop: list[int] = []
+    with os.fdopen(write, "w") as file:
+        console = RunConsole(OctileConsole(file=file))
+        with console.stopped_by_its_reader(stop):
+            console.print("a")
+            console.print("b")
+    assert stop == [13]

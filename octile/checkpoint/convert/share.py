@@ -8,6 +8,7 @@ from octile.checkpoint.fp8_layout import is_scale
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.validation import quoted
 
+WORD_EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "shared", "tok_embeddings")
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # as DeepSeek, Qwen and Mixtral call it
 
 
@@ -55,13 +56,16 @@ def _flops_share(names: set[str], weights: Mapping[str, TensorSpec], config: Map
         raise ValueError(f"text_config must be an object or null, not {quoted(nested)}")
     config = {**nested, **config}
     active = _active_experts(config)
-    tied = bool(config.get("tie_word_embeddings")) and not any("head" in name for name in weights)
+    # the output head multiplies the word embedding where no weight is a head's, and the model generates text
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    generates = not architectures or any("LM" in name for name in architectures)
+    tied = bool(config.get("tie_word_embeddings")) and generates and not any("head" in name for name in weights)
     total = chosen = 0.0
     for name, spec in weights.items():
         module, _, last = name.rpartition(".")
         routed = "experts" in name.split(".")
         is_matrix = len(spec.shape) == 3 if routed and last != "weight" else len(spec.shape) == 2 and last == "weight"
-        is_lookup = "embed" in module and not tied
+        is_lookup = "embed" in module and not (tied and module.endswith(WORD_EMBEDDINGS))
         if is_lookup or not is_matrix:
             continue
         fraction = active if routed else 1.0

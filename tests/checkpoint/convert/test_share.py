@@ -27,6 +27,17 @@ def test_a_tied_embedding_is_the_heads_gemm():
     assert share_of(["model.q_proj.weight"], DENSE, {"tie_word_embeddings": True}).flops == 80 / 880
 
 
+def test_a_tied_embedding_of_a_model_without_a_head_is_a_look_up():
+    config = {"tie_word_embeddings": True, "architectures": ["BertForQuestionAnswering"]}
+    assert share_of(["model.q_proj.weight"], DENSE, config).flops == 1.0
+
+
+def test_position_embeddings_are_no_gemms():
+    weights = DENSE | specs(model__position_embeddings__weight=(64, 8))
+    config = {"tie_word_embeddings": True, "architectures": ["BertLMHeadModel"]}
+    assert share_of(["model.q_proj.weight"], weights, config).flops == 80 / 880
+
+
 @pytest.mark.parametrize("key", ["n_routed_experts", "num_experts", "num_local_experts"])
 def test_only_active_experts_are_counted(key):
     experts = [name for name in MOE if "experts" in name]
