@@ -262,7 +262,7 @@ class TrainConfig:
 
 
 def tiny() -> TrainConfig:
-    """A run of four to six minutes on two CPU cores.
+    """A run of about four minutes on two CPU cores.
 
     Its balance_speed is ten times the published one, because its few steps must suffice to balance the experts.
     """
