@@ -18,8 +18,7 @@ from types import TracebackType
 import torch
 
 from octile.bench.kernel_time import recorded_kernels
-from octile.bench.step.profile import split
-from octile.train.kernel_records import KernelRecord
+from octile.train.kernel_records import KernelRecord, idle_share
 
 STOP_SECONDS = 5.0  # for a process to end; then it is killed
 
@@ -88,7 +87,7 @@ class Requests:
                     yield
                 _synchronize()
                 seconds = time.perf_counter() - start
-            idle = split(sorted(kernels, key=lambda kernel: kernel.start))[0] if kernels else None
+            idle = idle_share(kernels) if kernels else None
             peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
             connection.send((True, Measured(seconds, peak, idle, self.setting)))
             request = _receive(connection)
