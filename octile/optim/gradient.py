@@ -6,7 +6,6 @@
 - `param.scaled_grad`, FP8 values with one scale, to which `store_scaled` moves each gradient when it is computed.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -102,14 +101,20 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
     Raises:
         ValueError: max_norm is not above 0.
     """
-    _check_max_norm(max_norm)
     gradients = gradients_of(params)
-    if not gradients:
-        return torch.zeros(())
-    norm = torch.linalg.vector_norm(_norms(gradients))
-    if max_norm < math.inf:
-        multiply_(gradients, clip_factor(norm, max_norm))
+    norm = _norm(gradients)
+    multiply_(gradients, clip_factor(norm, max_norm))
     return norm
+
+
+@torch.no_grad()
+def gradient_norm(params: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients that `clip_grad_norm_` returns, float32 []; the host does not wait for the device.
+
+    Args:
+        params: parameters of one device; those without a gradient are ignored.
+    """
+    return _norm(gradients_of(params))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -124,14 +129,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     Raises:
         ValueError: max_norm is not above 0.
     """
-    _check_max_norm(max_norm)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(norm.isfinite(), factor, 1.0)
-
-
-def _check_max_norm(max_norm: float) -> None:
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, not {max_norm}")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), factor, 1.0)
 
 
 @torch.no_grad()
@@ -155,6 +156,11 @@ def last_non_finite(params: Iterable[Tensor]) -> Tensor:
             largest[i] = g.scale
     index_N = torch.arange(len(params), device=params[0].device)
     return torch.where(torch.stack(largest).isfinite(), -1, index_N).amax()
+
+
+def _norm(gradients: list[Gradient]) -> Tensor:
+    """The norm of all gradients together, float32 []; 0 on the CPU if there are none."""
+    return torch.linalg.vector_norm(_norms(gradients)) if gradients else torch.zeros(())
 
 
 def _norms(gradients: list[Gradient]) -> Tensor:

@@ -36,17 +36,8 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import AmaxHistory, end_step
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
-from octile.optim import (
-    EMA,
-    AdamW,
-    BatchRamp,
-    DynamicLossScale,
-    WarmupConstantCosine,
-    clip_factor,
-    clip_grad_norm_,
-    param_groups,
-)
-from octile.optim.gradient import last_non_finite
+from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
+from octile.optim.gradient import gradient_norm, last_non_finite
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
@@ -322,7 +313,7 @@ class Trainer:
         overflowed = False
         if self.loss_scale:
             overflowed = not self.loss_scale.unscale_(parameters) and self.loss_scale.value > 1.0
-        norm = clip_grad_norm_(parameters, math.inf).to(self.device)
+        norm = gradient_norm(parameters).to(self.device)
         last_broken = torch.full((), -1.0, device=self.device)
         if self.device.type == "cuda" or not norm.isfinite():  # on a CPU it costs nothing to know that first
             last_broken = last_non_finite(parameters).float()
