@@ -57,6 +57,11 @@ class AmaxHistory(nn.Module):
         self.amax_OH.copy_(moved_OH if skip is None else torch.where(skip, self.amax_OH, moved_OH))
 
 
+def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
+    """The amax histories of a model's layers, by their modules' names; none without delayed scaling."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AmaxHistory)}
+
+
 def end_step(model: nn.Module, skip: Tensor | None = None) -> None:
     """Move delayed scales on by one step: call it after each optimizer step. Does nothing for other recipes.
 
@@ -64,9 +69,8 @@ def end_step(model: nn.Module, skip: Tensor | None = None) -> None:
         model: the model.
         skip: bool [] on the model's device: if true, the step was skipped and nothing changes.
     """
-    for module in model.modules():
-        if isinstance(module, AmaxHistory):
-            module.end_step(skip)
+    for history in amax_histories(model).values():
+        history.end_step(skip)
 
 
 def quantize_unscaled(t: Tensor, operand_format: OperandFormat) -> ScaledTensor:

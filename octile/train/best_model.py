@@ -1,7 +1,7 @@
 """The model with the lowest held-out loss of a run, which becomes its `model/`.
 
-The weights are copied to CPU memory when a validation finds the lowest loss so far. A checkpoint contains them, unless
-they are the checkpoint's own, so that a resumed run ends with the same `model/`.
+Weights and amax histories are copied to CPU memory when a validation finds the lowest loss so far. A checkpoint
+contains them, unless they are the checkpoint's own, so that a resumed run ends with the same `model/` and sample.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from octile.nn.delayed_scaling import amax_histories
 from octile.validation import Range, check_fields, from_json
 
 PREFIX = "best."  # of the names of its tensors in a checkpoint; "best" is its field in state.json
@@ -37,7 +38,7 @@ class Best:
 
 
 class BestModel:
-    """Keeps a copy of a model's weights at its lowest held-out loss.
+    """Keeps a copy of a model's weights and amax histories at its lowest held-out loss.
 
     Args:
         model: the model that is trained.
@@ -49,13 +50,13 @@ class BestModel:
     def __init__(self, model: nn.Module):
         self.best: Best | None = None
         self._model = model
-        self._weights: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
 
     def update(self, step: int, val_loss: float) -> None:
-        """Copy the model's weights if a held-out loss is lower than all before."""
+        """Copy the model's weights and amax histories if a held-out loss is lower than all before."""
         if math.isfinite(val_loss) and (self.best is None or val_loss < self.best.val_loss):
             self.best = Best(step, val_loss)
-            self._copy(self._model.state_dict())
+            self._copy(self._own())
         elif self.best is not None:
             self.best = replace(self.best, validations=self.best.validations + 1)
 
@@ -65,17 +66,17 @@ class BestModel:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Overwrite the model's weights with the copy, if there is one."""
-        own = self._model.state_dict()
-        for name, tensor in self._weights.items():
+        """Overwrite the model's weights and amax histories with the copies, if there are any."""
+        own = self._own()
+        for name, tensor in self._copies.items():
             own[name].copy_(tensor)
 
     def state(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint of a step needs: tensors, and fields of state.json."""
         if self.best is None:
             return {}, {}
-        own = self.best.step == step  # the checkpoint has these weights already
-        tensors = {} if own else {PREFIX + name: tensor for name, tensor in self._weights.items()}
+        own = self.best.step == step  # the checkpoint has these tensors already
+        tensors = {} if own else {PREFIX + name: tensor for name, tensor in self._copies.items()}
         return tensors, {"best": asdict(self.best)}
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any], step: int) -> None:
@@ -87,7 +88,7 @@ class BestModel:
         if "best" not in state:  # of an earlier version, or before the first validation
             return
         self.best = from_json(Best, state["best"], "state.best")
-        own = self._model.state_dict()
+        own = self._own()
         found = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)}
         if self.best.step == step:  # `state` left them out
             found = own
@@ -95,8 +96,13 @@ class BestModel:
             raise ValueError("the best model in the checkpoint has other tensors than the model")
         self._copy(found)
 
-    def _copy(self, weights: dict[str, Tensor]) -> None:
-        for name, own in self._model.state_dict().items():
-            if name not in self._weights:  # pinned, so that a GPU copies at the speed of the bus
-                self._weights[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-            self._weights[name].copy_(weights[name])
+    def _own(self) -> dict[str, Tensor]:
+        """The model's own tensors that are copied."""
+        histories = {f"history.{name}": history.amax_OH for name, history in amax_histories(self._model).items()}
+        return self._model.state_dict() | histories
+
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        for name, own in self._own().items():
+            if name not in self._copies:  # pinned, so that a GPU copies at the speed of the bus
+                self._copies[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            self._copies[name].copy_(tensors[name])

@@ -33,7 +33,7 @@ from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.nn.conversion import apply_recipe
-from octile.nn.delayed_scaling import AmaxHistory, end_step
+from octile.nn.delayed_scaling import amax_histories, end_step
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
@@ -377,11 +377,11 @@ class Trainer:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore what a forward and backward pass inside the context changes: amax histories and gradients."""
-        amax = {name: history.amax_OH.clone() for name, history in self._histories().items()}
+        amax = {name: history.amax_OH.clone() for name, history in amax_histories(self.model).items()}
         try:
             yield
         finally:
-            for name, history in self._histories().items():
+            for name, history in amax_histories(self.model).items():
                 history.amax_OH.copy_(amax[name])
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -505,7 +505,7 @@ class Trainer:
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for index, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": t for name, t in moments.items()}
-        tensors |= {f"history.{name}": m.amax_OH for name, m in self._histories().items()}
+        tensors |= {f"history.{name}": m.amax_OH for name, m in amax_histories(self.model).items()}
         if self.ema:
             tensors |= {f"ema.{name}": t for name, t in self.ema.state_dict().items()}
         state = {  # the fields of `TrainerState`
@@ -545,7 +545,7 @@ class Trainer:
             index, _, key = name.partition(".")
             moments.setdefault(int(index), {})[key] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        for name, history in self._histories().items():
+        for name, history in amax_histories(self.model).items():
             history.amax_OH.copy_(parts["history"][name])
         if self.ema:
             self.ema.load_state_dict(parts["ema"])
@@ -554,9 +554,6 @@ class Trainer:
         self.steps_done, self.tokens, self.seconds = found.steps_done, found.tokens, found.seconds
         self.skipped, self.skipped_in_a_row = found.skipped, found.skipped_in_a_row
         self._set_skips()
-
-    def _histories(self) -> dict[str, AmaxHistory]:
-        return {name: m for name, m in self.model.named_modules() if isinstance(m, AmaxHistory)}
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.nn.delayed_scaling import amax_histories
 from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
 from octile.train import trainer as module
@@ -192,7 +193,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     state = {name: t.clone() for name, t in trainer.model.state_dict().items()}
     for i, moments in enumerate(trainer.optimizer.state.values()):
         state |= {f"{i}.{name}": t.clone() for name, t in moments.items()}
-    histories = {name: history.amax_OH for name, history in trainer._histories().items()}
+    histories = {name: history.amax_OH for name, history in amax_histories(trainer.model).items()}
     return state | {name: amax_OH[:, 1:].clone() for name, amax_OH in histories.items()}
 
 

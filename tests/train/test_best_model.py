@@ -10,6 +10,7 @@ from torch import nn
 
 from octile.checkpoint.hugging_face import load
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.nn.delayed_scaling import AmaxHistory
 from octile.train.best_model import Best, BestModel
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
@@ -42,6 +43,38 @@ def test_the_weights_of_the_lowest_loss_are_kept(losses, step, validations):
     assert best.best == Best(step, losses[step - 1], validations)
     best.restore()
     assert model.weight.item() == step
+
+
+def with_history() -> nn.Module:
+    return nn.Sequential(AmaxHistory(2), with_weight(0.0))
+
+
+def measured_with_amax(model: nn.Module, losses: list[float]) -> BestModel:
+    """The best model after validations with these losses, the n-th with amax histories of n."""
+    best = BestModel(model)
+    for step, loss in enumerate(losses, start=1):
+        model[0].amax_OH.fill_(step)
+        best.update(step, loss)
+    return best
+
+
+def test_the_amax_histories_of_the_lowest_loss_are_kept():
+    model = with_history()
+    measured_with_amax(model, [3.0, 2.0, 4.0]).restore()
+    assert model[0].amax_OH.equal(torch.full((3, 3), 2.0))
+
+
+@pytest.mark.parametrize("losses", [[3.0, 2.0, 2.5], [3.0, 2.5, 2.0]])
+def test_a_checkpoint_restores_its_amax_histories(losses):
+    before = measured_with_amax(with_history(), losses)
+    tensors, state = before.state(len(losses))
+    model = with_history()
+    model[0].amax_OH.fill_(len(losses))  # the checkpoint's own
+    after = BestModel(model)
+    after.load(tensors, state, len(losses))
+    model[0].amax_OH.zero_()
+    after.restore()
+    assert model[0].amax_OH.equal(torch.full((3, 3), float(before.best.step)))
 
 
 def test_without_a_finite_loss_the_weights_stay():
