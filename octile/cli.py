@@ -11,11 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
@@ -24,7 +26,7 @@ from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, get_args
 
 from octile import __version__
 from octile.extras import require
-from octile.models.config import ModelConfig, RopeScaling
+from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Stopped, Terminated, terminable
 from octile.validation import Dataclass, Range, annotations_of, check_fields
@@ -43,6 +45,10 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
 OPTIONAL_NUMBER_ERROR = re.compile(
     r"no type matching \{None\}\|(INT|FLOAT)(?:\|.*)? could be instantiated from \[(.*)\]"
 )
+
+HELP = frozenset({"-h", "--help"})
+HELP_HEAD = re.compile(r"usage: | *\S+ {2,}")  # the start of a line of help, after which its text begins
+ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 RunForm = TypeVar("RunForm", "Train", "Compare")
 
@@ -76,7 +82,7 @@ class Train(TrainConfig):
 
 def train(arguments: list[str]) -> None:
     """Train a model: from text to a run folder with checkpoints, the model, a report and a sample."""
-    _check_one_process("train")
+    arguments = _for_help(arguments)
     out = _value_of("--out", arguments)
     if "--resume" in arguments and out:
         from octile.train.run_folder import RunFolder
@@ -93,6 +99,7 @@ def train(arguments: list[str]) -> None:
     if _value_of("--steps", arguments) is not None and _value_of("--tokens", arguments) is not None:
         raise ValueError("--steps and --tokens exclude each other: give one of them")
     options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
+    _check_one_process("train")
     from octile.lab.run import observer
     from octile.train.console import RunConsole
     from octile.train.loop import train as run
@@ -104,6 +111,14 @@ def train(arguments: list[str]) -> None:
 
         hook = profiling(config, hook, console)
     run(config, options.resume, console, hook)
+
+
+def _for_help(arguments: list[str]) -> list[str]:
+    """What is left of arguments that ask for help: the preset whose values are shown. The others may be wrong."""
+    if not HELP.intersection(arguments):
+        return arguments
+    name = _value_of("--preset", arguments)
+    return [*(("--preset", name) if name in PRESETS else ()), "--help"]
 
 
 def _check_one_process(command: str) -> None:
@@ -159,7 +174,7 @@ SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "model
 
 def compare(arguments: list[str]) -> None:
     """Train recipes and BF16 with its noise band, and report the loss that each recipe costs."""
-    _check_one_process("compare")
+    arguments = _for_help(arguments)
     out, name = _value_of("--out", arguments), _value_of("--preset", arguments)
     begun_with: dict[str, Any] = {}
     if "--resume" in arguments and out:
@@ -176,6 +191,7 @@ def compare(arguments: list[str]) -> None:
         config = preset("tiny" if name is None else name)
     default = Compare(**{name: getattr(config, name) for name in SHARED}, **begun_with)
     options = _parse_run(Compare, arguments, "compare", default)
+    _check_one_process("compare")
     if not options.recipes.replace(",", "").strip():
         raise ValueError("recipes is empty: name recipes, separated by commas")
     config = replace(config, **{name: getattr(options, name) for name in SHARED})
@@ -268,8 +284,9 @@ class Bench:
         minutes: after so many minutes, tune starts no further shape.
     """
 
-    what: tyro.conf.Positional[
-        Literal["gemm", "casts", "step", "train", "transformers", "lab", "tune", "tune-casts"]
+    what: Annotated[
+        tyro.conf.Positional[Literal["gemm", "casts", "step", "train", "transformers", "lab", "tune", "tune-casts"]],
+        tyro.conf.arg(metavar="[WHAT]"),  # tyro would list the values in one word, which no line can break
     ] = "step"
     json: Path | None = None
     shape: str | None = None
@@ -324,9 +341,13 @@ def doctor(arguments: list[str]) -> None:
 
 def lab(arguments: list[str]) -> None:
     """Study FP8 numerics: number formats, accumulation, the GEMMs of a run."""
-    from octile.lab.commands import run
+    from octile.lab.commands import overview, run
 
-    run(arguments, _parse)
+    name, *rest = arguments or ["--help"]
+    if name in HELP:
+        print(wrap_help(overview()))
+    else:
+        run(name, rest, _parse)
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -349,8 +370,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        _run(lambda _: print(_overview(), flush=True), [])
+    if name in HELP:
+        _run(lambda _: print(wrap_help(_overview()), flush=True), [])
     elif name == "--version":
         _run(lambda _: print(f"octile {__version__}", flush=True), [])
     elif name not in COMMANDS:
@@ -364,20 +385,36 @@ def _call(name: str, arguments: list[str]) -> None:
     COMMANDS[name](arguments)
 
 
+class _CapturedOutput(StringIO):
+    """Captured text that looks as it would on the standard output, with the same characters and styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = sys.stdout
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+
 def _parse(form: type[Form], arguments: list[str], command: str, default: Form | None = None) -> Form:
     """Read arguments into a dataclass. tyro's error box becomes the one line of a ValueError.
 
     Raises:
         ValueError: the arguments are not valid for the command.
     """
-    output = StringIO()
+    shown, output = _CapturedOutput(), StringIO()
     marks = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
     try:
-        with redirect_stderr(output):
+        with redirect_stdout(shown), redirect_stderr(output):
             defaults = tyro.MISSING_NONPROP if default is None else default
             options = tyro.cli(form, args=arguments, prog=f"octile {command}", default=defaults, config=marks)
     except SystemExit as end:
         if not end.code:  # --help
+            print(wrap_help(shown.getvalue()), flush=True)
             raise
         raise ValueError(f"{_error_line(output.getvalue())} (see octile {command} --help)") from None
     for name, annotation in annotations_of(form).items():
@@ -504,6 +541,25 @@ def _overview() -> str:
     lines = [f"  {name:10}{command.__doc__}" for name, command in COMMANDS.items()]
     head = "octile: DeepSeek-V3-style models in fine-grained FP8\n\nusage: octile COMMAND [--help] …\n\n"
     return head + "\n".join(lines)
+
+
+def wrap_help(text: str) -> str:
+    """Break the lines of a command's help that are wider than the terminal.
+
+    The lines that follow are indented to where the text of the first begins: behind "usage:", or behind a name that is
+    followed by its description.
+    """
+    width = shutil.get_terminal_size().columns
+    return "\n".join(_wrap(line, width) for line in text.splitlines())
+
+
+def _wrap(line: str, width: int) -> str:
+    shown = ANSI_STYLE.sub("", line)
+    if len(shown) <= width:
+        return line
+    head = HELP_HEAD.match(shown)
+    indent = " " * (len(head[0]) if head else 0)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _newest_run() -> Path:

@@ -13,7 +13,7 @@ import torch
 
 import octile.cli
 from octile.checkpoint.hugging_face import save
-from octile.cli import COMMANDS, main
+from octile.cli import COMMANDS, main, wrap_help
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.compare import Comparison
@@ -82,6 +82,50 @@ def test_every_command_has_help(capsys, command):
     code, out, _ = call(capsys, command, "--help")
     assert code == 0
     assert "usage: octile " + command in out
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("command", ["--help", *COMMANDS])
+def test_help_fits_the_terminal(capsys, monkeypatch, command, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = call(capsys, command, "--help")[1]
+    assert [line for line in out.splitlines() if len(line) > width] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("twenty-two characters.", "twenty-two characters."),
+        ("usage: octile train [-h] --all", "usage: octile train\n       [-h] --all"),
+        ("  lab  Study FP8 numerics", "  lab  Study FP8\n       numerics"),
+        ("One longer line of text", "One longer line of\ntext"),
+        ("\x1b[2m-h   twenty characters\x1b[0m", "\x1b[2m-h   twenty characters\x1b[0m"),
+        ("first\n\nlast", "first\n\nlast"),
+    ],
+    ids=["fits", "usage", "name", "sentence", "styled", "empty line"],
+)
+def test_help_is_wrapped_to_the_terminal(monkeypatch, text, shown):
+    monkeypatch.setenv("COLUMNS", "22")
+    assert wrap_help(text) == shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--preset", "huge"], ["--resume", "--out", "none"], ["--init-from", "none"], ["--steps", "1", "--tokens", "1"]],
+    ids=" ".join,
+)
+def test_help_is_shown_whatever_else_is_given(capsys, monkeypatch, arguments):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = call(capsys, "train", *arguments, "--help")
+    assert (code, err) == (0, "")
+    assert "usage: octile train" in out
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help_shows_the_defaults_of_a_preset(capsys, command):
+    shown = [call(capsys, command, "--preset", name, "-h")[1] for name in ("tiny", "small")]
+    assert "(default: tiny)" in shown[0]
+    assert "(default: small)" in shown[1]
 
 
 def test_help_loads_no_torch():
@@ -420,6 +464,14 @@ def test_generate_from_a_checkpoint_of_another_shape(capsys, hf_folder, tmp_path
     shutil.copytree(hf_folder, other)
     replace(MICRO, hidden_size=128).write(other / "config.json")
     assert "by its config.json" in refused(capsys, "generate", str(other), "--max-new-tokens", "8")
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help_is_shown_under_torchrun(capsys, monkeypatch, command):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0
+    assert "usage: octile " + command in out
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

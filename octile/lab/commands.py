@@ -36,21 +36,22 @@ COMMANDS = {
 }
 
 
-def run(arguments: list[str], parse: Parse) -> None:
-    """Run one of the lab's commands, or list them.
+def overview() -> str:
+    """The list of the lab's commands."""
+    lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
+    return "usage: octile lab COMMAND [--help] …\n\n" + "\n".join(lines)
+
+
+def run(name: str, arguments: list[str], parse: Parse) -> None:
+    """Run one of the lab's commands.
 
     Raises:
         ValueError: the command is unknown, or its options are invalid.
     """
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
-        print("usage: octile lab COMMAND [--help] …\n\n" + "\n".join(lines))
-        return
     if name not in COMMANDS:
         raise ValueError(f"unknown lab command {name!r}; there are {', '.join(COMMANDS)}")
     module = import_module(f"octile.lab.pages.{COMMANDS[name].module}")
-    options = parse(module.Options, rest, f"lab {name}")
+    options = parse(module.Options, arguments, f"lab {name}")
     _check(options)
     module.run(options)
 

@@ -34,6 +34,13 @@ def test_every_command_has_help(capsys, command):
     assert "usage: octile lab " + command in out
 
 
+@pytest.mark.parametrize("command", ["--help", *COMMANDS])
+def test_help_fits_a_narrow_terminal(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = call(capsys, "lab", command, "--help")[1]
+    assert [line for line in out.splitlines() if len(line) > 40] == []
+
+
 def test_an_unknown_command_is_refused(capsys):
     assert "unknown lab command 'format'; there are formats, accumulate" in refused(capsys, "lab", "format")
 
