@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from octile.validation import MAX_DEPTH, Range, check_fields, from_json, read_json
+from octile.validation import MAX_DEPTH, Range, check_fields, check_given, from_json, read_json
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,18 @@ def test_every_wrong_value_of_a_file_is_a_value_error(values, message):
     message = message.replace("inner must be an object or null", "inner must be an object")
     with pytest.raises(ValueError, match=f"^{message}"):
         from_json(Outer, lists)
+
+
+@pytest.mark.parametrize(("values", "message"), [one for one in WRONG_TYPES + OUTSIDE if None not in one[0].values()])
+def test_every_wrong_value_of_an_object_with_other_keys_is_a_value_error(values, message):
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    message = message.replace("inner must be an object or null", "inner must be an object")
+    with pytest.raises(ValueError, match=f"^optim.{message}"):
+        check_given(Outer, {"unknown": 1, **lists}, "optim.")
+
+
+def test_an_object_may_lack_fields_and_null_counts_as_missing():
+    check_given(Outer, {"size": None, "limit": 3, "unknown": [1]})
 
 
 def test_lists_texts_and_objects_of_a_file_become_what_the_fields_are():

@@ -1,4 +1,4 @@
-"""The tensors of published architectures other than DeepSeek's, from a Hugging Face `config.json` alone.
+"""The tensors of published architectures other than DeepSeek's, from a Hugging Face `config.json` alone, and its check.
 
 Their names and shapes are those of the checkpoints that transformers writes, so that the size of a conversion can be
 predicted before a checkpoint is downloaded.  Source: the modeling files of transformers 5.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from octile.validation import Range, check_fields, from_json
+from octile.models.config import ModelConfig, RopeScaling
+from octile.models.hf_config import ALIASES as DEEPSEEK_ALIASES
+from octile.validation import Range, check_fields, check_given, from_json
 
 Size = Annotated[int, Range(at_least=1, at_most=2**24)]
 Count = Annotated[int, Range(at_least=1, at_most=4096)]
 TokenId = Annotated[int, Range(at_least=0)]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 ALIASES = {"num_local_experts": "num_experts"}  # as Mixtral calls it
 Shape = tuple[int, ...]
 
@@ -161,6 +164,26 @@ class OtherKeys:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Check the keys of a `config.json` beside weights, which give the shapes: keys may be missing.
+
+    The keys of DeepSeek models and of the other architectures are checked. Of any other model they are unknown.
+
+    Raises:
+        ValueError: a key has another type, or is out of range.
+    """
+    kind = config.get("model_type")
+    if kind not in (*DEEPSEEK, *get_args(ModelType)):
+        return
+    aliases = DEEPSEEK_ALIASES if kind in DEEPSEEK else ALIASES
+    named = {aliases.get(key, key): value for key, value in config.items()}
+    check_given(OtherKeys, named)
+    ropes = {key: named.pop(key, None) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, rope in ropes.items():
+        check_given(RopeScaling, rope, f"{key}.")
+    check_given(ModelConfig if kind in DEEPSEEK else Architecture, named)
 
 
 def _known(cls: type[Architecture] | type[OtherKeys], config: Mapping[str, Any]) -> dict[str, Any]:

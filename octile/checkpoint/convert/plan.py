@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octile.checkpoint.convert.architectures import check_config
 from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
@@ -49,9 +50,10 @@ class ConversionPlan:
 
         Raises:
             TypeError: keep is not a list of patterns.
-            ValueError: the checkpoint has the target format already, or is quantized in another way; a tensor has an
-                unknown type; a scale is missing, belongs to no FP8 tensor, or is not positive; no weight would become
-                FP8; keep has a pattern that matches none, or is given for another target.
+            ValueError: the checkpoint has the target format already, or is quantized in another way; a key of config
+                has another type or is out of range; a tensor has an unknown type; a scale is missing, belongs to no FP8
+                tensor, or is not positive; no weight would become FP8; keep has a pattern that matches none, or is
+                given for another target.
         """
         announced = is_fp8_config(config)
         fp8 = announced or any(is_fp8(spec) for spec in source.specs.values())
@@ -119,8 +121,10 @@ def choose_actions(
 
     Raises:
         TypeError: keep is not a list of patterns.
-        ValueError: no weight would become FP8; keep has a pattern that matches none, or is given for another target.
+        ValueError: a key of the configuration has another type or is out of range; no weight would become FP8; keep has
+            a pattern that matches none, or is given for another target.
     """
+    check_config(config)
     if keep and to != "fp8":
         raise ValueError(f"keep must be left out where to is {to!r}: it names layers that do not become FP8")
     if to == "fp8" and config.get("model_type") in MODELS_WITH_CONV1D:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from octile.checkpoint.convert.architectures import Architecture, ModelType
+from octile.checkpoint.convert.architectures import DEEPSEEK, Architecture, ModelType
 from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.plan import choose_actions
 from octile.checkpoint.convert.share import Share, share_of
@@ -20,8 +20,6 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.validation import quoted, read_json
-
-DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True)

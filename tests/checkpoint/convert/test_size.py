@@ -115,3 +115,44 @@ def test_a_configuration_that_gives_no_size_is_refused(tmp_path, changes, messag
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "llama", **changes}))
     with pytest.raises(ValueError, match=message):
         predict_size(tmp_path)
+
+
+WRONG_KEYS = [
+    ("llama", {"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be above 0, not 0"),
+    ("mixtral", {"num_local_experts": 4.5}, "num_experts must be a whole number or null, not 4.5"),
+    ("qwen3_moe", {"rope_scaling": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
+    ("deepseek_v3", {"qk_rope_head_dim": True}, "qk_rope_head_dim must be a whole number, not True"),
+    ("deepseek_v3", {"scoring_func": 3}, "scoring_func must be sigmoid or softmax, not 3"),
+    (
+        "deepseek_v3",
+        {"rope_scaling": {"type": "yarn", "factor": "40"}},
+        "rope_scaling.factor must be a number, not '40'",
+    ),
+    ("deepseek_v2", {"use_cache": 1}, "use_cache must be true or false or null, not 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), WRONG_KEYS)
+@pytest.mark.parametrize("work", ["predict", "convert"])
+def test_a_wrong_key_is_refused_where_there_are_weights(
+    tmp_path, hf_folder, moe_tensors, moe_config, kind, changes, message, work
+):
+    folder = hf_folder(tmp_path / "src", moe_config | {"model_type": kind} | changes, moe_tensors)
+    with pytest.raises(ValueError, match=message):
+        predict_size(folder) if work == "predict" else convert_checkpoint(folder, tmp_path / "dst", "fp8")
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "other", "hidden_size": [64, 128], "rope_scaling": [1]},
+        {"model_type": "deepseek_v3", "hidden_act": "gelu", "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"model_type": "llama", "head_dim": None, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    ],
+    ids=["unknown model", "not computed here", "other rope"],
+)
+def test_weights_are_converted_whatever_octile_does_not_compute(tmp_path, hf_folder, moe_tensors, moe_config, config):
+    folder = hf_folder(tmp_path / "src", moe_config | config, moe_tensors)
+    assert convert_checkpoint(folder, tmp_path / "dst", "fp8").files == 2
