@@ -435,7 +435,9 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
     """
     model = default.model
     if model.rope_scaling is not None:
-        return _parse(form, arguments, command, default)
+        options = _parse(form, arguments, command, default)
+        options.model.warn_of_context()
+        return options
     without = RopeScaling(factor=1.0, original_max_position_embeddings=model.max_position_embeddings)
     shown = replace(default, model=replace(model, rope_scaling=without))
     options = _parse(form, arguments, command, shown)
@@ -444,6 +446,7 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
         return replace(options, model=replace(options.model, rope_scaling=None))
     if rope is not None and rope.factor == 1:
         raise ValueError("model.rope_scaling has no effect with a factor of 1: add --model.rope-scaling.factor N")
+    options.model.warn_of_context()
     return options
 
 

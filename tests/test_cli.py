@@ -307,6 +307,11 @@ def test_options_turn_yarn_on(begun):
     assert config.model.rope_scaling == RopeScaling(factor=2.0, original_max_position_embeddings=1024)
 
 
+def test_yarn_for_another_context_than_the_model_has_causes_a_warning(begun, capsys):
+    begun("--model.max-position-embeddings", "4096", "--model.rope-scaling.factor", "4")
+    assert "octile: rope_scaling: a factor of 4 extends 2,048 tokens to 8,192, but" in capsys.readouterr().err
+
+
 def test_a_run_with_yarn_is_resumed_with_it(begun, tmp_path):
     model = replace(ModelConfig.tiny(), rope_scaling=RopeScaling(factor=1.0))
     RunFolder(tmp_path).write_config(replace(preset("tiny"), model=model, out=tmp_path))

@@ -9,6 +9,7 @@ Sources: the configurations published with DeepSeek-V2, V2-Lite and V3; DeepSeek
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -137,7 +138,25 @@ class ModelConfig:
             ValueError: a needed key is missing, a key has another type or is outside its range, or a key asks for what
                 this model does not compute.
         """
-        return from_json(cls, hf_config.parse(config, [f.name for f in fields(cls)]))
+        read = from_json(cls, hf_config.parse(config, [f.name for f in fields(cls)]))
+        read.warn_of_context()
+        return read
+
+    def warn_of_context(self) -> None:
+        """Warn where YaRN extends the context to another length than the model's, as transformers does.
+
+        Silent for a model of the original length, whose context is not extended.
+        """
+        rope, longest = self.rope_scaling, self.max_position_embeddings
+        if rope is None or longest == rope.original_max_position_embeddings:
+            return
+        extended = rope.factor * rope.original_max_position_embeddings
+        if abs(extended - longest) >= 1:
+            warnings.warn(
+                f"rope_scaling: a factor of {rope.factor:g} extends {rope.original_max_position_embeddings:,} tokens "
+                f"to {extended:,.0f}, but max_position_embeddings is {longest:,}: the factor is used as it is",
+                stacklevel=3,
+            )
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a Hugging Face `config.json`, including the keys in `extra`."""

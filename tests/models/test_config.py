@@ -159,6 +159,27 @@ def test_transformers_5_spelling_of_rotary_positions_is_read():
     assert ModelConfig.from_hf(spelled) == ModelConfig.from_hf(PUBLISHED_V2_LITE)
 
 
+def with_context(factor: float, original: int, longest: int) -> dict[str, Any]:
+    rope = {**PUBLISHED_V3["rope_scaling"], "factor": factor, "original_max_position_embeddings": original}
+    return {**PUBLISHED_V3, "rope_scaling": rope, "max_position_embeddings": longest}
+
+
+@pytest.mark.parametrize(
+    ("factor", "original", "longest"),
+    [(40, 4096, 163840), (32.0, 4096, 131072), (1.6, 4096, 6554), (40, 4096, 4096)],
+    ids=["DeepSeek-V3", "Kimi-K2", "rounded", "not extended"],
+)
+def test_a_context_of_factor_times_the_original_is_read_silently(recwarn, factor, original, longest):
+    ModelConfig.from_hf(with_context(factor, original, longest))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_another_context_causes_a_warning_and_the_factor_is_used():
+    with pytest.warns(UserWarning, match=r"a factor of 40 extends 4,096 tokens to 163,840, but .* is 65,536"):
+        config = ModelConfig.from_hf(with_context(40, 4096, 65536))
+    assert config.rope_scaling.factor == 40
+
+
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}])
 def test_no_yarn_is_read_as_none(rope):
     assert ModelConfig.from_hf({**PUBLISHED_V3, "rope_scaling": rope}).rope_scaling is None
