@@ -3,10 +3,10 @@
 import pytest
 
 from octile.bench.rows import Row
-from octile.bench.transformers import CASES, Case, _prepare, show
+from octile.bench.transformers import CPU_CASES, Case, _prepare, rows, show
 from octile.nn.conversion import apply_recipe
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.config)
+every_case = pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.config)
 
 
 @every_case
@@ -23,6 +23,20 @@ def test_gradients_are_forgotten(case: Case):
     candidate = _prepare(case, lambda model: model, compiled=False)
     candidate.forget_gradients()
     assert all(p.grad is None for p in (*candidate.model.parameters(), candidate.x))
+
+
+def test_on_a_cpu_the_rows_name_the_models_that_are_measured(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    measured = []
+
+    def measure(case: Case):
+        measured.append(case.sizes)
+        yield Row(case.name, "step", 1.0, "ms")
+
+    monkeypatch.setattr("octile.bench.transformers._measure", measure)
+    names = [row.case for row in rows()]
+    assert [sizes["hidden_size"] for sizes in measured] == [128, 128]
+    assert names == ["Llama, 2 layers of width 128", "Qwen3-MoE, 2 layers of width 128, 8 experts"]
 
 
 def test_the_table_says_what_a_ratio_is():
