@@ -20,7 +20,7 @@ Nothing here refers to a parameter itself, not even weakly: `torch.utils.swap_te
 refuses a tensor with weak references. What is known about a weight is stored by its memory (`torch.UntypedStorage`).
 
 Under `torch.compile`, and while a CUDA graph is captured, quantization is part of the graph: each replay quantizes the
-weight as it is then.
+weight as it is then. `quantized_once_in_capture` has the micro-batches of one graph share the result.
 """
 
 import functools
@@ -53,6 +53,7 @@ _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage → {id of a para
 _stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storages of parameters that a torch optimizer writes
 _merging: set[type] = set()  # classes whose `merge` and `unmerge` drop what they write
 _frozen = Counter[int]()  # id of a parameter → how many frozen_weights, which hold the parameter, it is inside
+_in_capture = False  # whether quantized_once_in_capture is entered
 
 
 @contextmanager
@@ -74,6 +75,21 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
             if not _frozen[id(weight)]:
                 del _frozen[id(weight)]
                 _drop(weight)
+
+
+@contextmanager
+def quantized_once_in_capture() -> Iterator[None]:
+    """Promise that the CUDA graph which is captured inside writes no weight that requires a gradient before its end.
+
+    Each of them is quantized once in the graph, at its first use. What was cached before is neither read, since its
+    memory is not the graph's, nor lost.
+    """
+    global _cache, _in_capture
+    outer, _cache, _in_capture = (_cache, _in_capture), WeakIdKeyDictionary(), True
+    try:
+        yield
+    finally:
+        _cache, _in_capture = outer
 
 
 def quantized_weight(
@@ -107,7 +123,7 @@ def can_cache(weight: Tensor, operand_format: OperandFormat, needs_dgrad: bool =
     if torch.compiler.is_compiling() or operand_format.amax == "delayed":
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return False
+        return _in_capture and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
     if not weight.is_leaf or weight.is_inference():  # not a parameter, or one whose writes are not counted
         return False
     if id(weight) in _frozen:

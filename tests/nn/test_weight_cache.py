@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octile.nn import Linear, convert, frozen_weights, functional
 from octile.nn.fused import quantize as fused_quantize
-from octile.nn.weight_cache import can_cache, quantized_weight
+from octile.nn.weight_cache import can_cache, quantized_once_in_capture, quantized_weight
 from octile.optim import AdamW
 from octile.recipe import BLOCK, TENSOR, OperandFormat
 from octile.scaled import ScaledTensor, quantize
@@ -385,12 +385,36 @@ def test_a_step_invalidates_a_frozen_weight_that_its_optimizer_holds(weight, cou
     assert not torch.equal(quantized_weight(weight, FORMAT, counter).data.float(), before.data.float())
 
 
-def test_a_weight_is_not_cached_during_graph_capture(weight, monkeypatch):
-    step(weight)
-    assert can_cache(weight, FORMAT)
+@pytest.fixture
+def capturing(monkeypatch) -> None:
+    """Let torch say that a CUDA graph is being captured."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_a_weight_is_not_cached_during_graph_capture(weight, capturing):
+    step(weight)
     assert not can_cache(weight, FORMAT)
+
+
+def test_a_capture_quantizes_a_weight_once(weight, counter, capturing):
+    with quantized_once_in_capture():
+        assert can_cache(weight, FORMAT)
+        first = quantized_weight(weight, FORMAT, counter)
+        assert quantized_weight(weight, FORMAT, counter) is first
+    assert counter.calls == 1
+
+
+def test_a_capture_neither_reads_nor_loses_what_was_cached_before(weight, counter, capturing):
+    before = quantized_weight(weight, FORMAT, counter)
+    with quantized_once_in_capture():
+        assert quantized_weight(weight, FORMAT, counter) is not before
+    assert quantized_weight(weight, FORMAT, counter) is before
+
+
+def test_a_capture_caches_no_weight_without_a_gradient(weight, capturing):
+    with quantized_once_in_capture():
+        assert not can_cache(weight.requires_grad_(False), FORMAT, needs_dgrad=True)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW], ids=["SGD", "torch AdamW", "AdamW"])
