@@ -289,3 +289,27 @@ TRAIN_BOUNDS = (
 def train_verdicts(rows: Sequence[Row]) -> str:
     """Describe each goal of `octile bench train` that has a result in a line."""
     return "\n".join(line for bound in TRAIN_BOUNDS if (line := _step_line(bound, rows)))
+
+
+# octile bench transformers: models, what is measured, and results by their names in committed results
+
+LLAMA, QWEN = "Llama 8B, 8 layers", "Qwen3 30B-A3B, 4 layers"
+OCTILE, COMPILED = "octile", "octile, compiled"
+PEAK, QUANTIZED_PARAMETERS = "peak memory", "quantized parameters"
+
+TRANSFORMERS_BOUNDS = (
+    Bound("Llama, compiled, vs. compiled BF16", LLAMA, f"{STEP}, {COMPILED}", (BF16,), 1.35, 1.45),
+    Bound("Llama, peak memory vs. compiled BF16", LLAMA, f"{PEAK}, {COMPILED}", (BF16,), 0.85, 0.75, False),
+    Bound("Qwen3, % of parameters that are quantized", QWEN, QUANTIZED_PARAMETERS, (), 95.0, None),
+    Bound("Qwen3, compiled, vs. compiled BF16", QWEN, f"{STEP}, {COMPILED}", (BF16,), 1.3, None),
+    Bound("Qwen3, peak memory vs. compiled BF16", QWEN, f"{PEAK}, {COMPILED}", (BF16,), 0.85, None, False),
+    *(
+        Bound(f"{name}, not compiled, vs. compiled", case, f"{STEP}, {OCTILE}", (COMPILED,), 0.95, None)
+        for name, case in (("Llama", LLAMA), ("Qwen3", QWEN))
+    ),
+)
+
+
+def transformers_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench transformers` that has a result in a line."""
+    return "\n".join(line for bound in TRANSFORMERS_BOUNDS if (line := _step_line(bound, rows)))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from octile.bench.rows import Row
+from octile.bench.goals import BF16, COMPILED, LLAMA, STEP
+from octile.bench.rows import Row, compare
 from octile.bench.transformers import CPU_CASES, Case, _prepare, rows, show
 from octile.nn.conversion import apply_recipe
 
@@ -41,3 +42,14 @@ def test_on_a_cpu_the_rows_name_the_models_that_are_measured(monkeypatch):
 
 def test_the_table_says_what_a_ratio_is():
     assert "ratio: ours / theirs" in show([Row("a", "b", 1.0, "ms")])
+
+
+def test_each_layer_is_compiled_by_itself():
+    candidate = _prepare(CPU_CASES[0], lambda model: model, compiled=True)
+    assert candidate.model._compiled_call_impl is None
+    assert all(layer._compiled_call_impl is not None for layer in candidate.model.layers)
+
+
+def test_the_floors_are_judged():
+    row = compare(LLAMA, f"{STEP}, {COMPILED}", 1.4, "tokens/s", BF16, 1.0)
+    assert "Llama, compiled, vs. compiled BF16: 1.400: floor ≥ 1.35 met, aim ≥ 1.45 MISSED" in show([row])
