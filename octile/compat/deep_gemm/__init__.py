@@ -131,3 +131,7 @@ __all__ = [
     "transform_sf_into_required_layout",
     "utils",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

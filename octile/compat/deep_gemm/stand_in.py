@@ -1,23 +1,43 @@
 """Replacement of the module `deep_gemm` by octile's functions, for code that imports it and cannot be changed."""
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
 
-class _Names(Loader):
-    """The loader of the replacement, which gives it the names of a module."""
+class StandIn(MetaPathFinder, Loader):
+    """Finds and loads the module `deep_gemm` with the names of octile's.
 
-    def __init__(self, names_of: ModuleType) -> None:
-        self.names_of = names_of
+    Args:
+        ours: octile's module.
+        package: the folder of DeepGEMM's Python, if its `utils` are used.
+    """
+
+    def __init__(self, ours: ModuleType, package: Path | None) -> None:
+        self.ours, self.package = ours, package
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a package whose file is octile's."""
+        if name != "deep_gemm":
+            return None
+        spec = ModuleSpec(name, self, origin=self.ours.__file__, is_package=True)
+        spec.has_location = True
+        spec.submodule_search_locations = [] if self.package is None else [str(self.package)]
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        for name in self.names_of.__all__:
-            setattr(module, name, getattr(self.names_of, name))
+        """Give the module octile's functions."""
+        module.__doc__ = "octile's functions under DeepGEMM's names"
+        for name in set(self.ours.__all__) - {"install", "utils"}:
+            setattr(module, name, getattr(self.ours, name))
+        if self.package is None:
+            module.utils = self.ours.utils  # type: ignore[attr-defined]
 
 
 def install(source: Path | str | None = None) -> ModuleType:
@@ -40,19 +60,15 @@ def install(source: Path | str | None = None) -> ModuleType:
     if package is not None and not (package / "utils").is_dir():
         raise FileNotFoundError(f"{package} has no folder utils: source must be a checkout of DeepGEMM")
 
-    loader = _Names(ours)
-    spec = ModuleSpec("deep_gemm", loader, origin=ours.__file__, is_package=True)
-    spec.submodule_search_locations = [] if package is None else [str(package)]
-    module = module_from_spec(spec)
-    module.__doc__ = "octile's functions under DeepGEMM's names"
-    loader.exec_module(module)
-    for name in [n for n in sys.modules if n.startswith("deep_gemm.")]:
+    for name in [n for n in sys.modules if n == "deep_gemm" or n.startswith("deep_gemm.")]:
         del sys.modules[name]
-    sys.modules["deep_gemm"] = module
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, StandIn)]
+    sys.meta_path.insert(0, StandIn(ours, package))
     sys.modules["deep_gemm._C"] = ours  # DeepGEMM's Python imports its compiled functions from here
+    module = import_module("deep_gemm")
     if package is None:
         for name in ("utils", "utils.layout", "utils.math"):
             sys.modules[f"deep_gemm.{name}"] = import_module(f"{ours.__name__}.{name}")
     else:
-        module.utils = import_module("deep_gemm.utils")  # type: ignore[attr-defined]
+        import_module("deep_gemm.utils")
     return module

@@ -1,5 +1,7 @@
 """`import deep_gemm` gives octile's functions, alone or under the Python of a checkout."""
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ def modules(monkeypatch):
     """The modules as they were, afterwards."""
     for name in [n for n in sys.modules if n.partition(".")[0] == "deep_gemm"]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield
     for name in [n for n in sys.modules if n.partition(".")[0] == "deep_gemm"]:
         del sys.modules[name]
@@ -51,7 +54,7 @@ def test_alone_it_has_every_function_and_its_utils():
     import deep_gemm
     from deep_gemm.utils import per_token_cast_to_fp8
 
-    assert all(getattr(deep_gemm, name) is getattr(ours, name) for name in ours.__all__)
+    assert all(getattr(deep_gemm, name) is getattr(ours, name) for name in ours.__all__ if name != "install")
     assert per_token_cast_to_fp8 is ours.utils.per_token_cast_to_fp8
 
 
@@ -67,6 +70,46 @@ def test_it_is_found_as_an_installed_module_is(name: str):
 def test_its_spec_is_that_of_a_package():
     spec = ours.install().__spec__
     assert (spec.name, spec.origin, spec.submodule_search_locations) == ("deep_gemm", ours.__file__, [])
+
+
+@pytest.mark.usefixtures("modules")
+def test_its_file_is_octiles():
+    deep_gemm = ours.install()
+    assert (deep_gemm.__file__, inspect.getsourcefile(deep_gemm)) == (ours.__file__, ours.__file__)
+
+
+def functions_of(module) -> set[str]:
+    return {name for name in dir(module) if not (name.startswith("__") and name.endswith("__"))}
+
+
+def test_octiles_module_lists_no_internals():
+    assert functions_of(ours) == set(ours.__all__) - {"__version__"}
+
+
+@pytest.mark.usefixtures("modules")
+def test_it_lists_what_deepgemm_has():
+    assert functions_of(ours.install()) == set(ours.__all__) - {"__version__", "install"}
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("with_checkout", [False, True])
+def test_it_is_reloaded(checkout, with_checkout):
+    deep_gemm = ours.install(checkout if with_checkout else None)
+    utils = deep_gemm.utils
+    deep_gemm.fp8_gemm_nt = None
+    assert importlib.reload(deep_gemm) is deep_gemm
+    assert deep_gemm.fp8_gemm_nt is ours.fp8_gemm_nt
+    assert deep_gemm.utils is utils
+
+
+@pytest.mark.usefixtures("modules")
+def test_it_can_be_installed_again_for_a_checkout(checkout):
+    ours.install()
+    ours.install(checkout)
+    from deep_gemm.utils import hello
+
+    assert hello() == "theirs"
+    assert [type(finder).__name__ for finder in sys.meta_path].count("StandIn") == 1
 
 
 @pytest.mark.usefixtures("modules")
