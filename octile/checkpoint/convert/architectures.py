@@ -167,7 +167,7 @@ class OtherKeys:
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Check the keys of a `config.json` beside weights, which give the shapes: keys may be missing.
+    """Check the keys of a `config.json` that comes with weights, which give the shapes: keys may be missing.
 
     The keys of DeepSeek models and of the other architectures are checked. Of any other model they are unknown.
 
