@@ -128,8 +128,11 @@ ONLY_TRITON = (
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "swiglu",
     "swiglu_backward", "top_experts", "unpermute", "unpermute_backward",
 )  # fmt: skip
-ON_CPU = (  # those with a kernel for the CPU
+QUANTIZATIONS_ON_CPU = (  # quantization that has a kernel for the CPU
     "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",
+)  # fmt: skip
+GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
+    "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 GATE_REASON = "FP32 values are multiplied as three BF16 parts each"
@@ -175,7 +178,10 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen = dict.fromkeys(OPERATORS, portable)
     if not torch.cuda.is_available() and cpu.library() is not None:
         why = "quantization to E4M3 on the CPU is compiled by this machine's C++ compiler, bit for bit the reference"
-        chosen |= dict.fromkeys(ON_CPU, ("C++", why))
+        chosen |= dict.fromkeys(QUANTIZATIONS_ON_CPU, ("C++", why))
+    if not torch.cuda.is_available() and cpu.can_multiply():
+        why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
+        chosen |= dict.fromkeys(GEMMS_ON_CPU, ("C++", why))
     if portable[0] != "Triton":
         return chosen
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
@@ -194,7 +200,7 @@ def choices() -> dict[str, tuple[str, str]]:
 def _portable_kernels() -> tuple[str, str]:
     """Return the kernels of operators that have no kernel of their own for this machine's GPU, and the reason."""
     if not torch.cuda.is_available():
-        return "reference (torch, CPU)", "torch finds no GPU: GEMMs run on the CPU reference (slow, exact)"
+        return "reference (torch, CPU)", "torch finds no GPU: the reference runs on the CPU"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 0):
         return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"

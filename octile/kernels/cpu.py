@@ -1,8 +1,11 @@
-"""Quantization to E4M3 and conversions of E4M3 and E5M6 on a CPU, where torch's are slow or missing.
+"""Quantization to E4M3, GEMMs of it, and conversions of E4M3 and E5M6 on a CPU, where torch's are slow or missing.
 
 `cpu.cpp` quantizes and dequantizes as the references in `octile.ops` do, bit for bit but for the sign of a NaN, in one
 pass instead of a dozen. Without a C++ compiler these functions are missing, and the references are used
 (`octile.kernels.native`).
+
+It multiplies E4M3 operands where the processor multiplies BF16 (AVX512-BF16): it is exact for their values, and twice
+as fast as FP32. As in the references, products are summed in FP32; the order of the sums differs.
 """
 
 import ctypes
@@ -16,6 +19,8 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.kernels import native
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -107,8 +112,84 @@ def _quantize_columns(
     return data_t, scale_t
 
 
+def can_multiply() -> bool:
+    """Whether `multiply` was compiled, and the processor has its instructions."""
+    return library() is not None and _library().octile_can_multiply() == 1
+
+
+def why_not_multiply(request: GemmRequest) -> str:
+    """Return why `multiply` does not serve a request; "" if it does."""
+    for x in _along_k(request):
+        if x.data.dtype != torch.float8_e4m3fn:
+            return f"an operand is {x.data.dtype}, not float8_e4m3fn"
+        if x.block[1] != TILE[1]:
+            return f"a block has {x.block[1]} values along K, not {TILE[1]}"
+    return "" if can_multiply() else "no compiled kernel: the processor does not multiply BF16, or there is no compiler"
+
+
+def multiply(request: GemmRequest) -> Tensor:
+    """Compute a GEMM request that was checked. Offsets do not decrease, and groups along K begin at multiples of 128.
+
+    Returns:
+        request.out, or a new tensor in request.out_dtype.
+    """
+    out = request.out
+    if out is not None and out.dtype == torch.float32 and out.stride(-1) == 1:
+        _multiply_to(out, request, request.accumulate)
+        return out
+    result = torch.empty(request.out_shape(), dtype=torch.float32)
+    if out is not None and request.schedule is Schedule.GROUPED:
+        result.copy_(out)  # rows after the last group stay
+    _multiply_to(result, request, False)
+    if out is None:
+        return result.to(request.out_dtype)
+    return out.copy_(out.float() + result if request.accumulate else result)
+
+
+def _multiply_to(out: Tensor, request: GemmRequest, accumulate: bool) -> None:
+    (a, b), offs = _along_k(request), request.sizes
+    (m, k), n = a.data.shape, b.data.shape[-2]
+    if offs is not None and request.schedule is Schedule.GROUPED and request.zero_rest:
+        out[int(offs[-1]) if len(offs) else 0 :] = 0.0
+    _library().octile_gemm(
+        *(_operand(x) for x in (a, b)),
+        *(ctypes.c_int64(size) for size in (m, n, k)),
+        _address(None if offs is None else offs.contiguous()),
+        ctypes.c_int64(-1 if offs is None else len(offs)),
+        ctypes.c_bool(request.schedule is Schedule.ALONG_K),
+        _address(out),
+        ctypes.c_int64(out.stride(-2)),
+        ctypes.c_bool(accumulate),
+    )
+
+
+def _along_k(request: GemmRequest) -> tuple[Operand, Operand]:
+    """The operands with the contracted dimension last."""
+    return (request.a.mT, request.b.mT) if request.schedule is Schedule.ALONG_K else (request.a, request.b)
+
+
 class _Scale(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("column_stride", ctypes.c_int64))
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("group_stride", ctypes.c_int64),
+        ("scale", _Scale),
+        ("scale_group_stride", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+    )
+
+
+def _operand(x: Operand) -> object:
+    """An operand [rows, K] or [G, rows, K]."""
+    groups, *strides = (0, *x.data.stride())[-3:]
+    scale_groups, *scale_strides = (0, *x.scale.stride())[-3:]
+    scale = _Scale(x.scale.data_ptr(), *scale_strides)
+    return ctypes.byref(_Operand(x.data.data_ptr(), *strides, groups, scale, scale_groups, x.block[0]))
 
 
 def _scale(scale: Tensor) -> object:

@@ -9,8 +9,6 @@ Each has a variant `…_out` that writes to a tensor of the caller; that of wgra
 Offsets and counts stay on the device. Shapes: T rows of all groups together, G groups, N and K sides of a weight.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.ops import accumulator
 from octile.ops.accumulator import accumulator_for
-from octile.ops.matmul import Block, check_request, gemm_kernel, in_float32, nt_float32
+from octile.ops.matmul import Block, check_request, gemm_kernel, group_rows, in_float32, nt_float32
 from octile.ops.operator import operator
 from octile.ops.scale_layouts import refuse_unless
 
@@ -47,7 +45,7 @@ def grouped_matmul_nt(
 
 
 def _grouped(a, a_scale, a_block, b, b_scale, b_block, offs) -> Tensor:
-    groups = _rows(offs, a.shape[0])
+    groups = group_rows(offs, a.shape[0])
     if gemm := accumulator_for(a, b):
         return accumulator.grouped(gemm, a, a_scale, a_block, b, b_scale, b_block, groups)
     a_TK = in_float32(a, a_scale, a_block)
@@ -148,7 +146,7 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows
     return a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
 
 
-@gemm_kernel(masked_grouped_matmul_nt)
+@gemm_kernel(masked_grouped_matmul_nt, on_cpu=False)
 def _masked_request(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
     return GemmRequest(Schedule.MASKED, *operands, out_dtype, None, counts, expected_rows=expected_rows)
@@ -181,7 +179,7 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     return None
 
 
-@gemm_kernel(masked_grouped_matmul_nt_out)
+@gemm_kernel(masked_grouped_matmul_nt_out, on_cpu=False)
 def _masked_request_out(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
     operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
     return GemmRequest(Schedule.MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
@@ -210,7 +208,7 @@ def grouped_wgrad(
 
 
 def _wgrad(dy, dy_scale, dy_block, x, x_scale, x_block, offs) -> Tensor:
-    groups = _rows(offs, dy.shape[0])
+    groups = group_rows(offs, dy.shape[0])
     if gemm := accumulator_for(dy, x):
         return accumulator.wgrad(gemm, dy, dy_scale, dy_block, x, x_scale, x_block, groups)
     dy_TN = in_float32(dy, dy_scale, dy_block)
@@ -262,11 +260,3 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 def _wgrad_request_out(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
     operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
     return GemmRequest(Schedule.ALONG_K, *operands, out.dtype, out, offs, accumulate)
-
-
-def _rows(offs: Tensor, t: int) -> list[slice]:
-    """Return the rows of each group; raise ValueError if offsets decrease or exceed t, which kernels do not check."""
-    bounds = [0, *offs.tolist()]
-    if bounds != sorted(bounds) or bounds[-1] > t:
-        raise ValueError(f"offs must be nondecreasing from 0 to at most {t}, the number of rows, not {bounds[1:]}")
-    return [slice(start, end) for start, end in pairwise(bounds)]

@@ -9,13 +9,14 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7. Shapes: M and N rows o
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octile.formats import GEMM_FORMATS, STORAGE_DTYPES
-from octile.kernels import backends
+from octile.formats import GEMM_FORMATS, STORAGE_DTYPES, TILE
+from octile.kernels import backends, cpu
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.launch_cache import launch_cached
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
@@ -36,11 +37,15 @@ NAMES = {
 }
 
 
-def gemm_kernel(op: Operator) -> Callable[[MakeRequest], MakeRequest]:
+def gemm_kernel(op: Operator, on_cpu: bool = True) -> Callable[[MakeRequest], MakeRequest]:
     """Decorate the function that makes the `GemmRequest` of an operator's arguments; on a GPU the request is launched.
 
     A request whose key was launched before is launched again at once. Others are checked, and `backends.run` finds a
-    backend for them.
+    backend for them. On a CPU `kernels.cpu` computes what it can, and the reference the rest.
+
+    Args:
+        op: the operator.
+        on_cpu: whether `kernels.cpu` has a kernel for it.
     """
 
     def register(make_request: MakeRequest) -> MakeRequest:
@@ -55,6 +60,21 @@ def gemm_kernel(op: Operator) -> Callable[[MakeRequest], MakeRequest]:
                 result = backends.run("gemm", request)
             return result if request.out is None else None
 
+        def compute(*args: Any) -> Tensor | None:
+            request = make_request(*args)
+            if accumulator_for(request.a.data, request.b.data):
+                return op.reference(*args)
+            check_request(request)
+            if cpu.why_not_multiply(request):
+                return op.reference(*args)
+            groups = [] if request.sizes is None else group_rows(request.sizes, request.a.data.shape[0])
+            if request.schedule is Schedule.ALONG_K and any(rows.start % TILE[1] for rows in groups):
+                return op.reference(*args)
+            result = cpu.multiply(request)
+            return result if request.out is None else None
+
+        if on_cpu:
+            op.register_kernel("cpu")(compute)
         return make_request
 
     return register
@@ -218,6 +238,14 @@ def check_sizes(name: str, sizes: Tensor, groups: int, device: torch.device) -> 
         raise ValueError(f"{name} must be [{groups}], one for each group, not {tuple(sizes.shape)}")
     if sizes.device != device:
         raise ValueError(f"{name} is on {sizes.device}, but the operands are on {device}")
+
+
+def group_rows(offs: Tensor, t: int) -> list[slice]:
+    """Return the rows of each group; raise ValueError if offsets decrease or exceed t, which kernels do not check."""
+    bounds = [0, *offs.tolist()]
+    if bounds != sorted(bounds) or bounds[-1] > t:
+        raise ValueError(f"offs must be nondecreasing from 0 to at most {t}, the number of rows, not {bounds[1:]}")
+    return [slice(start, end) for start, end in pairwise(bounds)]
 
 
 def has_overlap(matrix: Tensor) -> bool:

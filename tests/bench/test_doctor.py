@@ -19,7 +19,14 @@ import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
 from octile.bench.doctor import examine, show
 from octile.kernels import backends
-from octile.kernels.backends import GEMMS, ON_CPU, ONLY_TORCH, OPERATORS, QUANTIZATIONS
+from octile.kernels.backends import (
+    GEMMS,
+    GEMMS_ON_CPU,
+    ONLY_TORCH,
+    OPERATORS,
+    QUANTIZATIONS,
+    QUANTIZATIONS_ON_CPU,
+)
 from octile.kernels.cuda.gemm import request
 
 
@@ -50,9 +57,12 @@ def kernels():
     return {row["operator"].removeprefix("octile::"): row["kernel"] for row in examine()["operators"]}
 
 
-def test_without_a_gpu_quantization_is_compiled_and_the_rest_is_the_reference(pretend):
+@pytest.mark.parametrize("multiplies", [False, True], ids=["no AVX512-BF16", "AVX512-BF16"])
+def test_without_a_gpu_what_has_a_kernel_is_compiled_and_the_rest_is_the_reference(pretend, monkeypatch, multiplies):
     pretend(None)
-    assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(ON_CPU, "C++")
+    monkeypatch.setattr(backends.cpu, "can_multiply", lambda: multiplies)
+    compiled = QUANTIZATIONS_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
+    assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(compiled, "C++")
 
 
 def test_without_a_gpu_and_a_compiler_every_operator_is_the_reference(pretend, monkeypatch):
@@ -64,7 +74,10 @@ def test_without_a_gpu_and_a_compiler_every_operator_is_the_reference(pretend, m
 def test_the_operators_with_a_kernel_for_the_cpu_are_named():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     registered = [name for name in OPERATORS if hasattr(torch.ops.octile, name)]
-    assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == set(ON_CPU)
+    assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == {
+        *QUANTIZATIONS_ON_CPU,
+        *GEMMS_ON_CPU,
+    }
 
 
 @pytest.mark.parametrize("machine", [[(7, 5)], [(9, 0), "triton"]], ids=["old GPU", "no Triton"])

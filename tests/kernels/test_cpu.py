@@ -13,7 +13,11 @@ from torch import Tensor
 from octile.formats import E4M3, E5M6, pack12, unpack12
 from octile.kernels import cpu
 from octile.kernels.cpu import decode_e4m3, decode_e5m6, encode_e5m6
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
+from octile.ops.grouped import grouped_wgrad
 from octile.ops.groups import align_groups
+from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import dequantize, quantize
 from octile.ops.swiglu import swiglu_backward_quantize
 from octile.ops.transpose import quantize_rows_and_columns, requantize_transposed
@@ -240,3 +244,79 @@ def test_subnormals_are_quantized_on_a_processor_that_flushes_them(flushed_denor
     x[0, 0] = 448.0
     assert_equal_to_torch(quantize, x, 1, 128, "e4m3", False)
     assert torch.equal(dequantize(*quantize(x, 1, 128, "e4m3", False), 1, 128, torch.float32)[:, 56:72], x[:, 56:72])
+
+
+# GEMMs in C++; tests/ops/test_matmul.py and test_grouped.py check the bound of their error, whatever computes them
+
+needs_bf16 = pytest.mark.skipif(not cpu.can_multiply(), reason="the processor does not multiply BF16")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a · bᵀ of encoded values, whose scales are 1."""
+    ones_a, ones_b = (torch.ones(len(t), -(-t.shape[1] // 128)) for t in (a, b))
+    return matmul_nt(a, ones_a, (1, 128), b, ones_b, (1, 128), torch.float32)
+
+
+def encoded(rows: int, k: int, seed: int) -> Tensor:
+    return quantize(matrix(rows, k, seed, None), 1, 128, "e4m3", True)[0]
+
+
+def test_what_is_multiplied_in_cpp():
+    e4m3, e5m2 = (torch.ones(4, 128).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    scale = torch.ones(4, 1)
+
+    def why_not(data: Tensor, block: tuple[int, int]) -> str:
+        operands = Operand(data, scale, block), Operand(e4m3, scale, (1, 128))
+        return cpu.why_not_multiply(GemmRequest(Schedule.DENSE, *operands, torch.float32))
+
+    assert (why_not(e4m3, (1, 128)) == "") == cpu.can_multiply()
+    assert why_not(e5m2, (1, 128)) == "an operand is torch.float8_e5m2, not float8_e4m3fn"
+    assert why_not(e4m3, (4, 256)) == "a block has 256 values along K, not 128"
+
+
+@needs_bf16
+def test_the_product_of_every_two_encoded_values_is_exact():
+    found, values = product(ENCODED[:, None], ENCODED[:, None]), E4M3.values().double()
+    np.testing.assert_array_equal(found.double().numpy(), torch.outer(values, values).numpy())
+
+
+@needs_bf16
+def test_products_of_subnormals_are_exact_on_a_processor_that_flushes_them(flushed_denormals):
+    assert product(ENCODED[:8, None], ENCODED[:8, None]).mul(2**18).tolist() == [
+        [float(i * j) for j in range(8)] for i in range(8)
+    ]
+
+
+@needs_bf16
+@given(m=st.integers(1, 70), n=st.integers(1, 70), k=st.integers(1, 300), seed=st.integers(0, 2**31))
+def test_the_layout_of_operands_changes_no_bit(m, n, k, seed):
+    a, b = encoded(m, k, seed), encoded(n, k, seed + 1)
+    expected = product(a, b)
+    for of_a in (a, a.mT.contiguous().mT, torch.stack((a, a), 2)[..., 0]):
+        for of_b in (b, b.mT.contiguous().mT, torch.stack((b, b), 2)[..., 0]):
+            assert torch.equal(product(of_a, of_b), expected)
+
+
+@needs_bf16
+def test_the_number_of_threads_changes_no_bit():
+    a, b = encoded(300, 400, 0), encoded(200, 400, 1)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(product(a, b))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@needs_bf16
+def test_groups_of_wgrad_that_begin_within_a_tile_are_left_to_the_reference():
+    dy, x = (quantize(matrix(256, n, n, None), 128, 1, "e4m3", True) for n in (40, 50))
+    operands = (*dy, (128, 1), *x, (128, 1))
+    for end in (100, 128):
+        arguments = (*operands, torch.tensor([end, 256], dtype=torch.int32), torch.float32)
+        is_reference = torch.equal(grouped_wgrad(*arguments), grouped_wgrad.reference(*arguments))
+        assert is_reference == (end == 100)
