@@ -11,6 +11,7 @@ from torch import Tensor
 import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
+from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
@@ -63,6 +64,7 @@ STACK = (ENCODED[None], SCALE[None], (1, 128))
 TRANSPOSED = (ENCODED, torch.ones(1, 128), (128, 1))
 TILES, INT8 = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), ("int8", False)
 ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+LABELS = torch.tensor([3, -100])
 F8 = ENCODED.to(torch.float8_e4m3fn)
 Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
 
@@ -71,6 +73,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     align_groups: (ENDS, 2),
     attention: (HEADS, HEADS, HEADS, 1.0),
     attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),
+    cross_entropy: (X, LABELS),
+    cross_entropy_backward: (torch.ones(2), X, LABELS, torch.ones(2)),
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
     gate_logits: (X, X),
     gate_logits_backward: (torch.ones(2, 2), X, X),

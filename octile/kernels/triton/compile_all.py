@@ -25,6 +25,7 @@ from octile.kernels.cuda.gemm.request import Block, GemmRequest, Operand
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import (
     adamw,
+    cross_entropy,
     gradient_norms,
     grouped,
     high_precision,
@@ -101,6 +102,11 @@ def _cases() -> dict[str, Callable[[], object]]:
         corrections = _empty(1, 3, dtype=fp32)
         adamw.launch(weights, gradients, m, v, copies, corrections, 0.9, 0.95, 1e-8, *flag_and_scale)
 
+    def losses(logits: Tensor) -> None:
+        labels = _empty(t, dtype=torch.int64)
+        cross_entropy.launch(logits, labels, -100)
+        cross_entropy.launch_backward(of_rows, logits, labels, of_rows, -100)
+
     def dense(
         block: Block, dtype: torch.dtype, k: int, m: int = t, accumulate: bool = False, of_x: Block = TILE
     ) -> None:
@@ -163,6 +169,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "RMSNorm": lambda: norm.launch(_empty(t, k), _empty(k), 1e-6, E4M3, False, True),
         "RMSNorm in high precision": lambda: norm.launch_high_precision(_empty(t, k), _empty(k, dtype=fp32), 1e-6),
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
+        "cross-entropy": lambda: losses(_empty(t, 8 * n)),
+        "cross-entropy of a small vocabulary": lambda: losses(_empty(t, 512)),
         "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
         "tiles of groups": lambda: group_tiles.launch(offs, t, len(tiles)),
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
@@ -179,6 +187,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "ragged: requantize, transposed": lambda: transpose.launch_requantize(
             *_operand(700, 1000, TILE)[:2], E4M3, False
         ),
+        "ragged: cross-entropy": lambda: losses(_empty(t, 50257, dtype=fp32)),
         "ragged: RMSNorm": lambda: norm.launch(ragged, _empty(1000), 1e-6, E4M3, False),
         "rotate": lambda: rope.launch(heads, cos, cos),
         "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), cos, cos, 128),

@@ -38,6 +38,7 @@ GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partia
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
+CROSS_ENTROPY = {"cols": 4096, "cols_per_warp": 1024}  # columns of a row at a time; the next ones are in flight
 UNPERMUTE_BACKWARD = {"cols": 2048, "cols_per_warp": 512}  # columns of a row at a time
 UNPERMUTE = {"cols": 1024, "cols_per_warp": 128}  # columns of K rows per program, fewer if a row has fewer
 

@@ -50,6 +50,8 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "rms_norm_backward",
         "rms_norm_high_precision",
         "adamw",
+        "cross_entropy",
+        "cross_entropy_backward",
         "gradient_squares",
         "gradient_norms",
         "rotate",
