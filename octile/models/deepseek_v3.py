@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from octile.models.config import ModelConfig
 from octile.nn.functional import result_dtype
+from octile.nn.fused.cross_entropy import cross_entropy
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.mla import MLA, LatentCache, LayerCache
@@ -26,8 +27,7 @@ from octile.nn.mlp import MLP
 from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, Rope
-
-IGNORED = -100  # the label of a token that the loss ignores
+from octile.ops.cross_entropy import IGNORED
 
 
 class Block(nn.Module):
@@ -188,7 +188,7 @@ class DeepseekV3(nn.Module):
         return self.model.norm(x_BSD), cos_sin
 
     def _loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
-        main = self._cross_entropy(h_BSD[:, :-1], labels_BS[:, 1:])
+        main = self._cross_entropy(h_BSD, labels_BS[:, 1:])
         mtp = balance = torch.zeros_like(main)
         if self.training:
             if self.config.num_nextn_predict_layers:
@@ -199,7 +199,7 @@ class DeepseekV3(nn.Module):
 
     def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         x_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
-        return self._cross_entropy(x_BSD[:, :-1], labels_BS[:, 2:])
+        return self._cross_entropy(x_BSD, labels_BS[:, 2:])
 
     def _drafts(self, tokens_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         """Return what the head reads for the token after the next one, without the last position: [B, S − 1, D]."""
@@ -217,8 +217,18 @@ class DeepseekV3(nn.Module):
         return sum(moe.pop_balance_loss() for moe in self.moe_layers().values())
 
     def _cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        logits_BSV = self.lm_head(h_BSD).float()
-        return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
+        """Return the mean loss of what the head reads at the positions that have a label.
+
+        Args:
+            h_BSD: [B, S, D], the last positions have no label.
+            labels_BS: int64, less than S of a sequence.
+        """
+        n = labels_BS.shape[1]
+        if h_BSD.is_cuda:  # the head reads every position: the first n of each sequence would have to be copied
+            labels_BS = F.pad(labels_BS, (0, h_BSD.shape[1] - n), value=IGNORED)
+        else:
+            h_BSD = h_BSD[:, :n]
+        return cross_entropy(self.lm_head(h_BSD), labels_BS)
 
     def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None, cache: LatentCache | None) -> None:
         if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.nn.fused.cross_entropy import cross_entropies
 from octile.nn.weight_cache import frozen_weights
+from octile.ops.cross_entropy import IGNORED
 from octile.train.tokenizer import Tokenizer
 from octile.train.trainer import Trainer
 
@@ -31,9 +33,8 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
     with frozen_weights(trainer.model), trainer.precision():
         for tokens_BS in (trainer.held_out if windows is None else windows).split(batch):
             tokens_BS = tokens_BS.to(trainer.device)
-            logits_BSV = trainer.model(tokens_BS)[:, :-1].float()
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="none")
-            losses.append(loss.view(len(tokens_BS), -1).cpu())
+            labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=IGNORED)
+            losses.append(cross_entropies(trainer.model(tokens_BS), labels_BS)[:, :-1].cpu())
     return torch.cat(losses)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octile.ops.attention import attention, attention_backward
+from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.gate import gate_logits, gate_logits_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
@@ -51,6 +52,10 @@ def _offs() -> torch.Tensor:
 def _swiglu_inputs(m: int, h: int) -> tuple[torch.Tensor, ...]:
     data, scale = quantize(torch.randn(2, m, h, device="cuda"), *TILE, "int8", False)
     return *data, *scale
+
+
+def _labels() -> torch.Tensor:
+    return torch.tensor([0, 129, -100, 5, 7], device="cuda")
 
 
 def _place() -> torch.Tensor:
@@ -171,6 +176,11 @@ CASES = {
             torch.ones(130, device="cuda"),
             torch.ones(5, device="cuda"),
         ),
+    ),
+    "cross-entropy": lambda: (cross_entropy, (torch.randn(5, 130, device="cuda"), _labels())),
+    "cross-entropy backward": lambda: (
+        cross_entropy_backward,
+        (torch.rand(5, device="cuda"), torch.randn(5, 130, device="cuda"), _labels(), torch.rand(5, device="cuda")),
     ),
     "attention": lambda: (attention, (*torch.randn(3, 2, 64, 2, 32, device="cuda").bfloat16(), 0.2)),
     "attention backward": lambda: (

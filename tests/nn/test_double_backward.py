@@ -55,8 +55,9 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
-RIGHT = {  # tested here, in fused/test_elementwise.py and in fused/test_rotary.py
+RIGHT = {  # tested here, in fused/test_elementwise.py, fused/test_cross_entropy.py and fused/test_rotary.py
     "_Combine",
+    "_CrossEntropy",
     "_Dispatch",
     "_LatentKeys",
     "_LatentKeysGradients",
