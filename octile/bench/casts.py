@@ -17,6 +17,7 @@ from octile.bench.rows import LEGEND, Row, compare, table
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
+from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute, unpermute_backward
@@ -34,6 +35,7 @@ from octile.train.config import preset
 
 GPU_SHAPES, CPU_SHAPES = ((4096, 7168), (8192, 7168), (16384, 7168)), ((2048, 1024),)
 NARROW_ROWS = {"cuda": 2**25, "cpu": 2**18}  # elements; on a GPU more than its L2 cache holds
+HEADS = {"cuda": ((65536, 8192), (32768, 32768)), "cpu": ((512, 4096),)}  # tokens and vocabulary
 CHOSEN, EXPERTS = 8, 64  # experts per token, and per layer
 ALIGNMENT = 2**21  # bytes; with source and target aligned to 512 only, a copy took up to 15% longer on an H200
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
@@ -48,6 +50,8 @@ def rows() -> Iterator[Row]:
     cases = {f"{m}×{k}": partial(_cases, m, k) for m, k in shapes}
     for k in goals.NARROW_COLUMNS:
         cases[f"{NARROW_ROWS[device] // k}×{k}"] = partial(_narrow_cases, NARROW_ROWS[device] // k, k)
+    for m, v in HEADS[device]:
+        cases[f"{m}×{v}"] = partial(_loss_cases, m, v)
     many = "small" if gpu else "tiny"  # a preset
     cases[f"parameters of {many}"] = partial(_optimizer_cases, _parameter_shapes(many))
     for case, make in cases.items():
@@ -136,6 +140,16 @@ def _narrow_cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]
         ("rotate in place", _rotate, (q[..., n:], angles, angles)),
         ("latent keys", lambda *tensors: latent_keys(*tensors, n), (kv, k_rope, angles, angles)),
         ("latent keys backward", latent_keys_backward, (q, dv, angles, angles)),
+    ]
+
+
+def _loss_cases(m: int, v: int, device: str, dtype: torch.dtype) -> list[Case]:
+    """Return what is done with the logits of a head."""
+    logits, labels = torch.randn(m, v, device=device, dtype=dtype), torch.randint(v, (m,), device=device)
+    dlosses, lse = torch.rand(m, device=device), cross_entropy(logits, labels)[1]
+    return [
+        ("cross-entropy", cross_entropy, (logits, labels)),
+        ("cross-entropy backward", cross_entropy_backward, (dlosses, logits, labels, lse)),
     ]
 
 

@@ -33,6 +33,7 @@ WRITE_TWICE = {  # or transpose
     "RMSNorm, 1×128 and high precision",
 }
 MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments", "norms of gradients"}
+LOSS = {"cross-entropy", "cross-entropy backward"}
 NARROW = {  # between the GEMMs of a layer
     "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
     "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
@@ -45,6 +46,7 @@ CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
     ("quantization that writes once", WRITE_ONCE, 0.80, 0.92),
     ("quantization that transposes or writes twice", WRITE_TWICE, 0.70, 0.85),
     ("permutation and optimizer", MOVES, 0.80, None),
+    ("cross-entropy of logits", LOSS, 0.80, None),
 )
 
 # octile bench gemm

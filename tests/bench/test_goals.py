@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octile.bench import goals, shapes
-from octile.bench.casts import _cases, _narrow_cases
+from octile.bench.casts import _cases, _loss_cases, _narrow_cases
 from octile.bench.rows import Row, compare
 
 
@@ -80,6 +80,12 @@ def test_permutation_and_optimizer_have_only_a_floor():
     assert goals.casts_verdicts(operators(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
 
 
+def test_the_cross_entropy_has_a_floor_of_its_own():
+    (line,) = goals.casts_verdicts(operators(**{"cross-entropy": 0.79})).splitlines()
+    assert line.startswith("cross-entropy of logits, vs. a copy: smallest 0.790×")
+    assert line.endswith("floor each ≥ 0.80× MISSED")
+
+
 def test_the_slowest_operator_of_all_shapes_is_judged():
     measured = [*operators(**{"RMSNorm, 1×128": 0.7}), compare("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
     assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_verdicts(measured)
@@ -97,6 +103,7 @@ def test_every_operator_that_is_judged_is_measured():
     what = {name for name, _, _ in _cases(128, 256, "cpu", torch.float32)}
     assert what >= goals.WRITE_ONCE | goals.WRITE_TWICE | goals.MOVES
     assert {name for name, _, _ in _narrow_cases(128, 256, "cpu", torch.float32)} == goals.NARROW
+    assert {name for name, _, _ in _loss_cases(128, 256, "cpu", torch.float32)} == goals.LOSS
 
 
 # octile bench step

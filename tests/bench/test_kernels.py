@@ -24,6 +24,7 @@ def results(monkeypatch):
     monkeypatch.setattr(shapes, "CPU", [Case("dense", 32, 16, 128), Case("grouped", 128, 16, 128, 2)])
     monkeypatch.setattr(casts, "CPU_SHAPES", ((128, 256),))
     monkeypatch.setattr(casts, "NARROW_ROWS", {"cpu": 2**14})
+    monkeypatch.setattr(casts, "HEADS", {"cpu": ((16, 96),)})
     return found
 
 
@@ -72,7 +73,7 @@ def test_every_operator_is_measured(results):
     measured: dict[str, list[str]] = {}
     for row in casts.rows():
         measured.setdefault(row.case, []).append(row.what)
-    wide, *narrow, optimizer = measured.values()
+    wide, *narrow, losses, optimizer = measured.values()
     assert wide == [
         *(f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")),
         "quantize, scale given",
@@ -96,4 +97,5 @@ def test_every_operator_is_measured(results):
         "norms of gradients",
     ]
     assert [set(operators) for operators in narrow] == [goals.NARROW] * len(goals.NARROW_COLUMNS)
+    assert losses == ["cross-entropy", "cross-entropy backward"]
     assert optimizer == ["AdamW, BF16 moments", "norms of gradients"]
