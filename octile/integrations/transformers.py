@@ -25,11 +25,11 @@ from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
-from octile.nn.gate import count_tokens
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.moe import experts_layers
 from octile.nn.structure import is_swiglu
 from octile.ops.quantize import INPUT_DTYPES
+from octile.ops.routing_plan import count_tokens
 from octile.recipe import Recipe
 
 NAME = "octile"  # of the function in transformers' registry, and of the submodule that holds its recipe

@@ -124,9 +124,10 @@ GEMMS = (  # they call "gemm" of `TABLE`
     "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ONLY_TRITON = (
-    "adamw", "align_groups", "cross_entropy", "cross_entropy_backward", "gradient_norms", "high_precision_grouped_nt",
-    "high_precision_grouped_tn", "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm",
-    "rms_norm_backward", "rotate_", "swiglu", "swiglu_backward", "top_experts", "unpermute", "unpermute_backward",
+    "adamw", "align_groups", "count_tokens", "cross_entropy", "cross_entropy_backward", "gradient_norms",
+    "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys", "latent_keys_backward", "packed_matmul_nt",
+    "permute", "rms_norm", "rms_norm_backward", "rotate_", "routing_plan", "swiglu", "swiglu_backward", "top_experts",
+    "unpermute", "unpermute_backward",
 )  # fmt: skip
 QUANTIZATIONS_ON_CPU = (  # quantization that has a kernel for the CPU
     "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",

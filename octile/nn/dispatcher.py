@@ -15,6 +15,7 @@ from octile.nn.double_backward import creates_graph, differentiable_gradients
 from octile.nn.fused.quantize import requantize
 from octile.ops.groups import AlignedGroups
 from octile.ops.permute import permute, unpermute, unpermute_backward
+from octile.ops.routing_plan import routing_plan
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
 
@@ -47,10 +48,7 @@ class LocalDispatcher:
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go: experts_TK are the experts of each token, load_E is the number of tokens of each."""
-        order_R = experts_TK.flatten().argsort(stable=True)
-        places_R = torch.arange(len(order_R), dtype=torch.int32, device=order_R.device)
-        place_R = torch.empty_like(places_R).scatter_(0, order_R, places_R)
-        return RoutingPlan(place_R.view(experts_TK.shape), order_R.to(torch.int32), load_E.cumsum(0).to(torch.int32))
+        return RoutingPlan(*routing_plan(experts_TK, load_E))
 
     def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """Copy every token's row to each of its experts, sorted by expert: [R, D]."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.routing_plan import count_tokens
 from octile.ops.top_experts import top_experts
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 
@@ -151,15 +152,6 @@ class Gate(nn.Module):
         if before is not None and after is not None and after.dtype != before.dtype:
             self.e_score_correction_bias = before.to(after.device)
         return self
-
-
-def count_tokens(experts_TK: Tensor, n_experts: int, batch: int = 1) -> Tensor:
-    """Count the tokens of each of `batch` equally long sequences that go to each expert: int64 [batch, n_experts]."""
-    tokens = len(experts_TK)
-    sequence_T = torch.arange(tokens, device=experts_TK.device) // max(tokens // max(batch, 1), 1)
-    index_X = (experts_TK + sequence_T[:, None] * n_experts).flatten()  # one dimension: summed in a fixed order
-    zeros_X = experts_TK.new_zeros(batch * n_experts)
-    return zeros_X.scatter_add_(0, index_X, torch.ones_like(index_X)).view(batch, n_experts)
 
 
 class _SigmoidShares(torch.autograd.Function):

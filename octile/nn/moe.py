@@ -22,10 +22,11 @@ from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
 from octile.nn.fused.fusion import FusableModule, Fusion, has_hooks
-from octile.nn.gate import Gate, Routing, count_tokens
+from octile.nn.gate import Gate, Routing
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.mlp import MLP
 from octile.nn.smooth_swiglu import power_of_2_at_least, scale_columns
+from octile.ops.routing_plan import count_tokens
 from octile.recipe import Recipe
 
 

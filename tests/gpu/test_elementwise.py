@@ -9,12 +9,12 @@ from torch import Tensor
 from octile.nn import MLA, MLP, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import LocalDispatcher
-from octile.nn.gate import count_tokens
 from octile.nn.moe import Experts
 from octile.nn.rope import Rope
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.norm import rms_norm, rms_norm_backward
 from octile.ops.permute import unpermute, unpermute_backward
+from octile.ops.routing_plan import count_tokens
 from octile.ops.swiglu import swiglu, swiglu_backward
 from octile.recipe import Recipe
 

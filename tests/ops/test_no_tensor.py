@@ -31,6 +31,7 @@ from octile.ops.packed import packed_matmul_nt
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.scale_layouts import (
     mn_major,
     pack_grouped_ue8m0,
@@ -75,6 +76,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),
     cross_entropy: (X, LABELS),
     cross_entropy_backward: (torch.ones(2), X, LABELS, torch.ones(2)),
+    count_tokens: (PLACES, 2),
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
     gate_logits: (X, X),
     gate_logits_backward: (torch.ones(2, 2), X, X),
@@ -103,6 +105,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
+    routing_plan: (ENDS[:, None] - 2, ENDS - 1),
     swiglu: (X, X),
     swiglu_backward: (X, X, X),
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),

@@ -34,6 +34,7 @@ from octile.kernels.triton import (
     permute,
     quantize,
     rope,
+    routing_plan,
     swiglu,
     tensor_core,
     top_experts,
@@ -95,6 +96,7 @@ def _cases() -> dict[str, Callable[[], object]]:
     (saved_gate, saved_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
     heads, cos = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
     rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
+    experts = _empty(t, 8, dtype=torch.int64)
     ragged = _empty(700, 1000, dtype=fp32)  # elements of such a layout are loaded one by one
 
     def optimizer_step(gradient: torch.dtype, copies: list[Tensor], *flag_and_scale: Tensor) -> None:
@@ -172,6 +174,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         "cross-entropy": lambda: losses(_empty(t, 8 * n)),
         "cross-entropy of a small vocabulary": lambda: losses(_empty(t, 512)),
         "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
+        "counts of tokens": lambda: routing_plan.launch_count(experts, 256, 2),
+        "routing plan": lambda: routing_plan.launch(experts, _empty(256, dtype=torch.int64)),
+        "routing plan of many experts": lambda: routing_plan.launch(experts, _empty(4096, dtype=torch.int64)),
         "tiles of groups": lambda: group_tiles.launch(offs, t, len(tiles)),
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
         "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),

@@ -37,6 +37,10 @@ GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
+COUNT_TOKENS: dict[str, int] = {"ROWS": 2048, "num_warps": 8}  # entries of a program
+# Entries of a program, one per thread: from `rows`, up to `max_rows` with many experts; compared `chunk` at a time.
+ROUTING_PLAN: dict[str, int] = {"rows": 128, "max_rows": 1024, "chunk": 32}
+ROUTING_PLAN_SCAN: dict[str, int] = {"blocks": 1024, "elements": 4096, "num_warps": 8}  # counts of a program at a time
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
 CROSS_ENTROPY = {"cols": 4096, "cols_per_warp": 1024}  # columns of a row at a time; the next ones are in flight
 UNPERMUTE_BACKWARD = {"cols": 2048, "cols_per_warp": 512}  # columns of a row at a time
