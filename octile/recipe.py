@@ -179,8 +179,11 @@ class Recipe:
         attention_output: how attention's output is saved, once, for its own backward and for wgrad of the layer that
             follows. None: autograd saves all of attention in high precision.
         attention_inputs: whether queries, keys and values that come straight from the block's input are saved in BF16
-            ("kept") or "recomputed". Those that come from a compression (MLA) are recomputed wherever
-            `attention_output` is given.
+            ("kept") or "recomputed".
+        latent_attention_inputs: the same for those that come from a compression (MLA), wherever `attention_output` is
+            given.
+        norms: whether the quantized outputs of fused norms are "recomputed", or saved in addition to their inputs
+            ("kept").
         transposed_weights: of weights in 128×128 blocks, the transposed form that dgrad reads is quantized and cached
             with the weight ("cached"), or "recomputed" in the backward pass from the weight, so that nothing of it is
             held in between.
@@ -198,6 +201,8 @@ class Recipe:
     exceptions: tuple[tuple[str, frozenset[GemmName]], ...] = ()
     attention_output: OperandFormat | None = None
     attention_inputs: Literal["kept", "recomputed"] = "kept"
+    latent_attention_inputs: Literal["kept", "recomputed"] = "recomputed"
+    norms: Literal["kept", "recomputed"] = "recomputed"
     swiglu_inputs: OperandFormat | Literal["recomputed"] | None = None
     transposed_weights: Literal["cached", "recomputed"] = "cached"
 

@@ -43,6 +43,7 @@ from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.diagnostics import first_non_finite, record_tile_scales
+from octile.train.kept_activations import keep_activations
 from octile.train.run_folder import Metrics
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
@@ -136,6 +137,9 @@ class Trainer:
         self.recipe = recipe or config.load_recipe()
         if scale_rule(self.config.model.extra) == "power_of_2":  # of the checkpoint that the run began with
             self.recipe = self.recipe.with_weight_scale("power_of_2")
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+            self.recipe = keep_activations(self.recipe, self.config, memory)
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:

@@ -350,6 +350,12 @@ def test_recomputed_queries_are_the_saved_ones(deterministic: None):
     assert all(torch.equal(a, b) for a, b in zip(saved, made, strict=True))
 
 
+def test_kept_activations_are_those_that_would_be_recomputed(deterministic: None):
+    kept = replace(SAVED, norms="kept", latent_attention_inputs="kept")
+    found, expected = (run(block_of(1, recipe), *inputs()) for recipe in (kept, SAVED))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def _attention_block(again: str, device: str) -> list[Tensor]:
     torch.manual_seed(0)
     attention, norm = MHA(384, 3), RMSNorm(384)

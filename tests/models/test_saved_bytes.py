@@ -68,6 +68,17 @@ def test_a_block_saves_the_bytes_of_the_formula(formula: dict[str, Any], name: s
     assert saved_bytes(block, c) == predicted_bytes(formula, c, kind, recomputed)
 
 
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kept_activations_take_the_bytes_of_the_formula(formula: dict[str, Any], name: str, kind: str):
+    c = CONFIGS[name]
+    recipe = replace(Recipe.deepseek_v3(), norms="kept", latent_attention_inputs="kept")
+    block = apply_recipe(Block(c, layer=c.first_k_dense_replace if kind == "mixture" else 0), recipe)
+    heads = (c.num_attention_heads, c.v_head_dim, c.qk_nope_head_dim, c.qk_rope_head_dim)
+    kept = formula["kept"](c.hidden_size, *heads, c.kv_lora_rank, c.q_lora_rank)
+    assert saved_bytes(block, c) == predicted_bytes(formula, c, kind, False) + BATCH * SEQUENCE * kept
+
+
 def predicted_bytes(formula: dict[str, Any], c: ModelConfig, kind: str, recomputed: bool) -> int:
     a_token = formula["attention"](
         c.hidden_size, c.num_attention_heads, c.v_head_dim, c.kv_lora_rank, c.qk_rope_head_dim, c.q_lora_rank

@@ -5,6 +5,7 @@ wgrad needs the quantized input a second time. How it is obtained decides what i
     quantized   the quantized input itself is saved, one byte a value: nothing else needs the activation
     values      it is quantized again from the activation, which a layer in high precision, an expert gate, saves anyway
     norm        it is recomputed from the norm's input, which the norm's own backward saves: nothing more is saved
+    both        as "quantized"; a gate recomputes the activation as in "norm"
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 (norms are recomputed) and §3.3.3.  Shapes: T tokens, K channels.
 """
@@ -28,7 +29,7 @@ from octile.scaled import ScaledTensor, quantize
 class Saved:
     """What is saved of a block's input, and how the input is recomputed from it; see the head of this file."""
 
-    what: Literal["quantized", "values", "norm"]
+    what: Literal["quantized", "values", "norm", "both"]
     operand_format: OperandFormat
     eps: float = 0.0
 
@@ -36,7 +37,7 @@ class Saved:
         """Recompute the quantized input [T, K], bit for bit."""
         if self.what == "values":
             return quantize(saved[0], TILE, self.operand_format.fmt, self.operand_format.scale)
-        data, scale = saved if self.what == "quantized" else self._norm(saved, values=False)[:2]
+        data, scale = self._norm(saved, values=False)[:2] if self.what == "norm" else saved[-2:]
         return ScaledTensor(data, scale, TILE)
 
     def values(self, saved: tuple[Tensor, ...]) -> Tensor:
@@ -44,7 +45,7 @@ class Saved:
         return saved[0] if self.what == "values" else self._norm(saved, values=True)[3]
 
     def _norm(self, saved: tuple[Tensor, ...], values: bool) -> tuple[Tensor, ...]:
-        x_TK, weight_K = saved
+        x_TK, weight_K = saved[:2]
         power_of_2 = self.operand_format.scale == "power_of_2"
         return rms_norm_quantize(x_TK, weight_K, self.eps, self.operand_format.fmt.name, power_of_2, values)
 

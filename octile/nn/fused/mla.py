@@ -5,7 +5,7 @@
                 o → 1×128 for the GEMM, and → E5M6, saved once
                 y = o · w_oᵀ
     backward    dy → 1×128 and 128×1, do = dy · w_o
-                q, k, v recomputed                             by two more GEMMs; none of them was saved
+                q, k, v recomputed by two more GEMMs, or as saved, as the recipe's `latent_attention_inputs` says
                 dq, dk, dv from q, k, v and the saved o → 1×128 and 128×1
                 dx_q = dq · w_q, dx_kv = (dk, dv) · w_kv
                 dw: three GEMMs; the saved o → 128×1, x_q and x_kv recomputed → 128×1
@@ -95,8 +95,10 @@ class _LatentAttention(torch.autograd.Function):
 
         layers.report_fprop(0, weights[0], lambda: x_q_TK, x_q.q, w_q)
         layers.report_fprop(1, weights[1], lambda: x_kv_TK, x_kv.q, w_kv)
-        inputs = {"x_q": x_q.saved, "x_kv": x_kv.saved, "k_rope": k_rope_TR, "cos_sin": cos_sin}
-        save_for_backward(ctx, layers, quantized, **inputs, o=saved_o, lse=lse_BHS)
+        kept = s.recipe.latent_attention_inputs == "kept"
+        inputs = {"x_q": x_q.saved, "x_kv": x_kv.saved, "k_rope": None if kept else k_rope_TR, "cos_sin": cos_sin}
+        qkv = (q, k, v) if kept else None
+        save_for_backward(ctx, layers, quantized, **inputs, qkv=qkv, o=saved_o, lse=lse_BHS)
         ctx.how_saved, ctx.heads = (x_q.how_saved, x_kv.how_saved), heads
         ctx.x_dtypes = x_q_TK.dtype, x_kv_TK.dtype
         return y_TD
@@ -112,7 +114,7 @@ class _LatentAttention(torch.autograd.Function):
         do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
 
         x_q, x_kv = of_q.quantized(saved["x_q"]), of_kv.quantized(saved["x_kv"])
-        q, k, v = _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
+        q, k, v = saved["qkv"] or _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV = saved["o"].dequantize(s.dtype).view(v.shape)
         dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale)
         dq_TX, dkv_TX, dk_rope_TR = _projection_gradients(dq, dk, dv, cos_sin)

@@ -18,6 +18,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 and §3.3.3.  Shapes: T tokens, K
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,10 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
     values = values or has_gemm_observers()
     y, data, scale, residual = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, of_x, values)
     q = report_quantization("x", ScaledTensor(data, scale, TILE))
-    saved, how_saved = (x_TK.detach(), norm.weight.detach()), Saved("norm", of_x, norm.eps)
+    saved: tuple[Tensor, ...] = (x_TK.detach(), norm.weight.detach())
+    how_saved = Saved("norm", of_x, norm.eps)
+    if recipe.norms == "kept":
+        saved, how_saved = (*saved, data, scale), replace(how_saved, what="both")
     return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape)
 
 

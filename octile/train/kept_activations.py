@@ -1,0 +1,46 @@
+"""Which activations a run on a GPU saves for its backward pass although they could be recomputed.
+
+DeepSeek-V3 recomputes the outputs of norms, and queries, keys and values, since its memory does not suffice for them. A
+run keeps them where they take little of the GPU's memory, which saves the time. They are the same bits either way.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3, which recomputes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from octile.formats import TILE
+from octile.models.config import ModelConfig
+from octile.recipe import Recipe
+from octile.train.config import TrainConfig
+
+MAX_SHARE = 0.1  # of the GPU's memory
+
+
+def keep_activations(recipe: Recipe, config: TrainConfig, memory: int) -> Recipe:
+    """Return the recipe with norms and latent attention's inputs kept, if they take at most MAX_SHARE of the memory.
+
+    Args:
+        recipe: of the run.
+        config: of the run.
+        memory: of the GPU, in bytes.
+    """
+    sequences = ceil(config.batch_size / config.micro_batches)
+    if sequences * config.sequence_length * kept_bytes(config.model) > MAX_SHARE * memory:
+        return recipe
+    return replace(recipe, norms="kept", latent_attention_inputs="kept")
+
+
+def kept_bytes(c: ModelConfig) -> int:
+    """The bytes that are kept of each token: norms in 1×128 tiles; queries, keys and values in BF16."""
+    norms = 2 * _tiles(c.hidden_size) + _tiles(c.kv_lora_rank) + _tiles(c.q_lora_rank or 0)
+    a_head = 3 * c.qk_nope_head_dim + 2 * c.qk_rope_head_dim + c.v_head_dim
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    return layers * (norms + 2 * c.num_attention_heads * a_head)
+
+
+def _tiles(n: int) -> int:
+    """The bytes of n values in 8 bits with an FP32 scale each 128."""
+    return n + 4 * ceil(n / TILE[1])
