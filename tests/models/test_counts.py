@@ -15,7 +15,7 @@ def test_published_sizes(preset, total, active):
 
 
 @pytest.mark.parametrize(
-    ("preset", "least", "most"), [("tiny", 6e6, 9e6), ("small", 90e6, 110e6), ("medium", 1.9e9, 2.1e9)]
+    ("preset", "least", "most"), [("tiny", 4e6, 6e6), ("small", 90e6, 110e6), ("medium", 1.9e9, 2.1e9)]
 )
 def test_sizes_of_the_small_presets(preset, least, most):
     assert least < count_parameters(PRESETS[preset]()).total < most

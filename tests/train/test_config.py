@@ -13,6 +13,8 @@ from octile.models.config import PRESETS
 from octile.train.config import OptimConfig, TrainConfig, changed_settings, preset, published_schedule
 from octile.train.trainer import batch_ramp, schedule
 
+WITH_MTP = replace(PRESETS["tiny"](), num_nextn_predict_layers=1)
+
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_survives_a_round_trip_through_json(name):
@@ -35,7 +37,8 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
         ({"data": " "}, "data is empty"),
         ({"batch_size": 8, "micro_batches": 3}, "batch_size 8 must be divisible by micro_batches 3"),
         ({"sequence_length": 4096}, "sequence_length 4096 exceeds"),
-        ({"sequence_length": 2}, "sequence_length must be at least 3"),
+        ({"sequence_length": 1}, "sequence_length must be at least 2"),
+        ({"sequence_length": 2, "model": WITH_MTP}, "sequence_length must be at least 3"),
         ({"batch_size": 2**26}, "batch_size 67108864 × sequence_length 128 must be at most 2,147,483,647 tokens"),
         ({"out": Path("a\udcff")}, "out must be "),
         ({"recipe": "\udcff.toml"}, "recipe must be "),
@@ -121,7 +124,7 @@ def test_a_preset_of_a_short_model_trains_at_its_length(monkeypatch):
 
 
 def test_the_published_schedule_is_that_of_14_8_trillion_tokens():
-    config = published_schedule(TrainConfig(steps=148_000))
+    config = published_schedule(TrainConfig(steps=148_000, model=WITH_MTP))
     rates = asdict(schedule(config))
     assert rates == pytest.approx(
         {
@@ -151,14 +154,14 @@ def test_the_published_schedule_with_a_growing_batch_has_the_same_tokens():
 
 
 def test_the_published_ramp_needs_a_fifth_of_the_batch():
-    with pytest.raises(ValueError, match="batch_size must be divisible by 5 for the published ramp, not 8"):
+    with pytest.raises(ValueError, match="batch_size must be divisible by 5 for the published ramp, not 4"):
         published_schedule(TrainConfig(), batch_ramp=True)
 
 
 @pytest.mark.parametrize("ramp", [False, True])
 def test_the_documented_options_are_the_published_schedule(ramp):
     page = (Path(__file__).parents[2] / "docs" / "published_schedule.md").read_text(encoding="utf-8")
-    config = published_schedule(TrainConfig(batch_size=40), batch_ramp=ramp)
+    config = published_schedule(TrainConfig(batch_size=40, model=WITH_MTP), batch_ramp=ramp)
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if "| `--" in line]
     documented = {row[0]: row[2 if ramp else 1] for row in rows}
     options = {f"--optim.{name}".replace("_", "-"): value for name, value in asdict(config.optim).items()}
@@ -187,7 +190,7 @@ def test_an_impossible_tail_is_refused(changes, message):
     [
         ({"batch_ramp": 0.5}, "initial_batch_size and batch_ramp need each other, but they are None and 0.5"),
         ({"initial_batch_size": 2}, "initial_batch_size and batch_ramp need each other, but they are 2 and 0.0"),
-        ({"batch_ramp": 0.5, "initial_batch_size": 9}, "initial_batch_size must be at most batch_size, 8, not 9"),
+        ({"batch_ramp": 0.5, "initial_batch_size": 9}, "initial_batch_size must be at most batch_size, 4, not 9"),
     ],
 )
 def test_an_impossible_ramp_is_refused(changes, message):
