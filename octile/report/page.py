@@ -28,12 +28,27 @@ def render(template: str, **content: Any) -> str:
 
 
 def format_quantity(value: float) -> str:
-    """A number with three significant digits: 8_131_072 → "8.13M", 671e9 → "671B", 512 → "512"."""
+    """A number with three significant digits: 512 → "512", 8_131_072 → "8.13M", 671e9 → "671B", 2⁵⁴ → "1.80·10¹⁶"."""
+    if value >= 1e15:
+        digits, _, exponent = f"{value:.2e}".partition("e")
+        return f"{digits}·10{superscript(int(exponent))}"
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= factor:
             scaled = value / (1e3 if unit == "k" else factor)
             return f"{scaled:.{max(0, 2 - int(math.log10(scaled)))}f}{unit}"
     return f"{value:,.0f}"
+
+
+def superscript(exponent: int) -> str:
+    """A whole number in superscript: −12 → "⁻¹²"."""
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def format_flops(per_second: float) -> str:
+    """FLOPs per second: 23.4e9 → "23.4 GFLOP/s", 1.5e15 → "1.5 PFLOP/s"."""
+    units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"))
+    factor, unit = next((u for u in units if round(per_second / u[0], 1) >= 1), units[-1])
+    return f"{per_second / factor:,.1f} {unit}FLOP/s"
 
 
 def format_count(number: int, noun: str) -> str:

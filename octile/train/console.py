@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from octile.models.counts import count_parameters
 from octile.report.console import Console
+from octile.report.page import format_flops
 from octile.report.text import escape_control_characters
 from octile.train.run_folder import Metrics, RunFolder
 from octile.train.shared_spans import SPAN
@@ -146,7 +147,9 @@ class StepProgress:
         if "skipped_for" in line:
             total = f"{line['skipped']:,} step{'s' * (line['skipped'] != 1)} skipped so far"
             self.console.print(f"step {line['step']} was skipped: {line['skipped_for']}; {total}")
-        text = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s · {_flops(line['flops_per_s'])}"
+        text = (
+            f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s · {format_flops(line['flops_per_s'])}"
+        )
         text += f" · {line['mfu']:.1%} MFU" if "mfu" in line else ""
         self.bar.update(self.task, completed=line["step"], description=text)
         if not self.console.console.is_terminal and line["step"] % self.every == 0:
@@ -156,8 +159,3 @@ class StepProgress:
     def validation(self, line: Metrics) -> None:
         """Show a held-out loss."""
         self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token")
-
-
-def _flops(per_second: float) -> str:
-    """Describe model FLOPs per second."""
-    return f"{per_second / 1e12:,.1f} TFLOP/s" if per_second >= 1e12 else f"{per_second / 1e9:,.1f} GFLOP/s"

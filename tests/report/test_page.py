@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from octile.report.page import format_bytes, format_duration, format_percent, format_quantity
+from octile.report.page import format_bytes, format_duration, format_flops, format_percent, format_quantity
 from octile.report.style import PALETTE, drawing, label_ends, thin
 from octile.report.svg import to_svg
 
@@ -22,10 +22,27 @@ from octile.report.svg import to_svg
         (8_131_072, "8.13M"),
         (671e9, "671B"),
         (1.33e12, "1.33T"),
+        (999e12, "999T"),
+        (2.0**54, "1.80·10¹⁶"),
     ],
 )
 def test_amounts(value, text):
     assert format_quantity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("per_second", "text"),
+    [
+        (0.25e9, "0.2 GFLOP/s"),
+        (23.4e9, "23.4 GFLOP/s"),
+        (999.96e9, "1.0 TFLOP/s"),
+        (1.5e12, "1.5 TFLOP/s"),
+        (18.014e15, "18.0 PFLOP/s"),
+        (2.5e18, "2.5 EFLOP/s"),
+    ],
+)
+def test_speeds(per_second, text):
+    assert format_flops(per_second) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1_240_000, "1.24 MB"), (700e9, "700 GB")])

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from octile.checkpoint.files import write_text
-from octile.report.page import render
+from octile.report.page import render, superscript
 from octile.report.svg import Chart
 from octile.report.table import ScreenTable
 
@@ -57,7 +57,7 @@ def power(value: float) -> str:
     """Format a value as usual for number formats: 448, 57344, 2⁻⁹, 1.2e-07, 3.4e+38."""
     mantissa, exponent = frexp(value)
     if mantissa == 0.5 and not 1 <= exponent < 11:  # a power of two below 1 or from 1024 on
-        return "2" + str(exponent - 1).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        return f"2{superscript(exponent - 1)}"
     return f"{value:,.0f}" if value < 1e6 and value == int(value) else f"{value:.2e}".replace("e+", "e")
 
 

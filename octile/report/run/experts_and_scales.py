@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.page import format_quantity
+from octile.report.page import format_quantity, superscript
 from octile.report.run.metrics import Floats, Record, Run, last_known, smooth
 from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
 
@@ -207,7 +207,7 @@ def _central_range(log2: Floats, share: Floats) -> tuple[float, float]:
 
 
 def _power_of_2(exponent: float) -> str:
-    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"2{superscript(round(exponent))}"
 
 
 def _share(histogram: Record) -> tuple[Floats, Floats]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.checkpoint.files import write_text
-from octile.report.page import format_duration, format_quantity, render
+from octile.report.page import format_duration, format_flops, format_quantity, render
 from octile.report.run import curves, experts_and_scales
 from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
@@ -206,7 +206,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     flops, mfu = (run.series(name)[1] for name in ("flops_per_s", "mfu"))
     if np.isfinite(flops).any():
         known = f", {np.nanmedian(mfu):.1%} MFU" if np.isfinite(mfu).any() else ""
-        facts.append(("Model FLOPs", format_quantity(float(np.nanmedian(flops))), f"per second (median){known}"))
+        facts.append(("Model FLOPs", format_flops(float(np.nanmedian(flops))), f"(median){known}"))
     return facts
 
 

@@ -52,7 +52,7 @@ FACTS = [
     "Held out 9.6% of the text: 2,310 tokens in 6 spans",
     "14.0 s",
     "6,020",
-    "Model FLOPs 6.02T per second (median), 25.0% MFU",
+    "Model FLOPs 6.0 TFLOP/s (median), 25.0% MFU",
 ]
 
 
