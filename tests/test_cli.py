@@ -350,7 +350,7 @@ def test_data_that_is_a_link_to_nothing(capsys, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     line = refused(capsys, "train", "--data", str(link), "--out", str(tmp_path / "run"), *MICRO_RUN)
-    assert f"source '{link}' is a link to '{tmp_path / 'gone'}', which does not exist" in line
+    assert f"--data '{link}' is a link to '{tmp_path / 'gone'}', which does not exist" in line
 
 
 def test_empty_data(capsys, tmp_path):

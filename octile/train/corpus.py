@@ -111,42 +111,45 @@ class Corpus:
         return replace(self, read=read)
 
 
-def open_corpus(source: str | Path) -> Corpus:
+def open_corpus(source: str | Path, option: str = "--data") -> Corpus:
     """Open the corpus that `source` names, as the module describes. Files are read once to find those that are text.
+
+    Args:
+        source: names the corpus.
+        option: the option of the command line that named it, for messages.
 
     Raises:
         FileNotFoundError: there is no such file or folder, or the folder has no files.
         ValueError: nothing there is text, or the Hub's dataset cannot be used.
     """
+    named = f"{option} {str(source)!r}"
     if source == STANDARD_LIBRARY:
-        return _standard_library()
+        return _standard_library(named)
     if source == PACKAGES:
-        return _installed_packages()
+        return _installed_packages(named)
     if str(source).startswith("hf:"):
-        return _hub_dataset(str(source))
+        return _hub_dataset(str(source), named)
     path = Path(source)
     if not str(source).strip():  # Path("") is the current folder
-        raise ValueError("source is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
+        raise ValueError(f"{option} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
     if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"source {str(source)!r} is a link to {str(path.readlink())!r}, which does not exist")
+        raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
     if not path.exists():
-        raise FileNotFoundError(
-            f"source {str(source)!r} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')"
-        )
+        raise FileNotFoundError(f"{named} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')")
     if not path.is_dir():
-        return _from_files(str(source), path.parent, {path: path.name}, [])
+        return _from_files(str(source), named, path.parent, {path: path.name}, [])
     files, left_out = _files_below(path)
-    return _from_files(str(source), path, {file: file.relative_to(path).as_posix() for file in files}, left_out)
+    return _from_files(str(source), named, path, {file: file.relative_to(path).as_posix() for file in files}, left_out)
 
 
-def _standard_library() -> Corpus:
+def _standard_library(named: str) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     files, _ = _files_below(root, excluded=EXCLUDED_FOLDERS)
     names = {file: file.relative_to(root).as_posix() for file in files if file.suffix == ".py"}
-    return _from_files(STANDARD_LIBRARY, root, names, [])
+    return _from_files(STANDARD_LIBRARY, named, root, names, [])
 
 
-def _installed_packages() -> Corpus:
+def _installed_packages(named: str) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     folders = dict.fromkeys([root, *(Path(path) for path in sys.path if Path(path).name in PACKAGE_FOLDERS)])
     names = {
@@ -166,7 +169,7 @@ def _installed_packages() -> Corpus:
             return "long"
         return why_left_out(name, content) or ("repeated" if duplicates.has_seen(content.decode()) else None)
 
-    return _from_files(PACKAGES, root, names, [], why_not)
+    return _from_files(PACKAGES, named, root, names, [], why_not)
 
 
 def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[list[Path], list[LeftOut]]:
@@ -197,6 +200,7 @@ def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[li
 
 def _from_files(
     source: str,
+    named: str,
     root: Path,
     files: Mapping[Path, str],
     left_out: list[LeftOut],
@@ -206,6 +210,7 @@ def _from_files(
 
     Args:
         source: its name.
+        named: the option that named it, and the name, for messages.
         root: the folder of the files, for messages.
         files: their names, in reading order.
         left_out: what is not read below the folder.
@@ -213,14 +218,12 @@ def _from_files(
     """
     if not files:
         others = f" ({_list(left_out)})" if left_out else ""
-        raise FileNotFoundError(
-            f"source {source!r}: the folder {root} holds no files to read{others}; name one that does"
-        )
+        raise FileNotFoundError(f"{named}: the folder {root} holds no files to read{others}; name one that does")
     refusals = {file: (why_not or _why_not_text)(file, name) for file, name in files.items()}
     refused = [LeftOut(reason, files[file]) for file, reason in refusals.items() if reason]
     readable = [file for file, reason in refusals.items() if not reason]
     if not readable:
-        raise ValueError(f"source {source!r} holds no UTF-8 text: {_list(refused)} of {len(files)} files")
+        raise ValueError(f"{named} holds no UTF-8 text: {_list(refused)} of {len(files)} files")
 
     def read() -> Iterator[NamedText]:
         for file in readable:
@@ -266,19 +269,19 @@ def _cut(stream: TextIO, length: int) -> Iterator[str]:
         yield span
 
 
-def _hub_dataset(source: str) -> Corpus:
+def _hub_dataset(source: str, named: str) -> Corpus:
     name = HUB.fullmatch(source)
     if name is None:
-        raise ValueError(f"source {source!r} must have the form hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]")
+        raise ValueError(f"{named} must have the form hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]")
     try:
         from datasets import load_dataset  # late: optional, and slow to import
     except ImportError as error:
-        raise ValueError(f"source {source!r} needs the package `datasets`: pip install datasets") from error
+        raise ValueError(f"{named} needs the package `datasets`: pip install datasets") from error
     try:
         dataset = load_dataset(name["name"], name["config"], split=name["split"] or "train")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"source {source!r} could not be loaded: {str(error).partition(chr(10))[0]}") from error
-    column = _text_column(source, dataset.features, name["column"])
+        raise ValueError(f"{named} could not be loaded: {str(error).partition(chr(10))[0]}") from error
+    column = _text_column(named, dataset.features, name["column"])
 
     def read() -> Iterator[NamedText]:
         for number, row in enumerate(dataset.select_columns([column])):
@@ -287,15 +290,15 @@ def _hub_dataset(source: str) -> Corpus:
     return Corpus(source, (), read)
 
 
-def _text_column(source: str, features: Mapping[str, Any], requested: str | None) -> str:
+def _text_column(named: str, features: Mapping[str, Any], requested: str | None) -> str:
     """The requested column, or the one named "text", or the only one that holds strings."""
     strings = [
         name for name, feature in features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
     ]
     if requested is not None and requested not in strings:
-        raise ValueError(f"source {source!r}: {requested!r} is not a column of text; these are: {strings}")
+        raise ValueError(f"{named}: {requested!r} is not a column of text; these are: {strings}")
     if requested is None and "text" not in strings and len(strings) != 1:
-        raise ValueError(f"source {source!r}: name the text column, hf:…#COLUMN, one of {strings}")
+        raise ValueError(f"{named}: name the text column, hf:…#COLUMN, one of {strings}")
     return requested or ("text" if "text" in strings else strings[0])
 
 
