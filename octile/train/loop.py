@@ -40,7 +40,7 @@ from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
-from octile.train.resume import check_settings, computed_on, open_run
+from octile.train.resume import check_goal, check_settings, computed_on, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import token_losses
@@ -85,7 +85,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
     device = pick_device(config.device)
-    run, config = open_run(config, console) if resume else (None, config.with_file_texts())
+    run, config = open_run(config) if resume else (None, config.with_file_texts())
     config.load_recipe()  # refuses an unknown recipe before anything is written
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
@@ -93,9 +93,14 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     run = run or RunFolder.create(config)
     config = replace(config, out=run.path)
     with lock_folder(run.path):
-        console.print(f"run folder: {run.path}")
         try:
-            return _train(config, run, device, resume, console, hook)
+            checkpoint = latest_checkpoint(run.checkpoints) if resume else None
+            if checkpoint is not None:
+                check_goal(config, checkpoint)
+            if resume:
+                print_settings(run, console)
+            console.print(f"run folder: {run.path}")
+            return _train(config, run, device, resume, checkpoint, console, hook)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
@@ -104,12 +109,17 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
 
 
 def _train(
-    config: TrainConfig, run: RunFolder, device: torch.device, resume: bool, console: RunConsole, hook: RunHook
+    config: TrainConfig,
+    run: RunFolder,
+    device: torch.device,
+    resume: bool,
+    checkpoint: Path | None,
+    console: RunConsole,
+    hook: RunHook,
 ) -> Path:
     store = _tokens(config, run, resume, console)
     print_passes(config, store, console)
     _check_prompt(config, store)
-    checkpoint = latest_checkpoint(run.checkpoints) if resume else None
     if checkpoint is not None:
         check_settings(config, checkpoint, device, console)
     with explain_out_of_memory(config, device):
@@ -254,8 +264,6 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Pat
         tensors, state = load_checkpoint(checkpoint, check=False)  # it was checked when it was chosen
         trainer.load(tensors, state)
         best.load(tensors, state, trainer.steps_done)
-        if trainer.steps_done > trainer.config.steps:
-            raise ValueError(f"steps is {trainer.config.steps}, but the run has done {trainer.steps_done} already")
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
     for note in run.truncate_after(trainer.steps_done):
         console.print(note)

@@ -28,7 +28,7 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
-def open_run(config: TrainConfig, console: RunConsole) -> tuple[RunFolder, TrainConfig]:
+def open_run(config: TrainConfig) -> tuple[RunFolder, TrainConfig]:
     """The run to resume, and its configuration: as requested, with the recipe that the run began with."""
     if config.out is None:
         raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
@@ -40,14 +40,34 @@ def open_run(config: TrainConfig, console: RunConsole) -> tuple[RunFolder, Train
             f"a resumed run keeps its configuration: {describe_changes(changes)} in {run.config_file}; "
             "leave the option out, or begin a new run"
         )
+    return run, config.with_file_texts()  # a run of an earlier version saved only the file's name
+
+
+def print_settings(run: RunFolder, console: RunConsole) -> None:
+    """Print the settings of a run to resume, and which files have changed since it began."""
+    saved = run.read_config()
     console.print(f"settings from {run.config_file}: {describe_settings(saved)}")
     for what, file, text in (
-        ("recipe", Path(config.recipe), saved.recipe_text),
-        ("guards", config.guards, saved.guards_text),
+        ("recipe", Path(saved.recipe), saved.recipe_text),
+        ("guards", saved.guards, saved.guards_text),
     ):
         if text is not None and file and file.is_file() and file.read_text("utf-8", errors="replace") != text:
             console.print(f"{file} has changed since the run began: the run keeps the {what} that it began with")
-    return run, config.with_file_texts()  # a run of an earlier version saved only the file's name
+
+
+def check_goal(config: TrainConfig, checkpoint: Path) -> None:
+    """Refuse to resume a run that has done more steps than it is to do.
+
+    Raises:
+        ValueError: the checkpoint is of a later step.
+    """
+    state = read_json(checkpoint / STATE)
+    done, tokens = state.get("steps_done"), state.get("tokens")
+    if isinstance(done, int) and isinstance(tokens, int) and done > config.steps:  # `Trainer.load` checks the types
+        raise ValueError(
+            f"steps is {config.steps:,}, but the run has done {done:,} already ({tokens:,} tokens): "
+            "give more --steps or --tokens"
+        )
 
 
 def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, console: RunConsole) -> None:

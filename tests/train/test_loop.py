@@ -114,8 +114,11 @@ def test_a_resumed_run_keeps_its_configuration(finished):
 
 def test_a_resumed_run_cannot_have_fewer_steps_than_it_has_done(finished):
     before = RunFolder.open(finished[0]).read_config()
-    with pytest.raises(ValueError, match=r"steps is 1, but the run has done \d+ already"):
-        train(dataclasses.replace(before, steps=1), True, silent_console())
+    screen = silent_console()
+    message = r"^steps is 1, but the run has done 6 already \(768 tokens\): give more --steps or --tokens$"
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(before, steps=1), True, screen)
+    assert screen.console.file.getvalue() == ""  # refused before the run is announced
     assert RunFolder.open(finished[0]).read_config() == before
 
 
