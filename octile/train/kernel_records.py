@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -44,13 +44,18 @@ def kernels_of(record: profile) -> list[KernelRecord]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
+def busy_times(kernels: Iterable[KernelRecord]) -> Iterator[tuple[KernelRecord, float]]:
+    """Each kernel in the order of their starts, and the µs in which it ran and none before it did."""
+    end = 0.0
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        until = kernel.start + kernel.duration
+        yield kernel, max(0.0, until - max(end, kernel.start))
+        end = max(end, until)
+
+
 def busy(kernels: Iterable[KernelRecord]) -> float:
     """The µs in which at least one kernel ran."""
-    total, end = 0.0, 0.0
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        total += max(0.0, kernel.start + kernel.duration - max(end, kernel.start))
-        end = max(end, kernel.start + kernel.duration)
-    return total
+    return sum(time for _, time in busy_times(kernels))
 
 
 def span(kernels: Iterable[KernelRecord]) -> float:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octile.bench.kernel_time import record_kernels
 from octile.bench.rows import Against, Row
 from octile.bench.timing import seconds
-from octile.train.kernel_records import KernelRecord
+from octile.train.kernel_records import KernelRecord, busy_times, idle_share
 
 SLEEP = 1_000_000_000  # cycles, in which the host gets ahead
 STEPS = 4  # in sequence; only the last counts, since a GPU that has rested is faster
@@ -124,22 +124,19 @@ def timeline(step: Callable[[], object]) -> tuple[float, dict[str, float]]:
         RuntimeError: the profiler has no access to the GPU.
     """
     step()
-    kernels = sorted(record_kernels(step), key=lambda kernel: kernel.start)
+    kernels = record_kernels(step)
     if not kernels:
         raise RuntimeError("the profiler recorded no kernel")
     return split(kernels)
 
 
 def split(kernels: Sequence[KernelRecord]) -> tuple[float, dict[str, float]]:
-    """Return `timeline` of recorded kernels, which are in the order of their starts."""
-    busy, end = 0.0, kernels[0].start
+    """Return `timeline` of recorded kernels."""
     by_kind: dict[str, float] = defaultdict(float)
-    for kernel in kernels:
-        until = kernel.start + kernel.duration
-        new = max(until - max(kernel.start, end), 0.0)  # time of concurrent kernels is counted once
-        busy, end = busy + new, max(end, until)
-        by_kind[_kind_of_kernel(kernel.name)] += new
-    return 1 - busy / (end - kernels[0].start), {kind: t / busy for kind, t in by_kind.items()}
+    for kernel, alone in busy_times(kernels):  # time of concurrent kernels is counted once
+        by_kind[_kind_of_kernel(kernel.name)] += alone
+    busy = sum(by_kind.values())
+    return idle_share(kernels), {kind: part / busy for kind, part in by_kind.items()}
 
 
 def _kind_of_kernel(name: str) -> str:
