@@ -12,7 +12,7 @@ from torch import nn
 
 from octile.layer_roles import CONV1D, KEPT, check_keep, is_kept, why_high_precision
 from octile.nn.conversion_summary import ConversionSummary, quantized_shares
-from octile.nn.fused.fusion import FusableModule
+from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.linear import Linear, check_recipe, with_class
 from octile.nn.mlp import SwiGLU
@@ -160,7 +160,7 @@ def _reason_to_skip(name: str, module: nn.Module, experts: Any, tied: set[int], 
         reason = getattr(experts, "why_unsupported", None)
     elif type(module) not in (nn.Linear, Linear):
         reason = f"{type(module).__name__} (a subclass of nn.Linear)"
-    elif "forward" in vars(module):  # of this layer, as accelerate does: a converted layer would call it
+    elif is_forward_replaced(module):  # a converted layer would call it
         reason = PATCHED
     elif id(module.weight) in tied:
         reason = "tied to an embedding"

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.nn.fused.fusion import is_forward_replaced
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
 
 # signs, zeros, small values and values beyond any limit that a model clamps its activations to, in every combination
@@ -40,8 +41,7 @@ def _has_layers(module: nn.Module, kind: type[SwiGLU]) -> bool:
     others = [child for name, child in module._modules.items() if name not in kind.fusable_layers]
     tensors = [*module._parameters, *module._buffers]
     tensors += [name for child in others if child for name in child.state_dict()]
-    replaced = "forward" in vars(module)  # by another library, on the instance
-    return all(isinstance(layer, nn.Linear) for layer in layers) and not tensors and not replaced
+    return all(isinstance(layer, nn.Linear) for layer in layers) and not tensors and not is_forward_replaced(module)
 
 
 def _computes_swiglu(module: nn.Module, kind: type[SwiGLU]) -> bool:

@@ -102,10 +102,15 @@ def has_hooks(*modules: nn.Module | None) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or is_forward_replaced(module)
         for module in modules
         if module is not None
     )
+
+
+def is_forward_replaced(module: nn.Module) -> bool:
+    """Whether another library, such as accelerate, has given this one module a forward pass of its own."""
+    return "forward" in module.__dict__
 
 
 def _has_bias(*modules: nn.Module | None) -> bool:
