@@ -124,10 +124,10 @@ GEMMS = (  # they call "gemm" of `TABLE`
     "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ONLY_TRITON = (
-    "adamw", "align_groups", "count_tokens", "cross_entropy", "cross_entropy_backward", "gradient_norms",
-    "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys", "latent_keys_backward", "packed_matmul_nt",
-    "permute", "rms_norm", "rms_norm_backward", "rotate_", "routing_plan", "swiglu", "swiglu_backward", "top_experts",
-    "unpermute", "unpermute_backward",
+    "adamw", "align_groups", "bfloat16_terms", "count_tokens", "cross_entropy", "cross_entropy_backward", "gate",
+    "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
+    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "routing_plan",
+    "swiglu", "swiglu_backward", "top_experts", "unpermute", "unpermute_backward",
 )  # fmt: skip
 QUANTIZATIONS_ON_CPU = (  # quantization that has a kernel for the CPU
     "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",
@@ -136,12 +136,9 @@ GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
-GATE_REASON = "FP32 values are multiplied as three BF16 parts each"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
-    "gate_logits": GATE_REASON,
-    "gate_logits_backward": GATE_REASON,
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),

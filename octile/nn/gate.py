@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
-from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.gate import gate, gate_backward
 from octile.ops.routing_plan import count_tokens
 from octile.ops.top_experts import top_experts
 from octile.routing import ScoringFunc, TopkMethod, check_routing
@@ -80,25 +80,11 @@ class Gate(nn.Module):
     def forward(self, x: Tensor | BlockInput) -> Routing:
         """Choose experts for x [T, D], or for an input that fused layers read and save as well."""
         inputs = (x.x, x.saved, x.how_saved) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
-        logits_TE = _Logits.apply(self.weight, *inputs)
-        if self.scoring_func == "sigmoid":
-            score_TE = logits_TE.detach().sigmoid()
-        else:
-            affinity_TE = logits_TE.softmax(-1)
-            score_TE = affinity_TE.detach()
-        if self.e_score_correction_bias is not None:
-            score_TE = score_TE + self.e_score_correction_bias
         groups = (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
         best = 2 if self.topk_method == "noaux_tc" and groups[1] < groups[0] else 1
-        experts_TK = top_experts(score_TE, self.n_chosen, *groups, best)
-
-        if self.scoring_func == "sigmoid":  # of the chosen ones alone, which are all that is saved for backward
-            weights_TK = logits_TE.gather(1, experts_TK).sigmoid()
-        else:
-            weights_TK = affinity_TE.gather(1, experts_TK)
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return Routing(weights_TK * self.routed_scaling_factor, experts_TK, logits_TE)
+        choice = self.n_chosen, *groups, best
+        weighting = self.scoring_func, self.norm_topk_prob, self.routed_scaling_factor
+        return Routing(*_Gate.apply(self.weight, self.e_score_correction_bias, *inputs, choice, weighting))
 
     def sequence_balance(self, routing: Routing, batch: int) -> Tensor:
         """Compute the balance of the experts within each sequence, Σ_i f_i · P_i; 1 if all are used equally.
@@ -173,21 +159,32 @@ class _SigmoidShares(torch.autograd.Function):
         return d_log_TE * (-logits_TE).sigmoid()
 
 
-class _Logits(torch.autograd.Function):
-    """Compute x · wᵀ in FP32 of an input in another dtype, which is saved as it is or as fused layers save it."""
+class _Gate(torch.autograd.Function):
+    """Choose experts and weigh them by the logits of an input, which is saved as it is or as fused layers save it."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight_ED: Tensor, x_TD: Tensor, saved: tuple[Tensor, ...], how_saved: Saved | None
-    ) -> Tensor:
-        ctx.save_for_backward(weight_ED, *saved)
-        ctx.how_saved = how_saved
-        return gate_logits(x_TD, weight_ED)
+        ctx: Any,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        x_TD: Tensor,
+        saved: tuple[Tensor, ...],
+        how_saved: Saved | None,
+        choice: tuple[int, int, int, int],
+        weighting: tuple[ScoringFunc, bool, float],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights_TK, experts_TK, logits_TE = gate(x_TD, weight_ED, bias_E, *choice, *weighting)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(experts_TK)
+        ctx.save_for_backward(weight_ED, logits_TE, experts_TK, *saved)
+        ctx.how_saved, ctx.weighting = how_saved, weighting
+        return weights_TK, experts_TK, logits_TE
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, dy_TE: Tensor) -> tuple[Tensor | None, ...]:
-        weight_ED, *saved = ctx.saved_tensors
+    def backward(ctx: Any, dweights_TK: Tensor | None, _: None, dlogits_TE: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight_ED, logits_TE, experts_TK, *saved = ctx.saved_tensors
         x_TD = saved[0] if ctx.how_saved is None else ctx.how_saved.values(tuple(saved))
-        dx_TD, dweight_ED = gate_logits_backward(dy_TE, x_TD, weight_ED)
-        return dweight_ED.to(weight_ED.dtype), dx_TD, None, None
+        gradients = gate_backward(dweights_TK, dlogits_TE, logits_TE, experts_TK, x_TD, weight_ED, *ctx.weighting)
+        dx_TD, dweight_ED = gradients
+        return dweight_ED.to(weight_ED.dtype), None, dx_TD, None, None, None, None

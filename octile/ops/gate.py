@@ -1,4 +1,4 @@
-"""The GEMMs of an expert gate in FP32: y = x · wᵀ, dx = dy · w, dw = dyᵀ · x.
+"""The expert gate: the logits of the experts in FP32, the choice of K of them, and their weights; and the gradients.
 
 The choice of experts must not depend on rounding to 8 or 16 bits. But a GPU computes an FP32 GEMM without its tensor
 cores, about fifteen times slower than one in BF16. Tensor cores multiply BF16 exactly and sum in FP32, and an FP32
@@ -8,10 +8,15 @@ multiplied in one GEMM, and the results are added:
     x · wᵀ = x · w₁ᵀ + x · w₂ᵀ + x · w₃ᵀ        w = w₁ + w₂ + w₃ exactly
 
 If both operands are FP32, products of terms that lie 24 bits or more below the first product are omitted. Sums are in
-FP32 in unspecified order, so the results are close to the reference but not bit for bit.
+FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its last bits (by less than 2⁻²⁰ of the
+result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
+
+After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
+pass one kernel computes the gradient of the logits and splits it.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-computations" (arXiv 1904.06376).  Shapes: T tokens, D model width, E experts.
+computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
+Shapes: T tokens, D model width, E experts, K chosen ones.
 """
 
 import torch
@@ -21,99 +26,267 @@ from torch import Tensor
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
+from octile.ops.top_experts import check_choice, top_experts
 
 TERMS = 3  # BF16 numbers that sum to one FP32 number
+# The terms of dy and of the weight that are multiplied for dx, pair by pair. The first three of dy are all that it has.
+DY_TERMS, WEIGHT_TERMS = [0, 1, 2, 0, 0, 1], [2, 1, 0, 1, 0, 0]
+EPS = 1e-20  # added to the sum of a token's weights
 
 
 @operator()
-def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute the logits of a gate, x · weightᵀ.
+def gate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    best: int,
+    scoring_func: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the logits x · weightᵀ, choose K experts for each token, and compute their weights.
+
+    The affinity of a token to an expert is the sigmoid of its logit, or the softmax of all its logits. Experts are
+    chosen by affinity + bias; their weights are affinities, without the bias.
 
     Args:
         x: [T, D], float32, bfloat16 or float16; on a GPU bfloat16 is fast.
         weight: [E, D], float32, bfloat16 or float16.
+        bias: [E] float32; None: zeros.
+        n_chosen, n_group, topk_group, best: as in `top_experts`.
+        scoring_func: sigmoid or softmax.
+        norm_topk_prob: whether a token's affinities are divided by their sum.
+        routed_scaling_factor: by which the weights are finally multiplied.
 
     Returns:
-        logits [T, E] float32.
+        weights [T, K] float32, experts [T, K] int64 with the highest score first, logits [T, E] float32.
 
     Raises:
-        TypeError: x or weight has another dtype.
-        ValueError: x or weight is not a matrix, or shapes or devices do not fit together.
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together, the numbers do not fit them, or scoring_func is another one.
     """
-    _check(x, weight)
-    with without_autocast(x.device):
-        return F.linear(x.float(), weight.float())
+    _check(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    logits = _logits(x, weight)
+    choice = n_chosen, n_group, topk_group, best
+    return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
 
 
-@gate_logits.register_fake
-def _(x, weight):
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+@gate.register_fake
+def _(
+    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+):  # fmt: skip
+    t = x.shape[0]
+    weights, logits = (x.new_empty(t, n, dtype=torch.float32) for n in (n_chosen, weight.shape[0]))
+    return weights, x.new_empty(t, n_chosen, dtype=torch.int64), logits
 
 
-@gate_logits.register_kernel("cuda")
-def _(x, weight):
-    _check(x, weight)
+@gate.register_kernel("cuda")
+def _(
+    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+):  # fmt: skip
+    from octile.kernels.triton import gate as kernel  # late: a machine without a GPU has no Triton
+
+    _check(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
     if x.dtype != torch.bfloat16:
-        with without_autocast(x.device):
-            return F.linear(x.float(), weight.float())
-    terms = bfloat16_terms(weight)
-    products_TPE = torch.mm(x, terms.flatten(0, 1).mT, out_dtype=torch.float32).unflatten(1, terms.shape[:2])
-    return products_TPE.sum(1)
+        products = _logits(x, weight)
+    else:
+        terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
+        products = torch.mm(x, terms.mT, out_dtype=torch.float32)
+    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+    return kernel.launch(products, bias, *settings, len(weight))
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    best: int,
+    scoring_func: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose K experts by logits [T, E] → weights [T, K], experts [T, K]; arguments as of `gate`."""
+    is_sigmoid = scoring_func == "sigmoid"
+    affinity = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    experts = top_experts(affinity if bias is None else affinity + bias, n_chosen, n_group, topk_group, best)
+    weights = logits.gather(1, experts).sigmoid() if is_sigmoid else affinity.gather(1, experts)
+    if norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + EPS)
+    return weights * routed_scaling_factor, experts
 
 
 @operator()
-def gate_logits_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def gate_backward(
+    dweights: Tensor | None,
+    dlogits: Tensor | None,
+    logits: Tensor,
+    experts: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scoring_func: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
     """Compute the gradients of x and weight.
 
     Args:
-        dy: [T, E] float32, the gradient of the logits.
-        x, weight: as in `gate_logits`.
+        dweights: [T, K] float32, the gradient of the weights; None: zeros.
+        dlogits: [T, E] float32, the gradient of what else reads the logits; None: zeros.
+        logits, experts: results of `gate`; the others are its arguments.
 
     Returns:
         dx [T, D] in x's dtype, dweight [E, D] float32.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes or devices do not fit together, or scoring_func is not sigmoid or softmax.
     """
-    _check_backward(dy, x, weight)
-    return _backward(dy, x, weight)
+    _check_backward(dweights, dlogits, logits, experts, x, weight, scoring_func)
+    dy = route_backward(dweights, dlogits, logits, experts, scoring_func, norm_topk_prob, routed_scaling_factor)
+    return _logits_backward(dy, x, weight)
 
 
-def _backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    with without_autocast(dy.device):
-        return (dy @ weight.float()).to(x.dtype), dy.mT @ x.float()
-
-
-@gate_logits_backward.register_fake
-def _(dy, x, weight):
+@gate_backward.register_fake
+def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_prob, routed_scaling_factor):
     return x.new_empty(x.shape), x.new_empty(weight.shape, dtype=torch.float32)
 
 
-@gate_logits_backward.register_kernel("cuda")
-def _(dy, x, weight):
-    _check_backward(dy, x, weight)
+@gate_backward.register_kernel("cuda")
+def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_prob, routed_scaling_factor):
+    from octile.kernels.triton import gate as kernel
+
+    _check_backward(dweights, dlogits, logits, experts, x, weight, scoring_func)
+    settings = scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
-        return _backward(dy, x, weight)
-    dy_terms, w_terms = bfloat16_terms(dy), bfloat16_terms(weight)
-    pairs = [(i, j) for i in range(len(dy_terms)) for j in range(len(w_terms)) if i + j < TERMS]
-    dx = torch.cat([dy_terms[i] for i, _ in pairs], dim=1) @ torch.cat([w_terms[j] for _, j in pairs])
-    products_PED = torch.mm(torch.cat([*dy_terms], dim=1).mT, x, out_dtype=torch.float32).unflatten(0, (TERMS, -1))
+        return _logits_backward(kernel.launch_backward(dweights, dlogits, logits, experts, *settings), x, weight)
+    dy_terms, w_terms = DY_TERMS, WEIGHT_TERMS
+    if weight.dtype == torch.bfloat16:
+        dy_terms, w_terms = DY_TERMS[:TERMS], [0] * TERMS
+    dys = kernel.launch_backward(dweights, dlogits, logits, experts, *settings, dy_terms)
+    dx = dys @ bfloat16_terms(weight, w_terms)
+    n_experts = weight.shape[0]
+    products_PED = torch.mm(dys[:, : TERMS * n_experts].mT, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
     return dx, products_PED.sum(0)
 
 
-def bfloat16_terms(t: Tensor) -> Tensor:
-    """Split t into BF16 tensors [P, *t.shape] whose sum is t exactly: P is 1 for BF16 and 3 for FP32."""
-    if t.dtype == torch.bfloat16:
-        return t[None]
+def route_backward(
+    dweights: Tensor | None,
+    dlogits: Tensor | None,
+    logits: Tensor,
+    experts: Tensor,
+    scoring_func: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> Tensor:
+    """Compute the whole gradient of the logits, [T, E]; arguments as of `gate_backward`."""
+    if dweights is None:
+        return torch.zeros_like(logits) if dlogits is None else dlogits
+    is_sigmoid = scoring_func == "sigmoid"
+    affinity = logits.gather(1, experts).sigmoid() if is_sigmoid else logits.softmax(-1)
+    chosen = affinity if is_sigmoid else affinity.gather(1, experts)
+    d = dweights * routed_scaling_factor
+    if norm_topk_prob:
+        total = chosen.sum(-1, keepdim=True) + EPS
+        d = d / total + (-d * ((chosen / total) / total)).sum(-1, keepdim=True)
+    if is_sigmoid:
+        d = torch.ops.aten.sigmoid_backward(d, chosen)
+    dy = torch.zeros_like(logits).scatter_(1, experts, d)
+    if not is_sigmoid:
+        dy = torch.ops.aten._softmax_backward_data(dy, affinity, -1, logits.dtype)
+    return dy if dlogits is None else dy + dlogits
+
+
+@operator()
+def bfloat16_terms(t: Tensor, order: list[int]) -> Tensor:
+    """Split t into BF16 terms whose sum is t exactly, and stack them: the first is t rounded, each next the rest.
+
+    Args:
+        t: [M, N], float32, bfloat16 or float16.
+        order: the terms, 0 to 2, that the result consists of; a term may occur repeatedly.
+
+    Returns:
+        bfloat16 [len(order) · M, N].
+
+    Raises:
+        TypeError: t has another dtype.
+        ValueError: t is not a matrix, or order is empty or names another term.
+    """
+    _check_terms(t, order)
     rest, terms = t.float(), []
     for _ in range(TERMS):
         terms.append(rest.bfloat16())
         rest = rest - terms[-1].float()
-    return torch.stack(terms)
+    return torch.cat([terms[i] for i in order])
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+@bfloat16_terms.register_fake
+def _(t, order):
+    return t.new_empty(len(order) * t.shape[0], t.shape[1], dtype=torch.bfloat16)
+
+
+@bfloat16_terms.register_kernel("cuda")
+def _(t, order):
+    from octile.kernels.triton import gate as kernel
+
+    _check_terms(t, order)
+    return kernel.launch_terms(t, order)
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    with without_autocast(x.device):
+        return F.linear(x.float(), weight.float())
+
+
+def _logits_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    with without_autocast(dy.device):
+        return (dy @ weight.float()).to(x.dtype), dy.mT @ x.float()
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    best: int,
+    scoring_func: str,
+) -> None:
+    _check_operands(x, weight, scoring_func)
+    check_choice("weight", weight.shape[0], n_chosen, n_group, topk_group, best)
+    if bias is not None:
+        _check_float32("bias", bias, (len(weight),), x)
+
+
+def _check_backward(
+    dweights: Tensor | None,
+    dlogits: Tensor | None,
+    logits: Tensor,
+    experts: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scoring_func: str,
+) -> None:
+    _check_operands(x, weight, scoring_func)
+    t, n_experts = len(x), len(weight)
+    _check_float32("logits", logits, (t, n_experts), x)
+    if experts.dtype != torch.int64:
+        raise TypeError(f"experts must be int64, not {experts.dtype}")
+    if experts.dim() != 2 or len(experts) != t or not 1 <= experts.shape[1] <= n_experts:
+        raise ValueError(f"experts must be [{t}, K] with K from 1 to {n_experts}, not {tuple(experts.shape)}")
+    check_device("x", x, "experts", experts)
+    if dweights is not None:
+        _check_float32("dweights", dweights, tuple(experts.shape), x)
+    if dlogits is not None:
+        _check_float32("dlogits", dlogits, (t, n_experts), x)
+
+
+def _check_operands(x: Tensor, weight: Tensor, scoring_func: str) -> None:
     for name, t in (("x", x), ("weight", weight)):
         check_input_dtype(name, t)
         if t.dim() != 2:
@@ -121,12 +294,21 @@ def _check(x: Tensor, weight: Tensor) -> None:
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} must end in the D = {weight.shape[1]} of weight {tuple(weight.shape)}")
     check_device("x", x, "weight", weight)
+    if scoring_func not in ("sigmoid", "softmax"):
+        raise ValueError(f"scoring_func must be sigmoid or softmax, not {scoring_func!r}")
 
 
-def _check_backward(dy: Tensor, x: Tensor, weight: Tensor) -> None:
-    _check(x, weight)
-    if dy.dtype != torch.float32:
-        raise TypeError(f"dy must be float32, not {dy.dtype}")
-    if dy.shape != (len(x), len(weight)):
-        raise ValueError(f"dy must be {(len(x), len(weight))}, not {tuple(dy.shape)}")
-    check_device("x", x, "dy", dy)
+def _check_float32(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    if t.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, not {t.dtype}")
+    if t.shape != shape:
+        raise ValueError(f"{name} must be {shape}, not {tuple(t.shape)}")
+    check_device("x", x, name, t)
+
+
+def _check_terms(t: Tensor, order: list[int]) -> None:
+    check_input_dtype("t", t)
+    if t.dim() != 2:
+        raise ValueError(f"t must be a matrix, not {tuple(t.shape)}")
+    if not order or not all(0 <= i < TERMS for i in order):
+        raise ValueError(f"order must name terms from 0 to {TERMS - 1}, not be {order}")

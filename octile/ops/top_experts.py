@@ -62,11 +62,17 @@ def _(scores, n_chosen, n_group, topk_group, best):
 def _check(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int) -> None:
     if scores.dtype != torch.float32:
         raise TypeError(f"scores must be float32, not {scores.dtype}")
-    if scores.dim() != 2 or not 1 <= scores.shape[1] <= MAX_EXPERTS:
+    if scores.dim() != 2:
         raise ValueError(f"scores must be a matrix [T, E] with E from 1 to {MAX_EXPERTS}, not {tuple(scores.shape)}")
-    experts = scores.shape[1]
+    check_choice("scores", scores.shape[1], n_chosen, n_group, topk_group, best)
+
+
+def check_choice(name: str, experts: int, n_chosen: int, n_group: int, topk_group: int, best: int) -> None:
+    """Raise ValueError unless so many experts, those of a tensor of this name, can be chosen from in this way."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{name} must have from 1 to {MAX_EXPERTS} experts, not {experts}")
     if n_group < 1 or experts % n_group:
-        raise ValueError(f"n_group must divide the {experts} experts of scores, not be {n_group}")
+        raise ValueError(f"n_group must divide the {experts} experts of {name}, not be {n_group}")
     if not 1 <= topk_group <= n_group:
         raise ValueError(f"topk_group must be from 1 to n_group, {n_group}, not {topk_group}")
     group = experts // n_group

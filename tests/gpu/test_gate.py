@@ -1,19 +1,36 @@
-"""A gate's GEMM on the tensor cores is as accurate as one in FP32."""
+"""On a GPU the gate's GEMMs are as accurate as in FP32, and choice, weights and gradients are those of the CPU."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.gate import DY_TERMS, bfloat16_terms, gate, gate_backward, route, route_backward
+from octile.ops.top_experts import top_experts
+from tests.nn.gates import V2, V2_LITE, V3
+from tests.nn.gates import gate as gate_module
 
 T, E, D = 300, 64, 7168
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "V3": (8, 8, 4, 2, "sigmoid", True, 2.5),
+    "V2": (6, 8, 3, 1, "softmax", False, 16.0),
+    "medium": (6, 1, 1, 1, "sigmoid", True, 2.5),
+    "softmax, normalized": (4, 1, 1, 1, "softmax", True, 1.0),
+}
+every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+def operands(weight: torch.dtype = torch.float32, x: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(size, generator=generator) for size in ((T, D), (E, D), (T, 6), (T, E))]
+    return drawn[0].to(x).cuda(), (drawn[1] / 64).to(weight).cuda(), *(t.cuda() for t in drawn[2:])
 
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_as_accurate_as_a_gemm_in_float32(weight: torch.dtype):
-    generator = torch.Generator().manual_seed(0)
-    x, w, dy = (torch.randn(size, generator=generator) for size in ((T, D), (E, D), (T, E)))
-    x, w, dy = x.bfloat16().cuda(), w.to(weight).cuda(), dy.cuda()
-    logits, (dx, dw) = gate_logits(x, w), gate_logits_backward(dy, x, w)
+def test_the_gemms_are_as_accurate_as_in_float32(weight: torch.dtype):
+    x, w, _, dy = operands(weight)
+    _, experts, logits = gate(x, w, None, *SETTINGS["medium"])
+    dx, dw = gate_backward(None, dy, logits, experts, x, w, "sigmoid", True, 2.5)
     assert (logits.dtype, dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     exact = x.double() @ w.double().mT, dy.double().mT @ x.double()
     for found, true in zip((logits, dw), exact, strict=True):
@@ -21,3 +38,88 @@ def test_logits_are_as_accurate_as_a_gemm_in_float32(weight: torch.dtype):
         assert (found.double() - true).norm() <= 1e-5 * true.norm()
     true = dy.double() @ w.double()
     assert (dx.double() - true).norm() <= 1.01 * (true.bfloat16().double() - true).norm()
+
+
+@pytest.mark.parametrize("x", [torch.bfloat16, torch.float32], ids=str)
+@every_setting
+def test_the_choice_and_the_weights_are_those_of_the_cpu(settings: tuple[Any, ...], x: torch.dtype):
+    values, w, *_ = operands(x=x)
+    bias = torch.linspace(-0.2, 0.2, E) if settings[4] == "sigmoid" else None
+    arguments = values, w, None if bias is None else bias.cuda(), *settings
+    gate(*arguments)  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    weights, experts, logits = gate(*arguments)
+    torch.cuda.set_sync_debug_mode("default")
+    expected_weights, expected_experts = route(logits.cpu(), bias, *settings)
+    assert torch.equal(experts.cpu(), expected_experts)
+    torch.testing.assert_close(weights.cpu(), expected_weights, rtol=2.0**-18, atol=0)
+
+
+@every_setting
+def test_ties_zeros_and_nan_are_ordered_as_on_the_cpu(settings: tuple[Any, ...]):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(T, E, generator=generator).abs().mul(4).round() / 2  # equal sums only of equal affinities
+    logits[::3] *= -0.0
+    logits[1::7, 5], logits[2::7, 9] = float("nan"), float("-inf")
+    if settings[4] == "softmax" and settings[2] < settings[1]:
+        logits[:, 1:] = logits[:, :1]  # of softmax in another rounding, only equal rows have the same ties
+    identity = torch.eye(E)
+    found = gate(logits.nan_to_num(0, 0, 0).cuda(), identity.cuda(), None, *settings)
+    assert torch.equal(found[1].cpu(), route(found[2].cpu(), None, *settings)[1])
+
+    from octile.kernels.triton import gate as kernel
+
+    _, experts, _ = kernel.launch(logits.cuda(), None, *settings, E)
+    assert torch.equal(experts.cpu(), route(logits, None, *settings)[1])
+
+
+@every_setting
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_gradient_of_the_logits_is_that_of_the_cpu(settings: tuple[Any, ...], balanced: bool):
+    from octile.kernels.triton import gate as kernel
+
+    generator = torch.Generator().manual_seed(0)
+    logits, dlogits = torch.randn(2, T, E, generator=generator)
+    experts = route(logits, None, *settings)[1]
+    dweights = torch.randn(experts.shape, generator=generator)
+    arguments = dweights, dlogits if balanced else None, logits, experts
+    on_gpu = [None if t is None else t.cuda() for t in arguments]
+    found = kernel.launch_backward(*on_gpu, *settings[4:])
+    torch.testing.assert_close(found.cpu(), route_backward(*arguments, *settings[4:]), rtol=2.0**-16, atol=2.0**-17)
+    terms = kernel.launch_backward(*on_gpu, *settings[4:], DY_TERMS)
+    assert torch.equal(terms.mT.cpu(), bfloat16_terms(found.mT.cpu().contiguous(), DY_TERMS))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0, 1, 0, 0]], ids=str)
+def test_terms_are_those_of_the_cpu(order: list[int]):
+    t = torch.randn(64, 2048) * torch.exp2(torch.randint(-140, 120, (64, 2048)).float())
+    t[0, :4] = torch.tensor([float("inf"), float("nan"), 0.0, -0.0])
+    found, expected = bfloat16_terms(t.cuda(), order).cpu(), bfloat16_terms(t, order)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("settings", [V3, V2, V2_LITE], ids=["V3", "V2", "V2-Lite"])
+def test_a_captured_gate_computes_the_same_bits_in_forward_and_backward(settings: dict[str, Any]):
+    module = gate_module(**settings).cuda()
+    x = torch.randn(200, 32, device="cuda").bfloat16().requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        routing = module(x)
+        loss = (routing.weights_TK * torch.linspace(1, 2, 4, device="cuda")).sum() + module.sequence_balance(routing, 2)
+        return [*routing, *torch.autograd.grad(loss, [x, module.weight])]
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("n_experts", [16, 64, 160, 256])
+def test_the_kernels_choose_the_same_experts_for_the_same_scores(n_experts: int):
+    """The gate and `top_experts` order scores by the same keys."""
+    logits = torch.randn(1000, n_experts, device="cuda").mul(64).round() / 64
+    _, experts, _ = gate(logits, torch.eye(n_experts, device="cuda"), None, 4, 1, 1, 1, "sigmoid", True, 1.0)
+    assert torch.equal(experts, top_experts(logits, 4, 1, 1, 1))

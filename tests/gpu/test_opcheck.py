@@ -7,7 +7,7 @@ import torch
 
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
-from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.gate import bfloat16_terms, gate, gate_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -63,16 +63,28 @@ def _place() -> torch.Tensor:
     return torch.randperm(15, device="cuda").to(torch.int32).view(5, 3)
 
 
+def _gate_operands() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(5, 64, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda")
+
+
 CASES = {
-    "gate": lambda: (gate_logits, (torch.randn(5, 64, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda"))),
+    "gate": lambda: (
+        gate,
+        (*_gate_operands(), torch.randn(8, device="cuda"), 3, 4, 2, 2, "sigmoid", True, 2.5),
+    ),
     "gate backward": lambda: (
-        gate_logits_backward,
+        gate_backward,
         (
-            torch.randn(5, 8, device="cuda"),
-            torch.randn(5, 64, device="cuda").bfloat16(),
-            torch.randn(8, 64, device="cuda"),
+            torch.randn(5, 3, device="cuda"),
+            *torch.randn(2, 5, 8, device="cuda"),
+            torch.arange(15, device="cuda").view(5, 3) % 8,
+            *_gate_operands(),
+            "softmax",
+            False,
+            16.0,
         ),
     ),
+    "BF16 terms": lambda: (bfloat16_terms, (torch.randn(5, 7, device="cuda"), [2, 0, 1])),
     **{
         f"high-precision groups, {dtype}": lambda dtype=dtype: (
             high_precision_grouped_nt,

@@ -1,73 +1,203 @@
-"""Tests of a gate's GEMM in FP32, and of the BF16 terms from which a GPU computes it."""
+"""Tests of the gate against torch's autograd, bit for bit, and of the BF16 terms that a GPU multiplies."""
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from octile.ops.gate import bfloat16_terms, gate_logits, gate_logits_backward
+from octile.ops.gate import DY_TERMS, TERMS, WEIGHT_TERMS, bfloat16_terms, gate, gate_backward, route, route_backward
+from octile.ops.top_experts import top_experts
+from tests.ops.operators import assert_fake_is_true, assert_well_formed
+
+D, E = 40, 12
+# choice (K, groups, groups of a token, best), scoring function, whether weights are normalized, factor
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "V3": (4, 4, 2, 2, "sigmoid", True, 2.5),
+    "V2": (3, 4, 3, 1, "softmax", False, 16.0),
+    "V2-Lite": (2, 1, 1, 1, "softmax", False, 1.0),
+    "one expert": (1, 1, 1, 1, "sigmoid", True, 1.0),
+    "softmax, normalized": (12, 1, 1, 1, "softmax", True, 1.0),
+    "sigmoid, not normalized": (5, 3, 2, 2, "sigmoid", False, 2.0),
+}
+every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.0, 1.0, -3.5, 1e-30, 200.0, -200.0]
 
 
-def tensor(*shape, dtype=torch.float32):
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_equal_the_gemm_in_float32(dtype):
-    x, w = tensor(5, 40, dtype=dtype), tensor(3, 40)
-    assert torch.equal(gate_logits(x, w), x.float() @ w.mT)
+def formula(logits: Tensor, bias: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Weights and experts, as torch's functions compute them from logits that require a gradient."""
+    *choice, scoring_func, norm_topk_prob, factor = settings
+    affinity = logits.softmax(-1)
+    score = logits.detach().sigmoid() if scoring_func == "sigmoid" else affinity.detach()
+    experts = top_experts(score if bias is None else score + bias, *choice)
+    weights = logits.gather(1, experts).sigmoid() if scoring_func == "sigmoid" else affinity.gather(1, experts)
+    if norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * factor, experts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_equal_autograd(dtype):
-    x, w, dy = tensor(5, 40, dtype=dtype).requires_grad_(), tensor(3, 40).requires_grad_(), tensor(5, 3)
-    (x.float() @ w.mT).backward(dy)
-    dx, dw = gate_logits_backward(dy, x.detach(), w.detach())
-    assert dx.dtype == dtype
-    torch.testing.assert_close((dx, dw), (x.grad, w.grad))
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@dtypes
+def test_logits_equal_the_gemm_in_float32(dtype: torch.dtype):
+    x, w = tensor(5, D, dtype=dtype), tensor(3, D)
+    assert torch.equal(gate(x, w, None, 2, 1, 1, 1, "sigmoid", True, 1.0)[2], x.float() @ w.mT)
+
+
+@every_setting
+@given(st.integers(0, 9), st.booleans(), st.booleans(), st.integers(0, 2**31))
+def test_weights_and_their_gradients_equal_autograd(settings, t: int, has_bias: bool, special: bool, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(t, E, generator=generator)
+    if special:
+        where, which = (torch.randint(n, (t, E), generator=generator) for n in (3, len(SPECIAL)))
+        logits = torch.where(where == 0, torch.tensor(SPECIAL)[which], logits)
+    bias = torch.rand(E, generator=generator) - 0.5 if has_bias else None
+    leaf = logits.clone().requires_grad_()
+    weights, experts = formula(leaf, bias, settings)
+    found_weights, found_experts = route(logits, bias, *settings)
+    assert torch.equal(found_experts, experts)
+    assert_equal(found_weights, weights.detach())
+
+    dweights, dlogits = torch.randn(weights.shape, generator=generator), torch.randn(t, E, generator=generator)
+    (expected,) = torch.autograd.grad((weights, leaf.clone()), leaf, (dweights, dlogits), retain_graph=True)
+    assert_equal(route_backward(dweights, dlogits, logits, experts, *settings[4:]), expected)
+    (expected,) = torch.autograd.grad(weights, leaf, dweights)
+    assert_equal(route_backward(dweights, None, logits, experts, *settings[4:]), expected)
+    assert_equal(route_backward(None, dlogits, logits, experts, *settings[4:]), dlogits)
+
+
+@dtypes
+@every_setting
+def test_gradients_of_the_input_and_the_weight_equal_autograd(settings, dtype: torch.dtype):
+    x, w = tensor(5, D, dtype=dtype).requires_grad_(), (tensor(E, D) / 6).requires_grad_()
+    logits = x.float() @ w.mT
+    weights, experts = formula(logits, None, settings)
+    dweights, dlogits = tensor(*weights.shape), tensor(5, E)
+    torch.autograd.backward((weights, logits), (dweights, dlogits))
+    with torch.no_grad():
+        dx, dw = gate_backward(dweights, dlogits, logits, experts, x, w, *settings[4:])
+    assert (dx.dtype, dw.dtype) == (dtype, torch.float32)
+    assert_equal(dx, x.grad)
+    assert_equal(dw, w.grad)
+
+
+def test_without_gradients_of_the_results_those_of_the_inputs_are_zero():
+    x, w = tensor(5, D), tensor(E, D)
+    logits, experts = tensor(5, E), torch.zeros(5, 1, dtype=torch.int64)
+    gradients = gate_backward(None, None, logits, experts, x, w, "sigmoid", True, 1.0)
+    assert all(not g.any() for g in gradients)
 
 
 def test_autocast_changes_nothing():
-    x, w = tensor(5, 40), tensor(3, 40)
+    x, w = tensor(5, D), tensor(E, D)
     expected = x @ w.mT
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(gate_logits(x, w), expected)
+        assert torch.equal(gate(x, w, None, *SETTINGS["V3"])[2], expected)
+
+
+@every_setting
+def test_the_operators_are_well_formed(settings):
+    x, w, bias = tensor(5, D), tensor(E, D), tensor(E)
+    weights, experts, logits = gate(x, w, bias, *settings)
+    backward = (torch.ones_like(weights), None, logits, experts, x, w, *settings[4:])
+    for operator, arguments in ((gate, (x, w, bias, *settings)), (gate_backward, backward)):
+        assert_well_formed(operator, arguments)
+        assert_fake_is_true(operator, arguments)
+
+
+def test_the_operator_of_terms_is_well_formed():
+    assert_well_formed(bfloat16_terms, (tensor(4, 5), [0, 2, 0]))
+    assert_fake_is_true(bfloat16_terms, (tensor(4, 5), [0, 2, 0]))
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v == 0 or abs(v) > 2.0**-100), min_size=1))
 def test_three_bf16_terms_sum_to_the_value(values):
-    t = torch.tensor(values)
-    parts = bfloat16_terms(t)
+    t = torch.tensor([values])
+    parts = bfloat16_terms(t, [0, 1, 2])
     assert parts.dtype == torch.bfloat16
-    assert torch.equal(parts.double().sum(0), t.double())
+    assert torch.equal(parts.double().sum(0, keepdim=True), t.double())
+
+
+def test_terms_come_in_the_given_order():
+    t = tensor(4, 5)
+    terms = bfloat16_terms(t, [0, 1, 2]).unflatten(0, (3, 4))
+    assert torch.equal(bfloat16_terms(t, [2, 0, 0, 1]), torch.cat([terms[i] for i in (2, 0, 0, 1)]))
 
 
 def test_a_bfloat16_value_has_one_term():
     t = tensor(4, 4, dtype=torch.bfloat16)
-    assert torch.equal(bfloat16_terms(t), t[None])
+    assert torch.equal(bfloat16_terms(t, [0]), t)
+    assert not bfloat16_terms(t, [1, 2]).any()
+
+
+def test_every_product_of_terms_that_counts_is_computed_once():
+    pairs = [(i, j) for i in range(TERMS) for j in range(TERMS) if i + j < TERMS]
+    assert sorted(zip(DY_TERMS, WEIGHT_TERMS, strict=True)) == pairs
+    assert DY_TERMS[:TERMS] == [*range(TERMS)]
+
+
+GATE = {"x": tensor(5, 4), "weight": tensor(E, 4), "bias": None, **dict(zip("kgtb", (4, 4, 2, 2), strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": tensor(5, 4).double()}, TypeError, "x must be float32"),
+        ({"weight": tensor(E, 4).long()}, TypeError, "weight must be float32"),
+        ({"x": tensor(5, 4, 2)}, ValueError, "x must be a matrix"),
+        ({"weight": tensor(E, 6)}, ValueError, r"x \(5, 4\) must end in the D = 6"),
+        ({"weight": tensor(0, 4)}, ValueError, "weight must have from 1 to 4096 experts, not 0"),
+        ({"k": 7}, ValueError, "n_chosen must be from 1 to 6, not 7"),
+        ({"g": 5}, ValueError, "n_group must divide the 12 experts of weight, not be 5"),
+        ({"bias": torch.zeros(E).double()}, TypeError, "bias must be float32, not torch.float64"),
+        ({"bias": torch.zeros(5)}, ValueError, r"bias must be \(12,\), not \(5,\)"),
+        ({"scoring_func": "tanh"}, ValueError, "scoring_func must be sigmoid or softmax, not 'tanh'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], error, message: str):
+    arguments = {**GATE, "scoring_func": "sigmoid", "norm_topk_prob": True, "factor": 1.0} | changes
+    with pytest.raises(error, match=message):
+        gate(*arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dweights": tensor(5, 2).bfloat16()}, TypeError, "dweights must be float32"),
+        ({"dweights": tensor(5, 3)}, ValueError, r"dweights must be \(5, 2\), not \(5, 3\)"),
+        ({"dlogits": tensor(4, E)}, ValueError, r"dlogits must be \(5, 12\), not \(4, 12\)"),
+        ({"logits": tensor(4, E)}, ValueError, r"logits must be \(5, 12\), not \(4, 12\)"),
+        ({"experts": tensor(5, 2)}, TypeError, "experts must be int64, not torch.float32"),
+        ({"experts": torch.zeros(5, 13).long()}, ValueError, r"experts must be \[5, K\] with K from 1 to 12"),
+    ],
+    ids=str,
+)
+def test_gradients_that_do_not_fit_are_refused(changes: dict[str, Any], error, message: str):
+    arguments = {"dweights": tensor(5, 2), "dlogits": None, "logits": tensor(5, E), "experts": torch.zeros(5, 2).long()}
+    with pytest.raises(error, match=message):
+        gate_backward(*(arguments | changes).values(), tensor(5, 4), tensor(E, 4), "sigmoid", True, 1.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((tensor(5, 4).double(), tensor(3, 4)), TypeError, "x must be float32"),
-        ((tensor(5, 4), tensor(3, 4).long()), TypeError, "weight must be float32"),
-        ((tensor(5, 4, 2), tensor(3, 4)), ValueError, "x must be a matrix"),
-        ((tensor(5, 4), tensor(3, 6)), ValueError, r"x \(5, 4\) must end in the D = 6"),
+        ((tensor(4, 5).long(), [0]), TypeError, "t must be float32"),
+        ((tensor(4), [0]), ValueError, r"t must be a matrix, not \(4,\)"),
+        ((tensor(4, 5), [0, 3]), ValueError, r"order must name terms from 0 to 2, not be \[0, 3\]"),
+        ((tensor(4, 5), []), ValueError, r"order must name terms from 0 to 2, not be \[\]"),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(arguments, error, message):
+def test_terms_that_cannot_be_made_are_refused(arguments, error, message: str):
     with pytest.raises(error, match=message):
-        gate_logits(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("dy", "error", "message"),
-    [
-        (tensor(5, 3).bfloat16(), TypeError, "dy must be float32"),
-        (tensor(4, 3), ValueError, r"dy must be \(5, 3\)"),
-    ],
-)
-def test_gradients_that_do_not_fit_are_refused(dy, error, message):
-    with pytest.raises(error, match=message):
-        gate_logits_backward(dy, tensor(5, 4), tensor(3, 4))
+        bfloat16_terms(*arguments)

@@ -12,7 +12,7 @@ import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
-from octile.ops.gate import gate_logits, gate_logits_backward
+from octile.ops.gate import bfloat16_terms, gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
     grouped_matmul_nt,
@@ -76,10 +76,11 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     attention_backward: (HEADS, HEADS, HEADS, HEADS, HEADS, torch.ones(1, 1, 1), 1.0),
     cross_entropy: (X, LABELS),
     cross_entropy_backward: (torch.ones(2), X, LABELS, torch.ones(2)),
+    bfloat16_terms: (X, [0]),
     count_tokens: (PLACES, 2),
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
-    gate_logits: (X, X),
-    gate_logits_backward: (torch.ones(2, 2), X, X),
+    gate: (X, X, torch.ones(2), 1, 1, 1, 1, "sigmoid", True, 1.0),
+    gate_backward: (torch.ones(2, 1), torch.ones(2, 2), torch.ones(2, 2), PLACES.long(), X, X, "sigmoid", True, 1.0),
     gradient_norms: ([X, FLAT],),
     grouped_matmul_nt: (*A, *STACK, ENDS, torch.float32),
     grouped_matmul_nt_out: (torch.ones(2, 2), *A, *STACK, ENDS),

@@ -40,6 +40,7 @@ from octile.kernels.triton import (
     top_experts,
     transpose,
 )
+from octile.kernels.triton import gate as expert_gate
 from octile.kernels.triton import groups as group_tiles
 from octile.kernels.triton.device import DeviceProperties, assume_device
 
@@ -96,7 +97,8 @@ def _cases() -> dict[str, Callable[[], object]]:
     (saved_gate, saved_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
     heads, cos = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
     rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
-    experts = _empty(t, 8, dtype=torch.int64)
+    experts, logits = _empty(t, 8, dtype=torch.int64), _empty(t, 256, dtype=fp32)
+    products = _empty(t, 3 * 256, dtype=fp32), _empty(256, dtype=fp32)  # with the gate's bias
     ragged = _empty(700, 1000, dtype=fp32)  # elements of such a layout are loaded one by one
 
     def optimizer_step(gradient: torch.dtype, copies: list[Tensor], *flag_and_scale: Tensor) -> None:
@@ -174,6 +176,16 @@ def _cases() -> dict[str, Callable[[], object]]:
         "cross-entropy": lambda: losses(_empty(t, 8 * n)),
         "cross-entropy of a small vocabulary": lambda: losses(_empty(t, 512)),
         "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
+        "gate of V3": lambda: expert_gate.launch(*products, 8, 8, 4, 2, "sigmoid", True, 2.5, 256),
+        "gate of V2": lambda: expert_gate.launch(products[0], None, 8, 8, 4, 1, "softmax", False, 16.0, 256),
+        "gate in FP32": lambda: expert_gate.launch(logits, None, 8, 1, 1, 1, "sigmoid", True, 1.0, 256),
+        "gate backward": lambda: expert_gate.launch_backward(
+            _empty(t, 8, dtype=fp32), logits, logits, experts, "sigmoid", True, 2.5, [0, 1, 2, 0, 0, 1]
+        ),
+        "gate of V2 backward": lambda: expert_gate.launch_backward(
+            _empty(t, 8, dtype=fp32), None, logits, experts, "softmax", False, 16.0
+        ),
+        "BF16 terms": lambda: expert_gate.launch_terms(_empty(256, k, dtype=fp32), [2, 1, 0, 1, 0, 0]),
         "counts of tokens": lambda: routing_plan.launch_count(experts, 256, 2),
         "routing plan": lambda: routing_plan.launch(experts, _empty(256, dtype=torch.int64)),
         "routing plan of many experts": lambda: routing_plan.launch(experts, _empty(4096, dtype=torch.int64)),

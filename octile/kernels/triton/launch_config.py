@@ -37,6 +37,8 @@ GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
+GATE_ELEMENTS = 1024  # logits of a program
+BFLOAT16_TERMS: dict[str, int] = {"ELEMENTS": 1024, "num_warps": 4}
 COUNT_TOKENS: dict[str, int] = {"ROWS": 2048, "num_warps": 8}  # entries of a program
 # Entries of a program, one per thread: from `rows`, up to `max_rows` with many experts; compared `chunk` at a time.
 ROUTING_PLAN: dict[str, int] = {"rows": 128, "max_rows": 1024, "chunk": 32}

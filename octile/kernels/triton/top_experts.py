@@ -40,7 +40,20 @@ def top_experts(
     exists = ((g < N_GROUP) & (i < GROUP))[None, :, :]
     at = t.to(tl.int64)[:, None, None] * row_stride + expert[None, :, :] * column_stride
     score = tl.load(scores + at, mask=exists & (t < T)[:, None, None], other=0.0)
-    key = tl.where(exists, _key(score, expert[None, :, :]), LEAST)
+    key = choice_keys(score, expert[None, :, :], exists, N_GROUP, TOPK_GROUP, BEST, GROUPS)
+    key = tl.reshape(key, [ROWS, GROUPS * SIZE])
+    for k in tl.static_range(K):
+        highest = tl.max(key, axis=1)
+        tl.store(chosen + t.to(tl.int64) * K + k, expert_of(highest), mask=t < T)
+        key = tl.where(key == highest[:, None], LEAST, key)
+
+
+@triton.jit
+def choice_keys(
+    score, expert, exists, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Return keys of scores [rows, groups, experts] that order the experts: those outside of the best groups as −∞."""
+    key = tl.where(exists, _key(score, expert), LEAST)
     if TOPK_GROUP < N_GROUP:
         highest = tl.max(key, axis=2)
         total = _score(highest)
@@ -54,12 +67,14 @@ def top_experts(
             outside = outside & ~is_best
             group_key = tl.where(is_best, LEAST, group_key)
         score = tl.where(outside[:, :, None], float("-inf"), score)
-        key = tl.where(exists, _key(score, expert[None, :, :]), LEAST)
-    key = tl.reshape(key, [ROWS, GROUPS * SIZE])
-    for k in tl.static_range(K):
-        highest = tl.max(key, axis=1)
-        tl.store(chosen + t.to(tl.int64) * K + k, 0x7FFFFFFF - (highest & 0x7FFFFFFF), mask=t < T)
-        key = tl.where(key == highest[:, None], LEAST, key)
+        key = tl.where(exists, _key(score, expert), LEAST)
+    return key
+
+
+@triton.jit
+def expert_of(key):
+    """Return the expert of a key, int64."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
 @triton.jit

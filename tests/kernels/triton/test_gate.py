@@ -1,0 +1,119 @@
+"""The kernels of the gate equal the reference: the choice and terms bit for bit, weights and gradients closely.
+
+The interpreter's exponential and its order of sums differ from torch's in the last bits.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import gate as kernel
+from octile.ops.gate import DY_TERMS, bfloat16_terms, route, route_backward
+from tests.kernels.triton.comparison import assert_same, extreme
+from tests.ops.test_gate import E, every_setting
+
+pytestmark = pytest.mark.usefixtures("gpu")
+T = 90
+
+
+def _logits(t: int = T, ties: bool = False) -> Tensor:
+    """Logits whose sigmoids and softmax differ clearly where they differ."""
+    drawn = 2 * torch.randn(t, E, generator=torch.Generator().manual_seed(t))
+    if ties:
+        drawn = drawn.round()
+        drawn[::3] *= -0.0
+    return drawn
+
+
+def _assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2.0**-19, atol=2.0**-120, equal_nan=True)
+
+
+@every_setting
+@pytest.mark.parametrize("t", [0, 1, T])
+@pytest.mark.parametrize("biased", [False, True])
+def test_choice_and_weights(settings: tuple[Any, ...], t: int, biased: bool):
+    logits, bias = _logits(t), torch.linspace(-0.3, 0.4, E) if biased else None
+    weights, experts, same = kernel.launch(logits, bias, *settings, E)
+    expected_weights, expected_experts = route(logits, bias, *settings)
+    assert same is logits
+    assert torch.equal(experts, expected_experts)
+    _assert_close(weights, expected_weights)
+
+
+@every_setting
+def test_parts_of_logits_are_summed_in_their_order(settings: tuple[Any, ...]):
+    parts = torch.randn(T, 3 * E, generator=torch.Generator().manual_seed(0))
+    logits = parts[:, :E] + parts[:, E : 2 * E] + parts[:, 2 * E :]
+    weights, experts, found = kernel.launch(parts, None, *settings, E)
+    assert_same([found], [logits])
+    assert_same([weights, experts], kernel.launch(logits, None, *settings, E)[:2])
+
+
+@every_setting
+def test_ties_and_zeros_are_ordered_alike(settings: tuple[Any, ...]):
+    logits = _logits(ties=True)
+    if settings[4] == "softmax" and settings[2] < settings[1]:
+        logits[:, 1:] = logits[:, :1]  # of softmax in another rounding, only equal rows have the same ties
+    weights, experts, _ = kernel.launch(logits, None, *settings, E)
+    expected_weights, expected_experts = route(logits, None, *settings)
+    assert torch.equal(experts, expected_experts)
+    _assert_close(weights, expected_weights)
+
+
+@every_setting
+def test_nan_and_infinities_are_treated_alike(settings: tuple[Any, ...]):
+    logits = _logits()
+    logits[::4, 5], logits[1::4, 2], logits[2::4, 7] = float("nan"), float("inf"), float("-inf")
+    logits[3::8] = float("-inf")
+    weights, experts, _ = kernel.launch(logits, None, *settings, E)
+    expected_weights, expected_experts = route(logits, None, *settings)
+    assert torch.equal(experts, expected_experts)
+    _assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("settings", [(8, 8, 4, 2, "sigmoid", True, 2.5), (6, 1, 1, 1, "softmax", True, 1.0)], ids=str)
+def test_many_experts(settings: tuple[Any, ...]):
+    logits = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).mul(64).round() / 16
+    weights, experts, _ = kernel.launch(logits, None, *settings, 256)
+    expected_weights, expected_experts = route(logits, None, *settings)
+    assert torch.equal(experts, expected_experts)
+    _assert_close(weights, expected_weights)
+
+
+@every_setting
+@pytest.mark.parametrize("t", [0, 1, T])
+@pytest.mark.parametrize("given", ["weights", "logits", "both", "none"])
+def test_gradients_of_the_logits(settings: tuple[Any, ...], t: int, given: str):
+    logits = _logits(t)
+    experts = route(logits, None, *settings)[1]
+    generator = torch.Generator().manual_seed(1)
+    dweights = torch.randn(experts.shape, generator=generator) if given in ("weights", "both") else None
+    dlogits = torch.randn(t, E, generator=generator) if given in ("logits", "both") else None
+    found = kernel.launch_backward(dweights, dlogits, logits, experts, *settings[4:])
+    expected = route_backward(dweights, dlogits, logits, experts, *settings[4:])
+    torch.testing.assert_close(found, expected, rtol=2.0**-17, atol=2.0**-18)
+
+    terms = kernel.launch_backward(dweights, dlogits, logits, experts, *settings[4:], DY_TERMS)
+    assert_same([terms], [bfloat16_terms(found.mT, DY_TERMS).mT.contiguous()])
+
+
+def test_strides_of_gradients_do_not_matter():
+    logits, experts = _logits().mT.contiguous().mT, torch.arange(T)[:, None] % E
+    arguments = (torch.randn(1, T).mT, torch.randn(E, T).mT, logits, experts)
+    contiguous = (t.contiguous() for t in arguments)
+    settings = "sigmoid", False, 1.0
+    assert_same([kernel.launch_backward(*arguments, *settings)], [kernel.launch_backward(*contiguous, *settings)])
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (17, 300), (0, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0, 1, 0, 0], [0, 0, 0]], ids=str)
+def test_terms(shape: tuple[int, int], dtype: torch.dtype, order: list[int]):
+    t = extreme(*shape).to(dtype)
+    if t.numel():
+        t[0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    assert_same([kernel.launch_terms(t, order)], [bfloat16_terms(t, order)])
+    assert_same([kernel.launch_terms(t.mT, order)], [bfloat16_terms(t.mT, order)])
