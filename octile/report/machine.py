@@ -1,5 +1,6 @@
 """The machine, software versions and commit of a measurement."""
 
+import os
 import platform
 import subprocess
 import time
@@ -61,9 +62,12 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, with "+" if files differ from it; None in an installed package."""
+    """The commit of the source tree, with "+" if files differ from it.
+
+    A tree without history, such as a copy for a job, has the commit that OCTILE_COMMIT names; else it is None.
+    """
     if not (SOURCE / ".git").exists():  # git would search the parent folders and find another repository
-        return None
+        return os.environ.get("OCTILE_COMMIT") or None
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()

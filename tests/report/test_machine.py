@@ -52,6 +52,22 @@ def test_the_commit_of_a_repository_around_an_installed_package_is_not_used(tmp_
     assert machine()["commit"] is None
 
 
+def test_a_tree_without_history_has_the_commit_that_the_environment_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SOURCE", tmp_path)
+    monkeypatch.setenv("OCTILE_COMMIT", "4bd1b5f0a1c2+")
+    assert machine()["commit"] == "4bd1b5f0a1c2+"
+    monkeypatch.setenv("OCTILE_COMMIT", "")
+    assert machine()["commit"] is None
+
+
+def test_a_tree_with_history_has_its_own_commit_whatever_the_environment_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SOURCE", tmp_path)
+    monkeypatch.setenv("OCTILE_COMMIT", "4bd1b5f0a1c2")
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "-m", "a")
+    assert machine()["commit"] != "4bd1b5f0a1c2"
+
+
 def test_a_missing_package_has_no_version():
     assert version_of("torch") is not None
     assert version_of("no-such-package") is None
