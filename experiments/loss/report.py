@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from experiments.loss.figures import COLORS, Line, save_lines, save_loads
 from experiments.loss.job import DIVERGED_LOSS, STEPS_PER_LINE
-from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, all_jobs
+from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, Job, all_jobs, job
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
 from octile.report.compare.intervals import TEXT_BLOCKS, block_means, bootstrap_interval, student_interval
@@ -683,6 +683,34 @@ def machines(r: Results) -> str:
     )
 
 
+def not_run(missing: Iterable[Job]) -> str:
+    """Return a table of jobs by group, size and recipe: their seeds, or the names of variations of one seed."""
+    seeds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    variations: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for one in missing:
+        key = (one.group, one.size, one.recipe)
+        if one.name == job(one.group, one.size, one.recipe, one.seed, one.tokens).name:
+            seeds[key].append(one.seed)
+        else:
+            variations[key].append(one.name)
+    rows: Rows = [
+        (*key[:2], f"`{key[2]}`", ", ".join([*_ranges(seeds[key]), *variations[key]]))
+        for key in {**seeds, **variations}
+    ]
+    return _table([("group", "size", "recipe", "seeds or jobs"), *sorted(rows)]) if rows else "All jobs were run."
+
+
+def _ranges(numbers: Iterable[int]) -> list[str]:
+    """Return numbers as texts, three and more in a row as "2–5"."""
+    rows: list[list[int]] = []
+    for number in sorted(numbers):
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    return [text for row in rows for text in ([f"{row[0]}–{row[-1]}"] if len(row) > 2 else map(str, row))]
+
+
 def write(files: Sequence[Path], folder: Path) -> Path:
     """Write FOLDER/README.md, and a figure and page of each comparison; return the README's path.
 
@@ -702,7 +730,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
             write_compare_report(folder / name, comparison)
             figures.append(f"![{name}]({name}.svg)\n\n{verdict_sentence(comparison)} [The page]({name}/report.html)")
     failed = [f"- {n}: {x['why']}; `{(x.get('log') or [''])[-1]}`" for n, x in r.all.items() if x["state"] == "failed"]
-    missing = [job.name for job in all_jobs() if job.name not in r.all]
+    missing = [job for job in all_jobs() if job.name not in r.all]
     parts = {
         "The loss of FP8 compared with BF16": "",
         "Summary": answer_table(r) + "\n\n" + TERMS,
@@ -716,7 +744,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r) + rate_figure(r, folder),
         "Balance and multi-token prediction": balance_table(r) + balance_figure(r, folder),
-        "Not run": ", ".join(missing) or "All jobs were run.",
+        "Not run": not_run(missing),
         "Failed": "\n".join(failed) or "None.",
     }
     title, *rest = parts
