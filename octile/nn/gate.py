@@ -12,14 +12,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn.double_backward import first_derivative_only
+from octile.nn.double_backward import creates_graph, differentiable_gradients, first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.ops.gate import gate, gate_backward
-from octile.ops.routing_plan import count_tokens
-from octile.ops.top_experts import top_experts
+from octile.ops.sequence_balance import balance_of, sequence_balance, sequence_balance_backward
 from octile.routing import ScoringFunc, TopkMethod, check_routing
 
 
@@ -106,13 +104,9 @@ class Gate(nn.Module):
         logits_TE = routing.logits_TE
         if not logits_TE.numel():
             return logits_TE.sum()
-        counted_TK = routing.experts_TK
-        if self.topk_method == "noaux_tc":  # an affinity rises with its logit
-            counted_TK = top_experts(logits_TE.detach(), self.n_chosen, 1, 1, 1)
-        count_BE = count_tokens(counted_TK, logits_TE.shape[1], batch)
-        f_BE = count_BE * logits_TE.shape[1] / count_BE.sum(1, keepdim=True)
-        share_TE = _SigmoidShares.apply(logits_TE) if self.scoring_func == "sigmoid" else logits_TE.softmax(-1)
-        return (f_BE * share_TE.unflatten(0, (batch, -1)).mean(1)).sum(1).mean()
+        # V3 counts the highest affinities, which rise with the logits
+        experts_TK = None if self.topk_method == "noaux_tc" else routing.experts_TK
+        return _SequenceBalance.apply(logits_TE, experts_TK, self.n_chosen, batch, self.scoring_func)
 
     @torch.no_grad()
     def balance(self, load_E: Tensor, speed: float | Tensor) -> None:
@@ -140,23 +134,28 @@ class Gate(nn.Module):
         return self
 
 
-class _SigmoidShares(torch.autograd.Function):
-    """Compute s / Σ s of each row's sigmoids as softmax(log s), and save only the logits for backward.
-
-    All the sigmoids of a row may be 0 in FP32, but their logarithms are finite.
-    """
+class _SequenceBalance(torch.autograd.Function):
+    """Compute the balance of the experts within each sequence, and save the logits and f for backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor) -> Tensor:
-        ctx.save_for_backward(logits_TE)
-        return F.logsigmoid(logits_TE).softmax(-1)
+    def forward(
+        ctx: Any, logits_TE: Tensor, experts_TK: Tensor | None, n_chosen: int, batch: int, scoring_func: ScoringFunc
+    ) -> Tensor:
+        loss, f_BE = sequence_balance(logits_TE, experts_TK, n_chosen, batch, scoring_func)
+        ctx.save_for_backward(logits_TE, f_BE)
+        ctx.scoring_func = scoring_func
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, d_TE: Tensor) -> Tensor:
-        (logits_TE,) = ctx.saved_tensors
-        share_TE = F.logsigmoid(logits_TE).softmax(-1)
-        d_log_TE = share_TE * (d_TE - (d_TE * share_TE).sum(-1, keepdim=True))
-        return d_log_TE * (-logits_TE).sigmoid()
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TE, f_BE = ctx.saved_tensors
+        if creates_graph():
+
+            def formula(logits_TE: Tensor) -> Tensor:
+                return balance_of(logits_TE, f_BE, ctx.scoring_func)
+
+            return *differentiable_gradients(formula, (logits_TE,), (dloss,)), None, None, None, None
+        return sequence_balance_backward(dloss, logits_TE, f_BE, ctx.scoring_func), None, None, None, None
 
 
 class _Gate(torch.autograd.Function):

@@ -23,6 +23,7 @@ from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -137,6 +138,11 @@ CASES = {
     ),
     "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
     "top_experts": lambda: (top_experts, (torch.randn(5, 12, device="cuda"), 4, 4, 2, 2)),
+    "sequence balance": lambda: (sequence_balance, (torch.randn(6, 8, device="cuda"), None, 3, 2, "sigmoid")),
+    "sequence balance backward": lambda: (
+        sequence_balance_backward,
+        (torch.ones((), device="cuda"), *torch.randn(6, 8, device="cuda").split((4, 2)), "softmax"),
+    ),
     "count_tokens": lambda: (count_tokens, (_place() % 3, 3, 5)),
     "routing_plan": lambda: (routing_plan, (_place().long() % 3, torch.full((3,), 5, device="cuda"))),
     "groups": lambda: (align_groups, (_offs(), 99)),

@@ -19,7 +19,6 @@ from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.attention_output import attention_linear
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.projections import projections
-from octile.nn.gate import _SigmoidShares
 from octile.nn.rope import Rope
 from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
@@ -55,7 +54,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
-RIGHT = {  # tested here, in fused/test_elementwise.py, fused/test_cross_entropy.py and fused/test_rotary.py
+RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, test_cross_entropy.py, test_rotary.py
     "_Combine",
     "_CrossEntropy",
     "_Dispatch",
@@ -63,7 +62,7 @@ RIGHT = {  # tested here, in fused/test_elementwise.py, fused/test_cross_entropy
     "_LatentKeysGradients",
     "_RMSNorm",
     "_Rotate",
-    "_SigmoidShares",
+    "_SequenceBalance",
     "_SwiGLU",
     "_WeightedCombine",
 }
@@ -138,11 +137,6 @@ def test_the_message_names_the_function():
     (gradient,) = torch.autograd.grad(Square.apply(x), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"^Square has no second derivative"):
         gradient.backward()
-
-
-def test_the_shares_of_a_gate_have_a_right_second_derivative():
-    logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(_SigmoidShares.apply, (logits,))
 
 
 @pytest.mark.parametrize("way", ["dispatch", "combine"])

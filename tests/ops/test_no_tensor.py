@@ -41,6 +41,7 @@ from octile.ops.scale_layouts import (
     unpack_grouped_ue8m0,
     unpack_ue8m0,
 )
+from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -107,6 +108,8 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
     routing_plan: (ENDS[:, None] - 2, ENDS - 1),
+    sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
+    sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),
     swiglu: (X, X),
     swiglu_backward: (X, X, X),
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),

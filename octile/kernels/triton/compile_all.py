@@ -35,6 +35,7 @@ from octile.kernels.triton import (
     quantize,
     rope,
     routing_plan,
+    sequence_balance,
     swiglu,
     tensor_core,
     top_experts,
@@ -186,6 +187,11 @@ def _cases() -> dict[str, Callable[[], object]]:
             _empty(t, 8, dtype=fp32), None, logits, experts, "softmax", False, 16.0
         ),
         "BF16 terms": lambda: expert_gate.launch_terms(_empty(256, k, dtype=fp32), [2, 1, 0, 1, 0, 0]),
+        "balance of V3": lambda: sequence_balance.launch(logits, None, 8, 2, "sigmoid"),
+        "balance of V2": lambda: sequence_balance.launch(logits, experts, 8, 2, "softmax"),
+        "balance backward": lambda: sequence_balance.launch_backward(
+            _empty(dtype=fp32), logits, _empty(2, 256, dtype=fp32), "sigmoid"
+        ),
         "counts of tokens": lambda: routing_plan.launch_count(experts, 256, 2),
         "routing plan": lambda: routing_plan.launch(experts, _empty(256, dtype=torch.int64)),
         "routing plan of many experts": lambda: routing_plan.launch(experts, _empty(4096, dtype=torch.int64)),

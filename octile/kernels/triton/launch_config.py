@@ -38,6 +38,9 @@ GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partia
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
 TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
 GATE_ELEMENTS = 1024  # logits of a program
+# Logits of a program at a time, and how often; counts and sums of a sequence's programs at a time.
+SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "steps": 8, "num_warps": 4}
+SEQUENCE_BALANCE_SUM: dict[str, int] = {"elements": 4096, "num_warps": 8}
 BFLOAT16_TERMS: dict[str, int] = {"ELEMENTS": 1024, "num_warps": 4}
 COUNT_TOKENS: dict[str, int] = {"ROWS": 2048, "num_warps": 8}  # entries of a program
 # Entries of a program, one per thread: from `rows`, up to `max_rows` with many experts; compared `chunk` at a time.

@@ -53,21 +53,21 @@ def choice_keys(
     score, expert, exists, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Return keys of scores [rows, groups, experts] that order the experts: those outside of the best groups as −∞."""
-    key = tl.where(exists, _key(score, expert), LEAST)
+    key = tl.where(exists, key_of(score, expert), LEAST)
     if TOPK_GROUP < N_GROUP:
         highest = tl.max(key, axis=2)
         total = _score(highest)
         if BEST == 2:
             total += _score(tl.max(tl.where(key == highest[:, :, None], LEAST, key), axis=2))
         group = tl.arange(0, GROUPS)[None, :]
-        group_key = tl.where(group < N_GROUP, _key(total, group), LEAST)
+        group_key = tl.where(group < N_GROUP, key_of(total, group), LEAST)
         outside = group_key == group_key
         for _ in tl.static_range(TOPK_GROUP):
             is_best = group_key == tl.max(group_key, axis=1)[:, None]
             outside = outside & ~is_best
             group_key = tl.where(is_best, LEAST, group_key)
         score = tl.where(outside[:, :, None], float("-inf"), score)
-        key = tl.where(exists, _key(score, expert), LEAST)
+        key = tl.where(exists, key_of(score, expert), LEAST)
     return key
 
 
@@ -78,7 +78,7 @@ def expert_of(key):
 
 
 @triton.jit
-def _key(score, index):
+def key_of(score, index):
     """Return an int64 that orders pairs: a higher score first (NaN is the highest), then a lower index."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # +0.0 makes −0 the same as 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
