@@ -57,9 +57,10 @@ class RunConsole:
         """Print the size of the model and how many layers were converted to its recipe."""
         counts = count_parameters(trainer.config.model)
         mtp = sum(counts.mtp.values()) / 1e6
+        of_mtp = f", and {mtp:.1f}M for multi-token prediction" if mtp else ""
         self.print(
-            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token, and {mtp:.1f}M "
-            f"for multi-token prediction, on {trainer.device.type}"
+            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token{of_mtp}, "
+            f"on {trainer.device.type}"
         )
         self.print(str(trainer.model.conversion_summary))
 

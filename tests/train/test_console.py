@@ -3,6 +3,7 @@
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 from octile.report.console import Console as OctileConsole
 from octile.train.console import RunConsole
 from octile.train.data import prepare
-from tests.train.conftest import silent_console
+from tests.train.conftest import MICRO, silent_console
 
 
 @pytest.fixture
@@ -101,3 +102,12 @@ def test_a_reader_that_leaves_stops_the_run():
             console.print("a")
             console.print("b")
     assert stop == [13]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_parameters_of_multi_token_prediction_are_named_if_there_are_some(new_trainer, depth):
+    console = silent_console()
+    console.print_model(new_trainer(model=replace(MICRO, num_nextn_predict_layers=depth)))
+    line = console.console.file.getvalue().splitlines()[0]
+    assert (" for multi-token prediction" in line) == (depth == 1)
+    assert line.endswith(", on cpu")

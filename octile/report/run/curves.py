@@ -35,6 +35,13 @@ def main_loss(run: Run) -> tuple[Floats, Floats]:
     return (steps, values) if len(steps) else run.series("loss")
 
 
+def mtp_loss(run: Run) -> tuple[Floats, Floats]:
+    """Steps and values of multi-token prediction's loss; none if the model has no such layer, which records zeros."""
+    steps, values = run.series("mtp_loss")
+    has_layer = run.fact("num_nextn_predict_layers") != 0
+    return (steps, values) if has_layer else (steps[:0], values[:0])
+
+
 def draw_loss(figure: "Figure", run: Run) -> None:
     """Draw the training losses with their trends, the held-out loss, and the first step with a non-finite loss."""
     axes = figure.subplots()
@@ -42,7 +49,7 @@ def draw_loss(figure: "Figure", run: Run) -> None:
     labels, extent = [], []
     for (steps, values), color, text in (
         (main_loss(run), "blue", "training"),
-        (run.series("mtp_loss"), "purple", "MTP"),
+        (mtp_loss(run), "purple", "MTP"),
     ):
         if not np.isfinite(values).any():
             continue
@@ -69,7 +76,7 @@ def caption_loss(run: Run) -> str:
     """Return the caption: the held-out loss from first to last, or the training loss without one."""
     steps, held_out = run.series("val_loss")
     steps, held_out = steps[np.isfinite(held_out)], held_out[np.isfinite(held_out)]
-    has_mtp = np.isfinite(run.series("mtp_loss")[1]).any()
+    has_mtp = np.isfinite(mtp_loss(run)[1]).any()
     mtp = " MTP is the loss of multi-token prediction: the token after the next, given the next one."
     ahead = mtp if has_mtp else ""
     if len(held_out) >= 2:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from octile.report import save_figure, write_run_report
-from tests.report.conftest import complete_run, experts, read_page, tile_scales, training, validation, write_run
+from tests.report.conftest import CONFIG, complete_run, experts, read_page, tile_scales, training, validation, write_run
 from tests.report.layout import faults_of_pages, signed_zeros
 
 
@@ -230,6 +230,14 @@ def test_values_that_change_during_the_run_are_drawn_and_named(make_run):
     assert "batch from 2 to 4 (last change at step 3)" in words
     assert "MTP weight from 0.3 to 0.1 (last change at step 3)" in words
     assert "γ from 0.001 to 0 (last change at step 4)" in words
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_only_a_model_with_multi_token_prediction_has_its_curve(make_run, depth):
+    config = {**CONFIG, "model": {"num_nextn_predict_layers": depth}}
+    steps = [training(step, mtp_loss=0.0 if depth == 0 else 8.0) for step in (1, 2, 3)]
+    words = read_page(write_run_report(make_run(steps, config=config))).words
+    assert ("MTP is the loss of multi-token prediction" in words) == (depth == 1)
 
 
 def many_experts(step):
