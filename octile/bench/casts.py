@@ -14,15 +14,19 @@ from torch import Tensor
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, compare, table
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from octile.ops.gate import gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -36,6 +40,10 @@ from octile.train.config import preset
 GPU_SHAPES, CPU_SHAPES = ((4096, 7168), (8192, 7168), (16384, 7168)), ((2048, 1024),)
 NARROW_ROWS = {"cuda": 2**25, "cpu": 2**18}  # elements; on a GPU more than its L2 cache holds
 HEADS = {"cuda": ((65536, 8192), (32768, 32768)), "cpu": ((512, 4096),)}  # tokens and vocabulary
+GATES = {  # tokens, and the preset whose gate it is
+    "cuda": ((32768, "small"), (32768, "medium"), (16384, "v3_671b")),
+    "cpu": ((512, "tiny"),),
+}
 CHOSEN, EXPERTS = 8, 64  # experts per token, and per layer
 ALIGNMENT = 2**21  # bytes; with source and target aligned to 512 only, a copy took up to 15% longer on an H200
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
@@ -52,6 +60,9 @@ def rows() -> Iterator[Row]:
         cases[f"{NARROW_ROWS[device] // k}×{k}"] = partial(_narrow_cases, NARROW_ROWS[device] // k, k)
     for m, v in HEADS[device]:
         cases[f"{m}×{v}"] = partial(_loss_cases, m, v)
+    for t, name in GATES[device]:
+        model = preset(name).model
+        cases[f"{t}×{model.n_routed_experts} of {model.num_experts_per_tok}"] = partial(_gate_cases, t, model)
     many = "small" if gpu else "tiny"  # a preset
     cases[f"parameters of {many}"] = partial(_optimizer_cases, _parameter_shapes(many))
     for case, make in cases.items():
@@ -150,6 +161,35 @@ def _loss_cases(m: int, v: int, device: str, dtype: torch.dtype) -> list[Case]:
     return [
         ("cross-entropy", cross_entropy, (logits, labels)),
         ("cross-entropy backward", cross_entropy_backward, (dlosses, logits, labels, lse)),
+    ]
+
+
+def _gate_cases(t: int, model: ModelConfig, device: str, dtype: torch.dtype) -> list[Case]:
+    """Return what a gate does, its GEMMs among it, and the plan of where the tokens' rows go."""
+    e, k, batch = model.n_routed_experts, model.num_experts_per_tok, max(t // 4096, 1)
+    x = torch.randn(t, model.hidden_size, device=device, dtype=dtype)
+    weight, bias = 0.006 * torch.randn(e, model.hidden_size, device=device), torch.zeros(e, device=device)
+    best = 2 if model.topk_group < model.n_group else 1
+    choice = k, model.n_group, model.topk_group, best
+    weighting = "sigmoid", True, 2.5
+    _, experts, logits = gate(x, weight, bias, *choice, *weighting)
+    load, f = count_tokens(experts, e)[0], sequence_balance(logits, None, k, batch, "sigmoid")[1]
+    dweights, dlogits, dloss = torch.randn(t, k, device=device), torch.randn_like(logits), torch.ones((), device=device)
+    return [
+        ("gate", lambda *tensors: gate(*tensors, *choice, *weighting), (x, weight, bias)),
+        (
+            "gate backward",
+            lambda *tensors: gate_backward(*tensors, *weighting),
+            (dweights, dlogits, logits, experts, x, weight),
+        ),
+        ("balance of sequences", lambda x: sequence_balance(x, None, k, batch, "sigmoid"), (logits,)),
+        (
+            "balance of sequences, backward",
+            lambda *tensors: sequence_balance_backward(*tensors, "sigmoid"),
+            (dloss, logits, f),
+        ),
+        ("counts of tokens", lambda experts: count_tokens(experts, e), (experts,)),
+        ("routing plan", routing_plan, (experts, load)),
     ]
 
 

@@ -25,6 +25,7 @@ def results(monkeypatch):
     monkeypatch.setattr(casts, "CPU_SHAPES", ((128, 256),))
     monkeypatch.setattr(casts, "NARROW_ROWS", {"cpu": 2**14})
     monkeypatch.setattr(casts, "HEADS", {"cpu": ((16, 96),)})
+    monkeypatch.setattr(casts, "GATES", {"cpu": ((16, "tiny"),)})
     return found
 
 
@@ -73,7 +74,7 @@ def test_every_operator_is_measured(results):
     measured: dict[str, list[str]] = {}
     for row in casts.rows():
         measured.setdefault(row.case, []).append(row.what)
-    wide, *narrow, losses, optimizer = measured.values()
+    wide, *narrow, losses, gates, optimizer = measured.values()
     assert wide == [
         *(f"{cast} {b}" for b in blocks for cast in ("quantize", "dequantize")),
         "quantize, scale given",
@@ -98,4 +99,12 @@ def test_every_operator_is_measured(results):
     ]
     assert [set(operators) for operators in narrow] == [goals.NARROW] * len(goals.NARROW_COLUMNS)
     assert losses == ["cross-entropy", "cross-entropy backward"]
+    assert gates == [
+        "gate",
+        "gate backward",
+        "balance of sequences",
+        "balance of sequences, backward",
+        "counts of tokens",
+        "routing plan",
+    ]
     assert optimizer == ["AdamW, BF16 moments", "norms of gradients"]
