@@ -34,7 +34,7 @@ from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
 from octile.train.loop import pick_device, prepare_tokens, print_passes
 from octile.train.memory import check_memory
-from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder
+from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder, why_empty
 from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import visible_token
 from octile.train.token_store import TokenStore
@@ -106,7 +106,9 @@ class Comparison:
         """
         path = folder / COMPARISON
         if not path.is_file():
-            raise FileNotFoundError(f"{str(folder)!r} holds no comparison to resume: there is no {path}")
+            raise FileNotFoundError(
+                f"{str(folder)!r} holds no comparison to resume: there is no {path}{why_empty(folder)}"
+            )
         try:
             found = read_json(path)
             config = TrainConfig.from_json(json.dumps(found["config"]))

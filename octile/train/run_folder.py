@@ -73,9 +73,7 @@ class RunFolder:
         """
         run = cls(path)
         if not run.config_file.is_file():
-            begun = run.data.is_dir()
-            begin = "; it ended while its data was prepared: start it again, without --resume" if begun else ""
-            raise FileNotFoundError(f"{str(path)!r} holds no run: there is no {run.config_file}{begin}")
+            raise FileNotFoundError(f"{str(path)!r} holds no run: there is no {run.config_file}{why_empty(path)}")
         return run
 
     def write_config(self, config: TrainConfig) -> None:
@@ -131,7 +129,7 @@ def check_unused(path: Path) -> None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Make the first of parent/name, parent/name-2, … that does not exist or holds prepared data only.
+    """Make the first of parent/name, parent/name-2, … that does not exist or was left before its first step.
 
     Returns its path.
     """
@@ -141,25 +139,33 @@ def new_folder(parent: Path, name: str) -> Path:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
-            if path.is_dir() and _has_data_only(path):
+            if _is_left(path) and not _is_locked(path):
                 return path
             number += 1
             path = parent / f"{name}-{number}"
 
 
-def _has_data_only(folder: Path) -> bool:
-    """Whether a folder holds prepared data and nothing else, and no process works in it."""
-    names = {path.name for path in folder.iterdir()}
-    if DATA not in names or not names <= {LOCK, DATA}:  # an empty folder belongs to another process that just begins
-        return False
+def why_empty(folder: Path) -> str:
+    """How to go on where a run or a comparison was killed before its first step, to follow a message; else ""."""
+    return "; it ended before its first step: start it again, without --resume" if _is_left(folder) else ""
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether a folder holds what is there before a first step, and nothing else: the lock, and prepared data."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return bool(names) and names <= {LOCK, DATA}  # an empty folder belongs to another process that just begins
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process works in a folder."""
     require("filelock", extra="train")
     from filelock import FileLock, Timeout
 
     try:
         with FileLock(folder / LOCK, timeout=0):
-            return True
+            return False
     except Timeout:
-        return False
+        return True
 
 
 @contextmanager

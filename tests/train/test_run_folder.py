@@ -2,9 +2,11 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
+from octile.train.compare import Comparison
 from octile.train.run_folder import MetricsWriter, RunFolder, lock_folder, read_lines
 from tests.train.conftest import micro
 
@@ -45,24 +47,47 @@ def test_runs_without_a_name_get_different_folders(tmp_path, monkeypatch):
     assert names == ["tiny-deepseek_v3", "tiny-deepseek_v3-2", "tiny-deepseek_v3-3"]
 
 
-def test_a_run_without_a_name_reuses_a_folder_that_has_only_data(tmp_path, monkeypatch):
+KILLED_AT = {  # what a run leaves that was killed before its first step
+    "reading the text": [".lock"],
+    "preparing the data": [".lock", "data/.building-x/train.npy"],
+    "building the model": [".lock", "data/train.npy"],
+}
+
+
+def leave(folder: Path, files: list[str]) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+@pytest.mark.parametrize("files", KILLED_AT.values(), ids=KILLED_AT)
+def test_a_run_without_a_name_uses_the_folder_of_one_that_was_killed_before_its_first_step(
+    tmp_path, monkeypatch, files
+):
     monkeypatch.chdir(tmp_path)
     first = RunFolder.create(micro()).path
-    (first / "data").mkdir()
-    (first / "data" / "train.npy").touch()
+    leave(first, files)
     assert RunFolder.create(micro()).path == first
     with lock_folder(first):
         assert RunFolder.create(micro()).path.name == "tiny-deepseek_v3-2"
 
 
-def test_a_run_that_was_killed_in_data_preparation_is_to_be_started_again(tmp_path):
-    (tmp_path / "data" / ".building-x").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="while its data was prepared: start it again, without --resume"):
+@pytest.mark.parametrize("files", KILLED_AT.values(), ids=KILLED_AT)
+def test_a_run_that_was_killed_before_its_first_step_is_to_be_started_again(tmp_path, files):
+    leave(tmp_path, files)
+    with pytest.raises(FileNotFoundError, match="it ended before its first step: start it again, without --resume"):
         RunFolder.open(tmp_path)
 
 
+@pytest.mark.parametrize("files", KILLED_AT.values(), ids=KILLED_AT)
+def test_a_comparison_that_was_killed_before_its_first_step_is_to_be_started_again(tmp_path, files):
+    leave(tmp_path, files)
+    with pytest.raises(FileNotFoundError, match="it ended before its first step: start it again, without --resume"):
+        Comparison.read(tmp_path)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no run: there is no .*config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds no run: there is no .*config\.json$"):
         RunFolder.open(tmp_path)
 
 
