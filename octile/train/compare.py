@@ -200,7 +200,7 @@ def compare(
         print_passes(config, store, console)
         comparison.write(out)
         try:
-            with stop_requests() as stop, console.stopped_by_its_reader(stop):
+            with stop_requests(console.acknowledge_stop) as stop, console.stopped_by_its_reader(stop):
                 return _compare(comparison, baselines, configs, store, out, console, steps, stop)
         except Stopped as stopped:
             command = f"octile compare --resume --out {shlex.quote(str(out))}"

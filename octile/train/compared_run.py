@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -20,6 +18,7 @@ from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
 from octile.train.config import TrainConfig, describe_changes, differences
 from octile.train.console import RunConsole
+from octile.train.duration import reference_time
 from octile.train.gradient_check import check_gradients
 from octile.train.loop import pick_device
 from octile.train.resume import computed_on, warn_of_another_machine
@@ -28,7 +27,6 @@ from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
-REFERENCE_SIZE = 512
 CHECKPOINTS, FINISHED = "checkpoints", "finished"
 
 
@@ -194,18 +192,3 @@ def _quartiles(speeds: list[float]) -> tuple[float, float] | None:
         return None
     lower, _, upper = statistics.quantiles(speeds[1:], n=4)
     return lower, upper
-
-
-def reference_time(device: torch.device) -> float:
-    """Seconds for one FP32 GEMM of REFERENCE_SIZE³ on the device: the median of five, after one that is not counted.
-
-    The runs of a comparison follow one another. If other programs use the machine during one of them, this time grows
-    with the time of its steps, so that the report can tell a busy machine from a slow recipe.
-    """
-    a = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE, device=device)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from octile.models.counts import count_parameters
 from octile.report.console import Console
-from octile.report.page import format_flops
+from octile.report.page import format_duration, format_flops
 from octile.report.text import escape_control_characters
 from octile.train.run_folder import Metrics, RunFolder
 from octile.train.shared_spans import SPAN
@@ -43,6 +44,14 @@ class RunConsole:
             yield
         finally:
             self.console.reader_left = None
+
+    def acknowledge_stop(self, number: int) -> None:
+        """Say what a signal does: the step is finished first, which takes minutes where a CPU trains a large model."""
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.print(
+            f"{name}: stopping after this step, which is then saved; a second {name} stops at once, and what was saved "
+            "before stays"
+        )
 
     def print(self, text: str) -> None:
         """Print a text without rich's markup; on a terminal with its control characters escaped."""
@@ -155,7 +164,7 @@ class StepProgress:
         self.bar.update(self.task, completed=line["step"], description=text)
         if not self.console.console.is_terminal and line["step"] % self.every == 0:
             left = (self.steps - line["step"]) * line["seconds"] / line["step"]
-            self.console.print(f"step {line['step']}/{self.steps}: {text}, {left:.0f} s left")
+            self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
 
     def validation(self, line: Metrics) -> None:
         """Show a held-out loss."""

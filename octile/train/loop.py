@@ -38,6 +38,7 @@ from octile.train.config import TrainConfig
 from octile.train.console import RunConsole, StepProgress
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
+from octile.train.duration import describe_duration
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
 from octile.train.resume import check_goal, check_settings, computed_on, open_run, print_settings
@@ -95,11 +96,12 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     with lock_folder(run.path):
         try:
             checkpoint = latest_checkpoint(run.checkpoints) if resume else None
-            if checkpoint is not None:
-                check_goal(config, checkpoint)
+            done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if resume:
                 print_settings(run, console)
             console.print(f"run folder: {run.path}")
+            if duration := describe_duration(config, device, done):
+                console.print(duration)
             return _train(config, run, device, resume, checkpoint, console, hook)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
@@ -136,7 +138,7 @@ def _train(
     spikes = spikes_so_far(run)
 
     with (
-        stop_requests() as stop,
+        stop_requests(console.acknowledge_stop) as stop,
         console.stopped_by_its_reader(stop),
         nullcontext() if resume else _unmarked_on_failure(run, trainer),
         _report_on_failure(run, console),

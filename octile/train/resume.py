@@ -20,6 +20,7 @@ from octile.checkpoint.training import STATE
 from octile.train.config import TrainConfig, changed_settings, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder
+from octile.train.trainer import TrainerState
 
 CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "steps": "the schedules of learning rate, batch and weights follow the new number",
@@ -55,19 +56,19 @@ def print_settings(run: RunFolder, console: RunConsole) -> None:
             console.print(f"{file} has changed since the run began: the run keeps the {what} that it began with")
 
 
-def check_goal(config: TrainConfig, checkpoint: Path) -> None:
-    """Refuse to resume a run that has done more steps than it is to do.
+def check_goal(config: TrainConfig, checkpoint: Path) -> int:
+    """Return the steps that a run has done; refuse to resume it if it is to do fewer.
 
     Raises:
-        ValueError: the checkpoint is of a later step.
+        ValueError: the run has done more steps, or the checkpoint's state.json is damaged.
     """
-    state = read_json(checkpoint / STATE)
-    done, tokens = state.get("steps_done"), state.get("tokens")
-    if isinstance(done, int) and isinstance(tokens, int) and done > config.steps:  # `Trainer.load` checks the types
+    state = TrainerState.read(read_json(checkpoint / STATE))
+    if state.steps_done > config.steps:
         raise ValueError(
-            f"steps is {config.steps:,}, but the run has done {done:,} already ({tokens:,} tokens): "
+            f"steps is {config.steps:,}, but the run has done {state.steps_done:,} already ({state.tokens:,} tokens): "
             "give more --steps or --tokens"
         )
+    return state.steps_done
 
 
 def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, console: RunConsole) -> None:

@@ -6,8 +6,9 @@ A training run saves its state first (`stop_requests`); any other work is interr
 from __future__ import annotations
 
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, Self
@@ -54,8 +55,14 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one ends the process."""
+def stop_requests(acknowledge: Callable[[int], None]) -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one ends the process.
+
+    Args:
+        acknowledge: called once, at once, with the number of the first signal. It runs in a thread of its own, since
+            Python calls a signal's handler only after the kernel that the main thread runs, which takes seconds on a
+            CPU.
+    """
     caught: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -64,7 +71,32 @@ def stop_requests() -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield caught
+        with _observed(set(before), acknowledge):
+            yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _observed(numbers: set[signal.Signals], acknowledge: Callable[[int], None]) -> Iterator[None]:
+    """Call a function in another thread when the first of these signals arrives."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def wait() -> None:
+        while received := reader.recv(1):  # the number of a signal; nothing when the context ends
+            if received[0] in numbers:
+                acknowledge(received[0])
+                return
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, NamedTuple
@@ -113,6 +113,15 @@ class TrainerState:
 
     def __post_init__(self) -> None:
         check_fields(self, "state.")
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> TrainerState:
+        """Read the content of a state.json, without what a run adds to it.
+
+        Raises:
+            ValueError: a value is missing, of another type, or out of range.
+        """
+        return from_json(cls, {name: value for name, value in state.items() if name not in OTHER_STATE}, "state")
 
 
 # What training and comparisons add to the state in a checkpoint, and check themselves.
@@ -534,7 +543,7 @@ class Trainer:
         self._check_read("load")
         if self.captured is not None:
             self.captured.release()  # its graphs write the moments that are replaced here
-        found = from_json(TrainerState, {k: v for k, v in state.items() if k not in OTHER_STATE}, "state")
+        found = TrainerState.read(state)
         if self.loss_scale and found.loss_scale is None:
             raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")
         if found.data not in (None, self.data):

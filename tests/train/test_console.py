@@ -83,7 +83,15 @@ def test_without_a_known_peak_there_is_a_speed_but_no_mfu(flops, text):
     with console.steps(11_234, 0) as progress:
         progress.every = 1
         progress.step({**line(), "flops_per_s": flops, "seconds": 1.0})
-    assert f"12,345 tokens/s · {text}, 0 s left" in console.console.file.getvalue()
+    assert f"12,345 tokens/s · {text}, 0.0 s left" in console.console.file.getvalue()
+
+
+def test_the_time_left_of_a_long_run_is_in_days():
+    console = silent_console()
+    with console.steps(12_000, 0) as progress:
+        progress.every = 1
+        progress.step({**line(), "step": 1, "seconds": 30.0})
+    assert ", 4 d 3 h left" in console.console.file.getvalue()
 
 
 def test_a_terminal_gets_texts_with_escaped_control_characters():

@@ -262,7 +262,7 @@ def test_a_stopped_run_has_every_step_that_it_launched_and_resumes_to_the_bit(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "launch", launch_and_stop)
-        patch.setattr("octile.train.loop.stop_requests", Requests)
+        patch.setattr("octile.train.loop.stop_requests", lambda acknowledge: Requests())
         with pytest.raises(Stopped, match=f"stopped after step {stop_at}"):
             train(micro(data=str(text), out=stopped, **RUN), False, silent_console())
     assert numbers(stopped) == list(range(1, stop_at + 1))

@@ -449,8 +449,9 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path
     process = new_run(text, out)
     wait_for_step(out, 1, process)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=120)
     done = max(metrics(out, "loss"))
     assert latest_checkpoint(out / "checkpoints").name == f"step_{done:08d}"
     assert process.returncode == 130
+    assert "Ctrl-C: stopping after this step, which is then saved; a second Ctrl-C stops at once" in stdout
     assert stderr == f"octile: stopped after step {done}; to continue: octile train --resume --out {out}\n"

@@ -1,0 +1,64 @@
+"""How long a run takes at least on a CPU, estimated before it begins.
+
+The estimate divides the FLOPs that the model needs by the speed of one FP32 GEMM, the fastest that a CPU computes. What
+lies between the GEMMs, and quantization, come on top.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from octile.models.flops import train_flops_per_token
+from octile.report.page import format_duration, format_flops, format_quantity
+from octile.train.config import TrainConfig
+from octile.train.trainer import batch_ramp
+
+REFERENCE_SIZE = 512
+FAST_SIZE = 1024  # of a GEMM that runs at a CPU's full speed
+LONG = 600  # seconds; of a shorter run nothing is said
+
+
+def describe_duration(config: TrainConfig, device: torch.device, done: int) -> str | None:
+    """Say how long the rest of a run takes at least, if it is long; None on a GPU.
+
+    Args:
+        config: of the run.
+        device: the device that trains.
+        done: the steps that lie behind.
+    """
+    if device.type != "cpu":
+        return None
+    ramp = batch_ramp(config)
+    tokens = (ramp.before(config.steps) - ramp.before(done)) * config.sequence_length
+    flops = tokens * train_flops_per_token(config.model, config.sequence_length)
+    speed = 2 * FAST_SIZE**3 / min(gemm_seconds(device, FAST_SIZE))
+    if flops / speed < LONG:
+        return None
+    return (
+        f"on this CPU the run takes at least {format_duration(flops / speed)}: {config.steps - done:,} steps of "
+        f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its FP32 GEMMs; a GPU, a smaller "
+        "--preset or fewer --steps take less"
+    )
+
+
+def reference_time(device: torch.device) -> float:
+    """Seconds for one FP32 GEMM of REFERENCE_SIZE³ on the device: the median of five.
+
+    The runs of a comparison follow one another. If other programs use the machine during one of them, this time grows
+    with the time of its steps, so that the report can tell a busy machine from a slow recipe.
+    """
+    return statistics.median(gemm_seconds(device, REFERENCE_SIZE))
+
+
+def gemm_seconds(device: torch.device, size: int) -> list[float]:
+    """Seconds of each of five FP32 GEMMs of size³ on the device, after one that is not counted."""
+    a = torch.ones(size, size, device=device)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]

@@ -1,0 +1,72 @@
+"""Tests of Ctrl-C and SIGTERM during a run: the first is acknowledged at once and collected, the second ends it."""
+
+import ctypes
+import os
+import signal
+import threading
+
+import pytest
+
+from octile.train.signals import stop_requests
+
+LIBC = ctypes.CDLL(None)
+
+
+def ignore(number: int) -> None:
+    """The acknowledgment that says nothing."""
+
+
+def test_the_first_signal_is_collected():
+    with stop_requests(ignore) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop == [signal.SIGTERM]
+
+
+def test_the_second_signal_interrupts():
+    with stop_requests(ignore) as stop:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop == [signal.SIGINT]
+
+
+def test_the_handlers_from_before_are_restored():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with stop_requests(ignore):
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_is_acknowledged_while_a_kernel_runs():
+    """The main thread waits in a C function, as in a kernel, for what the acknowledgment writes."""
+    read_end, write_end = os.pipe()
+    acknowledged = []
+
+    def acknowledge(number: int) -> None:
+        acknowledged.append(number)
+        os.write(write_end, b"a")
+
+    gives_up = threading.Timer(20, os.write, (write_end, b"-"))
+    byte = ctypes.create_string_buffer(1)
+    with stop_requests(acknowledge) as stop:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread of the process receives it
+        try:
+            gives_up.start()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            LIBC.read(read_end, byte, 1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            gives_up.cancel()
+    os.close(read_end)
+    os.close(write_end)
+    assert (byte.raw, acknowledged, stop) == (b"a", [signal.SIGINT], [signal.SIGINT])
+
+
+def test_only_the_first_signal_is_acknowledged():
+    acknowledged = []
+    with stop_requests(acknowledged.append):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert acknowledged == [signal.SIGINT]
