@@ -127,8 +127,7 @@ ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "count_tokens", "cross_entropy", "cross_entropy_backward", "gate",
     "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "routing_plan",
-    "sequence_balance", "sequence_balance_backward", "swiglu", "swiglu_backward", "top_experts", "unpermute",
-    "unpermute_backward",
+    "sequence_balance", "sequence_balance_backward", "swiglu", "swiglu_backward", "unpermute", "unpermute_backward",
 )  # fmt: skip
 QUANTIZATIONS_ON_CPU = (  # quantization that has a kernel for the CPU
     "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",

@@ -1,7 +1,7 @@
 """The choice of a gate: the K experts of each token with the highest scores, within its best groups of experts.
 
 Among equal scores the expert with the lower index comes first, so that every device chooses the same experts. NaN is
-above all numbers.
+above all numbers. This is the specification: the gate's kernels choose by the same order (`octile.ops.gate`).
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, DeepSeek-V2 (arXiv 2405.04434) §2.2.2.
 Shapes: T tokens, E experts, K chosen ones.
@@ -10,12 +10,9 @@ Shapes: T tokens, E experts, K chosen ones.
 import torch
 from torch import Tensor
 
-from octile.ops.operator import operator
-
 MAX_EXPERTS = 4096  # a token's scores must fit into one Triton program
 
 
-@operator()
 def top_experts(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int) -> Tensor:
     """Choose the experts with the highest scores.
 
@@ -44,19 +41,6 @@ def top_experts(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, be
 
 def _highest(scores: Tensor, n: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :n].contiguous()
-
-
-@top_experts.register_fake
-def _(scores, n_chosen, n_group, topk_group, best):
-    return scores.new_empty(scores.shape[0], n_chosen, dtype=torch.int64)
-
-
-@top_experts.register_kernel("cuda")
-def _(scores, n_chosen, n_group, topk_group, best):
-    from octile.kernels.triton import top_experts as kernel  # late: a machine without a GPU has no Triton
-
-    _check(scores, n_chosen, n_group, topk_group, best)
-    return kernel.launch(scores, n_chosen, n_group, topk_group, best)
 
 
 def _check(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int) -> None:

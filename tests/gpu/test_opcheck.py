@@ -31,7 +31,6 @@ from octile.ops.swiglu import (
     swiglu_quantize,
     swiglu_quantize_and_save,
 )
-from octile.ops.top_experts import top_experts
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_rows_and_columns,
@@ -137,7 +136,6 @@ CASES = {
         ),
     ),
     "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
-    "top_experts": lambda: (top_experts, (torch.randn(5, 12, device="cuda"), 4, 4, 2, 2)),
     "sequence balance": lambda: (sequence_balance, (torch.randn(6, 8, device="cuda"), None, 3, 2, "sigmoid")),
     "sequence balance backward": lambda: (
         sequence_balance_backward,

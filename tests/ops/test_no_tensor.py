@@ -49,7 +49,6 @@ from octile.ops.swiglu import (
     swiglu_quantize,
     swiglu_quantize_and_save,
 )
-from octile.ops.top_experts import top_experts
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_rows_and_columns,
@@ -115,7 +114,6 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
-    top_experts: (X, 1, 1, 1, 1),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
     octile.quantize: (X,),

@@ -38,7 +38,6 @@ from octile.kernels.triton import (
     sequence_balance,
     swiglu,
     tensor_core,
-    top_experts,
     transpose,
 )
 from octile.kernels.triton import gate as expert_gate
@@ -176,7 +175,6 @@ def _cases() -> dict[str, Callable[[], object]]:
         "RMSNorm backward": lambda: norm.launch_backward(_empty(t, k), _empty(t, k), _empty(k), of_rows),
         "cross-entropy": lambda: losses(_empty(t, 8 * n)),
         "cross-entropy of a small vocabulary": lambda: losses(_empty(t, 512)),
-        "top experts": lambda: top_experts.launch(_empty(t, 256, dtype=fp32), 8, 8, 4, 2),
         "gate of V3": lambda: expert_gate.launch(*products, 8, 8, 4, 2, "sigmoid", True, 2.5, 256),
         "gate of V2": lambda: expert_gate.launch(products[0], None, 8, 8, 4, 1, "softmax", False, 16.0, 256),
         "gate in FP32": lambda: expert_gate.launch(logits, None, 8, 1, 1, 1, "sigmoid", True, 1.0, 256),

@@ -36,7 +36,6 @@ ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
 GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
-TOP_EXPERTS_ELEMENTS = 1024  # scores of a program
 GATE_ELEMENTS = 1024  # logits of a program
 # Logits of a program at a time, and how often; counts and sums of a sequence's programs at a time.
 SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "steps": 8, "num_warps": 4}

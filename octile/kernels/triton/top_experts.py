@@ -1,51 +1,10 @@
 # mypy: allow-untyped-defs
-"""The experts with the highest scores, bit for bit as `octile.ops.top_experts` specifies."""
+"""The order in which experts are chosen, as `octile.ops.top_experts` specifies it: keys of scores, in a tile."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from octile.kernels.triton.launch_config import TOP_EXPERTS_ELEMENTS
 
 LEAST = tl.constexpr(-(2**63))  # below the key of every score
-
-
-def launch(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int) -> Tensor:
-    """Choose K experts by scores [T, E], any strides → experts int64 [T, K]."""
-    t, experts = scores.shape
-    chosen = torch.empty(t, n_chosen, dtype=torch.int64, device=scores.device)
-    groups, size = triton.next_power_of_2(n_group), triton.next_power_of_2(experts // n_group)
-    rows = max(TOP_EXPERTS_ELEMENTS // (groups * size), 1)
-    if t:
-        with torch.cuda.device_of(scores):
-            top_experts[(triton.cdiv(t, rows),)](
-                scores, chosen, t, *scores.stride(), K=n_chosen, N_GROUP=n_group, GROUP=experts // n_group,
-                TOPK_GROUP=topk_group, BEST=best, ROWS=rows, GROUPS=groups, SIZE=size,
-            )  # fmt: skip
-    return chosen
-
-
-@triton.jit(do_not_specialize=["T"])
-def top_experts(
-    scores, chosen, T, row_stride, column_stride,
-    K: tl.constexpr, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """A program chooses for ROWS tokens. GROUPS and SIZE are the powers of two at or above N_GROUP and GROUP."""
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    g = tl.arange(0, GROUPS)[:, None]
-    i = tl.arange(0, SIZE)[None, :]
-    expert = g * GROUP + i
-    exists = ((g < N_GROUP) & (i < GROUP))[None, :, :]
-    at = t.to(tl.int64)[:, None, None] * row_stride + expert[None, :, :] * column_stride
-    score = tl.load(scores + at, mask=exists & (t < T)[:, None, None], other=0.0)
-    key = choice_keys(score, expert[None, :, :], exists, N_GROUP, TOPK_GROUP, BEST, GROUPS)
-    key = tl.reshape(key, [ROWS, GROUPS * SIZE])
-    for k in tl.static_range(K):
-        highest = tl.max(key, axis=1)
-        tl.store(chosen + t.to(tl.int64) * K + k, expert_of(highest), mask=t < T)
-        key = tl.where(key == highest[:, None], LEAST, key)
 
 
 @triton.jit

@@ -62,7 +62,6 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "permute",
         "unpermute",
         "unpermute_backward",
-        "top_experts",
         "balance_parts",
         "balance_of_sequences",
         "balance_backward",

@@ -83,6 +83,13 @@ def test_many_experts(settings: tuple[Any, ...]):
     _assert_close(weights, expected_weights)
 
 
+def test_strides_of_logits_do_not_matter():
+    logits, bias = _logits(E).mT, torch.linspace(-0.3, 0.4, 2 * E)[::2]
+    settings = (4, 4, 2, 2, "sigmoid", True, 2.5)
+    expected = kernel.launch(logits.contiguous(), bias.contiguous(), *settings, E)
+    assert_same(kernel.launch(logits, bias, *settings, E)[:2], expected[:2])
+
+
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
 @pytest.mark.parametrize("given", ["weights", "logits", "both", "none"])
