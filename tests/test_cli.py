@@ -265,8 +265,8 @@ def test_the_last_out_is_the_run_that_is_resumed(begun, tmp_path):
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        (["--tokens", "1024"], 1),
-        (["--tokens", "1025"], 2),
+        (["--tokens", "512"], 1),
+        (["--tokens", "513"], 2),
         (["--tokens", "10000", "--batch-size", "2", "--sequence-length", "100"], 50),
         (["--tokens", "8192", "--batch-size", "8", "--initial-batch-size", "2", "--batch-ramp", "0.5"], 10),
     ],
@@ -283,7 +283,7 @@ def test_tokens_give_the_number_of_steps(begun, options, steps):
         (["--tokens", "0"], "tokens must be at least 1, not 0"),
         (["--tokens", "10M"], "--tokens must be a whole number, not '10M'"),
         (["--tokens", "9", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
-        (["--tokens", "1024", "--telemetry-every", "2"], "telemetry_every must be from 1 to 1, the run's steps"),
+        (["--tokens", "512", "--telemetry-every", "2"], "telemetry_every must be from 1 to 1, the run's steps"),
     ],
 )
 def test_tokens_that_cannot_be_read_are_refused(capsys, options, message):

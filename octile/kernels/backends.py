@@ -129,8 +129,8 @@ ONLY_TRITON = (
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "routing_plan",
     "sequence_balance", "sequence_balance_backward", "swiglu", "swiglu_backward", "unpermute", "unpermute_backward",
 )  # fmt: skip
-QUANTIZATIONS_ON_CPU = (  # quantization that has a kernel for the CPU
-    "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",
+COMPILED_ON_CPU = (  # bit for bit the reference
+    "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",
 )  # fmt: skip
 GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
@@ -175,8 +175,8 @@ def choices() -> dict[str, tuple[str, str]]:
     portable = _portable_kernels()
     chosen = dict.fromkeys(OPERATORS, portable)
     if not torch.cuda.is_available() and cpu.library() is not None:
-        why = "quantization to E4M3 on the CPU is compiled by this machine's C++ compiler, bit for bit the reference"
-        chosen |= dict.fromkeys(QUANTIZATIONS_ON_CPU, ("C++", why))
+        why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
+        chosen |= dict.fromkeys(COMPILED_ON_CPU, ("C++", why))
     if not torch.cuda.is_available() and cpu.can_multiply():
         why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
         chosen |= dict.fromkeys(GEMMS_ON_CPU, ("C++", why))

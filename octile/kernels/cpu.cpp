@@ -1,5 +1,6 @@
 // Block quantization to E4M3 and back on a CPU: what octile/ops/quantize.py and transpose.py specify, bit for bit
-// but for the sign of a NaN. GEMMs of E4M3 operands: what octile/ops/matmul.py and grouped.py specify.
+// but for the sign of a NaN. GEMMs of E4M3 operands: what octile/ops/matmul.py and grouped.py specify. AdamW: what
+// octile/ops/adamw.py specifies, bit for bit.
 //
 // torch needs some twelve passes over memory for what is one loop here, and its comparisons and its cast to FP8 are not
 // vectorized. The loops below have no branches, so that the compiler vectorizes them. Absolute values are compared as
@@ -32,6 +33,11 @@ struct Operand {
     int64_t row_stride, k_stride, group_stride;  // in elements
     Scale scale;                                 // of block (row / block_rows, k / 128)
     int64_t scale_group_stride, block_rows;
+};
+
+// What a step of AdamW multiplies and adds.
+struct AdamW {
+    float step_size, root, decay, rest1, rest2, beta2, eps, gradient_scale;  // rest1 is 1 − β₁, rest2 is 1 − β₂
 };
 
 namespace {
@@ -205,6 +211,29 @@ bool quantize_columns(
         }
     }
     return true;
+}
+
+// A moment in FP32 or BF16.
+inline float load(const float& x) { return x; }
+inline float load(const uint16_t& x) { return number(uint32_t(x) << 16); }
+
+inline void store(float& x, float value) { x = value; }
+inline void store(uint16_t& x, float value) {  // rounded to nearest even
+    const uint32_t rounded = (bits(value) + 0x7fff + (bits(value) >> 16 & 1)) >> 16;
+    x = (bits(value) & MAGNITUDE) > INFINITE ? 0x7fc0 : rounded;
+}
+
+template <typename Moment>
+void adamw(float* weight, const float* gradient, Moment* exp_avg, Moment* exp_avg_sq, int64_t n, const AdamW& a) {
+#pragma omp parallel for if (n >= MIN_PARALLEL_VALUES)
+    for (int64_t i = 0; i < n; ++i) {
+        const float g = gradient[i] * a.gradient_scale, before = load(exp_avg[i]);
+        const float m = __builtin_fmaf(g - before, a.rest1, before);
+        const float v = __builtin_fmaf(g * a.rest2, g, load(exp_avg_sq[i]) * a.beta2);
+        weight[i] = weight[i] * a.decay - m * a.step_size / (__builtin_sqrtf(v) / a.root + a.eps);
+        store(exp_avg[i], m);
+        store(exp_avg_sq[i], v);
+    }
 }
 
 #ifdef __AVX512BF16__
@@ -415,6 +444,16 @@ bool octile_quantize_columns(
 ) {
     const auto compute = power_of_2 ? quantize_columns<true> : quantize_columns<false>;
     return compute(x, encoded, row_stride, m, k, *scale, rows, count, ends, tiles, p, data_t, stride_t, *scale_t);
+}
+
+// Update a weight and its moments, all contiguous; both moments are BF16 or both FP32.
+void octile_adamw(
+    float* weight, const float* gradient, void* exp_avg, void* exp_avg_sq, bool is_bf16, int64_t n, const AdamW* a
+) {
+    if (is_bf16)
+        adamw(weight, gradient, static_cast<uint16_t*>(exp_avg), static_cast<uint16_t*>(exp_avg_sq), n, *a);
+    else
+        adamw(weight, gradient, static_cast<float*>(exp_avg), static_cast<float*>(exp_avg_sq), n, *a);
 }
 
 // Whether this processor multiplies BF16, and `octile_gemm` exists.

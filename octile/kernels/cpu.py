@@ -1,4 +1,4 @@
-"""Quantization to E4M3, GEMMs of it, and conversions of E4M3 and E5M6 on a CPU, where torch's are slow or missing.
+"""Quantization to E4M3, GEMMs of it, AdamW, and conversions of E4M3 and E5M6 on a CPU, where torch's are slow.
 
 `cpu.cpp` quantizes and dequantizes as the references in `octile.ops` do, bit for bit but for the sign of a NaN, in one
 pass instead of a dozen. Without a C++ compiler these functions are missing, and the references are used
@@ -166,6 +166,29 @@ def _multiply_to(out: Tensor, request: GemmRequest, accumulate: bool) -> None:
 def _along_k(request: GemmRequest) -> tuple[Operand, Operand]:
     """The operands with the contracted dimension last."""
     return (request.a.mT, request.b.mT) if request.schedule is Schedule.ALONG_K else (request.a, request.b)
+
+
+def can_update(*moments: Tensor) -> bool:
+    """Whether `adamw` updates moments of these dtypes."""
+    dtypes = {moment.dtype for moment in moments}
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16} and library() is not None
+
+
+class AdamWSettings(ctypes.Structure):
+    """The factors of an AdamW step (`octile.ops.adamw`), in float32; rest1 is 1 − β₁ and rest2 is 1 − β₂."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in ("step_size", "root", "decay", "rest1", "rest2", "beta2", "eps", "gradient_scale")
+    )
+
+
+def adamw(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, settings: AdamWSettings) -> None:
+    """Update one weight and its moments in place, as `octile.ops.adamw.adamw` does."""
+    gradient = gradient.float().contiguous()
+    is_bf16 = ctypes.c_bool(exp_avg.dtype == torch.bfloat16)
+    addresses = (_address(t) for t in (weight, gradient, exp_avg, exp_avg_sq))
+    _library().octile_adamw(*addresses, is_bf16, ctypes.c_int64(weight.numel()), ctypes.byref(settings))
 
 
 class _Scale(ctypes.Structure):

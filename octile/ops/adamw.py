@@ -13,6 +13,7 @@ Source: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 17
 import torch
 from torch import Tensor
 
+from octile.kernels import cpu
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 
@@ -78,6 +79,26 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def _(
     weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, beta1, beta2, eps, skip=None, gradient_scale=None
 ):
+    return None
+
+
+@adamw.register_kernel("cpu")
+def _(
+    weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, beta1, beta2, eps, skip=None, gradient_scale=None
+):
+    arguments = weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, beta1, beta2, eps, skip, gradient_scale
+    if not cpu.can_update(*exp_avgs, *exp_avg_sqs):
+        return adamw.reference(*arguments)
+    _check(weights, gradients, exp_avgs, exp_avg_sqs, copies, corrections, skip, gradient_scale)
+    if skip is not None and skip:
+        return None
+    factor = 1.0 if gradient_scale is None else float(gradient_scale)
+    rows = zip(weights, gradients, exp_avgs, exp_avg_sqs, corrections.tolist(), strict=True)
+    for weight, gradient, exp_avg, exp_avg_sq, numbers in rows:
+        settings = cpu.AdamWSettings(*numbers, 1 - beta1, 1 - beta2, beta2, eps, factor)
+        cpu.adamw(weight, gradient, exp_avg, exp_avg_sq, settings)
+    for copy, weight in zip(copies, weights, strict=False):  # there may be none
+        copy.copy_(weight)
     return None
 
 

@@ -3,13 +3,13 @@
     m ← β₁·m + (1 − β₁)·g               v ← β₂·v + (1 − β₂)·g²
     w ← w·(1 − lr·λ) − lr · m/(1 − β₁ᵗ) / (√(v/(1 − β₂ᵗ)) + ε)
 
-On a GPU one kernel reads and writes everything once, for all tensors with the same dtypes, with BF16 moments as stored
-(`octile.ops.adamw`).
+A kernel reads and writes everything once, with BF16 moments as stored (`octile.ops.adamw`): on a GPU for all tensors
+with the same dtypes, on a CPU for each tensor.
 
-On a CPU torch's fused kernel does the arithmetic. It needs FP32, so BF16 moments are converted in batches: small
-tensors are packed into a batch and large ones are split, so that the converted values stay in the cache. On two cores a
-step takes a fifth of the time that it takes in one large batch. If the processor has a fused multiply-add, CPU and GPU
-give the same bits.
+On a CPU without a C++ compiler torch's fused kernel does the arithmetic. It needs FP32, so BF16 moments are converted
+in batches: small tensors are packed into a batch and large ones are split, so that the converted values stay in the
+cache. Its bits are the same if the processor has a fused multiply-add, except for what is left of 16 values, which
+torch computes in FP64.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization" (arXiv 1711.05101).
 """
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octile.kernels import cpu
 from octile.ops.adamw import adamw
 from octile.optim.storage import overwrite_
 
@@ -59,10 +60,14 @@ def adamw_(groups: Sequence[UpdateGroup], skip: Tensor | None = None, gradient_s
         skip: bool [] on the weights' device: if true, nothing changes.
         gradient_scale: float32 [] on the weights' device: the factor of all gradients, which keep their values.
     """
-    update_together_([group for group in groups if group.weights[0].is_cuda], skip, gradient_scale)
+    update_together_([group for group in groups if _has_kernel(group)], skip, gradient_scale)
     for group in groups:
-        if not group.weights[0].is_cuda:
+        if not _has_kernel(group):
             _update_on_cpu_(group, skip, gradient_scale)
+
+
+def _has_kernel(group: UpdateGroup) -> bool:
+    return group.weights[0].is_cuda or cpu.can_update(*group.exp_avgs, *group.exp_avg_sqs)
 
 
 def update_together_(

@@ -20,12 +20,12 @@ from octile.bench import doctor
 from octile.bench.doctor import examine, show
 from octile.kernels import backends
 from octile.kernels.backends import (
+    COMPILED_ON_CPU,
     GEMMS,
     GEMMS_ON_CPU,
     ONLY_TORCH,
     OPERATORS,
     QUANTIZATIONS,
-    QUANTIZATIONS_ON_CPU,
 )
 from octile.kernels.cuda.gemm import request
 
@@ -61,7 +61,7 @@ def kernels():
 def test_without_a_gpu_what_has_a_kernel_is_compiled_and_the_rest_is_the_reference(pretend, monkeypatch, multiplies):
     pretend(None)
     monkeypatch.setattr(backends.cpu, "can_multiply", lambda: multiplies)
-    compiled = QUANTIZATIONS_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
+    compiled = COMPILED_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
     assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(compiled, "C++")
 
 
@@ -75,7 +75,7 @@ def test_the_operators_with_a_kernel_for_the_cpu_are_named():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     registered = [name for name in OPERATORS if hasattr(torch.ops.octile, name)]
     assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == {
-        *QUANTIZATIONS_ON_CPU,
+        *COMPILED_ON_CPU,
         *GEMMS_ON_CPU,
     }
 

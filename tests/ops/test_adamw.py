@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from octile.ops.adamw import adamw
@@ -73,6 +75,31 @@ def test_nothing_changes_if_and_only_if_the_flag_is_true(skip: bool):
     before = [t.clone() for t in (w, m, v)]
     update(w, g, m, v, corrections(5), torch.tensor(skip))
     assert [torch.equal(t, old) for t, old in zip((w, m, v), before, strict=True)] == [skip] * 3
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(0, 70),
+    dtypes=st.sampled_from(["float32", "bfloat16", "float16"]),
+    gradient_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([None, 0.3, 1.0]),
+    t=st.sampled_from([1, 7, 1000]),
+)
+def test_the_kernel_of_the_cpu_gives_the_bits_of_the_reference(seed, n, dtypes, gradient_dtype, scale, t):
+    generator = torch.Generator().manual_seed(seed)
+    w, g, m, v = (torch.randn(n, generator=generator) * torch.exp2(torch.randint(-30, 9, (n,), generator=generator))
+                  for _ in range(4))  # fmt: skip
+    dtype = getattr(torch, dtypes)
+    start = [w, m.to(dtype), v.abs().to(dtype), torch.zeros(n, dtype=torch.bfloat16)]
+    results = []
+    for step in (adamw, adamw.reference):
+        weight, exp_avg, exp_avg_sq, copy = (x.clone() for x in start)
+        factor = None if scale is None else torch.tensor(scale)
+        lists = [weight], [g.to(gradient_dtype)], [exp_avg], [exp_avg_sq], [copy]
+        step(*lists, corrections(t), *SETTINGS, None, factor)
+        results.append((weight, exp_avg, exp_avg_sq, copy))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_written_tensors_get_a_new_version():

