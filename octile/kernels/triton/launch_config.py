@@ -42,8 +42,7 @@ SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "steps": 8, "num_warps": 4
 SEQUENCE_BALANCE_SUM: dict[str, int] = {"elements": 4096, "num_warps": 8}
 BFLOAT16_TERMS: dict[str, int] = {"ELEMENTS": 1024, "num_warps": 4}
 COUNT_TOKENS: dict[str, int] = {"ROWS": 2048, "num_warps": 8}  # entries of a program
-# Entries of a program, one per thread: from `rows`, up to `max_rows` with many experts; compared `chunk` at a time.
-ROUTING_PLAN: dict[str, int] = {"rows": 128, "max_rows": 1024, "chunk": 32}
+ROUTING_PLAN: dict[str, int] = {"ROWS": 128, "num_warps": 4}  # entries of a program, one per thread
 ROUTING_PLAN_SCAN: dict[str, int] = {"blocks": 1024, "elements": 4096, "num_warps": 8}  # counts of a program at a time
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
 CROSS_ENTROPY = {"cols": 4096, "cols_per_warp": 1024}  # columns of a row at a time; the next ones are in flight

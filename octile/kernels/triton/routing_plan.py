@@ -35,22 +35,19 @@ def launch(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.empty(t, k, dtype=torch.int32, device=device)
     order = torch.empty(rows, dtype=torch.int32, device=device)
     offs = torch.empty(n_experts, dtype=torch.int32, device=device)
-    # a thread takes an entry; with many experts, more entries share a block's counts
-    block = min(max(triton.next_power_of_2(n_experts) // 4, ROUTING_PLAN["rows"]), ROUTING_PLAN["max_rows"])
-    blocks = triton.cdiv(rows, block)
+    blocks = triton.cdiv(rows, ROUTING_PLAN["ROWS"])
     starts = torch.empty(blocks, n_experts, dtype=torch.int32, device=device)
     scanned = min(triton.next_power_of_2(max(blocks, 1)), ROUTING_PLAN_SCAN["blocks"])
     columns = min(triton.next_power_of_2(n_experts), max(ROUTING_PLAN_SCAN["elements"] // scanned, 1))
-    sizes = {"E": n_experts, "ROWS": block, "num_warps": block // 32}
     with torch.cuda.device_of(experts):
         if rows:
-            count_blocks[(blocks,)](experts, starts, rows, BINS=_bins(n_experts), **sizes)
+            count_blocks[(blocks,)](experts, starts, rows, E=n_experts, BINS=_bins(n_experts), **ROUTING_PLAN)
         sum_blocks[(triton.cdiv(n_experts, columns),)](
             load, load.stride(0), starts, offs, blocks, E=n_experts, EXPERTS=triton.next_power_of_2(n_experts),
             COLUMNS=columns, BLOCKS=scanned, num_warps=ROUTING_PLAN_SCAN["num_warps"],
         )  # fmt: skip
         if rows:
-            place_rows[(blocks,)](experts, starts, place, order, rows, CHUNK=ROUTING_PLAN["chunk"], **sizes)
+            place_rows[(blocks,)](experts, starts, place, order, rows, E=n_experts, **ROUTING_PLAN)
     return place, order, offs
 
 
@@ -102,7 +99,7 @@ def sum_blocks(
 
 
 @triton.jit(do_not_specialize=["R"])
-def place_rows(experts, starts, place, order, R, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def place_rows(experts, starts, place, order, R, E: tl.constexpr, ROWS: tl.constexpr):
     """A program finds the rows of a block of ROWS entries: it counts the equal experts before each of them.
 
     Rows are clamped: the host cannot check `load`, and nothing may be written outside of the results.
@@ -111,12 +108,9 @@ def place_rows(experts, starts, place, order, R, E: tl.constexpr, ROWS: tl.const
     index = tl.arange(0, ROWS)
     inside = first + index < R
     expert = _expert(experts, first + index, R, E)
-    rank = tl.zeros([ROWS], tl.int32)
-    for start in range(0, ROWS, CHUNK):
-        other_index = start + tl.arange(0, CHUNK)
-        other = _expert(experts, first + other_index, R, E)
-        is_before = (other[:, None] == expert[None, :]) & (other_index[:, None] < index[None, :])
-        rank += tl.sum(is_before.to(tl.int32), axis=0)
+    # an equal expert before the entry has a difference from 0 to index − 1, all others have larger ones as unsigned
+    difference = (expert * ROWS + index)[:, None] - (expert * ROWS)[None, :]
+    rank = tl.sum((difference.to(tl.uint32) < index.to(tl.uint32)[None, :]).to(tl.int32), axis=0)
     row = tl.load(starts + tl.program_id(0).to(tl.int64) * E + expert, mask=inside, other=0) + rank
     row = tl.minimum(tl.maximum(row, 0), R - 1)
     tl.store(place + first + index, row, mask=inside)

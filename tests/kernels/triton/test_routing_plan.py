@@ -33,7 +33,7 @@ def test_rows_are_sorted_by_expert_then_by_token(shape: tuple[int, int, int], dt
 def test_blocks_are_summed_in_parts(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch):
     for name, size in sizes.items():
         monkeypatch.setitem(launch_config.ROUTING_PLAN_SCAN, name, size)
-    monkeypatch.setitem(launch_config.ROUTING_PLAN, "rows", 32)
+    monkeypatch.setitem(launch_config.ROUTING_PLAN, "ROWS", 32)
     experts = _experts(100, 3, 9)
     load = count_tokens(experts, 9)[0]
     assert_same(kernel.launch(experts, load), routing_plan(experts, load))
