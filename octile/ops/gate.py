@@ -55,7 +55,7 @@ def gate(
     Args:
         x: [T, D], float32, bfloat16 or float16; on a GPU bfloat16 is fast.
         weight: [E, D], float32, bfloat16 or float16.
-        bias: [E] float32; None: zeros.
+        bias: [E], float32, bfloat16 or float16; None: zeros.
         n_chosen, n_group, topk_group, best: as in `top_experts`.
         scoring_func: sigmoid or softmax.
         norm_topk_prob: whether a token's affinities are divided by their sum.
@@ -260,7 +260,8 @@ def _check(
     _check_operands(x, weight, scoring_func)
     check_choice("weight", weight.shape[0], n_chosen, n_group, topk_group, best)
     if bias is not None:
-        _check_float32("bias", bias, (len(weight),), x)
+        check_input_dtype("bias", bias)
+        _check_shape("bias", bias, (len(weight),), x)
 
 
 def _check_backward(
@@ -301,6 +302,10 @@ def _check_operands(x: Tensor, weight: Tensor, scoring_func: str) -> None:
 def _check_float32(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
     if t.dtype != torch.float32:
         raise TypeError(f"{name} must be float32, not {t.dtype}")
+    _check_shape(name, t, shape, x)
+
+
+def _check_shape(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
     if t.shape != shape:
         raise ValueError(f"{name} must be {shape}, not {tuple(t.shape)}")
     check_device("x", x, name, t)

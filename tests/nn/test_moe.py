@@ -201,6 +201,16 @@ def test_shared_experts_of_another_dtype_or_shape_are_added_as_torch_does():
     torch.testing.assert_close(m(x).float(), expected + 1)
 
 
+@pytest.mark.parametrize("settings", [V3, V2, V2_LITE], ids=["V3", "V2", "V2-Lite"])
+def test_a_compiled_mixture_computes_the_same_in_one_graph(settings):
+    m, x, results = moe(**settings), torch.randn(2, 9, 32, requires_grad=True), []
+    for call in (m, torch.compile(m, fullgraph=True, backend="aot_eager")):
+        y, loss = call(x), m.pop_balance_loss()
+        results.append([y, loss, *torch.autograd.grad(y.square().sum() + loss, [x, m.gate.weight])])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
 # the balance loss
 
 
