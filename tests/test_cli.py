@@ -605,7 +605,7 @@ def test_a_traceback_is_shown_on_request(monkeypatch):
             ["--seed", str(2**63 - 1), "--seeds", "2"],
             "seed must be at most 9,223,372,036,854,775,807, not 9223372036854775808",
         ),
-        (["--gradient-steps", "600"], "gradient_steps must be from 1 to 500, or start, middle, end, or none"),
+        (["--gradient-steps", "1600"], "gradient_steps must be from 1 to 1000, or start, middle, end, or none"),
     ],
 )
 def test_a_comparison_that_cannot_be_made_is_refused(capsys, tmp_path, options, message):
