@@ -14,11 +14,12 @@ loop.py          `octile train`
 trainer.py       the state of a run, and one step
 captured_step.py a step as CUDA graphs
 step_results.py  what the device writes and the host reads later
-best_model.py    the weights at the lowest held-out loss
+best_model.py    weights and amax histories at the lowest held-out loss
 run_folder.py    the files of a run, and its lock
 resume.py        what a resumed run takes from its folder
 signals.py       Ctrl-C and SIGTERM
 fine_tune.py     a run that starts from a checkpoint's weights
+duration.py      how long a run takes at least on a CPU
 memory.py        memory checks, and advice when memory runs out
 deterministic.py runs that give the same bits again
 diagnostics.py   scale statistics, and the first non-finite tensor

@@ -233,6 +233,7 @@ CHECKED = [f.name for f in fields(ModelConfig) if f.name != "extra"]
 NAMES = "|".join((*PUBLISHED_V3, *CHECKED, "rope_parameters", "rope scaling", "extra"))
 
 
+@pytest.mark.filterwarnings("ignore:rope_scaling")  # of another context
 @pytest.mark.parametrize("key", sorted({*PUBLISHED_V3, *CHECKED, *ROPE_KEYS, "rope_parameters", "num_mtp_layers"}))
 @settings(max_examples=30, deadline=None)
 @given(value=JSON_VALUES)
