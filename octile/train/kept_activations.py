@@ -1,7 +1,8 @@
 """Which activations a run on a GPU saves for its backward pass although they could be recomputed.
 
 DeepSeek-V3 recomputes the outputs of norms, and queries, keys and values, since its memory does not suffice for them. A
-run keeps them where they take little of the GPU's memory, which saves the time. They are the same bits either way.
+run keeps them where they take little of the GPU's memory, which saves the time. Their bits are the same, but for those
+of a norm that a gate reads, too: on a GPU its squares are summed in another order when it is recomputed for the experts.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3, which recomputes.
 """

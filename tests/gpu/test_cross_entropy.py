@@ -94,7 +94,7 @@ def test_more_logits_than_32_bits_can_count():
     torch.testing.assert_close(losses[-2:], expected)
     last = logits[-1].float().softmax(0)
     last[-1] -= 1
-    torch.testing.assert_close(dlogits[-1].float(), last, rtol=2**-7, atol=1e-12)
+    torch.testing.assert_close(dlogits[-1].float(), last, rtol=2**-7, atol=2**-23)  # p − 1 cancels in FP32
 
 
 @every_dtype

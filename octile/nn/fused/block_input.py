@@ -34,7 +34,11 @@ class Saved:
     eps: float = 0.0
 
     def quantized(self, saved: tuple[Tensor, ...]) -> ScaledTensor:
-        """Recompute the quantized input [T, K], bit for bit."""
+        """Return the quantized input [T, K], saved or recomputed.
+
+        It is recomputed bit for bit, unless it is that of a norm whose values were asked for, too: on a GPU another
+        kernel then sums the squares in another order.
+        """
         if self.what == "values":
             return quantize(saved[0], TILE, self.operand_format.fmt, self.operand_format.scale)
         data, scale = self._norm(saved, values=False)[:2] if self.what == "norm" else saved[-2:]
