@@ -1,8 +1,12 @@
-"""Rotary position embedding (RoPE) for latent attention (MLA): rotation in place, and assembly of keys in one pass.
+"""Rotary position embedding (RoPE): rotation in place, keys of latent attention (MLA) in one pass, rotation of halves.
 
-The last R channels of a query and of a key are pairs (x₀, x₁), (x₂, x₃), … that rotate by angles of the position:
+In DeepSeek's layout the last R channels of a query and of a key are pairs (x₀, x₁), (x₂, x₃), … that rotate by angles
+of the position:
 
     y₀ = x₀ · cos − x₁ · sin      y₁ = x₀ · sin + x₁ · cos      in FP32, each product and sum rounded
+
+In the layout of Llama and of most models of transformers ("rotate_half") the pairs are channel i and channel i + R/2 of
+the first R channels: `rotate_halves`.
 
 A key of latent attention has N channels of its own head and R rotary channels that all heads share. Unfused, the shared
 channels would be rotated, expanded over the heads and concatenated, each in a pass over memory.
@@ -127,6 +131,51 @@ def _(dk, dv, cos, sin):
     return rope.launch_keys_backward(dk, dv, cos, sin)
 
 
+@operator()
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotate the first R channels of queries and keys, the pairs of which are channels i and i + R/2.
+
+    Args:
+        q, k: [B, H, S, X], each with heads of its own number, float32, bfloat16 or float16, any strides.
+        cos, sin: [B, S, R] in q's dtype, R even and at most X; the two halves of a row may differ.
+        transposed: whether to multiply with the transposed matrix of the rotation, as the backward pass does.
+
+    Returns:
+        both rotated, in q's dtype and, where its memory has no gaps, in the layout of the argument.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together.
+    """
+    _check_halves(q, k, cos, sin)
+    return _rotated_halves(q, cos, sin, transposed), _rotated_halves(k, cos, sin, transposed)
+
+
+def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
+    r = cos.shape[-1]
+    halves = (t.float().unflatten(-1, (2, r // 2)).unbind(-2) for t in (x[..., :r], cos[:, None], sin[:, None]))
+    (a, b), (cos_a, cos_b), (sin_a, sin_b) = halves
+    if transposed:
+        sin_a, sin_b = -sin_b, -sin_a
+    y = torch.empty_like(x)
+    y[..., :r].copy_(torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1))
+    y[..., r:].copy_(x[..., r:])
+    return y
+
+
+@rotate_halves.register_fake
+def _(q, k, cos, sin, transposed=False):
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+@rotate_halves.register_kernel("cuda")
+def _(q, k, cos, sin, transposed=False):
+    from octile.kernels.triton import rope
+
+    _check_halves(q, k, cos, sin)
+    return rope.launch_halves(q, k, cos, sin, transposed)
+
+
 def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_input_dtype(name, x)
     if x.dim() != 4:
@@ -158,3 +207,19 @@ def _check_gradients(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> None:
     if dv.dim() != 4 or dv.shape[:3] != dk.shape[:3]:
         raise ValueError(f"dv must be [B, S, H, V] for dk {tuple(dk.shape)}, not {tuple(dv.shape)}")
     check_device("dk", dk, "dv", dv)
+
+
+def _check_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_input_dtype("q", q)
+    for name, t in (("k", k), ("cos", cos), ("sin", sin)):
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} must be {q.dtype} as q, not {t.dtype}")
+        check_device("q", q, name, t)
+    if q.dim() != 4:
+        raise ValueError(f"q must be [B, H, S, X], not {tuple(q.shape)}")
+    b, _, s, x = q.shape
+    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (b, s, x):
+        raise ValueError(f"k must be ({b}, H, {s}, {x}) for q {tuple(q.shape)}, not {tuple(k.shape)}")
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t.dim() != 3 or t.shape != cos.shape or t.shape[:2] != (b, s) or t.shape[2] > x or t.shape[2] % 2:
+            raise ValueError(f"{name} must be ({b}, {s}, R), R even and at most {x}, not {tuple(t.shape)}")

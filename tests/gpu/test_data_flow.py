@@ -18,7 +18,7 @@ from octile.nn import MHA, MoE, RMSNorm, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.rope import Rope
 from octile.ops.attention import attention, attention_backward
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.optim import AdamW, clip_grad_norm_, param_groups
 from octile.recipe import Recipe
 from tests.models.test_saved_bytes import formula, predicted_bytes, saved_bytes  # noqa: F401  (a fixture)
@@ -143,6 +143,20 @@ def test_rotary_operators_equal_their_references(shape: tuple[int, ...], dtype: 
     rotate_(rotated, *on_gpu)
     rotate_(q, *angles)
     assert torch.equal(rotated.cpu(), q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 300, 32, 8, 128, 128), (1, 301, 32, 4, 128, 64), (3, 5, 3, 2, 10, 6)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rotated_halves_equal_their_reference(shape: tuple[int, ...], transposed: bool, dtype: torch.dtype):
+    b, s, q_heads, k_heads, x, r = shape
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(b, s, h, x, generator=generator).to(dtype).transpose(1, 2) for h in (q_heads, k_heads))
+    cos, sin = (torch.randn(b, s, r, generator=generator).to(dtype) for _ in range(2))
+    found = rotate_halves(q.cuda(), k.cuda(), cos.cuda(), sin.cuda(), transposed)
+    for ours, expected in zip(found, rotate_halves(q, k, cos, sin, transposed), strict=True):
+        assert torch.equal(ours.cpu(), expected)
+        assert ours.stride() == expected.stride()
 
 
 # Blocks

@@ -62,6 +62,7 @@ RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, t
     "_LatentKeysGradients",
     "_RMSNorm",
     "_Rotate",
+    "_RotateHalves",
     "_SequenceBalance",
     "_SwiGLU",
     "_WeightedCombine",

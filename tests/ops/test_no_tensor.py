@@ -30,7 +30,7 @@ from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.scale_layouts import (
     mn_major,
@@ -107,6 +107,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
     routing_plan: (ENDS[:, None] - 2, ENDS - 1),
+    rotate_halves: (HEADS, HEADS, HEADS[:, 0], HEADS[:, 0]),
     sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
     sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),
     swiglu: (X, X),

@@ -1,4 +1,4 @@
-"""Tests of the rotary operators of latent attention: equal to the unfused steps."""
+"""Tests of the rotary operators: equal to the unfused steps."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.rope import CosSin, Rope
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotated
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves, rotated
 from tests.ops.operators import assert_well_formed
 
 B, S, H, N, R, V = 2, 7, 3, 10, 8, 6
@@ -56,7 +56,45 @@ def test_gradients_of_keys_equal_autograd():
         torch.testing.assert_close(ours, theirs)
 
 
+def halves(dtype: torch.dtype = torch.float32, rotary: int = R) -> tuple[Tensor, ...]:
+    """q and k [B, H, S, X] as views of [B, S, H, X]; cos and sin [B, S, R], whose halves differ."""
+    q, k = (tensor(B, S, heads, R + 4, dtype=dtype).transpose(1, 2) for heads in (H, 1))
+    return q, k, tensor(B, S, rotary, dtype=dtype), -tensor(B, S, rotary, dtype=dtype)
+
+
+def by_rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What transformers' models compute, in float32."""
+    r = cos.shape[-1]
+    a, b = x[..., : r // 2], x[..., r // 2 : r]
+    rotated = x[..., :r].float() * cos[:, None].float() + torch.cat((-b, a), dim=-1).float() * sin[:, None].float()
+    return torch.cat((rotated.to(x.dtype), x[..., r:]), dim=-1)
+
+
+every_rotary = pytest.mark.parametrize("rotary", [0, 2, R, R + 4])
+
+
+@every_rotary
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_halves_are_rotated_as_by_rotate_half_and_rounded_once(rotary: int, dtype: torch.dtype):
+    q, k, cos, sin = halves(dtype, rotary)
+    for found, x in zip(rotate_halves(q, k, cos, sin), (q, k), strict=True):
+        assert torch.equal(found, by_rotate_half(x, cos, sin))
+        assert found.stride() == x.stride()
+
+
+@every_rotary
+def test_the_transposed_rotation_of_halves_is_the_gradient(rotary: int):
+    q, k, cos, sin = halves(rotary=rotary)
+    dq, dk = torch.randn_like(q), torch.randn_like(k)
+    q.requires_grad_(), k.requires_grad_()
+    dot = (by_rotate_half(q, cos, sin) * dq).sum() + (by_rotate_half(k, cos, sin) * dk).sum()
+    for found, expected in zip(rotate_halves(dq, dk, cos, sin, True), torch.autograd.grad(dot, (q, k)), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 CALLS: dict[str, Any] = {
+    "halves": lambda: (rotate_halves, halves()),
+    "transposed halves": lambda: (rotate_halves, (*halves(torch.bfloat16, 2), True)),
     "rotate_": lambda: (rotate_, (tensor(B, S, H, N + R), *COS_SIN)),
     "keys": lambda: (latent_keys, (tensor(B, S, H, N + V), tensor(B, S, R), *COS_SIN, N)),
     "gradients": lambda: (latent_keys_backward, (tensor(B, S, H, N + R), tensor(B, S, H, V), *COS_SIN)),
@@ -67,6 +105,9 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_well_formed(name: str):
     assert_well_formed(*CALLS[name]())
+
+
+HALVES = halves()
 
 
 @pytest.mark.parametrize(
@@ -91,9 +132,17 @@ def test_operators_are_well_formed(name: str):
             ValueError,
             r"dv must be \[B, S, H, V\]",
         ),
+        (rotate_halves, (*HALVES[:3], HALVES[3].double()), TypeError, "sin must be torch.float32 as q, not"),
+        (rotate_halves, (HALVES[0][0], *HALVES[1:]), ValueError, r"q must be \[B, H, S, X\], not \(3, 7, 12\)"),
+        (rotate_halves, (HALVES[0], HALVES[1][:, :, :5], *HALVES[2:]), ValueError, r"k must be \(2, H, 7, 12\) for q"),
+        (rotate_halves, (*HALVES[:2], HALVES[2][:1], HALVES[3]), ValueError, r"cos must be \(2, 7, R\), R even and at"),
+        (rotate_halves, (*HALVES[:2], *[t[..., :5] for t in HALVES[2:]]), ValueError, "R even and at most 12, not"),
     ],
-    ids=["dtype", "dimensions", "positions", "channels", "angles", "kv", "k_rope", "half", "dv"],
-)
+    ids=[
+        "dtype", "dimensions", "positions", "channels", "angles", "kv", "k_rope", "half", "dv", "sin", "q", "k", "cos",
+        "odd",
+    ],
+)  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(operator: Any, arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         operator(*arguments)

@@ -96,6 +96,7 @@ def _cases() -> dict[str, Callable[[], object]]:
     gate, up = _empty(t, 2 * n).chunk(2, dim=1)
     (saved_gate, saved_up), (gate_scale, up_scale) = _operand(t, n, TILE, E4M3, 2)[:2]
     heads, cos = _empty(2, 4096, 128, 192), _empty(4096, 32, dtype=fp32)
+    q, angles = _empty(2, 4096, 32, 128).transpose(1, 2), _empty(2, 4096, 128)
     rows_of_token, of_rows = _empty(t, 8, dtype=torch.int32), _empty(t, dtype=fp32)
     experts, logits = _empty(t, 8, dtype=torch.int64), _empty(t, 256, dtype=fp32)
     products = _empty(t, 3 * 256, dtype=fp32), _empty(256, dtype=fp32)  # with the gate's bias
@@ -211,6 +212,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "ragged: cross-entropy": lambda: losses(_empty(t, 50257, dtype=fp32)),
         "ragged: RMSNorm": lambda: norm.launch(ragged, _empty(1000), 1e-6, E4M3, False),
         "rotate": lambda: rope.launch(heads, cos, cos),
+        "rotate halves": lambda: rope.launch_halves(q, q[:, ::4], angles, angles, False),
         "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), cos, cos, 128),
         "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), cos, cos),
         "AdamW": lambda: optimizer_step(fp32, []),

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Rotary position embedding of latent attention, bit for bit as `octile.ops.rope` except for the order of one sum."""
+"""Rotary position embedding, bit for bit as `octile.ops.rope` except for the order of one sum."""
 
 import torch
 import triton
@@ -51,6 +51,25 @@ def launch_keys_backward(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tu
                 N=width - r, NS=_columns(width - r), R=r, RS=_columns(r), V=v, VS=_columns(v), **shape, **EXACT,
             )  # fmt: skip
     return dkv, dk_rope
+
+
+def launch_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Rotate the halves of the first channels of q and k [B, H, S, X], any strides → both, in their layouts."""
+    b, _, s, width = q.shape
+    r = cos.shape[-1]
+    rotated = torch.empty_like(q), torch.empty_like(k)
+    if q.numel() + k.numel():
+        heads = min(max(triton.next_power_of_2(min(q.shape[1], k.shape[1])), 8), ROPE["MAX_HEADS"])
+        tokens = max(ROPE["ELEMENTS"] // (heads * _columns(width)), 1)
+        parts = triton.cdiv(q.shape[1], heads) + triton.cdiv(k.shape[1], heads)
+        with torch.cuda.device_of(q):
+            rotate_halves[(triton.cdiv(b * s, tokens) * parts,)](
+                q, k, cos, sin, *rotated, b * s, s, q.shape[1], k.shape[1],
+                *q.stride(), *k.stride(), *cos.stride(), *sin.stride(), *rotated[0].stride(), *rotated[1].stride(),
+                HALF=r // 2, HS=_columns(r // 2), N=width - r, NS=_columns(width - r), TRANSPOSED=transposed,
+                TOKENS=tokens, HEADS=heads, num_warps=ROPE["num_warps"], **EXACT,
+            )  # fmt: skip
+    return rotated
 
 
 def _columns(n: int) -> int:
@@ -132,6 +151,67 @@ def latent_keys_backward(
     back = _rotated(total[:, None, :], cos, sin, s, token < tokens, cos_row, cos_col, sin_row, sin_col, -1.0, R)
     at = dk_rope + token.to(tl.int64) * R + r
     tl.store(at, back.to(dk_rope.dtype.element_ty), mask=(token < tokens) & (r < R))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rotate_halves(
+    q, k, cos, sin, q_out, k_out, tokens, S, Q, K,
+    q_batch, q_head, q_row, q_col, k_batch, k_head, k_row, k_col,
+    cos_batch, cos_row, cos_col, sin_batch, sin_row, sin_col,
+    q_out_batch, q_out_head, q_out_row, q_out_col, k_out_batch, k_out_head, k_out_row, k_out_col,
+    HALF: tl.constexpr, HS: tl.constexpr, N: tl.constexpr, NS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """A program takes HEADS heads of TOKENS tokens, of the Q heads of q or of the K heads of k."""
+    q_parts = tl.cdiv(Q, HEADS)
+    parts = q_parts + tl.cdiv(K, HEADS)
+    part = tl.program_id(0) % parts
+    token, batch, s = _positions(tl.program_id(0) // parts, S, TOKENS)
+    there = token < tokens
+    i = _channels(HS)
+    inside = there & (i < HALF)
+    at = cos + batch * cos_batch + s * cos_row + i * cos_col
+    cos_a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(at + HALF * cos_col, mask=inside, other=0.0).to(tl.float32)
+    at = sin + batch * sin_batch + s * sin_row + i * sin_col
+    sin_a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(at + HALF * sin_col, mask=inside, other=0.0).to(tl.float32)
+    if part < q_parts:
+        h = _heads(part * HEADS, HEADS)
+        own = there & (h < Q)
+        x = q + batch * q_batch + s * q_row + h * q_head
+        y = q_out + batch * q_out_batch + s * q_out_row + h * q_out_head
+        _rotate_halves(x, y, q_col, q_out_col, own, cos_a, cos_b, sin_a, sin_b, HALF, HS, N, NS, TRANSPOSED)
+    else:
+        h = _heads((part - q_parts) * HEADS, HEADS)
+        own = there & (h < K)
+        x = k + batch * k_batch + s * k_row + h * k_head
+        y = k_out + batch * k_out_batch + s * k_out_row + h * k_out_head
+        _rotate_halves(x, y, k_col, k_out_col, own, cos_a, cos_b, sin_a, sin_b, HALF, HS, N, NS, TRANSPOSED)
+
+
+@triton.jit
+def _rotate_halves(
+    x, y, x_col, y_col, own, cos_a, cos_b, sin_a, sin_b,
+    HALF: tl.constexpr, HS: tl.constexpr, N: tl.constexpr, NS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Rotate the heads that begin at x [tokens, heads, 1] into y; N channels after the rotary ones are copied."""
+    i = _channels(HS)
+    inside = own & (i < HALF)
+    a = tl.load(x + i * x_col, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + (HALF + i) * x_col, mask=inside, other=0.0).to(tl.float32)
+    if TRANSPOSED:
+        first = a * cos_a + b * sin_b
+        second = b * cos_b - a * sin_a
+    else:
+        first = a * cos_a - b * sin_a
+        second = b * cos_b + a * sin_b
+    tl.store(y + i * y_col, first.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + (HALF + i) * y_col, second.to(y.dtype.element_ty), mask=inside)
+    if N:
+        n = 2 * HALF + _channels(NS)
+        rest = own & (n < 2 * HALF + N)
+        tl.store(y + n * y_col, tl.load(x + n * x_col, mask=rest), mask=rest)
 
 
 @triton.jit

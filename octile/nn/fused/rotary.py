@@ -53,6 +53,34 @@ def latent_keys_and_values(
     return torch.cat((kv[..., :nope_dim], rotated), dim=-1), kv[..., nope_dim:]
 
 
+def why_not_rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    """Return why `rotate_halves` does not take these tensors; None: it does."""
+    if not can_use_operators(q, k, cos, sin) or {k.dtype, cos.dtype, sin.dtype} != {q.dtype}:
+        return "their types or dtypes differ"
+    if cos.requires_grad or sin.requires_grad:
+        return "cos and sin need gradients"
+    if q.dim() != 4 or k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        return "q and k have other shapes"
+    b, _, s, x = q.shape
+    if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[0] not in (1, b) or cos.shape[1] != s:
+        return "cos and sin have other shapes"
+    return "cos has more channels than q, or an odd number" if cos.shape[2] > x or cos.shape[2] % 2 else None
+
+
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the first R channels of queries and keys, the pairs of which are channels i and i + R/2; differentiable.
+
+    Args:
+        q, k: [B, H, S, X], each with heads of its own number.
+        cos, sin: [B, S, R] or [1, S, R] in the same dtype; they get no gradient.
+
+    Returns:
+        both in FP32 arithmetic, rounded once, in their dtype and layout.
+    """
+    shape = (q.shape[0], -1, -1)
+    return _RotateHalves.apply(q, k, cos.expand(shape), sin.expand(shape), False)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,3 +118,15 @@ class _LatentKeysGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ddkv: Tensor, ddk_rope: Tensor) -> tuple[Tensor | None, ...]:
         return *_LatentKeys.apply(ddkv, ddk_rope, *ctx.saved_tensors, ctx.nope_dim), None, None
+
+
+class _RotateHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.transposed = transposed
+        return rope.rotate_halves(q, k, cos, sin, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        return *_RotateHalves.apply(dq, dk, *ctx.saved_tensors, not ctx.transposed), None, None, None

@@ -55,6 +55,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "gradient_squares",
         "gradient_norms",
         "rotate",
+        "rotate_halves",
         "latent_keys",
         "latent_keys_backward",
         "align_groups",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import rope
-from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
+from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from tests.kernels.triton.comparison import assert_same
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -54,3 +54,25 @@ def test_gradients_of_keys(shape: Shape, dtype: torch.dtype):
     assert (found[1].shape, found[1].dtype) == (expected[1].shape, dtype)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2.0**-7, "atol": 1e-2}
     torch.testing.assert_close(found[1], expected[1], **tolerance)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("heads", [(3, 1), (17, 2), (2, 9)], ids=str)
+@pytest.mark.parametrize("channels", [(8, 8), (24, 12), (6, 0), (10, 10)], ids=str)
+@every_dtype
+def test_halves(channels: tuple[int, int], heads: tuple[int, int], transposed: bool, dtype: torch.dtype):
+    torch.manual_seed(0)
+    x, r = channels
+    q, k = (torch.randn(2, 5, h, x).to(dtype).transpose(1, 2) for h in heads)
+    cos, sin = torch.randn(2, 5, r).to(dtype), torch.randn(1, 5, r + 1).to(dtype)[..., 1:].expand(2, -1, -1)
+    found, expected = rope.launch_halves(q, k, cos, sin, transposed), rotate_halves(q, k, cos, sin, transposed)
+    assert_same([t.contiguous() for t in found], [t.contiguous() for t in expected])
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+
+
+def test_halves_of_views_with_gaps_and_without_rows():
+    q, k = torch.randn(2, 3, 5, 20)[..., 1:9], torch.randn(2, 5, 4, 8).transpose(1, 2)[:, ::2]
+    cos, sin = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    assert_same(rope.launch_halves(q, k, cos, sin, False), rotate_halves(q, k, cos, sin))
+    nothing = [t[:, :, :0] for t in (q, k)] + [t[:, :0] for t in (cos, sin)]
+    assert_same(rope.launch_halves(*nothing, False), rotate_halves(*nothing))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.nn.fused.rotary import latent_keys_and_values, rotate
+from octile.nn.fused.rotary import latent_keys_and_values, rotate, rotate_halves, why_not_rotate_halves
 from octile.nn.rope import Rope
 from octile.ops.rope import rotated
 
@@ -99,3 +99,60 @@ def test_other_dtypes_are_the_formulas():
     assert torch.equal(rotate(x, COS_SIN), rotate_by_torch(x))
     mixed = keys(torch.randn(B, S, H, N + V), torch.randn(B, S, R).bfloat16())
     assert [t.dtype for t in mixed] == [torch.float32, torch.float32]
+
+
+def halves(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q and k as attention has them, and cos and sin of one sequence for all of the batch."""
+    q, k = (torch.randn(B, S, h, N).to(dtype).transpose(1, 2).requires_grad_() for h in (H, 1))
+    return [q, k, torch.randn(1, S, R).to(dtype), torch.randn(1, S, R).to(dtype)]
+
+
+def rotate_halves_by_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        x = x.float()
+        a, b = x[..., : R // 2], x[..., R // 2 : R]
+        y = x[..., :R] * cos[:, None].float() + torch.cat((-b, a), dim=-1) * sin[:, None].float()
+        return torch.cat((y, x[..., R:]), dim=-1).to(q.dtype)
+
+    return rotated(q), rotated(k)
+
+
+@every_dtype
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)], ids=str)
+def test_halves_are_rotated_and_their_gradients_rotated_back(used: tuple[int, ...], dtype: torch.dtype):
+    inputs, dys = halves(dtype), [torch.randn(B, h, S, N).to(dtype) for h in (H, 1)]
+    results = []
+    for function in (rotate_halves, rotate_halves_by_torch):
+        y = function(*inputs)
+        found = [y[i] for i in used], [dys[i] for i in used]
+        results.append([*y, *torch.autograd.grad(found[0], inputs[:2], found[1], materialize_grads=True)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_halves_have_second_derivatives():
+    q, k, cos, sin = halves()
+    results = []
+    for function in (rotate_halves, rotate_halves_by_torch):
+        y = function(q, k, cos, sin)
+        dq, dk = torch.autograd.grad(sum((t**3).sum() for t in y), (q, k), create_graph=True)
+        results.append(torch.autograd.grad((dq**2).sum() + (dk**2).sum(), (q, k)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q, k, cos, sin: (q, k, cos.double(), sin.double()), "dtypes"),
+        (lambda q, k, cos, sin: (q, k.bfloat16(), cos, sin), "dtypes"),
+        (lambda q, k, cos, sin: (q, k, cos.requires_grad_(), sin), "gradients"),
+        (lambda q, k, cos, sin: (q, k[:, :, :1], cos, sin), "q and k have other shapes"),
+        (lambda q, k, cos, sin: (q[0], k[0], cos, sin), "q and k have other shapes"),
+        (lambda q, k, cos, sin: (q, k, cos[0], sin[0]), "cos and sin have other shapes"),
+        (lambda q, k, cos, sin: (q, k, cos[..., :5], sin[..., :5]), "an odd number"),
+    ],
+)
+def test_what_rotate_halves_does_not_take_has_a_reason(change, reason):
+    inputs = halves()
+    assert why_not_rotate_halves(*inputs) is None
+    assert reason in why_not_rotate_halves(*change(*inputs))
