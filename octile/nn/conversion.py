@@ -12,6 +12,7 @@ from torch import nn
 
 from octile.layer_roles import CONV1D, KEPT, check_keep, is_kept, why_high_precision
 from octile.nn.conversion_summary import ConversionSummary, quantized_shares
+from octile.nn.eager_kernels import use_fused_kernels
 from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.shared_quantization import share_among_children
 from octile.nn.linear import Linear, check_recipe, with_class
@@ -44,8 +45,9 @@ def convert(
     (`octile.integrations.transformers`); other stacked weights [E, N, K] are not converted and count as E layers. A
     module that computes SwiGLU of three converted layers, or of two with gate and up in one, becomes an `MLP` or
     `GateUpMLP` of the same layers; layers of one module that read its input, such as attention's q, k and v, quantize
-    it once. The summary ("converted n of m linear layers to deepseek_v3, skipped k: why") goes to the logger `octile`
-    if logging is set up, else to stderr.
+    it once. In eager mode, RMSNorm layers and rotary embeddings of other libraries' models run in fused kernels, which
+    round once (`octile.nn.eager_kernels`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
+    why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
         model: any module; if it is itself an `nn.Linear`, the new layer is returned.
@@ -134,7 +136,14 @@ def apply_recipe(
     summary += f": {why}" if why else ""
     if recipe.has_smooth_swiglu and not any(isinstance(module, SwiGLU | Experts) for module in model.modules()):
         summary += "; nothing is smoothed, no octile.nn.MLP or Experts was found"
-    summary = ConversionSummary.make(summary, converted, +skipped, quantized_shares(model))
+    summary = ConversionSummary.make(
+        summary,
+        converted,
+        +skipped,
+        quantized_shares(model),
+        use_fused_kernels(model),
+        recipe.recomputes_transposed_weights,
+    )
     object.__setattr__(model, "conversion_summary", summary)
     return model
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor, nn
 
+from octile.nn.eager_kernels import FusedKernels
 from octile.nn.linear import RecipeHolder
 from octile.recipe import Recipe
 
@@ -32,19 +33,36 @@ class ConversionSummary(str):
         converted: the number of linear layers that were converted; experts count as the layers that they stack.
         skipped: reason → the number of layers that were not.
         quantized: the shares of the model that are quantized.
+        fused: how many modules have fused kernels in eager mode.
+        recomputes_transposed_weights: whether the backward pass quantizes the transposed weights again.
     """
 
     converted: int
     skipped: Mapping[str, int]
     quantized: Shares
+    fused: FusedKernels
+    recomputes_transposed_weights: bool
 
     @classmethod
-    def make(cls, text: str, converted: int, skipped: Mapping[str, int], quantized: Shares) -> Self:
-        """Return the text with its attributes; it ends with the shares, unless nothing is quantized."""
+    def make(
+        cls,
+        text: str,
+        converted: int,
+        skipped: Mapping[str, int],
+        quantized: Shares,
+        fused: FusedKernels,
+        recomputes_transposed_weights: bool,
+    ) -> Self:
+        """Return the text with its attributes; it ends with those that are not zero."""
         if quantized.flops:
             text += f"; quantized: {quantized.parameters:.1%} of the parameters, {quantized.flops:.1%} of the FLOPs"
+        if recomputes_transposed_weights:
+            text += "; transposed weights: recomputed"
+        if any(fused):
+            text += f"; fused in eager mode: {fused.norms} norms, {fused.rotary_embeddings} rotary embeddings"
         summary = cls(text)
         summary.converted, summary.skipped, summary.quantized = converted, skipped, quantized
+        summary.fused, summary.recomputes_transposed_weights = fused, recomputes_transposed_weights
         return summary
 
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from octile.nn.fused.fusion import is_forward_replaced
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
+from octile.ops.rope import rotate_halves
 
 # signs, zeros, small values and values beyond any limit that a model clamps its activations to, in every combination
 _VALUES = (-1000.0, -30.0, -3.0, -0.5, 0.0, 0.25, 1.0, 6.0, 25.0, 1000.0)
@@ -72,6 +74,90 @@ def _computes_swiglu(module: nn.Module, kind: type[SwiGLU]) -> bool:
     return read and _equal(found, y)
 
 
+def eps_of_rms_norm(module: nn.Module) -> str | None:
+    """Return the name of a module's attribute eps if it computes x / √(mean(x²) + eps) · weight; None: it does not.
+
+    The module may have a weight [D] and nothing else that holds parameters. Its forward pass is run on a few rows in
+    FP32 and in BF16, of which it may round anything to BF16; a multiple of the weight, such as 1 + weight, shows.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._buffers or module._modules:
+        return None
+    eps = next((name for name in ("variance_epsilon", "eps") if isinstance(vars(module).get(name), float)), None)
+    if eps is None or len(inspect.signature(type(module).forward).parameters) != 2:  # self and x
+        return None
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([0.0, 1e-3, 1.0, 100.0], device="cpu").view(2, 2, 1)
+    x = torch.randn(2, 2, len(weight), generator=generator, device="cpu") * scales
+    tried = copy.copy(module)
+    for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
+        of_weight = torch.randn(len(weight), generator=generator, device="cpu").to(dtype)
+        tried.__dict__ |= {"_parameters": {"weight": of_weight}, "training": True}  # so that dropout shows
+        try:
+            with torch.no_grad():
+                found = type(module).forward(tried, x.to(dtype))
+        except Exception:  # of another library, and about the numbers that are tried here
+            return None
+        expected = F.rms_norm(x.to(dtype).float(), of_weight.shape, of_weight.float(), vars(module)[eps])
+        if not _equal(found, expected, rounding) or found.dtype != dtype:
+            return None
+    return eps
+
+
+class RotaryFunction(NamedTuple):
+    """What a function (q, k, cos, sin) computes as `octile.ops.rope.rotate_halves` does.
+
+    Attributes:
+        rotates_all: where cos and sin have as many channels as q and k.
+        rotates_part: where they have fewer.
+    """
+
+    rotates_all: bool
+    rotates_part: bool
+
+
+def rotary_functions(forward: Callable[..., Any]) -> list[tuple[str, RotaryFunction]]:
+    """Return the rotary embeddings that a forward pass calls by their global names, and what they compute.
+
+    These are functions whose first parameters are q, k, cos and sin. If one of them computes something else, none is
+    returned: which of them runs may depend on the model's configuration, as in DeepSeek-V3.
+    """
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    candidates = [name for name in (code.co_names if code else ()) if _takes(names.get(name), "q", "k", "cos", "sin")]
+    found = [(name, RotaryFunction(*(_rotates_halves(names[name], r) for r in (8, 4)))) for name in candidates]
+    return found if all(any(function) for _, function in found) else []
+
+
+def _takes(function: object, *parameters: str) -> bool:
+    """Whether a function's first parameters have these names, and the others defaults."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        taken = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a built-in function
+        return False
+    first, others = taken[: len(parameters)], taken[len(parameters) :]
+    return [p.name for p in first] == list(parameters) and all(p.default is not p.empty for p in others)
+
+
+def _rotates_halves(function: Callable[..., Any], rotary_channels: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, rotary_channels), (2, 5, rotary_channels)
+    for dtype, *rounding in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2.0**-6, 2.0**-4)):
+        q, k, cos, sin = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+        try:
+            with torch.no_grad():
+                found = function(q, k, cos, sin)
+        except Exception:  # of another library, and about the numbers that are tried here
+            return False
+        if not isinstance(found, tuple) or len(found) != 2 or any(getattr(t, "dtype", None) != dtype for t in found):
+            return False
+        expected = rotate_halves(*(t.float() for t in (q, k, cos, sin)))
+        if not all(_equal(t, e, *rounding) for t, e in zip(found, expected, strict=True)):
+            return False
+    return True
+
+
 def _gate_and_up() -> tuple[Tensor, Tensor]:
     """Return gate and up [10, 10], so that their elements are all pairs of the values."""
     values = torch.tensor(_VALUES, device="cpu", dtype=torch.float32)
@@ -79,7 +165,7 @@ def _gate_and_up() -> tuple[Tensor, Tensor]:
     return gate.contiguous(), up.contiguous()
 
 
-def _equal(found: object, expected: Tensor) -> bool:
+def _equal(found: object, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-30) -> bool:
     if not isinstance(found, Tensor) or found.shape != expected.shape or found.device != expected.device:
         return False
-    return torch.allclose(found.float(), expected, rtol=1e-5, atol=1e-30)
+    return torch.allclose(found.float(), expected, rtol=rtol, atol=atol)

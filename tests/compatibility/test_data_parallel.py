@@ -1,7 +1,9 @@
 """Converted models under DDP and FSDP2, with torch's AdamW and octile's, checkpoints by DCP; tensor parallelism."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from octile.nn import MLP, Linear
+from octile.nn import MLP, Linear, eager_kernels
 from octile.nn.conversion import apply_recipe, convert
+from octile.nn.eager_kernels import use_fused_kernels
 from octile.optim import AdamW
 from octile.recipe import OptimizerFormats
 from tests.compatibility.processes import (
@@ -25,13 +28,14 @@ from tests.compatibility.processes import (
     train,
     trained_alone,
 )
+from tests.models_of_transformers import small_model
 
 Work = Callable[[int, Path], None]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled]
+    works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled, norms]
     return Outcomes([*works, parallelized_later, parallelized_first], tmp_path_factory.mktemp("processes"))
 
 
@@ -122,6 +126,29 @@ def saved_octile(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize("work", [saved_torch, saved_octile])
 def test_dcp_restores_model_and_optimizer_bit_for_bit(work: Work, outcomes: Outcomes):
     outcomes.assert_passed(work)
+
+
+def norms(rank: int, folder: Path) -> None:
+    """A Qwen3 whose blocks are sharded, on the same tokens in both processes."""
+    torch.manual_seed(0)
+    alone, tokens = small_model("qwen3"), torch.randint(3, 160, (2, 8))
+    module = copy.deepcopy(alone)
+    use_fused_kernels(module)
+    for layer in module.model.layers:
+        fully_shard(layer)
+    fully_shard(module)
+    with patch.object(eager_kernels, "rms_norm", wraps=eager_kernels.rms_norm) as called:
+        losses = [each(input_ids=tokens, labels=tokens).loss for each in (module, alone)]
+    assert called.call_count == 9
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, found), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
+        assert (found.grad.full_tensor() - expected.grad).norm() <= 1e-4 * expected.grad.norm(), name
+
+
+def test_fsdp2_shards_modules_with_fused_kernels(outcomes: Outcomes):
+    outcomes.assert_passed(norms)
 
 
 def frozen(rank: int, folder: Path) -> None:

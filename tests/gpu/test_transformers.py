@@ -4,6 +4,7 @@ Shapes: T tokens, D model, E experts, K chosen experts, I intermediate.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,14 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 from octile.nn.conversion import apply_recipe
+from octile.nn.eager_kernels import FusedKernels, use_fused_kernels
 from octile.recipe import Recipe
 from tests.integrations.test_transformers import E, assert_close, experts, results, routing
 
@@ -96,7 +100,8 @@ def test_the_loss_of_a_mixture_agrees_with_the_cpu(compiled: bool):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_recomputed_transposes_of_weights_give_the_same_gradients(name: str, compiled: bool):
     gradients = []
-    for recipe in (Recipe.deepseek_v3(), replace(Recipe.deepseek_v3(), transposed_weights="recomputed")):
+    for transposed_weights in ("cached", "recomputed"):
+        recipe = replace(Recipe.deepseek_v3(), transposed_weights=transposed_weights)
         model, tokens = on_gpu(apply_recipe(make(name), recipe)), batch().cuda()
         call = torch.compile(model) if compiled else model
         call(input_ids=tokens, labels=tokens).loss.backward()
@@ -142,6 +147,88 @@ def test_a_step_of_stacked_experts_can_be_captured_in_a_graph():
     torch.cuda.current_stream().wait_stream(side)
     x.grad, expected = None, x.grad / 2
     module.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.testing.assert_close(x.grad, expected)
+
+
+# Fused kernels of norms and rotary embeddings
+
+UNCONVERTED = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=128)),
+    "phi3": (Phi3ForCausalLM, Phi3Config(**SIZES, partial_rotary_factor=0.5)),  # rotates half of the channels
+}
+every_unconverted = pytest.mark.parametrize("name", UNCONVERTED)
+
+
+def unconverted(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    kind, config = UNCONVERTED[name]
+    model = kind(copy.deepcopy(config))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.to("cuda", dtype).train()
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(input_ids=batch().cuda(), labels=batch().cuda()).loss.backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+@every_unconverted
+def test_with_fused_kernels_gradients_are_as_near_to_float32s_as_the_models_own(name: str):
+    exact = gradients_of(unconverted(name, torch.float32))
+    model = unconverted(name, torch.bfloat16)
+    before = gradients_of(model)
+    assert all(use_fused_kernels(model))
+    after = gradients_of(model)
+    for key, of_exact in exact.items():
+        errors = [(found[key] - of_exact).norm() for found in (before, after)]
+        assert errors[1] <= 1.5 * errors[0] + 0.01 * of_exact.norm(), key
+
+
+def kernels(call: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a call launches."""
+    call()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_and_a_rotary_embedding_are_one_kernel_each_way(dtype: torch.dtype):
+    model = unconverted("qwen3", dtype)
+    assert use_fused_kernels(model) == FusedKernels(9, 2)
+    launched = kernels(lambda: gradients_of(model))
+    assert sum("rms_norm_high_precision" in name for name in launched) == 9
+    assert sum("rms_norm_backward" in name for name in launched) == 9
+    assert sum("rotate_halves" in name for name in launched) == 4
+
+
+def test_a_step_with_fused_kernels_can_be_captured_in_a_graph():
+    model, tokens = unconverted("qwen3", torch.bfloat16).model, batch().cuda()
+    use_fused_kernels(model)
+    x = model.embed_tokens(tokens).detach().requires_grad_()
+    arguments = {"inputs_embeds": x, "use_cache": False, "attention_mask": None}
+
+    def step() -> None:
+        model(**arguments).last_hidden_state.sum().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        expected, x.grad = x.grad, None
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    x.grad = None
+    model.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

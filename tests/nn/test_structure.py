@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
-from octile.nn.structure import is_swiglu, swiglu_class
+from octile.nn.structure import eps_of_rms_norm, is_swiglu, rotary_functions, swiglu_class
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "pad_token_id": 0}
 
@@ -139,3 +139,158 @@ def test_swiglu_of_one_tensor_is_recognized():
     assert not is_swiglu(lambda t: swiglu(t.clamp(max=100.0)))
     assert not is_swiglu(lambda t: swiglu(t.flip(-1)))
     assert not is_swiglu(lambda t: t[:, ::2])
+
+
+# RMSNorm
+
+
+class Norm(nn.Module):
+    """What Llama computes, with hooks for variants."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * unit.to(x.dtype)
+
+
+class RoundedOnce(Norm):
+    """What OLMo 2 computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class OnePlusWeight(Norm):
+    """What Gemma computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x) / self.weight
+
+
+class OtherEps(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Centered(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class NormOfAll(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean() + self.variance_epsilon)
+
+
+class InFloat32(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class Gated(Norm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class WithBias(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+
+
+class Broken(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("needs a GPU")
+
+
+@pytest.mark.parametrize("kind", [Norm, RoundedOnce])
+def test_what_computes_rms_norm_is_recognized(kind: type[Norm]):
+    assert eps_of_rms_norm(kind()) == "variance_epsilon"
+    assert eps_of_rms_norm(kind().to("meta")) == "variance_epsilon"
+
+
+@pytest.mark.parametrize(
+    "kind", [OnePlusWeight, OtherEps, Centered, NormOfAll, InFloat32, Gated, WithBias, Broken], ids=lambda k: k.__name__
+)
+def test_what_only_looks_like_rms_norm_is_not_recognized(kind: type[Norm]):
+    assert eps_of_rms_norm(kind()) is None
+
+
+def test_other_norms_are_not_recognized():
+    assert eps_of_rms_norm(nn.LayerNorm(6, bias=False)) is None
+    assert eps_of_rms_norm(nn.BatchNorm1d(6)) is None
+
+
+# Rotary embeddings: the global functions of a forward pass
+
+
+def half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def whole(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def part(q, k, cos, sin):
+    r = cos.shape[-1]
+    rotated = whole(q[..., :r], k[..., :r], cos, sin)
+    return tuple(torch.cat((y, x[..., r:]), dim=-1) for y, x in zip(rotated, (q, k), strict=True))
+
+
+def backwards(q, k, cos, sin):
+    return whole(q, k, cos, -sin)
+
+
+def only_q(q, k, cos, sin):
+    return whole(q, k, cos, sin)[0], k
+
+
+def adjacent_pairs(q, k, cos, sin):
+    def paired(x: Tensor) -> Tensor:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+    return q * cos[:, None] + paired(q) * sin[:, None], k * cos[:, None] + paired(k) * sin[:, None]
+
+
+def with_another_argument(q, k, cos, sin, positions):
+    return whole(q, k, cos, sin)
+
+
+def of_other_names(x, y, cos, sin):
+    return whole(x, y, cos, sin)
+
+
+def forward_of(function) -> object:
+    """A forward pass that calls a function by a global name."""
+    names = {"rotate": function}
+    exec("def forward(self, q, k, cos, sin):\n    return rotate(q, k, cos, sin)", names)
+    return names["forward"]
+
+
+@pytest.mark.parametrize(("function", "found"), [(whole, (True, False)), (part, (True, True))])
+def test_rotary_embeddings_are_recognized(function, found):
+    assert rotary_functions(forward_of(function)) == [("rotate", found)]
+
+
+@pytest.mark.parametrize(
+    "function", [backwards, only_q, adjacent_pairs, with_another_argument, of_other_names, 3, nn.Module, None]
+)
+def test_what_is_no_rotation_of_halves_is_not_recognized(function):
+    assert rotary_functions(forward_of(function)) == []
+
+
+def test_a_forward_pass_that_may_rotate_otherwise_is_not_recognized():
+    names = {"rotate": whole, "rotate_pairs": adjacent_pairs}
+    exec("def forward(self, *a):\n    return rotate(*a) if self.halves else rotate_pairs(*a)", names)
+    assert rotary_functions(names["forward"]) == []
+
+
+def test_a_forward_pass_without_code_has_no_rotary_embedding():
+    assert rotary_functions(len) == []

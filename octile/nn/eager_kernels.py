@@ -1,0 +1,154 @@
+"""Fused kernels for the RMSNorm layers and the rotary embeddings of other people's models, in eager mode.
+
+Written in torch's functions, as transformers has them, an RMSNorm is six kernels forward and a dozen backward, and a
+rotary embedding five for each of queries and keys. `use_fused_kernels` has octile's kernels compute them, one each way.
+Under `torch.compile` the model's own code is traced, which the compiler fuses itself.
+
+A module that is recognized by what it computes (`octile.nn.structure`) gets a subclass of its class, of the same name,
+with another `forward`. It remains the same object with the same parameters, hooks, `state_dict` and `isinstance`, and
+can be copied and pickled. Nothing of the other library is changed, and other modules of the class are not.
+
+A rotary embedding is a function that attention's forward pass calls by its global name. The subclass has this forward
+pass with another function under that name.
+
+octile's kernels compute in FP32 and round once. Llama's RMSNorm rounds x / √(mean(x²) + eps) to x's dtype before it is
+multiplied by the weight, and its rotary embedding rounds both products before their sum; in BF16 results differ by such
+roundings. Where the kernels cannot be used (in transforms, on subclasses of Tensor, on several dtypes, as with FP32
+weights under autocast) the model's own code runs.
+"""
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octile.nn.fused.elementwise import can_use_operators, rms_norm
+from octile.nn.fused.fusion import is_forward_replaced
+from octile.nn.fused.rotary import rotate_halves, why_not_rotate_halves
+from octile.nn.norm import RMSNorm
+from octile.nn.structure import RotaryFunction, eps_of_rms_norm, rotary_functions
+from octile.ops.norm import MAX_COLUMNS
+
+
+class FusedKernels(NamedTuple):
+    """How many modules of a model have octile's kernels in eager mode."""
+
+    norms: int = 0
+    rotary_embeddings: int = 0
+
+
+def use_fused_kernels(model: nn.Module) -> FusedKernels:
+    """Have octile's kernels compute a model's RMSNorm layers and rotary embeddings in eager mode.
+
+    Modules of octile, torch's own RMSNorm, which has such a kernel, and modules whose `forward` was replaced on the
+    instance are left as they are. A second call changes nothing.
+
+    Returns:
+        how many modules of the model have them now.
+    """
+    norms = rotary_embeddings = 0
+    for module in model.modules():
+        cls: Any = type(module)
+        if not issubclass(cls, _WithFusedKernel):
+            if is_forward_replaced(module) or isinstance(module, RMSNorm | nn.RMSNorm):
+                continue
+            if (eps := eps_of_rms_norm(module)) is not None:
+                module.__class__ = _norm_class(cls, eps)
+            elif (made := _attention_class(cls)) is not None:
+                module.__class__ = made
+        maker = getattr(type(module), "made_by", (None,))[0]
+        norms += maker is _norm_class
+        rotary_embeddings += maker is _attention_class
+    return FusedKernels(norms, rotary_embeddings)
+
+
+class _WithFusedKernel:
+    """Mixin of the classes that are made here, which pickle and `copy` cannot find by their names.
+
+    Attributes:
+        made_by: the function that makes the class, and its arguments.
+    """
+
+    made_by: tuple[Any, ...]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if "made_by" not in vars(type(self)):  # a class that another library has derived from it
+            return reduced
+        return _new, self.made_by, *reduced[2:]
+
+
+def _new(maker: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:
+    cls = maker(*arguments)
+    return cls.__new__(cls)
+
+
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any], *made_by: Any) -> type[nn.Module]:
+    """Make a subclass with another forward pass, of the same name: libraries look for it."""
+    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (_WithFusedKernel, cls), {"forward": forward, "made_by": made_by, **copied})
+
+
+@functools.cache
+def _norm_class(cls: type[nn.Module], eps: str) -> type[nn.Module]:
+    """Make the subclass of an RMSNorm whose attribute `eps` is added to the mean of the squares."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not _can_normalize(args[0], self.weight):
+            return cls.forward(self, *args, **kwargs)
+        return rms_norm(args[0], self.weight, getattr(self, eps))[0]
+
+    return _subclass(cls, forward, _norm_class, cls, eps)
+
+
+def _can_normalize(x: Tensor, weight: Tensor) -> bool:
+    if not can_use_operators(x, weight) or x.dtype != weight.dtype:
+        return False
+    return x.shape[-1:] == weight.shape and len(weight) <= MAX_COLUMNS
+
+
+@functools.cache
+def _attention_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Make the subclass of a module that calls rotary embeddings; None if it calls none that octile computes."""
+    own = cls.forward
+    rotary = rotary_functions(own)
+    if not rotary or not isinstance(own, FunctionType):
+        return None
+    names = _Globals(own.__globals__, {name: _rotate(own.__globals__, name, function) for name, function in rotary})
+    fused = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    fused.__kwdefaults__ = own.__kwdefaults__
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (own if torch.compiler.is_compiling() else fused)(self, *args, **kwargs)
+
+    return _subclass(cls, forward, _attention_class, cls)
+
+
+class _Globals(dict[str, Any]):
+    """The global names of a function: some of its own, the others as they are in its module at the time."""
+
+    def __init__(self, of_module: dict[str, Any], own: dict[str, Any]):
+        super().__init__(own)
+        self.of_module = of_module
+
+    def __missing__(self, name: str) -> Any:
+        return self.of_module[name]
+
+
+def _rotate(of_module: dict[str, Any], name: str, rotary: RotaryFunction) -> Callable[..., Any]:
+    """Return what takes the place of a module's rotary embedding."""
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 4 or why_not_rotate_halves(*args) is not None:
+            return of_module[name](*args, **kwargs)
+        is_partial = args[2].shape[-1] < args[0].shape[-1]
+        if not (rotary.rotates_part if is_partial else rotary.rotates_all):
+            return of_module[name](*args)
+        return rotate_halves(*args)
+
+    return rotate
