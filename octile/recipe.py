@@ -184,9 +184,11 @@ class Recipe:
             given.
         norms: whether the quantized outputs of fused norms are "recomputed", or saved in addition to their inputs
             ("kept").
-        transposed_weights: of weights in 128×128 blocks, the transposed form that dgrad reads is quantized and cached
-            with the weight ("cached"), or "recomputed" in the backward pass from the weight, so that nothing of it is
-            held in between.
+        transposed_weights: of weights in 128×128 blocks, the transposed form that dgrad reads is "recomputed" in the
+            backward pass from the weight, so that nothing of it is held in between, or quantized and cached with the
+            weight ("cached"), which takes a byte per weight. None: "recomputed", but "cached" in `octile train`, whose
+            micro-batches read it several times a step. A weight without a gradient that the weight cache holds is
+            quantized once for all steps, in both forms, whatever is set here.
         swiglu_inputs: how SwiGLU's inputs are saved, its output being recomputed; or "recomputed": they are recomputed,
             too. None: autograd saves them in high precision, and the quantized output.
     """
@@ -204,7 +206,7 @@ class Recipe:
     latent_attention_inputs: Literal["kept", "recomputed"] = "recomputed"
     norms: Literal["kept", "recomputed"] = "recomputed"
     swiglu_inputs: OperandFormat | Literal["recomputed"] | None = None
-    transposed_weights: Literal["cached", "recomputed"] = "cached"
+    transposed_weights: Literal["cached", "recomputed"] | None = None
 
     def __post_init__(self) -> None:
         assert self.smoothed  # computed now, as `GemmFormats.routed_dy`
@@ -233,7 +235,7 @@ class Recipe:
     @property
     def recomputes_transposed_weights(self) -> bool:
         """Whether the backward pass transposes weights, which have blocks that allow it."""
-        return self.transposed_weights == "recomputed" and self.formats is not None and self.formats.w.block == BLOCK
+        return self.transposed_weights != "cached" and self.formats is not None and self.formats.w.block == BLOCK
 
     @property
     def _can_fuse(self) -> bool:
@@ -279,7 +281,7 @@ class Recipe:
 
             recipe = "deepseek_v3"
             swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
-            transposed_weights = "recomputed"           # if the recipe has weights in blocks ("cached")
+            transposed_weights = "recomputed"           # if the recipe has weights in blocks; or "cached"
             wgrad_x_block = [128, 128]                  # wgrad's x in blocks, if the recipe has tiles ([128, 1])
             [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
@@ -334,7 +336,7 @@ class Recipe:
         """
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
-        lines += ['transposed_weights = "recomputed"'] if self.transposed_weights == "recomputed" else []
+        lines += [f'transposed_weights = "{self.transposed_weights}"'] if self.transposed_weights else []
         lines += ["wgrad_x_block = [128, 128]"] if self.formats and self.formats.wgrad_x.block == BLOCK else []
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
@@ -504,10 +506,10 @@ def _swiglu_inputs(where: str, content: dict[str, Any], recipe: Recipe) -> Opera
     return "recomputed" if asked == "recomputed" else recipe.swiglu_inputs
 
 
-def _transposed_weights(where: str, content: dict[str, Any], recipe: Recipe) -> Literal["cached", "recomputed"]:
+def _transposed_weights(where: str, content: dict[str, Any], recipe: Recipe) -> Literal["cached", "recomputed"] | None:
     """Read `transposed_weights` from a file's content."""
-    asked = content.get("transposed_weights", "cached")
-    if asked not in ("cached", "recomputed"):
+    asked: Literal["cached", "recomputed"] | None = content.get("transposed_weights")
+    if asked not in ("cached", "recomputed", None):
         raise ValueError(f'{where}: transposed_weights must be "cached" or "recomputed", not {asked!r}')
     if asked == "recomputed" and (recipe.formats is None or recipe.formats.w.block != BLOCK):
         raise ValueError(

@@ -252,12 +252,16 @@ def test_a_file_says_that_swiglus_inputs_are_recomputed(tmp_path):
     assert Recipe.read(path) == Recipe.deepseek_v3()
 
 
-def test_a_file_says_that_transposed_weights_are_recomputed(tmp_path):
-    recipe = replace(Recipe.deepseek_v3(), transposed_weights="recomputed")
-    path = recipe.write(tmp_path / "r.toml")
-    assert Recipe.read(path) == recipe
-    path.write_text('recipe = "deepseek_v3"\ntransposed_weights = "cached"')
-    assert Recipe.read(path) == Recipe.deepseek_v3()
+@pytest.mark.parametrize("transposed_weights", ["cached", "recomputed", None])
+def test_a_file_says_whether_transposed_weights_are_recomputed(transposed_weights, tmp_path):
+    recipe = replace(Recipe.deepseek_v3(), transposed_weights=transposed_weights)
+    assert Recipe.read(recipe.write(tmp_path / "r.toml")) == recipe
+    assert recipe.recomputes_transposed_weights == (transposed_weights != "cached")
+
+
+def test_transposed_weights_without_blocks_are_not_recomputed():
+    assert not Recipe.mxfp8().recomputes_transposed_weights
+    assert not Recipe.bf16().recomputes_transposed_weights
 
 
 def test_a_file_says_that_wgrads_x_has_blocks(tmp_path):

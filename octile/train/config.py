@@ -210,6 +210,8 @@ class TrainConfig:
     def load_recipe(self) -> Recipe:
         """The recipe that this configuration names or holds as text.
 
+        Transposed weights are cached for the micro-batches of a step, unless a recipe file says otherwise.
+
         Raises:
             ValueError: there is no recipe of that name, or the text is not a recipe.
             FileNotFoundError: the recipe's file does not exist.
@@ -217,8 +219,10 @@ class TrainConfig:
         from octile.recipe import Recipe
 
         if self.recipe_text is not None:
-            return Recipe.parse(self.recipe_text, self.recipe)
-        return Recipe.named(self.recipe)
+            recipe = Recipe.parse(self.recipe_text, self.recipe)
+        else:
+            recipe = Recipe.named(self.recipe)
+        return replace(recipe, transposed_weights=recipe.transposed_weights or "cached")
 
     def with_file_texts(self) -> TrainConfig:
         """This configuration with the contents of the files of its recipe and its guards, which the run then keeps.

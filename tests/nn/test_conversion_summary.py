@@ -46,8 +46,11 @@ def test_a_layer_at_two_places_is_a_parameter_once_and_two_gemms():
     assert shares(model) == (0.5, 2 / 3)
 
 
-def test_the_text_ends_with_the_shares():
-    assert apply_recipe(Model()).conversion_summary.endswith("; quantized: 27.6% of the parameters, 44.4% of the FLOPs")
+def test_the_text_ends_with_the_shares_and_with_what_is_recomputed():
+    cached = replace(Recipe.deepseek_v3(), transposed_weights="cached")
+    shares = "; quantized: 27.6% of the parameters, 44.4% of the FLOPs"
+    assert apply_recipe(Model(), cached).conversion_summary.endswith(shares)
+    assert apply_recipe(Model()).conversion_summary.endswith(f"{shares}; transposed weights: recomputed")
 
 
 @pytest.mark.parametrize("name", ["bf16", "float32"])

@@ -22,7 +22,8 @@ from tests.train.conftest import micro, silent_console
 
 LAYER = "model.layers.0.mlp.down_proj"
 TEXT = f'recipe = "deepseek_v3"  # ε\n[[keep]]\nlayers = "{LAYER}"\nproducts = ["wgrad"]\n'
-RECIPE = replace(Recipe.deepseek_v3(), exceptions=((LAYER, frozenset({"wgrad"})),))
+CACHED = {"transposed_weights": "cached"}  # for the micro-batches of a step
+RECIPE = replace(Recipe.deepseek_v3(), exceptions=((LAYER, frozenset({"wgrad"})),), **CACHED)
 
 
 def final_state(run):
@@ -121,7 +122,12 @@ def test_a_run_of_an_earlier_version_needs_its_file(finished, file):
 def test_a_named_recipe_has_no_text(recipe):
     config = micro(recipe=recipe)
     assert config.with_file_texts() == config
-    assert config.load_recipe() == Recipe.named(recipe)
+    assert config.load_recipe() == replace(Recipe.named(recipe), **CACHED)
+
+
+def test_a_file_has_transposed_weights_recomputed():
+    text = 'recipe = "deepseek_v3"\ntransposed_weights = "recomputed"'
+    assert micro(recipe="mine.toml", recipe_text=text).load_recipe().transposed_weights == "recomputed"
 
 
 def test_a_malformed_recipe_file_is_refused_before_anything_is_written(config, file):

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused.linear import wgrad
-from octile.nn.fused.quantize import QuantizedWeight, RecomputedWeight, WeightForms, quantize_weight
+from octile.nn.fused.quantize import (
+    QuantizedWeight,
+    RecomputedWeight,
+    WeightForms,
+    quantize_weight,
+    recomputes_transposed,
+)
 from octile.nn.observer import Backward, ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.nn.weight_cache import can_cache
 from octile.ops.groups import AlignedGroups
@@ -84,12 +90,14 @@ class FusedLayers:
         self.main_grads = [getattr(w, "main_grad", None) for w in weights]
         self.observers: list[list[Backward]] = [[] for _ in weights]
         self.cached: list[QuantizedWeight | None] = [None for _ in weights]
+        self.recomputes = False  # whether the backward pass quantizes the transposed weights
         self.unsaved: Sequence[Tensor] = ()  # weights that are saved for backward instead of their quantized forms
 
     def quantize(self, weights: Sequence[Tensor]) -> list[QuantizedWeight]:
         """Quantize the weights. Those that the weight cache holds are not saved for backward a second time."""
         s = self.settings
-        recomputes = s.recipe.recomputes_transposed_weights
+        caches = zip(weights, s.cache, strict=True)
+        self.recomputes = recomputes = any(recomputes_transposed(s.recipe, w, cache) for w, cache in caches)
         quantized = [
             quantize_weight(w, s.formats.w, None, cache, s.needs_dgrad and not recomputes)
             for w, cache in zip(weights, s.cache, strict=True)
@@ -158,7 +166,7 @@ def load_saved(ctx: Any, dy: Tensor) -> tuple[FusedLayers, Sequence[WeightForms]
     leaves = iter(ctx.saved_tensors)
     tree = {name: _unflatten(form, leaves) for name, form in ctx.tree.items()}
     layers, saved = ctx.layers, tree.pop("weights")
-    if layers.settings.recipe.recomputes_transposed_weights:
+    if layers.recomputes:
         return layers, [RecomputedWeight(weight, layers.settings.formats.w, dy) for weight in saved], tree
     return layers, [cached or own for cached, own in zip(layers.cached, saved, strict=True)], tree
 

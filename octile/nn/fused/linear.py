@@ -27,6 +27,7 @@ from octile.nn.fused.quantize import (
     quantize_operand,
     quantize_weight,
     quantize_wgrad_gradient,
+    recomputes_transposed,
     requantize,
 )
 from octile.nn.fused.shared_quantization import Shared, compute_once
@@ -100,9 +101,8 @@ class QuantizedLinear(torch.autograd.Function):
         assert formats is not None
         shared = None if formats.is_delayed else shared
         x = compute_once(shared, formats.x, lambda: quantize_operand(x_TK, formats.x, "x", history))
-        recomputes_w_t = recipe.recomputes_transposed_weights
+        recomputes_w_t = recomputes_transposed(recipe, weight, can_cache_weight)
         weights = quantize_weight(weight, formats.w, history, can_cache_weight, needs_dgrad and not recomputes_w_t)
-        w, dgrad_w = weights.w, weights.w_t.mT
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         # the cache holds them: nothing more to save
         ctx.weights = weights if can_cache_weight and not recomputes_w_t else None
@@ -116,20 +116,21 @@ class QuantizedLinear(torch.autograd.Function):
             )
         saved_x = (of_wgrad.data, of_wgrad.scale) if saves_x else (None, None)
         saves_w = x_has_gradient and ctx.weights is None and not recomputes_w_t
-        saved_w = (dgrad_w.data, dgrad_w.scale) if saves_w else (None, None)
+        dgrad_w = weights.w_t.mT if saves_w else None
+        saved_w = (None, None) if dgrad_w is None else (dgrad_w.data, dgrad_w.scale)
         high_precision_x = x_TK.to(compute) if w_has_gradient and "wgrad" in in_high_precision else None
         high_precision_w = weight.to(compute) if x_has_gradient and "dgrad" in in_high_precision else None
         own_weight = weight if x_has_gradient and recomputes_w_t else None
         ctx.save_for_backward(*saved_x, *saved_w, own_weight, high_precision_x, high_precision_w, offs)
-        ctx.blocks = of_wgrad.block, dgrad_w.block
+        ctx.blocks = of_wgrad.block, None if dgrad_w is None else dgrad_w.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad = getattr(weight, "main_grad", None)
-        a, b = (x, w) if "fprop" not in in_high_precision else (None, None)
+        a, b = (x, weights.w) if "fprop" not in in_high_precision else (None, None)
         observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if observed else []
         if "fprop" in in_high_precision:
             return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs, out_dtype)
-        return nt(x, w, offs, out_dtype)
+        return nt(x, weights.w, offs, out_dtype)
 
     @staticmethod
     @first_derivative_only
@@ -157,7 +158,8 @@ class QuantizedLinear(torch.autograd.Function):
             if formats.requantizes_x and (groups is not None or formats.wgrad_x != formats.x):
                 x = requantize(x, formats.wgrad_x, groups=groups)
             offs, tiles = (offs, None) if groups is None else (groups.offs, groups.tiles)
-            report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs, tiles))
+            if ctx.seen:
+                report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, wgrad_dy.mT, x.mT, offs, tiles))
             dw = wgrad(wgrad_dy, x, offs, ctx.w_dtype, ctx.main_grad)
         elif w_has_gradient:
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))

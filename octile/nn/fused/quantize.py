@@ -24,7 +24,7 @@ from octile.ops.transpose import (
     quantize_transposed,
     requantize_transposed,
 )
-from octile.recipe import GemmFormats, OperandFormat
+from octile.recipe import GemmFormats, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 
@@ -61,6 +61,11 @@ class RecomputedWeight:
 
 
 WeightForms = QuantizedWeight | RecomputedWeight
+
+
+def recomputes_transposed(recipe: Recipe, weight: Tensor, is_cached: bool) -> bool:
+    """Whether a weight's transpose is quantized in the backward pass: not if the cache holds a frozen weight."""
+    return recipe.recomputes_transposed_weights and (not is_cached or weight.requires_grad)
 
 
 def quantize_operand(

@@ -64,6 +64,7 @@ def test_it_saves_its_inputs_and_the_output_once():
 
     with saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
         y = attention_linear(q, k, v, w, SCALE, RECIPE, torch.bfloat16)
+    assert saved.pop(w.untyped_storage().data_ptr()) == w.nbytes  # the parameter itself, which dgrad quantizes again
     of_inputs = sum(saved.pop(t.untyped_storage().data_ptr()) for t in (q, k, v))
     assert of_inputs == 2 * B * S * H * (2 * X + V)
     padded_rows = -(-B * S // 4) * 4

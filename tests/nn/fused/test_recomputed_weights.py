@@ -10,19 +10,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from octile.nn.conversion import apply_recipe
 from octile.nn.functional import grouped_linear
+from octile.nn.fused.quantize import RecomputedWeight
 from octile.nn.gate import Gate
 from octile.nn.linear import Linear
 from octile.nn.mha import MHA
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP, GateUpMLP
 from octile.nn.moe import MoE
-from octile.nn.observer import observe_gemms
+from octile.nn.observer import observe_gemms, observe_quantization
 from octile.nn.rope import Rope
 from octile.nn.weight_cache import _cache
 from octile.recipe import Recipe
 
-CACHED = Recipe.deepseek_v3()
-RECOMPUTED = replace(CACHED, transposed_weights="recomputed")
+RECOMPUTED = Recipe.deepseek_v3()  # by default
+CACHED = replace(RECOMPUTED, transposed_weights="cached")
 B, S, D, I, E, K = 2, 24, 128, 256, 4, 2
 
 
@@ -155,6 +156,20 @@ def test_the_weight_cache_holds_the_weight_once():
     layer(x_of()).sum().backward()
     (entry,) = _cache[layer.weight.untyped_storage()].values()
     assert entry.quantized.w_t.data.data_ptr() == entry.quantized.w.data.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["Linear", "MLP"])
+def test_frozen_weights_are_quantized_once_for_all_steps(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Their transposes, too: the backward pass quantizes none."""
+    recomputed = []
+    monkeypatch.setattr(RecomputedWeight, "w_t", property(lambda weight: recomputed.append(weight)))
+    module = make(name, RECOMPUTED).requires_grad_(False)
+    quantized = []
+    with observe_quantization(lambda operand, q: quantized.append(q.data.data_ptr()) if operand == "w" else None):
+        for _ in range(2):
+            module(x_of()).sum().backward()
+    assert not recomputed
+    assert len(set(quantized)) == sum(p.dim() > 1 for p in module.parameters())
 
 
 @pytest.mark.parametrize("name", ["Linear", "MLP", "MoE"])
