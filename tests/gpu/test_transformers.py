@@ -211,14 +211,14 @@ def test_a_norm_and_a_rotary_embedding_are_one_kernel_each_way(dtype: torch.dtyp
     assert sum("rotate_halves" in name for name in launched) == 4
 
 
-def test_a_step_with_fused_kernels_can_be_captured_in_a_graph():
-    model, tokens = unconverted("qwen3", torch.bfloat16).model, batch().cuda()
+def test_a_block_with_fused_kernels_can_be_captured_in_a_graph():
+    model = unconverted("qwen3", torch.bfloat16).model
     use_fused_kernels(model)
-    x = model.embed_tokens(tokens).detach().requires_grad_()
-    arguments = {"inputs_embeds": x, "use_cache": False, "attention_mask": None}
+    x = model.embed_tokens(batch().cuda()).detach().requires_grad_()
+    angles = model.rotary_emb(x, torch.arange(x.shape[1], device="cuda")[None])
 
     def step() -> None:
-        model(**arguments).last_hidden_state.sum().backward()
+        model.layers[0](x, attention_mask=None, position_embeddings=angles).sum().backward()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
