@@ -22,6 +22,7 @@ from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.rope import rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
@@ -136,6 +137,13 @@ CASES = {
         ),
     ),
     "rows of tiles": lambda: (requantize_transposed, (*_operand((95, 130), TILE)[:2], False, "e4m3", _offs())),
+    "halves": lambda: (
+        rotate_halves,
+        (
+            *(torch.randn(2, 5, heads, 24, device="cuda").transpose(1, 2) for heads in (3, 1)),
+            *torch.randn(2, 2, 5, 16, device="cuda"),
+        ),
+    ),
     "sequence balance": lambda: (sequence_balance, (torch.randn(6, 8, device="cuda"), None, 3, 2, "sigmoid")),
     "sequence balance backward": lambda: (
         sequence_balance_backward,
