@@ -83,7 +83,15 @@ def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
 
 
 @pytest.mark.parametrize(
-    "trainer", ["FP8", "BF16", "FP8 without MTP", "BF16 without MTP", "torchtitan BF16 without MTP"]
+    "trainer",
+    [
+        "FP8",
+        "BF16",
+        "FP8 without MTP",
+        "BF16 without MTP",
+        "torchtitan BF16 without MTP",
+        "torchtitan FP8 without MTP",
+    ],
 )
 def test_trainers_of_the_small_preset(trainer):
     rows = {row["what"].split(", compiled")[0]: row for row in record(RECORDS / "h200_train.json")["rows"]}

@@ -2,7 +2,7 @@
 
 DeepSeek-V3 recomputes the outputs of norms, and queries, keys and values, since its memory does not suffice for them. A
 run keeps them where they take little of the GPU's memory, which saves the time. Their bits are the same, but for those
-of a norm that a gate reads, too: on a GPU its squares are summed in another order when it is recomputed for the experts.
+of a norm that a gate reads, too: recomputed for the experts on a GPU, its squares are summed in another order.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3, which recomputes.
 """
