@@ -153,5 +153,5 @@ def test_a_frozen_weight_is_quantized_once_and_gives_the_same_results(monkeypatc
         found.append(gradient)
     trained = copy.deepcopy(layer).requires_grad_(True)
     (expected,) = torch.autograd.grad(trained(x).square().sum(), x)
-    assert len(calls) == 2  # of the frozen layer and of the other one
+    assert len(calls) == 1  # of the frozen layer; the other one recomputes the transposed layout
     assert all(torch.equal(gradient, expected) for gradient in found)
