@@ -51,7 +51,7 @@ ABLATIONS = (  # the slowest first
     "fp32_moments",
     "global_scale",
 )
-MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 20), "30m": range(2, 38)}  # as many as `power.py` asks for, or fit
+MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 28), "30m": range(2, 38)}  # as many as `power.py` asks for, or fit
 WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
