@@ -12,6 +12,14 @@ from octile.train.signals import stop_requests
 LIBC = ctypes.CDLL(None)
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Ctrl-C interrupts before the test's context, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ignore(number: int) -> None:
     """The acknowledgment that says nothing."""
 
