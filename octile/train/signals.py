@@ -97,6 +97,7 @@ def _observed(numbers: set[signal.Signals], acknowledge: Callable[[int], None]) 
         yield
     finally:
         signal.set_wakeup_fd(before)
+        writer.shutdown(socket.SHUT_WR)  # closing it would not do while a forked process has it, too
         writer.close()
         thread.join()
         reader.close()

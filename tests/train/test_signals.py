@@ -46,6 +46,19 @@ def test_the_handlers_from_before_are_restored():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_the_context_ends_although_a_forked_process_holds_its_socket():
+    with stop_requests(ignore):
+        number = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(number)
+        copy = os.dup(number)  # a forked process has such a copy
+        gives_up = threading.Timer(20, os.close, (copy,))
+        gives_up.start()
+    is_open = gives_up.is_alive()
+    gives_up.cancel()
+    assert is_open
+    os.close(copy)
+
+
 def test_a_signal_is_acknowledged_while_a_kernel_runs():
     """The main thread waits in a C function, as in a kernel, for what the acknowledgment writes."""
     read_end, write_end = os.pipe()
