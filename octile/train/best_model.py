@@ -92,6 +92,8 @@ class BestModel:
         found = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)}
         if self.best.step == step:  # `state` left them out
             found = own
+        elif found.keys() == self._model.state_dict().keys():  # an earlier version did not copy amax histories
+            found = own | found
         if {name: t.shape for name, t in found.items()} != {name: t.shape for name, t in own.items()}:
             raise ValueError("the best model in the checkpoint has other tensors than the model")
         self._copy(found)

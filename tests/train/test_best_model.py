@@ -77,6 +77,20 @@ def test_a_checkpoint_restores_its_amax_histories(losses):
     assert model[0].amax_OH.equal(torch.full((3, 3), float(before.best.step)))
 
 
+def test_a_checkpoint_of_an_earlier_version_has_no_amax_histories_of_the_best_model():
+    tensors, state = measured_with_amax(with_history(), [3.0, 2.0, 2.5]).state(3)
+    weights = {name: t for name, t in tensors.items() if "history" not in name}
+    assert len(weights) < len(tensors)
+    model = with_history()
+    model[0].amax_OH.fill_(3)  # the checkpoint's own
+    model[1].weight.data.fill_(3)
+    after = BestModel(model)
+    after.load(weights, state, 3)
+    after.restore()
+    assert model[1].weight.item() == 0.0
+    assert model[0].amax_OH.equal(torch.full((3, 3), 3.0))
+
+
 def test_without_a_finite_loss_the_weights_stay():
     model = with_weight(0.0)
     best = measured(model, [math.nan, math.inf])
