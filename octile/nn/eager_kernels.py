@@ -141,14 +141,16 @@ class _Globals(dict[str, Any]):
 
 
 def _rotate(of_module: dict[str, Any], name: str, rotary: RotaryFunction) -> Callable[..., Any]:
-    """Return what takes the place of a module's rotary embedding."""
+    """Return what takes the place of a module's rotary embedding, until the module gets another one."""
+    recognized = of_module[name]
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 4 or why_not_rotate_halves(*args) is not None:
-            return of_module[name](*args, **kwargs)
+        own = of_module[name]
+        if own is not recognized or kwargs or len(args) != 4 or why_not_rotate_halves(*args) is not None:
+            return own(*args, **kwargs)
         is_partial = args[2].shape[-1] < args[0].shape[-1]
         if not (rotary.rotates_part if is_partial else rotary.rotates_all):
-            return of_module[name](*args)
+            return own(*args)
         return rotate_halves(*args)
 
     return rotate

@@ -210,6 +210,17 @@ def test_names_that_the_models_module_gets_later_are_seen(monkeypatch: pytest.Mo
     assert len(seen) == calls.count("rotate_halves") == 2
 
 
+def test_a_rotary_embedding_that_the_models_module_gets_later_is_called(
+    monkeypatch: pytest.MonkeyPatch, calls: list[str]
+):
+    model, seen = make("llama"), []
+    use_fused_kernels(model)
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *a, **k: (seen.append(1), rotate(*a, **k))[1])
+    model(input_ids=batch())
+    assert (len(seen), calls.count("rotate_halves")) == (2, 0)
+
+
 def test_gradients_with_checkpointing_are_the_same():
     model = make("qwen3").train()
     use_fused_kernels(model)
