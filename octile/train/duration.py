@@ -1,7 +1,7 @@
 """How long a run takes at least on a CPU, estimated before it begins.
 
-The estimate divides the FLOPs that the model needs by the speed of one FP32 GEMM, the fastest that a CPU computes. What
-lies between the GEMMs, and quantization, come on top.
+The estimate divides the FLOPs that the model needs by the speed of the CPU's fastest GEMM: in FP32, or in BF16 where
+the processor multiplies it. What lies between the GEMMs, and quantization, come on top.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from octile.kernels import cpu
 from octile.models.flops import train_flops_per_token
 from octile.report.page import format_duration, format_flops, format_quantity
 from octile.train.config import TrainConfig
@@ -34,12 +35,13 @@ def describe_duration(config: TrainConfig, device: torch.device, done: int) -> s
     ramp = batch_ramp(config)
     tokens = (ramp.before(config.steps) - ramp.before(done)) * config.sequence_length
     flops = tokens * train_flops_per_token(config.model, config.sequence_length)
-    speed = 2 * FAST_SIZE**3 / min(gemm_seconds(device, FAST_SIZE))
+    dtypes = (torch.float32, torch.bfloat16) if cpu.can_multiply() else (torch.float32,)
+    speed = 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype)) for dtype in dtypes)
     if flops / speed < LONG:
         return None
     return (
         f"on this CPU the run takes at least {format_duration(flops / speed)}: {config.steps - done:,} steps of "
-        f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its FP32 GEMMs; a GPU, a smaller "
+        f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its GEMMs; a GPU, a smaller "
         "--preset or fewer --steps take less"
     )
 
@@ -53,9 +55,9 @@ def reference_time(device: torch.device) -> float:
     return statistics.median(gemm_seconds(device, REFERENCE_SIZE))
 
 
-def gemm_seconds(device: torch.device, size: int) -> list[float]:
-    """Seconds of each of five FP32 GEMMs of size³ on the device, after one that is not counted."""
-    a = torch.ones(size, size, device=device)
+def gemm_seconds(device: torch.device, size: int, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Seconds of each of five GEMMs of size³ on the device, after one that is not counted."""
+    a = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(6):
         start = time.perf_counter()

@@ -16,11 +16,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gflops(monkeypatch):
-    """gflops(n): the CPU computes FP32 GEMMs at n GFLOP/s."""
+    """gflops(n, m): the CPU computes FP32 GEMMs at n GFLOP/s, and BF16 GEMMs at m, or has no instruction for them."""
 
-    def set_speed(number: float) -> None:
-        seconds = [2 * FAST_SIZE**3 / number / 1e9] * 5
-        monkeypatch.setattr("octile.train.duration.gemm_seconds", lambda device, size: seconds)
+    def set_speed(fp32: float, bf16: float | None = None) -> None:
+        def seconds(device: torch.device, size: int, dtype: torch.dtype) -> list[float]:
+            number = fp32 if dtype == torch.float32 else bf16
+            return [2 * FAST_SIZE**3 / number / 1e9] * 5
+
+        monkeypatch.setattr("octile.train.duration.gemm_seconds", seconds)
+        monkeypatch.setattr("octile.train.duration.cpu.can_multiply", lambda: bf16 is not None)
 
     return set_speed
 
@@ -35,6 +39,13 @@ def gflops(monkeypatch):
 def test_a_preset_for_a_gpu_takes_days_on_a_cpu(gflops, name, words):
     gflops(100)
     assert words in describe_duration(preset(name), CPU, 0)
+
+
+def test_where_bf16_is_faster_the_run_takes_at_least_as_long_as_in_bf16(gflops):
+    gflops(100, 200)
+    assert "at least 1 d 18 h: 2,000 steps" in describe_duration(preset("small"), CPU, 0)
+    gflops(100, 50)
+    assert "at least 3 d 12 h: 2,000 steps" in describe_duration(preset("small"), CPU, 0)
 
 
 def test_only_the_steps_that_are_left_count(gflops):
