@@ -43,8 +43,8 @@ class FusedKernels(NamedTuple):
 def use_fused_kernels(model: nn.Module) -> FusedKernels:
     """Have octile's kernels compute a model's RMSNorm layers and rotary embeddings in eager mode.
 
-    Modules of octile, torch's own RMSNorm, which has such a kernel, and modules whose `forward` was replaced on the
-    instance are left as they are. A second call changes nothing.
+    Modules of octile, torch's own RMSNorm, which has such a kernel, modules of TorchScript, and modules whose `forward`
+    was replaced on the instance are left as they are. A second call changes nothing.
 
     Returns:
         how many modules of the model have them now.
@@ -53,7 +53,7 @@ def use_fused_kernels(model: nn.Module) -> FusedKernels:
     for module in model.modules():
         cls: Any = type(module)
         if not issubclass(cls, _WithFusedKernel):
-            if is_forward_replaced(module) or isinstance(module, RMSNorm | nn.RMSNorm):
+            if is_forward_replaced(module) or isinstance(module, RMSNorm | nn.RMSNorm | torch.jit.ScriptModule):
                 continue
             if (eps := eps_of_rms_norm(module)) is not None:
                 module.__class__ = _norm_class(cls, eps)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,13 @@ def test_names_that_the_models_module_gets_later_are_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *a, **k: (seen.append(1), attend(*a, **k))[1])
     model(input_ids=batch())
     assert len(seen) == calls.count("rotate_halves") == 2
+
+
+@pytest.mark.parametrize("compile_", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 4))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_of_torchscript_are_left_as_they_are(compile_: Callable[[nn.Module], nn.Module]):
+    model = nn.Sequential(compile_(nn.Linear(4, 4)))
+    assert use_fused_kernels(model) == FusedKernels(0, 0)
 
 
 def test_a_rotary_embedding_that_the_models_module_gets_later_is_called(
