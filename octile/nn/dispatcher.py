@@ -2,7 +2,17 @@
 
 Dispatch and combine are each other's backward.  Both write every row once, so nothing is summed in an order that could
 change, and no count is read back to the host.
-Shapes: T tokens, D model, E experts, K chosen experts, R = T·K rows.
+
+A row goes to its experts in two steps, and its results come back in two steps. Between ranks only the outer ones differ
+from those within one device, where they do nothing:
+
+    send         every row once to each rank that has one of its experts
+    copy         the rows of a rank to its experts, sorted by expert
+    send_back    the results to the ranks of their tokens
+    sum          the results of each token
+
+Shapes: T tokens, D model, E experts, K chosen experts, R = T·K rows. Between ranks E and R are of one rank, and N is
+the number of rows that were sent to it; within one device N = T.
 """
 
 from typing import Any, NamedTuple
@@ -24,26 +34,30 @@ class RoutingPlan(NamedTuple):
     """Where the tokens' rows go, all int32, on the tokens' device.
 
     Attributes:
-        place_TK: the k-th row of token t has the index place_TK[t, k]; rows are sorted by expert, then by token.
-        order_R: the inverse; row r is entry order_R[r] of the flattened place_TK, so of token order_R[r] // K.
+        place_TK: the k-th result of token t has the index place_TK[t, k] among those that `send_back` returns.
+        order_R: row r is that of the chosen expert order_R[r] % K of the sent row order_R[r] // K. Rows are sorted by
+            expert, then by token. Within one device it is the inverse of place_TK.
         offs_E: the end of each expert's rows.
+        handle: what the dispatcher needs to send rows between ranks; None within one device.
     """
 
     place_TK: Tensor
     order_R: Tensor
     offs_E: Tensor
+    handle: Any = None
 
     @property
     def token_R(self) -> Tensor:
-        """The token of each row."""
+        """The sent row of which each row is a copy; within one device its token."""
         return self.order_R // self.place_TK.shape[1]
 
 
 class LocalDispatcher:
-    """Dispatch and combine within one device. Expert parallelism provides another class with the same methods.
+    """Dispatch and combine within one device; `octile.parallel.experts` has the class that does so between ranks.
 
     `dispatch` and `combine` are differentiable, for rows in high precision. The other methods are for functions that
-    have a backward of their own.
+    have a backward of their own. Quantized rows are sent once, by `send_quantized`, and may be copied to the experts in
+    several forms.
     """
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
@@ -52,78 +66,128 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """Copy every token's row to each of its experts, sorted by expert: [R, D]."""
-        return _Dispatch.apply(x_TD, plan)
+        return _Dispatch.apply(x_TD, plan, self)
 
     def combine(self, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
         """Sum each token's rows by their weights, and add [T, D] if it is given, in FP32, rounded once: [T, D]."""
         if add is not None and (add.dtype, add.shape) != (y_RD.dtype, (len(plan.place_TK), y_RD.shape[1])):
             return self.combine(y_RD, weights_TK, plan) + add
-        return _WeightedCombine.apply(y_RD, weights_TK.float(), add, plan.place_TK)
+        return _WeightedCombine.apply(y_RD, weights_TK.float(), add, plan, self)
 
-    def dispatch_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
-        """Copy every token's row, in 1×128 tiles, to each of its experts: [R, D]."""
-        data, scale = permute(x_TD.data, x_TD.scale, plan.place_TK)
+    def combine_backward(
+        self, dx_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of y and of the float32 weights of `combine`; dx is that of its result."""
+        return unpermute_backward(dx_TD, y_RD, plan.place_TK, weights_TK)
+
+    def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
+        """Send each row once to every rank that has one of its experts: [N, D]. Here it is where it must be."""
+        return x_TD
+
+    def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
+        """Send each row to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
+        return y_RD
+
+    def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
+        """Send rows as `send` does, in 1×128 tiles: [N, D]; x itself if none has to be sent."""
+        return x_TD
+
+    def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
+        """Copy every row that `send_quantized` returned to each of its experts: [R, D]."""
+        data, scale = permute(x_ND.data, x_ND.scale, plan.place_TK)
         return ScaledTensor(data, scale, TILE)
 
     def dispatch_requantized(
         self,
-        x_TD: ScaledTensor,
+        x_ND: ScaledTensor,
         plan: RoutingPlan,
         operand_format: OperandFormat,
         operand: str,
         groups: AlignedGroups,
     ) -> ScaledTensor:
-        """Dispatch the same rows, requantized as wgrad reads them, in the tiles of the experts' groups: [P, D]."""
-        return requantize(x_TD, operand_format, operand, plan.token_R, groups)
+        """Copy the same rows, requantized as wgrad reads them, in the tiles of the experts' groups: [P, D]."""
+        return requantize(x_ND, operand_format, operand, plan.token_R, groups)
 
     def combine_unweighted(self, y_RD: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
         """Sum each token's rows, and add [T, D] if it is given: [T, D]."""
-        return unpermute(y_RD, plan.place_TK, add)
+        return unpermute(self.send_back(y_RD, plan), plan.place_TK, add)
+
+    def dispatch_weights(self, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return the weight of each row: [R]."""
+        return self.send(weights_TK, plan).flatten().index_select(0, plan.order_R)
+
+    def combine_weights(self, dweight_R: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return the gradient of each weight, from those of the rows' weights: [T, K]."""
+        return self.send_back(dweight_R[:, None], plan).flatten()[plan.place_TK]
+
+    def total_load(self, load_E: Tensor) -> Tensor:
+        """Return the number of tokens that all ranks send to each expert, of all E experts."""
+        return load_E
 
 
 class _WeightedCombine(torch.autograd.Function):
     """Sum the K rows of each token, times their weights, and an addend."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor, add: Tensor | None, place_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(y_RD, weights_TK, place_TK)
-        return unpermute(y_RD, place_TK, add, weights_TK)
+    def forward(
+        ctx: Any,
+        y_RD: Tensor,
+        weights_TK: Tensor,
+        add: Tensor | None,
+        plan: RoutingPlan,
+        dispatcher: LocalDispatcher,
+    ) -> Tensor:
+        _save_plan(ctx, plan, dispatcher, y_RD, weights_TK)
+        return unpermute(dispatcher.send_back(y_RD, plan), plan.place_TK, add, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:
-        y_RD, weights_TK, place_TK = ctx.saved_tensors
+        y_RD, weights_TK, plan, dispatcher = _saved_plan(ctx)
         dadd = dx_TD if ctx.needs_input_grad[2] else None
         if creates_graph():
 
             def formula(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
-                rows_TKD = y_RD.index_select(0, place_TK.flatten()).unflatten(0, place_TK.shape).float()
-                return (rows_TKD * weights_TK[..., None]).sum(1).to(y_RD.dtype)
+                chosen_R1 = (plan.order_R % weights_TK.shape[1])[:, None].long()
+                weight_R1 = _Dispatch.apply(weights_TK, plan, dispatcher).gather(1, chosen_R1)
+                return _Combine.apply(y_RD.float() * weight_R1, plan, dispatcher).to(y_RD.dtype)
 
-            return *differentiable_gradients(formula, (y_RD, weights_TK), (dx_TD,)), dadd, None
-        return *unpermute_backward(dx_TD, y_RD, place_TK, weights_TK), dadd, None
+            return *differentiable_gradients(formula, (y_RD, weights_TK), (dx_TD,)), dadd, None, None
+        return *dispatcher.combine_backward(dx_TD, y_RD, weights_TK, plan), dadd, None, None
 
 
 class _Dispatch(torch.autograd.Function):
     """Copy each token's row to its K places; backward sums them."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
-        ctx.save_for_backward(*plan)
-        return x_TD.index_select(0, plan.token_R)
+    def forward(ctx: Any, x_TD: Tensor, plan: RoutingPlan, dispatcher: LocalDispatcher) -> Tensor:
+        _save_plan(ctx, plan, dispatcher)
+        return dispatcher.send(x_TD, plan).index_select(0, plan.token_R)
 
     @staticmethod
-    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None]:
-        return _Combine.apply(dy_RD, RoutingPlan(*ctx.saved_tensors)), None
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None, None]:
+        return _Combine.apply(dy_RD, *_saved_plan(ctx)), None, None
 
 
 class _Combine(torch.autograd.Function):
     """Sum the K rows of each token; backward copies the gradient to them."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
-        ctx.save_for_backward(*plan)
-        return unpermute(y_RD, plan.place_TK)
+    def forward(ctx: Any, y_RD: Tensor, plan: RoutingPlan, dispatcher: LocalDispatcher) -> Tensor:
+        _save_plan(ctx, plan, dispatcher)
+        return dispatcher.combine_unweighted(y_RD, plan)
 
     @staticmethod
-    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None]:
-        return _Dispatch.apply(dx_TD, RoutingPlan(*ctx.saved_tensors)), None
+    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None, None]:
+        return _Dispatch.apply(dx_TD, *_saved_plan(ctx)), None, None
+
+
+def _save_plan(ctx: Any, plan: RoutingPlan, dispatcher: LocalDispatcher, *tensors: Tensor) -> None:
+    """Save tensors, a plan and its dispatcher for backward."""
+    ctx.save_for_backward(*tensors, plan.place_TK, plan.order_R, plan.offs_E)
+    ctx.handle, ctx.dispatcher = plan.handle, dispatcher
+
+
+def _saved_plan(ctx: Any) -> tuple[Any, ...]:
+    """Return what `_save_plan` saved: the tensors, the plan and the dispatcher."""
+    *tensors, place_TK, order_R, offs_E = ctx.saved_tensors
+    return *tensors, RoutingPlan(place_TK, order_R, offs_E, ctx.handle), ctx.dispatcher

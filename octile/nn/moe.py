@@ -106,7 +106,8 @@ class MoE(FusableModule):
 
     In training mode a forward pass leaves two things behind:
 
-        last_load_E     int64 [E], how many tokens each expert got: what `gate.balance` needs after the step
+        last_load_E     int64 [E], how many tokens each expert got, from all ranks if experts are spread over several
+                        (`octile.parallel`): what `gate.balance` needs after the step
         balance_loss    α · `gate.sequence_balance`, for the model to add to its loss; None where α is 0
 
     Args:
@@ -197,7 +198,7 @@ class MoE(FusableModule):
         routing = self.gate(x)
         load_E = count_tokens(routing.experts_TK, len(self.gate.weight))[0]
         if self.training:
-            self.last_load_E = load_E
+            self.last_load_E = self.dispatcher.total_load(load_E)
             if self.alpha:
                 loss = self.alpha * self.gate.sequence_balance(routing, batch)
                 weights_TK = leave_behind(self, "balance_loss", loss, routing.weights_TK)

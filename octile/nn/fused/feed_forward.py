@@ -111,7 +111,8 @@ class _FeedForward(torch.autograd.Function):
         route = _Route(routed)
         layers = FusedLayers(weights, ctx.needs_input_grad[6:], s)
         *up_projections, down = quantized = layers.quantize(weights)
-        rows = route.dispatch(x.q)
+        sent = route.send(x.q)
+        rows = route.dispatch(sent)
         gate, up = _gate_and_up(rows, up_projections, route.offs, s.dtype)
         weight_R = route.row_weights(weights_TK)
         h, saved_gate_up = _swiglu(gate, up, weight_R, s)
@@ -120,9 +121,11 @@ class _FeedForward(torch.autograd.Function):
         for i, w in enumerate(up_projections):
             layers.report_fprop(i, weights[i], lambda: route.dispatch_values(x_TD), rows, w, route.offs)
         layers.report_fprop(-1, weights[-1], lambda: _h_values(gate, up, weight_R), h, down, route.offs)
-        plan = routed and tuple(routed.plan)
-        save_for_backward(ctx, layers, quantized, x=x.saved, gate_up=saved_gate_up, weight_R=weight_R, plan=plan)
-        ctx.how_saved, ctx.x_dtype, ctx.dispatcher = x.how_saved, x_TD.dtype, routed and routed.dispatcher
+        is_here = sent is x.q  # what came from other ranks is saved; other layers save their input only where it was
+        saved = {"x": x.saved if is_here else sent, "gate_up": saved_gate_up, "weight_R": weight_R}
+        save_for_backward(ctx, layers, quantized, **saved, plan=routed and routed.plan[:3])
+        ctx.how_saved, ctx.x_dtype = x.how_saved if is_here else None, x_TD.dtype
+        ctx.dispatcher, ctx.handle = routed and routed.dispatcher, routed and routed.plan.handle
         return route.combine(y, add)
 
     @staticmethod
@@ -130,13 +133,14 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, saved = load_saved(ctx, dy_TD)
         s, formats, weight_R = layers.settings, layers.settings.formats, saved["weight_R"]
-        route = _Route(None if saved["plan"] is None else Routed(ctx.dispatcher, RoutingPlan(*saved["plan"])))
+        plan = saved["plan"] and RoutingPlan(*saved["plan"])._replace(handle=ctx.handle)
+        route = _Route(plan and Routed(ctx.dispatcher, plan))
         *up_projections, down = weights
 
         groups = route.align(formats)
         dy, dy_t = route.dispatch_gradient(dy_TD, formats, groups)
         dh = nt(dy, down.w_t, route.offs, s.dtype)
-        x = ctx.how_saved.quantized(saved["x"])
+        x = saved["x"] if ctx.how_saved is None else ctx.how_saved.quantized(saved["x"])
         gate_up = saved["gate_up"]
         if gate_up is None:  # recomputed
             gate_up = _GateUp(*_gate_and_up(route.dispatch(x), up_projections, route.offs, s.dtype))
@@ -160,7 +164,7 @@ class _FeedForward(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]
             dx = route.combine(nt_sum(pairs, route.offs, ctx.x_dtype))
-        dweights_TK = None if route.routed is None else dweight_R[route.routed.plan.place_TK]
+        dweights_TK = None if plan is None else ctx.dispatcher.combine_weights(dweight_R, plan)
         return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, *dws
 
 
@@ -170,6 +174,9 @@ class _Route:
     def __init__(self, routed: Routed | None):
         self.routed = routed
         self.offs = None if routed is None else routed.plan.offs_E
+
+    def send(self, x: ScaledTensor) -> ScaledTensor:
+        return x if self.routed is None else self.routed.dispatcher.send_quantized(x, self.routed.plan)
 
     def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
@@ -191,7 +198,7 @@ class _Route:
 
     def dispatch_values(self, x: Tensor) -> Tensor:
         """Dispatch rows in high precision, for observers."""
-        return x if self.routed is None else x.index_select(0, self.routed.plan.token_R)
+        return x if self.routed is None else self.routed.dispatcher.dispatch(x, self.routed.plan)
 
     def dispatch_gradient(
         self, dy: Tensor, formats: GemmFormats, groups: AlignedGroups | None
@@ -200,14 +207,14 @@ class _Route:
         if self.routed is None:
             return quantize_gradient(dy, formats)
         of_dgrad, of_wgrad = formats.routed_dy
-        q = quantize_operand(dy, of_dgrad, "dy")
+        q = self.send(quantize_operand(dy, of_dgrad, "dy"))
         return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, groups, "wgrad_dy")
 
     def row_weights(self, weights_TK: Tensor | None) -> Tensor | None:
         """Return the weight of each row."""
         if self.routed is None or weights_TK is None:
             return None
-        return weights_TK.flatten().index_select(0, self.routed.plan.order_R)
+        return self.routed.dispatcher.dispatch_weights(weights_TK, self.routed.plan)
 
     def combine(self, y: Tensor, add: Tensor | None = None) -> Tensor:
         return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)
