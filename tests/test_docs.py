@@ -33,8 +33,12 @@ def python_of(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)), found[1]) for found in BLOCK.finditer(text)]
 
 
-def assumptions(page: Path) -> dict[str, Any]:
-    """Write the files that the text around a page's Python assumes, and return the names that it assumes."""
+def assumptions(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Make what the text around a page's Python assumes: files and variables; return the names that it assumes."""
+    if page.name == "parallel.md":  # torchrun with one process
+        of_torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+        for variable, value in of_torchrun.items():
+            monkeypatch.setenv(variable, str(value))
     if page.name == "train_on_a_laptop.md":
         save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
     if page.name == "look_inside_a_run.md":
@@ -57,7 +61,7 @@ def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypa
     """Run the blocks in order, in one namespace. A block with prompts must print what it shows."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    names = assumptions(page)
+    names = assumptions(page, monkeypatch)
     with patch.dict(sys.modules):  # compat.deep_gemm.install() leaves nothing behind
         for line, block in python_of(page):
             if ">>> " not in block:

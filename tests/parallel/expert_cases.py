@@ -1,0 +1,296 @@
+"""What each rank of a world of gloo processes runs for test_experts.py: a world starts once for all cases."""
+
+import copy
+import datetime
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import octile
+from octile.nn import Gate, MoE, RMSNorm, pre_norm
+from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.gate import Routing
+from octile.parallel import ExpertDispatcher, shard_experts
+
+E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
+SIZES = {"fp32": 48, "bf16": 48, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 96}  # I: a fused layer has whole tiles
+
+
+class Tokens(NamedTuple):
+    """The experts of each token of each rank."""
+
+    experts: list[list[list[int]]]
+
+    @property
+    def starts(self) -> list[int]:
+        counts = [len(of_rank) for of_rank in self.experts]
+        return [sum(counts[:rank]) for rank in range(len(counts) + 1)]
+
+
+class FixedGate(Gate):
+    """A gate that sends tokens where a test wants them, with weights that have a gradient."""
+
+    def send(self, experts_TK: Tensor, weights_TK: Tensor) -> None:
+        self.experts_TK, self.weights_TK = experts_TK, weights_TK
+
+    def forward(self, x) -> Routing:
+        return Routing(self.weights_TK, self.experts_TK, torch.zeros(len(self.experts_TK), E))
+
+
+class Block(nn.Module):
+    """A norm and a mixture, as in a model: fused, the norm is recomputed in backward."""
+
+    def __init__(self, gate: Gate, intermediate_size: int, shared_intermediate_size: int = 0):
+        super().__init__()
+        self.norm = RMSNorm(D)
+        self.moe = MoE(gate, D, intermediate_size, shared_intermediate_size, alpha=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, normed = pre_norm(x, self.norm, self.moe)
+        return x + self.moe(normed)
+
+
+def autocast(mode: str):
+    return torch.autocast("cpu", torch.bfloat16) if mode in ("bf16", "fp8", "fp8_unfused") else nullcontext()
+
+
+def blocks(mode: str, gate: Callable[[], Gate], ranks, shared: int = 0) -> tuple[Block, Block]:
+    """A block with all experts, and the same with those of this rank."""
+    torch.manual_seed(0)
+    whole = Block(gate(), SIZES[mode], shared)
+    for p in whole.moe.experts.parameters():
+        nn.init.normal_(p, std=0.1)
+    if mode.startswith("fp8"):
+        octile.convert(whole, recipe=octile.Recipe.deepseek_v3())
+        assert (whole.moe.fusion() is None) == (mode == "fp8_unfused")
+    sharded = copy.deepcopy(whole)
+    shard_experts(sharded, ranks)
+    return whole, sharded
+
+
+def gradients(block: Block, mode: str, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The block's output for tokens x [T, D], and the gradients."""
+    x = x.clone().requires_grad_()
+    with autocast(mode):
+        y = block(x[None])[0]
+    y.backward(dy.to(y.dtype))
+    experts = block.moe.experts
+    return {"y": y.detach(), "dx": x.grad, "dgate_up": experts.gate_up.grad, "ddown": experts.down.grad}
+
+
+def of_rank(whole: dict[str, Tensor], sharded: Block, tokens: slice) -> dict[str, Tensor]:
+    """What a rank must have of the results of one process."""
+    experts = sharded.moe.dispatcher.local_experts
+    return {name: t[experts if name in ("dgate_up", "ddown") else tokens] for name, t in whole.items()}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    different = [
+        f"{name}: {(t != found[name]).sum()} of {t.numel()}"
+        for name, t in expected.items()
+        if t.shape != found[name].shape or not torch.equal(t, found[name])
+    ]
+    assert not different, different
+
+
+def tokens_of(starts: list[int]) -> slice:
+    return slice(starts[dist.get_rank()], starts[dist.get_rank() + 1])
+
+
+def check_fixed(mode: str, ranks, tokens: Tokens) -> None:
+    """Compare the ranks with one process for tokens whose experts are given."""
+    whole, sharded = blocks(mode, lambda: FixedGate(D, E, K), ranks)
+    starts, mine = tokens.starts, tokens_of(tokens.starts)
+    experts_TK = torch.tensor([t for of_rank in tokens.experts for t in of_rank], dtype=torch.int64).view(-1, K)
+    x, dy, weights = torch.randn(starts[-1], D), torch.randn(starts[-1], D), torch.rand(starts[-1], K)
+    results = []
+    for block, part in ((whole, slice(None)), (sharded, mine)):
+        weights_TK = weights[part].clone().requires_grad_()
+        block.moe.gate.send(experts_TK[part], weights_TK)
+        results.append(gradients(block, mode, x[part], dy[part]) | {"dweights": weights_TK.grad})
+    check_equal(results[1], of_rank(results[0], sharded, mine))
+    assert torch.equal(sharded.moe.last_load_E, whole.moe.last_load_E)
+
+
+def check_gate(mode: str, ranks, recompute: bool = False) -> None:
+    """Compare the ranks with one process in a mixture with a gate of groups and shared experts."""
+    gate = lambda: Gate(D, E, K, n_group=4, topk_group=2)  # noqa: E731
+    whole, sharded = blocks(mode, gate, ranks, shared=128)
+    count = 17
+    mine = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+    x, dy = torch.randn(count * dist.get_world_size(), D), torch.randn(count * dist.get_world_size(), D)
+    expected = gradients(whole, mode, x, dy)
+    if recompute:
+        block, sharded.forward = sharded.forward, lambda x: checkpoint(block, x, use_reentrant=False)
+    check_equal(gradients(sharded, mode, x[mine], dy[mine]), of_rank(expected, sharded, mine))
+    assert torch.equal(sharded.moe.last_load_E, whole.moe.last_load_E)
+
+
+def check_two_passes(ranks) -> None:
+    """Two forward passes before their backward passes, which need plans of their own."""
+    whole, sharded = blocks("fp8", lambda: Gate(D, E, K), ranks)
+    mine, found = slice(dist.get_rank() * 5, (dist.get_rank() + 1) * 5), []
+    batches = [torch.randn(dist.get_world_size() * 5, D) for _ in range(2)]
+    for block, part in ((whole, slice(None)), (sharded, mine)):
+        xs = [x[part].clone().requires_grad_() for x in batches]
+        loss = sum(block(x[None]).square().sum() for x in xs)
+        loss.backward()
+        found.append([x.grad for x in xs])
+    for expected, dx in zip(*found, strict=True):
+        assert torch.equal(dx, expected[mine])
+
+
+def check_second_derivative(ranks) -> None:
+    """A penalty on the gradient has the gradient that it has in one process."""
+    torch.manual_seed(0)
+    world = dist.get_world_size()
+    experts_TK = torch.stack([torch.randperm(E)[:K] for _ in range(world * 4)])
+    x, weights = torch.randn(world * 4, D), torch.rand(world * 4, K)
+    mine, found = slice(dist.get_rank() * 4, (dist.get_rank() + 1) * 4), []
+    for d, part in ((LocalDispatcher(), slice(None)), (ExpertDispatcher(E, K, D, ranks), mine)):
+        xs, ws = x[part].clone().requires_grad_(), weights[part].clone().requires_grad_()
+        plan = d.plan(experts_TK[part], experts_TK[part].flatten().bincount(minlength=E))
+        y = d.combine(d.dispatch(xs, plan).sin(), ws, plan)
+        gradient = torch.autograd.grad(y.square().sum(), (xs, ws), create_graph=True)
+        sum(g.square().sum() for g in gradient).backward()
+        found.append((xs.grad, ws.grad))
+    for expected, second in zip(*found, strict=True):
+        torch.testing.assert_close(second, expected[mine], rtol=1e-4, atol=1e-4)
+
+
+def check_sent_once() -> None:
+    """The rows that each rank sends, by rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    local = E // world
+    dispatcher = ExpertDispatcher(E, 2, D)
+    for last in range(world):  # all tokens to two experts of one rank
+        experts_TK = torch.tensor([[last * local, last * local + local - 1]] * 5)
+        (hop,) = dispatcher.plan(experts_TK, torch.zeros(E)).handle.hops
+        to_last, from_all = [0] * world, [0] * world
+        to_last[last] = 5
+        if rank == last:
+            from_all = [5] * world
+        assert (hop.rows_out, hop.rows_in) == (to_last, from_all), hop
+
+
+def check_sent_once_to_a_node(ranks: DeviceMesh) -> None:
+    """A token of all four experts of the other node, on both of its ranks, crosses once."""
+    dispatcher, node = ExpertDispatcher(E, 4, D, ranks), dist.get_rank() // 2
+    other = 4 * (1 - node)
+    plan = dispatcher.plan(torch.tensor([[other, other + 1, other + 2, other + 3]]), torch.zeros(E))
+    across, within = plan.handle.hops
+    assert across.rows_out == [1 - node == 0, 1 - node == 1], across
+    assert within.rows_out == [1, 1], within
+
+
+def refuses(error: type[Exception], message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def check_refusals() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    gate = Gate(D, E, K)
+    refuses(ValueError, f"a multiple of the {world} ranks, not 9", lambda: shard_experts(MoE(Gate(D, 9, K), D, 8)))
+    refuses(ValueError, f"a multiple of the {world} ranks, not 9", lambda: ExpertDispatcher(9, K, D))
+    refuses(ValueError, "no octile.nn.MoE", lambda: shard_experts(nn.Linear(2, 2)))
+    size = 8 if rank < world - 1 else 16
+    refuses(ValueError, f"but rank {world - 1} has", lambda: shard_experts(MoE(gate, D, size)))
+    refuses(ValueError, f"but rank {world - 1} has", lambda: ExpertDispatcher(E, K, D if rank < world - 1 else 2 * D))
+    model = MoE(gate, D, 8) if rank else nn.Linear(2, 2)
+    refuses(ValueError, "rank 0 has none, but rank 1 has", lambda: shard_experts(model))
+    moe = MoE(gate, D, 8)
+    moe.experts = nn.Linear(2, 2)
+    refuses(TypeError, "must be octile.nn.Experts, not Linear", lambda: shard_experts(moe))
+    moe = MoE(gate, D, 8)
+    shard_experts(moe)
+    refuses(ValueError, "model is sharded already", lambda: shard_experts(moe))
+
+
+def check_share() -> None:
+    """The weights that are left, with their main_grad, and what is said of them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.ModuleList(MoE(Gate(D, E, K), D, 8) for _ in range(2))
+    down = model[1].experts.down
+    down.main_grad, down.requires_grad = torch.randn_like(down), False
+    whole, mine = copy.deepcopy(model), slice(rank * (E // world), (rank + 1) * (E // world))
+    whole[1].experts.down.main_grad = down.main_grad
+    share = shard_experts(model)
+    assert str(share) == f"mixtures: 2; experts on this rank: {2 * E // world} of {2 * E}"
+    for before, after in zip(whole.parameters(), model.parameters(), strict=True):
+        assert torch.equal(after, before[mine] if before.dim() == 3 else before)
+    assert torch.equal(model[1].experts.down.main_grad, down.main_grad[mine])
+    assert not model[1].experts.down.requires_grad
+
+
+def ugly(world: int) -> dict[str, Tokens]:
+    """Distributions of tokens that leave ranks, or experts, without any."""
+    local = E // world
+    every = [[0, 3, 7], [7, 6, 5], [1, 2, 3]]
+    first_rank = [[0, local - 1, E - 1]] * 9  # K = 3, and on 4 ranks a rank has 2 experts
+    return {
+        "no_tokens": Tokens([[] for _ in range(world)]),
+        "one_rank_has_tokens": Tokens([[] for _ in range(world - 1)] + [every * 3]),
+        "one_rank_has_none": Tokens([[]] + [every * 2 for _ in range(world - 1)]),
+        "all_to_the_last_rank": Tokens([[[E - 1, E - 2, E - 1 - r % 2]] * (r + 1) for r in range(world)]),
+        "few_experts": Tokens([first_rank[: 2 * r + 1] for r in range(world)]),
+        "more_than_a_tile": Tokens([[[0, 1, 2 + i % 6] for i in range(90)] for _ in range(world)]),
+    }
+
+
+Case = Callable[[], None]
+
+
+def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[str, Case]:
+    """The cases of a world by name."""
+    found: dict[str, Case] = {}
+    for of, ranks in meshes.items():
+        for mode in SIZES:
+            found[f"gate-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_gate(mode, ranks)
+            for name, tokens in ugly(world).items():
+                found[f"{name}-{mode}-{of}"] = lambda m=mode, r=ranks, t=tokens: check_fixed(m, r, t)
+
+            def draws(mode=mode, ranks=ranks) -> None:
+                for tokens in drawn:
+                    check_fixed(mode, ranks, tokens)
+
+            found[f"drawn-{mode}-{of}"] = draws
+        found[f"recomputed-fp8-{of}"] = lambda ranks=ranks: check_gate("fp8", ranks, recompute=True)
+        found[f"recomputed-fp32-{of}"] = lambda ranks=ranks: check_gate("fp32", ranks, recompute=True)
+        found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
+        found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
+    found["sent_once"] = check_sent_once
+    if "nodes" in meshes:
+        found["sent_once_to_a_node"] = lambda: check_sent_once_to_a_node(meshes["nodes"])
+    found["refusals"] = check_refusals
+    found["share"] = check_share
+    return found
+
+
+def run(rank: int, world: int, folder: str, drawn: list[Tokens]) -> None:
+    """Run all cases as one rank, and write what went wrong in each."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world, rank)
+    meshes: dict[str, object] = {"ranks": None}
+    if world == 4:
+        meshes["nodes"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+    failures = {}
+    for name, case in cases(world, drawn, meshes).items():
+        failures[name] = ""
+        try:
+            case()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    torch.save(failures, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
