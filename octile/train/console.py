@@ -46,11 +46,14 @@ class RunConsole:
             self.console.reader_left = None
 
     def acknowledge_stop(self, number: int) -> None:
-        """Say what a signal does: the step is finished first, which takes minutes where a CPU trains a large model."""
+        """Say what a signal does: the steps that were launched are finished first, on a CPU one, on a GPU at most 20.
+
+        A step takes minutes where a CPU trains a large model.
+        """
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.print(
-            f"{name}: stopping after this step, which is then saved; a second {name} stops at once, and what was saved "
-            "before stays"
+            f"{name}: stopping after the steps that have begun, and saving the last; a second {name} stops at once, "
+            "and what was saved before stays"
         )
 
     def print(self, text: str) -> None:
