@@ -23,12 +23,14 @@ EXPECTED = {  # norms and rotary embeddings of two layers
     "llama": (5, 2),
     "mistral": (5, 2),
     "qwen2": (5, 2),
+    "qwen2_moe": (5, 2),
     "qwen3": (9, 2),
     "qwen3_moe": (9, 2),
     "mixtral": (5, 2),
     "olmoe": (9, 2),
     "phi3": (5, 2),
     "glm4_moe": (5, 2),  # rotates half of the channels
+    "deepseek_v2": (9, 0),  # rotates pairs as complex numbers
     "deepseek_v3": (9, 0),  # rotates pairs of adjacent channels
     "gemma2": (0, 2),  # multiplies by 1 + weight
     "gemma3": (0, 2),
