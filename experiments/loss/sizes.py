@@ -110,6 +110,7 @@ def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
         preset=f"loss-{size}",
         steps=max(1, round(tokens / (batch * length))),
         checkpoint_every=0,
+        validate_every=50,
         batch_size=batch,
         sequence_length=length,
         model=TOY if toy else MODELS[size],

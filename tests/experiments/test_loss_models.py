@@ -1,5 +1,9 @@
 """Tests of the models, recipes and jobs of the loss experiment."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +14,9 @@ from octile.formats import E4M3
 from octile.ops.matmul import matmul_nt
 from octile.recipe import TENSOR, Recipe
 from octile.scaled import quantize
+from octile.train.config import TrainConfig
+
+RUNS = Path(__file__).parents[2] / "experiments" / "loss"
 
 
 @pytest.mark.parametrize("size", MODELS)
@@ -76,3 +83,12 @@ def test_gemms_without_promotion_of_no_rows_are_empty():
     x, w = (quantize(torch.randn(rows, 16), TENSOR, E4M3, "float32") for rows in (1, 4))
     found = raw_accumulator(x.data[:0], x.scale, (1, 16), w.data, w.scale, w.block)
     assert found.shape == (0, 4)
+
+
+@pytest.mark.parametrize("size", ["30m", "80m"])
+def test_a_run_is_configured_as_the_recorded_ones(size):
+    results = json.loads((RUNS / "one-rounding/results.json").read_text())["results"]
+    config = next(c for one in results if (c := one["facts"]["config"])["preset"] == f"loss-{size}")
+    asked = run_config(size, config["steps"] * config["batch_size"] * config["sequence_length"])
+    recorded = TrainConfig.from_json(json.dumps(config))
+    assert replace(recorded, recipe=asked.recipe, seed=asked.seed) == asked
