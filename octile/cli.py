@@ -46,6 +46,8 @@ OPTIONAL_NUMBER_ERROR = re.compile(
     r"no type matching \{None\}\|(INT|FLOAT)(?:\|.*)? could be instantiated from \[(.*)\]"
 )
 
+INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
+
 HELP = frozenset({"-h", "--help"})
 HELP_HEAD = re.compile(r"usage: | *\S+ {2,}")  # the start of a line of help, after which its text begins
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -456,7 +458,12 @@ def _error_line(box: str) -> str:
     first = " ".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines))) or box
     where, _, what = first.removeprefix("Error parsing ").partition(": ")
     if where == first.partition(": ")[0]:
-        return first
+        if choice := INVALID_CHOICE.fullmatch(first):
+            given, option, choices = choice.groups()
+            name = option if option.startswith("-") else option.upper()
+            return f"{name} must be one of {choices.replace(chr(39), '')}, not {given!r}"
+        meant = [line.split()[0] for line in lines if line.startswith("--") and _is_text(line)]
+        return f"{first}; perhaps you meant {' or '.join(meant)}" if meant else first
     for python, kind in NUMBER_ERRORS.items():
         what = what.replace(python, f"{where} must be {kind}, not ")
     if none_of := OPTIONAL_NUMBER_ERROR.match(what):

@@ -197,7 +197,8 @@ def test_unknown_recipe(capsys, text, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stepz", "4"], "Unrecognized options: --stepz"),
+        (["--stepz", "4"], "Unrecognized options: --stepz, 4; perhaps you meant --steps"),
+        (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not 'gpu'"),
         (["--steps", "abc"], "--steps must be a whole number, not 'abc'"),
         (["--optim.lr", "x"], "--optim.lr must be a number, not 'x'"),
         (["--optim.lr", "-1"], "octile: optim.lr must be at least 0, not -1.0"),
