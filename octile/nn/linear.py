@@ -40,7 +40,8 @@ def check_recipe(recipe: object) -> None:
         TypeError: recipe is something else.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see Recipe.named")
+        named = f"Recipe.named({recipe!r})" if isinstance(recipe, str) else "Recipe.named"
+        raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see {named}")
 
 
 def recipe_changes() -> int:

@@ -497,5 +497,7 @@ def test_a_layer_made_from_another_keeps_its_mode():
 
 
 def test_a_recipe_that_is_no_recipe_is_refused():
-    with pytest.raises(TypeError, match=r"recipe must be an octile\.Recipe, not str: see Recipe\.named"):
+    with pytest.raises(
+        TypeError, match=r"recipe must be an octile\.Recipe, not str: see Recipe\.named\('deepseek_v3'\)"
+    ):
         Linear(16, 8, recipe="deepseek_v3")
