@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from octile.train.trainer import Trainer
 
 NAMED = 3  # files left out that are named, of each reason
-MIN_BAR_WIDTH = 80  # characters of a terminal; a narrower one has no room for the bar and the times
+MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a text of progress and nothing else
+MIN_BAR_WIDTH, MIN_ELAPSED_WIDTH = (
+    116,
+    132,
+)  # the same for the bar, and for the time elapsed, next to the metrics of a step
 LOG_LINES = 20  # lines of progress in a log file
 SIGPIPE = 13  # also where Python's `signal` does not have it
 
@@ -57,8 +61,11 @@ class RunConsole:
         )
 
     def print(self, text: str) -> None:
-        """Print a text without rich's markup; on a terminal with its control characters escaped."""
-        self.console.print(self._text(text))
+        """Print a text without rich's markup; on a terminal with its control characters escaped.
+
+        Lines are wrapped on a terminal only. In a file, a path or a figure stays on the line that names it.
+        """
+        self.console.print(self._text(text), soft_wrap=not self.console.is_terminal)
 
     def _text(self, text: str) -> Text:
         from rich.text import Text
@@ -111,7 +118,7 @@ class RunConsole:
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:
         """A progress bar of named stages; the function takes a stage's name and its progress from 0 to 1."""
-        with self._bar("{task.description}") as bar:
+        with self._bar("{task.description}", bar_from=MIN_TIME_WIDTH, elapsed_from=MIN_TIME_WIDTH) as bar:
             task = bar.add_task("preparing the data", total=1.0)
             yield lambda stage, share: bar.update(task, description=stage, completed=share)
             bar.update(task, visible=False)
@@ -122,7 +129,7 @@ class RunConsole:
         with self._bar("step {task.completed}/{task.total}", "{task.description}") as bar:
             yield StepProgress(self, bar, steps, done)
 
-    def _bar(self, *texts: str) -> Progress:
+    def _bar(self, *texts: str, bar_from: int = MIN_BAR_WIDTH, elapsed_from: int = MIN_ELAPSED_WIDTH) -> Progress:
         from rich.progress import (
             BarColumn,
             Progress,
@@ -137,9 +144,12 @@ class RunConsole:
         wrapping = Column()  # between words, where a terminal is too narrow
         columns: list[ProgressColumn] = [SpinnerColumn(), *map(TextColumn, texts[:-1])]
         columns.append(TextColumn(texts[-1], table_column=wrapping))
-        if self.console.width >= MIN_BAR_WIDTH:
-            times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
-            columns += [BarColumn(bar_width=24), *times]
+        if self.console.width >= bar_from:
+            columns.append(BarColumn(bar_width=24))
+        if self.console.width >= elapsed_from:
+            columns += [TimeElapsedColumn(), TextColumn("elapsed,")]
+        if self.console.width >= MIN_TIME_WIDTH:
+            columns += [TimeRemainingColumn(), TextColumn("left")]
         return Progress(
             *columns,
             console=self.console,

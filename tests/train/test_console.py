@@ -77,6 +77,22 @@ def test_numbers_of_the_progress_are_whole(width):
     assert all(number in shown for number in ("11234/12000", "2.345", "12,345", "280.0", "28.3%"))
 
 
+@pytest.mark.parametrize("width", [80, 100, 116, 132])
+def test_metrics_of_a_step_stay_on_one_line(width):
+    console = RunConsole(Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None))
+    with console.steps(1_000, 0) as progress:
+        progress.step({**line(), "step": 234, "flops_per_s": 77.4e9})
+    last = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", console.console.file.getvalue()).split("\r")[-1]
+    assert "step 234/1000 loss 2.345 · 12,345 tokens/s · 77.4 GFLOP/s" in last
+    assert last.rstrip().endswith("left")
+
+
+def test_a_file_gets_lines_that_are_not_wrapped():
+    console = silent_console()
+    console.print("word " * 100)
+    assert console.console.file.getvalue().count("\n") == 1
+
+
 @pytest.mark.parametrize(("flops", "text"), [(1.5e12, "1.5 TFLOP/s"), (23.4e9, "23.4 GFLOP/s")])
 def test_without_a_known_peak_there_is_a_speed_but_no_mfu(flops, text):
     console = silent_console()
