@@ -106,7 +106,9 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
-                message = f"stopped at once; to continue from the last checkpoint: {_resume_command(run)}"
+                message = f"stopped at once, before the first checkpoint; to start again: {_resume_command(run)}"
+                if any(run.checkpoints.glob("step_*[0-9]")):
+                    message = f"stopped at once; to continue from the last checkpoint: {_resume_command(run)}"
             raise Stopped.by(interrupt, message) from None
 
 
@@ -267,6 +269,10 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Pat
         trainer.load(tensors, state)
         best.load(tensors, state, trainer.steps_done)
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
+        if trainer.steps_done == trainer.config.steps:
+            console.print(
+                "all its steps are done: only the model, the sample and the report are written; to train on: --steps N"
+            )
     for note in run.truncate_after(trainer.steps_done):
         console.print(note)
 

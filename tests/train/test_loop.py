@@ -144,6 +144,11 @@ def test_a_resumed_run_prints_the_settings_that_it_takes_from_its_folder(half):
     assert "optim.lr 0.003" in line
 
 
+def test_a_resumed_run_whose_steps_are_done_says_so(half):
+    assert "all its steps are done: only the model, the sample and the report are written" in resume(half)
+    assert "all its steps are done" not in resume(half, steps=4)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -440,8 +445,19 @@ def test_a_second_signal_during_a_step_says_how_to_continue(text, tmp_path, monk
 
     monkeypatch.setattr(Trainer, "launch", interrupted)
     out = tmp_path / "run"
-    with pytest.raises(Stopped, match=f"octile train --resume --out {out}"):
+    with pytest.raises(
+        Stopped, match=f"before the first checkpoint; to start again: octile train --resume --out {out}"
+    ):
         train(micro(data=str(text), out=out), False, silent_console())
+
+
+def test_a_second_signal_after_a_checkpoint_says_where_the_run_continues(half, monkeypatch):
+    def interrupted(self):
+        raise Terminated
+
+    monkeypatch.setattr(Trainer, "launch", interrupted)
+    with pytest.raises(Stopped, match="to continue from the last checkpoint: octile train --resume"):
+        resume(half, steps=4)
 
 
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
