@@ -18,11 +18,14 @@ from torch.utils.checkpoint import checkpoint
 import octile
 from octile.nn import Gate, MoE, RMSNorm, pre_norm
 from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.functional import result_dtype
 from octile.nn.gate import Routing
+from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.parallel import ExpertDispatcher, shard_experts
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
-SIZES = {"fp32": 48, "bf16": 48, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 96}  # I: a fused layer has whole tiles
+SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
+T = 13  # tokens of a rank where a gate chooses
 
 
 class Tokens(NamedTuple):
@@ -46,13 +49,33 @@ class FixedGate(Gate):
         return Routing(self.weights_TK, self.experts_TK, torch.zeros(len(self.experts_TK), E))
 
 
+class RankwiseGate(Gate):
+    """A gate that computes the tokens of each rank alone: on a CPU its last bits depend on the number of tokens."""
+
+    ranks = 1
+
+    def forward(self, x) -> Routing:
+        parts = [super(RankwiseGate, self).forward(part) for part in x.chunk(self.ranks)]
+        return Routing(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class Shared(nn.Module):
+    """Shared experts whose bits do not depend on the number of tokens."""
+
+    def fusion(self) -> None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(result_dtype(x)) * 2
+
+
 class Block(nn.Module):
     """A norm and a mixture, as in a model: fused, the norm is recomputed in backward."""
 
-    def __init__(self, gate: Gate, intermediate_size: int, shared_intermediate_size: int = 0):
+    def __init__(self, gate: Gate, intermediate_size: int):
         super().__init__()
         self.norm = RMSNorm(D)
-        self.moe = MoE(gate, D, intermediate_size, shared_intermediate_size, alpha=0.0)
+        self.moe = MoE(gate, D, intermediate_size, alpha=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         x, normed = pre_norm(x, self.norm, self.moe)
@@ -60,19 +83,23 @@ class Block(nn.Module):
 
 
 def autocast(mode: str):
-    return torch.autocast("cpu", torch.bfloat16) if mode in ("bf16", "fp8", "fp8_unfused") else nullcontext()
+    device = torch.get_default_device().type
+    return torch.autocast(device, torch.bfloat16) if mode in ("bf16", "fp8", "fp8_unfused") else nullcontext()
 
 
-def blocks(mode: str, gate: Callable[[], Gate], ranks, shared: int = 0) -> tuple[Block, Block]:
+def blocks(mode: str, gate: Gate, ranks) -> tuple[Block, Block]:
     """A block with all experts, and the same with those of this rank."""
     torch.manual_seed(0)
-    whole = Block(gate(), SIZES[mode], shared)
+    whole = Block(gate, SIZES[mode])
+    nn.init.normal_(gate.weight)
     for p in whole.moe.experts.parameters():
         nn.init.normal_(p, std=0.1)
     if mode.startswith("fp8"):
         octile.convert(whole, recipe=octile.Recipe.deepseek_v3())
         assert (whole.moe.fusion() is None) == (mode == "fp8_unfused")
+    whole.moe.shared_experts = Shared()
     sharded = copy.deepcopy(whole)
+    gate.ranks = dist.get_world_size()
     shard_experts(sharded, ranks)
     return whole, sharded
 
@@ -108,7 +135,7 @@ def tokens_of(starts: list[int]) -> slice:
 
 def check_fixed(mode: str, ranks, tokens: Tokens) -> None:
     """Compare the ranks with one process for tokens whose experts are given."""
-    whole, sharded = blocks(mode, lambda: FixedGate(D, E, K), ranks)
+    whole, sharded = blocks(mode, FixedGate(D, E, K), ranks)
     starts, mine = tokens.starts, tokens_of(tokens.starts)
     experts_TK = torch.tensor([t for of_rank in tokens.experts for t in of_rank], dtype=torch.int64).view(-1, K)
     x, dy, weights = torch.randn(starts[-1], D), torch.randn(starts[-1], D), torch.rand(starts[-1], K)
@@ -122,12 +149,10 @@ def check_fixed(mode: str, ranks, tokens: Tokens) -> None:
 
 
 def check_gate(mode: str, ranks, recompute: bool = False) -> None:
-    """Compare the ranks with one process in a mixture with a gate of groups and shared experts."""
-    gate = lambda: Gate(D, E, K, n_group=4, topk_group=2)  # noqa: E731
-    whole, sharded = blocks(mode, gate, ranks, shared=128)
-    count = 17
-    mine = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
-    x, dy = torch.randn(count * dist.get_world_size(), D), torch.randn(count * dist.get_world_size(), D)
+    """Compare the ranks with one process in a mixture with a gate of groups."""
+    whole, sharded = blocks(mode, RankwiseGate(D, E, K, n_group=4, topk_group=2), ranks)
+    mine = slice(dist.get_rank() * T, (dist.get_rank() + 1) * T)
+    x, dy = torch.randn(dist.get_world_size() * T, D), torch.randn(dist.get_world_size() * T, D)
     expected = gradients(whole, mode, x, dy)
     if recompute:
         block, sharded.forward = sharded.forward, lambda x: checkpoint(block, x, use_reentrant=False)
@@ -137,9 +162,9 @@ def check_gate(mode: str, ranks, recompute: bool = False) -> None:
 
 def check_two_passes(ranks) -> None:
     """Two forward passes before their backward passes, which need plans of their own."""
-    whole, sharded = blocks("fp8", lambda: Gate(D, E, K), ranks)
-    mine, found = slice(dist.get_rank() * 5, (dist.get_rank() + 1) * 5), []
-    batches = [torch.randn(dist.get_world_size() * 5, D) for _ in range(2)]
+    whole, sharded = blocks("fp8", RankwiseGate(D, E, K), ranks)
+    mine, found = slice(dist.get_rank() * T, (dist.get_rank() + 1) * T), []
+    batches = [torch.randn(dist.get_world_size() * T, D) for _ in range(2)]
     for block, part in ((whole, slice(None)), (sharded, mine)):
         xs = [x[part].clone().requires_grad_() for x in batches]
         loss = sum(block(x[None]).square().sum() for x in xs)
@@ -165,6 +190,29 @@ def check_second_derivative(ranks) -> None:
         found.append((xs.grad, ws.grad))
     for expected, second in zip(*found, strict=True):
         torch.testing.assert_close(second, expected[mine], rtol=1e-4, atol=1e-4)
+
+
+def check_observed(ranks) -> None:
+    """Observers on all ranks see the values of the rows that the quantized operands have, and wgrad's groups."""
+    whole, sharded = blocks("fp8", RankwiseGate(D, E, K), ranks)
+    seen: dict[str, list[ObservedGemm]] = {"fprop": [], "dgrad": [], "wgrad": []}
+
+    def observe(weight: Tensor, fprop) -> Callable | None:
+        if weight.dim() != 3:
+            return None
+        seen["fprop"].append(fprop)
+        return lambda gemm: seen[gemm.name].append(gemm)
+
+    mine, results = slice(dist.get_rank() * T, (dist.get_rank() + 1) * T), []
+    x, dy = torch.randn(dist.get_world_size() * T, D), torch.randn(dist.get_world_size() * T, D)
+    for block, part in ((whole, slice(None)), (sharded, mine)):
+        with observe_gemms(observe):
+            results.append(gradients(block, "fp8", x[part], dy[part]))
+    check_equal(results[1], of_rank(results[0], sharded, mine))
+    for gemm in (seen["fprop"][2], seen["dgrad"][2]):  # gate_up and down of the rank: their rows came from other ranks
+        q = octile.quantize(gemm.before, (1, 128), scale="power_of_2")
+        assert torch.equal(q.data.view(torch.uint8), gemm.a.data.view(torch.uint8))
+    assert [len(gemms) for gemms in seen.values()] == [4, 4, 4]
 
 
 def check_sent_once() -> None:
@@ -257,7 +305,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     for of, ranks in meshes.items():
         for mode in SIZES:
             found[f"gate-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_gate(mode, ranks)
-            for name, tokens in ugly(world).items():
+            for name, tokens in ugly(world).items() if mode != "fp8_in_fp32" else ():
                 found[f"{name}-{mode}-{of}"] = lambda m=mode, r=ranks, t=tokens: check_fixed(m, r, t)
 
             def draws(mode=mode, ranks=ranks) -> None:
@@ -267,6 +315,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
             found[f"drawn-{mode}-{of}"] = draws
         found[f"recomputed-fp8-{of}"] = lambda ranks=ranks: check_gate("fp8", ranks, recompute=True)
         found[f"recomputed-fp32-{of}"] = lambda ranks=ranks: check_gate("fp32", ranks, recompute=True)
+        found[f"observed-{of}"] = lambda ranks=ranks: check_observed(ranks)
         found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
         found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
     found["sent_once"] = check_sent_once
@@ -277,20 +326,26 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     return found
 
 
-def run(rank: int, world: int, folder: str, drawn: list[Tokens]) -> None:
-    """Run all cases as one rank, and write what went wrong in each."""
+def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "cpu") -> None:
+    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
     torch.set_num_threads(1)
+    backend = "gloo"
+    if device == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+        torch.use_deterministic_algorithms(True)
     timeout = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world, rank)
+    dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank)
     meshes: dict[str, object] = {"ranks": None}
     if world == 4:
-        meshes["nodes"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+        meshes["nodes"] = init_device_mesh(device, (2, 2), mesh_dim_names=("node", "rank"))
     failures = {}
     for name, case in cases(world, drawn, meshes).items():
         failures[name] = ""
         try:
             case()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             failures[name] = traceback.format_exc()
     torch.save(failures, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ def draw(world: int) -> list[Tokens]:
     """Distributions of tokens: any number on each rank, any experts from a part of them."""
     found: list[Tokens] = []
 
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     @given(st.data())
     def collect(data: st.DataObject) -> None:
         used = data.draw(st.lists(st.integers(0, E - 1), min_size=K, max_size=E, unique=True))
