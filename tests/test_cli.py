@@ -347,6 +347,11 @@ def test_missing_data(capsys, tmp_path):
     assert "is no file or folder" in line
 
 
+def test_missing_data_leave_no_folder_behind(capsys, tmp_path):
+    refused(capsys, "train", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "runs/run"), *MICRO_RUN)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_data_that_is_a_link_to_nothing(capsys, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")

@@ -111,6 +111,24 @@ class Corpus:
         return replace(self, read=read)
 
 
+def check_source(source: str | Path, option: str = "--data") -> None:
+    """Refuse what cannot name a corpus, without reading anything; arguments as in `open_corpus`.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: source is empty.
+    """
+    path, named = Path(source), f"{option} {str(source)!r}"
+    if source in (STANDARD_LIBRARY, PACKAGES) or str(source).startswith("hf:"):
+        return
+    if not str(source).strip():  # Path("") is the current folder
+        raise ValueError(f"{option} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
+    if not path.exists():
+        raise FileNotFoundError(f"{named} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')")
+
+
 def open_corpus(source: str | Path, option: str = "--data") -> Corpus:
     """Open the corpus that `source` names, as the module describes. Files are read once to find those that are text.
 
@@ -122,6 +140,7 @@ def open_corpus(source: str | Path, option: str = "--data") -> Corpus:
         FileNotFoundError: there is no such file or folder, or the folder has no files.
         ValueError: nothing there is text, or the Hub's dataset cannot be used.
     """
+    check_source(source, option)
     named = f"{option} {str(source)!r}"
     if source == STANDARD_LIBRARY:
         return _standard_library(named)
@@ -130,12 +149,6 @@ def open_corpus(source: str | Path, option: str = "--data") -> Corpus:
     if str(source).startswith("hf:"):
         return _hub_dataset(str(source), named)
     path = Path(source)
-    if not str(source).strip():  # Path("") is the current folder
-        raise ValueError(f"{option} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
-    if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
-    if not path.exists():
-        raise FileNotFoundError(f"{named} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')")
     if not path.is_dir():
         return _from_files(str(source), named, path.parent, {path: path.name}, [])
     files, left_out = _files_below(path)

@@ -36,6 +36,7 @@ from octile.train.best_model import BestModel
 from octile.train.captured_step import why_eager
 from octile.train.config import TrainConfig
 from octile.train.console import RunConsole, StepProgress
+from octile.train.corpus import check_source
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
@@ -90,6 +91,8 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     config.load_recipe()  # refuses an unknown recipe before anything is written
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
+    if not resume:
+        check_source(config.data)
     check_memory(config, device)
     run = run or RunFolder.create(config)
     config = replace(config, out=run.path)
