@@ -72,9 +72,7 @@ def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """
     _check_plan(experts, load)
     order = experts.flatten().argsort(stable=True)
-    rows = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    place = torch.empty_like(rows).scatter_(0, order, rows)
-    return place.view(experts.shape), order.to(torch.int32), load.cumsum(0).to(torch.int32)
+    return inverse(order).view(experts.shape), order.to(torch.int32), load.cumsum(0).to(torch.int32)
 
 
 @routing_plan.register_fake
@@ -89,6 +87,12 @@ def _(experts, load):
 
     _check_plan(experts, load)
     return kernel.launch(experts, load)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation, int64 [R]: int32 [R]."""
+    rows = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return torch.empty_like(rows).scatter_(0, order, rows)
 
 
 def _check_experts(experts: Tensor, n_experts: int) -> None:

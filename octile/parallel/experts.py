@@ -41,6 +41,7 @@ from octile.kernels.memory_layout import new_scale
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.moe import Experts, MoE
 from octile.ops.permute import unpermute_backward
+from octile.ops.routing_plan import inverse
 from octile.scaled import ScaledTensor
 
 Ranks = dist.ProcessGroup | DeviceMesh | None
@@ -98,7 +99,7 @@ class ExpertDispatcher(LocalDispatcher):
         order_R = (expert_R * self.n_ranks + rank_N[entry_R // n_chosen]).argsort(stable=True)
         expert = torch.arange(local, dtype=torch.int32, device=experts_TK.device)
         offs_E = torch.searchsorted(expert_R[order_R], expert, right=True, out_int32=True)
-        handle = _Handle(tuple(hops), _inverse(order_R))
+        handle = _Handle(tuple(hops), inverse(order_R))
         return RoutingPlan(hops[0].place_X.view(experts_TK.shape), entry_R[order_R].to(torch.int32), offs_E, handle)
 
     def combine_backward(
@@ -301,7 +302,7 @@ def _plan_hop(rows_MC: Tensor, per_destination: int, group: dist.ProcessGroup) -
     experts_SK = experts_MK[row_S] - (rank_S * per_destination)[:, None].to(torch.int32)
     described_SC = torch.cat([experts_SK.masked_fill(~of_rank_SK, -1), rows_MC[row_S, -1:]], dim=1)
     rank_X = rank_MK.flatten()[(experts_MK.flatten() >= 0).nonzero().squeeze(1)]
-    place_X = _inverse(rank_X.argsort(stable=True))
+    place_X = inverse(rank_X.argsort(stable=True))
     hop = _Hop(group, row_S.to(torch.int32), rows_out, rows_in, results_out, results_in, place_X)
     return hop, exchange(described_SC, rows_out, rows_in, group)
 
@@ -338,9 +339,3 @@ def _cut(weight: nn.Parameter, experts: slice) -> nn.Parameter:
 def _in_tiles(data: Tensor, scale: Tensor) -> ScaledTensor:
     """Lay the scales of rows in 1×128 tiles out as `quantize` returns them."""
     return ScaledTensor(data, new_scale(data, *TILE).copy_(scale), TILE)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation, int32."""
-    rows = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    return torch.empty_like(rows).scatter_(0, order, rows)
