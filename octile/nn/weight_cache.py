@@ -101,7 +101,8 @@ def quantized_weight(
     """Return quantize(weight, operand_format), or the cached result if the weight's memory was not written since.
 
     Args:
-        transposed: whether the result of quantize contains the transposed weight, too; it is cached separately.
+        transposed: whether the result of quantize contains the transposed weight, too. One result is cached: asked
+            for the other kind, the weight is quantized again.
     """
     entries = _cache.setdefault(weight.untyped_storage(), {})
     requires_grad = weight.requires_grad
