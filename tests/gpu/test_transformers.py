@@ -34,6 +34,26 @@ def on_gpu(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).cuda()
 
 
+def gradients_of_replay_and_step(step: Callable[[], None], x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Capture a step, which adds to the gradients of x and of a module; return those of x by a replay and by a step."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        expected, x.grad = x.grad, None
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    x.grad = None
+    module.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    assert x.grad is not None
+    assert expected is not None
+    return x.grad, expected
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("intermediate", [128, 96], ids=["fused", "grouped GEMMs"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "per_tensor"])
@@ -144,19 +164,7 @@ def test_a_step_of_stacked_experts_can_be_captured_in_a_graph():
     def step() -> None:
         module(x, index, weights).sum().backward()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    x.grad, expected = None, x.grad / 2
-    module.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(*gradients_of_replay_and_step(step, x, module))
 
 
 # Fused kernels of norms and rotary embeddings
@@ -225,17 +233,4 @@ def test_a_block_with_fused_kernels_can_be_captured_in_a_graph():
     def step() -> None:
         model.layers[0](x, attention_mask=None, position_embeddings=angles).sum().backward()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        expected, x.grad = x.grad, None
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    x.grad = None
-    model.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(*gradients_of_replay_and_step(step, x, model))
