@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 NAMED = 3  # files left out that are named, of each reason
 MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a text of progress and nothing else
-MIN_BAR_WIDTH, MIN_ELAPSED_WIDTH = (
-    116,
-    132,
-)  # the same for the bar, and for the time elapsed, next to the metrics of a step
+MIN_BAR_WIDTH = 116  # the same for the bar next to the metrics of a step
+MIN_ELAPSED_WIDTH = 132  # and for the time elapsed
 LOG_LINES = 20  # lines of progress in a log file
 SIGPIPE = 13  # also where Python's `signal` does not have it
 
