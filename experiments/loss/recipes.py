@@ -63,14 +63,13 @@ VARIATIONS = _variations()
 
 
 def recipe(name: str) -> Recipe:
-    """Return the recipe or variation of a name; its `name` is that name.
+    """Return the recipe or variation of a name; its `name` is that name. Transposed weights are cached, as in training.
 
     Raises:
         ValueError: there is no such recipe.
     """
-    if name in VARIATIONS:
-        return replace(VARIATIONS[name], name=name)
-    return Recipe.named(name)
+    found = replace(VARIATIONS[name], name=name) if name in VARIATIONS else Recipe.named(name)
+    return replace(found, transposed_weights="cached")
 
 
 def nudge(name: str, model: nn.Module) -> None:
