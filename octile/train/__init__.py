@@ -21,6 +21,7 @@ signals.py       Ctrl-C and SIGTERM
 fine_tune.py     a run that starts from a checkpoint's weights
 duration.py      how long a run takes at least on a CPU
 memory.py        memory checks, and advice when memory runs out
+device_memory.py what a device has, and what of it a process can have
 deterministic.py runs that give the same bits again
 diagnostics.py   scale statistics, and the first non-finite tensor
 profile.py       `octile train --profile`; kernel_records.py is what the profiler records of a GPU

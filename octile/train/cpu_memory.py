@@ -1,4 +1,4 @@
-"""Memory of a run on a CPU: what it is going to need, and what this process can have.
+"""Memory that a run is going to need on a CPU.
 
 Linux ends a process that takes more memory than there is with SIGKILL, so a run must be refused before it begins.
 `estimate_need` passes a batch through the model on torch's meta device, which allocates nothing, and adds up the
@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octile.extras import require
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.optim import AdamW, param_groups
@@ -30,8 +28,6 @@ RESERVE = 400 * 10**6  # bytes: libraries that are loaded later, data preparatio
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
-
-CGROUPS, CGROUP_FILES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -127,43 +123,3 @@ class _LiveTensors(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
-
-
-def available_memory() -> int:
-    """Bytes that this process can have in addition, without swapping: the machine's, within its cgroups' limits."""
-    require("psutil", extra="train")
-    import psutil
-
-    return min([psutil.virtual_memory().available, *_left_in_cgroups()])
-
-
-def _left_in_cgroups() -> list[int]:
-    """The bytes that each memory limit on this process leaves, as containers and batch systems set them."""
-    left = []
-    for line in CGROUPS.read_text().splitlines() if CGROUPS.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = CGROUP_FILES, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = CGROUP_FILES / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        own = root / path.lstrip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(root) and (found := _left(folder, *names)) is not None:
-                left.append(found)
-    return left
-
-
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """The bytes that one cgroup leaves; None if it has no limit, or is not visible from inside a container."""
-    try:
-        most = (folder / limit).read_text().strip()
-        used = int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    if most == "max":
-        return None
-    return max(int(most) - used + int(stat.get(reclaimable, 0)), 0)

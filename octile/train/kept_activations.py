@@ -1,8 +1,9 @@
 """Which activations a run on a GPU saves for its backward pass although they could be recomputed.
 
 DeepSeek-V3 recomputes the outputs of norms, and queries, keys and values, since its memory does not suffice for them. A
-run keeps them where they take little of the GPU's memory, which saves the time. Their bits are the same, but for those
-of a norm that a gate reads, too: recomputed for the experts on a GPU, its squares are summed in another order.
+run keeps them where they take little of the GPU's memory that is free when it begins, which saves the time. Their bits
+are the same, but for those of a norm that a gate reads, too: recomputed for the experts on a GPU, its squares are
+summed in another order. A checkpoint therefore says whether the run keeps them, and a resumed run does the same.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3, which recomputes.
 """
@@ -17,20 +18,25 @@ from octile.models.config import ModelConfig
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 
-MAX_SHARE = 0.1  # of the GPU's memory
+MAX_SHARE = 0.1  # of the available memory
 
 
-def keep_activations(recipe: Recipe, config: TrainConfig, memory: int) -> Recipe:
-    """Return the recipe with norms and latent attention's inputs kept, if they take at most MAX_SHARE of the memory.
+def can_keep(config: TrainConfig, available: int) -> bool:
+    """Whether a run on a GPU keeps activations: they take at most MAX_SHARE of the memory that it can have.
+
+    A deterministic run keeps none, since the memory may be another the next time.
 
     Args:
-        recipe: of the run.
         config: of the run.
-        memory: of the GPU, in bytes.
+        available: the memory at its start, in bytes (`octile.train.device_memory.available_memory`).
     """
     sequences = ceil(config.batch_size / config.micro_batches)
-    if sequences * config.sequence_length * kept_bytes(config.model) > MAX_SHARE * memory:
-        return recipe
+    needed = sequences * config.sequence_length * kept_bytes(config.model)
+    return not config.deterministic and needed <= MAX_SHARE * available
+
+
+def keep_activations(recipe: Recipe) -> Recipe:
+    """Return the recipe with norms and latent attention's inputs kept."""
     return replace(recipe, norms="kept", latent_attention_inputs="kept")
 
 

@@ -13,7 +13,6 @@ the tensors that autograd saves for backward, which is less than the peak.
 
 from __future__ import annotations
 
-import os
 import shlex
 import traceback
 from collections.abc import Iterator
@@ -26,7 +25,8 @@ from torch import Tensor
 from octile.models.counts import count_parameters
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
-from octile.train.cpu_memory import available_memory, estimate_need
+from octile.train.cpu_memory import estimate_need
+from octile.train.device_memory import available_memory, device_memory
 from octile.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
@@ -67,7 +67,7 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
             f"the {device.type} has {total / 1e9:,.0f} GB: choose a smaller model"
         )
     if device.type == "cpu":
-        need, available = estimate_need(config), available_memory()
+        need, available = estimate_need(config), available_memory(device)
         if need.total > available:
             if need.data > available / 2:
                 change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
@@ -83,13 +83,6 @@ def min_memory(config: TrainConfig) -> int:
     counts = count_parameters(config.model)
     parameters = counts.total + sum(counts.mtp.values())
     return parameters * (FP8_LM_BYTES_PER_PARAMETER if config.recipe == "fp8_lm" else BYTES_PER_PARAMETER)
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes of memory that the device has, free or in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager
@@ -113,7 +106,8 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
         if trainer is None:
             raise MemoryError(
                 f"out of memory while the model was built on the {device.type}: it needs {_gb(min_memory(config))} for "
-                f"weights, gradients and optimizer, and {_gb(_available(device))} are available: choose a smaller model"
+                f"weights, gradients and optimizer, and {_gb(available_memory(device))} are available: choose a "
+                "smaller model"
             ) from error
         for moe in trainer.moes.values():
             moe.pop_balance_loss()  # a failed forward pass leaves a loss behind, whose graph holds tensors too
@@ -190,7 +184,7 @@ def _measure(trainer: Trainer) -> MemoryNeed | None:
             length //= 2
         else:
             whole = sequence * trainer.config.sequence_length // length
-            return MemoryNeed(fixed + _missing_moments(trainer), whole, _available(trainer.device))
+            return MemoryNeed(fixed + _missing_moments(trainer), whole, available_memory(trainer.device))
     return None
 
 
@@ -226,14 +220,6 @@ def _missing_moments(trainer: Trainer) -> int:
     bytes_each = trainer.optimizer.bytes_per_parameter()
     per_parameter = bytes_each["exp_avg"] + bytes_each["exp_avg_sq"]
     return int(per_parameter * sum(p.numel() for p in trainer.model.parameters()))
-
-
-def _available(device: torch.device) -> int:
-    """Bytes that this process can have."""
-    if device.type != "cuda":
-        return available_memory()
-    free, total = torch.cuda.mem_get_info(device)
-    return min(free + torch.cuda.memory_reserved(device), int(torch.cuda.get_per_process_memory_fraction() * total))
 
 
 def _gb(n: float) -> str:

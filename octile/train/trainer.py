@@ -42,8 +42,9 @@ from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
+from octile.train.device_memory import available_memory
 from octile.train.diagnostics import first_non_finite, record_tile_scales
-from octile.train.kept_activations import keep_activations
+from octile.train.kept_activations import can_keep, keep_activations
 from octile.train.run_folder import Metrics
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
@@ -110,6 +111,7 @@ class TrainerState:
     loss_scale: LossScaleState | None = None
     skipped: Annotated[int, Range(at_least=0)] = 0
     skipped_in_a_row: Annotated[int, Range(at_least=0)] = 0
+    keeps_activations: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "state.")
@@ -146,9 +148,9 @@ class Trainer:
         self.recipe = recipe or config.load_recipe()
         if scale_rule(self.config.model.extra) == "power_of_2":  # of the checkpoint that the run began with
             self.recipe = self.recipe.with_weight_scale("power_of_2")
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-            self.recipe = keep_activations(self.recipe, self.config, memory)
+        self._recipes = {False: self.recipe, True: keep_activations(self.recipe)}
+        self.keeps_activations = device.type == "cuda" and can_keep(self.config, available_memory(device))
+        self.recipe = self._recipes[self.keeps_activations]
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:
@@ -529,6 +531,7 @@ class Trainer:
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "keeps_activations": self.keeps_activations,
         }
         return tensors, state
 
@@ -548,6 +551,10 @@ class Trainer:
             raise ValueError(f"state.loss_scale is missing, which the recipe {self.recipe.name} needs")
         if found.data not in (None, self.data):
             raise ValueError(f"the tokens in {self.data_folder} are not those that the checkpoint was trained on")
+        if found.keeps_activations not in (None, self.keeps_activations):
+            self.keeps_activations = found.keeps_activations
+            self.recipe = self._recipes[found.keeps_activations]
+            apply_recipe(self.model, self.recipe)
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")

@@ -1,15 +1,13 @@
-"""Tests of the memory that a run on a CPU needs, and of what a process can have."""
+"""Tests of the memory that a run on a CPU needs."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from octile.models.counts import count_parameters
 from octile.train import cpu_memory, memory
-from octile.train.cpu_memory import available_memory, estimate_need
+from octile.train.cpu_memory import estimate_need
 from octile.train.memory import check_memory
 from tests.train.conftest import MICRO, micro
 
@@ -62,7 +60,7 @@ def test_a_run_that_exceeds_the_memory_is_refused_with_what_to_reduce(monkeypatc
     config = micro(batch_size=256)
     monkeypatch.setattr(cpu_memory, "RESERVE", 0)
     need = estimate_need(config)
-    monkeypatch.setattr(memory, "available_memory", lambda: need.fixed + 100 * need.sequence)
+    monkeypatch.setattr(memory, "available_memory", lambda device: need.fixed + 100 * need.sequence)
     with pytest.raises(
         ValueError, match=r"the run needs about .* are available here: .* use --micro-batches 4 \(now 1\)"
     ):
@@ -72,54 +70,6 @@ def test_a_run_that_exceeds_the_memory_is_refused_with_what_to_reduce(monkeypatc
 
 def test_a_batch_whose_tokens_exceed_the_memory_is_refused(monkeypatch):
     config = micro(batch_size=10**7)
-    monkeypatch.setattr(memory, "available_memory", lambda: estimate_need(config).data)
+    monkeypatch.setattr(memory, "available_memory", lambda device: estimate_need(config).data)
     with pytest.raises(ValueError, match=r"token ids of a step take .*: use a smaller --batch-size"):
         check_memory(config, CPU)
-
-
-def test_the_machine_s_memory_is_what_is_left_of_it(monkeypatch):
-    monkeypatch.setattr(cpu_memory, "CGROUPS", Path("/nowhere"))
-    assert 0 < available_memory() <= psutil.virtual_memory().total
-
-
-@pytest.fixture
-def cgroup(tmp_path, monkeypatch):
-    """Write the files of a memory cgroup, and make it that of this process."""
-
-    def write(line: str, folder: str, **files: str) -> None:
-        (tmp_path / "cgroup").write_text(line + "\n")
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (tmp_path / folder / name.replace("__", ".")).write_text(text)
-
-    monkeypatch.setattr(cpu_memory, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cpu_memory, "CGROUP_FILES", tmp_path)
-    return write
-
-
-def test_the_limit_of_a_container_counts(cgroup):
-    stat = "anon 5000\ninactive_file 1000"
-    cgroup("0::/", "", memory__max="9000\n", memory__current="6000\n", memory__stat=stat)
-    assert available_memory() == 4000
-
-
-def test_the_limit_of_a_cgroup_above_counts(cgroup):
-    limits = {"memory__current": "6000\n", "memory__stat": "inactive_file 0"}
-    cgroup("0::/job/step", "job", memory__max="7000\n", **limits)
-    cgroup("0::/job/step", "job/step", memory__max="max\n", **limits)
-    assert available_memory() == 1000
-
-
-def test_the_limit_of_a_cgroup_of_version_1_counts(cgroup):
-    files = {
-        "memory__limit_in_bytes": "9000",
-        "memory__usage_in_bytes": "6000",
-        "memory__stat": "total_inactive_file 0",
-    }
-    cgroup("4:memory:/job", "memory/job", **files)
-    assert available_memory() == 3000
-
-
-def test_without_a_limit_the_machine_s_memory_counts(cgroup):
-    cgroup("0::/", "", memory__max="max\n", memory__current="6000\n", memory__stat="inactive_file 0")
-    assert available_memory() > 10**6

@@ -1,4 +1,4 @@
-"""Tests of kept activations: they change no bit of a step, and are kept where they take little memory."""
+"""Tests of kept activations: they change no bit of a step, and are kept where memory allows, and on resume."""
 
 from dataclasses import replace
 
@@ -10,7 +10,10 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.recipe import Recipe
 from octile.train.config import medium, small
-from octile.train.kept_activations import MAX_SHARE, keep_activations, kept_bytes
+from octile.train.kept_activations import MAX_SHARE, can_keep, keep_activations, kept_bytes
+from octile.train.token_store import TokenStore
+from octile.train.trainer import Trainer
+from tests.train.conftest import micro
 
 RECIPE = Recipe.deepseek_v3()
 H200, H100 = 140e9, 80e9  # bytes
@@ -35,16 +38,39 @@ def test_a_kept_activation_changes_no_bit_of_a_gradient(setting: str, q_lora_ran
 
 @pytest.mark.parametrize(("config", "memory"), [(small(), H100), (small(), H200), (medium(), H200)])
 def test_activations_that_take_little_memory_are_kept(config, memory):
-    kept = keep_activations(RECIPE, config, memory)
+    assert can_keep(config, memory)
+    kept = keep_activations(RECIPE)
     assert (kept.norms, kept.latent_attention_inputs) == ("kept", "kept")
 
 
 def test_activations_that_take_much_memory_are_recomputed():
-    assert keep_activations(RECIPE, medium(), H100) == RECIPE
+    assert not can_keep(medium(), H100)
 
 
 def test_a_micro_batch_counts_not_the_batch():
     config = small()
     memory = config.batch_size * config.sequence_length * kept_bytes(config.model) / MAX_SHARE / 2
-    assert keep_activations(RECIPE, config, memory) == RECIPE
-    assert keep_activations(RECIPE, replace(config, micro_batches=2), memory).norms == "kept"
+    assert not can_keep(config, memory)
+    assert can_keep(replace(config, micro_batches=2), memory)
+
+
+def test_a_deterministic_run_does_not_depend_on_the_memory():
+    assert not can_keep(replace(small(), deterministic=True), H200)
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "bf16"])
+def test_a_resumed_run_keeps_what_its_checkpoint_says(store: TokenStore, recipe: str):
+    def resumed(kept: bool | None) -> Trainer:
+        trainer = Trainer(micro(recipe=recipe), store, torch.device("cpu"))
+        tensors, state = begun.state()
+        trainer.load(tensors, {**state, "keeps_activations": kept})
+        return trainer
+
+    begun = Trainer(micro(recipe=recipe), store, torch.device("cpu"))
+    begun.step()
+    expected, found = resumed(None), resumed(True)
+    assert found.recipe == keep_activations(expected.recipe)
+    assert found.state()[1]["keeps_activations"] is True
+    recipes = {m.recipe for m in found.model.modules() if getattr(m, "recipe", None) is not None}
+    assert recipes == {found.recipe}
+    assert [m["loss"] for m in (found.step(), found.step())] == [m["loss"] for m in (expected.step(), expected.step())]
