@@ -1,8 +1,7 @@
 """The Euclidean norm of each of many tensors, in one pass over memory, for clipping.
 
 The reference uses torch's function. A GPU sums the squares in another order, the same at each call with the same
-shapes and dtypes; its norms have a relative error of at most 2⁻²⁰ against exact ones. A norm is Inf if the sum of the
-squares exceeds FP32's range.
+shapes and dtypes; its norms have a relative error of at most 2⁻²⁰ against exact ones.
 """
 
 import torch
@@ -20,14 +19,18 @@ def gradient_norms(gradients: list[Tensor]) -> Tensor:
         gradients: at least one tensor, float32, bfloat16 or float16, of any shapes, on one device.
 
     Returns:
-        float32 [N]: the norm of each tensor; NaN or Inf if an element is not finite.
+        float32 [N]: the norm of each tensor. It is NaN if, and only if, an element is not finite, and Inf if all are
+        finite but the sum of their squares exceeds FP32's range.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: there are none, or they lie on several devices.
     """
     _check(gradients)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    for i in (~norms.isfinite()).nonzero().flatten().tolist():
+        norms[i] = torch.inf if gradients[i].isfinite().all() else torch.nan
+    return norms
 
 
 @gradient_norms.register_fake

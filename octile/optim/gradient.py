@@ -6,7 +6,8 @@
 - `param.scaled_grad`, FP8 values with one scale, to which `store_scaled` moves each gradient when it is computed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,20 +102,41 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Tensor:
     Raises:
         ValueError: max_norm is not above 0.
     """
-    gradients = gradients_of(params)
-    norm = _norm(gradients)
-    multiply_(gradients, clip_factor(norm, max_norm))
+    params = list(params)
+    norm = gradient_norm(params).norm
+    multiply_(gradients_of(params), clip_factor(norm, max_norm))
     return norm
 
 
+class GradientNorm(NamedTuple):
+    """The norm of all gradients of a model, and where one of them is not finite.
+
+    Attributes:
+        norm: float32 []; NaN or Inf if a gradient is not finite, and Inf if the squares exceed FP32's range.
+        last_non_finite: the index of the last parameter whose gradient has a NaN or an Inf, int64 []; -1 if none has.
+    """
+
+    norm: Tensor
+    last_non_finite: Tensor
+
+
 @torch.no_grad()
-def gradient_norm(params: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients that `clip_grad_norm_` returns, float32 []; the host does not wait for the device.
+def gradient_norm(params: Sequence[Tensor]) -> GradientNorm:
+    """Compute the norm that `clip_grad_norm_` returns, and find what is not finite, in one pass over the gradients.
+
+    The host does not wait for the device. An Inf or NaN in a scaled gradient makes its scale NaN.
 
     Args:
-        params: parameters of one device; those without a gradient are ignored.
+        params: parameters of one device; the norm of those without a gradient is 0.
+
+    Returns:
+        Both on the parameters' device; on the CPU if there are none.
     """
-    return _norm(gradients_of(params))
+    if not params:
+        return GradientNorm(torch.zeros(()), torch.tensor(-1))
+    norms_N = _norms(params)
+    index_N = torch.arange(len(params), device=norms_N.device)
+    return GradientNorm(torch.linalg.vector_norm(norms_N), torch.where(norms_N.isnan(), index_N, -1).amax())
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -135,36 +157,12 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(norm.isfinite(), factor, 1.0)
 
 
-@torch.no_grad()
-def last_non_finite(params: Iterable[Tensor]) -> Tensor:
-    """The index of the last parameter whose gradient has a NaN or an Inf, int64 [] on its device; -1 if none has.
-
-    The host does not wait for the device. An Inf or NaN in a scaled gradient makes its scale NaN.
-
-    Args:
-        params: parameters of one device, at least one.
-    """
-    params = list(params)
-    largest = [torch.zeros((), device=p.device) for p in params]
-    found = {i: g for i, p in enumerate(params) if (g := gradient_of(p)) is not None}
-    unscaled = {i: g for i, g in found.items() if not isinstance(g, Scaled) and g.numel()}
-    maxima = torch._foreach_norm(list(unscaled.values()), torch.inf) if unscaled else ()
-    for i, amax in zip(unscaled, maxima, strict=True):
-        largest[i] = amax.float()
-    for i, g in found.items():
+def _norms(params: Sequence[Tensor]) -> Tensor:
+    """The norm of each parameter's gradient, float32 [N]: NaN if, and only if, an element is not finite."""
+    found = [gradient_of(p) for p in params]
+    nothing = torch.empty(0, device=params[0].device)  # whose norm is 0
+    norms_N = gradient_norms([g if isinstance(g, Tensor) else nothing for g in found])
+    for i, g in enumerate(found):
         if isinstance(g, Scaled):
-            largest[i] = g.scale
-    index_N = torch.arange(len(params), device=params[0].device)
-    return torch.where(torch.stack(largest).isfinite(), -1, index_N).amax()
-
-
-def _norm(gradients: list[Gradient]) -> Tensor:
-    """The norm of all gradients together, float32 []; 0 on the CPU if there are none."""
-    return torch.linalg.vector_norm(_norms(gradients)) if gradients else torch.zeros(())
-
-
-def _norms(gradients: list[Gradient]) -> Tensor:
-    """The norm of each gradient, float32 [N], those of scaled ones last."""
-    unscaled = [g for g in gradients if not isinstance(g, Scaled)]
-    scaled = [torch.linalg.vector_norm(g.load()) for g in gradients if isinstance(g, Scaled)]
-    return torch.cat([*([gradient_norms(unscaled)] if unscaled else []), *(norm[None] for norm in scaled)])
+            norms_N[i] = torch.linalg.vector_norm(g.load())
+    return norms_N

@@ -37,7 +37,7 @@ from octile.nn.delayed_scaling import amax_histories, end_step
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
-from octile.optim.gradient import gradient_norm, last_non_finite
+from octile.optim.gradient import gradient_norm
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
@@ -328,12 +328,9 @@ class Trainer:
         overflowed = False
         if self.loss_scale:
             overflowed = not self.loss_scale.unscale_(parameters) and self.loss_scale.value > 1.0
-        norm = gradient_norm(parameters).to(self.device)
-        last_broken = torch.full((), -1.0, device=self.device)
-        if self.device.type == "cuda" or not norm.isfinite():  # on a CPU it costs nothing to know that first
-            last_broken = last_non_finite(parameters).float()
+        norm, last_broken = gradient_norm(parameters)
         skip = self._decide(sums["loss"], norm, overflowed)
-        return Computed(torch.stack([*sums.values(), norm, last_broken]), load, skip, overflowed)
+        return Computed(torch.stack([*sums.values(), norm, last_broken.float()]), load, skip, overflowed)
 
     @torch.no_grad()
     def _decide(self, loss: Tensor, norm: Tensor, overflowed: bool) -> Tensor:

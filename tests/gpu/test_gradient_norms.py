@@ -22,6 +22,16 @@ def test_norms_equal_exact_ones_with_the_same_bits_at_each_call(dtype: torch.dty
     assert torch.equal(gradient_norms(tensors), found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_broken_gradient_has_the_norm_nan_and_one_that_overflows_inf(dtype: torch.dtype):
+    tensors = gradients(dtype)
+    tensors[3][-1], tensors[7][0] = torch.inf, -torch.inf
+    tensors[1].fill_(3e38)
+    found = gradient_norms(tensors)
+    assert found.isnan().nonzero().flatten().tolist() == [3, 7]
+    assert found.isinf().nonzero().flatten().tolist() == [1]
+
+
 def test_clipping_in_a_graph_follows_the_gradients():
     params = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients(torch.float32)]
     for p in params:

@@ -15,10 +15,15 @@ def test_norms_are_computed_in_fp32(dtype: torch.dtype):
     torch.testing.assert_close(found.double(), torch.stack([g.double().norm() for g in gradients]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_only_the_norm_of_a_broken_tensor_is_not_finite(bad: float):
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_only_the_norm_of_a_broken_tensor_is_nan(bad: float):
     gradients = [torch.ones(3), torch.tensor([1.0, bad]), torch.ones(5)]
-    assert gradient_norms(gradients).isfinite().tolist() == [True, False, True]
+    assert gradient_norms(gradients).isnan().tolist() == [False, True, False]
+
+
+def test_a_norm_of_finite_elements_that_overflows_is_inf():
+    gradients = [torch.full((5,), 3e38), torch.tensor([3e38, torch.inf]), torch.ones(5)]
+    torch.testing.assert_close(gradient_norms(gradients), torch.tensor([torch.inf, torch.nan, 5**0.5]), equal_nan=True)
 
 
 def test_the_norm_of_an_empty_tensor_is_zero():

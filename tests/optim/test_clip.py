@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.optim import clip_factor, clip_grad_norm_
-from octile.optim.gradient import gradient_of, last_non_finite, load, store_scaled
+from octile.optim.gradient import gradient_norm, gradient_of, load, store_scaled
 
 
 def with_gradients(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -101,7 +101,7 @@ def test_the_last_gradient_that_is_not_finite_is_found(broken, value, dtype):
     params = with_gradients(dtype)
     for i in broken:
         params[i].grad.view(-1)[-1] = value
-    found = last_non_finite(params)
+    found = gradient_norm(params).last_non_finite
     assert (found.item(), found.dtype, found.shape) == (max(broken, default=-1), torch.int64, ())
 
 
@@ -109,20 +109,20 @@ def test_finite_gradients_whose_norm_overflows_are_finite():
     params = with_gradients()
     params[0].grad.fill_(3e38)
     assert not clip_grad_norm_(params, 1.0).isfinite()
-    assert last_non_finite(params) == -1
+    assert gradient_norm(params).last_non_finite == -1
 
 
 def test_parameters_without_a_gradient_count_in_the_index():
     params = with_gradients()
     params[0].grad = None
     params[1].grad[3] = torch.nan
-    assert last_non_finite(params) == 1
+    assert gradient_norm(params).last_non_finite == 1
 
 
 def test_a_gradient_without_elements_is_finite():
     empty = torch.nn.Parameter(torch.zeros(0, 3))
     empty.grad = torch.zeros(0, 3)
-    assert last_non_finite([empty]) == -1
+    assert gradient_norm([empty]).last_non_finite == -1
 
 
 def test_a_scaled_gradient_that_is_not_finite_is_found():
@@ -130,4 +130,16 @@ def test_a_scaled_gradient_that_is_not_finite_is_found():
     for param in params:
         store_scaled(param, torch.float8_e4m3fn)
     (params[0].sum() + params[1].sum() * torch.inf + params[2].sum()).backward()
-    assert last_non_finite(params) == 1
+    assert gradient_norm(params).last_non_finite == 1
+
+
+def test_scaled_gradients_count_in_the_index_and_in_the_norm():
+    params = with_gradients()
+    store_scaled(params[1], torch.float8_e4m3fn)
+    params[1].grad = None
+    (params[1] * 3.0).sum().backward()
+    params[0].grad[0] = torch.nan
+    assert gradient_norm(params).last_non_finite == 0
+    params[0].grad.fill_(1.0)
+    params[2].grad.fill_(2.0)
+    torch.testing.assert_close(gradient_norm(params).norm, torch.tensor(35.0 + 11 * 9 + 4).sqrt())

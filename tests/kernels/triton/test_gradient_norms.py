@@ -31,7 +31,16 @@ def test_addresses_may_be_unaligned():
     torch.testing.assert_close(kernel.launch(gradients), torch.tensor([len(g) for g in gradients]).sqrt())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_only_the_norm_of_a_broken_tensor_is_not_finite(bad: float):
-    gradients = [torch.ones(3), torch.tensor([1.0, bad]), torch.ones(5)]
-    assert kernel.launch(gradients).isfinite().tolist() == [True, False, True]
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("size", [2, ELEMENTS], ids=["masked", "whole"])
+def test_only_the_norm_of_a_broken_tensor_is_nan(bad: float, size: int):
+    broken = torch.ones(size)
+    broken[1] = bad
+    assert kernel.launch([torch.ones(3), broken, torch.ones(5)]).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_finite_elements_that_overflows_is_inf(dtype: torch.dtype):
+    huge, broken = torch.full((2 * ELEMENTS,), 3e38), torch.tensor([3e38, torch.inf])
+    found = kernel.launch([huge.to(dtype), broken.to(dtype), torch.ones(4, dtype=dtype)])
+    torch.testing.assert_close(found, torch.tensor([torch.inf, torch.nan, 2.0]), equal_nan=True)
