@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 NAMED = 3  # files left out that are named, of each reason
 MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a text of progress and nothing else
-MIN_BAR_WIDTH = 116  # the same for the bar next to the metrics of a step
-MIN_ELAPSED_WIDTH = 132  # and for the time elapsed
+MIN_FLOPS_WIDTH = 100  # the same for FLOP/s and MFU; a narrower one shows MFU, their share of the GPU's peak
+MIN_BAR_WIDTH = 120  # for the bar next to the metrics of a step
+MIN_ELAPSED_WIDTH = 140  # and for the time elapsed
 LOG_LINES = 20  # lines of progress in a log file
 SIGPIPE = 13  # also where Python's `signal` does not have it
 
@@ -168,11 +169,11 @@ class StepProgress:
         if "skipped_for" in line:
             total = f"{line['skipped']:,} step{'s' * (line['skipped'] != 1)} skipped so far"
             self.console.print(f"step {line['step']} was skipped: {line['skipped_for']}; {total}")
-        text = (
-            f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s · {format_flops(line['flops_per_s'])}"
-        )
-        text += f" · {line['mfu']:.1%} MFU" if "mfu" in line else ""
-        self.bar.update(self.task, completed=line["step"], description=text)
+        flops, mfu = format_flops(line["flops_per_s"]), f"{line['mfu']:.1%} MFU" if "mfu" in line else None
+        head = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
+        text = " · ".join(filter(None, (head, flops, mfu)))
+        has_room = self.console.console.width >= MIN_FLOPS_WIDTH
+        self.bar.update(self.task, completed=line["step"], description=text if has_room else f"{head} · {mfu or flops}")
         if not self.console.console.is_terminal and line["step"] % self.every == 0:
             left = (self.steps - line["step"]) * line["seconds"] / line["step"]
             self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")

@@ -64,27 +64,39 @@ def line(**more) -> dict:
     return {"step": 11_234, "main_loss": 2.345, "tokens_per_s": 12_345.0, "flops_per_s": 279.96e12, **more}
 
 
-def steps_on_a_terminal(width: int) -> str:
-    console = RunConsole(Console(file=io.StringIO(), width=width, force_terminal=True))
-    with console.steps(12_000, 11_000) as progress:
-        progress.step(line(mfu=0.283))
-    return console.console.file.getvalue()
+def shown_at(width: int, steps: int, line: dict) -> str:
+    """Return what a terminal shows of a step: the lines of the progress, without their styles."""
+    console = RunConsole(Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None))
+    with console.steps(steps, 0) as progress:
+        progress.step(line)
+    plain = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", console.console.file.getvalue())
+    return "step" + plain.split("step")[-1].replace("\r", "\n").rstrip()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_numbers_of_the_progress_are_whole(width):
-    shown = steps_on_a_terminal(width)
-    assert all(number in shown for number in ("11234/12000", "2.345", "12,345", "280.0", "28.3%"))
+@pytest.mark.parametrize("speed", [12_345.0, 1_234_567.0])
+def test_numbers_of_the_progress_are_whole(width, speed):
+    shown = shown_at(width, 12_000, line(mfu=0.283, tokens_per_s=speed))
+    assert all(number in shown for number in ("11234/12000", "2.345", f"{speed:,.0f}", "28.3%"))
+    assert ("280.0" in shown) == (width > 80)
 
 
-@pytest.mark.parametrize("width", [80, 100, 116, 132])
-def test_metrics_of_a_step_stay_on_one_line(width):
-    console = RunConsole(Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None))
-    with console.steps(1_000, 0) as progress:
-        progress.step({**line(), "step": 234, "flops_per_s": 77.4e9})
-    last = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", console.console.file.getvalue()).split("\r")[-1]
-    assert "step 234/1000 loss 2.345 · 12,345 tokens/s · 77.4 GFLOP/s" in last
-    assert last.rstrip().endswith("left")
+@pytest.mark.parametrize("width", [80, 100, 116, 120, 132, 140])
+@pytest.mark.parametrize("speed", [12_345.0, 1_234_567.0])
+@pytest.mark.parametrize("mfu", [{}, {"mfu": 0.283}], ids=["CPU", "GPU"])
+def test_metrics_of_a_step_stay_on_one_line(width, speed, mfu):
+    steps = 200_000 if mfu else 2_000
+    flops = 279.96e12 if mfu else 77.4e9
+    shown = shown_at(width, steps, line(**mfu, step=steps - 1_000, tokens_per_s=speed, flops_per_s=flops))
+    assert shown.startswith(f"step {steps - 1_000}/{steps} loss 2.345 · {speed:,.0f} tokens/s · ")
+    assert shown.endswith("left")
+    assert "\n" not in shown
+
+
+def test_a_narrow_terminal_shows_the_mfu_for_the_flops_that_it_follows_from():
+    assert "12,345 tokens/s · 28.3% MFU" in shown_at(80, 12_000, line(mfu=0.283))
+    assert "12,345 tokens/s · 280.0 TFLOP/s" in shown_at(80, 12_000, line())
+    assert "12,345 tokens/s · 280.0 TFLOP/s · 28.3% MFU" in shown_at(100, 12_000, line(mfu=0.283))
 
 
 def test_a_file_gets_lines_that_are_not_wrapped():
