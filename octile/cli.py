@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, Union, get_args
 
 from octile import __version__
 from octile.extras import require
@@ -41,10 +42,8 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
     "could not convert string to float: ": "a number",
 }
 
-# tyro's message for an optional number
-OPTIONAL_NUMBER_ERROR = re.compile(
-    r"no type matching \{None\}\|(INT|FLOAT)(?:\|.*)? could be instantiated from \[(.*)\]"
-)
+# tyro's message for an option that is a number or several
+UNION_ERROR = re.compile(r"no type matching (INT|FLOAT)\|.* could be instantiated from \[(.*)\]")
 
 INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
 
@@ -413,7 +412,8 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
     try:
         with redirect_stdout(shown), redirect_stderr(output):
             defaults = tyro.MISSING_NONPROP if default is None else default
-            options = tyro.cli(form, args=arguments, prog=f"octile {command}", default=defaults, config=marks)
+            with _registry():
+                options = tyro.cli(form, args=arguments, prog=f"octile {command}", default=defaults, config=marks)
     except SystemExit as end:
         if not end.code:  # --help
             print(wrap_help(shown.getvalue()), flush=True)
@@ -424,6 +424,30 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
         if Path in (annotation, *get_args(annotation)) and _value_of(option, arguments) == "":
             raise ValueError(f"{option} is empty: name a path")  # Path("") is the current folder
     return options
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """Registry for tyro in which the help of an optional value names what the value is, and not None, too."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type_origin not in (Union, UnionType) or type(None) not in get_args(info.type):
+            return None
+        without_none: Any = Union[*(kind for kind in get_args(info.type) if kind is not type(None))]
+        spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(without_none, info.markers))
+        if not isinstance(spec, PrimitiveConstructorSpec):
+            return None
+        return replace(
+            spec,
+            instance_from_str=lambda words: None if words == ["None"] else spec.instance_from_str(words),
+            is_instance=lambda value: value is None or spec.is_instance(value),
+            str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
+        )
+
+    return registry
 
 
 def _parse_run(form: type[RunForm], arguments: list[str], command: str, default: RunForm) -> RunForm:
@@ -466,7 +490,7 @@ def _error_line(box: str) -> str:
         return f"{first}; perhaps you meant {' or '.join(meant)}" if meant else first
     for python, kind in NUMBER_ERRORS.items():
         what = what.replace(python, f"{where} must be {kind}, not ")
-    if none_of := OPTIONAL_NUMBER_ERROR.match(what):
+    if none_of := UNION_ERROR.match(what):
         kind, given = none_of.groups()
         return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
     return what

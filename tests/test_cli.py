@@ -92,6 +92,11 @@ def test_help_fits_the_terminal(capsys, monkeypatch, command, width):
     assert [line for line in out.splitlines() if len(line) > width] == []
 
 
+@pytest.mark.parametrize("command", [[name] for name in COMMANDS if name != "lab"] + [["lab", "capture"]], ids=" ".join)
+def test_help_names_what_an_option_takes_not_that_it_may_be_left_out(capsys, command):
+    assert "{None}" not in call(capsys, *command, "--help")[1]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -222,6 +227,10 @@ def begun(monkeypatch):
         return configs.pop()
 
     return begin
+
+
+def test_an_option_that_may_be_left_out_takes_none_as_well(begun):
+    assert begun("--model.q-lora-rank", "None").model.q_lora_rank is None
 
 
 def test_without_options_the_tiny_preset_is_trained(begun):
