@@ -449,7 +449,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "recipe": trainer.config.recipe,
         "parameters": counts.total,
         "active_parameters": counts.active,
-        "bytes_per_token": m.bytes["val"] / m.tokens["val"],
+        "bytes_per_token": m.bytes_per_token,
         "held_out_share": m.held_out_share,
         "held_out_text": f"{m.tokens['val']:,} tokens in {m.documents['val']:,} {m.unit}",
         "machine": describe_machine(measured_on),

@@ -74,8 +74,8 @@ class Manifest:
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token of the training documents."""
-        return self.bytes["train"] / (self.tokens["train"] + self.cut_tokens)
+        """The bytes of a token of the held-out documents, which turn a loss per token into one per byte."""
+        return self.bytes["val"] / self.tokens["val"]
 
     def write(self, folder: Path) -> None:
         """Write manifest.json."""

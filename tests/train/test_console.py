@@ -48,6 +48,14 @@ def test_what_is_cut_out_because_it_is_held_out_is_counted(source, tmp_path):
     assert re.fullmatch(r".*: [\d,]+ tokens \(\d+\.\d%\), in spans of 50 or more that are held out, too", cut[0])
 
 
+def test_the_bytes_per_token_are_those_of_the_held_out_text(source, tmp_path):
+    store = prepare(source, 300, tmp_path / "data", 16)
+    text = [token for token in store.val.tolist() if token not in (store.tokenizer.begin, store.tokenizer.end)]
+    per_token = len(store.tokenizer.decode(text).encode()) / len(store.val)
+    assert store.manifest.bytes_per_token == pytest.approx(per_token)
+    assert f" of the text, {per_token:.2f} bytes per token)" in "".join(shown(source, tmp_path / "data"))
+
+
 def test_the_first_files_that_are_left_out_are_named_with_the_number_of_the_others(source, tmp_path):
     lines = shown(source, tmp_path / "data")
     assert "left out: 5 not text: photo0.jpg, photo1.jpg, photo2.jpg and 2 more" in lines
