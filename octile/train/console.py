@@ -87,7 +87,8 @@ class RunConsole:
         m = store.manifest
         self.print(
             f"data: {m.source}, {m.tokens['train']:,} tokens of {m.documents['train']:,} {m.unit} to train on, "
-            f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text, {m.bytes_per_token:.2f} bytes per token)"
+            f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text, "
+            f"{m.bytes_per_token:.2f} bytes per token)"
         )
         if m.cut_tokens:
             self.print(
