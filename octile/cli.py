@@ -17,7 +17,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
@@ -29,7 +29,7 @@ from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
-from octile.train.signals import Stopped, Terminated, terminable
+from octile.train.signals import Stopped, Terminated, quiet_exit, terminable
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 with suppress(ImportError):  # `main` reports it when it is missing
@@ -369,7 +369,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a console without UTF-8 shows "?" for "…"
     if "OMP_WAIT_POLICY" not in os.environ:  # spinning threads delay one another if a core is busy
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with quiet_exit() if argv is None else nullcontext():
+        _dispatch(list(sys.argv[1:] if argv is None else argv))
+
+
+def _dispatch(arguments: list[str]) -> None:
     name = arguments[0] if arguments else "--help"
     if name in HELP:
         _run(lambda _: print(wrap_help(_overview()), flush=True), [])

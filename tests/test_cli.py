@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import is_dataclass, replace
@@ -638,6 +639,32 @@ def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     assert (process.communicate(timeout=60)[1], process.returncode) == ("octile: terminated\n", 143)
+
+
+@pytest.mark.parametrize(
+    ("late", "status"),
+    [
+        ("atexit.register(wait)", 130),
+        ("threading.Thread(target=lambda: (threading.main_thread().join(), wait())).start()", 130),
+        ("sys.modules.update(late=type('Late', (), {'__del__': wait})())", 0),  # no Python code may run at Ctrl-C then
+    ],
+    ids=["exit handler", "thread", "destructor"],
+)
+def test_ctrl_c_while_the_interpreter_exits_prints_nothing(late, status):
+    code = (
+        "import atexit, signal, sys, threading, time, octile.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
+        "def wait(*_, write=sys.stdout.write, flush=sys.stdout.flush, sleep=time.sleep):\n"
+        "    write('exits\\n'), flush(), sleep(1)\n"
+        f"octile.cli.COMMANDS['doctor'] = lambda arguments: {late}\n"
+        "sys.argv[1:] = ['doctor']\n"
+        "octile.cli.main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.stdout.readline() not in ("exits\n", ""):
+        pass
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", status)
 
 
 COMPARED = (

@@ -1,15 +1,19 @@
 """Ctrl-C and SIGTERM: end a command cleanly, with the exit code that a shell gives to the signal.
 
 A training run saves its state first (`stop_requests`); any other work is interrupted by an exception (`terminable`).
+While the interpreter exits, nobody would catch that exception (`quiet_exit`).
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, Self
 
@@ -52,6 +56,29 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def quiet_exit() -> Iterator[None]:
+    """Context manager after which the process is to exit, and Ctrl-C ends it at once, without a traceback.
+
+    Python waits for threads and calls exit handlers first. What it destroys then is beyond Ctrl-C, which is ignored
+    for that moment.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        with suppress(Exception):  # the signal may have interrupted a flush
+            sys.stdout.flush()
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell begins a process in the background
+        yield
+        return
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # called last, since it is registered first
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, end)
 
 
 @contextmanager
