@@ -1,4 +1,4 @@
-"""The settings of a gate, and which of them fit together; without torch, for `ModelConfig` and for the gate itself.
+"""The settings of a gate, and which fit together; without torch, for `ModelConfig`, the gate and its kernels.
 
 E experts are divided into G groups of one size. A token may go to the experts of `topk_group` groups and chooses K of
 them, so the number of groups must divide E, and `topk_group` groups must hold K experts. V3's gate ranks a group by the
@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 TopkMethod = Literal["noaux_tc", "group_limited_greedy", "greedy"]
 ScoringFunc = Literal["sigmoid", "softmax"]
+
+EPS = 1e-20  # added to the sum of a token's weights by which they are divided
 
 
 def check_routing(

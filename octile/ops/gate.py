@@ -27,11 +27,11 @@ from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 from octile.ops.top_experts import check_choice, top_experts
+from octile.routing import EPS
 
 TERMS = 3  # BF16 numbers that sum to one FP32 number
 # The terms of dy and of the weight that are multiplied for dx, pair by pair. The first three of dy are all that it has.
 DY_TERMS, WEIGHT_TERMS = [0, 1, 2, 0, 0, 1], [2, 1, 0, 1, 0, 0]
-EPS = 1e-20  # added to the sum of a token's weights
 
 
 @operator()

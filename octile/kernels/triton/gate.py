@@ -11,6 +11,9 @@ from torch import Tensor
 
 from octile.kernels.triton.launch_config import BFLOAT16_TERMS, EXACT, GATE_ELEMENTS
 from octile.kernels.triton.top_experts import LEAST, choice_keys, expert_of
+from octile.routing import EPS
+
+WEIGHT_EPS = tl.constexpr(EPS)
 
 
 def launch(
@@ -121,7 +124,7 @@ def choose_experts(
     logit = _sum_parts(products + row * row_stride, chosen, column_stride, inside, E, PARTS)
     weight = tl.div_rn(tl.exp(logit - shift[:, None]), total[:, None]) if SOFTMAX else _sigmoid(logit)
     if NORMALIZE:
-        weight = tl.div_rn(weight, (tl.sum(tl.where(k < K, weight, 0.0), axis=1) + 1e-20)[:, None])
+        weight = tl.div_rn(weight, (tl.sum(tl.where(k < K, weight, 0.0), axis=1) + WEIGHT_EPS)[:, None])
     tl.store(experts + row * K + k, chosen, mask=inside)
     tl.store(weights + row * K + k, weight * factor, mask=inside)
 
@@ -157,7 +160,7 @@ def gate_backward(
         else:
             of_chosen = tl.where(k < K, _sigmoid(logit), 0.0)
         if NORMALIZE:
-            weights = (tl.sum(of_chosen, axis=1) + 1e-20)[:, None]
+            weights = (tl.sum(of_chosen, axis=1) + WEIGHT_EPS)[:, None]
             of_total = tl.div_rn(tl.div_rn(of_chosen, weights), weights)
             d = tl.div_rn(d, weights) - tl.sum(d * of_total, axis=1)[:, None]
         if not SOFTMAX:
