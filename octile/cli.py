@@ -210,7 +210,7 @@ class Generate:
 
     Attributes:
         run: a run folder, or a Hugging Face folder of a DeepSeek-V3 model; the newest under runs/ if not given.
-        prompt: the text to continue.
+        prompt: the text to continue; an empty one has the model begin a text.
         max_new_tokens: maximum number of tokens to generate.
         temperature: 0 is greedy, 1 samples from the model's distribution.
         top_p: sample only from the most likely tokens that together have this probability.

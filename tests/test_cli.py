@@ -439,6 +439,20 @@ def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
     assert "exceed the model's context of 128" in err
 
 
+def test_generate_no_token(capsys, hf_folder):
+    assert "max_new_tokens must be at least 1, not 0" in refused(
+        capsys, "generate", str(hf_folder), "--max-new-tokens", "0"
+    )
+
+
+def test_generate_with_an_empty_prompt_begins_a_text(capsys, hf_folder, monkeypatch):
+    prompts = []
+    monkeypatch.setattr("octile.train.generate.generate", lambda model, prompt, *_: prompts.append(prompt) or iter(()))
+    options = ("--prompt", "", "--max-new-tokens", "4")
+    assert call(capsys, "generate", str(hf_folder), *options)[:2] == (0, "\n")
+    assert prompts == [[Tokenizer.load(hf_folder).begin]]
+
+
 def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch):
     monkeypatch.setattr("octile.train.generate.load", lambda folder: pytest.fail("the model was loaded"))
     said = refused(capsys, "generate", str(hf_folder), "--prompt", os.fsdecode(b"caf\xe9"))

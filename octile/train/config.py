@@ -107,7 +107,7 @@ class TrainConfig:
         device: auto uses a GPU if there is one.
         deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
             number of threads.
-        prompt: the text that the sample at the end of the run continues.
+        prompt: the text that the sample at the end of the run continues; an empty one has the model begin a text.
         telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
         telemetry_layers: patterns of the names of the layers to measure, separated by commas.
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.

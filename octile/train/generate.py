@@ -36,8 +36,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must not be negative, but is {self.max_new_tokens}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature and not FLOAT32.tiny <= self.temperature <= FLOAT32.max:
             raise ValueError(
                 f"temperature must be at least 0: 0, or from {FLOAT32.tiny:.2g} to {FLOAT32.max:.2g}, "
@@ -51,6 +51,8 @@ class Sampling:
 
 def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Generate text with the model and the tokenizer of a run folder or a Hugging Face folder.
+
+    The model reads a begin-of-text token and the prompt. After an empty prompt it begins a text of its own.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.

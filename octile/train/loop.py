@@ -437,7 +437,7 @@ def sample_text(trainer: Trainer, store: TokenStore) -> str:
     """The prompt and a sampled continuation. Greedy decoding of a model after few steps would repeat itself."""
     prompt = trainer.config.prompt
     available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
-    sampling = Sampling(max(0, min(SAMPLE_TOKENS, available)), temperature=0.8, top_p=0.95)
+    sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
     return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, sampling))
 
 

@@ -44,7 +44,8 @@ def test_the_same_seed_samples_the_same_tokens():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens must not be negative"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 1, not -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
         ({"temperature": -0.5}, "temperature must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
         ({"temperature": float("inf")}, "temperature must be at least 0"),
