@@ -20,6 +20,7 @@ from octile.train.trainer import batch_ramp
 REFERENCE_SIZE = 512
 FAST_SIZE = 1024  # of a GEMM that runs at a CPU's full speed
 LONG = 600  # seconds; of a shorter run nothing is said
+SLOW = 5e9  # FLOP/s; every CPU multiplies faster
 
 
 def describe_duration(config: TrainConfig, device: torch.device, done: int) -> str | None:
@@ -35,6 +36,8 @@ def describe_duration(config: TrainConfig, device: torch.device, done: int) -> s
     ramp = batch_ramp(config)
     tokens = (ramp.before(config.steps) - ramp.before(done)) * config.sequence_length
     flops = tokens * train_flops_per_token(config.model, config.sequence_length)
+    if flops / SLOW < LONG:  # timing GEMMs takes a short run 0.2 s
+        return None
     dtypes = (torch.float32, torch.bfloat16) if cpu.can_multiply() else (torch.float32,)
     speed = 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype)) for dtype in dtypes)
     if flops / speed < LONG:

@@ -67,6 +67,11 @@ def test_nothing_is_said_of_a_short_run(gflops):
     assert describe_duration(preset("tiny"), CPU, 0) is None
 
 
+def test_no_gemm_is_timed_for_a_run_that_is_short_on_any_cpu(monkeypatch):
+    monkeypatch.setattr("octile.train.duration.gemm_seconds", lambda *_: pytest.fail("a GEMM was timed"))
+    assert describe_duration(replace(preset("tiny"), steps=100), CPU, 0) is None
+
+
 def test_nothing_is_said_on_a_gpu():
     assert describe_duration(preset("medium"), torch.device("cuda"), 0) is None
 
@@ -79,5 +84,5 @@ def test_a_run_says_it_before_its_data_is_prepared(gflops, text, tmp_path, monke
     monkeypatch.setattr("octile.train.loop.prepare", prepare)
     screen = silent_console()
     with pytest.raises(KeyError, match="data is prepared"):
-        train(micro(data=str(text), out=tmp_path / "run"), False, screen)
+        train(micro(data=str(text), out=tmp_path / "run", steps=10**9), False, screen)
     assert "on this CPU the run takes at least" in screen.console.file.getvalue()
