@@ -157,6 +157,14 @@ TABLE = {
     "quantize_and_transpose": Backends(
         _why_not_first(1), launcher.quantize_and_transpose, _triton("transpose", "launch_block")
     ),
+    "quantize_transposed": Backends(
+        _why_not_first(1), launcher.quantize_transposed, _triton("transpose", "launch_transposed_block")
+    ),
+    "quantize_joined": Backends(
+        lambda weights, *_: launcher.why_unsupported(*weights),
+        launcher.quantize_joined,
+        _triton("transpose", "launch_joined"),
+    ),
     "swiglu_quantize": Backends(
         _why_not_first(2), lambda *args: launcher.swiglu(*args)[:2], _triton("swiglu", "launch")
     ),
@@ -166,8 +174,7 @@ TABLE = {
     ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
-# quantize_transposed calls "quantize_and_transpose" of `TABLE`
-QUANTIZATIONS = (*(name for name in TABLE if name != "gemm"), "quantize_transposed")
+QUANTIZATIONS = tuple(name for name in TABLE if name != "gemm")
 OPERATORS = (*GEMMS, *QUANTIZATIONS, *ONLY_TRITON, *ONLY_TORCH)
 
 

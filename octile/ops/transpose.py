@@ -9,6 +9,7 @@ columns, and one kernel that holds it in registers writes both.
     requantize_transposed       the input of a layer, saved in FP8 for backward: 1×128 → transposed 1×128
     quantize_and_transpose      a weight: 128×128, and the same data transposed
     quantize_transposed         a weight for dgrad alone, in the backward pass
+    quantize_joined             weights that multiply one input, as one matrix of their rows
 
 The rows of a mixture's experts come with `tiles`, which say which rows each 128×1 tile of the transposed result holds:
 rows of one expert (`octile.ops.groups`).
@@ -17,6 +18,8 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2 and §3.5.2, which asks for this 
 Shapes: [..., M, K] → [..., K, M], with tiles [..., K, P]. The rows of a transposed matrix are padded in memory to a
 multiple of 16 bytes.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -210,8 +213,54 @@ def _(x, fmt, power_of_2, dy):
 @quantize_transposed.register_kernel("cuda")
 def _(x, fmt, power_of_2, dy):
     _check(x, fmt)
-    _, scale, data_t = backends.run("quantize_and_transpose", x, STORAGE_DTYPES[fmt], power_of_2)
-    return data_t, scale
+    return backends.run("quantize_transposed", x, STORAGE_DTYPES[fmt], power_of_2)
+
+
+@operator()
+def quantize_joined(
+    weights: list[Tensor],
+    fmt: str,
+    power_of_2: bool,
+    with_data: bool,
+    with_transposed: bool,
+    dy: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize matrices in 128×128 blocks as one matrix of all their rows, N, which no kernel copies before.
+
+    Args:
+        weights: [N_i, K], float32, bfloat16 or float16, all of one dtype. N_i is a multiple of 128, except for the
+            last one, so that no block has rows of two matrices.
+        fmt: "e4m3", "e5m2" or "int8".
+        power_of_2: whether to round each scale up to a power of two.
+        with_data, with_transposed: which of data and data_t to compute; the other one is [0, 0].
+        dy: as in `quantize_transposed`.
+
+    Returns:
+        data [N, K], scale [⌈N/128⌉, ⌈K/128⌉] and data_t [K, N], bit for bit `quantize_and_transpose(cat(weights), …)`.
+
+    Raises:
+        TypeError: a matrix has another dtype, or they differ in dtype.
+        ValueError: there are none, their shapes or devices do not fit, or fmt is another one.
+    """
+    _check_joined(weights, fmt)
+    x = torch.cat(weights)
+    data, scale = quantize(x, *BLOCK, fmt, power_of_2)
+    data_t = new_transposed(x, data.dtype).copy_(data.mT) if with_transposed else data.new_empty(0, 0)
+    return data if with_data else data.new_empty(0, 0), scale, data_t
+
+
+@quantize_joined.register_fake
+def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
+    dtype, first = STORAGE_DTYPES[fmt], weights[0]
+    x = first.new_empty(sum(w.shape[0] for w in weights), first.shape[1])
+    data = x.new_empty(x.shape if with_data else (0, 0), dtype=dtype)
+    return data, new_scale(x, *BLOCK), new_transposed(x, dtype) if with_transposed else x.new_empty(0, 0, dtype=dtype)
+
+
+@quantize_joined.register_kernel("cuda")
+def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
+    _check_joined(weights, fmt)
+    return backends.run("quantize_joined", weights, STORAGE_DTYPES[fmt], power_of_2, with_data, with_transposed)
 
 
 def _check(x: Tensor, fmt: str) -> None:
@@ -220,6 +269,29 @@ def _check(x: Tensor, fmt: str) -> None:
         raise ValueError(f"x must be a matrix [..., M, K], not {tuple(x.shape)}")
     if fmt not in GEMM_FORMATS:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' for a transposed result, not {fmt!r}")
+
+
+def why_not_join(weights: Sequence[Tensor]) -> str | None:
+    """Return why matrices cannot be quantized as one, block for block as each of them alone; None: they can."""
+    first = weights[0]
+    for i, w in enumerate(weights):
+        if w.dim() != 2 or w.shape[1] != first.shape[1]:
+            return f"weights[{i}] must be a matrix with the K of weights[0], not {tuple(w.shape)}"
+        if i + 1 < len(weights) and w.shape[0] % BLOCK[0]:
+            return f"weights[{i}] must have a multiple of {BLOCK[0]} rows, since others follow, not {w.shape[0]}"
+    return None
+
+
+def _check_joined(weights: Sequence[Tensor], fmt: str) -> None:
+    if not weights:
+        raise ValueError("weights must have at least one matrix")
+    for i, w in enumerate(weights):
+        _check(w, fmt)
+        if w.dtype != weights[0].dtype:
+            raise TypeError(f"weights[{i}] must be {weights[0].dtype} as weights[0], not {w.dtype}")
+        check_device("weights[0]", weights[0], f"weights[{i}]", w)
+    if (reason := why_not_join(weights)) is not None:
+        raise ValueError(reason)
 
 
 def _check_requantize(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | None, tiles: Tensor | None) -> None:

@@ -34,6 +34,7 @@ from octile.ops.swiglu import (
 )
 from octile.ops.transpose import (
     quantize_and_transpose,
+    quantize_joined,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
@@ -111,6 +112,10 @@ CASES = {
     "blocks, transposed alone": lambda: (
         quantize_transposed,
         (torch.randn(2, 5, 130, device="cuda"), "int8", False, torch.randn(3, device="cuda")),
+    ),
+    "joined weights": lambda: (
+        quantize_joined,
+        ([torch.randn(n, 136, device="cuda") for n in (128, 5)], "e4m3", True, True, True),
     ),
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
     "swiglu in high precision": lambda: (swiglu, tuple(torch.randn(2, 5, 130, device="cuda"))),

@@ -17,7 +17,13 @@ from octile.ops.norm import normalized, rms_norm_backward, rms_norm_quantize
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
-from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.ops.transpose import (
+    quantize_and_transpose,
+    quantize_joined,
+    quantize_rows_and_columns,
+    quantize_transposed,
+    requantize_transposed,
+)
 from tests.kernels.triton.comparison import assert_close_data, assert_same, extreme, finite
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -74,6 +80,24 @@ def test_transposed_quantization_of_a_large_matrix_and_of_ragged_ones(
 @both_scales
 def test_weights_and_their_transposes(shape: tuple[int, ...], power_of_2: bool):
     _assert_as_on_the_cpu(quantize_and_transpose, 0.02 * torch.randn(shape), "e4m3", power_of_2)
+
+
+@pytest.mark.parametrize("shape", [(768, 256), (16, 768, 256), (130, 304)], ids=str)
+@both_scales
+def test_transposed_weights_alone(shape: tuple[int, ...], power_of_2: bool):
+    w = 0.02 * torch.randn(shape)
+    found = quantize_transposed(w.cuda(), "e4m3", power_of_2, w.cuda())
+    assert_same(_cpu(found), quantize_transposed(w, "e4m3", power_of_2, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [(384, 320), (2048, 2048), (1536, 512, 512), (128, 3)], ids=str)
+@pytest.mark.parametrize(("with_data", "with_transposed"), [(True, True), (True, False), (False, True)])
+def test_joined_weights(rows: tuple[int, ...], dtype: torch.dtype, with_data: bool, with_transposed: bool):
+    weights = [torch.randn(n, 776).to(dtype) for n in rows]
+    settings = ("e4m3", True, with_data, with_transposed)
+    found = quantize_joined([w.cuda() for w in weights], *settings)
+    assert_same(_cpu(found), quantize_joined(weights, *settings))
 
 
 def _all_magnitudes(k: int) -> Tensor:

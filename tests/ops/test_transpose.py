@@ -10,6 +10,7 @@ from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
 from octile.ops.transpose import (
     quantize_and_transpose,
+    quantize_joined,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
@@ -235,3 +236,60 @@ def test_data_that_is_not_in_tiles_is_refused(data: Tensor, scale: Tensor, error
 def test_rows_that_do_not_fit_are_refused(rows: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         requantize_transposed(*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, rows)
+
+
+# Weights that are quantized as one matrix
+
+
+@both_scales
+@pytest.mark.parametrize("rows", [(128,), (128, 128), (256, 130), (128, 384, 5)], ids=str)
+@pytest.mark.parametrize("k", [128, 200])
+def test_joined_weights_have_the_blocks_of_each_alone(rows: tuple[int, ...], k: int, power_of_2: bool):
+    weights = list(matrix((sum(rows), k)).split(rows))
+    data, scale, data_t = quantize_joined(weights, "e4m3", power_of_2, True, True)
+    alone = [quantize(w, 128, 128, "e4m3", power_of_2) for w in weights]
+    assert_same(data, torch.cat([data.view(torch.uint8) for data, _ in alone]).view(data.dtype))
+    assert_same(scale, torch.cat([scale for _, scale in alone]))
+    assert_same(data_t, data.mT)
+    assert_rows_of_whole_vectors(data_t)
+
+
+@pytest.mark.parametrize(("with_data", "with_transposed"), [(True, False), (False, True)])
+def test_of_joined_weights_only_what_is_asked_for_is_computed(with_data: bool, with_transposed: bool):
+    weights = list(matrix((256, 200)).split(128))
+    whole = quantize_joined(weights, "e4m3", True, True, True)
+    found = quantize_joined(weights, "e4m3", True, with_data, with_transposed)
+    for t, expected, is_asked in zip(found, whole, (with_data, True, with_transposed), strict=True):
+        if is_asked:
+            assert_same(t, expected)
+        else:
+            assert t.shape == (0, 0)
+
+
+def test_joining_weights_is_a_well_formed_operator():
+    weights = [torch.randn(128, 130), torch.randn(5, 130)]
+    torch.library.opcheck(quantize_joined.overload, (weights, "e4m3", True, True, True))
+    torch.library.opcheck(quantize_joined.overload, (weights, "e4m3", True, False, True, torch.randn(2)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "text"),
+    [
+        ([], ValueError, "weights must have at least one matrix"),
+        ([torch.ones(130, 8), torch.ones(8, 8)], ValueError, r"weights\[0\] must have a multiple of 128 rows, .*130"),
+        (
+            [torch.ones(128, 8), torch.ones(8, 9)],
+            ValueError,
+            r"weights\[1\] must be a matrix with the K of weights\[0\]",
+        ),
+        (
+            [torch.ones(128, 8), torch.ones(8, 8).half()],
+            TypeError,
+            r"weights\[1\] must be torch.float32 as weights\[0\]",
+        ),
+    ],
+    ids=["none", "rows", "columns", "dtypes"],
+)
+def test_weights_that_cannot_be_joined_are_refused(weights: list[Tensor], error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        quantize_joined(weights, "e4m3", True, True, True)

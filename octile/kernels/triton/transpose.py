@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
 """Quantization that also transposes a matrix, in one read of it, bit for bit as `octile.ops.transpose` specifies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,6 +91,24 @@ def launch_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tenso
     data_t = new_transposed(x, dtype)
     _launch(quantize_and_transpose, x, power_of_2, data=data, scale=scale, data_t=data_t)
     return data, scale, data_t
+
+
+def launch_transposed_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Quantize x [..., M, K], any strides → data_t [..., K, M], and scale for 128×128 blocks of x."""
+    _, scale, data_t = launch_block(x, dtype, power_of_2)
+    return data_t, scale
+
+
+def launch_joined(
+    weights: Sequence[Tensor], dtype: torch.dtype, power_of_2: bool, with_data: bool, with_transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize the rows of matrices [N, K], any strides, as one matrix; `octile.ops.transpose.quantize_joined`."""
+    x = torch.cat(list(weights))
+    nothing = torch.empty(0, 0, dtype=dtype, device=x.device)
+    if not with_transposed:
+        return *quantize.launch(x, 128, 128, dtype, power_of_2), nothing
+    data, scale, data_t = launch_block(x, dtype, power_of_2)
+    return data if with_data else nothing, scale, data_t
 
 
 def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tensor, **others: Any) -> None:

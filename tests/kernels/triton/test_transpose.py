@@ -39,6 +39,13 @@ def _requantize(x: Tensor, fmt: str, power_of_2: bool) -> None:
     assert_same(found, reference.requantize_transposed(data, scale, power_of_2))
 
 
+def _joined(x: Tensor, fmt: str, power_of_2: bool) -> None:
+    weights = [x.flatten(0, -2), _ordinary((5, x.shape[-1]))]
+    for with_data, with_transposed in ((True, True), (True, False), (False, True)):
+        found = transpose.launch_joined(weights, STORAGE_DTYPES[fmt], power_of_2, with_data, with_transposed)
+        assert_same(found, reference.quantize_joined.reference(weights, fmt, power_of_2, with_data, with_transposed))
+
+
 every_operator = pytest.mark.parametrize("operator", [_both, _block, _requantize], ids=["both", "block", "again"])
 
 
@@ -105,3 +112,8 @@ def test_rows_in_another_order(fmt: str):
     data, scale = quantize(extreme(130, 200), 1, 128, fmt, True)
     found = transpose.launch_requantize(data, scale, data.dtype, True, rows)
     assert_same(found, reference.requantize_transposed(data, scale, True, None, rows))
+
+
+@both_scales
+def test_joined_weights(fmt: str, power_of_2: bool):
+    _joined(_ordinary((128, 200)), fmt, power_of_2)

@@ -115,16 +115,18 @@ __device__ __forceinline__ unsigned transposed_offset(unsigned group, unsigned v
     return group * 8 * side + (vector / 2 ^ group % 8) * 16 + vector % 2 * 8;
 }
 
-// Stores the transposed data from shared memory: 16 bytes per lane, 8 lanes per row. The padding of rows is stored too.
-__device__ __forceinline__ void store_transposed(uint8_t* data_t, const BlockCoord& at, const uint8_t* shared) {
+// Stores the transposed data from shared memory: 16 bytes per lane, 8 lanes per row. Rows are stored up to a multiple of
+// 16 bytes, their padding; row_bytes, from one row to the next, is more in a part of a larger matrix.
+__device__ __forceinline__ void store_transposed(
+    uint8_t* data_t, const BlockCoord& at, unsigned row_bytes, const uint8_t* shared) {
     const unsigned lane = ptx::lane_id(), warp = threadIdx.x / 32, unit = lane % 8;
-    const unsigned row_bytes = round_up(at.columns_t, 16), m = at.m_tile * side + 16 * unit;
+    const unsigned m = at.m_tile * side + 16 * unit;
     unsigned column = at.k_tile * side + warp * 16 + lane / 8;
     uint8_t* to = data_t + (mul_wide(at.batch, at.k) + column) * row_bytes + m;
 #pragma unroll
     for (unsigned i = 0; i < 4; ++i, column += 4, to += 4 * row_bytes) {
         const uint8_t* from = shared + transposed_offset(2 * warp + i / 2, 2 * unit) + (lane / 8 + i % 2 * 4) * side;
-        ptx::store_16(to, *reinterpret_cast<const uint4*>(from), column < at.k && m < row_bytes);
+        ptx::store_16(to, *reinterpret_cast<const uint4*>(from), column < at.k && m < at.columns_t);
     }
 }
 

@@ -6,11 +6,11 @@
 
 // x: [batches, m, k] with strides x_batch, x_row and 1: elements, or encoded values with x_scale for 1×128, contiguous
 // along M. picked: [m], only with config::gather: row i of the result is then row picked[i] of x. row_tiles:
-// [tile_count], only with config::grouped.
+// [tile_count], only with config::grouped. row_bytes_t: from one row of data_t to the next.
 extern "C" __global__ void __launch_bounds__(block_threads, config::blocks)
 blocks(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data, float* scale, uint8_t* data_t,
         float* scale_t, int64_t x_batch, int64_t x_row, int64_t scale_batch, int64_t scale_tile, int m, int k,
-        int raster_inverse, const uint2* row_tiles, int tile_count) {
+        int raster_inverse, const uint2* row_tiles, int tile_count, int row_bytes_t) {
     constexpr int dtype = config::dtype;
     constexpr bool is_encoded = dtype >= e4m3;
     const Outputs to{data, data_t, scale, scale_t};
@@ -51,5 +51,5 @@ blocks(const uint8_t* x, const float* x_scale, const int* picked, uint8_t* data,
     } else {
         quantize_block<config::form, config::format, config::power_of_2>(to, at, loaded, shared);
     }
-    if constexpr (has_transposed(config::form)) store_transposed(to.data_t, at, shared);
+    if constexpr (has_transposed(config::form)) store_transposed(to.data_t, at, row_bytes_t, shared);
 }

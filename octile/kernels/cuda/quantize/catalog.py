@@ -63,6 +63,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "requantize groups, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, None, tiles),
         "requantize E5M6, transposed": lambda p: launcher.requantize(packed, scale, E4M3, p),
         "weight and its transpose": lambda p: launcher.quantize_and_transpose(x_fp32, E4M3, p),
+        "weight, transposed only": lambda p: launcher.quantize_transposed(x, E4M3, p),
         "SwiGLU": lambda p: launcher.swiglu(gate, up, E4M3, p, None),
         "SwiGLU, inputs saved": lambda p: launcher.swiglu(gate, up, E4M3, p, weight, E4M3, p),
         "SwiGLU backward": lambda p: launcher.swiglu_backward(dh, gate, up, None, None, None, E4M3, p, E4M3, True),

@@ -23,7 +23,7 @@ Kernels are loaded and launched as GEMMs are: a kernel with its launch shape is 
 its arguments (`jit.prepared`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -242,6 +242,33 @@ def quantize_and_transpose(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> t
     return data, scale, data_t
 
 
+def quantize_transposed(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Quantize x [..., M, K] in 128×128 blocks to the transposed data [..., K, M] and the scale of x."""
+    data_t, scale = new_transposed(x, dtype), new_scale(x, SIDE, SIDE)
+    _launch_blocks(Form.TRANSPOSED_BLOCK, x, dtype, power_of_2, scale=scale, data_t=data_t)
+    return data_t, scale
+
+
+def quantize_joined(
+    weights: Sequence[Tensor], dtype: torch.dtype, power_of_2: bool, with_data: bool, with_transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the results of `octile.ops.transpose.quantize_joined`: each matrix is stored in its part of them."""
+    first, rows = weights[0], [len(w) for w in weights]
+    like = first.new_empty(()).expand(sum(rows), first.shape[1])
+    data = first.new_empty(like.shape if with_data else (0, 0), dtype=dtype)
+    scale = new_scale(like, SIDE, SIDE)
+    data_t = new_transposed(like, dtype) if with_transposed else first.new_empty(0, 0, dtype=dtype)
+    form = Form.WEIGHT if with_data and with_transposed else Form.BLOCK if with_data else Form.TRANSPOSED_BLOCK
+    begin = 0
+    for w, m in zip(weights, rows, strict=True):
+        outs = {"data": data[begin : begin + m]} if with_data else {}
+        outs |= {"data_t": data_t[:, begin : begin + m]} if with_transposed else {}
+        scale_of_w = scale[begin // SIDE : _ceil_div(begin + m, SIDE)]
+        _launch_blocks(form, w, dtype, power_of_2, scale=scale_of_w, **outs)
+        begin += m
+    return data, scale, data_t
+
+
 def swiglu(
     gate: Tensor,
     up: Tensor,
@@ -399,6 +426,7 @@ def _launch_blocks(
     arguments = (
         *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *strides, *old_strides, m, k,
         _inverse(constants["raster_height"] * _ceil_div(k, SIDE)), _address(tiles), 0 if tiles is None else len(tiles),
+        0 if data_t is None else data_t.stride(-2),
     )  # fmt: skip
     m_tiles = _ceil_div(m, SIDE) if tiles is None else len(tiles)
     blocks = _batches(x) * m_tiles * _ceil_div(k, SIDE)

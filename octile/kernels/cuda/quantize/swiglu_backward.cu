@@ -170,7 +170,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
         row[i].dh = dh_rows.load(i, in_bounds);
         if constexpr (is_encoded) row[i].up = up_rows.load(i, in_bounds);
     });
-    store_transposed(data_t, gradient_at, shared);
+    store_transposed(data_t, gradient_at, round_up(gradient_at.columns_t, 16), shared);
     gradient_at.k_tile += tiles(at.k);
 #pragma unroll
     for (int i = 0; i < 8; ++i) value[i] = gradient_of_up(row[i], factors_of(i), silu.load(i));
@@ -181,7 +181,7 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
         if constexpr (config::weighted) row[i].dh = dh_rows.load(i, in_bounds);
         if constexpr (!is_encoded) row[i].up = up_rows.load(i, in_bounds);
     });
-    store_transposed(data_t, gradient_at, shared);
+    store_transposed(data_t, gradient_at, round_up(gradient_at.columns_t, 16), shared);
     float of_weight[8] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) value[i] = recompute_h(row[i], factors_of(i), silu.load(i), of_weight[i]);
@@ -194,5 +194,6 @@ swiglu_backward(const uint8_t* dh, const uint8_t* gate, const uint8_t* up, const
     constexpr int form_of_h = config::h_in_blocks ? transposed_block : transposed_only;
     quantize_block<form_of_h, config::h_format, config::h_power_of_2>(result, at, value, shared);
     // with one scale for h, the addresses of this store are computed again: two registers more do not fit meanwhile
-    store_transposed(h_t, at, config::h_in_blocks ? ptx::opaque(shared) : shared);
+    store_transposed(
+        h_t, at, round_up(at.columns_t, 16), config::h_in_blocks ? ptx::opaque(shared) : shared);
 }

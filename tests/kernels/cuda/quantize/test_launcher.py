@@ -10,7 +10,13 @@ from octile.ops.groups import align_groups
 from octile.ops.norm import normalized, rms_norm_quantize
 from octile.ops.quantize import STORAGE_DTYPES, decode, dequantize, quantize, quantize_with_scale
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
-from octile.ops.transpose import quantize_and_transpose, quantize_rows_and_columns, requantize_transposed
+from octile.ops.transpose import (
+    quantize_and_transpose,
+    quantize_joined,
+    quantize_rows_and_columns,
+    quantize_transposed,
+    requantize_transposed,
+)
 from tests.kernels.triton.comparison import assert_close_data, assert_same, extreme, finite
 from tools import emulator
 from tools.emulator import build
@@ -102,6 +108,20 @@ def test_half_precision(dtype: torch.dtype):
         assert_same(launcher.quantize(x, *block, E4M3, False), quantize(x, *block, "e4m3", False))
     assert_same(launcher.rows_and_columns(x, E4M3, False), quantize_rows_and_columns(x, "e4m3", False))
     assert_same(launcher.quantize_and_transpose(x, E4M3, False), quantize_and_transpose(x, "e4m3", False))
+
+
+@both_scales
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("with_data", "with_transposed"), [(True, True), (True, False), (False, True)])
+def test_joined_weights(with_data: bool, with_transposed: bool, dtype: torch.dtype, power_of_2: bool):
+    weights = [_bad(128, 264).to(dtype), finite(256, 264).to(dtype), finite(140, 264).to(dtype)]
+    found = launcher.quantize_joined(weights, E4M3, power_of_2, with_data, with_transposed)
+    assert_same(found, quantize_joined(weights, "e4m3", power_of_2, with_data, with_transposed))
+
+
+def test_transposed_weights_of_experts():
+    x = finite(3, 140, 264).bfloat16()
+    assert_same(launcher.quantize_transposed(x, E4M3, True), quantize_transposed(x, "e4m3", True, x))
 
 
 def test_nan_and_inf_of_half_precision():
