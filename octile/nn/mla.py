@@ -166,18 +166,20 @@ class MLA(FusableModule):
     def _fused(self, x: BlockInput, cos_sin: CosSin) -> Tensor:
         recipe, dtype = x.recipe, result_dtype(x.x)
         if self.has_compressed_queries:
-            q_TK, latent_TW = projections(x, [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight], dtype)
+            weights = [self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight]
+            sizes = [[len(self.q_a_proj.weight)], self.latent_split]
+            q_TK, latent_TC, k_rope_TR = projections(x, weights, sizes, dtype)
             _, x_q = norm_block_input(q_TK, self.q_a_layernorm, recipe)
             w_q = self.q_b_proj.weight
         else:
-            (latent_TW,) = projections(x, [self.kv_a_proj_with_mqa.weight], dtype)
+            weights = [self.kv_a_proj_with_mqa.weight]
+            latent_TC, k_rope_TR = projections(x, weights, [self.latent_split], dtype)
             x_q, w_q = x, self.q_proj.weight
-        latent_TC, k_rope_TR = latent_TW.split(self.latent_split, dim=-1)
         _, x_kv = norm_block_input(latent_TC, self.kv_a_layernorm, recipe)
-        weights = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
+        of_attention = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
         nope_dim, rope_dim = self.q_split
         heads = Heads(x.shape[0], self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
-        return latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *weights, heads, dtype).view(*x.shape[:-1], -1)
+        return latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *of_attention, heads, dtype).view(*x.shape[:-1], -1)
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the queries [B, S, H, N + R], and the latents followed by the rotary key [B, S, W]."""

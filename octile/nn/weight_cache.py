@@ -25,7 +25,7 @@ weight as it is then. `quantized_once_in_capture` has the micro-batches of one g
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
-    """A quantized weight, the key of the content that it was quantized from, and whether a step may change that."""
+    """Quantized weights, the key of the content that they were quantized from, and whether a step may change that."""
 
     key: Hashable
     quantized: Any
@@ -104,15 +104,36 @@ def quantized_weight(
         transposed: whether the result of quantize contains the transposed weight, too. One result is cached: asked
             for the other kind, the weight is quantized again.
     """
-    entries = _cache.setdefault(weight.untyped_storage(), {})
-    requires_grad = weight.requires_grad
-    key = (weight.storage_offset(), weight._version, weight.dtype, requires_grad, operand_format, transposed)
-    entry = entries.get(id(weight))
-    if entry is None or entry.key != key:
+    return quantized_weights((weight,), operand_format, lambda weights, of_w: quantize(weights[0], of_w), transposed)
+
+
+def quantized_weights(
+    weights: Sequence[Tensor],
+    operand_format: OperandFormat,
+    quantize: Callable[[Sequence[Tensor], OperandFormat], T],
+    transposed: bool = False,
+) -> T:
+    """Return quantize(weights, operand_format), or the cached result if the memory of none was written since.
+
+    Args:
+        weights: each of them can be cached. The result is cached under all, so what drops that of one drops it.
+        transposed: as in `quantized_weight`.
+    """
+    places = [_cache.setdefault(weight.untyped_storage(), {}) for weight in weights]
+    requires_grad = any(weight.requires_grad for weight in weights)
+    key = (operand_format, transposed, *(_content(weight) for weight in weights))
+    found = [entries.get(id(weight)) for weight, entries in zip(weights, places, strict=True)]
+    entry = found[0]
+    if entry is None or entry.key != key or any(other is not entry for other in found):
         with torch.inference_mode(False):  # a later training step may read it
-            entry = _Entry(key, quantize(weight.detach(), operand_format), requires_grad)
-        entries[id(weight)] = entry
+            entry = _Entry(key, quantize([weight.detach() for weight in weights], operand_format), requires_grad)
+        for weight, entries in zip(weights, places, strict=True):
+            entries[id(weight)] = entry
     return entry.quantized
+
+
+def _content(weight: Tensor) -> Hashable:
+    return weight.storage_offset(), weight._version, weight.dtype, weight.requires_grad
 
 
 def can_cache(weight: Tensor, operand_format: OperandFormat, needs_dgrad: bool = False) -> bool:

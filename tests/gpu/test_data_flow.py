@@ -390,6 +390,15 @@ def _attention_block(again: str, device: str) -> list[Tensor]:
     return [y.detach(), x.grad, norm.weight.grad, *(p.grad for p in attention.parameters())]
 
 
+@both_kinds
+@pytest.mark.parametrize("transposed_weights", ["cached", "recomputed"])
+def test_joined_layers_equal_separate_ones(layer: int, transposed_weights: str, monkeypatch: pytest.MonkeyPatch):
+    recipe = replace(SAVED, transposed_weights=transposed_weights)
+    joined = run(block_of(layer, recipe), *inputs())
+    monkeypatch.setattr("octile.nn.fused.layers.why_not_join_weights", lambda *_: "the test asks for it")
+    assert_close(joined, run(block_of(layer, recipe), *inputs()))
+
+
 def test_main_grads_of_experts_are_accumulated_in_place():
     block = block_of(1, SAVED)
     expected = run(block, *inputs())

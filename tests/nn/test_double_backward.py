@@ -50,7 +50,9 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_LatentAttention": lambda x: apply_recipe(mla(), RECIPE)(x, COS_SIN),
     "_Gate": lambda x: Gate(D, 4, 2)(x.flatten(0, 1)).weights_TK,
     "_NormAndQuantize": norm_before_mlp,
-    "_Projections": lambda x: projections(quantize_block_input(x, RECIPE), [torch.randn(8, D)], torch.float32)[0],
+    "_Projections": lambda x: projections(quantize_block_input(x, RECIPE), [torch.randn(8, D)], [[8]], torch.float32)[
+        0
+    ],
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }

@@ -13,6 +13,6 @@ rotary.py                rotary positions in high precision
 fusion.py                whether the layers of a module are one function
 block_input.py           an input that is quantized and saved once for several layers
 shared_quantization.py   the same for layers that are called one after the other
-layers.py                weights of a function's layers, and what it saves for backward
+layers.py                weights of a function's layers, joined where they read one input, and what it saves
 quantize.py              the operands of a layer's GEMMs
 """

@@ -13,6 +13,7 @@ Shapes: B batch, S sequence, T = B·S tokens, H heads, X channels of a query and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class _AttentionLinear(torch.autograd.Function):
         layers = FusedLayers((weight,), ctx.needs_input_grad[5:], s)
         (w,) = layers.quantize((weight,))
         o_BSHV, lse_BHS = attention(q, k, v, softmax_scale)
-        y_TN, saved_o = output(o_BSHV, layers, 0, weight, w)
+        y_TN, saved_o = output(o_BSHV, layers, 0, (weight,), w)
         save_for_backward(ctx, layers, [w], q=q, k=k, v=v, o=saved_o, lse=lse_BHS)
         ctx.softmax_scale = softmax_scale
         return y_TN.unflatten(0, q.shape[:2])
@@ -63,18 +64,20 @@ class _AttentionLinear(torch.autograd.Function):
         return *attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], ctx.softmax_scale), None, None, dw
 
 
-def output(o_BSHV: Tensor, layers: FusedLayers, i: int, weight: Tensor, w: WeightForms) -> tuple[Tensor, ScaledTensor]:
+def output(
+    o_BSHV: Tensor, layers: FusedLayers, i: int, weights: Sequence[Tensor], w: WeightForms
+) -> tuple[Tensor, ScaledTensor]:
     """Compute y = o · wᵀ [T, N], and o as it is saved.
 
     Args:
-        i: the number of the layer among layers, with its weight and w, the quantized weight.
+        i: the number of the layer among layers, with all their weights and w, its quantized weight.
     """
     s = layers.settings
     format_of_o = s.recipe.attention_output
     assert format_of_o is not None
     o_TX = o_BSHV.flatten(2).flatten(0, 1)
     o = quantize_operand(o_TX, s.formats.x, "x")
-    layers.report_fprop(i, weight, lambda: o_TX, o, w)
+    layers.report_fprop(i, weights, lambda: o_TX, o, w)
     return nt(o, w.w, None, s.dtype), quantize(o_TX, format_of_o.block, format_of_o.fmt, format_of_o.scale)
 
 
@@ -86,4 +89,5 @@ def output_backward(
     dy, dy_t = quantize_gradient(dy_TN, formats)
     layers.report_dgrad(i, lambda: dy_TN, dy, w)
     do_TX = nt(dy, w.w_t, None, layers.settings.dtype)
-    return do_TX.view(shape), layers.wgrad(i, lambda: dy_TN, dy_t, requantize(saved_o, formats.wgrad_x))
+    (dw,) = layers.wgrad(i, lambda: dy_TN, dy_t, requantize(saved_o, formats.wgrad_x))
+    return do_TX.view(shape), dw

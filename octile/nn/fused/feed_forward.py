@@ -12,6 +12,7 @@
                 x recomputed → 128×1
                 dw = d(gate)ᵀ · x, d(up)ᵀ · x and dyᵀ · h, summed in FP32
 
+Products with the weights of gate and up are one GEMM where these are one weight or can be joined (`FusedLayers`).
 wgrad's operands of experts have tiles of 128 rows of one expert each (`octile.ops.groups`).
 
 The weight of an expert's result multiplies h (`octile.ops.swiglu`). What is dispatched to experts and requantized there
@@ -109,7 +110,7 @@ class _FeedForward(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         route = _Route(routed)
-        layers = FusedLayers(weights, ctx.needs_input_grad[6:], s)
+        layers = FusedLayers(weights, ctx.needs_input_grad[6:], s, shared=len(weights) - 1)
         *up_projections, down = quantized = layers.quantize(weights)
         sent = route.send(x.q)
         rows = route.dispatch(sent)
@@ -119,8 +120,8 @@ class _FeedForward(torch.autograd.Function):
         y = nt(h, down.w, route.offs, s.dtype)
 
         for i, w in enumerate(up_projections):
-            layers.report_fprop(i, weights[i], lambda: route.dispatch_values(x_TD), rows, w, route.offs)
-        layers.report_fprop(-1, weights[-1], lambda: _h_values(gate, up, weight_R), h, down, route.offs)
+            layers.report_fprop(i, weights, lambda: route.dispatch_values(x_TD), rows, w, route.offs)
+        layers.report_fprop(-1, weights, lambda: _h_values(gate, up, weight_R), h, down, route.offs)
         is_here = sent is x.q  # what came from other ranks is saved; other layers save their input only where it was
         saved = {"x": x.saved if is_here else sent, "gate_up": saved_gate_up, "weight_R": weight_R}
         save_for_backward(ctx, layers, quantized, **saved, plan=routed and routed.plan[:3])
@@ -154,12 +155,12 @@ class _FeedForward(torch.autograd.Function):
             return _gradient_values(dh, gate_up, weight_R, len(up_projections))[i]
 
         layers.report_dgrad(-1, dy_values, dy, down, route.offs)
-        dws = [layers.wgrad(-1, dy_values, dy_t, h_t, groups)]
+        dws = layers.wgrad(-1, dy_values, dy_t, h_t, groups)
         x_t = route.dispatch_requantized(x, formats.wgrad_x, groups)
         for i in reversed(range(len(up_projections))):
             before = partial(d_values, i)
             layers.report_dgrad(i, before, ds[i], up_projections[i], route.offs)
-            dws.insert(0, layers.wgrad(i, before, ds_t[i], x_t, groups))
+            dws = layers.wgrad(i, before, ds_t[i], x_t, groups) + dws
         dx = None
         if ctx.needs_input_grad[0]:
             pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]

@@ -17,10 +17,14 @@ from torch import Tensor
 from octile.nn.fused.linear import wgrad
 from octile.nn.fused.quantize import (
     QuantizedWeight,
+    RecomputedJoinedWeight,
     RecomputedWeight,
     WeightForms,
+    quantize_joined_weights,
     quantize_weight,
     recomputes_transposed,
+    split_rows,
+    why_not_join_weights,
 )
 from octile.nn.observer import Backward, ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.nn.weight_cache import can_cache
@@ -79,69 +83,122 @@ def check_local(*tensors: Tensor) -> None:
 class FusedLayers:
     """The layers of a fused function, from its forward pass to its backward pass.
 
+    Layers that multiply one input are joined: their weights are quantized as one matrix, and each of fprop, dgrad and
+    wgrad is one GEMM, whose results, and operands for observers, are split. Their dgrad so sums over the outputs of
+    all of them in FP32. The methods take the number of a GEMM; where nothing is joined, it is that of the layer.
+
     Args:
         weights: [N, K], or of experts [G, N, K].
         needs_grad: for each weight, whether it requires a gradient.
+        shared: how many of the first weights multiply one input. They are joined unless their sizes or formats do not
+            allow it, or they differ in dtype, in whether they need a gradient or in whether they may be cached.
     """
 
-    def __init__(self, weights: Sequence[Tensor], needs_grad: Sequence[bool], s: Settings):
+    def __init__(self, weights: Sequence[Tensor], needs_grad: Sequence[bool], s: Settings, shared: int = 1):
         self.settings, self.needs_grad = s, tuple(needs_grad)
         self.dtypes = [w.dtype for w in weights]
         self.main_grads = [getattr(w, "main_grad", None) for w in weights]
         self.observers: list[list[Backward]] = [[] for _ in weights]
-        self.cached: list[QuantizedWeight | None] = [None for _ in weights]
+        first = range(shared)
+        alike = all((needs_grad[i], s.cache[i]) == (needs_grad[0], s.cache[0]) for i in first)
+        joins = shared > 1 and alike and why_not_join_weights(weights[:shared], s.formats.w) is None
+        self.gemms = [[i] for i in range(len(weights))]  # the layers of each GEMM
+        if joins:
+            self.gemms[:shared] = [list(first)]
+        self.sizes = [w.shape[-2] for w in weights]
+        self.cached: list[QuantizedWeight | None] = [None for _ in self.gemms]
         self.recomputes = False  # whether the backward pass quantizes the transposed weights
         self.unsaved: Sequence[Tensor] = ()  # weights that are saved for backward instead of their quantized forms
 
     def quantize(self, weights: Sequence[Tensor]) -> list[QuantizedWeight]:
-        """Quantize the weights. Those that the weight cache holds are not saved for backward a second time."""
+        """Quantize the weights of each GEMM. Those that the cache holds are not saved for backward a second time."""
         s = self.settings
         caches = zip(weights, s.cache, strict=True)
         self.recomputes = recomputes = any(recomputes_transposed(s.recipe, w, cache) for w, cache in caches)
-        quantized = [
-            quantize_weight(w, s.formats.w, None, cache, s.needs_dgrad and not recomputes)
-            for w, cache in zip(weights, s.cache, strict=True)
-        ]
+        quantized, needs_dgrad = [], s.needs_dgrad and not recomputes
+        for layers in self.gemms:
+            is_cached = s.cache[layers[0]]
+            if len(layers) == 1:
+                quantized.append(quantize_weight(weights[layers[0]], s.formats.w, None, is_cached, needs_dgrad))
+            else:
+                joined = [weights[i] for i in layers]
+                quantized.append(quantize_joined_weights(joined, s.formats.w, is_cached, needs_dgrad))
         if recomputes:
             self.unsaved = weights
             return quantized
-        self.cached = [w if cache else None for w, cache in zip(quantized, s.cache, strict=True)]
+        pairs = zip(self.gemms, quantized, strict=True)
+        self.cached = [w if s.cache[layers[0]] else None for layers, w in pairs]
         return quantized
 
+    def recomputed(self, weights: Sequence[Tensor], dy: Tensor) -> list[WeightForms]:
+        """Return the weights of each GEMM, which are quantized when they are read; see `load_saved`."""
+        of_w = self.settings.formats.w
+        return [
+            RecomputedWeight(weights[layers[0]], of_w, dy)
+            if len(layers) == 1
+            else RecomputedJoinedWeight([weights[i] for i in layers], of_w, dy)
+            for layers in self.gemms
+        ]
+
     def report_fprop(
-        self, i: int, weight: Tensor, before: Values, x: ScaledTensor, w: WeightForms, offs: Tensor | None = None
-    ) -> None:
-        """Report fprop of layer i to observers.
-
-        Args:
-            weight: the weight in high precision.
-            before: computes x in high precision.
-        """
-        if has_gemm_observers():
-            self.observers[i] = report_fprop(weight, ObservedGemm("fprop", before(), x, w.w, offs))
-
-    def report_dgrad(
         self,
-        i: int,
+        gemm: int,
+        weights: Sequence[Tensor],
         before: Values,
-        dy: ScaledTensor,
+        x: ScaledTensor,
         w: WeightForms,
         offs: Tensor | None = None,
     ) -> None:
-        """Report dgrad of layer i to observers; before computes dy in high precision."""
-        if self.observers[i]:
-            report_backward(self.observers[i], ObservedGemm("dgrad", before(), dy, w.w_t, offs))
+        """Report fprop of the layers of a GEMM to observers.
+
+        Args:
+            weights: all weights in high precision.
+            before: computes x in high precision.
+        """
+        if has_gemm_observers():
+            for i, part in self._parts(gemm, w.w):
+                self.observers[i] = report_fprop(weights[i], ObservedGemm("fprop", before(), x, part, offs))
+
+    def report_dgrad(
+        self, gemm: int, before: Values, dy: ScaledTensor, w: WeightForms, offs: Tensor | None = None
+    ) -> None:
+        """Report dgrad of the layers of a GEMM to observers; before computes dy in high precision."""
+        layers = self.gemms[gemm]
+        if any(self.observers[i] for i in layers):
+            values = before().split([self.sizes[i] for i in layers], dim=-1)
+            parts = zip(values, self._parts(gemm, dy.mT), self._parts(gemm, w.w_t.mT), strict=True)
+            for value, (i, of_dy), (_, of_w) in parts:
+                report_backward(self.observers[i], ObservedGemm("dgrad", value, of_dy.mT, of_w.mT, offs))
 
     def wgrad(
-        self, i: int, before: Values, dy: ScaledTensor, x: ScaledTensor, groups: AlignedGroups | None = None
-    ) -> Tensor | None:
-        """Compute the gradient of weight i, or None where it requires none or was added to its main_grad."""
-        if not self.needs_grad[i]:
-            return None
+        self, gemm: int, before: Values, dy: ScaledTensor, x: ScaledTensor, groups: AlignedGroups | None = None
+    ) -> list[Tensor | None]:
+        """Compute the gradients of the weights of a GEMM; None where none is needed or it was added to main_grad.
+
+        Args:
+            before: computes dy in high precision.
+            dy, x: as in `octile.nn.fused.linear.wgrad`.
+        """
+        layers = self.gemms[gemm]
+        if not self.needs_grad[layers[0]]:
+            return [None for _ in layers]
         tiles, offs = (None, None) if groups is None else groups
-        if self.observers[i]:
-            report_backward(self.observers[i], ObservedGemm("wgrad", before().mT, dy.mT, x.mT, offs, tiles))
-        return wgrad(dy, x, offs, self.dtypes[i], self.main_grads[i])
+        sizes = [self.sizes[i] for i in layers]
+        if any(self.observers[i] for i in layers):
+            for value, (i, part) in zip(before().split(sizes, dim=-1), self._parts(gemm, dy.mT), strict=True):
+                report_backward(self.observers[i], ObservedGemm("wgrad", value.mT, part, x.mT, offs, tiles))
+        if len(layers) > 1 and all(self.main_grads[i] is None for i in layers):
+            dw = wgrad(dy, x, offs, self.dtypes[layers[0]], None)
+            assert dw is not None  # it has no main_grad
+            return list(dw.split(sizes))
+        return [wgrad(part.mT, x, offs, self.dtypes[i], self.main_grads[i]) for i, part in self._parts(gemm, dy.mT)]
+
+    def _parts(self, gemm: int, q: ScaledTensor) -> list[tuple[int, ScaledTensor]]:
+        """Split the rows of an operand among the layers of a GEMM, with the number of each layer."""
+        layers = self.gemms[gemm]
+        if len(layers) == 1:
+            return [(layers[0], q)]
+        return list(zip(layers, split_rows(q, [self.sizes[i] for i in layers]), strict=True))
 
 
 def save_for_backward(ctx: Any, layers: FusedLayers, weights: Sequence[QuantizedWeight], **tree: Any) -> None:
@@ -162,12 +219,12 @@ def save_for_backward(ctx: Any, layers: FusedLayers, weights: Sequence[Quantized
 
 
 def load_saved(ctx: Any, dy: Tensor) -> tuple[FusedLayers, Sequence[WeightForms], dict[str, Any]]:
-    """Return what `save_for_backward` saved: layers, quantized weights, trees by name; dy is a gradient to backward."""
+    """Return what `save_for_backward` saved: layers, the weights of each GEMM, trees; dy is a gradient to backward."""
     leaves = iter(ctx.saved_tensors)
     tree = {name: _unflatten(form, leaves) for name, form in ctx.tree.items()}
     layers, saved = ctx.layers, tree.pop("weights")
     if layers.recomputes:
-        return layers, [RecomputedWeight(weight, layers.settings.formats.w, dy) for weight in saved], tree
+        return layers, layers.recomputed(saved, dy), tree
     return layers, [cached or own for cached, own in zip(layers.cached, saved, strict=True)], tree
 
 

@@ -69,10 +69,10 @@ class _RotaryAttention(torch.autograd.Function):
         *w_qkv, w_o = quantized = layers.quantize(weights)
         qkv = _queries_keys_values(x.q, w_qkv, cos_sin, shape, s.dtype)
         o_BSHX, lse_BHS = attention(*qkv, shape[2])
-        y_TD, saved_o = output(o_BSHX, layers, 3, weights[3], w_o)
+        y_TD, saved_o = output(o_BSHX, layers, 3, weights, w_o)
 
         for i, w in enumerate(w_qkv):
-            layers.report_fprop(i, weights[i], lambda: x_TD, x.q, w)
+            layers.report_fprop(i, weights, lambda: x_TD, x.q, w)
         saved_qkv = None if s.recipe.attention_inputs == "recomputed" else qkv
         save_for_backward(ctx, layers, quantized, x=x.saved, cos_sin=cos_sin, qkv=saved_qkv, o=saved_o, lse=lse_BHS)
         ctx.how_saved, ctx.shape, ctx.x_dtype = x.how_saved, shape, x_TD.dtype
@@ -100,7 +100,7 @@ class _RotaryAttention(torch.autograd.Function):
         for i, (of_dgrad, of_wgrad) in enumerate(quantized_ds):
             before = partial(ds_TX.__getitem__, i)
             layers.report_dgrad(i, before, of_dgrad, w_qkv[i])
-            dws.append(layers.wgrad(i, before, of_wgrad, x_t))
+            dws += layers.wgrad(i, before, of_wgrad, x_t)
         dx = None
         if ctx.needs_input_grad[0]:
             pairs = [(of_dgrad, w.w_t) for (of_dgrad, _), w in zip(quantized_ds, w_qkv, strict=True)]

@@ -91,10 +91,10 @@ class _LatentAttention(torch.autograd.Function):
         w_q, w_kv, w_o = quantized = layers.quantize(weights)
         q, k, v = _queries_keys_values(x_q.q, x_kv.q, k_rope_TR, cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV, lse_BHS = attention(q, k, v, heads.softmax_scale)
-        y_TD, saved_o = output(o_BSHV, layers, 2, weights[2], w_o)
+        y_TD, saved_o = output(o_BSHV, layers, 2, weights, w_o)
 
-        layers.report_fprop(0, weights[0], lambda: x_q_TK, x_q.q, w_q)
-        layers.report_fprop(1, weights[1], lambda: x_kv_TK, x_kv.q, w_kv)
+        layers.report_fprop(0, weights, lambda: x_q_TK, x_q.q, w_q)
+        layers.report_fprop(1, weights, lambda: x_kv_TK, x_kv.q, w_kv)
         kept = s.recipe.latent_attention_inputs == "kept"
         inputs = {"x_q": x_q.saved, "x_kv": x_kv.saved, "k_rope": None if kept else k_rope_TR, "cos_sin": cos_sin}
         qkv = (q, k, v) if kept else None
@@ -127,8 +127,8 @@ class _LatentAttention(torch.autograd.Function):
             nt(d, w.w_t, None, dtype) if needed else None
             for d, w, dtype, needed in zip((dq, dkv), (w_q, w_kv), ctx.x_dtypes, ctx.needs_input_grad, strict=False)
         )
-        dw_q = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
-        dw_kv = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
+        (dw_q,) = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
+        (dw_kv,) = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
         return dx_q, dx_kv, dk_rope_TR, None, None, None, None, None, dw_q, dw_kv, dw_o
 
 

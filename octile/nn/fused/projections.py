@@ -4,9 +4,12 @@
     backward    dy_i → 1×128 and 128×1                  dx = Σ dy_i · w_i
                 x recomputed → 128×1                    dw_i = dy_iᵀ · x
 
+Each line is one GEMM where the layers can be joined (`FusedLayers`), with the y_i and dy_i next to each other.
+
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1.  Shapes: T tokens, K inputs, N outputs.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,20 +23,30 @@ from octile.nn.fused.linear import nt, nt_sum
 from octile.nn.fused.quantize import quantize_gradient, requantize
 
 
-def projections(x: BlockInput, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Compute x · wᵀ for each weight [N, K]: [T, N] each, in dtype."""
+def projections(
+    x: BlockInput, weights: Sequence[Tensor], sizes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """Compute x · wᵀ for each weight [N, K], and split its columns: [T, size] for each size, in dtype.
+
+    Args:
+        sizes: for each weight, sizes whose sum is N.
+    """
     s = settings(x.recipe, dtype, weights, x.x)
-    return list(_Projections.apply(x.x, x, s, *weights))
+    outputs = _Projections.apply(x.x, x, s, *weights)
+    if len(outputs) < len(weights):  # one GEMM; one split has one backward kernel, which joins all gradients
+        sizes = [[size for of_weight in sizes for size in of_weight]]
+    pairs = zip(outputs, sizes, strict=True)
+    return [part for y, parts in pairs for part in (y.split(parts, dim=-1) if len(parts) > 1 else [y])]
 
 
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, x: BlockInput, s: Settings, *weights: Tensor) -> tuple[Tensor, ...]:
-        layers = FusedLayers(weights, ctx.needs_input_grad[3:], s)
+        layers = FusedLayers(weights, ctx.needs_input_grad[3:], s, shared=len(weights))
         quantized = layers.quantize(weights)
         outputs = []
-        for i, (weight, w) in enumerate(zip(weights, quantized, strict=True)):
-            layers.report_fprop(i, weight, lambda: x_TK, x.q, w)
+        for i, w in enumerate(quantized):
+            layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
             outputs.append(nt(x.q, w.w, None, s.dtype))
         save_for_backward(ctx, layers, quantized, x=x.saved)
         ctx.how_saved, ctx.x_dtype = x.how_saved, x_TK.dtype
@@ -52,7 +65,7 @@ class _Projections(torch.autograd.Function):
             pairs = [(of_dgrad, w.w_t) for (of_dgrad, _), w in zip(quantized_dys, weights, strict=True)]
             dx = nt_sum(pairs, None, ctx.x_dtype)
         x = requantize(ctx.how_saved.quantized(saved["x"]), formats.wgrad_x)
-        dws = [
-            layers.wgrad(i, partial(dys.__getitem__, i), of_wgrad, x) for i, (_, of_wgrad) in enumerate(quantized_dys)
-        ]
+        dws: list[Tensor | None] = []
+        for i, (_, of_wgrad) in enumerate(quantized_dys):
+            dws += layers.wgrad(i, partial(dys.__getitem__, i), of_wgrad, x)
         return dx, None, None, *dws

@@ -9,20 +9,24 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.  Shapes: T tokens, K channels, N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
-from octile.nn.observer import report_quantization
-from octile.nn.weight_cache import quantized_weight
+from octile.nn.observer import has_observers, report_quantization
+from octile.nn.weight_cache import quantized_weight, quantized_weights
 from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
 from octile.ops.transpose import (
     quantize_and_transpose,
+    quantize_joined,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
+    why_not_join,
 )
 from octile.recipe import GemmFormats, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
@@ -60,7 +64,31 @@ class RecomputedWeight:
         return ScaledTensor(data_t, scale.mT, BLOCK)
 
 
-WeightForms = QuantizedWeight | RecomputedWeight
+class RecomputedJoinedWeight:
+    """The weights of `quantize_joined_weights`, whose transpose is quantized in the backward pass: `RecomputedWeight`.
+
+    Args:
+        weights: in high precision, as they were in the forward pass.
+        operand_format, dy: as for `RecomputedWeight`.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], operand_format: OperandFormat, dy: Tensor):
+        self.weights, self.operand_format, self.dy = weights, operand_format, dy
+
+    @property
+    def w(self) -> ScaledTensor:
+        """The weights as fprop reads them."""
+        data, scale, _ = _quantize_joined(self.weights, self.operand_format, with_transposed=False)
+        return ScaledTensor(data, scale, BLOCK)
+
+    @property
+    def w_t(self) -> ScaledTensor:
+        """The weights as dgrad reads them."""
+        _, scale, data_t = _quantize_joined(self.weights, self.operand_format, with_data=False, dy=self.dy)
+        return ScaledTensor(data_t, scale.mT, BLOCK)
+
+
+WeightForms = QuantizedWeight | RecomputedWeight | RecomputedJoinedWeight
 
 
 def recomputes_transposed(recipe: Recipe, weight: Tensor, is_cached: bool) -> bool:
@@ -105,6 +133,66 @@ def quantize_weight(
         quantized = make(weight.detach(), operand_format)
     report_quantization("w", quantized.w)
     return quantized
+
+
+def quantize_joined_weights(
+    weights: Sequence[Tensor], operand_format: OperandFormat, cache: bool, needs_dgrad: bool
+) -> QuantizedWeight:
+    """Quantize weights that multiply one input as one matrix of their rows; see `why_not_join_weights`.
+
+    Args:
+        weights: [N_i, K].
+        cache, needs_dgrad: as in `quantize_weight`.
+
+    Returns:
+        w [ΣN_i, K] and w_t [K, ΣN_i], whose blocks are those of each weight alone.
+    """
+    transpose = needs_dgrad and weights[0].is_cuda
+
+    def make(weights: Sequence[Tensor], operand_format: OperandFormat) -> QuantizedWeight:
+        data, scale, data_t = _quantize_joined(weights, operand_format, with_transposed=transpose)
+        w = ScaledTensor(data, scale, BLOCK)
+        return QuantizedWeight(w, ScaledTensor(data_t, scale.mT, BLOCK) if transpose else w.mT)
+
+    if cache:
+        quantized = quantized_weights(weights, operand_format, make, transpose)
+    else:
+        quantized = make([w.detach() for w in weights], operand_format)
+    if has_observers():
+        for part in split_rows(quantized.w, [len(w) for w in weights]):
+            report_quantization("w", part)
+    return quantized
+
+
+def why_not_join_weights(weights: Sequence[Tensor], operand_format: OperandFormat) -> str | None:
+    """Return why `quantize_joined_weights` does not support these weights; None: it does."""
+    if operand_format.block != BLOCK or operand_format.amax != "current":
+        return "a block has rows of several weights"
+    if any(w.dtype != weights[0].dtype for w in weights):
+        return "the weights have several dtypes"
+    return why_not_join(weights)
+
+
+def split_rows(q: ScaledTensor, sizes: Sequence[int]) -> list[ScaledTensor]:
+    """View a matrix as parts of these numbers of rows, of which each but the last has whole blocks."""
+    ends = list(accumulate(sizes))
+    rows = q.block[0]
+    return [
+        ScaledTensor(q.data[end - size : end], q.scale[(end - size) // rows : -(-end // rows)], q.block)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def _quantize_joined(
+    weights: Sequence[Tensor],
+    operand_format: OperandFormat,
+    with_data: bool = True,
+    with_transposed: bool = True,
+    dy: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    power_of_2 = operand_format.scale == "power_of_2"
+    detached = [w.detach() for w in weights]
+    return quantize_joined(detached, operand_format.fmt.name, power_of_2, with_data, with_transposed, dy)
 
 
 def _quantize_one_layout(weight: Tensor, operand_format: OperandFormat) -> QuantizedWeight:

@@ -98,7 +98,7 @@ def test_a_block_without_compression_is_built_of_the_same_functions(recomputed: 
         arguments = (w_q, w_kv, w_o, shape, torch.float32)
         y = latent_attention(inside, inside, x.new_empty(B * S, 0), no_rope, *arguments)
     else:
-        q, kv = (t.view(B, S, heads, -1) for t in projections(inside, [w_q, w_kv], torch.float32))
+        q, kv = (t.view(B, S, heads, -1) for t in projections(inside, [w_q, w_kv], [[96], [192]], torch.float32))
         k, v = kv.split(width, dim=-1)
         y = attention_linear(q, k, v, w_o, SCALE, RECIPE, torch.float32).flatten(0, 1)
     y.sum().backward()
