@@ -34,6 +34,11 @@ WRITE_TWICE = {  # or transpose
 }
 MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments", "norms of gradients"}
 LOSS = {"cross-entropy", "cross-entropy backward"}
+HIGH_PRECISION = {
+    "RMSNorm", "RMSNorm backward", "SwiGLU", "SwiGLU backward", "weighted sums of 8", "weighted sums of 8, backward",
+}  # fmt: skip
+GATE = {"gate", "gate backward"}
+ROUTING = {"balance of sequences", "balance of sequences, backward", "counts of tokens", "routing plan"}
 NARROW = {  # between the GEMMs of a layer
     "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
     "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
@@ -47,6 +52,9 @@ CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
     ("quantization that transposes or writes twice", WRITE_TWICE, 0.70, 0.85),
     ("permutation and optimizer", MOVES, 0.80, None),
     ("cross-entropy of logits", LOSS, 0.80, None),
+    ("norms, SwiGLU and sums in high precision", HIGH_PRECISION, 0.70, None),
+    ("expert gates, with their GEMMs", GATE, 0.70, None),
+    ("balance and routing of experts", ROUTING, 0.70, None),
 )
 
 # octile bench gemm

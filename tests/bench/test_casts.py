@@ -1,8 +1,26 @@
-"""Tests of what quantization is compared with, and of the optimizer on many tensors."""
+"""Tests of what operators are compared with, and that each of them takes the arguments that it is measured with."""
+
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+from torch import Tensor
 
-from octile.bench.casts import ALIGNMENT, _halves, _optimizer_cases, _parameter_shapes
+from octile.bench.casts import (
+    ALIGNMENT,
+    GATES,
+    HEADS,
+    _cases,
+    _gate_cases,
+    _halves,
+    _loss_cases,
+    _narrow_cases,
+    _optimizer_cases,
+    _parameter_shapes,
+)
+from octile.bench.goals import NARROW_COLUMNS
+from octile.train.config import preset
 
 
 @pytest.mark.parametrize("moved", [1, 2 * ALIGNMENT, 2 * ALIGNMENT + 1, 89_026_560])
@@ -23,3 +41,21 @@ def test_the_optimizer_updates_each_parameter_of_a_preset():
     n = len(shapes)
     assert changed == [True] * n + [False] * n + [True] * (2 * n) + [False]
     assert norms(*gradients).shape == (n,)
+
+
+GPU_CASES = {  # with fewer rows than a GPU's, and narrower gates
+    "256×512": partial(_cases, 256, 512),
+    **{f"64×{k}": partial(_narrow_cases, 64, k) for k in NARROW_COLUMNS},
+    **{f"4×{v}": partial(_loss_cases, 4, v) for _, v in HEADS["cuda"]},
+    **{
+        f"gate of {name}": partial(_gate_cases, 48, replace(preset(name).model, hidden_size=256))
+        for _, name in GATES["cuda"]
+    },
+}
+
+
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_operators_take_the_arguments_that_they_are_measured_with(case):
+    for what, operator, inputs in GPU_CASES[case]("cpu", torch.bfloat16):
+        outputs = operator(*inputs)
+        assert sum(t.nbytes for t in ([outputs] if isinstance(outputs, Tensor) else outputs)), what
