@@ -3,12 +3,19 @@
 hugging_face.py   `save`, `load`, `load_weights`: a model as a Hugging Face folder, in FP8, BF16 or FP32
 convert/          `convert_checkpoint`, `predict_size`: any Hugging Face folder to FP8 and back, file by file
 training.py       `save_checkpoint`, `latest_checkpoint`, `load_checkpoint`: what a run resumes from
+distributed.py    `DistributedCheckpoints`, `load_tensors`: the same of many ranks, each with its part
+sharded.py        `ShardedCheckpoint`, `Chunk`: tensors in pieces, and torch.distributed.checkpoint's view of them
 
 fp8_layout.py     which weights a checkpoint stores in FP8, under which names, in which blocks
 shards.py         a folder of safetensors files, read as one
 tensor_file.py    one safetensors file, read and written by ranges of rows
+step_folders.py   the folders of checkpoints: which are whole, which are removed
+store.py          a folder on a POSIX file system or in an object store
 files.py          files that appear whole or not at all, and their checksums
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from octile.checkpoint.convert import ConversionReport, convert_checkpoint
 from octile.checkpoint.convert.share import Share
@@ -16,16 +23,37 @@ from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.hugging_face import load, load_weights, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 
+if TYPE_CHECKING:
+    from octile.checkpoint.distributed import DistributedCheckpoints, load_tensors
+    from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
+
+_LATE = {  # their modules load torch.distributed.checkpoint, which takes a second
+    "Chunk": "octile.checkpoint.sharded",
+    "DistributedCheckpoints": "octile.checkpoint.distributed",
+    "ShardedCheckpoint": "octile.checkpoint.sharded",
+    "load_tensors": "octile.checkpoint.distributed",
+}
+
 __all__ = [
+    "Chunk",
     "ConversionReport",
+    "DistributedCheckpoints",
+    "ShardedCheckpoint",
     "Share",
     "SizePrediction",
     "convert_checkpoint",
     "latest_checkpoint",
     "load",
     "load_checkpoint",
+    "load_tensors",
     "load_weights",
     "predict_size",
     "save",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module 'octile.checkpoint' has no attribute {name!r}")

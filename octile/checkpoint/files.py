@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -108,10 +108,21 @@ def read_record(folder: Path) -> Checksums:
     """
     if not (folder / RECORD).exists():
         return {}
-    files = read_json(folder / RECORD).get("files")
-    if not isinstance(files, dict) or not all(_is_checksum(entry) for entry in files.values()):
-        raise ValueError(f"{folder / RECORD} is damaged: it must map each file to its checksum under 'files'")
+    record = read_json(folder / RECORD)
+    check_record(record, str(folder / RECORD))
+    files: Checksums = record["files"]
     return files
+
+
+def check_record(record: Mapping[str, Any], path: str) -> None:
+    """Check that the content of an octile.json, which the message calls `path`, has the checksums of files.
+
+    Raises:
+        ValueError: it has not.
+    """
+    files = record.get("files")
+    if not isinstance(files, dict) or not all(_is_checksum(entry) for entry in files.values()):
+        raise ValueError(f"{path} is damaged: it must map each file to its checksum under 'files'")
 
 
 def _is_checksum(entry: Any) -> bool:
@@ -125,11 +136,18 @@ def verify(path: Path, expected: Mapping[str, Any]) -> None:
         FileNotFoundError: there is no such file.
         ValueError: its size or its contents differ.
     """
-    size = path.stat().st_size
+    compare_checksum(str(path), path.stat().st_size, lambda: checksum(path)["sha256"], expected)
+
+
+def compare_checksum(path: str, size: int, sha256: Callable[[], str], expected: Mapping[str, Any]) -> None:
+    """Compare a file, which messages call `path`, with its checksum: first its size, then its SHA-256.
+
+    Raises:
+        ValueError: its size or its contents differ.
+    """
     if size != expected["bytes"]:
         raise ValueError(f"{path} is damaged: {size} bytes found, {expected['bytes']} expected")
-    found = checksum(path)["sha256"]
-    if found != expected["sha256"]:
+    if (found := sha256()) != expected["sha256"]:
         raise ValueError(f"{path} is damaged: its SHA-256 is {found[:12]}…, {expected['sha256'][:12]}… expected")
 
 

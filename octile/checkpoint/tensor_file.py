@@ -91,7 +91,8 @@ class TensorFile:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {_damage(path, error)}") from None
         self.metadata: dict[str, str] = self._file.metadata() or {}
-        header, data_begin = _read_header(path)
+        with open(path, "rb") as file:
+            header, data_begin = read_header(file)
         header.pop("__metadata__", None)
         self.specs: dict[str, TensorSpec] = {}
         self._begins: dict[str, int] = {}
@@ -153,7 +154,8 @@ class TensorFileWriter:
         self._file = file
         self._specs = specs
         self._missing = {name: spec.nbytes for name, spec in specs.items()}
-        self._begins = _write_header(file, specs, metadata)
+        header, self._begins = encode_header(specs, metadata)
+        file.write(header)
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Write a tensor, or rows of it that begin at `row`.
@@ -212,8 +214,8 @@ def writing(
         out.check_complete()
 
 
-def _write_header(file: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> dict[str, int]:
-    """Write the header; return the byte at which each tensor begins.
+def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file, and the byte at which each tensor begins, in the order of the data.
 
     Wide dtypes come first, so that every tensor is aligned to its element size.
     """
@@ -225,19 +227,18 @@ def _write_header(file: BinaryIO, specs: Mapping[str, TensorSpec], metadata: Map
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (offsets[name], offset)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    return {name: 8 + len(text) + begin for name, begin in offsets.items()}
+    begins = {name: 8 + len(text) + begin for name, begin in offsets.items()}
+    return struct.pack("<Q", len(text)) + text, begins
 
 
 def _itemsize(spec: TensorSpec) -> int:
     return TORCH_DTYPES[spec.dtype].itemsize if spec.dtype in TORCH_DTYPES else 1
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a file and the byte at which its data begins."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(min(length, MAX_HEADER))), 8 + length
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Read the JSON header of a file, without checking it, and the byte at which its data begins."""
+    length = int.from_bytes(file.read(8), "little")
+    return json.loads(file.read(min(length, MAX_HEADER))), 8 + length
 
 
 def _damage(path: Path, error: SafetensorError) -> str:
@@ -246,8 +247,8 @@ def _damage(path: Path, error: SafetensorError) -> str:
     with open(path, "rb") as file:
         expected = 8 + max(int.from_bytes(file.read(8), "little"), 2)  # at least {}
     if size >= expected:
-        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            header, data_begin = _read_header(path)
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError), open(path, "rb") as file:
+            header, data_begin = read_header(file)
             header.pop("__metadata__", None)
             expected = data_begin + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     return f"{size} bytes found, {expected} expected" if size != expected else str(error)

@@ -6,26 +6,31 @@
 
 A checkpoint is written as step_00000100.partial and renamed when it is on the disk. An existing checkpoint of the same
 step is renamed to step_00000100.replaced first; it is read from there if a crash came between the two renames. Nothing
-is pickled.
+is pickled. `distributed.py` writes the checkpoints of several ranks into the same folders, and both are read alike.
 """
 
 import os
-import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from octile.checkpoint.files import RECORD, read_record, sync_folder, verify, write_json, write_record
-from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
-from octile.validation import read_json
-
-TENSORS, STATE = "tensors.safetensors", "state.json"
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
-PARTIAL, REPLACED = ".partial", ".replaced"
+from octile.checkpoint.files import sync_folder, write_json, write_record
+from octile.checkpoint.step_folders import (
+    PARTIAL,
+    REPLACED,
+    STATE,
+    TENSORS,
+    finished_steps,
+    folder_name,
+    newest_intact,
+    prune,
+    verify_files,
+)
+from octile.checkpoint.store import Store
+from octile.checkpoint.tensor_file import TensorSpec, writing
 
 
 def save_checkpoint(
@@ -54,7 +59,7 @@ def save_checkpoint(
         raise ValueError(f"step must be at least 0 and keep at least 1, not {step} and {keep}")
     specs = {name: TensorSpec.of(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
-    target = Path(folder) / f"step_{step:08d}"
+    target = Path(folder) / folder_name(step)
     partial = target.with_name(target.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -68,7 +73,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _prune(target.parent, step, keep)
+    prune(Store(target.parent), target.name, keep)
     return target
 
 
@@ -87,21 +92,22 @@ def latest_checkpoint(folder: str | Path, up_to: int | None = None) -> Path | No
     Raises:
         ValueError: there are checkpoints, but all are damaged.
     """
-    steps = {step: path for step, path in _steps(Path(folder)).items() if up_to is None or step <= up_to}
-    for path in reversed(steps.values()):
-        try:
-            _verify(path)
-        except (ValueError, OSError) as error:
-            warnings.warn(f"checkpoint {path.name} cannot be used, trying the one before: {error}", stacklevel=2)
-        else:
-            return path
-    if steps:
-        raise ValueError(f"all {len(steps)} checkpoints in {folder} are damaged")
+    store = Store(folder)
+    steps = [(step, name) for step, name in finished_steps(store).items() if up_to is None or step <= up_to]
+    name = newest_intact(store, steps, _problem)
+    return None if name is None else Path(folder) / name
+
+
+def _problem(folder: Store) -> str | None:
+    try:
+        verify_files(folder)
+    except (ValueError, OSError) as error:
+        return str(error)
     return None
 
 
 def load_checkpoint(path: str | Path, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors (to the CPU) and the state that `save_checkpoint` was given.
+    """Read the tensors (to the CPU) and the state that `save_checkpoint` or `DistributedCheckpoints.save` was given.
 
     Args:
         path: the checkpoint's folder.
@@ -111,21 +117,10 @@ def load_checkpoint(path: str | Path, check: bool = True) -> tuple[dict[str, Ten
         FileNotFoundError: path is not a checkpoint.
         ValueError: a file of it is damaged.
     """
-    path = Path(path)
-    if check:
-        _verify(path)
-    file = TensorFile(path / TENSORS)
-    return {name: file.read(name) for name in file.specs}, read_json(path / STATE)
+    from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
 
-
-def _verify(path: Path) -> None:
-    if not (path / RECORD).exists():
-        raise FileNotFoundError(f"{path} is not a complete checkpoint: it has no {RECORD}")
-    record = read_record(path)
-    for name in (TENSORS, STATE):
-        if name not in record:
-            raise ValueError(f"{path / RECORD} is damaged: it has no checksum of {name}")
-        verify(path / name, record[name])
+    checkpoint = ShardedCheckpoint(path, check)
+    return {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.state
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
@@ -137,22 +132,3 @@ def _replace_folder(partial: Path, target: Path) -> None:
     os.replace(partial, target)
     sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all checkpoints but the newest `keep` up to a step, and what interrupted writers left."""
-    newest = [path for number, path in _steps(folder).items() if number <= step][-keep:]
-    for path in folder.glob("step_*"):
-        name = path.name.removesuffix(PARTIAL).removesuffix(REPLACED)
-        if STEP_FOLDER.fullmatch(name) and path not in newest:
-            shutil.rmtree(path)
-
-
-def _steps(folder: Path) -> dict[int, Path]:
-    """Return step → folder, oldest first. A .replaced folder counts if there is no other of its step."""
-    found: dict[int, Path] = {}
-    for suffix in (REPLACED, ""):
-        for path in folder.glob(f"step_*{suffix}"):
-            if match := STEP_FOLDER.fullmatch(path.name.removesuffix(suffix)):
-                found[int(match[1])] = path
-    return dict(sorted(found.items()))

@@ -1,0 +1,490 @@
+"""A checkpoint whose tensors lie in pieces in several safetensors files, as torch.distributed.checkpoint sees it.
+
+    tensors-00000-of-00004.safetensors, …    the chunks that each rank wrote, under the names of their tensors
+    index.json     {"tensors": {name: {"dtype", "shape", "chunks": [{"file", "begin", "offset", "shape"}, …]}}}
+    state.json     numbers and text
+    octile.json    the checksums of all these files, and of itself; written last
+
+torch.distributed.checkpoint plans which rank reads what, and carries errors from one rank to all. This module is its
+planners, which know `Chunk`, and its storage. A checkpoint of one process, with a single `tensors.safetensors`, is read
+as a sharded one of one file. Nothing is pickled, and nothing in a file is executed.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from octile.checkpoint.files import RECORD
+from octile.checkpoint.step_folders import INDEX, STATE, TENSORS, checksums, record_checksum
+from octile.checkpoint.store import Store
+from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, encode_header, read_header
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, which one rank or several hold.
+
+    Attributes:
+        local: the box, of any dtype, on any device.
+        shape: of the whole tensor.
+        offset: of the box's first element in the whole tensor, one number for each dimension.
+
+    Raises:
+        ValueError: the box reaches beyond the tensor.
+    """
+
+    local: Tensor
+    shape: Sizes
+    offset: Sizes
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.local.shape)
+        fits = len(sizes) == len(self.shape) == len(self.offset) and all(
+            0 <= begin <= begin + size <= total
+            for begin, size, total in zip(self.offset, sizes, self.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"a chunk {list(sizes)} at {list(self.offset)} is not part of a tensor {list(self.shape)}")
+
+    @classmethod
+    def rows(cls, local: Tensor, start: int, total: int) -> "Chunk":
+        """The rows of a tensor with `total` rows that begin at row `start`."""
+        return cls(local, (total, *local.shape[1:]), (start, *(0 for _ in local.shape[1:])))
+
+    @classmethod
+    def of(cls, name: str, tensor: "Tensor | Chunk") -> "Chunk":
+        """The chunk of a tensor that this rank holds: all of it, or its part of a DTensor.
+
+        Raises:
+            ValueError: `name` is a DTensor that is yet to be summed over ranks, or whose local part is no box.
+        """
+        if isinstance(tensor, Chunk):
+            return tensor
+        if not isinstance(tensor, DTensor):
+            return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"{name} is a partial DTensor, {tensor.placements}: redistribute it first")
+        if tensor.device_mesh.get_coordinate() is None:  # this rank is not in its mesh
+            return cls.rows(tensor.to_local().new_empty(0, *tensor.shape[1:]), 0, tensor.shape[0])
+        boxes = tensor.__create_chunk_list__()
+        if len(boxes) != 1:
+            raise ValueError(
+                f"{name} is a DTensor, {tensor.placements}, whose local part is {len(boxes)} boxes, not one"
+            )
+        return cls(tensor.to_local(), tuple(tensor.shape), tuple(boxes[0].offsets))
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """Where a box of a tensor lies in a checkpoint.
+
+    Attributes:
+        file: the name of the file.
+        begin: its first byte in the file.
+        offset, shape: the box in the whole tensor.
+    """
+
+    file: str
+    begin: int
+    offset: Sizes
+    shape: Sizes
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank tells the coordinator of a chunk that it wrote: where it lies, and its file's checksum."""
+
+    chunk: StoredChunk
+    checksum: dict[str, Any]
+
+
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Plans to save chunks. The state_dict has their local tensors, which may be copies in host memory."""
+
+    def __init__(self, chunks: Mapping[str, Chunk]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = chunks
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan one item for each chunk of this rank."""
+        self.plan = SavePlan([_write_item(name, chunk) for name, chunk in self._chunks.items()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the tensor of an item."""
+        tensor: Tensor = self.state_dict[write_item.index.fqn]
+        return tensor
+
+
+class ChunkLoadPlanner(DefaultLoadPlanner):
+    """Plans to fill chunks from whatever chunks a checkpoint has. The state_dict has their local tensors."""
+
+    def __init__(self, chunks: Mapping[str, Chunk]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = chunks
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan one item for each stored chunk that overlaps with a chunk of this rank."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, chunk in self._chunks.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, stored, [_box(chunk.offset, chunk.local.shape)])
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the part of a local tensor that an item fills."""
+        tensor: Tensor = self.state_dict[read_item.dest_index.fqn]
+        return _narrow(tensor, read_item.dest_offsets, read_item.lengths)
+
+
+class ShardWriter(StorageWriter):
+    """Writes one safetensors file for each rank that has chunks; the coordinator then writes the other files.
+
+    Args:
+        folder: the new checkpoint; a name that nothing else has written to.
+        step: of the checkpoint.
+        state: the content of state.json.
+        finished: called by the coordinator when the checkpoint is complete.
+    """
+
+    def __init__(self, folder: Store, step: int, state: bytes, finished: Callable[[], None]):
+        self._folder, self._step, self._state, self._finished = folder, step, state, finished
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the folder appears with its first file."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give the file of each rank its name."""
+        names = [f"tensors-{rank:05d}-of-{len(plans):05d}.safetensors" for rank in range(len(plans))]
+        return [SavePlan(plan.items, name, plan.planner_data) for plan, name in zip(plans, names, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this rank, whose checksum is computed on the way."""
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner) if plan.items else [])
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        file_name: str = plan.storage_data
+        items = {item.index.fqn: item for item in plan.items}
+        specs = {name: _spec(item) for name, item in items.items()}
+        header, begins = encode_header(specs, {})
+        with self._folder.writing(file_name) as file:
+            out = _HashedFile(file)
+            out.write(header)
+            for name in begins:
+                tensor = planner.resolve_data(items[name])
+                assert isinstance(tensor, Tensor)
+                out.write(_bytes(tensor))
+        results = []
+        for name, item in items.items():
+            offset = tuple(item.index.offset or ())
+            chunk = StoredChunk(file_name, begins[name], offset, specs[name].shape)
+            results.append(WriteResult(item.index, specs[name].nbytes, _Written(chunk, out.checksum())))
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write index.json and state.json and, when everything is on the disk, octile.json."""
+        files: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            spec = TensorSpec.of(stored.properties.dtype, tuple(stored.size))
+            tensors[name] = {"dtype": spec.dtype, "shape": spec.shape, "chunks": []}
+        for result in (result for of_rank in results for result in of_rank):
+            written: _Written = result.storage_data
+            tensors[result.index.fqn]["chunks"].append(asdict(written.chunk))
+            files[written.chunk.file] = written.checksum
+        for name, content in ((INDEX, json.dumps({"tensors": tensors}).encode()), (STATE, self._state)):
+            self._folder.write(name, content)
+            files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        record = {"step": self._step, "files": files}
+        content = json.dumps({**record, "sha256": record_checksum(record)}, indent=2).encode()
+        self._folder.write(RECORD, content + b"\n")
+        self._finished()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a writer is made for its folder."""
+        return False
+
+
+class ShardReader(StorageReader):
+    """Reads ranges of rows of the chunks of a checkpoint.
+
+    Args:
+        checkpoint: an open one.
+    """
+
+    def __init__(self, checkpoint: "ShardedCheckpoint"):
+        self._checkpoint = checkpoint
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return which chunks there are and where they lie."""
+        return self._checkpoint.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the checkpoint is open."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan needs, one file after another, each from its beginning to its end."""
+        per_file: dict[str, list[tuple[StoredChunk, ReadItem]]] = {}
+        for item in plan.items:
+            stored: StoredChunk = self._checkpoint.metadata.storage_data[item.storage_index]
+            per_file.setdefault(stored.file, []).append((stored, item))
+        for name, items in sorted(per_file.items()):
+            with self._checkpoint.open(name) as file:
+                for stored, item in sorted(items, key=lambda pair: (pair[0].begin, pair[1].storage_offsets)):
+                    spec = self._checkpoint.specs[item.storage_index.fqn]
+                    rows = _read_rows(file, self._checkpoint.folder.path_of(name), stored, item, spec.dtype)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(_narrow(rows, (0, *item.storage_offsets[1:])[: rows.ndim], item.lengths))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a reader is made for its checkpoint."""
+        return False
+
+
+class ShardedCheckpoint:
+    """A checkpoint that is open to be read: of several ranks, or of one process (`save_checkpoint`).
+
+    index.json and state.json are checked when it is opened. The checksum of a file with tensors is compared before its
+    first tensor is read.
+
+    Args:
+        path: the checkpoint's folder, a path or a URL.
+        check: whether to compare checksums of tensors; not necessary for a checkpoint that was just found intact.
+
+    Attributes:
+        folder: where the files lie.
+        specs: tensor name → dtype, shape and size of the whole tensor.
+        state: the content of state.json.
+        metadata: the same for torch.distributed.checkpoint, with a `StoredChunk` for each chunk.
+
+    Raises:
+        FileNotFoundError: path is not a checkpoint, or a file of it is missing.
+        ValueError: a file of it is damaged.
+    """
+
+    def __init__(self, path: str | Path, check: bool = True):
+        self.folder = Store(path)
+        self._unverified = checksums(self.folder)
+        self.state = self._read_json(STATE)
+        tensors = self._read_json(INDEX)["tensors"] if INDEX in self._unverified else self._single_file()
+        self.specs: dict[str, TensorSpec] = {}
+        boxes: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        places: dict[MetadataIndex, StoredChunk] = {}
+        for name, entry in tensors.items():
+            dtype, shape = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"])
+            self.specs[name] = TensorSpec.of(dtype, shape)
+            chunks = [
+                StoredChunk(chunk["file"], chunk["begin"], tuple(chunk["offset"]), tuple(chunk["shape"]))
+                for chunk in entry["chunks"]
+            ]
+            listed = [_box(chunk.offset, chunk.shape) for chunk in chunks]
+            boxes[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), listed)
+            places |= {MetadataIndex(name, torch.Size(chunk.offset)): chunk for chunk in chunks}
+        self.metadata = Metadata(boxes, storage_data=places)
+        if not check:
+            self._unverified = {}
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file of it, whose checksum is compared if it was not before.
+
+        Raises:
+            FileNotFoundError: the file is missing.
+            ValueError: it is damaged.
+        """
+        if name in self._unverified:
+            self.folder.verify(name, self._unverified[name])
+            del self._unverified[name]
+        return self.folder.open(name)
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor, to the CPU, from all files that have a part of it.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing or damaged.
+        """
+        spec = self.specs[name]
+        return self._read(name, (0,) * len(spec.shape), spec.shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows start … stop − 1 of a tensor of at least one dimension, to the CPU.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing or damaged, or the tensor has fewer rows.
+        """
+        below = self.specs[name].shape[1:]
+        return self._read(name, (start, *(0 for _ in below)), (stop - start, *below))
+
+    def fill(self, targets: Mapping[str, Tensor | Chunk]) -> None:
+        """Overwrite tensors, or this rank's chunks of them, in place. Other ranks need not take part.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged; or the checkpoint lacks a tensor, or has it in another shape or dtype.
+        """
+        chunks = self.check(targets)
+        planner, reader = ChunkLoadPlanner(chunks), ShardReader(self)
+        planner.set_up_planner(local_tensors(chunks), self.metadata)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def check(self, targets: Mapping[str, Tensor | Chunk]) -> dict[str, Chunk]:
+        """Check that tensors can be filled from this checkpoint, and return the chunks of this rank.
+
+        Raises:
+            ValueError: the checkpoint lacks a tensor, or has it in another shape or dtype.
+        """
+        chunks = {name: Chunk.of(name, tensor) for name, tensor in targets.items()}
+        for name, chunk in chunks.items():
+            if name not in self.specs:
+                raise ValueError(f"the checkpoint {self.folder.url} lacks the tensor {name}")
+            stored, needed = self.specs[name], TensorSpec.of(chunk.local.dtype, chunk.shape)
+            if stored != needed:
+                raise ValueError(
+                    f"{name} is {stored.dtype} {list(stored.shape)} in the checkpoint {self.folder.url}, "
+                    f"but {needed.dtype} {list(needed.shape)} here"
+                )
+        return chunks
+
+    def _read(self, name: str, offset: Sizes, sizes: Sizes) -> Tensor:
+        spec = self.specs[name]
+        local = torch.empty(sizes, dtype=TORCH_DTYPES[spec.dtype])
+        self.fill({name: Chunk(local, spec.shape, offset)})
+        return local
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        self.folder.verify(name, self._unverified.pop(name))
+        return self.folder.read_json(name)
+
+    def _single_file(self) -> dict[str, Any]:
+        """The index of a checkpoint of one process, from the header of its file."""
+        with self.open(TENSORS) as file:
+            header, data_begin = read_header(file)
+        header.pop("__metadata__", None)
+        return {
+            name: {**entry, "chunks": [_whole(TENSORS, data_begin + entry["data_offsets"][0], entry["shape"])]}
+            for name, entry in header.items()
+        }
+
+
+def local_tensors(chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
+    """Return the local tensors of chunks, without what autograd and others attach to them."""
+    return {name: chunk.local.detach() for name, chunk in chunks.items()}
+
+
+def _write_item(name: str, chunk: Chunk) -> WriteItem:
+    properties = TensorProperties(dtype=chunk.local.dtype)
+    data = TensorWriteData(_box(chunk.offset, chunk.local.shape), properties, torch.Size(chunk.shape))
+    return WriteItem(MetadataIndex(name, torch.Size(chunk.offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _box(offset: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+
+
+def _spec(item: WriteItem) -> TensorSpec:
+    assert item.tensor_data is not None
+    return TensorSpec.of(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
+
+
+def _whole(file: str, begin: int, shape: Sizes) -> dict[str, Any]:
+    return asdict(StoredChunk(file, begin, (0,) * len(shape), shape))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return data
+
+
+def _narrow(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
+    box = tuple(slice(begin, begin + length) for begin, length in zip(offsets, lengths, strict=True))
+    return tensor[box] if box else tensor
+
+
+def _read_rows(file: BinaryIO, path: str, stored: StoredChunk, item: ReadItem, dtype_name: str) -> Tensor:
+    """Read the rows of a stored chunk that an item needs; all of a tensor without dimensions."""
+    dtype, below = TORCH_DTYPES[dtype_name], stored.shape[1:]
+    start, n_rows = (item.storage_offsets[0], item.lengths[0]) if stored.shape else (0, 1)
+    row_bytes = math.prod(below) * dtype.itemsize
+    data = torch.empty(n_rows * row_bytes, dtype=torch.uint8)
+    file.seek(stored.begin + start * row_bytes)
+    found = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
+    if found != len(data):
+        raise ValueError(f"{path} is damaged: {found} bytes of {item.storage_index.fqn} found, {len(data)} expected")
+    return data.view(dtype).reshape((n_rows, *below) if stored.shape else ())
+
+
+class _HashedFile:
+    """Passes what is written on to a file, and computes the checksum of it."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+        self._size += len(data)
+
+    def checksum(self) -> dict[str, Any]:
+        return {"bytes": self._size, "sha256": self._digest.hexdigest()}

@@ -1,0 +1,130 @@
+"""The folders of a run's checkpoints, one for each step: which there are, which are whole, which are removed.
+
+    step_00000100             the checkpoint of step 100
+    step_00000100.1           the same, written again by several ranks: a folder in an object store cannot be renamed
+    step_00000100.partial     being written by one process, or left by one that was killed
+    step_00000100.replaced    moved aside by one process while it writes that step again
+
+octile.json, with the checksums of the other files, is the last file of a folder. A folder of several ranks that has
+none is not finished and counts as absent.
+"""
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from octile.checkpoint.files import RECORD
+from octile.checkpoint.store import Store
+
+TENSORS, STATE, INDEX = "tensors.safetensors", "state.json", "index.json"
+STEP_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+PARTIAL, REPLACED = ".partial", ".replaced"
+
+
+def folder_name(step: int, attempt: int = 0) -> str:
+    """The name of a step's folder; attempts after the first have a number."""
+    return f"step_{step:08d}" + (f".{attempt}" if attempt else "")
+
+
+def next_folder(store: Store, step: int) -> str:
+    """The name of a folder of a step that does not exist, and is newer than all of that step."""
+    matches = [STEP_FOLDER.fullmatch(name) for name in store.names()]
+    attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
+    return folder_name(step, max(attempts, default=-1) + 1)
+
+
+def finished_steps(store: Store) -> dict[int, str]:
+    """Return step → folder of all finished checkpoints, damaged or not, oldest first."""
+    found: dict[int, tuple[int, str]] = {}
+    for name in store.names():
+        match = STEP_FOLDER.fullmatch(name.removesuffix(REPLACED))
+        if match and not {RECORD, TENSORS}.isdisjoint(store.folder(name).names()):
+            attempt = -1 if name.endswith(REPLACED) else int(match[2] or 0)
+            step = int(match[1])
+            found[step] = max(found.get(step, (-2, "")), (attempt, name))
+    return {step: name for step, (_, name) in sorted(found.items())}
+
+
+def newest_intact(
+    store: Store, steps: Iterable[tuple[int, str]], problem: Callable[[Store], str | None], warn: bool = True
+) -> str | None:
+    """Return the folder of the last of some checkpoints that has no problem, or None where there are none.
+
+    Args:
+        store: the folder of the checkpoints.
+        steps: what `finished_steps` found, or a part of it.
+        problem: returns why a checkpoint cannot be used, or None.
+        warn: whether those that cannot be used cause warnings.
+
+    Raises:
+        ValueError: there are checkpoints, but all are damaged.
+    """
+    names = [name for _, name in steps]
+    for name in reversed(names):
+        reason = problem(store.folder(name))
+        if reason is None:
+            return name
+        if warn:
+            warnings.warn(f"checkpoint {name} cannot be used, trying the one before: {reason}", stacklevel=3)
+    if names:
+        raise ValueError(f"all {len(names)} checkpoints in {store.url} are damaged")
+    return None
+
+
+def verify_files(folder: Store, rank: int = 0, n_ranks: int = 1) -> None:
+    """Compare the files of a checkpoint with their checksums; several ranks share them out.
+
+    Raises:
+        FileNotFoundError: it is not a checkpoint, or a file of it is missing.
+        ValueError: a file of it is damaged.
+    """
+    for name, expected in list(checksums(folder).items())[rank::n_ranks]:
+        folder.verify(name, expected)
+
+
+def checksums(folder: Store) -> dict[str, dict[str, Any]]:
+    """Return the checksum of each file of a checkpoint, the largest files first.
+
+    Raises:
+        FileNotFoundError: it is not a checkpoint.
+        ValueError: octile.json is damaged.
+    """
+    try:
+        record = folder.read_record()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder.url} is not a complete checkpoint: it has no {RECORD}") from None
+    own = record.pop("sha256", None)  # of one process, it has none
+    if own is not None and own != record_checksum(record):
+        raise ValueError(f"{folder.path_of(RECORD)} is damaged: its content is not that of its own SHA-256")
+    files: dict[str, dict[str, Any]] = record["files"]
+    for name in (STATE, INDEX if INDEX in files else TENSORS):
+        if name not in files:
+            raise ValueError(f"{folder.path_of(RECORD)} is damaged: it has no checksum of {name}")
+    return dict(sorted(files.items(), key=lambda entry: -entry[1]["bytes"]))
+
+
+def record_checksum(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the content of an octile.json without its own."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def prune(store: Store, written: str, keep: int) -> None:
+    """Remove all checkpoints but one just written and the `keep` - 1 before it, and what killed writers left.
+
+    Checkpoints of later steps are removed, too: the run was resumed before them and no longer leads there.
+    """
+    step = _step(written)
+    before = [name for number, name in finished_steps(store).items() if number < step]
+    kept = {written, *before[max(len(before) - keep + 1, 0) :]}
+    for name in store.names():
+        if STEP_FOLDER.fullmatch(name.removesuffix(PARTIAL).removesuffix(REPLACED)) and name not in kept:
+            store.folder(name).remove()
+
+
+def _step(name: str) -> int:
+    match = STEP_FOLDER.fullmatch(name)
+    assert match is not None
+    return int(match[1])

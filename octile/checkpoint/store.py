@@ -1,0 +1,154 @@
+"""A folder of files on a POSIX file system, or under a URL that fsspec knows: `s3://…`, `gs://…`, `memory://…`.
+
+Files are read, listed and removed alike. On a POSIX file system a file is written under a temporary name, forced to
+disk and renamed; in an object store it appears when its upload is complete.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from octile.checkpoint.files import RECORD, atomic_write, check_record, compare_checksum
+from octile.validation import parse_json
+
+
+class Store:
+    """A folder, which need not exist.
+
+    Args:
+        url: a path, or a URL of a file system that fsspec has or that is installed for it (s3fs, gcsfs, adlfs, …).
+
+    Attributes:
+        url: the folder, without a slash at its end.
+
+    Raises:
+        ValueError: fsspec knows no such protocol.
+        ImportError: the package for it is not installed.
+    """
+
+    def __init__(self, url: str | Path):
+        self.url = str(url).rstrip("/") or "/"
+        self._fs, self._root = url_to_fs(self.url)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+
+    def folder(self, name: str) -> "Store":
+        """The folder of a name in this one."""
+        return Store(f"{self.url}/{name}")
+
+    def path_of(self, name: str) -> str:
+        """The path or URL of a file, for messages."""
+        return f"{self.url}/{name}"
+
+    def names(self) -> list[str]:
+        """The names of the files and folders here, sorted; none if the folder does not exist."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read its bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        if self.is_local:
+            return Path(self._root, name).open("rb")
+        file: BinaryIO = self._fs.open(f"{self._root}/{name}", "rb")
+        return file
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Context manager that yields a new binary file, which is not seekable. It is there when the block ends.
+
+        Raises:
+            OSError: the disk is full or the folder is not writable. The exception names the file.
+        """
+        if self.is_local:
+            path = Path(self._root, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as file:
+                yield file
+            return
+        self._fs.makedirs(self._root, exist_ok=True)
+        try:
+            with self._fs.open(f"{self._root}/{name}", "wb") as file:
+                yield file
+        except BaseException as error:
+            with suppress(OSError):
+                self._fs.rm_file(f"{self._root}/{name}")
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = self.path_of(name)
+            raise
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, which replaces one of that name.
+
+        Raises:
+            OSError: as for `writing`.
+        """
+        with self.writing(name) as file:
+            file.write(content)
+
+    def read(self, name: str) -> bytes:
+        """Read a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with self.open(name) as file:
+            return file.read()
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read a JSON object.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is damaged.
+        """
+        return parse_json(self.read(name), self.path_of(name))
+
+    def read_record(self) -> dict[str, Any]:
+        """Read octile.json, whose entry "files" has the checksums of the folder's other files.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged.
+        """
+        record = self.read_json(RECORD)
+        check_record(record, self.path_of(RECORD))
+        return record
+
+    def verify(self, name: str, expected: Mapping[str, Any]) -> None:
+        """Compare a file with its checksum.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: its size or its contents differ.
+        """
+        try:
+            size = self._fs.size(f"{self._root}/{name}")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.path_of(name)} is missing") from None
+        compare_checksum(self.path_of(name), size, lambda: self._sha256(name), expected)
+
+    def _sha256(self, name: str) -> str:
+        with self.open(name) as file:
+            digest = hashlib.sha256()
+            while block := file.read(2**22):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def remove(self) -> None:
+        """Remove the folder. Its octile.json is removed first, so that what is left is never taken for whole."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{RECORD}")
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._root, recursive=True)

@@ -1,0 +1,77 @@
+"""A save that is killed before each of its operations on files: run by test_distributed.py in a process of its own.
+
+    python -m tests.checkpoint.kill_cases FOLDER
+
+A child saves and kills itself with SIGKILL before its k-th operation; then the checkpoint that was there or the new one
+must be whole. k grows until the child ends by itself. The child is forked, so that torch is imported once.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from octile.checkpoint import DistributedCheckpoints, latest_checkpoint, load_checkpoint
+
+OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+
+
+def save(folder: Path, step: int, value: float) -> None:
+    checkpoints = DistributedCheckpoints(folder, keep=1)
+    checkpoints.save(step, {"w": torch.full((4, 3), value), "n": torch.tensor(step)}, {"value": value})
+    checkpoints.close()
+
+
+def saved_until(folder: Path, kill_at: int, step: int, value: float) -> bool:
+    """Save in a child that is killed before operation `kill_at`; return whether it was."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def kill(event: str, arguments: tuple) -> None:
+            nonlocal count
+            if event in OPERATIONS and str(arguments[0]).startswith(str(folder)):
+                count += 1
+                if count > kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        save(folder, step, value)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 or os.WIFSIGNALED(status), status
+    return status != 0
+
+
+def check(folder: Path, step: int) -> None:
+    """Kill the save of a step after that of step 1, at every operation."""
+    kill_at, found = 0, set()
+    while True:
+        run = folder / f"{step}-{kill_at}"
+        save(run, 1, 1.0)
+        killed = saved_until(run, kill_at, step, 2.0)
+        tensors, state = load_checkpoint(latest_checkpoint(run))
+        assert state["value"] in (1.0, 2.0), (kill_at, state)
+        assert tensors["w"].eq(state["value"]).all(), (kill_at, tensors)
+        found.add(state["value"])
+        save(run, 3, 3.0)  # what was left does not disturb the next one, and is removed
+        assert [path.name for path in run.iterdir()] == ["step_00000003"], (kill_at, list(run.iterdir()))
+        shutil.rmtree(run)
+        if not killed:
+            break
+        kill_at += 1
+    assert found == {1.0, 2.0}
+    assert kill_at > 8, kill_at
+    print(f"step {step}: killed at each of {kill_at} operations")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    for step in (2, 1):
+        check(Path(sys.argv[1]), step)
