@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import fsspec
@@ -21,6 +22,7 @@ from octile.checkpoint import (
     load_tensors,
     save_checkpoint,
 )
+from octile.checkpoint import store as store_module
 from octile.checkpoint.distributed import share_out
 from octile.checkpoint.tensor_file import TensorSpec
 from tests.checkpoint import distributed_cases
@@ -80,6 +82,24 @@ def names(folder: Path) -> list[str]:
 
 def test_a_process_killed_at_any_operation_leaves_the_last_checkpoint_or_the_new_one(tmp_path):
     run("kill_cases", tmp_path)
+
+
+def test_save_returns_before_anything_is_written(tmp_path, monkeypatch):
+    written, write = threading.Event(), store_module.atomic_write
+
+    def wait(path: Path):
+        assert written.wait(60)
+        return write(path)
+
+    monkeypatch.setattr(store_module, "atomic_write", wait)
+    w = torch.ones(3)
+    checkpoints = DistributedCheckpoints(tmp_path)
+    checkpoints.save(1, {"w": w}, {})
+    w.zero_()
+    assert latest_checkpoint(tmp_path) is None
+    written.set()
+    checkpoints.close()
+    assert load_checkpoint(latest_checkpoint(tmp_path))[0]["w"].equal(torch.ones(3))
 
 
 def test_an_object_store_holds_checkpoints(same):
