@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms") and of
-# the CUDA and Triton kernels that quantize ("quantize"). All run at the same time, for at most seven minutes. racecheck
-# is the slowest and gets fewer GEMMs, and the variant of the kernel in which it can follow the order of accesses
-# (racecheck_all_lanes.py, which also compares the machine code of both). Exit code 1 where one of them is not clean.
-# Needs a Hopper GPU. The output is in $OUT/sanitizer_TOOL_LIST.txt.
+# compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"), of the
+# CUDA and Triton kernels that quantize ("quantize"), and of the Triton kernels of gate, routing, cross-entropy, norms,
+# rotary embeddings and optimizer ("elementwise"). Arguments choose lists, TOOLS the tools, LIMIT the seconds of each.
+# All run at the same time, for at most seven minutes. racecheck is the slowest and gets fewer GEMMs, and the variant of
+# the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which also compares the machine code
+# of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
+# $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,35 +20,53 @@ RACES="(test_every_kind_of_kernel and not raster and not of_groups and not of_ma
 or test_slots_of_block_scales_are_reused or (of_masked and float32 and not chosen) \
 or (of_groups and float32 and zero) or $GROUPS_OF"
 QUANTIZE="(test_transposed_quantization_of_a_large and 130) or (test_weights and float32 and 130) \
+or (test_joined_weights and 1536 and bfloat16 and True-True) \
 or (test_e5m6 and 1030 and float32) or (test_e5m6_becomes and 999 and float32) \
 or (test_swiglu_is_within and 999 and e5m2) or test_swiglu_saves_ragged or (test_permute_and and 333) \
 or (test_rms_norm_of_large and 999) or (test_gradients_of_rms_norm and 999)"
+ELEMENTWISE_FILES="gate sequence_balance routing_plan cross_entropy elementwise data_flow gradient_norms adamw"
+ELEMENTWISE="(test_the_choice_and and bfloat16 and (V3 or V2)) or test_terms_are or (test_the_experts_with and 160) \
+or (test_the_gradient_of_the_logits and True and (V3 or normalized)) or (test_loss_and_gradient and 1001) \
+or (test_the_plan_is and False and (5000 or 32769)) or test_counts_of_sequences \
+or (test_any_vocabulary and bfloat16 and (40 or 4100 or 32768)) or (test_any_strides and 300) \
+or (test_swiglu_agrees and bfloat16 and (35 or 300)) or (test_rms_norm_agrees and bfloat16 and (37 or 192)) \
+or (test_weighted_sums and bfloat16 and (200 or 9000)) or (test_rotary_operators and 301) \
+or (test_rotated_halves and 301 and bfloat16) or test_norms_equal or test_many_tensors_in_one_call"
 
-sanitize() { # tool list; file and which of its tests; pytest's options. Exit code 7: errors were found
+sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
     # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
     local quiet
     quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
-    timeout --kill-after=15 420 compute-sanitizer --tool "$1" $quiet --error-exitcode 7 --target-processes all \
-        --print-limit 20 \
-        "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q "$3" -k "$4" "${@:5}" \
+    timeout --kill-after=15 "${LIMIT:-420}" compute-sanitizer --tool "$1" $quiet --error-exitcode 7 \
+        --target-processes all --print-limit 20 \
+        "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q -k "$3" "${@:4}" \
         >"$OUT/sanitizer_$1_$2.txt" 2>&1
 }
 
+read -ra lists <<<"${*:-gemms quantize elementwise}"
+read -ra tools <<<"${TOOLS:-memcheck racecheck synccheck}"
+for list in "${lists[@]}"; do
+    [[ $list =~ ^(gemms|quantize|elementwise)$ ]] || { echo "no list $list: gemms, quantize, elementwise" >&2; exit 2; }
+done
 declare -A jobs
-for tool in memcheck racecheck synccheck; do
-    if [[ $tool == racecheck ]]; then
-        sanitize $tool gemms tests/gpu/cuda/test_gemm.py "$RACES" -p tools.racecheck_all_lanes &
-    else
-        sanitize $tool gemms tests/gpu/cuda/test_gemm.py "$GEMMS" &
-    fi
-    jobs[$tool gemms]=$!
-    sanitize $tool quantize tests/gpu/test_quantize_kernels.py "$QUANTIZE" &
-    jobs[$tool quantize]=$!
+for tool in "${tools[@]}"; do
+    for list in "${lists[@]}"; do
+        case $tool,$list in
+        racecheck,gemms) sanitize "$tool" gemms "$RACES" tests/gpu/cuda/test_gemm.py -p tools.racecheck_all_lanes & ;;
+        *,gemms) sanitize "$tool" gemms "$GEMMS" tests/gpu/cuda/test_gemm.py & ;;
+        *,quantize) sanitize "$tool" quantize "$QUANTIZE" tests/gpu/test_quantize_kernels.py & ;;
+        *,elementwise)
+            # shellcheck disable=SC2086  (a file each)
+            sanitize "$tool" elementwise "$ELEMENTWISE" $(printf 'tests/gpu/test_%s.py ' $ELEMENTWISE_FILES) &
+            ;;
+        esac
+        jobs[$tool $list]=$!
+    done
 done
 
 status=0
-for tool in memcheck racecheck synccheck; do
-    for list in gemms quantize; do
+for tool in "${tools[@]}"; do
+    for list in "${lists[@]}"; do
         wait "${jobs[$tool $list]}"
         case $? in
         0) outcome=clean ;;
