@@ -1,0 +1,72 @@
+"""A pipeline schedule: which rank computes what, in which order."""
+
+from dataclasses import dataclass
+
+from octile.parallel.schedules.actions import Action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank in order, and where the stages are.
+
+    A bidirectional schedule has two copies of every stage, one for each direction: the micro-batches of direction 0
+    enter at rank 0, those of direction 1 at the last rank. The first half of the micro-batches has direction 0.
+
+    Attributes:
+        name: the schedule's name in `SCHEDULES`.
+        n_micro_batches: micro-batches of a step, numbered from 0.
+        placement: placement[direction][stage] is the rank that has this copy of the stage.
+        actions: actions[rank] are the computations of a rank in order. An action's stage and micro-batch say which copy
+            of the stage it is. Sends and receives follow from them: see `add_communication`.
+    """
+
+    name: str
+    n_micro_batches: int
+    placement: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.actions)
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages that a micro-batch passes."""
+        return len(self.placement[0])
+
+    def direction(self, micro_batch: int) -> int:
+        """The direction of a micro-batch: 0, or 1 if it enters at the last rank."""
+        return micro_batch * len(self.placement) // self.n_micro_batches
+
+    def rank(self, stage: int, micro_batch: int) -> int:
+        """The rank that computes this stage for this micro-batch."""
+        return self.placement[self.direction(micro_batch)][stage]
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages whose parameters a rank holds, in ascending order."""
+        return tuple(stage for stage in range(self.n_stages) if any(ranks[stage] == rank for ranks in self.placement))
+
+    def for_torch(self) -> dict[int, list[Action | None]]:
+        """The table that `_PipelineScheduleRuntime._prepare_schedule_with_comms` of torch takes as "compute_only".
+
+        Raises:
+            ValueError: the schedule is bidirectional. torch's executor has each stage on one rank.
+        """
+        if len(self.placement) > 1:
+            raise ValueError(
+                f"schedule {self.name} cannot run on torch's executor: it has each stage on one rank, and {self.name} "
+                f"has each on two"
+            )
+        return {rank: list(actions) for rank, actions in enumerate(self.actions)}
+
+
+def check_sizes(name: str, n_stages: int, n_micro_batches: int, least_stages: int = 1, least_batches: int = 1) -> None:
+    """Refuse sizes below what a schedule needs.
+
+    Raises:
+        ValueError: there are too few stages or micro-batches.
+    """
+    for what, number, least in (("stages", n_stages, least_stages), ("micro-batches", n_micro_batches, least_batches)):
+        if number < least:
+            raise ValueError(f"{name} needs at least {least} {what}, not {number}")
