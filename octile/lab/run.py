@@ -23,7 +23,8 @@ from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.conversion import apply_recipe, log
+from octile.nn.conversion import apply_recipe
+from octile.nn.conversion_summary import log
 from octile.recipe import GEMMS, GemmName
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic

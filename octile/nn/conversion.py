@@ -1,6 +1,5 @@
 """`convert`: replace the linear layers of a model by FP8 layers, and report which were converted and which were not."""
 
-import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from octile.layer_roles import CONV1D, KEPT, check_keep, is_kept, why_high_precision
-from octile.nn.conversion_summary import ConversionSummary, quantized_shares
+from octile.nn.conversion_summary import ConversionSummary, log_or_print, quantized_shares
 from octile.nn.eager_kernels import use_fused_kernels
 from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.shared_quantization import share_among_children
@@ -20,8 +19,6 @@ from octile.nn.mlp import SwiGLU
 from octile.nn.moe import Experts
 from octile.nn.structure import swiglu_class
 from octile.recipe import Recipe
-
-log = logging.getLogger("octile")
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -67,10 +64,7 @@ def convert(
             converted layer; or a parameter is a DTensor, as after `fully_shard`.
     """
     model = apply_recipe(model, recipe, filter, keep)
-    if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
-        log.info(model.conversion_summary)
-    else:
-        print(model.conversion_summary, file=sys.stderr)
+    log_or_print(str(model.conversion_summary))
     return model
 
 

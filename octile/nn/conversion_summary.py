@@ -4,6 +4,8 @@ Counted are the GEMMs of a token's forward pass whose one operand is a weight: l
 experts those that a token is sent to. Attention's scores depend on the length of the text and are left out.
 """
 
+import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Self
 
@@ -12,6 +14,16 @@ from torch import Tensor, nn
 from octile.nn.eager_kernels import FusedKernels
 from octile.nn.linear import RecipeHolder
 from octile.recipe import Recipe
+
+log = logging.getLogger("octile")
+
+
+def log_or_print(text: str) -> None:
+    """Log a text if logging is set up for octile, else print it to stderr."""
+    if log.isEnabledFor(logging.INFO) or log.level != logging.NOTSET:
+        log.info(text)
+    else:
+        print(text, file=sys.stderr)
 
 
 class Shares(NamedTuple):
@@ -94,22 +106,22 @@ def _gemms(module: nn.Module, parent: nn.Module | None, name: str, uses: float) 
         experts = len(module)
     if experts:
         uses *= _chosen_experts(module, parent, experts) / experts
-    recipe = _recipe(module)
+    recipe = recipe_of(module)
     is_quantized = recipe is not None and recipe.formats is not None
-    for weight in _weights(module):
+    for weight in gemm_weights(module):
         has_quantized_fprop = recipe is not None and is_quantized and "fprop" not in recipe.high_precision
         yield _Gemm(weight, 2 * uses * weight.numel(), is_quantized, has_quantized_fprop)
     for child_name, child in module.named_children():
         yield from _gemms(child, module, child_name, uses)
 
 
-def _recipe(module: nn.Module) -> Recipe | None:
+def recipe_of(module: nn.Module) -> Recipe | None:
     """Return the recipe of a layer or of stacked experts; that of transformers' experts is held by a submodule."""
     holders = (module, *module.children()) if _stacked_experts(module) else (module,)
     return next((m.recipe for m in holders if isinstance(m, RecipeHolder)), None)
 
 
-def _weights(module: nn.Module) -> list[Tensor]:
+def gemm_weights(module: nn.Module) -> list[Tensor]:
     """Return a module's own weights that a GEMM reads: [N, K] or stacked."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return []

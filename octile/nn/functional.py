@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.fused.high_precision import HighPrecisionLinear
-from octile.nn.fused.layers import check_local
+from octile.nn.fused.layers import check_local, is_dtensor
 from octile.nn.fused.linear import QuantizedLinear
 from octile.nn.fused.shared_quantization import shared_by_layers
 from octile.nn.weight_cache import can_cache
@@ -34,6 +34,8 @@ def linear(
 ) -> Tensor:
     """Return x · weightᵀ + bias in the recipe's formats; differentiable.
 
+    x, weight and bias may be DTensors (`octile.nn.tensor_parallel`); then so is the result.
+
     Args:
         x: [..., K], float32, bfloat16 or float16.
         weight: [N, K]. If it has a buffer `main_grad` [N, K] float32, its gradient is added there and `.grad` is
@@ -46,11 +48,16 @@ def linear(
         [..., N] in autocast's dtype if autocast is on, else in x's.
 
     Raises:
-        TypeError: x, weight or main_grad has another dtype.
-        ValueError: shapes or devices do not match; history is missing for a recipe with delayed scaling.
+        TypeError: x, weight or main_grad has another dtype, or only some of x, weight and bias are DTensors.
+        ValueError: shapes, devices or placements do not match; history is missing for a recipe with delayed scaling.
     """
     if recipe is None:
         return F.linear(x, weight, bias)
+    if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
+        from octile.nn.tensor_parallel import local_linear  # which imports torch.distributed.tensor
+
+        local = local_linear(x, weight, bias, recipe)
+        return local.result(linear(local.x, local.weight, None, recipe, history))
     _check(x, weight, recipe, history, weight_dims=2)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{len(weight)}], not {list(bias.shape)}")

@@ -36,6 +36,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from octile.nn.gathered_weight import GatheredWeight
 from octile.recipe import OperandFormat
 
 T = TypeVar("T")
@@ -142,7 +143,7 @@ def can_cache(weight: Tensor, operand_format: OperandFormat, needs_dgrad: bool =
     Args:
         needs_dgrad: whether the layer's input gets a gradient.
     """
-    if torch.compiler.is_compiling() or operand_format.amax == "delayed":
+    if torch.compiler.is_compiling() or operand_format.amax == "delayed" or isinstance(weight, GatheredWeight):
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return _in_capture and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Two processes of one process group on this machine, started once a file, and the model that they train."""
+"""Processes of one process group on this machine, started once a file, and the model that two of them train."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,15 +18,19 @@ RANKS = 2
 
 
 class Outcomes:
-    """What became of functions that ran in two processes, all in one process group.
+    """What became of functions that ran in a few processes, all in one process group.
 
     Args:
         works: functions of the rank and the folder, which raise where something is wrong.
         folder: for their files, and for the errors.
+        ranks: the number of processes.
+        device: "cuda" gives each rank a GPU, and NCCL.
     """
 
-    def __init__(self, works: Sequence[Callable[[int, Path], None]], folder: Path):
-        mp.spawn(_run_all, (tuple(works), folder), nprocs=RANKS)
+    def __init__(
+        self, works: Sequence[Callable[[int, Path], None]], folder: Path, ranks: int = RANKS, device: str = "cpu"
+    ):
+        mp.spawn(_run_all, (ranks, device, tuple(works), folder), nprocs=ranks)
         self.folder = folder
 
     def assert_passed(self, work: Callable[[int, Path], None]) -> None:
@@ -35,10 +39,15 @@ class Outcomes:
             pytest.fail(f"in process {error.name.split('.')[1]}:\n{error.read_text()}", pytrace=False)
 
 
-def _run_all(rank: int, works: tuple[Callable[[int, Path], None], ...], folder: Path) -> None:
+def _run_all(rank: int, ranks: int, device: str, works: tuple[Callable[[int, Path], None], ...], folder: Path) -> None:
     torch.set_num_threads(1)
-    settings = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", **settings)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+        torch.use_deterministic_algorithms(True)
+    settings = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=60)}
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder / 'meeting'}", **settings)
     for work in works:
         try:
             work(rank, folder)

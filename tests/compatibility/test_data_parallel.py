@@ -1,4 +1,4 @@
-"""Converted models under DDP and FSDP2, with torch's AdamW and octile's, checkpoints by DCP; tensor parallelism."""
+"""Converted models under DDP and FSDP2, with torch's AdamW and octile's, checkpoints by DCP."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Work = Callable[[int, Path], None]
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled, norms]
-    return Outcomes([*works, parallelized_later, parallelized_first], tmp_path_factory.mktemp("processes"))
+    return Outcomes([*works, parallelized_first], tmp_path_factory.mktemp("processes"))
 
 
 def sharded() -> nn.Module:
@@ -207,18 +207,6 @@ def test_moments_with_a_scale_are_not_sharded(outcomes: Outcomes):
 
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-
-
-def parallelized_later(rank: int, folder: Path) -> None:
-    module = parallelize_module(model(), init_device_mesh("cpu", (2,)), PLAN)
-    with pytest.raises(
-        TypeError, match="is a DTensor, but octile's layers take local tensors: tensor parallelism is not"
-    ):
-        module(torch.randn(4, 128))
-
-
-def test_tensor_parallelism_of_a_converted_model_is_refused(outcomes: Outcomes):
-    outcomes.assert_passed(parallelized_later)
 
 
 def parallelized_first(rank: int, folder: Path) -> None:

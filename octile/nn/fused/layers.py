@@ -66,17 +66,23 @@ def settings(recipe: Recipe, dtype: torch.dtype, weights: Sequence[Tensor], *inp
     return Settings(recipe, dtype, tuple(can_cache(w, of_w, needs_dgrad) for w in weights), needs_dgrad)
 
 
+def is_dtensor(t: object) -> bool:
+    """Whether t is a tensor that torch has distributed over a device mesh."""
+    return hasattr(t, "device_mesh")
+
+
 def check_local(*tensors: Tensor) -> None:
-    """Refuse DTensors: octile's operators have no sharding rules.
+    """Refuse DTensors: experts and fused layers have no sharding rules.
 
     Raises:
         TypeError: a tensor is a DTensor.
     """
     for t in tensors:
-        if hasattr(t, "device_mesh"):
+        if is_dtensor(t):
             raise TypeError(
-                f"a weight or an input of shape {tuple(t.shape)} is a DTensor, but octile's layers take local tensors: "
-                "tensor parallelism is not supported, and fully_shard must shard the block that holds the layers"
+                f"a weight or an input of shape {tuple(t.shape)} is a DTensor, but octile's experts and fused layers "
+                "take local tensors: tensor parallelism is supported for octile.nn.Linear by ColwiseParallel and "
+                "RowwiseParallel, and fully_shard must shard the block that holds the layers"
             )
 
 

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
+from octile.nn.gathered_weight import GatheredWeight, transposed_layout
 from octile.nn.observer import has_observers, report_quantization
 from octile.nn.weight_cache import quantized_weight, quantized_weights
 from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
@@ -40,10 +42,10 @@ class QuantizedWeight(NamedTuple):
 
 
 class RecomputedWeight:
-    """A weight whose transpose is quantized in the backward pass, each time it is asked for: see `QuantizedWeight`.
+    """A weight whose transpose is made in the backward pass, each time it is asked for: see `QuantizedWeight`.
 
     Args:
-        weight: in high precision, as it was in the forward pass.
+        weight: in high precision, as it was in the forward pass, or gathered in FP8.
         operand_format: with 128×128 blocks.
         dy: a gradient of this backward pass.
     """
@@ -54,11 +56,15 @@ class RecomputedWeight:
     @property
     def w(self) -> ScaledTensor:
         """The weight as fprop reads it."""
+        if isinstance(self.weight, GatheredWeight):
+            return self.weight.quantized
         return _quantize(self.weight.detach(), self.operand_format)
 
     @property
     def w_t(self) -> ScaledTensor:
         """The weight as dgrad reads it."""
+        if isinstance(self.weight, GatheredWeight):
+            return self.weight.transposed
         power_of_2 = self.operand_format.scale == "power_of_2"
         data_t, scale = quantize_transposed(self.weight.detach(), self.operand_format.fmt.name, power_of_2, self.dy)
         return ScaledTensor(data_t, scale.mT, BLOCK)
@@ -68,7 +74,7 @@ class RecomputedJoinedWeight:
     """The weights of `quantize_joined_weights`, whose transpose is quantized in the backward pass: `RecomputedWeight`.
 
     Args:
-        weights: in high precision, as they were in the forward pass.
+        weights: in high precision, as they were in the forward pass, or gathered in FP8.
         operand_format, dy: as for `RecomputedWeight`.
     """
 
@@ -92,7 +98,9 @@ WeightForms = QuantizedWeight | RecomputedWeight | RecomputedJoinedWeight
 
 
 def recomputes_transposed(recipe: Recipe, weight: Tensor, is_cached: bool) -> bool:
-    """Whether a weight's transpose is quantized in the backward pass: not if the cache holds a frozen weight."""
+    """Whether a weight's transpose is made in the backward pass: not if the cache holds a frozen weight."""
+    if isinstance(weight, GatheredWeight):  # whose memory FSDP2 frees between the passes
+        return True
     return recipe.recomputes_transposed_weights and (not is_cached or weight.requires_grad)
 
 
@@ -122,6 +130,9 @@ def quantize_weight(
         cache: whether the result may be taken from, and stored in, the weight cache.
         needs_dgrad: whether dgrad will read w_t of the result. On a GPU it is then laid out as dgrad's GEMM reads it.
     """
+    if isinstance(weight, GatheredWeight):
+        w = report_quantization("w", weight.quantized)
+        return QuantizedWeight(w, w.mT)
     if operand_format.amax == "delayed":
         w = quantize_operand(weight, operand_format, "w", history)
         return QuantizedWeight(w, w.mT)
@@ -191,6 +202,10 @@ def _quantize_joined(
     dy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     power_of_2 = operand_format.scale == "power_of_2"
+    if any(isinstance(w, GatheredWeight) for w in weights):
+        parts = [w.quantized if isinstance(w, GatheredWeight) else _quantize(w, operand_format) for w in weights]
+        data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
+        return data, scale, transposed_layout(data) if with_transposed else data.mT
     detached = [w.detach() for w in weights]
     return quantize_joined(detached, operand_format.fmt.name, power_of_2, with_data, with_transposed, dy)
 
