@@ -9,6 +9,7 @@ sharded.py        `ShardedCheckpoint`, `Chunk`: tensors in pieces, and torch.dis
 fp8_layout.py     which weights a checkpoint stores in FP8, under which names, in which blocks
 shards.py         a folder of safetensors files, read as one
 tensor_file.py    one safetensors file, read and written by ranges of rows
+export.py         `export_hugging_face`: the weights of such a checkpoint as a Hugging Face folder
 step_folders.py   the folders of checkpoints: which are whole, which are removed
 store.py          a folder on a POSIX file system or in an object store
 files.py          files that appear whole or not at all, and their checksums
@@ -25,12 +26,14 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 
 if TYPE_CHECKING:
     from octile.checkpoint.distributed import DistributedCheckpoints, load_tensors
+    from octile.checkpoint.export import export_hugging_face
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
 
 _LATE = {  # their modules load torch.distributed.checkpoint, which takes a second
     "Chunk": "octile.checkpoint.sharded",
     "DistributedCheckpoints": "octile.checkpoint.distributed",
     "ShardedCheckpoint": "octile.checkpoint.sharded",
+    "export_hugging_face": "octile.checkpoint.export",
     "load_tensors": "octile.checkpoint.distributed",
 }
 
@@ -42,6 +45,7 @@ __all__ = [
     "Share",
     "SizePrediction",
     "convert_checkpoint",
+    "export_hugging_face",
     "latest_checkpoint",
     "load",
     "load_checkpoint",

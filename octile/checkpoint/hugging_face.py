@@ -13,7 +13,7 @@ and a model loaded from such a folder has none.
 import shlex
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,32 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
     """
     if not isinstance(model, DeepseekV3):
         raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
+    tensors = to_hf(model.state_dict(), model.config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    write_folder(folder, model.config, shapes, tensors.__getitem__, weights, files, model.stored_scales)
+
+
+def write_folder(
+    folder: str | Path,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    weights: Weights,
+    files: Iterable[str | Path] = (),
+    stored_scales: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the tensors of a model, one at a time, as a Hugging Face folder.
+
+    Args:
+        folder, weights, files: as in `save`.
+        config: of the model.
+        shapes: Hugging Face name → shape of each tensor.
+        read: returns the tensor of a name, on any device.
+        stored_scales: the scales of the FP8 weights of the folder from which the model was read, if any.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError: as in `save`.
+    """
     if weights not in HIGH_PRECISION:
         raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
     others = [Path(file) for file in files]
@@ -79,18 +105,17 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         if not other.is_file():
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
-    scale = scale_rule(model.config.extra)
-    tensors = to_hf(model.state_dict(), model.config)
-    specs = {name: storage_specs(name, tuple(tensor.shape), weights) for name, tensor in tensors.items()}
+    scale = scale_rule(config.extra)
+    specs = {name: storage_specs(name, shape, weights) for name, shape in shapes.items()}
     plan = plan_shards({name: sum(spec.nbytes for spec in stored.values()) for name, stored in specs.items()})
     with staged(Path(folder)) as staging:
         for file, names in plan.items():
             with writing(staging / file, {n: spec for name in names for n, spec in specs[name].items()}) as out:
                 for name in names:
-                    _write(out, name, tensors[name], specs[name], scale, model.stored_scales.get(name))
+                    _write(out, name, read(name), specs[name], scale, (stored_scales or {}).get(name))
         weight_map = {file: [n for name in names for n in specs[name]] for file, names in plan.items()}
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
-        write_json(staging / CONFIG, _config_json(model.config, weights, specs))
+        write_json(staging / CONFIG, _config_json(config, weights, specs))
         for other in others:
             shutil.copyfile(other, staging / other.name)
 

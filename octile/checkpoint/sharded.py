@@ -347,6 +347,10 @@ class ShardedCheckpoint:
         if not check:
             self._unverified = {}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return TORCH_DTYPES[self.specs[name].dtype]
+
     def open(self, name: str) -> BinaryIO:
         """Open a file of it, whose checksum is compared if it was not before.
 
@@ -408,9 +412,8 @@ class ShardedCheckpoint:
         return chunks
 
     def _read(self, name: str, offset: Sizes, sizes: Sizes) -> Tensor:
-        spec = self.specs[name]
-        local = torch.empty(sizes, dtype=TORCH_DTYPES[spec.dtype])
-        self.fill({name: Chunk(local, spec.shape, offset)})
+        local = torch.empty(sizes, dtype=self.dtype(name))
+        self.fill({name: Chunk(local, self.specs[name].shape, offset)})
         return local
 
     def _read_json(self, name: str) -> dict[str, Any]:

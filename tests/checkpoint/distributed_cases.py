@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from octile.checkpoint import Chunk, DistributedCheckpoints, ShardedCheckpoint, load_tensors, save_checkpoint
 from octile.checkpoint import store as store_module
+from tests.checkpoint.micro_model import micro_model
 
 WORLDS = (4, 2, 8)  # in their order; all names of cases are in CASES
 EXPERT_RANKS = 2  # ranks that share the experts of a layer; the others have the same experts again
@@ -133,6 +134,17 @@ def each_rank_writes_a_share(folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in whole().values())
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
     assert sum(file.stat().st_size for file in files) == total + headers
+
+
+def a_model(folder: Path) -> None:
+    """A model whose experts are spread over the ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensors: dict[str, Tensor | Chunk] = {}
+    for name, tensor in micro_model().state_dict().items():
+        tensors[f"model.{name}"] = _rows(tensor, rank, world) if ".experts." in name else tensor
+    checkpoints = DistributedCheckpoints(folder / "model")
+    checkpoints.save(1, tensors, {})
+    checkpoints.close()
 
 
 def from_one_process(folder: Path) -> None:
@@ -277,7 +289,7 @@ def a_full_disk_on_one_rank(folder: Path) -> None:
 
 
 CASES: dict[int, list[Callable[[Path], None]]] = {
-    4: [saved, each_rank_writes_a_share],
+    4: [saved, each_rank_writes_a_share, a_model],
     2: [
         loaded,
         saved,

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -13,10 +14,12 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+import octile
 from octile.checkpoint import (
     Chunk,
     DistributedCheckpoints,
     ShardedCheckpoint,
+    export_hugging_face,
     latest_checkpoint,
     load_checkpoint,
     load_tensors,
@@ -25,8 +28,10 @@ from octile.checkpoint import (
 from octile.checkpoint import store as store_module
 from octile.checkpoint.distributed import share_out
 from octile.checkpoint.tensor_file import TensorSpec
+from octile.models.names import to_hf
 from tests.checkpoint import distributed_cases
 from tests.checkpoint.distributed_cases import CASES, STEPS, whole
+from tests.checkpoint.micro_model import MICRO, micro_model
 
 
 def run(module: str, folder: Path) -> None:
@@ -64,6 +69,27 @@ def test_one_process_reads_what_eight_ranks_wrote(ranks: Path, same):
     assert state == distributed_cases.state(STEPS[8])
     assert tensors.keys() == whole().keys()
     assert all(same(tensors[name], tensor) for name, tensor in whole().items())
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_the_export_from_shards_has_the_bytes_that_save_writes(ranks: Path, tmp_path, weights):
+    export_hugging_face(ranks / "model" / "step_00000001", tmp_path / "exported", MICRO, weights)
+    octile.save(micro_model(), tmp_path / "saved", weights)
+    assert names(tmp_path / "exported") == names(tmp_path / "saved")
+    for name in names(tmp_path / "saved"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
+
+
+def test_the_export_reads_a_weight_at_a_time(ranks: Path, tmp_path, monkeypatch):
+    read, fill = [], ShardedCheckpoint.fill
+    monkeypatch.setattr(
+        ShardedCheckpoint,
+        "fill",
+        lambda self, targets: (read.append(sum(box.local.numel() for box in targets.values())), fill(self, targets)),
+    )
+    export_hugging_face(ranks / "model" / "step_00000001", tmp_path / "exported", MICRO)
+    weights = to_hf(micro_model().state_dict(), MICRO).values()
+    assert max(read) == max(weight.numel() for weight in weights)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -201,6 +227,31 @@ def test_the_safetensors_package_reads_a_shard(tmp_path):
 def test_nothing_is_pickled(tmp_path):
     path = Path(save(tmp_path, 1))
     assert names(path) == ["index.json", "octile.json", "state.json", "tensors-00000-of-00001.safetensors"]
+
+
+def test_the_first_prefix_with_a_tensor_is_exported(tmp_path):
+    model, average = micro_model(), micro_model()
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.5)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {f"ema.{name}": parameter.detach() for name, parameter in average.named_parameters()}
+    path = save(tmp_path, 1, tensors)
+    export_hugging_face(path, tmp_path / "exported", MICRO, "float32", prefixes=("ema.", "model."))
+    found = octile.load(tmp_path / "exported").state_dict()
+    assert all(found[name].equal(tensor) for name, tensor in average.state_dict().items())
+
+
+def test_the_export_of_another_model_is_refused(tmp_path):
+    path = save(tmp_path, 1, {f"model.{name}": tensor for name, tensor in micro_model().state_dict().items()})
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is \[64, 96\] in the checkpoint .*, but \[65, 96\] by"):
+        export_hugging_face(path, tmp_path / "exported", replace(MICRO, vocab_size=65))
+    assert not (tmp_path / "exported").exists()
+
+
+def test_the_export_names_what_the_checkpoint_lacks(tmp_path):
+    with pytest.raises(ValueError, match=r"lacks model\."):
+        export_hugging_face(save(tmp_path, 1), tmp_path / "exported", MICRO)
 
 
 def test_an_unknown_protocol_is_refused():

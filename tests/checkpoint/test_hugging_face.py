@@ -11,44 +11,20 @@ from octile.checkpoint import hugging_face as hugging_face_module
 from octile.checkpoint import load, save
 from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, is_stored_in_fp8
 from octile.checkpoint.shards import plan_shards
-from octile.models.config import ModelConfig, RopeScaling
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.linear import Linear
 from octile.scaled import quantize
+from tests.checkpoint.micro_model import MICRO, micro_model
 
-MICRO = ModelConfig(
-    vocab_size=64,
-    hidden_size=96,
-    intermediate_size=256,  # transformers dequantizes two blocks of 128, but takes 160 for two of 80
-    moe_intermediate_size=48,
-    num_hidden_layers=2,
-    first_k_dense_replace=1,
-    num_attention_heads=2,
-    q_lora_rank=40,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_group=4,
-    topk_group=2,
-    max_position_embeddings=64,
-    rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=16),
-    initializer_range=0.05,
-)
 ANNOUNCED = {**QUANTIZATION_CONFIG, "modules_to_not_convert": ["lm_head", "model.layers.2.shared_head.head"]}
 GATE_PROJ = "model.layers.1.mlp.experts.3.gate_proj.weight"
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    model = DeepseekV3(MICRO).eval()
-    for moe in model.moe_layers().values():
-        moe.gate.e_score_correction_bias.normal_()
-    return model
+    return micro_model()
 
 
 @pytest.fixture
