@@ -18,8 +18,8 @@ _aten = torch.ops.aten
 class GatheredWeight(Tensor):
     """A weight [..., N, K] in 128×128 blocks of FP8, with the shape and dtype of the parameter that it stands for.
 
-    octile's layers read `quantized` and `transposed`; no layer quantizes it. Any other operation gets the dequantized
-    values. Its gradient is an ordinary tensor of its dtype.
+    octile's layers read its `encoded` values and their scales; no layer quantizes it. Any other operation gets the
+    dequantized values. Its gradient is an ordinary tensor of its dtype.
 
     Args:
         data, scale: the encoded values [..., N, K] and their scales [..., ⌈N/128⌉, ⌈K/128⌉].
@@ -29,8 +29,8 @@ class GatheredWeight(Tensor):
         TypeError: an operation would write to it.
     """
 
-    _data: Tensor
-    _scale: Tensor
+    encoded: Tensor
+    scale: Tensor
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype) -> GatheredWeight:
@@ -38,26 +38,14 @@ class GatheredWeight(Tensor):
         return Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
 
     def __init__(self, data: Tensor, scale: Tensor, dtype: torch.dtype):
-        self._data, self._scale = data, scale
-
-    @property
-    def quantized(self) -> ScaledTensor:
-        """The weight as fprop reads it."""
-        return ScaledTensor(self._data, self._scale, BLOCK)
-
-    @property
-    def transposed(self) -> ScaledTensor:
-        """The weight [..., K, N] as dgrad reads it: the same encoded values, in a layout that its GEMM takes."""
-        if not self._data.is_cuda:
-            return self.quantized.mT
-        return ScaledTensor(transposed_layout(self._data), self._scale.mT, BLOCK)
+        self.encoded, self.scale = data, scale
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["_data", "_scale"], self.dtype
+        return ["encoded", "scale"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(inner["_data"], inner["_scale"], dtype)
+        return GatheredWeight(inner["encoded"], inner["scale"], dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -65,16 +53,31 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0]
         if func in (_aten.detach.default, _aten.alias.default):
-            return cls(first._data, first._scale, first.dtype)
+            return cls(first.encoded, first.scale, first.dtype)
         if func is _aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (first.shape, first.stride()):
-            return cls(first._data, first._scale, first.dtype)
+            return cls(first.encoded, first.scale, first.dtype)
         if func._schema.is_mutable and isinstance(first, cls):
             raise TypeError(f"{func} would write to a weight that FSDP2 has gathered: write to its sharded parameter")
-        args, kwargs = pytree.tree_map_only(cls, lambda w: w.quantized.dequantize(w.dtype), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, lambda w: gathered(w).dequantize(w.dtype), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self.quantized!r}, dtype={self.dtype})"
+        return f"GatheredWeight({gathered(self)!r}, dtype={self.dtype})"
+
+
+# Functions, because torch.compile does not trace a property of a tensor's subclass that returns a ScaledTensor.
+
+
+def gathered(weight: GatheredWeight) -> ScaledTensor:
+    """Return a gathered weight as fprop reads it."""
+    return ScaledTensor(weight.encoded, weight.scale, BLOCK)
+
+
+def gathered_transposed(weight: GatheredWeight) -> ScaledTensor:
+    """Return a gathered weight as dgrad reads it, [..., K, N]: the same values, in a layout that its GEMM takes."""
+    if not weight.encoded.is_cuda:
+        return gathered(weight).mT
+    return ScaledTensor(transposed_layout(weight.encoded), weight.scale.mT, BLOCK)
 
 
 def transposed_layout(data: Tensor) -> Tensor:

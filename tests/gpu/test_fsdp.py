@@ -12,7 +12,7 @@ from tests.parallel import fsdp_cases
 
 WORKS = (
     *(fsdp_cases.bits, fsdp_cases.training, fsdp_cases.bf16, fsdp_cases.accumulated, fsdp_cases.recomputed),
-    *(fsdp_cases.unfused, fsdp_cases.fewer_bytes, fsdp_cases.saved),
+    *(fsdp_cases.unfused, fsdp_cases.compiled, fsdp_cases.fewer_bytes, fsdp_cases.saved),
     *(tensor_parallel_cases.column_and_row, tensor_parallel_cases.sequence, tensor_parallel_cases.swiglu),
     *(tensor_parallel_cases.optimizer, tensor_parallel_cases.autocast),
 )

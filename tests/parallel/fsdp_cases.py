@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import octile
 from octile.nn import MLP, Gate, Linear, MoE
 from octile.nn.conversion import apply_recipe
-from octile.nn.gathered_weight import GatheredWeight
+from octile.nn.gathered_weight import GatheredWeight, gathered, gathered_transposed
 from octile.optim import AdamW
 from octile.parallel import use_fp8_all_gather
 from tests.compatibility.processes import RANKS
@@ -81,10 +81,10 @@ def bits(rank: int, folder: Path) -> None:
         found = model[0].get_parameter(name)
         if name.startswith(WEIGHTS) and expected.dim() > 1:
             q = octile.quantize(expected, block=(128, 128))
-            assert torch.equal(found.quantized.data.view(torch.uint8), q.data.view(torch.uint8)), name
-            assert torch.equal(found.quantized.scale, q.scale), name
+            assert torch.equal(gathered(found).data.view(torch.uint8), q.data.view(torch.uint8)), name
+            assert torch.equal(gathered(found).scale, q.scale), name
             assert torch.equal(
-                found.transposed.data.contiguous().view(torch.uint8), q.data.mT.contiguous().view(torch.uint8)
+                gathered_transposed(found).data.contiguous().view(torch.uint8), q.data.mT.contiguous().view(torch.uint8)
             ), name
         else:
             assert torch.equal(found, expected), name
@@ -94,7 +94,7 @@ def values(rank: int, folder: Path) -> None:
     model = sharded(whole())
     model[0].unshard()
     weight = model[0].dense.weight
-    assert torch.equal(weight + 0, weight.quantized.dequantize())
+    assert torch.equal(weight + 0, gathered(weight).dequantize())
     assert (weight.dtype, weight.shape, weight.requires_grad) == (torch.float32, (D, D), True)
     with torch.no_grad(), pytest.raises(TypeError, match=r"copy_.* would write to a weight that FSDP2 has gathered"):
         weight.copy_(torch.zeros(D, D))
@@ -110,7 +110,7 @@ def bf16(rank: int, folder: Path) -> None:
     model = sharded(whole(), mp_policy=policy)
     model[0].unshard()
     q = octile.quantize(whole()[0].dense.weight, block=(128, 128))
-    assert torch.equal(model[0].dense.weight.quantized.data.view(torch.uint8), q.data.view(torch.uint8))
+    assert torch.equal(gathered(model[0].dense.weight).data.view(torch.uint8), q.data.view(torch.uint8))
     assert model[0].dense.weight.dtype == torch.bfloat16
     model[0].reshard()
     model(batches()[0, rank]).float().square().mean().backward()
@@ -140,6 +140,14 @@ def unfused(rank: int, folder: Path) -> None:
         if isinstance(module, Linear):
             module.register_forward_hook(lambda *_: None)
     check_training(models[0], sharded(models[1]), rank)
+
+
+def compiled(rank: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    alone, model = (apply_recipe(nn.Sequential(MLP(D, D))) for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    model[0].compile(fullgraph=True, backend="aot_eager")
+    check_training(alone, sharded(model), rank)
 
 
 class Counted:

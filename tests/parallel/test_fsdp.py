@@ -7,7 +7,7 @@ from tests.parallel import fsdp_cases as cases
 
 WORKS = (
     *(cases.bits, cases.values, cases.training, cases.bf16, cases.accumulated, cases.recomputed, cases.unfused),
-    *(cases.fewer_bytes, cases.saved, cases.summary, cases.refused),
+    *(cases.compiled, cases.fewer_bytes, cases.saved, cases.summary, cases.refused),
 )
 
 
@@ -42,6 +42,10 @@ def test_recomputed_gate_and_up_read_the_gathered_weights(outcomes: Outcomes):
 
 def test_layers_with_hooks_read_the_gathered_weights(outcomes: Outcomes):
     outcomes.assert_passed(cases.unfused)
+
+
+def test_compiled_blocks_read_the_gathered_weights_without_graph_breaks(outcomes: Outcomes):
+    outcomes.assert_passed(cases.compiled)
 
 
 def test_fp8_gathers_a_byte_a_value_where_bf16_gathers_two(outcomes: Outcomes):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
-from octile.nn.gathered_weight import GatheredWeight, transposed_layout
+from octile.nn.gathered_weight import GatheredWeight, gathered, gathered_transposed, transposed_layout
 from octile.nn.observer import has_observers, report_quantization
 from octile.nn.weight_cache import quantized_weight, quantized_weights
 from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
@@ -57,14 +57,14 @@ class RecomputedWeight:
     def w(self) -> ScaledTensor:
         """The weight as fprop reads it."""
         if isinstance(self.weight, GatheredWeight):
-            return self.weight.quantized
+            return gathered(self.weight)
         return _quantize(self.weight.detach(), self.operand_format)
 
     @property
     def w_t(self) -> ScaledTensor:
         """The weight as dgrad reads it."""
         if isinstance(self.weight, GatheredWeight):
-            return self.weight.transposed
+            return gathered_transposed(self.weight)
         power_of_2 = self.operand_format.scale == "power_of_2"
         data_t, scale = quantize_transposed(self.weight.detach(), self.operand_format.fmt.name, power_of_2, self.dy)
         return ScaledTensor(data_t, scale.mT, BLOCK)
@@ -131,7 +131,7 @@ def quantize_weight(
         needs_dgrad: whether dgrad will read w_t of the result. On a GPU it is then laid out as dgrad's GEMM reads it.
     """
     if isinstance(weight, GatheredWeight):
-        w = report_quantization("w", weight.quantized)
+        w = report_quantization("w", gathered(weight))
         return QuantizedWeight(w, w.mT)
     if operand_format.amax == "delayed":
         w = quantize_operand(weight, operand_format, "w", history)
@@ -203,7 +203,7 @@ def _quantize_joined(
 ) -> tuple[Tensor, Tensor, Tensor]:
     power_of_2 = operand_format.scale == "power_of_2"
     if any(isinstance(w, GatheredWeight) for w in weights):
-        parts = [w.quantized if isinstance(w, GatheredWeight) else _quantize(w, operand_format) for w in weights]
+        parts = [gathered(w) if isinstance(w, GatheredWeight) else _quantize(w, operand_format) for w in weights]
         data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
         return data, scale, transposed_layout(data) if with_transposed else data.mT
     detached = [w.detach() for w in weights]
