@@ -55,9 +55,9 @@ def export_hugging_face(
         part, whole = parts[name], stored[whole_of[name]]
         shape = opened.specs[whole].shape
         sizes = (1,) * (len(shape) - part.ndim) + tuple(part.shape)
-        box = torch.empty(sizes, dtype=opened.dtype(whole))
-        opened.fill({whole: Chunk(box, shape, _unravel(int(part.storage_offset()), shape))})
-        return box.view(part.shape)
+        local = torch.empty(sizes, dtype=opened.dtype(whole))
+        opened.fill({whole: Chunk(local, shape, _unravel(int(part.storage_offset()), shape))})
+        return local.view(part.shape)
 
     write_folder(folder, config, {name: tuple(part.shape) for name, part in parts.items()}, read, weights, files)
 

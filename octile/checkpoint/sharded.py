@@ -56,15 +56,15 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, which one rank or several hold.
+    """A range of indices in each dimension of a tensor, which one rank or several hold.
 
     Attributes:
-        local: the box, of any dtype, on any device.
+        local: the elements, of any dtype, on any device.
         shape: of the whole tensor.
-        offset: of the box's first element in the whole tensor, one number for each dimension.
+        offset: the first index in each dimension of the whole tensor.
 
     Raises:
-        ValueError: the box reaches beyond the tensor.
+        ValueError: the chunk reaches beyond the tensor.
     """
 
     local: Tensor
@@ -90,7 +90,7 @@ class Chunk:
         """The chunk of a tensor that this rank holds: all of it, or its part of a DTensor.
 
         Raises:
-            ValueError: `name` is a DTensor that is yet to be summed over ranks, or whose local part is no box.
+            ValueError: `name` is a DTensor that is yet to be summed over ranks, or whose local part is several chunks.
         """
         if isinstance(tensor, Chunk):
             return tensor
@@ -100,22 +100,23 @@ class Chunk:
             raise ValueError(f"{name} is a partial DTensor, {tensor.placements}: redistribute it first")
         if tensor.device_mesh.get_coordinate() is None:  # this rank is not in its mesh
             return cls.rows(tensor.to_local().new_empty(0, *tensor.shape[1:]), 0, tensor.shape[0])
-        boxes = tensor.__create_chunk_list__()
-        if len(boxes) != 1:
+        chunks = tensor.__create_chunk_list__()
+        if len(chunks) != 1:
             raise ValueError(
-                f"{name} is a DTensor, {tensor.placements}, whose local part is {len(boxes)} boxes, not one"
+                f"{name} is a DTensor, {tensor.placements}, whose local part is {len(chunks)} chunks, not one"
             )
-        return cls(tensor.to_local(), tuple(tensor.shape), tuple(boxes[0].offsets))
+        return cls(tensor.to_local(), tuple(tensor.shape), tuple(chunks[0].offsets))
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Where a box of a tensor lies in a checkpoint.
+    """Where a chunk of a tensor lies in a checkpoint.
 
     Attributes:
         file: the name of the file.
         begin: its first byte in the file.
-        offset, shape: the box in the whole tensor.
+        offset: the first index in each dimension of the whole tensor.
+        shape: of the chunk.
     """
 
     file: str
@@ -164,7 +165,7 @@ class ChunkLoadPlanner(DefaultLoadPlanner):
         for name, chunk in self._chunks.items():
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, stored, [_box(chunk.offset, chunk.local.shape)])
+            items += create_read_items_for_chunk_list(name, stored, [_dcp_chunk(chunk.offset, chunk.local.shape)])
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -331,7 +332,7 @@ class ShardedCheckpoint:
         self.state = self._read_json(STATE)
         tensors = self._read_json(INDEX)["tensors"] if INDEX in self._unverified else self._single_file()
         self.specs: dict[str, TensorSpec] = {}
-        boxes: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        listed: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places: dict[MetadataIndex, StoredChunk] = {}
         for name, entry in tensors.items():
             dtype, shape = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -340,10 +341,10 @@ class ShardedCheckpoint:
                 StoredChunk(chunk["file"], chunk["begin"], tuple(chunk["offset"]), tuple(chunk["shape"]))
                 for chunk in entry["chunks"]
             ]
-            listed = [_box(chunk.offset, chunk.shape) for chunk in chunks]
-            boxes[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), listed)
+            stored = [_dcp_chunk(chunk.offset, chunk.shape) for chunk in chunks]
+            listed[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), stored)
             places |= {MetadataIndex(name, torch.Size(chunk.offset)): chunk for chunk in chunks}
-        self.metadata = Metadata(boxes, storage_data=places)
+        self.metadata = Metadata(listed, storage_data=places)
         if not check:
             self._unverified = {}
 
@@ -438,11 +439,11 @@ def local_tensors(chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
 
 def _write_item(name: str, chunk: Chunk) -> WriteItem:
     properties = TensorProperties(dtype=chunk.local.dtype)
-    data = TensorWriteData(_box(chunk.offset, chunk.local.shape), properties, torch.Size(chunk.shape))
+    data = TensorWriteData(_dcp_chunk(chunk.offset, chunk.local.shape), properties, torch.Size(chunk.shape))
     return WriteItem(MetadataIndex(name, torch.Size(chunk.offset)), WriteItemType.SHARD, tensor_data=data)
 
 
-def _box(offset: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
+def _dcp_chunk(offset: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
 
 
@@ -461,8 +462,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _narrow(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
-    box = tuple(slice(begin, begin + length) for begin, length in zip(offsets, lengths, strict=True))
-    return tensor[box] if box else tensor
+    ranges = tuple(slice(begin, begin + length) for begin, length in zip(offsets, lengths, strict=True))
+    return tensor[ranges] if ranges else tensor
 
 
 def _read_rows(file: BinaryIO, path: str, stored: StoredChunk, item: ReadItem, dtype_name: str) -> Tensor:

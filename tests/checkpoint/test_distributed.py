@@ -82,11 +82,12 @@ def test_the_export_from_shards_has_the_bytes_that_save_writes(ranks: Path, tmp_
 
 def test_the_export_reads_a_weight_at_a_time(ranks: Path, tmp_path, monkeypatch):
     read, fill = [], ShardedCheckpoint.fill
-    monkeypatch.setattr(
-        ShardedCheckpoint,
-        "fill",
-        lambda self, targets: (read.append(sum(box.local.numel() for box in targets.values())), fill(self, targets)),
-    )
+
+    def count(self, targets):
+        read.append(sum(chunk.local.numel() for chunk in targets.values()))
+        fill(self, targets)
+
+    monkeypatch.setattr(ShardedCheckpoint, "fill", count)
     export_hugging_face(ranks / "model" / "step_00000001", tmp_path / "exported", MICRO)
     weights = to_hf(micro_model().state_dict(), MICRO).values()
     assert max(read) == max(weight.numel() for weight in weights)
@@ -190,11 +191,11 @@ def test_rows_are_read_from_one_process(tmp_path):
     assert found.equal(w[2:5])
 
 
-def test_a_box_is_filled(tmp_path):
+def test_a_chunk_of_several_dimensions_is_filled(tmp_path):
     w = torch.randn(6, 5, 3)
-    box = torch.zeros(2, 3, 3)
-    ShardedCheckpoint(save(tmp_path, 1, {"w": w})).fill({"w": Chunk(box, (6, 5, 3), (1, 2, 0))})
-    assert box.equal(w[1:3, 2:5])
+    local = torch.zeros(2, 3, 3)
+    ShardedCheckpoint(save(tmp_path, 1, {"w": w})).fill({"w": Chunk(local, (6, 5, 3), (1, 2, 0))})
+    assert local.equal(w[1:3, 2:5])
 
 
 def test_a_step_can_be_written_again(tmp_path):
