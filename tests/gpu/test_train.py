@@ -70,6 +70,18 @@ def test_a_run_continues_from_its_checkpoint(trainer_of, recipe: str, tmp_path):
     assert resumed.step()["loss"] == pytest.approx(straight.step()["loss"], rel=1e-3)
 
 
+def test_a_resumed_run_keeps_activations_as_it_began_whatever_is_free_then(trainer_of, monkeypatch):
+    straight = trainer_of()
+    straight.step()
+    monkeypatch.setattr("octile.train.trainer.available_memory", lambda device: 0)
+    resumed = trainer_of()
+    assert (straight.keeps_activations, resumed.keeps_activations) == (True, False)
+    resumed.load(*straight.state())
+    assert resumed.recipe == straight.recipe
+    for _ in range(5):  # the last of them are captured
+        assert resumed.step()["loss"] == pytest.approx(straight.step()["loss"], rel=1e-3)
+
+
 @every_recipe
 def test_two_deterministic_runs_have_the_same_bits(text: Path, recipe: str, tmp_path: Path):
     config = micro(recipe=recipe, data=str(text), deterministic=True, device="cuda")
