@@ -170,17 +170,22 @@ class ExpertShare(NamedTuple):
         mixtures: number of mixtures that were cut.
         local: number of experts on this rank.
         total: number of experts on all ranks.
+        exchange: what sends the rows: "all_to_all_single" or "kernels on symmetric memory", and why not the other.
     """
 
     mixtures: int
     local: int
     total: int
+    exchange: str
 
     def __str__(self) -> str:
-        return f"mixtures: {self.mixtures}; experts on this rank: {self.local} of {self.total}"
+        share = f"mixtures: {self.mixtures}; experts on this rank: {self.local} of {self.total}"
+        return f"{share}; exchange: {self.exchange}"
 
 
-def shard_experts(model: nn.Module, ranks: Ranks = None) -> ExpertShare:
+def shard_experts(
+    model: nn.Module, ranks: Ranks = None, max_tokens: int | None = None, num_sms: int | None = None
+) -> ExpertShare:
     """Spread the experts of a model's mixtures over ranks, of which each has the whole model before, and own tokens.
 
     Each rank keeps the weights of E/W consecutive experts, as new parameters: make the optimizer afterwards. Gate and
@@ -194,14 +199,25 @@ def shard_experts(model: nn.Module, ranks: Ranks = None) -> ExpertShare:
     Args:
         model: holds `octile.nn.MoE` layers, or is one.
         ranks: as in `ExpertDispatcher`.
+        max_tokens: the most tokens that a rank has in a forward pass, the same on all ranks. If the ranks are GPUs of
+            one host that can write to each other's memory, kernels on symmetric memory then exchange the rows, and the
+            host waits for nothing (`octile.parallel.symmetric_memory`). None, or other ranks: `all_to_all_single`.
+        num_sms: how many SMs these kernels use; None: a number that suits NVLink.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
         TypeError: a mixture has experts of another class than `octile.nn.Experts`.
         ValueError: there is no mixture, one is sharded already, W does not divide its experts, or the ranks disagree
-            about the mixtures or their sizes. All ranks raise the same error, and none is changed.
+            about the mixtures, their sizes or max_tokens; max_tokens or num_sms is less than 1. All ranks raise the
+            same error, and none is changed.
     """
+    from octile.parallel.symmetric_memory import PeerDispatcher, PeerMemory, why_not_peers  # which imports this module
+
+    for name, value in (("max_tokens", max_tokens), ("num_sms", num_sms)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
     groups = _groups(ranks)
+    check_agreement("max_tokens and num_sms", f"{max_tokens} and {num_sms}", groups)
     mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     check_agreement("the model's mixtures", "; ".join(_describe(*item) for item in mixtures.items()), groups)
     if not mixtures:
@@ -212,14 +228,22 @@ def shard_experts(model: nn.Module, ranks: Ranks = None) -> ExpertShare:
         if len(moe.experts.down) != len(moe.gate.weight) or type(moe.dispatcher) is not LocalDispatcher:
             raise ValueError(f"{name or 'model'} is sharded already, or has a dispatcher of its own")
         check_divisible(len(moe.gate.weight), groups)
+    exchange, memory = "all_to_all_single", None
+    if max_tokens is not None:
+        why_not = why_not_peers(groups)
+        exchange = f"{exchange}, since {why_not}" if why_not else "kernels on symmetric memory"
+        memory = None if why_not else PeerMemory(groups[0], num_sms)
     for moe in mixtures.values():
-        n_experts, hidden_size = moe.gate.weight.shape
-        moe.dispatcher = ExpertDispatcher(n_experts, moe.gate.n_chosen, hidden_size, ranks)
+        sizes = len(moe.gate.weight), moe.gate.n_chosen, moe.gate.weight.shape[1]
+        if memory is None or max_tokens is None:
+            moe.dispatcher = ExpertDispatcher(*sizes, ranks)
+        else:
+            moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens)
         for weight in ("gate_up", "down"):
             setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))
         moe.experts.use_recipe(moe.experts.recipe)
     local = sum(len(moe.experts.down) for moe in mixtures.values())
-    return ExpertShare(len(mixtures), local, sum(len(moe.gate.weight) for moe in mixtures.values()))
+    return ExpertShare(len(mixtures), local, sum(len(moe.gate.weight) for moe in mixtures.values()), exchange)
 
 
 def check_agreement(what: str, own: str, groups: Sequence[dist.ProcessGroup]) -> None:

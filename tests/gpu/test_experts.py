@@ -8,7 +8,7 @@ from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
 
 NEEDS_RANKS = "refusals"
-NAMES = list(expert_cases.cases(2, [], {"ranks": None}))
+NAMES = list(expert_cases.cases(2, [], {"ranks": None, "peers": "peers"}))
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
 def test_ranks(world: int, name: str, request: pytest.FixtureRequest):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    if world == 1 and name == NEEDS_RANKS:
-        pytest.skip("one rank refuses nothing")
+    if world == 1 and (name == NEEDS_RANKS or name.endswith("peers")):
+        pytest.skip("one rank refuses nothing and has no peers")
     failures = request.getfixturevalue("failures")[world]
     failed = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(failures) if of_rank[name]]
     assert not failed, "\n".join(failed)

@@ -5,6 +5,7 @@ import datetime
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +22,13 @@ from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import result_dtype
 from octile.nn.gate import Routing
 from octile.nn.observer import ObservedGemm, observe_gemms
-from octile.parallel import ExpertDispatcher, shard_experts
+from octile.ops.routing_plan import count_tokens
+from octile.parallel import ExpertDispatcher, ExpertShare, shard_experts, symmetric_memory
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
 SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
 T = 13  # tokens of a rank where a gate chooses
+MAX_TOKENS = 90
 
 
 class Tokens(NamedTuple):
@@ -100,8 +103,24 @@ def blocks(mode: str, gate: Gate, ranks) -> tuple[Block, Block]:
     whole.moe.shared_experts = Shared()
     sharded = copy.deepcopy(whole)
     gate.ranks = dist.get_world_size()
-    shard_experts(sharded, ranks)
+    shard(sharded, ranks)
     return whole, sharded
+
+
+def shard(model: nn.Module, ranks) -> ExpertShare:
+    """Spread experts over ranks of a mesh or a group; or "peers": over all, by kernels on symmetric memory."""
+    if ranks != "peers":
+        return shard_experts(model, ranks)
+    share = shard_experts(model, max_tokens=MAX_TOKENS, num_sms=2)
+    assert share.exchange == "kernels on symmetric memory", share
+    return share
+
+
+def dispatcher(n_chosen: int, ranks) -> ExpertDispatcher:
+    """The dispatcher that `shard` gives to a mixture."""
+    moe = MoE(Gate(D, E, n_chosen), D, 8)
+    shard(moe, ranks)
+    return moe.dispatcher
 
 
 def gradients(block: Block, mode: str, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -181,7 +200,7 @@ def check_second_derivative(ranks) -> None:
     experts_TK = torch.stack([torch.randperm(E)[:K] for _ in range(world * 4)])
     x, weights = torch.randn(world * 4, D), torch.rand(world * 4, K)
     mine, found = slice(dist.get_rank() * 4, (dist.get_rank() + 1) * 4), []
-    for d, part in ((LocalDispatcher(), slice(None)), (ExpertDispatcher(E, K, D, ranks), mine)):
+    for d, part in ((LocalDispatcher(), slice(None)), (dispatcher(K, ranks), mine)):
         xs, ws = x[part].clone().requires_grad_(), weights[part].clone().requires_grad_()
         plan = d.plan(experts_TK[part], experts_TK[part].flatten().bincount(minlength=E))
         y = d.combine(d.dispatch(xs, plan).sin(), ws, plan)
@@ -190,6 +209,61 @@ def check_second_derivative(ranks) -> None:
         found.append((xs.grad, ws.grad))
     for expected, second in zip(*found, strict=True):
         torch.testing.assert_close(second, expected[mine], rtol=1e-4, atol=1e-4)
+
+
+def check_many_exchanges(ranks) -> None:
+    """Many exchanges after one another between ranks of which some are late: none overwrites what is still read."""
+    torch.manual_seed(dist.get_rank())
+    own, gpu = dispatcher(K, ranks), torch.get_default_device().type == "cuda"
+    for i in range(100 if gpu else 5):
+        t = int(torch.randint(MAX_TOKENS + 1, (), device="cpu"))
+        experts_TK = torch.rand(t, E).topk(K).indices
+        x, add = torch.randint(-99, 99, (t, D)).float(), torch.zeros(t, D)
+        if gpu and i % 3 == dist.get_rank():
+            torch.cuda._sleep(10**6)
+        plan = own.plan(experts_TK, count_tokens(experts_TK, E)[0])
+        y_RD = own.dispatch(x, plan)
+        if gpu and i % 5 == dist.get_rank():
+            torch.cuda._sleep(10**6)
+        sums = own.combine_unweighted(y_RD, plan, add)
+        assert torch.equal(sums, K * x), i
+
+
+def check_captured(ranks) -> None:
+    """Forward and backward captured in a CUDA graph and replayed for other tokens have the bits of one process."""
+    whole, sharded = blocks("fp8", FixedGate(D, E, K), ranks)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine, params = slice(rank * T, (rank + 1) * T), list(sharded.moe.experts.parameters())
+    experts_TK, weights = torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K).requires_grad_()
+    x, dy = torch.randn(T, D).requires_grad_(), torch.randn(T, D)
+    sharded.moe.gate.send(experts_TK, weights)
+
+    def step() -> tuple[Tensor, ...]:
+        with autocast("fp8"):
+            y = sharded(x[None])[0]
+        return y.detach(), *torch.autograd.grad(y, (x, *params, weights), dy.to(y.dtype))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    names = ("y", "dx", "dgate_up", "ddown", "dweights")
+    for used in (E, E, K, E // 2, E):
+        all_experts = torch.rand(world * T, used).topk(K).indices
+        all_x, all_dy = torch.randn(world * T, D), torch.randn(world * T, D)
+        all_weights = torch.rand(world * T, K).requires_grad_()
+        with torch.no_grad():
+            for static, values in ((experts_TK, all_experts), (x, all_x), (dy, all_dy), (weights, all_weights)):
+                static.copy_(values[mine])
+        graph.replay()
+        whole.moe.gate.send(all_experts, all_weights)
+        expected = of_rank(gradients(whole, "fp8", all_x, all_dy) | {"dweights": all_weights.grad}, sharded, mine)
+        for p in whole.moe.experts.parameters():
+            p.grad = None
+        check_equal(dict(zip(names, found, strict=True)), expected)
 
 
 def check_observed(ranks) -> None:
@@ -219,10 +293,10 @@ def check_sent_once() -> None:
     """The rows that each rank sends, by rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     local = E // world
-    dispatcher = ExpertDispatcher(E, 2, D)
+    of_world = ExpertDispatcher(E, 2, D)
     for last in range(world):  # all tokens to two experts of one rank
         experts_TK = torch.tensor([[last * local, last * local + local - 1]] * 5)
-        (hop,) = dispatcher.plan(experts_TK, torch.zeros(E)).handle.hops
+        (hop,) = of_world.plan(experts_TK, torch.zeros(E)).handle.hops
         to_last, from_all = [0] * world, [0] * world
         to_last[last] = 5
         if rank == last:
@@ -232,9 +306,9 @@ def check_sent_once() -> None:
 
 def check_sent_once_to_a_node(ranks: DeviceMesh) -> None:
     """A token of all four experts of the other node, on both of its ranks, crosses once."""
-    dispatcher, node = ExpertDispatcher(E, 4, D, ranks), dist.get_rank() // 2
+    of_mesh, node = ExpertDispatcher(E, 4, D, ranks), dist.get_rank() // 2
     other = 4 * (1 - node)
-    plan = dispatcher.plan(torch.tensor([[other, other + 1, other + 2, other + 3]]), torch.zeros(E))
+    plan = of_mesh.plan(torch.tensor([[other, other + 1, other + 2, other + 3]]), torch.zeros(E))
     across, within = plan.handle.hops
     assert across.rows_out == [1 - node == 0, 1 - node == 1], across
     assert within.rows_out == [1, 1], within
@@ -262,6 +336,15 @@ def check_refusals() -> None:
     moe = MoE(gate, D, 8)
     shard_experts(moe)
     refuses(ValueError, "model is sharded already", lambda: shard_experts(moe))
+    refuses(ValueError, "max_tokens must be at least 1, not 0", lambda: shard_experts(MoE(gate, D, 8), max_tokens=0))
+    refuses(ValueError, "num_sms must be at least 1, not 0", lambda: shard_experts(MoE(gate, D, 8), num_sms=0))
+    refuses(ValueError, "rank 0 has 1 and None, but", lambda: shard_experts(MoE(gate, D, 8), max_tokens=1 + rank))
+
+
+def check_too_many_tokens() -> None:
+    own = dispatcher(K, "peers")
+    experts_TK = torch.zeros(MAX_TOKENS + 1, K, dtype=torch.int64)
+    refuses(ValueError, "at most max_tokens = 90 tokens, not 91", lambda: own.plan(experts_TK, torch.zeros(E)))
 
 
 def check_share() -> None:
@@ -274,7 +357,7 @@ def check_share() -> None:
     whole, mine = copy.deepcopy(model), slice(rank * (E // world), (rank + 1) * (E // world))
     whole[1].experts.down.main_grad = down.main_grad
     share = shard_experts(model)
-    assert str(share) == f"mixtures: 2; experts on this rank: {2 * E // world} of {2 * E}"
+    assert str(share) == f"mixtures: 2; experts on this rank: {2 * E // world} of {2 * E}; exchange: all_to_all_single"
     for before, after in zip(whole.parameters(), model.parameters(), strict=True):
         assert torch.equal(after, before[mine] if before.dim() == 3 else before)
     assert torch.equal(model[1].experts.down.main_grad, down.main_grad[mine])
@@ -303,7 +386,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     """The cases of a world by name."""
     found: dict[str, Case] = {}
     for of, ranks in meshes.items():
-        for mode in SIZES:
+        for mode in SIZES if of != "peers" else ("fp32", "fp8", "fp8_unfused") if world == 2 else ("fp8",):
             found[f"gate-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_gate(mode, ranks)
             for name, tokens in ugly(world).items() if mode != "fp8_in_fp32" else ():
                 found[f"{name}-{mode}-{of}"] = lambda m=mode, r=ranks, t=tokens: check_fixed(m, r, t)
@@ -318,12 +401,39 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found[f"observed-{of}"] = lambda ranks=ranks: check_observed(ranks)
         found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
         found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
+        found[f"many_exchanges-{of}"] = lambda ranks=ranks: check_many_exchanges(ranks)
+    if "peers" in meshes:
+        if torch.cuda.is_available():
+            found["captured-peers"] = lambda: check_captured("peers")
+        found["too_many_tokens-peers"] = check_too_many_tokens
     found["sent_once"] = check_sent_once
     if "nodes" in meshes:
         found["sent_once_to_a_node"] = lambda: check_sent_once_to_a_node(meshes["nodes"])
     found["refusals"] = check_refusals
     found["share"] = check_share
     return found
+
+
+def allocate_files(
+    memory: symmetric_memory.PeerMemory, folder: Path, n_bytes: int, device: torch.device
+) -> tuple[Tensor, list[int], list[int]]:
+    """Allocate symmetric memory on a CPU: files that all ranks map, the counters before the buffer."""
+    names = [f"{memory.group.group_name}-{n_bytes}-{rank}" for rank in range(dist.get_world_size(memory.group))]
+    mapped = [torch.from_file(str(folder / name), shared=True, size=64 + n_bytes, dtype=torch.uint8) for name in names]
+    mapped[dist.get_rank(memory.group)][:64] = 0
+    dist.barrier(memory.group)
+    memory.mapped = mapped
+    addresses = [t.data_ptr() for t in mapped]
+    return mapped[dist.get_rank(memory.group)][64:], [address + 64 for address in addresses], addresses
+
+
+def barrier_without_spinning(memory: symmetric_memory.PeerMemory) -> None:
+    """Wait in a process group between the halves of a barrier: ranks that spin would use the cores of others."""
+    from octile.kernels.triton.peer_rows import launch_barrier
+
+    launch_barrier(memory.peers, wait=False)
+    dist.barrier(memory.group)
+    launch_barrier(memory.peers, signal=False)
 
 
 def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "cpu") -> None:
@@ -335,9 +445,15 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
         torch.use_deterministic_algorithms(True)
+    else:
+        symmetric_memory.PeerMemory.allocate = partialmethod(allocate_files, Path(folder))
+        symmetric_memory.PeerMemory.barrier = barrier_without_spinning
+        symmetric_memory.why_not_peers = lambda groups: None
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank)
     meshes: dict[str, object] = {"ranks": None}
+    if world > 1:
+        meshes["peers"] = "peers"
     if world == 4:
         meshes["nodes"] = init_device_mesh(device, (2, 2), mesh_dim_names=("node", "rank"))
     failures = {}

@@ -16,7 +16,7 @@ from octile.parallel import shard_experts
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
 
-MESHES = {2: ["ranks"], 4: ["ranks", "nodes"]}
+MESHES = {2: ["ranks", "peers"], 4: ["ranks", "peers", "nodes"]}
 NAMES = {world: list(expert_cases.cases(world, [], dict.fromkeys(meshes))) for world, meshes in MESHES.items()}
 
 

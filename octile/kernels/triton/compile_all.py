@@ -31,6 +31,7 @@ from octile.kernels.triton import (
     high_precision,
     matmul,
     norm,
+    peer_rows,
     permute,
     quantize,
     rope,
@@ -122,6 +123,19 @@ def _cases() -> dict[str, Callable[[], object]]:
     def with_sizes(schedule: Schedule, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> GemmRequest:
         return GemmRequest(schedule, Operand(*a), Operand(*b), out_dtype, None, offs)
 
+    def exchange() -> None:
+        ranks, rows = 8, _operand(8 * t + 1, k, TILE)[:2]
+        counters = _empty(ranks, dtype=torch.int64), _empty(ranks, dtype=torch.int64), _empty(1, dtype=torch.int32)
+        peers = peer_rows.Peers(0, *counters, 32)
+        sent, results = (data.view(torch.uint8) for data in (rows[0], _empty(64 * t, k)))
+        numbers, buffer = _empty(8 * t, 8, dtype=torch.int32), _empty(2**34, dtype=torch.uint8)
+        peer_rows.launch_barrier(peers)
+        peer_rows.launch_send_experts(experts, t, peers)
+        peer_rows.launch_local_experts(numbers, 0, 32)
+        peer_rows.launch_send(sent[:t], rows[1][:t], experts, 32, sent, rows[1], t, peers)
+        peer_rows.launch_receive(numbers, 32, buffer, sent, rows[1], t, peers)
+        peer_rows.launch_send_back(results, numbers.view(-1), offs, 8 * t, peers)
+
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
         scales = _empty(t, k // 128, dtype=fp32), _empty(n, k // 128, dtype=fp32)
@@ -195,6 +209,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "routing plan": lambda: routing_plan.launch(experts, _empty(256, dtype=torch.int64)),
         "routing plan of many experts": lambda: routing_plan.launch(experts, _empty(4096, dtype=torch.int64)),
         "tiles of groups": lambda: group_tiles.launch(offs, t, len(tiles)),
+        "exchange with other ranks": exchange,
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
         "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),
         "unpermute with weights": lambda: permute.launch_back(

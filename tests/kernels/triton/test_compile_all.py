@@ -35,6 +35,12 @@ def test_shared_memory_suffices(compiled: dict[str, list[CompiledTritonKernel]],
 def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]]):
     kernels = {
         "quantize_blocks",
+        "peer_barrier",
+        "send_experts",
+        "local_experts",
+        "send_rows",
+        "receive_rows",
+        "send_results",
         "block_amax",
         "quantize_large_block",
         "quantize_with_scale",

@@ -1,0 +1,211 @@
+"""Expert parallelism by kernels on symmetric memory: rows are stored to the memory of other GPUs, over NVLink.
+
+The host waits for nothing, so a step can be captured in a CUDA graph. Every tensor has room for any distribution of
+tokens, even for all tokens on one rank: no token is dropped. Each row has a fixed place in the memory of every rank
+(`octile.kernels.triton.peer_rows`), and all counts stay on the device:
+
+    send         barrier, stores to the ranks that have one of a row's experts, barrier, copy of what has come
+    send_back    barrier, stores to the ranks of the tokens, barrier; the sums read the results where they have come
+
+A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
+run the same passes come to the same exchanges in the same order.
+
+Results have the same bits as by `all_to_all_single`: the rows of an expert have the same order, and the rank of a token
+sums them. Rows of zeros follow those of the last expert.
+
+Shapes: as in `octile.parallel.experts`; M the most tokens of a rank, N = W · M + 1, R = W · M · K.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octile.formats import TILE
+from octile.kernels.memory_layout import VECTOR, new_scale, padded
+from octile.nn.dispatcher import RoutingPlan
+from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.parallel.experts import ExpertDispatcher
+from octile.scaled import ScaledTensor
+
+
+class PeerMemory:
+    """Memory of each rank of a group that all ranks write to. All exchanges of the group use it, one after the other.
+
+    Args:
+        group: ranks on GPUs of one host that can access each other's memory.
+        num_sms: how many SMs an exchange uses; None: as many as were fastest on two H200s.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_sms: int | None = None):
+        from octile.kernels.triton.launch_config import PEER_SMS  # late: a machine without a GPU has no Triton
+
+        self.group = group
+        self.num_sms = num_sms or PEER_SMS
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, n_bytes: int, device: torch.device) -> None:
+        """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other."""
+        from octile.kernels.triton.peer_rows import Peers
+
+        if len(self.buffer) >= n_bytes:
+            return
+        self.synchronize()  # nobody uses the smaller buffer any more
+        n_bytes = padded(n_bytes)
+        self.buffer, buffers, pads = self.allocate(n_bytes, device)
+        addresses, counters = (torch.tensor(a, dtype=torch.int64, device=device) for a in (buffers, pads))
+        barriers = torch.zeros(1, dtype=torch.int32, device=device)
+        self.peers = Peers(dist.get_rank(self.group), addresses, counters, barriers, self.num_sms)
+
+    def allocate(self, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int], list[int]]:
+        """Allocate a buffer on each rank: this rank's, and the addresses of all ranks' buffers and zeroed counters."""
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        buffer = symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
+        self.handle = symmetric_memory.rendezvous(buffer, self.group.group_name)
+        return buffer, self.handle.buffer_ptrs, self.handle.signal_pad_ptrs
+
+    def synchronize(self) -> None:
+        """Wait until all ranks have done what they were asked to do before."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier(self.group)
+
+    def barrier(self) -> None:
+        """Have the device wait until all ranks have come here."""
+        from octile.kernels.triton import peer_rows
+
+        peer_rows.launch_barrier(self.peers)
+
+
+class _Handle(NamedTuple):
+    """The experts of this rank's tokens [T, K]; and of all tokens, counted from the first of this rank [W·M, K]."""
+
+    experts_TK: Tensor
+    local_NK: Tensor
+
+
+class PeerDispatcher(ExpertDispatcher):
+    """An `ExpertDispatcher` by kernels on symmetric memory, for ranks of one host.
+
+    Args:
+        n_experts, n_chosen, hidden_size: as of `ExpertDispatcher`.
+        memory: of the ranks.
+        max_tokens: M, the most tokens that a rank has in a forward pass.
+
+    Raises:
+        ValueError: the ranks disagree about a size, W does not divide E, or max_tokens is less than 1.
+    """
+
+    def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, memory: PeerMemory, max_tokens: int):
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        super().__init__(n_experts, n_chosen, hidden_size, memory.group)
+        self.memory, self.max_tokens = memory, max_tokens
+
+    def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
+        """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
+
+        Raises:
+            ValueError: there are more tokens than max_tokens.
+        """
+        from octile.kernels.triton import peer_rows
+
+        (t, k), local, n = experts_TK.shape, self.n_experts // self.n_ranks, self.n_ranks * self.max_tokens
+        if t > self.max_tokens:
+            raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {t}")
+        experts_TK = experts_TK.contiguous()
+        self._begin(n * k * 4, experts_TK.device)
+        peer_rows.launch_send_experts(experts_TK, self.max_tokens, self.memory.peers)
+        self.memory.barrier()
+        gathered_NK = self.memory.buffer[: n * k * 4].view(torch.int32).view(n, k)
+        local_NK = peer_rows.launch_local_experts(gathered_NK, self.rank * local, local)
+
+        _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
+        offs_E = offs_E[:local]
+        row_R = torch.arange(n * k, dtype=torch.int32, device=order_R.device)
+        order_R = torch.where(row_R < offs_E[-1], order_R, n * k)  # after the last expert: the row of zeros
+        place_TK = row_R[: t * k].view(t, k)
+        return RoutingPlan(place_TK, order_R, offs_E, _Handle(experts_TK, local_NK))
+
+    def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
+        """Send each row once to every rank that has one of its experts: [N, D], the last row zeros.
+
+        Rows that no expert of this rank needs are not written.
+        """
+        return self._send(x_TD, None, plan)[0]
+
+    def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
+        """Send rows in 1×128 tiles as `send` does: [N, D]."""
+        data, scale = self._send(x_TD.data, x_TD.scale, plan)
+        assert scale is not None
+        return ScaledTensor(data, scale, TILE)
+
+    def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
+        """Send each result to the rank of its token: [T·K, D], ordered by place_TK; valid until the next exchange."""
+        from octile.kernels.triton import peer_rows
+
+        tokens, k = plan.place_TK.shape
+        results, row_bytes = self.max_tokens * k, y_RD.shape[1] * y_RD.itemsize
+        self._begin(results * row_bytes, y_RD.device)
+        peer_rows.launch_send_back(_bytes(y_RD), plan.order_R, plan.offs_E, results, self.memory.peers)
+        self.memory.barrier()
+        return self.memory.buffer[: tokens * k * row_bytes].view(y_RD.dtype).view(tokens * k, y_RD.shape[1])
+
+    def _send(self, x_TD: Tensor, scale: Tensor | None, plan: RoutingPlan) -> tuple[Tensor, Tensor | None]:
+        from octile.kernels.triton import peer_rows
+
+        experts_TK, local_NK = plan.handle
+        out = x_TD.new_empty(len(local_NK) + 1, x_TD.shape[1])
+        out_scale = None if scale is None else new_scale(out, *TILE)
+        local, data_bytes = self.n_experts // self.n_ranks, _bytes(out)
+        n_bytes = peer_rows.scales_at(len(local_NK), data_bytes.shape[1])
+        n_bytes += 0 if out_scale is None else out_scale.numel() * out_scale.itemsize
+        self._begin(n_bytes, x_TD.device)
+        peer_rows.launch_send(
+            _bytes(x_TD), scale, experts_TK, local, data_bytes, out_scale, self.max_tokens, self.memory.peers
+        )
+        self.memory.barrier()
+        peer_rows.launch_receive(
+            local_NK, local, self.memory.buffer, data_bytes, out_scale, self.max_tokens, self.memory.peers
+        )
+        return out, out_scale
+
+    def _begin(self, n_bytes: int, device: torch.device) -> None:
+        """Begin an exchange that needs so many bytes: no rank reads the one before any more."""
+        self.memory.reserve(n_bytes, device)
+        self.memory.barrier()
+
+
+def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:
+    """Return why the ranks of a dispatcher cannot write to each other's memory; None: they can. All ranks call it."""
+    if len(groups) > 1:
+        return "the ranks are a mesh of nodes"
+    (group,) = groups
+    if not torch.cuda.is_available() or "nccl" not in dist.get_backend(group):
+        return "the ranks are not on GPUs with NCCL"
+    device = torch.cuda.current_device()
+    own = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    found: list[tuple[str, str]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    if len({host for host, _ in found}) > 1:
+        return "the ranks are on several hosts"
+    if len(set(found)) < len(found):
+        return "two ranks share a GPU"
+    others = [other for other in range(torch.cuda.device_count()) if other != device]
+    can_access = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    answers = [can_access] * len(found)
+    dist.all_gather_object(answers, can_access, group=group)
+    return None if all(answers) else "a GPU cannot access another one's memory"
+
+
+def _bytes(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return (x if x.data_ptr() % VECTOR == 0 else x.clone()).view(torch.uint8)
