@@ -278,15 +278,18 @@ class Bench:
     Attributes:
         what: gemm, casts (quantization), step (a model's training step: speed, memory, checkpoint size), train
             (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
-            lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU and stores
-            them; or tune-casts, which shows the fastest settings of quantization kernels there.
+            dispatch (of tokens to experts on other GPUs; by torchrun), lab (the tensor core model); tune, which
+            searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which shows the
+            fastest settings of quantization kernels there.
         json: also write the rows to this file.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
         minutes: after so many minutes, tune starts no further shape.
     """
 
     what: Annotated[
-        tyro.conf.Positional[Literal["gemm", "casts", "step", "train", "transformers", "lab", "tune", "tune-casts"]],
+        tyro.conf.Positional[
+            Literal["gemm", "casts", "step", "train", "transformers", "dispatch", "lab", "tune", "tune-casts"]
+        ],
         tyro.conf.arg(metavar="[WHAT]"),  # tyro would list the values in one word, which no line can break
     ] = "step"
     json: Path | None = None
@@ -303,7 +306,8 @@ def bench(arguments: list[str]) -> None:
         raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
     if options.what.startswith("tune") and options.json is not None:
         raise ValueError(
-            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers and lab"
+            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers, dispatch "
+            "and lab"
         )
     if options.what == "tune-casts":
         search_casts()

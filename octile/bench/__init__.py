@@ -5,6 +5,7 @@ casts.py           `octile bench casts`: quantization and other memory-bound ope
 step/              `octile bench step`: a training step's speed and memory
 train/             `octile bench train`: the speed of `octile train` vs. torchtitan's trainer
 transformers.py    `octile bench transformers`: converted models of transformers
+dispatch.py        `octile bench dispatch`: dispatch and combine between GPUs vs. a copy and vs. all_to_all_single
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
 tune_casts.py      `octile bench tune-casts`: a search for the fastest quantization kernels
@@ -32,6 +33,7 @@ TITLES = {
     "step": "a training step",
     "train": "octile train",
     "transformers": "models of transformers",
+    "dispatch": "dispatch and combine",
     "lab": "the tensor core model",
 }
 
@@ -40,13 +42,13 @@ def run(what: str, json: Path | None = None) -> None:
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step", "train", "transformers" or "lab".
+        what: "gemm", "casts", "step", "train", "transformers", "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
 
     Raises:
         FileNotFoundError: the folder for the file does not exist.
         IsADirectoryError, PermissionError: the file cannot be written.
-        ValueError: what is "train" and there is no GPU.
+        ValueError: what is "train" and there is no GPU, or "dispatch" and torchrun has not started ranks on several.
 
     These are raised before anything is measured.
     """

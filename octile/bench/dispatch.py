@@ -1,0 +1,289 @@
+"""`octile bench dispatch`: dispatch and combine between GPUs vs. a copy to a peer and vs. plain `all_to_all_single`.
+
+Started by `torchrun --nproc_per_node 2 -m octile bench dispatch`, one rank per GPU of one host. Every rank has 4096
+tokens of width 7168, whose 8 experts of 256 are in 4 of 8 groups, as DeepSeek-V3 chooses them.
+
+    dispatch    each row once to each rank that has one of its experts, in FP8 with its scales, and the copy out of the
+                buffer that other ranks write to
+    combine     each result in BF16 to the rank of its token
+    plain       each row in BF16 to each of its experts, and the results back: only the two collectives, without the
+                permutation before and after them
+    copy        to the memory of the next rank, by all ranks at the same time
+
+The speed is that of the bytes that leave a rank's GPU, the mean of all ranks. Kernels on symmetric memory are captured
+in a CUDA graph.
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.2.2.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octile.bench import goals
+from octile.bench.rows import LEGEND, Row, compare, table
+from octile.nn.dispatcher import RoutingPlan
+from octile.ops.quantize import quantize
+from octile.parallel.experts import ExpertDispatcher, exchange
+from octile.parallel.symmetric_memory import PeerDispatcher, PeerMemory, why_not_peers
+from octile.scaled import ScaledTensor
+
+TOKENS, HIDDEN, CHOSEN, EXPERTS, GROUPS, LIMIT = 4096, 7168, 8, 256, 8, 4
+SMS = (8, 16, 24, 32, 48, 64, 96, 128)
+CHUNKS = ((1024, 8, 8), (2048, 4, 8), (2048, 4, 16), (2048, 8, 8), (2048, 16, 16), (1024, 16, 16), (2048, 8, 32))
+COPY_BYTES = 256 * 2**20
+GEMM = 8192, 4096, 7168
+CALLS, ROUNDS = 10, 5
+
+
+class Exchange(NamedTuple):
+    """A call, and the bytes that it sends from this GPU to others."""
+
+    call: Callable[[], object]
+    n_bytes: int
+
+
+def rows() -> Iterator[Row]:
+    """Measure on all ranks, and yield the rows on rank 0.
+
+    Raises:
+        ValueError: torchrun has not started two or more ranks, or their GPUs cannot write to each other's memory.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError("dispatch is measured on 2 or more GPUs: torchrun --nproc_per_node 2 -m octile bench dispatch")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    try:
+        if why_not := why_not_peers([_world()]):
+            raise ValueError(f"dispatch is measured on GPUs that write to each other's memory: {why_not}")
+        measured = list(_measure(device))  # all ranks, before anything is printed
+        yield from measured if dist.get_rank() == 0 else []
+    finally:
+        dist.destroy_process_group()
+
+
+def show(rows: Sequence[Row]) -> str:
+    """Format the table, and the verdicts on the goals."""
+    return "\n\n".join((table(rows), LEGEND, goals.dispatch_verdicts(rows)))
+
+
+def _measure(device: torch.device) -> Iterator[Row]:
+    torch.manual_seed(dist.get_rank())
+    experts_TK, load_E = _choose(device)
+    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
+    data, scale = quantize(x, 1, 128, "e4m3", True)
+    q = ScaledTensor(data, scale, (1, 128))
+    memory = PeerMemory(_world())
+    peers = PeerDispatcher(EXPERTS, CHOSEN, HIDDEN, memory, TOKENS)
+    collectives = ExpertDispatcher(EXPERTS, CHOSEN, HIDDEN)
+
+    copy = Exchange(*_peer_copy(memory, device))
+    copy_speed = _speed(copy, _seconds(copy.call))
+    plain = _plain(experts_TK, x)
+    plain_seconds = _seconds(plain.call)
+    yield Row("copy to a peer", f"{_mb(copy)}", copy_speed, "GB/s")
+    speed = _speed(plain, plain_seconds)
+    yield compare("plain all_to_all_single", f"BF16 and back, {_mb(plain)}", speed, "GB/s", "copy", copy_speed)
+
+    plan = collectives.plan(experts_TK, load_E)
+    y = torch.randn(len(plan.order_R), HIDDEN, device=device, dtype=torch.bfloat16)
+    both = [_dispatch(collectives, q, plan, experts_TK), _combine(collectives, y, plan, experts_TK)]
+    times = [_seconds(e.call) for e in both]
+    for what, e, seconds in zip(("dispatch FP8", "combine BF16"), both, times, strict=True):
+        yield compare("all_to_all_single", f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
+    yield _vs_plain("all_to_all_single", sum(times), plain_seconds)
+
+    plan = peers.plan(experts_TK, load_E)
+    y = torch.randn(len(plan.order_R), HIDDEN, device=device, dtype=torch.bfloat16)
+    both = [_dispatch(peers, q, plan, experts_TK), _combine(peers, y, plan, experts_TK)]
+    gemm, (m, n, k) = _gemm(device), GEMM
+    alone = _seconds(gemm)
+    for num_sms in SMS:
+        _use_sms(memory, num_sms)
+        case = f"symmetric memory, {num_sms} SMs"
+        graphs = [_captured(e.call) for e in both]
+        times = [_seconds(graph.replay) for graph in graphs]
+        for what, e, seconds in zip(("dispatch FP8", "combine BF16"), both, times, strict=True):
+            yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
+        yield _vs_plain(case, sum(times), plain_seconds)
+        together, exchanged = _seconds_together(gemm, graphs[1].replay)
+        during, otherwise = (2e-12 * m * n * k / seconds for seconds in (together, alone))
+        yield compare(case, "GEMM during combine", during, "TFLOPS", "alone", otherwise)
+        yield compare(case, "combine during GEMM", _speed(both[1], exchanged), "GB/s", "copy", copy_speed)
+    _use_sms(memory, None)
+    for what, call in (("plan", partial(peers.plan, experts_TK, load_E)), ("barrier", memory.barrier)):
+        yield Row("symmetric memory", what, 1e6 * _seconds(_captured(call).replay), "µs")
+    for words, chunk_rows, warps in CHUNKS:
+        with _chunks(words, chunk_rows, warps):
+            for what, e in zip(("dispatch FP8", "combine BF16"), both, strict=True):
+                seconds = _seconds(_captured(e.call).replay)
+                case = f"{words * 4} B × {chunk_rows} rows, {warps} warps"
+                yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _choose(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token at random, in LIMIT of GROUPS groups: int64 [T, K], and their loads [E]."""
+    scores = torch.rand(TOKENS, EXPERTS, device=device)
+    groups = torch.rand(TOKENS, GROUPS, device=device).topk(LIMIT).indices
+    is_chosen = torch.zeros(TOKENS, GROUPS, dtype=torch.bool, device=device).scatter_(1, groups, True)
+    scores.masked_fill_(~is_chosen.repeat_interleave(EXPERTS // GROUPS, 1), -1.0)
+    experts = scores.topk(CHOSEN).indices
+    return experts, experts.flatten().bincount(minlength=EXPERTS)
+
+
+def _is_to(experts_TK: Tensor) -> Tensor:
+    """Which rank each of a token's experts is on: [W, T, K]."""
+    ranks = torch.arange(dist.get_world_size(), device=experts_TK.device)
+    return experts_TK // (EXPERTS // len(ranks)) == ranks[:, None, None]
+
+
+def _others(counts_W: Tensor) -> int:
+    return int(counts_W.sum() - counts_W[dist.get_rank()])
+
+
+def _dispatch(dispatcher: ExpertDispatcher, q: ScaledTensor, plan: RoutingPlan, experts_TK: Tensor) -> Exchange:
+    rows_out = _others(_is_to(experts_TK).any(2).sum(1))
+    return Exchange(lambda: dispatcher.send_quantized(q, plan), rows_out * (HIDDEN + 4 * q.scale.shape[1]))
+
+
+def _combine(dispatcher: ExpertDispatcher, y_RD: Tensor, plan: RoutingPlan, experts_TK: Tensor) -> Exchange:
+    counts = _is_to(experts_TK).sum((1, 2))
+    sent = [torch.empty_like(counts) for _ in counts]
+    dist.all_gather(sent, counts)
+    results_out = _others(torch.stack(sent)[:, dist.get_rank()])
+    return Exchange(lambda: dispatcher.send_back(y_RD, plan), results_out * HIDDEN * 2)
+
+
+def _plain(experts_TK: Tensor, x: Tensor) -> Exchange:
+    counts = _is_to(experts_TK).sum((1, 2))
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts)
+    out, into = counts.tolist(), arriving.tolist()
+    sent = x.repeat_interleave(CHOSEN, 0)
+
+    def there_and_back() -> None:
+        exchange(exchange(sent, out, into, _world()), into, out, _world())
+
+    return Exchange(there_and_back, (_others(counts) + _others(arriving)) * HIDDEN * 2)
+
+
+def _peer_copy(memory: PeerMemory, device: torch.device) -> tuple[Callable[[], object], int]:
+    memory.reserve(2 * COPY_BYTES, device)
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    there = memory.handle.get_buffer(peer, (COPY_BYTES,), torch.uint8)
+    here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    return partial(there.copy_, here), COPY_BYTES
+
+
+def _gemm(device: torch.device) -> Callable[[], object]:
+    m, n, k = GEMM
+    a, b = (torch.randn(s, k, device=device, dtype=torch.bfloat16) for s in (m, n))
+    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    return partial(torch.mm, a, b.mT, out=out)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Measure the median time of a call, in calls after one another; the slowest rank's."""
+    for _ in range(2):
+        call()
+    found = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        dist.barrier()
+        start.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / CALLS)
+    return _slowest(median(found))
+
+
+def _seconds_together(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Measure two calls in two streams at the same time: the time of each while the other one runs, too."""
+    streams = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
+    found: list[tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]
+        for (start, _), stream in zip(events, streams, strict=True):
+            start.record(stream)
+        for _ in range(CALLS):
+            for call, stream in zip((first, second), streams, strict=True):
+                with torch.cuda.stream(stream):
+                    call()
+        for (_, end), stream in zip(events, streams, strict=True):
+            end.record(stream)
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) / 1e3 / CALLS for start, end in events]
+        found.append((times[0], times[1]))
+    return _slowest(median(a for a, _ in found)), _slowest(median(b for _, b in found))
+
+
+def _slowest(seconds: float) -> float:
+    found = torch.tensor(seconds, dtype=torch.float64, device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def _use_sms(memory: PeerMemory, num_sms: int | None) -> None:
+    from octile.kernels.triton.launch_config import PEER_SMS
+
+    memory.peers = memory.peers._replace(num_sms=num_sms or PEER_SMS)
+
+
+@contextmanager
+def _chunks(words: int, chunk_rows: int, warps: int) -> Iterator[None]:
+    """Use other sizes of what a program sends at a time."""
+    from octile.kernels.triton.launch_config import PEER_ROWS
+
+    before = dict(PEER_ROWS)
+    PEER_ROWS.update(words=words, rows=chunk_rows, num_warps=warps)
+    try:
+        yield
+    finally:
+        PEER_ROWS.update(before)
+
+
+def _speed(e: Exchange, seconds: float) -> float:
+    n_bytes = torch.tensor(float(e.n_bytes), dtype=torch.float64, device="cuda")
+    dist.all_reduce(n_bytes)
+    return n_bytes.item() / dist.get_world_size() / seconds / 1e9
+
+
+def _vs_plain(case: str, seconds: float, plain_seconds: float) -> Row:
+    ours, theirs = (1e-6 * TOKENS / s for s in (seconds, plain_seconds))
+    return compare(case, "dispatch and combine", ours, "Mtokens/s", "plain", theirs)
+
+
+def _mb(e: Exchange) -> str:
+    return f"{e.n_bytes / 1e6:.0f} MB"
