@@ -66,8 +66,9 @@ def rows() -> Iterator[Row]:
     try:
         if why_not := why_not_peers([_world()]):
             raise ValueError(f"dispatch is measured on GPUs that write to each other's memory: {why_not}")
-        measured = list(_measure(device))  # all ranks, before anything is printed
-        yield from measured if dist.get_rank() == 0 else []
+        for row in _measure(device):
+            if dist.get_rank() == 0:
+                yield row
     finally:
         dist.destroy_process_group()
 
