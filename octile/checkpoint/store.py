@@ -5,7 +5,7 @@ disk and renamed; in an object store it appears when its upload is complete.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -106,6 +106,35 @@ class Store:
         with self.open(name) as file:
             return file.read()
 
+    def size(self, name: str) -> int:
+        """The bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        try:
+            size: int = self._fs.size(f"{self._root}/{name}")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.path_of(name)} is missing") from None
+        return size
+
+    def read_ranges(self, name: str, begins: Sequence[int], nbytes: int) -> list[bytes]:
+        """Read `nbytes` bytes at each of several positions of a file, at the same time where the file system can.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it ends before.
+        """
+        path = f"{self._root}/{name}"
+        ends = [begin + nbytes for begin in begins]
+        found: list[bytes] = self._fs.cat_ranges([path] * len(begins), list(begins), ends, on_error="raise")
+        for begin, content in zip(begins, found, strict=True):
+            if len(content) != nbytes:
+                raise ValueError(
+                    f"{self.path_of(name)} is damaged: {len(content)} bytes found at byte {begin}, {nbytes} expected"
+                )
+        return found
+
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON object.
 
@@ -133,11 +162,7 @@ class Store:
             FileNotFoundError: there is no such file.
             ValueError: its size or its contents differ.
         """
-        try:
-            size = self._fs.size(f"{self._root}/{name}")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{self.path_of(name)} is missing") from None
-        compare_checksum(self.path_of(name), size, lambda: self._sha256(name), expected)
+        compare_checksum(self.path_of(name), self.size(name), lambda: self._sha256(name), expected)
 
     def _sha256(self, name: str) -> str:
         with self.open(name) as file:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from octile.optim.schedule import BatchRamp
-
-Tokens = npt.NDArray[np.unsignedinteger]
+from octile.train.streamed_tokens import StreamedTokens
+from octile.train.token_store import Tokens
 
 ROUNDS = 6
 
 
 class Batches:
-    """Shuffled windows of a token array, which may be memory-mapped; a batch reads only the tokens that it returns."""
+    """Shuffled windows of a token array, which may be memory-mapped or streamed; a batch reads only its own tokens."""
 
     def __init__(self, tokens: Tokens, batch_size: int | BatchRamp, sequence_length: int, seed: int):
         """
@@ -132,7 +132,10 @@ def count_windows(tokens: Tokens, sequence_length: int) -> int:
 
 
 def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int) -> Tensor:
-    position_BS = window_B[:, None] * sequence_length + np.arange(sequence_length + 1)
+    begin_B = window_B * sequence_length
+    if isinstance(tokens, StreamedTokens):
+        return torch.from_numpy(tokens.windows(begin_B, sequence_length + 1).astype(np.int64))
+    position_BS = begin_B[:, None] + np.arange(sequence_length + 1)
     return torch.from_numpy(tokens[position_BS].astype(np.int64))
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from octile.checkpoint.store import Store
 from octile.train.text_filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
 
 STANDARD_LIBRARY, PACKAGES = "stdlib", "packages"
@@ -116,10 +117,17 @@ def check_source(source: str | Path, option: str = "--data") -> None:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: source is empty.
+        ValueError: source is empty, or fsspec knows no such protocol.
+        ImportError: a package for the protocol of a URL is not installed.
     """
     path, named = Path(source), f"{option} {str(source)!r}"
     if source in (STANDARD_LIBRARY, PACKAGES) or str(source).startswith("hf:"):
+        return
+    if is_url(source):
+        try:
+            Store(str(source))
+        except (ValueError, ImportError) as error:
+            raise type(error)(f"{named} cannot be read: {error}") from None
         return
     if not str(source).strip():  # Path("") is the current folder
         raise ValueError(f"{option} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
@@ -127,6 +135,11 @@ def check_source(source: str | Path, option: str = "--data") -> None:
         raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
     if not path.exists():
         raise FileNotFoundError(f"{named} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')")
+
+
+def is_url(source: str | Path) -> bool:
+    """Whether a source is the URL of a token store, which holds tokens already, and no corpus."""
+    return "://" in str(source) and not str(source).startswith("hf:")
 
 
 def open_corpus(source: str | Path, option: str = "--data") -> Corpus:

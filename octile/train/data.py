@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
 from octile.report.text import escape_control_characters
-from octile.train.corpus import Corpus, Document, open_corpus
+from octile.train.corpus import Corpus, Document, is_url, open_corpus
 from octile.train.corpus_index import CorpusIndex
 from octile.train.shared_spans import HeldOutSpans
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
@@ -49,10 +49,11 @@ def prepare(
     """Build the token store of a corpus in a folder, or reuse the existing one if its text and settings are the same.
 
     Args:
-        source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.corpus`.
+        source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.corpus`. Or the URL of a token store
+            that was prepared before, such as "s3://bucket/store": its tokens are streamed, not copied.
         vocab_size: the maximum number of tokens of the tokenizer.
-        folder: the folder of the store; other files in it are not changed. What a killed process left half-built is
-            removed.
+        folder: the folder of the store, or of the copy of a streamed store's tokenizer; other files in it are not
+            changed. What a killed process left half-built is removed.
         sequence_length: S; a window is S + 1 tokens.
         tokenizer: a tokenizer.json, or its folder, to use instead of training one.
         held_out_windows: the minimum number of held-out windows, if a tenth of the text suffices for them.
@@ -71,6 +72,8 @@ def prepare(
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
     if given is not None and given.vocab_size > vocab_size:
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
+    if is_url(source):
+        return _streamed(str(source), folder, vocab_size, given)
     settings = {
         "preparation": PREPARATION,
         "vocab_size": vocab_size,
@@ -94,6 +97,15 @@ def prepare(
             _build(Path(building), corpus, index, settings, given, span, progress)
             _publish(Path(building), folder)
     return TokenStore.open(folder)
+
+
+def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:
+    store = TokenStore.stream(url, folder)
+    if store.manifest.vocab_size > vocab_size:
+        raise ValueError(f"--data {url!r} has {store.manifest.vocab_size} tokens, vocab_size is only {vocab_size}")
+    if tokenizer is not None and tokenizer.fingerprint != store.tokenizer.fingerprint:
+        raise ValueError(f"--data {url!r} was tokenized with another tokenizer than that of the model")
+    return store
 
 
 def _check_positive(**arguments: int) -> None:

@@ -1,4 +1,4 @@
-"""A folder of tokenized text, which is memory-mapped and so may be larger than memory.
+"""A folder of tokenized text, which is memory-mapped, or read by ranges from a URL, and so may be larger than memory.
 
     tokenizer.json, tokenizer_config.json   the tokenizer
     train.npy, val.npy                      uint16 (or uint32) [tokens]: <|begin|> text <|end|> <|begin|> text <|end|> …
@@ -10,18 +10,23 @@ The manifest is written last: a folder without one is not finished, and a folder
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from octile.checkpoint.files import checksum
+from octile.checkpoint.files import atomic_write, checksum
+from octile.checkpoint.store import Store
+from octile.train.streamed_tokens import StreamedTokens
 from octile.train.tokenizer import Tokenizer
 
+Tokens = npt.NDArray[np.unsignedinteger] | StreamedTokens
+
 PARTS = ("train", "val")
-FILES = ("tokenizer.json", "tokenizer_config.json", "train.npy", "val.npy")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+FILES = (*TOKENIZER_FILES, "train.npy", "val.npy")
 LEFT_OUT = "left_out.txt"
 MANIFEST = "manifest.json"
 
@@ -43,6 +48,7 @@ class Manifest:
         span: the characters of the spans into which few documents were cut, which count as documents; None if they are
             whole.
         cut_tokens: the tokens that were cut out of the training documents, because held-out documents have them, too.
+        url: where the tokens are streamed from; None if they lie in the folder.
     """
 
     source: str
@@ -56,6 +62,7 @@ class Manifest:
     sha256: dict[str, str]
     span: int | None = None
     cut_tokens: int = 0
+    url: str | None = None
 
     @property
     def unit(self) -> str:
@@ -94,20 +101,29 @@ class Manifest:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} is not a finished token store: there is no {file}")
         try:
-            return cls(**json.loads(file.read_text(encoding="utf-8")))
+            return cls.parse(file.read_text(encoding="utf-8"))
         except (ValueError, TypeError) as error:
             raise ValueError(f"token store {folder} is damaged: {file.name}: {error}; {REMEDY}") from error
+
+    @classmethod
+    def parse(cls, content: str) -> Self:
+        """Parse the content of a manifest.json.
+
+        Raises:
+            ValueError, TypeError: it is damaged.
+        """
+        return cls(**json.loads(content))
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A finished store with memory-mapped tokens: train and val are [tokens] uint16 or uint32."""
+    """A finished store: train and val are [tokens] uint16 or uint32, memory-mapped, or read by ranges from a URL."""
 
     folder: Path
     manifest: Manifest
     tokenizer: Tokenizer
-    train: npt.NDArray[np.unsignedinteger]
-    val: npt.NDArray[np.unsignedinteger]
+    train: Tokens
+    val: Tokens
 
     @property
     def digest(self) -> str:
@@ -126,7 +142,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Open a store that `prepare` has written, after comparing every file with its checksum.
+        """Open a store that `prepare` has written, after comparing its files with their checksums.
 
         Raises:
             FileNotFoundError: the folder holds no finished store.
@@ -134,13 +150,54 @@ class TokenStore:
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
-        for name in FILES:
+        for name in FILES if manifest.url is None else TOKENIZER_FILES:
             if not (folder / name).is_file():
                 raise ValueError(f"token store {folder} is damaged: {name} is missing; {REMEDY}")
             if checksum(folder / name)["sha256"] != manifest.sha256.get(name):
                 raise ValueError(f"token store {folder} is damaged: {name} fails its checksum; {REMEDY}")
-        train, val = (np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS)
-        return cls(folder, manifest, Tokenizer.load(folder), train, val)
+        return cls(folder, manifest, Tokenizer.load(folder), *_parts(folder, manifest))
+
+    @classmethod
+    def stream(cls, url: str, folder: Path) -> Self:
+        """Write a store whose tokens lie under a URL that fsspec knows, and are read from there, a batch at a time.
+
+        The checksums of the tokenizer's files are compared, and of the tokens their number: to compare their checksum
+        would be to read them all.
+
+        Args:
+            url: of the folder of a store that `prepare` has written, which was copied there.
+            folder: of the new store, with copies of all files but the tokens; made if it does not exist.
+
+        Raises:
+            FileNotFoundError: there is no finished store, or a file of it is missing.
+            ValueError: a file is not what was written.
+        """
+        store, manifest = Store(url), _manifest_at(url)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*TOKENIZER_FILES, LEFT_OUT):
+            with atomic_write(folder / name) as file:
+                file.write(store.read(name))
+        replace(manifest, url=url).write(folder)
+        return cls.open(folder)
+
+
+def _parts(folder: Path, manifest: Manifest) -> list[Tokens]:
+    """The tokens of each part, memory-mapped or streamed."""
+    if manifest.url is None:
+        return [np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS]
+    if _manifest_at(manifest.url).sha256 != manifest.sha256:
+        raise ValueError(f"token store {manifest.url} has other tokens than when {folder} was written")
+    store = Store(manifest.url)
+    return [StreamedTokens(store, f"{part}.npy", manifest.tokens[part], manifest.vocab_size) for part in PARTS]
+
+
+def _manifest_at(url: str) -> Manifest:
+    try:
+        return Manifest.parse(Store(url).read(MANIFEST).decode())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{url} is not a finished token store: it has no {MANIFEST}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"token store {url} is damaged: {MANIFEST}: {error}") from error
 
 
 class TokenWriter:
