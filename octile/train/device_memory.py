@@ -26,9 +26,10 @@ def available_memory(device: torch.device) -> int:
     addition to what the process holds, without swapping, within the limits of its cgroups.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        return min(free + torch.cuda.memory_reserved(device), limit)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        free, total = torch.cuda.mem_get_info(index)
+        limit = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+        return min(free + torch.cuda.memory_reserved(index), limit)
     require("psutil", extra="train")
     import psutil
 

@@ -22,9 +22,11 @@ def test_the_memory_of_the_cpu_is_found():
     ids=["nothing", "another process", "this process", "a limit"],
 )
 def test_what_is_available_of_a_gpu_that_is_used_by(monkeypatch, free, held, share, expected):
+    shares = {2: share}  # torch takes no device without an index for a share
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: shares[device])
     assert available_memory(GPU) == expected
 
 
