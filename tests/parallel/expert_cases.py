@@ -243,6 +243,7 @@ def check_captured(ranks) -> None:
             y = sharded(x[None])[0]
         return y.detach(), *torch.autograd.grad(y, (x, *params, weights), dy.to(y.dtype))
 
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             step()
