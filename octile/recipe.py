@@ -233,6 +233,11 @@ class Recipe:
         return self._can_fuse and self.swiglu_inputs is not None and not self.has_smooth_swiglu
 
     @property
+    def can_fuse_projections(self) -> bool:
+        """Whether layers that read one input can be one function that saves the quantized input."""
+        return self._can_fuse
+
+    @property
     def recomputes_transposed_weights(self) -> bool:
         """Whether the backward pass transposes weights, which have blocks that allow it."""
         return self.transposed_weights != "cached" and self.formats is not None and self.formats.w.block == BLOCK

@@ -14,10 +14,11 @@ from octile.nn.conversion_summary import ConversionSummary, log_or_print, quanti
 from octile.nn.eager_kernels import use_fused_kernels
 from octile.nn.fused.fusion import FusableModule, is_forward_replaced
 from octile.nn.fused.shared_quantization import share_among_children
+from octile.nn.joined_linear import JoinedLinear
 from octile.nn.linear import Linear, check_recipe, with_class
 from octile.nn.mlp import SwiGLU
 from octile.nn.moe import Experts
-from octile.nn.structure import swiglu_class
+from octile.nn.structure import called_on_one_input, swiglu_class
 from octile.recipe import Recipe
 
 Filter = Callable[[str, nn.Module], bool]
@@ -42,8 +43,9 @@ def convert(
     (`octile.integrations.transformers`); other stacked weights [E, N, K] are not converted and count as E layers. A
     module that computes SwiGLU of three converted layers, or of two with gate and up in one, becomes an `MLP` or
     `GateUpMLP` of the same layers; layers of one module that read its input, such as attention's q, k and v, quantize
-    it once. In eager mode, RMSNorm layers and rotary embeddings of other libraries' models run in fused kernels, which
-    round once (`octile.nn.eager_kernels`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
+    it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In eager mode, RMSNorm
+    layers and rotary embeddings of other libraries' models run in fused kernels, which round once
+    (`octile.nn.eager_kernels`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
     why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
@@ -154,7 +156,18 @@ def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
             model = _replace(model, name, replacements.setdefault(module, with_class(kind, module)))
         elif name and len({layer.in_features for layer in layers}) < len(layers):
             share_among_children(module)
+            _join(module)
     return model
+
+
+def _join(module: nn.Module) -> None:
+    """Have converted layers that a module always calls on its input be one GEMM, as octile's own modules do."""
+    called = [module._modules[name] for name in called_on_one_input(module)]
+    layers = [layer for layer in called if isinstance(layer, Linear)]
+    if len(layers) > 1 and len({layer.in_features for layer in layers}) == 1:
+        joined = JoinedLinear(layers)
+        for layer in layers:
+            layer.joined = joined
 
 
 def _reason_to_skip(name: str, module: nn.Module, experts: Any, tied: set[int], filter: Filter | None) -> str | None:

@@ -1,5 +1,8 @@
 """`nn.Linear` whose three GEMMs run in a recipe's formats."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -64,6 +67,10 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.
     """
 
+    # Computes the layer together with others on the same input, as (layer, x) → y, or None where it cannot; see
+    # `octile.nn.joined_linear`
+    joined: Callable[[Linear, Tensor], Tensor | None] | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -78,7 +85,7 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
         self.use_recipe(recipe or Recipe.deepseek_v3())
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> "Linear":
+    def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> Linear:
         """Make a layer that shares the parameters of `linear`, its hooks and its other attributes."""
         converted = with_class(cls, linear)
         converted.use_recipe(recipe)
@@ -93,6 +100,9 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
     def forward(self, x: Tensor, column_scale: Tensor | None = None) -> Tensor:
         """Return x · weightᵀ + bias; column_scale [in_features], if given, multiplies the weight's columns first."""
         if column_scale is None:
+            y = None if self.joined is None else self.joined(self, x)
+            if y is not None:
+                return y
             return functional.linear(x, self.weight, self.bias, self.recipe, self.history)
         weight = scale_columns(self.weight, column_scale)
         return functional.linear(x, weight, self.bias, self.recipe.smoothed, self.history)

@@ -1,7 +1,10 @@
 """Recognition of other people's modules by what they compute, on a few numbers, and not by their names."""
 
+import ast
 import copy
+import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +15,11 @@ from torch import Tensor, nn
 from octile.nn.fused.fusion import is_forward_replaced
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
 from octile.ops.rope import rotate_halves
+
+_CONDITIONAL = (  # what may not run what it contains, or run it several times, or later
+    *(ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.TryStar, ast.Match, ast.BoolOp, ast.Lambda, ast.FunctionDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.ClassDef, ast.AsyncFunctionDef),
+)
 
 # signs, zeros, small values and values beyond any limit that a model clamps its activations to, in every combination
 _VALUES = (-1000.0, -30.0, -3.0, -0.5, 0.0, 0.25, 1.0, 6.0, 25.0, 1000.0)
@@ -72,6 +80,53 @@ def _computes_swiglu(module: nn.Module, kind: type[SwiGLU]) -> bool:
         return False
     read = all(_equal(inputs.get(name), t) for name, t in zip(kind.fusable_layers, expected, strict=True))
     return read and _equal(found, y)
+
+
+def called_on_one_input(module: nn.Module) -> list[str]:
+    """Return the names of linear layers that every forward pass of a module calls on its first argument, in order.
+
+    They are found in the source of the forward pass: calls `self.NAME(argument)` that no condition and no loop
+    contains, of an argument that is never assigned. Without a source there are none.
+    """
+    layers = {name for name, child in module._modules.items() if isinstance(child, nn.Linear)}
+    if is_forward_replaced(module):
+        return []
+    return [name for name in _unconditional_calls(type(module).forward) if name in layers]
+
+
+@functools.cache
+def _unconditional_calls(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of the attributes of self that a method always calls with its first argument alone."""
+    try:
+        (method,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # there is no source, or it is more than the method
+        return []
+    if not isinstance(method, ast.FunctionDef) or len(method.args.args) < 2:
+        return []
+    owner, argument = (parameter.arg for parameter in method.args.args[:2])
+    names = [node for node in ast.walk(method) if isinstance(node, ast.Name)]
+    if any(name.id in (owner, argument) and not isinstance(name.ctx, ast.Load) for name in names):
+        return []
+    found: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, _CONDITIONAL):
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == owner
+            and [type(a) is ast.Name and a.id for a in node.args] == [argument]
+            and not node.keywords
+        ):
+            found.append(node.func.attr)
+
+    for statement in method.body:
+        visit(statement)
+    return found if len(set(found)) == len(found) else []
 
 
 def eps_of_rms_norm(module: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
-from octile.nn.structure import eps_of_rms_norm, is_swiglu, rotary_functions, swiglu_class
+from octile.nn.structure import called_on_one_input, eps_of_rms_norm, is_swiglu, rotary_functions, swiglu_class
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "pad_token_id": 0}
 
@@ -294,3 +294,64 @@ def test_a_forward_pass_that_may_rotate_otherwise_is_not_recognized():
 
 def test_a_forward_pass_without_code_has_no_rotary_embedding():
     assert rotary_functions(len) == []
+
+
+# Layers that are always called on the first argument
+
+
+class Projections(nn.Module):
+    """Three layers for a forward pass of a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.norm(self.b(x)) + F.relu(self.a(x)) + self.c(self.a.weight)
+
+
+class Conditional(Projections):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        a = self.a(x)
+        b = self.b(x) if y is None else self.b(y)
+        if y is not None:
+            a = a + self.c(x)
+        return a + b
+
+
+class Repeated(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x) + sum(self.c(x) for _ in range(2)) + self.a(x)
+
+
+class Assigned(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(x)
+
+
+class OtherArgument(Projections):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a(x) + self.b(y) + self.c(x + y)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [(Projections, ["b", "a"]), (Conditional, ["a"]), (Repeated, []), (Assigned, []), (OtherArgument, ["a"])],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_layers_that_are_always_called_on_the_first_argument_are_found(module: type[nn.Module], names: list[str]):
+    assert called_on_one_input(module()) == names
+
+
+def test_without_its_source_a_forward_pass_has_none():
+    scope: dict[str, object] = {"Projections": Projections}
+    exec("class Made(Projections):\n    def forward(self, x):\n        return self.a(x) + self.b(x)\n", scope)
+    assert called_on_one_input(scope["Made"]()) == []  # type: ignore[operator]
+
+
+def test_a_replaced_forward_pass_is_not_read():
+    module = Projections()
+    module.forward = lambda x: module.a(x)
+    assert called_on_one_input(module) == []

@@ -1,0 +1,89 @@
+"""Linear layers that another library's module calls one after the other on one input, computed as one GEMM.
+
+Attention in transformers calls its layers for queries, keys and values itself, each as a module. The first call
+computes all of them (`octile.nn.fused.projections`) and the others return what was stored, so that the module's forward
+pass and its parameters stay as they are, in eager mode and under `torch.compile`. Which layers these are is read from
+the source of the forward pass (`octile.nn.structure.called_on_one_input`).
+
+A layer runs alone where the layers are not of one recipe that can be fused, have hooks or were replaced, or where its
+input is another tensor than the first layer's, or was written since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.nn.functional import result_dtype
+from octile.nn.fused.block_input import quantize_block_input
+from octile.nn.fused.fusion import has_hooks
+from octile.nn.fused.projections import projections
+from octile.nn.linear import Linear
+from octile.ops.quantize import INPUT_DTYPES
+
+
+class _Pending(NamedTuple):
+    """An input, its version, which writing to it changes, and the results of the layers that were not called yet."""
+
+    x: Tensor
+    version: int
+    results: list[Tensor]
+
+
+class JoinedLinear:
+    """Layers that are called in this order on one input, at least two."""
+
+    def __init__(self, layers: Sequence[Linear]):
+        self.layers = list(layers)
+        self._pending: _Pending | None = None
+
+    def __call__(self, layer: Linear, x: Tensor) -> Tensor | None:
+        """Return layer(x), or None where the layer has to compute it alone."""
+        if layer is self.layers[0]:
+            self._pending = None
+            if not self._can_join(x):
+                return None
+            y, *results = self._compute(x)
+            self._pending = _Pending(x, _version(x), results)
+            return y
+        pending = self._pending  # another thread may replace it, which leaves this one as it is
+        if pending is None or x is not pending.x or _version(x) != pending.version:
+            return None
+        if layer is not self.layers[len(self.layers) - len(pending.results)]:
+            return None
+        y, *results = pending.results
+        self._pending = pending._replace(results=results) if results else None
+        return y
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is copied and saved with a model: the layers without results."""
+        return {"layers": self.layers, "_pending": None}
+
+    def _can_join(self, x: Tensor) -> bool:
+        first = self.layers[0]
+        for layer in self.layers:
+            is_alike = type(layer) is Linear and layer.recipe == first.recipe and not has_hooks(layer)
+            if not is_alike or layer.weight.device != x.device or layer.weight.dtype not in INPUT_DTYPES:
+                return False
+        fits = x.dim() > 0 and x.shape[-1] == first.in_features and x.dtype in INPUT_DTYPES
+        return fits and first.recipe.can_fuse_projections
+
+    def _compute(self, x: Tensor) -> list[Tensor]:
+        layers, dtype = self.layers, result_dtype(x)
+        weights = [layer.weight for layer in layers]
+        sizes = [[layer.out_features] for layer in layers]
+        outputs = projections(quantize_block_input(x, layers[0].recipe), weights, sizes, dtype)
+        results = []
+        for y, layer in zip(outputs, layers, strict=True):
+            # contiguous, as a layer's result is: attention saves v, and a view of it would hold the memory of all; a
+            # compiler fuses the copy with what reads it
+            y = y.contiguous() if layer.bias is None else y + layer.bias.to(dtype)
+            results.append(y.view(*x.shape[:-1], y.shape[-1]))
+        return results
+
+
+def _version(x: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
