@@ -82,11 +82,8 @@ class DistributedCheckpoints:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.store, self.keep = Store(folder), keep
         self._group = own_group()
-        on_gpu = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-        )
-        self._stager = DefaultStager(options)
+        self._staged: list[str] = []  # the tensors for which the stager has memory
+        self._stager = _stager()
         self._pending: tuple[Store, Future[Any]] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Chunk], state: Mapping[str, Any]) -> None:
@@ -126,6 +123,9 @@ class DistributedCheckpoints:
         described = gather(self._group, describe)
         target, own = described[0][0], share_out([pieces for _, pieces in described])[rank]
         chunks = {name: chunks[name] for name in own}
+        if own != self._staged:  # it would keep the memory of tensors that another rank copies now
+            self._stager.close()
+            self._stager, self._staged = _stager(), own
         folder = self.store.folder(target)
         writer = ShardWriter(folder, step, content, lambda: prune(self.store, target, self.keep))
         future = dcp.async_save(
@@ -304,6 +304,16 @@ def gather(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
         if failure is not None:
             raise failure
     return [result for result, _ in results]  # type: ignore[misc]
+
+
+def _stager() -> DefaultStager:
+    """Make what copies tensors to host memory before `save` returns; it uses the same memory again for each save."""
+    on_gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
+    )
 
 
 def _problem(folder: Store, group: dist.ProcessGroup | None) -> str | None:

@@ -12,6 +12,7 @@ same function of its name in every world.
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 import warnings
@@ -330,11 +331,33 @@ def run(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+def run_killed(rank: int, folder: str) -> None:
+    """Be one of two ranks, of which rank 1 dies while it writes its file; rank 0 writes what it sees to killed.json."""
+    store = dist.FileStore(str(Path(folder) / "store-killed"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    checkpoints = DistributedCheckpoints(Path(folder) / "killed", keep=1)
+    checkpoints.save(1, held(), state(1))
+    checkpoints.wait()
+    if rank == 1:
+        store_module.atomic_write = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.save(2, held(), state(2))
+    try:
+        checkpoints.wait()
+        seen = "no error"
+    except RuntimeError as error:
+        seen = str(error)
+    (Path(folder) / "killed.json").write_text(json.dumps(seen))
+
+
 if __name__ == "__main__":
     children = []
     for rank in range(max(WORLDS)):
         if (child := os.fork()) == 0:
             run(rank, sys.argv[1])
+            if rank < 2:
+                run_killed(rank, sys.argv[1])
             os._exit(0)
         children.append(child)
-    sys.exit(max(os.waitpid(child, 0)[1] for child in children))
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    assert statuses[1] == signal.SIGKILL, statuses
+    assert not any(statuses[:1] + statuses[2:]), statuses

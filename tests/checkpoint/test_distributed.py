@@ -71,6 +71,14 @@ def test_one_process_reads_what_eight_ranks_wrote(ranks: Path, same):
     assert all(same(tensors[name], tensor) for name, tensor in whole().items())
 
 
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(ranks: Path, same):
+    assert json.loads((ranks / "killed.json").read_text()) != "no error"  # on the other rank
+    assert names(ranks / "killed") == ["step_00000001", "step_00000002"]
+    tensors, state = load_checkpoint(latest_checkpoint(ranks / "killed"))
+    assert state == distributed_cases.state(1)
+    assert all(same(tensors[name], tensor) for name, tensor in whole().items())
+
+
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_the_export_from_shards_has_the_bytes_that_save_writes(ranks: Path, tmp_path, weights):
     export_hugging_face(ranks / "model" / "step_00000001", tmp_path / "exported", MICRO, weights)
@@ -127,6 +135,15 @@ def test_save_returns_before_anything_is_written(tmp_path, monkeypatch):
     written.set()
     checkpoints.close()
     assert load_checkpoint(latest_checkpoint(tmp_path))[0]["w"].equal(torch.ones(3))
+
+
+def test_tensors_may_come_and_go(tmp_path):
+    checkpoints = DistributedCheckpoints(tmp_path, keep=3)
+    w, v = torch.ones(3), torch.ones(2)
+    for step, tensors in enumerate(({"w": w}, {"w": w, "v": v}, {"v": v}), 1):
+        checkpoints.save(step, tensors, {})
+    checkpoints.close()
+    assert [sorted(ShardedCheckpoint(path).specs) for path in sorted(tmp_path.iterdir())] == [["w"], ["v", "w"], ["v"]]
 
 
 def test_an_object_store_holds_checkpoints(same):
