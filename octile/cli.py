@@ -23,7 +23,7 @@ from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, TypeVar, Union, get_args
 
 from octile import __version__
 from octile.extras import require
@@ -31,6 +31,9 @@ from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Stopped, Terminated, quiet_exit, terminable
 from octile.validation import Dataclass, Range, annotations_of, check_fields
+
+if TYPE_CHECKING:
+    from octile.lab.commands import CommandGroup
 
 with suppress(ImportError):  # `main` reports it when it is missing
     import tyro
@@ -346,13 +349,24 @@ def doctor(arguments: list[str]) -> None:
 
 def lab(arguments: list[str]) -> None:
     """Study FP8 numerics: number formats, accumulation, the GEMMs of a run."""
-    from octile.lab.commands import overview, run
+    from octile.lab.commands import LAB
 
+    _run_group(LAB, arguments)
+
+
+def plan(arguments: list[str]) -> None:
+    """Plan training on many GPUs: pipeline schedules."""
+    from octile.plan.commands import PLAN
+
+    _run_group(PLAN, arguments)
+
+
+def _run_group(group: CommandGroup, arguments: list[str]) -> None:
     name, *rest = arguments or ["--help"]
     if name in HELP:
-        print(wrap_help(overview()))
+        print(wrap_help(group.overview()))
     else:
-        run(name, rest, _parse)
+        group.run(name, rest, _parse)
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -362,6 +376,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "convert": convert,
     "bench": bench,
     "lab": lab,
+    "plan": plan,
     "doctor": doctor,
 }
 

@@ -1,12 +1,12 @@
-"""`octile lab …`: the table of the lab's commands, and their dispatch.
+"""Groups of commands with a common first word, and the group `octile lab …`.
 
 A command is a module with a dataclass `Options` and a function `run(options)`, imported when the command runs. To add a
-command, write such a module in `octile.lab.pages` and add one entry to `COMMANDS`.
+command of the lab, write such a module in `octile.lab.pages` and add one entry to `COMMANDS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +20,37 @@ Parse = Callable[..., Any]  # (options class, arguments, command) → options; p
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `octile lab`: the module in `octile.lab.pages` that implements it, and its line in the help."""
+    """A command of a group: the module in the group's package that implements it, and its line in the help."""
 
     module: str
     summary: str
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """Commands with a common first word, such as those of `octile lab`."""
+
+    name: str
+    package: str
+    commands: Mapping[str, Command]
+
+    def overview(self) -> str:
+        """The list of the commands."""
+        lines = [f"  {name:12}{command.summary}" for name, command in self.commands.items()]
+        return f"usage: octile {self.name} COMMAND [--help] …\n\n" + "\n".join(lines)
+
+    def run(self, name: str, arguments: list[str], parse: Parse) -> None:
+        """Run one of the commands.
+
+        Raises:
+            ValueError: the command is unknown, or its options are invalid.
+        """
+        if name not in self.commands:
+            raise ValueError(f"unknown {self.name} command {name!r}; there are {', '.join(self.commands)}")
+        module = import_module(f"{self.package}.{self.commands[name].module}")
+        options = parse(module.Options, arguments, f"{self.name} {name}")
+        _check(options)
+        module.run(options)
 
 
 COMMANDS = {
@@ -36,24 +63,7 @@ COMMANDS = {
 }
 
 
-def overview() -> str:
-    """The list of the lab's commands."""
-    lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
-    return "usage: octile lab COMMAND [--help] …\n\n" + "\n".join(lines)
-
-
-def run(name: str, arguments: list[str], parse: Parse) -> None:
-    """Run one of the lab's commands.
-
-    Raises:
-        ValueError: the command is unknown, or its options are invalid.
-    """
-    if name not in COMMANDS:
-        raise ValueError(f"unknown lab command {name!r}; there are {', '.join(COMMANDS)}")
-    module = import_module(f"octile.lab.pages.{COMMANDS[name].module}")
-    options = parse(module.Options, arguments, f"lab {name}")
-    _check(options)
-    module.run(options)
+LAB = CommandGroup("lab", "octile.lab.pages", COMMANDS)
 
 
 def _check(options: Any) -> None:

@@ -13,6 +13,7 @@ dark setting. Every figure has a caption that is written from the data.
     machine.py      the machine, versions and commit of a measurement
     conversion.py   the terminal output of `octile convert`
     roofline.py     the roofline figure of `octile bench gemm`
+    schedule.py     the figure of a pipeline schedule
 """
 
 from octile.report.compare.file import read_result

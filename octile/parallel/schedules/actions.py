@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _ComputationType as ActionType
 
 __all__ = [
+    "GRADIENTS",
     "Action",
     "ActionType",
     "backward",

@@ -1,7 +1,8 @@
 """All schedules, with what is published about them in closed form.
 
-In formulas PP is the number of stages, F a forward pass, B a full backward pass, W a weight gradient, F&B an overlapped
-pair. Bubbles are those of the rank that idles longest, and leave out communication.
+In formulas PP is the number of stages and M that of micro-batches; F is the time of a forward pass, B of a full
+backward pass, W of a weight gradient, F&B of an overlapped pair. Bubbles are those of the rank that idles longest, and
+leave out communication.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) table 2; the exact conditions and Chimera's bubble are what our simulation gives.
 """
@@ -60,7 +61,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
         constraints="any",
         bubble_formula="(PP−1)(F+B)",
         bubble=lambda stages, c: (stages - 1) * (c.forward + c.backward),
-        activations_formula="micro-batches",
+        activations_formula="M",
         activations=lambda stages, micro_batches: micro_batches,
     ),
     "1f1b": ScheduleKind(
@@ -69,13 +70,13 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
         constraints="any",
         bubble_formula="(PP−1)(F+B)",
         bubble=lambda stages, c: (stages - 1) * (c.forward + c.backward),
-        activations_formula="PP",
+        activations_formula="min(PP, M)",
         activations=min,
     ),
     "zb1p": ScheduleKind(
         title="ZB1P",
         make=zb1p,
-        constraints="micro-batches ≥ PP",
+        constraints="M ≥ PP",
         bubble_formula="(PP−1)(F+B−2W)",
         bubble=lambda stages, c: (stages - 1) * (c.forward + c.backward - 2 * c.weight_gradient),
         activations_formula="PP",
@@ -86,7 +87,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
     "dualpipe": ScheduleKind(
         title="DualPipe",
         make=dualpipe,
-        constraints="PP even, micro-batches even and ≥ 2·PP",
+        constraints="PP even, M even and ≥ 2·PP",
         bubble_formula="(PP/2−1)(F&B+B−3W)",
         bubble=_dualpipe_bubble,
         activations_formula="PP+1",
@@ -98,7 +99,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
     "dualpipev": ScheduleKind(
         title="DualPipeV",
         make=dualpipev,
-        constraints="PP even, micro-batches ≥ PP",
+        constraints="PP even, M ≥ PP",
         bubble_formula="(PP/2−1)(F&B+B−3W)",
         bubble=_dualpipe_bubble,
         activations_formula="PP+1",
@@ -110,13 +111,13 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
     "chimera": ScheduleKind(
         title="Chimera",
         make=chimera,
-        constraints="PP even, micro-batches a multiple of PP",
+        constraints="PP even, M a multiple of PP",
         bubble_formula="(PP−2)·max(F, B)",
         bubble=lambda stages, c: (stages - 2) * max(c.forward, c.backward),
         activations_formula="PP",
         activations=lambda stages, micro_batches: stages,
         copies=2,
-        condition="micro-batches = PP",
+        condition="M = PP",
         is_exact=lambda stages, micro_batches, c: micro_batches == stages,
     ),
 }

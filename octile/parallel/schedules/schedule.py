@@ -15,9 +15,9 @@ class Schedule:
     Attributes:
         name: the schedule's name in `SCHEDULES`.
         n_micro_batches: micro-batches of a step, numbered from 0.
-        placement: placement[direction][stage] is the rank that has this copy of the stage.
-        actions: actions[rank] are the computations of a rank in order. An action's stage and micro-batch say which copy
-            of the stage it is. Sends and receives follow from them: see `add_communication`.
+        placement: `placement[direction][stage]` is the rank that has this copy of the stage.
+        actions: `actions[rank]` are the computations of a rank in order. An action's stage and micro-batch say which
+            copy of the stage it is. Sends and receives follow from them: see `add_communication`.
     """
 
     name: str

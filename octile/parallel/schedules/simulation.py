@@ -80,7 +80,7 @@ class Simulation:
     Attributes:
         schedule: the schedule.
         costs: the times of its actions.
-        spans: spans[rank] are the rank's actions in order.
+        spans: `spans[rank]` are the rank's actions in order.
     """
 
     schedule: Schedule

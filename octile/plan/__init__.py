@@ -1,0 +1,1 @@
+"""Plans of training on many GPUs: `octile plan`."""
