@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/hopper_product.md and docs/tour.md, and write them to docs/images/.
+"""Draw the pictures of docs/hopper_product.md, docs/schedules.md and docs/tour.md, and write them to docs/images/.
 
     octile lab formats
     octile lab accumulate
@@ -6,7 +6,8 @@
     python -m octile.lab.promotion
     python docs/pictures.py                 # in the folder in which the others were called
 
-Three pictures need no input. A picture that needs the output of a command is not written if that output is missing.
+The schedules and three other pictures need no input. A picture that needs the output of a command is not written if
+that output is missing.
 """
 
 import json
@@ -24,6 +25,8 @@ from octile.lab import tensor_core_matmul
 from octile.lab.pages.figures import GEMM_COLOR
 from octile.lab.pages.page import power
 from octile.lab.tensor_core.reference import exponent
+from octile.parallel.schedules import Simulation, make_schedule, simulate
+from octile.report.schedule import draw_schedule, figure_size
 from octile.report.style import COLOR, PALETTE, WIDE, drawing, label_ends, style_axes
 from octile.report.svg import to_svg
 
@@ -34,6 +37,11 @@ FROM_PAGES = {
     "accumulate": ("lab/accumulate.html", "Worst error against K"),
 }
 FRACTION_BITS = 13  # of Hopper's accumulator
+SCHEDULE_SIZES = {  # stages and micro-batches
+    **dict.fromkeys(("gpipe", "1f1b", "zb1p", "chimera"), (4, 8)),
+    "dualpipe": (8, 20),
+    "dualpipev": (8, 10),
+}
 SUMS_COLOR = {"FP32": "ink", "promoted every 128": "blue", "never promoted": "vermilion"}
 
 
@@ -44,6 +52,8 @@ def main() -> None:
     write("one_step", drawn("one_step", 560, draw_one_step))
     write("lost_share", drawn("lost_share", 320, draw_lost_share))
     write("layout", drawn("layout", 460, draw_layout))
+    for name, sizes in SCHEDULE_SIZES.items():
+        write(f"schedule_{name}", schedule(f"schedule_{name}", simulate(make_schedule(name, *sizes))))
     telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
     if telemetry.exists():
         rows = [json.loads(line) for line in telemetry.read_text(encoding="utf-8").splitlines()]
@@ -59,10 +69,15 @@ def cut_out(page: str, heading: str) -> str:
     return figure[figure.index("<svg") : figure.index("</svg>") + len("</svg>")]
 
 
-def drawn(name: str, height: int, draw: Callable[[Figure], None]) -> str:
-    with drawing(WIDE, height) as figure:
+def drawn(name: str, height: float, draw: Callable[[Figure], None], width: float = WIDE) -> str:
+    with drawing(width, height) as figure:
         draw(figure)
         return to_svg(figure, name, "")
+
+
+def schedule(name: str, simulation: Simulation) -> str:
+    width, height = figure_size(simulation)
+    return drawn(name, height, lambda figure: draw_schedule(figure, simulation), width)
 
 
 def write(name: str, svg: str) -> None:
@@ -185,7 +200,11 @@ def draw_telemetry(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 ROOMS = (  # from the last to the first: what the rooms are for, their color, and each room with what it holds
-    ("measure and use", "vermilion", (("cli", "commands"), ("compat", "DeepGEMM's names"), ("bench", "speed, memory"))),
+    (
+        "measure and use",
+        "vermilion",
+        (("cli", "commands"), ("compat", "DeepGEMM's names"), ("bench", "speed, memory"), ("plan", "schedules")),
+    ),
     ("a training run", "amber", (("lab", "what 8 bits do"), ("train", "data, loop, compare"), ("report", "pages"))),
     ("state", "purple", (("checkpoint", "folders, conversion"), ("optim", "AdamW, schedules"))),
     ("models", "green", (("models", "DeepSeek-V3"), ("nn", "modules"), ("nn/fused", "autograd functions"))),
