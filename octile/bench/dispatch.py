@@ -187,7 +187,7 @@ def _plain(experts_TK: Tensor, x: Tensor) -> Exchange:
 def _peer_copy(memory: PeerMemory, device: torch.device) -> tuple[Callable[[], object], int]:
     memory.reserve(2 * COPY_BYTES, device)
     peer = (dist.get_rank() + 1) % dist.get_world_size()
-    there = memory.handle.get_buffer(peer, (COPY_BYTES,), torch.uint8)
+    there = memory.handle.get_buffer(peer, (COPY_BYTES,), torch.uint8, COPY_BYTES)
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     return partial(there.copy_, here), COPY_BYTES
 

@@ -4,7 +4,7 @@ The host waits for nothing, so a step can be captured in a CUDA graph. Every ten
 tokens, even for all tokens on one rank: no token is dropped. Each row has a fixed place in the memory of every rank
 (`octile.kernels.triton.peer_rows`), and all counts stay on the device:
 
-    send         barrier, stores to the ranks that have one of a row's experts, barrier, copy of what has come
+    send         barrier, stores to the ranks that have one of a row's experts, and copies of what has come
     send_back    barrier, stores to the ranks of the tokens, barrier; the sums read the results where they have come
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
@@ -52,25 +52,28 @@ class PeerMemory:
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other."""
-        from octile.kernels.triton.peer_rows import Peers
+        from octile.kernels.triton.peer_rows import Peers, num_flags
 
         if len(self.buffer) >= n_bytes:
             return
         self.synchronize()  # nobody uses the smaller buffer any more
-        n_bytes = padded(n_bytes)
-        self.buffer, buffers, pads = self.allocate(n_bytes, device)
-        addresses, counters = (torch.tensor(a, dtype=torch.int64, device=device) for a in (buffers, pads))
+        flag_bytes = padded(num_flags(dist.get_world_size(self.group)) * 4)
+        whole, addresses = self.allocate(flag_bytes + padded(n_bytes), device)
+        whole[:flag_bytes] = 0
+        self.buffer = whole[flag_bytes:]
+        flags = torch.tensor(addresses, dtype=torch.int64, device=device)
         barriers = torch.zeros(1, dtype=torch.int32, device=device)
-        self.peers = Peers(dist.get_rank(self.group), addresses, counters, barriers, self.num_sms)
+        self.peers = Peers(dist.get_rank(self.group), flags + flag_bytes, flags, barriers, self.num_sms)
+        self.synchronize()  # all flags are zero
 
-    def allocate(self, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int], list[int]]:
-        """Allocate a buffer on each rank: this rank's, and the addresses of all ranks' buffers and zeroed counters."""
+    def allocate(self, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
+        """Allocate memory on each rank: this rank's, and the addresses of all ranks'."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        buffer = symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
-        self.handle = symmetric_memory.rendezvous(buffer, self.group.group_name)
-        return buffer, self.handle.buffer_ptrs, self.handle.signal_pad_ptrs
+        memory = symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
+        self.handle = symmetric_memory.rendezvous(memory, self.group.group_name)
+        return memory, self.handle.buffer_ptrs
 
     def synchronize(self) -> None:
         """Wait until all ranks have done what they were asked to do before."""
@@ -169,13 +172,10 @@ class PeerDispatcher(ExpertDispatcher):
         n_bytes = peer_rows.scales_at(len(local_NK), data_bytes.shape[1])
         n_bytes += 0 if out_scale is None else out_scale.numel() * out_scale.itemsize
         self._begin(n_bytes, x_TD.device)
-        peer_rows.launch_send(
-            _bytes(x_TD), scale, experts_TK, local, data_bytes, out_scale, self.max_tokens, self.memory.peers
-        )
-        self.memory.barrier()
-        peer_rows.launch_receive(
-            local_NK, local, self.memory.buffer, data_bytes, out_scale, self.max_tokens, self.memory.peers
-        )
+        peer_rows.launch_exchange(
+            _bytes(x_TD), scale, experts_TK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
+            self.max_tokens, self.memory.peers,
+        )  # fmt: skip
         return out, out_scale
 
     def _begin(self, n_bytes: int, device: torch.device) -> None:

@@ -417,15 +417,11 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
 
 def allocate_files(
     memory: symmetric_memory.PeerMemory, folder: Path, n_bytes: int, device: torch.device
-) -> tuple[Tensor, list[int], list[int]]:
-    """Allocate symmetric memory on a CPU: files that all ranks map, the counters before the buffer."""
+) -> tuple[Tensor, list[int]]:
+    """Allocate symmetric memory on a CPU: files that all ranks map."""
     names = [f"{memory.group.group_name}-{n_bytes}-{rank}" for rank in range(dist.get_world_size(memory.group))]
-    mapped = [torch.from_file(str(folder / name), shared=True, size=64 + n_bytes, dtype=torch.uint8) for name in names]
-    mapped[dist.get_rank(memory.group)][:64] = 0
-    dist.barrier(memory.group)
-    memory.mapped = mapped
-    addresses = [t.data_ptr() for t in mapped]
-    return mapped[dist.get_rank(memory.group)][64:], [address + 64 for address in addresses], addresses
+    memory.mapped = [torch.from_file(str(folder / n), shared=True, size=n_bytes, dtype=torch.uint8) for n in names]
+    return memory.mapped[dist.get_rank(memory.group)], [t.data_ptr() for t in memory.mapped]
 
 
 def barrier_without_spinning(memory: symmetric_memory.PeerMemory) -> None:

@@ -132,8 +132,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         peer_rows.launch_barrier(peers)
         peer_rows.launch_send_experts(experts, t, peers)
         peer_rows.launch_local_experts(numbers, 0, 32)
-        peer_rows.launch_send(sent[:t], rows[1][:t], experts, 32, sent, rows[1], t, peers)
-        peer_rows.launch_receive(numbers, 32, buffer, sent, rows[1], t, peers)
+        peer_rows.launch_exchange(sent[:t], rows[1][:t], experts, numbers, 32, buffer, sent, rows[1], t, peers)
         peer_rows.launch_send_back(results, numbers.view(-1), offs, 8 * t, peers)
 
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:

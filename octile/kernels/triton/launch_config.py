@@ -34,6 +34,7 @@ PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 PEER_SMS = 32  # of an exchange with other ranks
 PEER_BLOCK = 1024  # entries per program where experts are sent to other ranks
+PEER_CHUNK = 32  # rows that are sent before a flag of the receiving rank is set, at least
 PEER_ROWS: dict[str, int] = {
     "words": 2048,
     "rows": 8,

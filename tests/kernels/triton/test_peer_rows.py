@@ -25,8 +25,8 @@ class World:
         self.local = E // world
         self.experts = [torch.rand(t, E).topk(K).indices for t in TOKENS[world]]
         self.buffers = [torch.zeros(2**18, dtype=torch.uint8) for _ in range(world)]
-        self.pads = [torch.zeros(world, dtype=torch.int32) for _ in range(world)]
-        addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in (self.buffers, self.pads)]
+        self.flags = [torch.zeros(kernel.num_flags(world), dtype=torch.int32) for _ in range(world)]
+        addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in (self.buffers, self.flags)]
         self.peers = [
             kernel.Peers(rank, *addresses, torch.zeros(1, dtype=torch.int32), num_sms=2) for rank in range(world)
         ]
@@ -120,14 +120,12 @@ def test_each_barrier_counts_one_more():
 def _send(
     ranks: World, rows: list[Tensor], scales: list[Tensor] | None, out: list[Tensor], out_scales: list[Tensor] | None
 ) -> None:
-    for rank, peers in enumerate(ranks.peers):
-        scale, out_scale = (None if t is None else t[rank] for t in (scales, out_scales))
-        kernel.launch_send(rows[rank], scale, ranks.experts[rank], ranks.local, out[rank], out_scale, M, peers)
     ranks.barrier()
-    for rank, peers in enumerate(ranks.peers):
-        out_scale = None if out_scales is None else out_scales[rank]
-        local = ranks.expected_local_experts(rank)
-        kernel.launch_receive(local, ranks.local, ranks.buffers[rank], out[rank], out_scale, M, peers)
+    for half in ({"receive": False}, {"send": False}):
+        for rank, peers in enumerate(ranks.peers):
+            scale, out_scale = (None if t is None else t[rank] for t in (scales, out_scales))
+            own = ranks.experts[rank], ranks.expected_local_experts(rank), ranks.local, ranks.buffers[rank]
+            kernel.launch_exchange(rows[rank], scale, *own, out[rank], out_scale, M, peers, **half)
 
 
 def _is_needed(ranks: World, rank: int) -> list[int]:
