@@ -95,7 +95,8 @@ class DistributedCheckpoints:
         Args:
             step: number of finished steps, at least 0.
             tensors: name → what this rank holds: a tensor, of which every rank that names it holds all; a chunk; or a
-                DTensor. All chunks of a name together must make the whole tensor.
+                DTensor. All chunks of a name together must make the whole tensor. A view takes host memory for the
+                tensor that it views.
             state: a value that JSON can represent; that of rank 0 is written.
 
         Raises:

@@ -5,6 +5,7 @@ disk and renamed; in an object store it appears when its upload is complete.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +34,10 @@ class Store:
 
     def __init__(self, url: str | Path):
         self.url = str(url).rstrip("/") or "/"
-        self._fs, self._root = url_to_fs(self.url)
+        if "://" in self.url:
+            self._fs, self._root = url_to_fs(self.url)
+        else:  # fsspec would expand ~ and split the path at ::
+            self._fs, self._root = LocalFileSystem(), os.path.abspath(self.url)
         self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def folder(self, name: str) -> "Store":

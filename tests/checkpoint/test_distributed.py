@@ -272,6 +272,14 @@ def test_the_export_names_what_the_checkpoint_lacks(tmp_path):
         export_hugging_face(save(tmp_path, 1), tmp_path / "exported", MICRO)
 
 
+@pytest.mark.parametrize("name", ["a::b", "~", "with space"])
+def test_a_path_is_taken_as_it_is(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    save(name, 1)
+    assert names(tmp_path / name) == ["step_00000001"]
+    assert DistributedCheckpoints(name).latest() == f"{name}/step_00000001"
+
+
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(ValueError, match="Protocol not known: nowhere"):
         DistributedCheckpoints("nowhere://bucket")
