@@ -11,7 +11,6 @@ from octile.parallel.schedules.actions import parts
 from octile.report.style import COLOR, WIDE, save_drawing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -23,7 +22,6 @@ LEGEND = {
 }
 PALE = 0.45  # opacity of the cells of a rank's other stage
 HEIGHT = 0.86  # of a cell, in rows
-MAX_CELLS = 20_000
 ROW, MARGIN, HEAD = 22, 70, 130  # pixels: height of a rank, width of the labels, height of the text and the legend
 
 
@@ -41,33 +39,23 @@ def save_schedule(path: Path, simulation: Simulation) -> Path:
     """Draw a schedule and write it as SVG or PNG by the suffix of `path`, whose folder is created if necessary.
 
     Raises:
-        ValueError: path has another suffix, or the schedule has more actions than a figure can show.
+        ValueError: path has another suffix.
     """
-    width, height = figure_size(simulation)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return save_drawing(path, width, height, lambda figure: draw_schedule(figure, simulation))
+    return save_drawing(path, *figure_size(simulation), lambda figure: draw_schedule(figure, simulation))
 
 
 def figure_size(simulation: Simulation) -> tuple[float, float]:
-    """Width and height in pixels, so wide that the numbers of micro-batches fit into the shortest cell.
-
-    Raises:
-        ValueError: the schedule has more actions than a figure can show.
-    """
-    drawn = list(cells(simulation))
-    if len(drawn) > MAX_CELLS:
-        raise ValueError(
-            f"a figure shows at most {MAX_CELLS:,} actions, and {simulation.schedule.name} with "
-            f"{simulation.schedule.n_stages:,} stages and {simulation.schedule.n_micro_batches:,} micro-batches has "
-            f"{len(drawn):,}: name fewer"
-        )
+    """Width and height in pixels, so wide that the numbers of micro-batches fit into the shortest cell."""
     digits = len(str(simulation.schedule.n_micro_batches - 1))
-    width = simulation.makespan * (5 + 5 * digits) / min(cell.width for cell in drawn)
+    width = simulation.makespan * (5 + 5 * digits) / min(cell.width for cell in cells(simulation))
     return max(WIDE, MARGIN + width), HEAD + ROW * simulation.schedule.n_ranks
 
 
 def draw_schedule(figure: Figure, simulation: Simulation) -> None:
     """Draw a schedule under its size, its costs, and its bubble and activations compared with the formulas."""
+    from matplotlib.collections import PolyCollection
+
     schedule = simulation.schedule
     axes = figure.subplots()
     axes.set_xlim(0, simulation.makespan)
@@ -77,24 +65,31 @@ def draw_schedule(figure: Figure, simulation: Simulation) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("time", loc="right")
     axes.set_title("\n".join(describe(simulation)), loc="left", fontsize=11)
-    for cell in cells(simulation):
-        _draw_cell(axes, cell)
-    for rank, spans in enumerate(simulation.spans):
-        for span in spans:
-            edge, width, height = ("ink", 1.2, HEIGHT) if span.action.sub_actions else ("paper", 0.8, 1)
-            duration = span.end - span.start
-            axes.barh(rank, duration, height, span.start, facecolor="none", edgecolor=COLOR[edge], linewidth=width)
+    drawn = list(cells(simulation))
+    for kind, (_, color) in LEGEND.items():
+        for is_pale in (False, True):
+            places = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
+            boxes = [_box(cell.rank, cell.start, cell.width) for cell in places]
+            alpha = PALE if is_pale else 1
+            axes.add_collection(PolyCollection(boxes, facecolor=COLOR[color], alpha=alpha, linewidth=0))
+    for is_pair, edge, width in ((False, "paper", 0.8), (True, "ink", 1.2)):
+        spans = [(rank, span) for rank, row in enumerate(simulation.spans) for span in row]
+        outlined = [(rank, span) for rank, span in spans if (span.action.sub_actions is not None) == is_pair]
+        boxes = [_box(rank, span.start, span.end - span.start) for rank, span in outlined]
+        axes.add_collection(PolyCollection(boxes, facecolor="none", edgecolor=COLOR[edge], linewidth=width))
+    for cell in drawn:
+        middle, number = cell.start + cell.width / 2, str(cell.action.microbatch_index)
+        color = COLOR["ink" if cell.is_pale else "paper"]
+        text = axes.text(middle, cell.rank, number, color=color, fontsize=8, ha="center", va="center_baseline")
+        text.set_in_layout(False)  # thousands of numbers would slow down the layout
     entries = list(_legend(simulation))
     figure.legend(handles=entries, loc="outside lower left", ncols=len(entries), frameon=False, fontsize=9)
 
 
-def _draw_cell(axes: Axes, cell: Cell) -> None:
-    _, color = LEGEND[cell.action.computation_type]
-    alpha = PALE if cell.is_pale else 1
-    axes.barh(cell.rank, cell.width, HEIGHT, cell.start, color=COLOR[color], alpha=alpha, linewidth=0)
-    text = COLOR["ink" if cell.is_pale else "paper"]
-    middle, number = cell.start + cell.width / 2, str(cell.action.microbatch_index)
-    axes.text(middle, cell.rank, number, color=text, fontsize=8, ha="center", va="center_baseline")
+def _box(rank: int, start: float, width: float) -> list[tuple[float, float]]:
+    """The corners of a cell."""
+    low, high = rank - HEIGHT / 2, rank + HEIGHT / 2
+    return [(start, low), (start + width, low), (start + width, high), (start, high)]
 
 
 def _legend(simulation: Simulation) -> Iterator[Patch]:

@@ -56,13 +56,17 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """The time of an action."""
+        return self._times[action.computation_type]
+
+    @cached_property
+    def _times(self) -> dict[ActionType, float]:
         return {
             ActionType.FORWARD: self.forward,
             ActionType.BACKWARD_INPUT: self.input_gradient,
             ActionType.BACKWARD_WEIGHT: self.weight_gradient,
             ActionType.FULL_BACKWARD: self.backward,
             ActionType.OVERLAP_F_B: self.overlapped,
-        }[action.computation_type]
+        }
 
 
 class Span(NamedTuple):

@@ -73,11 +73,14 @@ def test_every_rank_holds_as_many_stages_as_its_kind_says(schedule):
 
 
 @given(schedules().filter(lambda schedule: len(schedule.placement) == 1))
-def test_torch_accepts_the_table_of_one_direction(schedule):
-    place = torch_schedules._validate_schedule(
-        schedule.for_torch(), schedule.n_ranks, schedule.n_stages, schedule.n_micro_batches
-    )
-    assert place == dict(enumerate(schedule.placement[0]))
+def test_the_executor_of_torch_takes_the_table_of_one_direction(schedule):
+    executor = torch_schedules._PipelineScheduleRuntime.__new__(torch_schedules._PipelineScheduleRuntime)
+    executor._stages, executor._num_stages, executor._n_microbatches = [], schedule.n_stages, schedule.n_micro_batches
+    executor.pp_group_size, executor._defer_pp_recv = schedule.n_ranks, False
+    executor._prepare_schedule_with_comms(schedule.for_torch())
+    assert executor.stage_index_to_group_rank == dict(enumerate(schedule.placement[0]))
+    for rank, actions in executor.pipeline_order_with_comms.items():
+        assert tuple(action for action in actions if action.is_compute_op) == schedule.actions[rank]
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])
