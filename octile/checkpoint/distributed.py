@@ -8,7 +8,7 @@
     load_tensors(path, targets, check=False)                        # on 1, 2, 8 … ranks, with other chunks
     ShardedCheckpoint(path).rows("model.norm.weight", 0, 4)         # on one, without a process group
 
-`torch.distributed.checkpoint.async_save` does the work: tensors are copied to host memory, pinned where there is a GPU,
+`torch.distributed.checkpoint.async_save` does the work: tensors are copied to host memory, pinned if they are on a GPU,
 and a thread plans, writes and reports errors to all ranks, over a gloo group of its own. A chunk that several ranks
 hold is copied and written by one of them. `sharded.py` has the format.
 
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -82,8 +81,8 @@ class DistributedCheckpoints:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.store, self.keep = Store(folder), keep
         self._group = own_group()
-        self._staged: list[str] = []  # the tensors for which the stager has memory
-        self._stager = _stager()
+        self._staged: tuple[bool, list[str]] = False, []  # the tensors for which the stager has memory
+        self._stager = _stager(on_gpu=False)
         self._pending: tuple[Store, Future[Any]] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Chunk], state: Mapping[str, Any]) -> None:
@@ -124,9 +123,10 @@ class DistributedCheckpoints:
         described = gather(self._group, describe)
         target, own = described[0][0], share_out([pieces for _, pieces in described])[rank]
         chunks = {name: chunks[name] for name in own}
-        if own != self._staged:  # it would keep the memory of tensors that another rank copies now
+        staged = any(chunk.local.is_cuda for chunk in chunks.values()), own
+        if staged != self._staged:  # it would keep the memory of tensors that another rank copies now
             self._stager.close()
-            self._stager, self._staged = _stager(), own
+            self._stager, self._staged = _stager(on_gpu=staged[0]), staged
         folder = self.store.folder(target)
         writer = ShardWriter(folder, step, content, lambda: prune(self.store, target, self.keep))
         future = dcp.async_save(
@@ -307,9 +307,8 @@ def gather(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     return [result for result, _ in results]  # type: ignore[misc]
 
 
-def _stager() -> DefaultStager:
+def _stager(on_gpu: bool) -> DefaultStager:
     """Make what copies tensors to host memory before `save` returns; it uses the same memory again for each save."""
-    on_gpu = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
