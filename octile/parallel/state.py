@@ -1,0 +1,288 @@
+"""ZeRO-1: every rank has all weights, but the optimizer's state of a part of each, and updates that part.
+
+    reduce    every rank receives the sum of all ranks' gradients for its part      reduce-scatter
+    update    any optimizer steps the parts; its state exists for them only
+    gather    every rank receives the updated parts of the others                   all-gather
+
+A part is a view of consecutive rows of a parameter's dimension 0, so nothing is copied: the sum of the gradients is
+written into the part's rows of the gradient, and the weights are gathered in place. A parameter whose first dimension
+the ranks do not divide, such as a small norm, is updated as a whole by each rank, with the same bits.
+
+Experts that `octile.parallel.shard_experts` has cut are shared only by the ranks that have the same experts, the
+replicas. Their gradients are complete in each replica's tokens, and are summed over the replicas only.
+
+Sums are in FP32, or in BF16, which is half the traffic and rounds each rank's gradient and each partial sum.
+
+Source: ZeRO (arXiv 1910.02054) §5.1, P_os. Shapes: W ranks, R replicas of each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+
+from octile.nn.moe import MoE
+from octile.ops.gradient_norms import gradient_norms
+from octile.parallel.experts import ExpertDispatcher
+
+# torch 2.13 gave them these names, and warns of the former ones
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+COALESCING = ("nccl",)  # backends that launch many collectives as one; gloo has no such call
+
+
+class Layout(NamedTuple):
+    """Which rows of dimension 0 of a whole tensor each rank has.
+
+    Attributes:
+        starts: the first row of each rank.
+        rows: how many rows each rank has.
+        total: rows of the whole tensor; `rows` if every rank has all of it.
+    """
+
+    starts: tuple[int, ...]
+    rows: int
+    total: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has the whole tensor."""
+        return self.rows == self.total
+
+    def of_rank(self, rank: int) -> slice:
+        """The rows of a rank."""
+        return slice(self.starts[rank], self.starts[rank] + self.rows)
+
+
+class _Shard(NamedTuple):
+    """A parameter and this rank's part of it.
+
+    Attributes:
+        weight: the model's parameter.
+        part: a view of some of its rows; the parameter itself if each rank updates all of it.
+        ranks: the ranks that have the same weight; None: only this one.
+        weight_layout, part_layout: of both in the whole weight of all ranks.
+        is_counted: whether this rank counts the part in the gradient's norm.
+    """
+
+    weight: nn.Parameter
+    part: nn.Parameter
+    ranks: dist.ProcessGroup | None
+    weight_layout: Layout
+    part_layout: Layout
+    is_counted: bool
+
+    @property
+    def is_cut(self) -> bool:
+        return self.part is not self.weight
+
+
+class Parts(nn.Module):
+    """This rank's parts of a model's parameters by the parameters' names, for an optimizer or a moving average."""
+
+    def __init__(self, parts: Mapping[str, nn.Parameter]):
+        super().__init__()
+        self._parts = dict(parts)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return names and parts, in the order of the model's parameters."""
+        yield from self._parts.items()
+
+
+class ShardedState:
+    """The parts of a model's parameters that this rank updates, and the collectives around the update.
+
+        state = ShardedState(model)
+        optimizer = octile.optim.AdamW(param_groups(state.parts, weight_decay), lr=1e-3)
+        ...
+        loss.backward()               # scaled for the batch of all ranks
+        state.reduce_gradients()
+        optimizer.step()
+        state.gather_weights()
+        optimizer.zero_grad(); model.zero_grad()
+
+    All ranks must make it with the same model, after `shard_experts`, and make the same calls in the same order.
+
+    Args:
+        model: contiguous parameters with the same values on all ranks; of experts, on all replicas.
+        experts: the mesh [replicas, ranks of a replica], over whose second dimension `shard_experts` spread the
+            experts; None: they are not spread.
+        reduce: the dtype in which gradients are summed, float32 or bfloat16.
+
+    Attributes:
+        parts: an optimizer's parameters.
+
+    Raises:
+        ValueError: a mixture's experts are spread over other ranks than the mesh says, or `reduce` is another dtype.
+    """
+
+    def __init__(self, model: nn.Module, experts: DeviceMesh | None = None, reduce: torch.dtype = torch.float32):
+        if reduce not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"reduce must be torch.float32 or torch.bfloat16, not {reduce}")
+        self.reduce = reduce
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        spread = _spread_experts(model, 1 if experts is None else experts.size(1))
+        self._replicas = dist.group.WORLD if experts is None else experts.get_group(0)
+        self._shards: dict[str, _Shard] = {}
+        for name, weight in model.named_parameters():
+            mesh = experts if weight in spread else None
+            self._shards[name] = self._cut(weight, mesh)
+        self.parts = Parts({name: shard.part for name, shard in self._shards.items()})
+
+    def _cut(self, weight: nn.Parameter, experts: DeviceMesh | None) -> _Shard:
+        ranks = dist.group.WORLD if experts is None else experts.get_group(0)
+        n_replicas = self.size if experts is None else experts.size(0)
+        n_cuts = self.size // n_replicas  # of the whole weight between ranks, before this
+        rows = len(weight) if weight.dim() else 1
+        # rank = replica · n_cuts + cut
+        starts = tuple(rank % n_cuts * rows for rank in range(self.size))
+        weight_layout = part_layout = Layout(starts, rows, n_cuts * rows)
+        part, replica = weight, self.rank // n_cuts
+        if n_replicas > 1 and weight.dim() and rows and rows % n_replicas == 0:
+            n = rows // n_replicas
+            starts = tuple(start + rank // n_cuts * n for rank, start in enumerate(starts))
+            part_layout = Layout(starts, n, n_cuts * rows)
+            part = nn.Parameter(weight.detach()[replica * n :][:n], weight.requires_grad)
+        is_counted = part is not weight or replica == 0
+        return _Shard(weight, part, ranks if n_replicas > 1 else None, weight_layout, part_layout, is_counted)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum the `.grad` of all parameters over the ranks; each part gets its rows of the sum as its `.grad`.
+
+        The other rows of a parameter's gradient are undefined afterwards. The parameters of all ranks must have, or
+        lack, the same gradients. The host does not wait for the device.
+        """
+        for ranks, shards in self._groups():
+            found = [shard for shard in shards if shard.weight.grad is not None]
+            self._reduce_cut([shard for shard in found if shard.is_cut], ranks)
+            self._reduce_whole([shard for shard in found if not shard.is_cut], ranks)
+
+    def _reduce_cut(self, shards: list[_Shard], ranks: dist.ProcessGroup) -> None:
+        sums = [_gradient(shard.weight).to(self.reduce) for shard in shards]  # the gradient itself if it is of that
+        own = [total[self._own(shard)] for total, shard in zip(sums, shards, strict=True)]
+        with _coalesced(ranks, sums):
+            for mine, total in zip(own, sums, strict=True):
+                reduce_scatter(mine, total, group=ranks)
+        for shard, mine in zip(shards, own, strict=True):
+            shard.part.grad = _gradient(shard.weight)[self._own(shard)]
+            if shard.part.grad.dtype != self.reduce:
+                shard.part.grad.copy_(mine)
+
+    def _reduce_whole(self, shards: list[_Shard], ranks: dist.ProcessGroup) -> None:
+        if not shards:
+            return
+        gradients = [_gradient(shard.weight) for shard in shards]
+        flat = torch.cat([gradient.flatten().to(self.reduce) for gradient in gradients])
+        dist.all_reduce(flat, group=ranks)
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(sums))
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the sums that `reduce_gradients` left, of all ranks together: float32 [], on each rank.
+
+        Every element counts once. The norm is Inf if the sum of the squares exceeds FP32's range.
+        """
+        shards = self._shards.values()
+        counted = [shard.part.grad for shard in shards if shard.is_counted and shard.part.grad is not None]
+        total = torch.zeros((), device=next(iter(shards)).weight.device)
+        if counted:
+            total = gradient_norms(counted).square().sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Overwrite every parameter with the parts of all ranks. The host does not wait for the device."""
+        for ranks, shards in self._groups():
+            cut = [shard for shard in shards if shard.is_cut]
+            with _coalesced(ranks, [shard.weight for shard in cut]):
+                for shard in cut:
+                    all_gather(shard.weight.detach(), shard.part.detach(), group=ranks)
+            increment_version([shard.weight for shard in cut])  # a collective does not
+
+    @torch.no_grad()
+    def sum_over_replicas(self, counts: Tensor) -> Tensor:
+        """Sum over the replicas, in place, what each rank has counted for all ranks of its replica; return it."""
+        dist.all_reduce(counts, group=self._replicas)
+        return counts
+
+    def drop_gradients(self) -> None:
+        """Delete the parts' gradients, which are views of the parameters' gradients and keep their memory."""
+        for shard in self._shards.values():
+            if shard.is_cut:
+                shard.part.grad = None
+
+    def weight_layout(self, name: str) -> Layout:
+        """The rows that each rank's parameter of that name has of the whole weight."""
+        return self._shards[name].weight_layout
+
+    def part_layout(self, name: str) -> Layout:
+        """The rows that each rank's part of the parameter has of the whole weight."""
+        return self._shards[name].part_layout
+
+    def _groups(self) -> Iterator[tuple[dist.ProcessGroup, list[_Shard]]]:
+        """Each group of ranks, with the parameters that are the same on them."""
+        groups: dict[dist.ProcessGroup, list[_Shard]] = {}
+        for shard in self._shards.values():
+            if shard.ranks is not None:
+                groups.setdefault(shard.ranks, []).append(shard)
+        yield from groups.items()
+
+    def _own(self, shard: _Shard) -> slice:
+        """The part's rows of this rank's parameter."""
+        start = shard.part_layout.starts[self.rank] - shard.weight_layout.starts[self.rank]
+        return slice(start, start + shard.part_layout.rows)
+
+
+@torch.no_grad()
+def collect(local: Tensor, layout: Layout) -> Tensor | None:
+    """Return the whole tensor, of which each rank has the rows `local`, on rank 0, and None on the others."""
+    if layout.is_whole:
+        return local if dist.get_rank() == 0 else None
+    sent = local.detach().contiguous().view(torch.uint8)  # gloo has no FP8
+    is_first = dist.get_rank() == 0
+    received = [torch.empty_like(sent) for _ in layout.starts] if is_first else None
+    dist.gather(sent, received, dst=0)
+    if received is None:
+        return None
+    whole = local.new_empty(layout.total, *local.shape[1:])
+    for rank, rows in enumerate(received):
+        whole[layout.of_rank(rank)] = rows.view(local.dtype)
+    return whole
+
+
+def _spread_experts(model: nn.Module, n_ranks: int) -> set[Tensor]:
+    """The weights of experts that `shard_experts` has cut; raises ValueError unless it was between `n_ranks` ranks."""
+    spread: set[Tensor] = set()
+    for name, moe in model.named_modules():
+        if isinstance(moe, MoE):
+            found = moe.dispatcher.n_ranks if isinstance(moe.dispatcher, ExpertDispatcher) else 1
+            if found != n_ranks:
+                raise ValueError(f"the experts of {name or 'model'} must be spread over {n_ranks} ranks, not {found}")
+            if found > 1:
+                spread.update(moe.experts.parameters())
+    return spread
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _coalesced(ranks: dist.ProcessGroup, tensors: list[Tensor]) -> AbstractContextManager[object]:
+    """Launch the collectives inside as one, where the backend can."""
+    if not tensors or dist.get_backend(ranks) not in COALESCING:
+        return nullcontext()
+    return dist._coalescing_manager(ranks, tensors[0].device)

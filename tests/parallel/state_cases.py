@@ -1,0 +1,149 @@
+"""Ranks that train a small model with `ShardedState`, for test_state.py."""
+
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from octile.nn import Gate, MoE
+from octile.optim import AdamW, clip_grad_norm_, param_groups
+from octile.parallel import shard_experts
+from octile.parallel.state import ShardedState, collect
+
+D, E, K, I = 8, 8, 3, 4
+STEPS = 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    # 12 rows are cut on 2 and 4 ranks, 6 on 2 only, 3 and the scalar on none
+    layers = {"a": nn.Linear(8, 12), "b": nn.Linear(12, 6), "c": nn.Linear(6, 3, bias=False)}
+    found = nn.ModuleDict({**layers, "moe": MoE(Gate(D, E, K), D, I, 4)})
+    found.register_parameter("scalar", nn.Parameter(torch.tensor(2.0)))
+    return found
+
+
+def gradients(whole: nn.Module, step: int) -> dict[str, Tensor]:
+    """Gradients of few bits, whose sums are exact in every order, also in BF16."""
+    torch.manual_seed(100 + step)
+    return {name: torch.randint(-4, 5, p.shape).float() / 8 for name, p in whole.named_parameters()}
+
+
+def train_alone(world: int) -> tuple[nn.Module, AdamW, list[Tensor]]:
+    """Train one process with the sum of all ranks' gradients."""
+    whole = model()
+    optimizer, norms = AdamW(param_groups(whole, 0.1), lr=0.01), []
+    for step in range(STEPS):
+        for name, p in whole.named_parameters():
+            p.grad = sum(gradients(whole, step * world + rank)[name] for rank in range(world))
+        norms.append(clip_grad_norm_(whole.parameters(), float("inf")))
+        optimizer.step()
+    return whole, optimizer, norms
+
+
+def check_training(spread: int, reduce: torch.dtype, device: str) -> None:
+    """Weights and moments of the ranks have the bits of one process, and exist once."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected, alone, norms = train_alone(world)
+    own, mesh = model(), None
+    if spread > 1:
+        mesh = init_device_mesh(device, (world // spread, spread), mesh_dim_names=("replica", "expert"))
+        shard_experts(own, mesh.get_group("expert"))
+    state = ShardedState(own, mesh, reduce)
+    optimizer = AdamW(param_groups(state.parts, 0.1), lr=0.01)
+    for step in range(STEPS):
+        of_ranks = [gradients(expected, step * world + r) for r in range(world)]
+        for name, p in own.named_parameters():
+            layout = state.weight_layout(name)
+            rows = layout.of_rank(rank) if p.dim() else ...
+            # the gradient of a rank's experts is that of the tokens of all ranks of its replica
+            found = of_ranks[rank - rank % spread :][:spread] if not layout.is_whole else [of_ranks[rank]]
+            p.grad = sum(g[name] for g in found)[rows].clone().to(p.device)
+        state.reduce_gradients()
+        torch.testing.assert_close(state.gradient_norm().cpu(), norms[step].cpu(), rtol=1e-6, atol=0)
+        optimizer.step()
+        state.gather_weights()
+        optimizer.zero_grad()
+        state.drop_gradients()
+    params = dict(state.parts.named_parameters())
+    elements = torch.tensor([sum(optimizer.state[p]["exp_avg"].numel() for p in params.values())], device=device)
+    for name, p in expected.named_parameters():
+        mine = dict(own.named_parameters())[name]
+        rows = state.weight_layout(name).of_rank(rank) if p.dim() else ...
+        assert torch.equal(mine.cpu(), p[rows].cpu()), name
+        moment = collect(optimizer.state[params[name]]["exp_avg"], state.part_layout(name))
+        if rank == 0:
+            assert torch.equal(moment.cpu(), alone.state[p]["exp_avg"].cpu()), name
+        else:
+            assert moment is None
+    dist.all_reduce(elements)
+    cut = [p for name, p in expected.named_parameters() if not state.part_layout(name).is_whole]
+    whole = [p for name, p in expected.named_parameters() if state.part_layout(name).is_whole]
+    copies = {name: world // len(set(state.part_layout(name).starts)) for name, _ in expected.named_parameters()}
+    assert elements.item() == sum(copies[name] * p.numel() for name, p in expected.named_parameters())
+    assert len(cut) > len(whole) > 0
+
+
+def check_versions() -> None:
+    """A gather counts as a write of the weights, so that what is cached of them is stale."""
+    own = model()
+    state = ShardedState(own)
+    before = [p._version for p in own.parameters()]
+    state.gather_weights()
+    cut = [not state.part_layout(name).is_whole for name, _ in own.named_parameters()]
+    assert [p._version > v for p, v in zip(own.parameters(), before, strict=True)] == cut
+
+
+def check_missing_gradients() -> None:
+    own = model()
+    state = ShardedState(own)
+    own["a"].weight.grad = torch.ones_like(own["a"].weight)
+    state.reduce_gradients()
+    assert [name for name, p in state.parts.named_parameters() if p.grad is not None] == ["a.weight"]
+
+
+def check_refusals() -> None:
+    with pytest.raises(ValueError, match=r"reduce must be torch\.float32 or torch\.bfloat16, not torch\.float16"):
+        ShardedState(model(), reduce=torch.float16)
+    with pytest.raises(ValueError, match=f"must be spread over 1 ranks, not {dist.get_world_size()}"):
+        ShardedState(_spread())
+
+
+def _spread() -> nn.Module:
+    found = model()
+    shard_experts(found)
+    return found
+
+
+def cases(world: int, device: str = "cpu") -> dict[str, object]:
+    found: dict[str, object] = {
+        f"training-{name}-{spread}": lambda spread=spread, dtype=dtype: check_training(spread, dtype, device)
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for spread in (1, 2, 4)
+        if spread <= world
+    }
+    return found | {"versions": check_versions, "missing": check_missing_gradients, "refusals": check_refusals}
+
+
+def run(rank: int, world: int, folder: str, device: str = "cpu") -> None:
+    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/store", timedelta(seconds=60), world, rank)
+    failures = {}
+    for name, case in cases(world, device).items():
+        failures[name] = ""
+        try:
+            case()
+        except (Exception, pytest.fail.Exception):
+            failures[name] = traceback.format_exc()
+    torch.save(failures, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
