@@ -206,7 +206,11 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
         (("cli", "commands"), ("compat", "DeepGEMM's names"), ("bench", "speed, memory"), ("plan", "schedules")),
     ),
     ("a training run", "amber", (("lab", "what 8 bits do"), ("train", "data, loop, compare"), ("report", "pages"))),
-    ("state", "purple", (("checkpoint", "folders, conversion"), ("optim", "AdamW, schedules"))),
+    (
+        "state",
+        "purple",
+        (("checkpoint", "folders, conversion"), ("parallel", "many ranks"), ("optim", "AdamW, schedules")),
+    ),
     ("models", "green", (("models", "DeepSeek-V3"), ("nn", "modules"), ("nn/fused", "autograd functions"))),
     ("what is computed", "cyan", (("scaled", "ScaledTensor"), ("ops", "operators, CPU reference"))),
     (

@@ -29,7 +29,7 @@ from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
-from octile.train.signals import Stopped, Terminated, quiet_exit, terminable
+from octile.train.signals import Terminated, quiet_exit, terminable
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 if TYPE_CHECKING:
@@ -103,14 +103,14 @@ def train(arguments: list[str]) -> None:
     if _value_of("--steps", arguments) is not None and _value_of("--tokens", arguments) is not None:
         raise ValueError("--steps and --tokens exclude each other: give one of them")
     options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
-    _check_one_process("train")
     from octile.lab.run import observer
     from octile.train.console import RunConsole
     from octile.train.loop import train as run
 
     config = TrainConfig(**{name: getattr(options, name) for name in names})
-    console, hook = RunConsole(), observer(config)
-    if options.profile:
+    is_first = _rank() == 0
+    console, hook = RunConsole() if is_first else RunConsole.silent(), observer(config)
+    if options.profile and is_first:
         from octile.train.profile import profiling
 
         hook = profiling(config, hook, console)
@@ -131,11 +131,10 @@ def _check_one_process(command: str) -> None:
     Raises:
         ValueError: torchrun started more than one.
     """
-    processes = os.environ.get("WORLD_SIZE") or "1"
-    if processes != "1":
+    if _is_one_of_several():
         raise ValueError(
-            f"octile {command} runs in one process, but torchrun has started {processes} (WORLD_SIZE): start it with "
-            f"--nproc-per-node 1, or without torchrun"
+            f"octile {command} runs in one process, but torchrun has started {os.environ['WORLD_SIZE']} (WORLD_SIZE): "
+            "start it with --nproc-per-node 1, or without torchrun"
         )
 
 
@@ -542,7 +541,7 @@ def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     except BrokenPipeError:  # the reader of the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Terminated:
-        _fail("terminated", TERMINATED)
+        _fail(_terminated(), TERMINATED)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except Exception as error:
@@ -567,8 +566,8 @@ def _warn(
 
 def _explain(error: Exception) -> tuple[str, int]:
     """The line and the exit code for an exception."""
-    if isinstance(error, Stopped):
-        return str(error), error.exit_code
+    if (code := getattr(error, "exit_code", None)) is not None:  # of Stopped and RanksError
+        return str(error), code
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there", FAILURE
     if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):
@@ -590,8 +589,33 @@ def _raised_by_octile(error: BaseException) -> bool:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"octile: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+    line = " ".join(message.split())
+    if not _is_one_of_several():
+        print(f"octile: {line}", file=sys.stderr)
+        sys.exit(code)
+    from octile.parallel.ranks import end, reports_failure
+
+    if reports_failure(line):
+        print(f"octile: {f'rank {_rank()}: ' if _rank() else ''}{line}", file=sys.stderr)
+    end(code)
+
+
+def _terminated() -> str:
+    """What to say of SIGTERM, which torchrun sends to the other ranks when one has ended."""
+    if not _is_one_of_several() or "octile.parallel.ranks" not in sys.modules:
+        return "terminated"
+    from octile.parallel.ranks import where_ranks_are
+
+    return f"terminated{where_ranks_are()}"
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK") or 0)
+
+
+def _is_one_of_several() -> bool:
+    """Whether torchrun has started this process and others."""
+    return (os.environ.get("WORLD_SIZE") or "1") != "1"
 
 
 def _overview() -> str:

@@ -134,7 +134,7 @@ def gradient_norm(params: Sequence[Tensor]) -> GradientNorm:
     """
     if not params:
         return GradientNorm(torch.zeros(()), torch.tensor(-1))
-    norms_N = _norms(params)
+    norms_N = norms_of(params)
     index_N = torch.arange(len(params), device=norms_N.device)
     return GradientNorm(torch.linalg.vector_norm(norms_N), torch.where(norms_N.isnan(), index_N, -1).amax())
 
@@ -157,7 +157,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(norm.isfinite(), factor, 1.0)
 
 
-def _norms(params: Sequence[Tensor]) -> Tensor:
+def norms_of(params: Sequence[Tensor]) -> Tensor:
     """The norm of each parameter's gradient, float32 [N]: NaN if, and only if, an element is not finite."""
     found = [gradient_of(p) for p in params]
     nothing = torch.empty(0, device=params[0].device)  # whose norm is 0

@@ -10,7 +10,7 @@ allows a scale below 1, which would move gradients towards zero.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -44,8 +44,12 @@ class DynamicLossScale:
         """The scaled loss, on which `backward` is to be called."""
         return loss * self.value
 
-    def unscale_(self, params: Iterable[Tensor]) -> bool:
+    def unscale_(self, params: Iterable[Tensor], agree: Callable[[bool], bool] = bool) -> bool:
         """Divide the gradients by the scale in place; return whether all are finite, which waits for the device.
+
+        Args:
+            params: the parameters.
+            agree: given whether the gradients here are finite, returns whether those of all ranks are.
 
         Raises:
             RuntimeError: they have been unscaled already since the last `update`.
@@ -54,7 +58,7 @@ class DynamicLossScale:
             raise RuntimeError("gradients were unscaled already: call update() before the next unscale_()")
         gradients = gradients_of(params)
         multiply_(gradients, 1 / self.value)
-        self._finite = _all_finite(gradients)
+        self._finite = agree(_all_finite(gradients))
         return self._finite
 
     def update(self) -> None:

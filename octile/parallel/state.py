@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from octile.nn.moe import MoE
-from octile.ops.gradient_norms import gradient_norms
+from octile.optim.gradient import GradientNorm, norms_of
 from octile.parallel.experts import ExpertDispatcher
 
 # torch 2.13 gave them these names, and warns of the former ones
@@ -137,6 +137,8 @@ class ShardedState:
         for name, weight in model.named_parameters():
             mesh = experts if weight in spread else None
             self._shards[name] = self._cut(weight, mesh)
+        counted = [index for index, shard in enumerate(self._shards.values()) if shard.is_counted]
+        self._counted_C = torch.tensor(counted, device=next(model.parameters()).device)
         self.parts = Parts({name: shard.part for name, shard in self._shards.items()})
 
     def _cut(self, weight: nn.Parameter, experts: DeviceMesh | None) -> _Shard:
@@ -189,18 +191,18 @@ class ShardedState:
         torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(sums))
 
     @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of the sums that `reduce_gradients` left, of all ranks together: float32 [], on each rank.
+    def gradient_norm(self) -> GradientNorm:
+        """Compute the norm of the sums that `reduce_gradients` left, of all ranks together, the same on each.
 
-        Every element counts once. The norm is Inf if the sum of the squares exceeds FP32's range.
+        Every element counts once. The norm is Inf if the sum of the squares exceeds FP32's range. The host does not
+        wait for the device.
         """
-        shards = self._shards.values()
-        counted = [shard.part.grad for shard in shards if shard.is_counted and shard.part.grad is not None]
-        total = torch.zeros((), device=next(iter(shards)).weight.device)
-        if counted:
-            total = gradient_norms(counted).square().sum()
+        norms_N = norms_of(list(self.parts.parameters()))
+        index_N = torch.arange(len(norms_N), device=norms_N.device)
+        total, last = norms_N.square()[self._counted_C].sum(), torch.where(norms_N.isnan(), index_N, -1).amax()
         dist.all_reduce(total)
-        return total.sqrt()
+        dist.all_reduce(last, dist.ReduceOp.MAX)
+        return GradientNorm(total.sqrt(), last)
 
     @torch.no_grad()
     def gather_weights(self) -> None:

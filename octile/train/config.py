@@ -78,6 +78,28 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """The ranks of a run, which torchrun starts.
+
+    Attributes:
+        dp: data-parallel ranks, which share each step's batch; all ranks that torchrun starts.
+        ep: ranks over which the experts are spread; divides dp.
+        reduce: the format in which gradients are summed over the ranks: float32, or bfloat16, half the traffic.
+        timeout: seconds after which a rank that waits for another one ends the run.
+    """
+
+    dp: Positive = 1
+    ep: Positive = 1
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    timeout: Annotated[float, Range(above=0, at_most=MAX_COUNT)] = 600.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "parallel.")
+        if self.dp % self.ep:
+            raise ValueError(f"parallel.ep must divide parallel.dp, {self.dp}, but it is {self.ep}")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The configuration of a training run.
 
@@ -114,6 +136,7 @@ class TrainConfig:
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
         model: the shape of the model.
         optim: the optimizer.
+        parallel: the ranks.
         recipe_text: the content of the recipe's .toml file when the run began; used even if the file changes later.
         guards_text: the content of the file of rules when the run began; used even if the file changes later.
     """
@@ -145,6 +168,7 @@ class TrainConfig:
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=1.5e-3, warmup=0.02, decay=0.8, betas=(0.9, 0.99), balance_speed=0.01)
     )
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recipe_text: str | None = None
     guards_text: str | None = None
 
@@ -196,6 +220,39 @@ class TrainConfig:
             raise ValueError("guards need telemetry: add --telemetry-every N")
         if self.telemetry_layers != "*" and not self.telemetry_every:
             raise ValueError("telemetry_layers has no effect without telemetry: add --telemetry-every N")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Refuse what does not divide between the ranks, or needs one."""
+        dp, ep = self.parallel.dp, self.parallel.ep
+        pieces = dp * self.micro_batches
+        if self.batch_size % pieces:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches} × parallel.dp "
+                f"{dp}"
+            )
+        if dp > 1 and self.initial_batch_size is not None and self.initial_batch_size < pieces:
+            raise ValueError(
+                f"initial_batch_size must be at least {pieces}, a sequence for each of {self.micro_batches} "
+                f"micro-batches on {dp} ranks, not {self.initial_batch_size}"
+            )
+        if self.model.n_routed_experts % ep:
+            raise ValueError(f"parallel.ep {ep} must divide model.n_routed_experts, {self.model.n_routed_experts}")
+        if dp > 1 and self.telemetry_every:
+            raise ValueError(
+                f"telemetry_every must be 0 on several ranks (parallel.dp {dp}), not {self.telemetry_every}"
+            )
+
+    @property
+    def command(self) -> str:
+        """What starts a run of this configuration, before its options."""
+        dp = self.parallel.dp
+        return "octile train" if dp == 1 else f"torchrun --nproc-per-node {dp} -m octile train"
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The sequences that a rank passes through the model at a time."""
+        return self.batch_size // (self.micro_batches * self.parallel.dp)
 
     @property
     def min_sequence_length(self) -> int:
@@ -400,6 +457,7 @@ RESUMABLE = {  # the settings that may differ when a run is resumed
         "micro_batches",
         "skip_limit",
         "patience",
+        "parallel",
     ),
 }
 OBSERVATION = {"telemetry_every", "telemetry_layers", "guards", "guards_text"}  # may differ if the run has no guards
@@ -407,7 +465,7 @@ OBSERVATION = {"telemetry_every", "telemetry_layers", "guards", "guards_text"}  
 
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ between two configurations, as {"optim.lr": (before, after)}."""
-    old, new = dict(_flatten(asdict(before))), dict(_flatten(asdict(after)))
+    old, new = dict(flatten(asdict(before))), dict(flatten(asdict(after)))
     names = dict.fromkeys((*old, *new))
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
@@ -443,10 +501,11 @@ def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "
     return ", ".join(f"{name} {shown[name]}" for name in shown if name not in ("out", "recipe_text", "guards_text"))
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and values of nested settings: {"optim": {"lr": 1}} gives ("optim.lr", 1)."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

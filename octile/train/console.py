@@ -39,6 +39,11 @@ class RunConsole:
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
 
+    @classmethod
+    def silent(cls) -> RunConsole:
+        """A console that prints nothing, of a rank that is not the first."""
+        return cls(Console(quiet=True))
+
     @contextmanager
     def stopped_by_its_reader(self, stop: list[int]) -> Iterator[None]:
         """Add SIGPIPE to `stop` if the reader of the output ends, as in `octile train | head`; nothing is lost then."""

@@ -73,7 +73,7 @@ def estimate_need(config: TrainConfig) -> CpuNeed:
     each = optimizer.bytes_per_parameter()
     moments = each["exp_avg"] + each["exp_avg_sq"] + (0 if recipe.optimizer.master == "float32" else each["master"])
 
-    at_once = config.batch_size // config.micro_batches
+    at_once = config.micro_batch_size
     counted = min(at_once, max(MAX_TOKENS // config.sequence_length, 1))
     tokens_BS = torch.empty(counted, config.sequence_length, dtype=torch.int64, device="meta")
     model.train()

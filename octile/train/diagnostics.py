@@ -15,6 +15,8 @@ from octile.scaled import ScaledTensor
 
 Histogram = dict[str, list[int]]
 
+NOWHERE = "the loss"  # where a value became NaN or Inf if all parameters and outputs are finite
+
 
 @contextmanager
 def record_tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
@@ -65,7 +67,7 @@ def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:
 
     Returns:
         The name of the first parameter that is not finite, else of the first module whose output is not finite, else
-        "the loss".
+        NOWHERE.
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -86,7 +88,7 @@ def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else "the loss"
+    return found[0] if found else NOWHERE
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

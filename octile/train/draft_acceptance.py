@@ -40,7 +40,7 @@ def draft_acceptance(trainer: Trainer, windows: Tensor | None = None) -> DraftAc
     """
     trainer.model.eval()
     windows = trainer.held_out if windows is None else windows
-    batch = trainer.config.batch_size // trainer.config.micro_batches
+    batch = trainer.config.micro_batch_size
     greedy = drawn = torch.zeros((), dtype=torch.float64, device=trainer.device)
     with frozen_weights(trainer.model), trainer.precision():
         for tokens_BS in windows.split(batch):

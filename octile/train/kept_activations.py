@@ -30,8 +30,7 @@ def can_keep(config: TrainConfig, available: int) -> bool:
         config: of the run.
         available: the memory at its start, in bytes (`octile.train.device_memory.available_memory`).
     """
-    sequences = ceil(config.batch_size / config.micro_batches)
-    needed = sequences * config.sequence_length * kept_bytes(config.model)
+    needed = config.micro_batch_size * config.sequence_length * kept_bytes(config.model)
     return not config.deterministic and needed <= MAX_SHARE * available
 
 

@@ -3,15 +3,20 @@
 Most of this module makes sure that nothing is lost. A signal ends the loop after the steps that were launched and their
 checkpoint. An error of the disk leaves the last checkpoint as it was. All launched steps are read, and their metrics
 written, before a validation and before a checkpoint.
+
+On several ranks all of them run the loop, and take the same decisions in it. Rank 0 alone prints and writes the run
+folder; what it does while the others wait goes through `Ranks.from_first`, so that its failure ends them, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +29,8 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.extras import require
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.parallel.ranks import Ranks, count_ranks, explain, join, leave
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
 from octile.report.run.memorization import find_memorization
@@ -33,8 +40,7 @@ from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.best_model import BestModel
-from octile.train.captured_step import why_eager
-from octile.train.config import TrainConfig
+from octile.train.config import TrainConfig, flatten
 from octile.train.console import RunConsole, StepProgress
 from octile.train.corpus import check_source
 from octile.train.data import prepare
@@ -43,11 +49,12 @@ from octile.train.duration import describe_duration
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
 from octile.train.resume import check_goal, check_settings, computed_on, open_run, print_settings
-from octile.train.run_folder import Metrics, MetricsWriter, RunFolder, lock_folder, read_lines
+from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
+from octile.train.source_digest import source_digest
 from octile.train.token_losses import token_losses
 from octile.train.token_store import MANIFEST, TokenStore
-from octile.train.trainer import Trainer, batch_ramp
+from octile.train.trainer import Trainer, batch_ramp, check_recipe
 
 SAMPLE_TOKENS = 128
 MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
@@ -82,11 +89,28 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         ValueError: the data, the configuration or a checkpoint is invalid.
         FloatingPointError: the loss became NaN or Inf, or gradients did for more than `skip_limit` steps.
         MemoryError: the device has too little memory; the message says what to change.
+        RanksError: another rank hangs or has ended.
         Stopped: Ctrl-C or SIGTERM ended the run early.
     """
     require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
-    device = pick_device(config.device)
+    check_world(config)
+    device = pick_own_device(config.device)
+    check_recipe(config)
+    ranks = join(device, config.parallel.timeout)
+    try:
+        path = _train_joined(config, resume or any(ranks.gather(_is_restarted(config))), device, console, hook, ranks)
+    except Exception as error:
+        if (explained := explain(error)) is not error:
+            raise explained from error
+        raise
+    leave()
+    return path
+
+
+def _train_joined(
+    config: TrainConfig, resume: bool, device: torch.device, console: RunConsole, hook: RunHook, ranks: Ranks
+) -> Path:
     run, config = open_run(config) if resume else (None, config.with_file_texts())
     config.load_recipe()  # refuses an unknown recipe before anything is written
     if config.init_from is not None and not resume:
@@ -94,24 +118,26 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     if not resume:
         check_source(config.data)
     check_memory(config, device)
-    run = run or RunFolder.create(config)
+    _agree(ranks, config, resume)
+    run = run or RunFolder(ranks.from_first(lambda: RunFolder.create(config).path))
     config = replace(config, out=run.path)
-    with lock_folder(run.path):
+    with ExitStack() as stack:
+        ranks.from_first(lambda: stack.enter_context(lock_folder(run.path)))
         try:
-            checkpoint = latest_checkpoint(run.checkpoints) if resume else None
+            checkpoint = ranks.from_first(lambda: latest_checkpoint(run.checkpoints)) if resume else None
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if resume:
                 print_settings(run, console)
             console.print(f"run folder: {run.path}")
             if duration := describe_duration(config, device, done):
                 console.print(duration)
-            return _train(config, run, device, resume, checkpoint, console, hook)
+            return _train(config, run, device, resume, checkpoint, console, hook, ranks)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
-                message = f"stopped at once, before the first checkpoint; to start again: {_resume_command(run)}"
+                message = f"stopped at once, before the first checkpoint; to start again: {_resume_command(config)}"
                 if any(run.checkpoints.glob("step_*[0-9]")):
-                    message = f"stopped at once; to continue from the last checkpoint: {_resume_command(run)}"
+                    message = f"stopped at once; to continue from the last checkpoint: {_resume_command(config)}"
             raise Stopped.by(interrupt, message) from None
 
 
@@ -123,41 +149,47 @@ def _train(
     checkpoint: Path | None,
     console: RunConsole,
     hook: RunHook,
+    ranks: Ranks,
 ) -> Path:
-    store = _tokens(config, run, resume, console)
+    store = _tokens(config, run, resume, console, ranks)
+    ranks.agree("the training data", store.digest)
     print_passes(config, store, console)
     _check_prompt(config, store)
     if checkpoint is not None:
         check_settings(config, checkpoint, device, console)
     with explain_out_of_memory(config, device):
         # a checkpoint holds the weights, and the folder that the run began with may be gone
-        trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device)
+        trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device, ranks)
     best = BestModel(trainer.model)
     if resume:
         _continue(trainer, best, run, checkpoint, console)
     console.print_model(trainer)
-    if device.type == "cuda" and (reason := why_eager(device, trainer.recipe, config.deterministic)):
+    if device.type == "cuda" and (reason := trainer.why_eager()):
         console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:
         console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
-    spikes = spikes_so_far(run)
+    spikes = ranks.from_first(lambda: spikes_so_far(run))
 
     with (
         stop_requests(console.acknowledge_stop) as stop,
         console.stopped_by_its_reader(stop),
-        nullcontext() if resume else _unmarked_on_failure(run, trainer),
-        _report_on_failure(run, console),
+        nullcontext() if resume or not ranks.is_first else _unmarked_on_failure(run, trainer),
+        _report_on_failure(run, console) if ranks.is_first else nullcontext(),
         deterministic(config.deterministic),
         explain_out_of_memory(config, device, trainer),
         closing(trainer),
-        closing(MetricsWriter(run, trainer.steps_done)) as metrics,
+        closing((MetricsWriter if ranks.is_first else NoMetrics)(run, trainer.steps_done)) as metrics,
         console.steps(config.steps, trainer.steps_done) as progress,
     ):
         recorder = _Recorder(trainer, store, metrics, progress, spikes)
         step_context = hook(trainer, run, metrics)
-        run.write_config(config)
+        ranks.from_first(lambda: run.write_config(config))
         with recorder.saved_on_failure():
-            while trainer.steps_done < config.steps and not stop and not best.has_run_out(config.patience):
+            while (
+                trainer.steps_done < config.steps
+                and not trainer.must_stop(bool(stop))
+                and not best.has_run_out(config.patience)
+            ):
                 with step_context(trainer.steps_done + 1):
                     recorder.record(trainer.advance())
                 last = trainer.steps_done == config.steps
@@ -176,25 +208,74 @@ def _train(
             recorder.report_spikes()
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
         _checkpoint(trainer, best, run, config)
-        raise Stopped(f"stopped after step {trainer.steps_done}; to continue: {_resume_command(run)}", stop[0])
+        message = f"stopped after step {trainer.steps_done}; to continue: {_resume_command(config)}"
+        raise Stopped(message, stop[0] if stop else signal.SIGTERM)
     if trainer.steps_done < config.steps and best.best is not None:
         console.print(
             f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
-            f"{best.best.step} was lower (--patience {config.patience}); to go on: {_resume_command(run)} --patience 0"
+            f"{best.best.step} was lower (--patience {config.patience}); to go on: {_resume_command(config)} "
+            "--patience 0"
         )
     try:
         _finish(trainer, best, run, store, console)
     except KeyboardInterrupt as interrupt:
-        message = f"stopped after the last step; to write the model and the report: {_resume_command(run)}"
+        message = f"stopped after the last step; to write the model and the report: {_resume_command(config)}"
         raise Stopped.by(interrupt, message) from None
     return run.path
 
 
-def _resume_command(run: RunFolder) -> str:
-    return f"octile train --resume --out {shlex.quote(str(run.path))}"
+def _resume_command(config: TrainConfig) -> str:
+    return f"{config.command} --resume --out {shlex.quote(str(config.out))}"
 
 
-def build(config: TrainConfig, store: TokenStore, device: torch.device) -> Trainer:
+def check_world(config: TrainConfig) -> None:
+    """Refuse another number of processes than the configuration says, or restarts that would not find their run.
+
+    Raises:
+        ValueError: torchrun has started more or fewer; or it restarts them, and `out` is not given.
+    """
+    started, dp = count_ranks(), config.parallel.dp
+    if started != dp:
+        begun = f"torchrun has started {started} (WORLD_SIZE)" if started > 1 else "this is one process"
+        raise ValueError(
+            f"parallel.dp is {dp}, but {begun}: it must be the number of all processes; "
+            f"torchrun --nproc-per-node {max(started, dp)} -m octile train --parallel.dp {max(started, dp)} …"
+        )
+    if dp > 1 and config.out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+        raise ValueError("out is not given: --max-restarts needs --out RUN, so that restarted ranks find their run")
+
+
+def _is_restarted(config: TrainConfig) -> bool:
+    """Whether torchrun has restarted the ranks of a run that had begun."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return restarts > 0 and config.out is not None and RunFolder(config.out).config_file.is_file()
+
+
+def _agree(ranks: Ranks, config: TrainConfig, resume: bool) -> None:
+    """Refuse ranks that would train something else.
+
+    Raises:
+        ValueError: two ranks differ in code, version of torch or configuration; all ranks raise it.
+    """
+    ranks.agree("octile's code and torch's version", f"octile {source_digest()} and torch {torch.__version__}")
+    ranks.agree("--resume", str(resume))
+    settings = dict(flatten(json.loads(config.to_json())))
+    own = {name: str(value) for name, value in settings.items()}
+    for name, values in differing(ranks.gather(own)).items():
+        rank = next(rank for rank, value in enumerate(values) if value != values[0])
+        raise ValueError(
+            f"{name} must be the same on all ranks: rank 0 has {values[0]}, but rank {rank} has {values[rank]}"
+        )
+
+
+def differing(settings: list[dict[str, str]]) -> dict[str, list[str]]:
+    """The settings of which two ranks have different values, with those of all ranks."""
+    names = dict.fromkeys(name for of_rank in settings for name in of_rank)
+    values = {name: [of_rank.get(name, "none") for of_rank in settings] for name in names}
+    return {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
+
+
+def build(config: TrainConfig, store: TokenStore, device: torch.device, ranks: Ranks | None = None) -> Trainer:
     """Build the trainer of a run.
 
     Raises:
@@ -204,7 +285,7 @@ def build(config: TrainConfig, store: TokenStore, device: torch.device) -> Train
         raise ValueError(
             f"the data has {store.manifest.vocab_size} tokens, the model's vocab_size is {config.model.vocab_size}"
         )
-    return Trainer(config, store, device)
+    return Trainer(config, store, device, ranks=ranks)
 
 
 def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
@@ -257,11 +338,35 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConsole) -> TokenStore:
-    """The tokens of a run. A resumed run reads the tokens that it began with, even if their source has changed."""
-    if resume and (run.data / MANIFEST).exists():
-        return TokenStore.open(run.data)
-    return prepare_tokens(config, run.data, console)
+def pick_own_device(name: str) -> torch.device:
+    """The device of this rank: on a machine with GPUs the one with the rank's number on this machine.
+
+    Raises:
+        ValueError: as `pick_device`, or there are more ranks than GPUs.
+    """
+    device = pick_device(name)
+    if device.type != "cuda" or count_ranks() == 1:
+        return device
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > gpus:
+        raise ValueError(
+            f"a rank needs a GPU, but torchrun has started {os.environ['LOCAL_WORLD_SIZE']} processes on a machine "
+            f"with {gpus}: start fewer, or use --device cpu"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConsole, ranks: Ranks) -> TokenStore:
+    """The tokens of a run, which rank 0 prepares, and the others open.
+
+    A resumed run reads the tokens that it began with, even if their source has changed.
+    """
+    if not resume or not ranks.from_first((run.data / MANIFEST).exists):
+        prepared = ranks.from_first_only(lambda: prepare_tokens(config, run.data, console))
+        if prepared is not None:
+            return prepared
+    return TokenStore.open(run.data)
 
 
 def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Path | None, console: RunConsole) -> None:
@@ -270,13 +375,13 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Pat
     else:
         tensors, state = load_checkpoint(checkpoint, check=False)  # it was checked when it was chosen
         trainer.load(tensors, state)
-        best.load(tensors, state, trainer.steps_done)
+        best.load(trainer.own_rows(tensors), state, trainer.steps_done)
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
         if trainer.steps_done == trainer.config.steps:
             console.print(
                 "all its steps are done: only the model, the sample and the report are written; to train on: --steps N"
             )
-    for note in run.truncate_after(trainer.steps_done):
+    for note in trainer.ranks.from_first(lambda: run.truncate_after(trainer.steps_done)):
         console.print(note)
 
 
@@ -329,6 +434,7 @@ class _Recorder:
         try:
             yield
         except Exception:
+            self.trainer.ranks.announce_failure()
             with suppress(Exception):  # the disk may be full, or the GPU may have failed
                 self.record(self.trainer.read())
             raise
@@ -382,7 +488,10 @@ def _checkpoint(trainer: Trainer, best: BestModel, run: RunFolder, config: Train
     tensors, state = trainer.state()
     best_tensors, best_state = best.state(trainer.steps_done)
     settings = {"config": json.loads(config.to_json()), "computed_on": computed_on(trainer.device)}
-    save_checkpoint(run.checkpoints, trainer.steps_done, tensors | best_tensors, {**state, **best_state, **settings})
+    tensors |= trainer.whole(best_tensors)
+    everything = {**state, **best_state, **settings}
+    trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
+    trainer.ranks.from_first(lambda: save_checkpoint(run.checkpoints, trainer.steps_done, tensors, everything))
 
 
 def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
@@ -391,13 +500,30 @@ def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore
     stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
     as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    ranks = trainer.ranks
     if trainer.ema:
-        with trainer.ema.applied(trainer.model):
-            save(trainer.model, run.path / "model_ema", as_trained, tokenizer)
+        with trainer.averaged():
+            averaged = trainer.whole_model()
+            ranks.from_first(lambda: save(averaged, run.path / "model_ema", as_trained, tokenizer))
+            del averaged
     best.restore()
-    save(trainer.model, run.model, as_trained, tokenizer)
+    model = trainer.whole_model()
+    ranks.from_first(lambda: _write_results(trainer, model, as_trained, tokenizer, best, run, store, console))
+
+
+def _write_results(
+    trainer: Trainer,
+    model: DeepseekV3,
+    as_trained: Literal["fp8", "bf16"],
+    tokenizer: list[Path],
+    best: BestModel,
+    run: RunFolder,
+    store: TokenStore,
+    console: RunConsole,
+) -> None:
+    save(model, run.model, as_trained, tokenizer)
     _write_summary(trainer, best, run, store)
-    sample = sample_text(trainer, store)
+    sample = sample_text(trainer, store, model)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
@@ -433,12 +559,15 @@ def _report_on_failure(run: RunFolder, console: RunConsole) -> Iterator[None]:
         raise
 
 
-def sample_text(trainer: Trainer, store: TokenStore) -> str:
-    """The prompt and a sampled continuation. Greedy decoding of a model after few steps would repeat itself."""
+def sample_text(trainer: Trainer, store: TokenStore, model: DeepseekV3 | None = None) -> str:
+    """The prompt and a sampled continuation, by the trainer's model unless another one is given.
+
+    Greedy decoding of a model after few steps would repeat itself.
+    """
     prompt = trainer.config.prompt
     available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
     sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
-    return prompt + "".join(generate_text(trainer.model, store.tokenizer, prompt, sampling))
+    return prompt + "".join(generate_text(model or trainer.model, store.tokenizer, prompt, sampling))
 
 
 def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:

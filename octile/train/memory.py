@@ -113,7 +113,13 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
             moe.pop_balance_loss()  # a failed forward pass leaves a loss behind, whose graph holds tensors too
         if trainer.captured is not None:
             trainer.captured.release()
-        step, need = trainer.steps_done + 1, _measure(trainer)
+        step = trainer.steps_done + 1
+        if config.parallel.ep > 1:  # a forward pass would need the other ranks
+            raise MemoryError(
+                f"out of memory at step {step} on the {device.type}: use more --micro-batches (now "
+                f"{config.micro_batches}), a smaller model, or more ranks"
+            ) from error
+        need = _measure(trainer)
         raise MemoryError(f"out of memory at step {step} on the {device.type}: {advice(config, need)}") from error
 
 
@@ -134,16 +140,17 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True)
     """
     if need is None:
         return _too_large_model(config)
-    at_once = config.batch_size // config.micro_batches
+    at_once = config.micro_batch_size
     explanation = (
         f"a sequence of {config.sequence_length} tokens takes {_gb(need.sequence)} in addition to {_gb(need.fixed)} "
         f"for weights, gradients, optimizer and what else stays, of {_gb(need.available)}"
     )
     free = USABLE_SHARE * need.available - need.fixed
     most = min(at_once - 1, int(free / need.sequence))
-    fitting = [n for n in range(1, most + 1) if config.batch_size % n == 0]
+    of_rank = config.batch_size // config.parallel.dp
+    fitting = [n for n in range(1, most + 1) if of_rank % n == 0]
     if fitting:
-        micro_batches = config.batch_size // fitting[-1]
+        micro_batches = of_rank // fitting[-1]
         change = (
             f"{explanation}: use --micro-batches {micro_batches} (now {config.micro_batches}), {fitting[-1]} at a time "
             f"instead of {at_once}"
@@ -151,11 +158,11 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True)
         if not has_begun:
             return change
         out = shlex.quote(str(config.out))
-        return f"{change}; to continue: octile train --resume --out {out} --micro-batches {micro_batches}"
+        return f"{change}; to continue: {config.command} --resume --out {out} --micro-batches {micro_batches}"
     length = min(int(config.sequence_length * free / need.sequence), config.sequence_length // 2)
     if length < config.min_sequence_length:
         return _too_large_model(config)
-    finest = f" and --micro-batches {config.batch_size}" if at_once > 1 else ""
+    finest = f" and --micro-batches {of_rank}" if at_once > 1 else ""
     where = " in a new run" if has_begun else ""
     return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest}{where}"
 

@@ -22,9 +22,13 @@ from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder
 from octile.train.trainer import TrainerState
 
+OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
 CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "steps": "the schedules of learning rate, batch and weights follow the new number",
-    "micro_batches": "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one",
+    "micro_batches": OTHER_ORDER,
+    "parallel.dp": OTHER_ORDER,
+    "parallel.ep": OTHER_ORDER,
+    "parallel.reduce": "gradients are rounded otherwise, so the run is not bit-identical to an uninterrupted one",
 }
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 

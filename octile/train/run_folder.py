@@ -231,6 +231,22 @@ class MetricsWriter:
         self._tensorboard.close()
 
 
+class NoMetrics(MetricsWriter):
+    """Writes nothing, on the ranks of a run that have nothing to write."""
+
+    def __init__(self, run: RunFolder, steps_done: int):
+        pass
+
+    def write(self, metrics: Metrics) -> None:
+        """Do nothing."""
+
+    def draw(self, name: str, value: float, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def read_lines(file: Path) -> list[Metrics]:
     """The lines of metrics.jsonl or telemetry.jsonl, without damaged ones, such as one that a crash cut short."""
     return _parse_lines(file)[0]

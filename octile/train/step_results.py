@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import torch
 from torch import Tensor
+
+POLL = 0.0005  # seconds between two looks at a GPU that may wait forever
 
 
 class StepResults:
@@ -13,10 +18,12 @@ class StepResults:
         slots: how many vectors it holds.
         width: numbers of a vector.
         device: the device that writes them.
+        timeout: seconds after which `pop` waits no longer for a GPU.
     """
 
-    def __init__(self, slots: int, width: int, device: torch.device):
+    def __init__(self, slots: int, width: int, device: torch.device, timeout: float = math.inf):
         on_gpu = device.type == "cuda"
+        self._timeout = timeout
         self._host_NW = torch.zeros(slots, width, pin_memory=on_gpu)
         self._written = [torch.cuda.Event(blocking=True) for _ in range(slots)] if on_gpu else []
         self._first = self._count = 0
@@ -40,14 +47,23 @@ class StepResults:
 
         Raises:
             IndexError: there is none.
+            TimeoutError: the device did not write it in time, because it waits for the GPU of another rank.
         """
         if not self._count:
             raise IndexError("there is no result to read")
         slot = self._first
         if self._written:
-            self._written[slot].synchronize()
+            self._wait(self._written[slot])
         self._first, self._count = (slot + 1) % len(self._host_NW), self._count - 1
         return self._host_NW[slot].tolist()
+
+    def _wait(self, written: torch.cuda.Event) -> None:
+        begin = time.monotonic()
+        while self._timeout < math.inf and not written.query():
+            if time.monotonic() - begin > self._timeout:
+                raise TimeoutError(f"timed out after {self._timeout:g} s for the GPU to finish a step")
+            time.sleep(POLL)
+        written.synchronize()
 
     def clear(self) -> None:
         """Remove all vectors. The device writes later vectors after them."""

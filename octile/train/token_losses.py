@@ -28,7 +28,7 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
             `Trainer.validate`, up to the order of summation.
     """
     trainer.model.eval()
-    batch = trainer.config.batch_size // trainer.config.micro_batches
+    batch = trainer.config.micro_batch_size
     losses = []
     with frozen_weights(trainer.model), trainer.precision():
         for tokens_BS in (trainer.held_out if windows is None else windows).split(batch):

@@ -13,6 +13,9 @@ Launching a step and reading its result are separate, so that a GPU never waits 
 The device skips an update if the gradient is not finite. If the loss is not finite, or too many steps in a row were
 skipped, it also skips every later update (`_halted`). So when the host reads that, the weights are still those before
 the step.
+
+On several ranks each takes its sequences of every step's batch, and everything that is decided or reported is a sum
+over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
@@ -38,12 +42,16 @@ from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
 from octile.optim.gradient import gradient_norm
+from octile.optim.state import has_scales
+from octile.parallel.experts import shard_experts
+from octile.parallel.ranks import Ranks
+from octile.parallel.state import Layout, ShardedState, collect
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.device_memory import available_memory
-from octile.train.diagnostics import first_non_finite, record_tile_scales
+from octile.train.diagnostics import NOWHERE, first_non_finite, record_tile_scales
 from octile.train.kept_activations import can_keep, keep_activations
 from octile.train.run_folder import Metrics
 from octile.train.step_results import StepResults
@@ -59,8 +67,8 @@ class Computed(NamedTuple):
     """The result of a step's forward and backward pass.
 
     Attributes:
-        values: float32 [6]: the loss, its main, MTP and balance parts, the norm of the gradient before clipping, and
-            the index of the last parameter whose gradient is not finite, or -1.
+        values: float32 [7]: the loss, its main, MTP and balance parts, the norm of the gradient before clipping, the
+            index of the last parameter whose gradient is not finite, or -1, and how many ranks want to stop.
         load: int64 [E] for each MoE layer, the tokens of each expert.
         skip: bool [], whether the update must change nothing.
         overflowed: whether the gradients were not finite, and a smaller loss scale may help.
@@ -138,34 +146,46 @@ class Trainer:
         store: the tokens.
         device: the device of the model.
         recipe: a recipe without a name; the one that config names if not given.
+        ranks: the ranks of the run, as many as `config.parallel.dp`; only this one if not given. All of them must make
+            the same calls.
     """
 
-    def __init__(self, config: TrainConfig, store: TokenStore, device: torch.device, recipe: Recipe | None = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        store: TokenStore,
+        device: torch.device,
+        recipe: Recipe | None = None,
+        ranks: Ranks | None = None,
+    ):
         # the tokenizer determines the special tokens
         tokenizer = store.tokenizer
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
-        self.config, self.device = replace(config, model=model), device
+        self.config, self.device, self.ranks = replace(config, model=model), device, ranks or Ranks.alone()
         self.recipe = recipe or config.load_recipe()
         if scale_rule(self.config.model.extra) == "power_of_2":  # of the checkpoint that the run began with
             self.recipe = self.recipe.with_weight_scale("power_of_2")
         self._recipes = {False: self.recipe, True: keep_activations(self.recipe)}
-        self.keeps_activations = device.type == "cuda" and can_keep(self.config, available_memory(device))
+        can = device.type == "cuda" and can_keep(self.config, available_memory(device))
+        self.keeps_activations = all(self.ranks.gather(can))
         self.recipe = self._recipes[self.keeps_activations]
         torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:
             load_weights(self.model, config.init_from)
         apply_recipe(self.model, self.recipe)
+        self.shards = _shard(self.model, config, device) if self.ranks.size > 1 else None
+        self.updated = self.shards.parts if self.shards else self.model  # the parameters that this rank updates
         optim = config.optim
         self.optimizer = AdamW(
-            param_groups(self.model, optim.weight_decay),
+            param_groups(self.updated, optim.weight_decay),
             lr=optim.lr,
             betas=optim.betas,
             formats=self.recipe.optimizer,
         )
         self.schedule = schedule(config)
         self.loss_scale = DynamicLossScale() if self.recipe.loss_scale else None
-        self.ema = EMA(self.model, optim.ema_decay, self.optimizer) if optim.ema_decay else None
+        self.ema = EMA(self.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.data, self.data_folder = store.digest, store.folder
         self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
         on_gpu = device.type == "cuda"
@@ -182,9 +202,12 @@ class Trainer:
         self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
         self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
         self._unread: deque[Launched] = deque()
-        self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 2, device)
+        self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 3, device, self.ranks.timeout.total_seconds())
         self._reads_late = False  # whether steps may be launched before the last one is read
         self._clock = 0.0  # when the time of the oldest unread step began
+        self._sequences = 0  # of the launched batch, on all ranks
+        self._wants_stop = torch.zeros((), device=device)  # 1 if this rank wants to stop
+        self._stop_is_agreed = False
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # the device's own skipped_in_a_row
         self._halted = torch.zeros((), dtype=torch.bool, device=device)  # whether all updates are skipped
 
@@ -228,16 +251,18 @@ class Trainer:
             raise RuntimeError(f"{len(self._unread)} steps were launched and not read: call read()")
         if not self._unread:
             self._clock = time.perf_counter()
-        config = self.config
-        tokens_BS = self._prepared.batch(self.steps_done)
+        batch_BS = self._prepared.batch(self.steps_done)
+        self._sequences, tokens_BS = len(batch_BS), self._own_sequences(batch_BS)
+        self.ranks.at(f"step {self.steps_done + 1}")
         learning_rate = self.schedule(self.steps_done)
-        self._reads_late = why_eager(self.device, self.recipe, config.deterministic) is None
+        self._reads_late = self.why_eager() is None
         captured = self.captured if self._reads_late else None
         scale = self.loss_scale.value if self.loss_scale else None
         if captured is None:
             result = self._compute(tokens_BS)
         else:
-            result = captured.compute(tokens_BS, (self.mtp_loss_weight(), self.balance_speed()))
+            constants = self.mtp_loss_weight(), self.balance_speed(), self._sequences
+            result = captured.compute(tokens_BS, constants)
         if self.ema:
             self.ema.wait_for_copies()
         (captured.update if captured else self._update)(learning_rate, result)
@@ -248,12 +273,16 @@ class Trainer:
         self._results.append(result.values)
         self.last_load = result.load
 
-        scheduled = self._scheduled(len(tokens_BS))
+        scheduled = self._scheduled(self._sequences)
         self.steps_done += 1
-        self.tokens += tokens_BS.numel()
+        self.tokens += batch_BS.numel()
         overflowed = scale if result.overflowed else None
-        numbers = (self.steps_done, learning_rate, tokens_BS.numel(), self.tokens)
+        numbers = (self.steps_done, learning_rate, batch_BS.numel(), self.tokens)
         self._unread.append(Launched(*numbers, scheduled, overflowed))
+
+    def why_eager(self) -> str | None:
+        """Why the next step is not captured in CUDA graphs, or None."""
+        return why_eager(self.device, self.recipe, self.config.deterministic, self.config.parallel.ep)
 
     def read(self, leave: int = 0) -> Iterator[Metrics]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay unread.
@@ -274,7 +303,8 @@ class Trainer:
         tokens = sum(step.tokens for step in launched)
         lines: list[Metrics] = []
         failure: FloatingPointError | None = None
-        for step, (*losses, grad_norm, last_broken) in zip(launched, values, strict=True):
+        for step, (*losses, grad_norm, last_broken, stopping) in zip(launched, values, strict=True):
+            self._stop_is_agreed |= stopping > 0
             try:
                 skipped_for = self._check(step, losses[0], grad_norm, int(last_broken))
             except FloatingPointError as error:
@@ -302,35 +332,86 @@ class Trainer:
     def _speed(self, tokens_per_s: float) -> Metrics:
         """Tokens and model FLOPs per second, and MFU if the GPU's peak is known (`octile.models.flops`)."""
         flops_per_s = self.flops_per_token * tokens_per_s
-        mfu = {} if self._peak is None else {"mfu": flops_per_s / self._peak}
+        mfu = {} if self._peak is None else {"mfu": flops_per_s / (self.ranks.size * self._peak)}
         return {"tokens_per_s": tokens_per_s, "flops_per_s": flops_per_s, **mfu}
+
+    def must_stop(self, requested: bool) -> bool:
+        """Whether to launch no further step, because it is requested; on several ranks, because all know that.
+
+        The request travels with the steps that are launched later, and ranks read the same steps before they go on.
+
+        Args:
+            requested: on this rank.
+        """
+        if self.shards is None:
+            return requested
+        self._wants_stop.fill_(float(requested))
+        return self._stop_is_agreed
 
     def close(self) -> None:
         """End the thread that prepares batches. A later step prepares its own."""
         self._prepared.close()
 
     def _compute(self, tokens_BS: Tensor) -> Computed:
-        """Run the forward and backward pass, and compute the norm of the gradients, which `_update` clips."""
-        config = self.config
+        """Run the forward and backward pass, and compute the norm of the gradients, which `_update` clips.
+
+        On several ranks, tokens are those of this rank, and the results are sums over the ranks.
+        """
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
         load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
-        for micro_batch_BS in tokens_BS.chunk(config.micro_batches):
-            parts = len(tokens_BS) / len(micro_batch_BS)
+        for micro_batch_BS in self._micro_batches(tokens_BS):
+            parts = (self._sequences if self.shards else len(tokens_BS)) / len(micro_batch_BS)
             sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / parts
             for name, moe in self.moes.items():
                 load[name] += moe.last_load_E
 
-        parameters = list(self.model.parameters())
+        totals = torch.stack([*sums.values(), self._wants_stop])
+        if self.shards:
+            self._sum_over_ranks(self.shards, totals, load)
+        parameters = list(self.updated.parameters())
         overflowed = False
         if self.loss_scale:
-            overflowed = not self.loss_scale.unscale_(parameters) and self.loss_scale.value > 1.0
-        norm, last_broken = gradient_norm(parameters)
-        skip = self._decide(sums["loss"], norm, overflowed)
-        return Computed(torch.stack([*sums.values(), norm, last_broken.float()]), load, skip, overflowed)
+            finite = self.loss_scale.unscale_(parameters, lambda own: all(self.ranks.gather(own)))
+            overflowed = not finite and self.loss_scale.value > 1.0
+        norm, last_broken = self.shards.gradient_norm() if self.shards else gradient_norm(parameters)
+        skip = self._decide(totals[0], norm, overflowed)
+        values = torch.stack([*totals[: len(LOSSES)], norm, last_broken.float(), *totals[len(LOSSES) :]])
+        return Computed(values, load, skip, overflowed)
+
+    @torch.no_grad()
+    def _sum_over_ranks(self, shards: ShardedState, totals: Tensor, load: dict[str, Tensor]) -> None:
+        """Sum gradients, losses and loads over the ranks, and let all have the same histories of delayed scaling."""
+        where = self.ranks.position
+        self.ranks.at(f"{where}: sum of the gradients")
+        shards.reduce_gradients()
+        self.ranks.at(f"{where}: sum of the losses and loads")
+        self.ranks.sum_(totals)
+        if load:  # each counts the tokens of a replica's ranks
+            for name, total_E in zip(load, shards.sum_over_replicas(torch.stack([*load.values()])), strict=True):
+                load[name] = total_E
+        if histories := [history.amax_OH for history in amax_histories(self.model).values()]:
+            largest = self.ranks.max_(torch.stack([amax_OH[:, 0] for amax_OH in histories]))
+            for amax_OH, largest_O in zip(histories, largest, strict=True):
+                amax_OH[:, 0] = largest_O
+        self.ranks.at(where)
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.shards:  # the optimizer knows only parts of the parameters
+            self.model.zero_grad(set_to_none=True)
+
+    def _own_sequences(self, batch_BS: Tensor) -> Tensor:
+        """The sequences of a batch that this rank computes."""
+        return batch_BS.tensor_split(self.ranks.size)[self.ranks.rank]
+
+    def _micro_batches(self, tokens_BS: Tensor) -> tuple[Tensor, ...]:
+        """The micro-batches of this rank's sequences, as many on each rank."""
+        n = self.config.micro_batches
+        return tokens_BS.tensor_split(n) if self.shards else tokens_BS.chunk(n)
 
     @torch.no_grad()
     def _decide(self, loss: Tensor, norm: Tensor, overflowed: bool) -> Tensor:
@@ -365,23 +446,39 @@ class Trainer:
         """The held-out loss of the main head in nats per token, and that of the averaged weights, if any."""
         line = {"val_loss": self._held_out_loss(), "val_tokens": self.held_out.numel()}
         if self.ema:
-            with self.ema.applied(self.model):
+            with self.averaged():
                 line["ema_val_loss"] = self._held_out_loss()
         return line
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Replace the model's weights by their moving average inside the context, and restore them after it."""
+        assert self.ema is not None
+        try:
+            with self.ema.applied(self.updated):
+                if self.shards:
+                    self.shards.gather_weights()
+                yield
+        finally:
+            if self.shards:
+                self.shards.gather_weights()
+
     def _held_out_loss(self) -> float:
         self.model.eval()
+        self.ranks.at(f"validation after step {self.steps_done}")
         total = torch.zeros((), device=self.device)
+        own_NS, at_once = self._own_sequences(self.held_out), self.config.micro_batch_size
         with frozen_weights(self.model):
-            for tokens_BS in self.held_out.split(self.config.batch_size // self.config.micro_batches):
-                self._loss(tokens_BS)
+            for start in range(0, math.ceil(len(self.held_out) / self.ranks.size), at_once):
+                tokens_BS = own_NS[start : start + at_once]
+                self._loss(tokens_BS if len(tokens_BS) else self.held_out[:1])  # ranks must make the same calls
                 total += self.model.last_losses["main"] * len(tokens_BS)
-        return total.item() / len(self.held_out)
+        return self.ranks.sum_(total).item() / len(self.held_out)
 
     def tile_scales(self) -> dict[str, Any]:
         """Histograms of the scales in a forward and backward pass on held-out text, which changes no state."""
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         with self.preserved(), record_tile_scales() as histograms, without_reduced_precision_reduction():
             self._loss(self.held_out[:1]).backward()
         return histograms()
@@ -395,7 +492,7 @@ class Trainer:
         finally:
             for name, history in amax_histories(self.model).items():
                 history.amax_OH.copy_(amax[name])
-            self.optimizer.zero_grad(set_to_none=True)
+            self._zero_gradients()
 
     def autocast(self) -> torch.autocast:
         """Autocast of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
@@ -457,10 +554,11 @@ class Trainer:
         """
         if not math.isfinite(loss):
             self._discard_from(step)
-            micro_batches = self.batches.batch(self.steps_done).chunk(self.config.micro_batches)
-            where = first_non_finite(
-                self.model, lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches]
+            micro_batches = self._micro_batches(self._own_sequences(self.batches.batch(self.steps_done)))
+            found = self.ranks.gather(
+                first_non_finite(self.model, lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches])
             )
+            where = next((place for place in found if place != NOWHERE), NOWHERE)
             raise FloatingPointError(
                 f"the loss is {loss} at step {step.number}; the first non-finite value is in {where}"
             )
@@ -502,6 +600,9 @@ class Trainer:
             group["lr"] = learning_rate
         factor = clip_factor(result.values[len(LOSSES)], self.config.optim.clip)
         self.optimizer.step(skip=result.skip, gradient_scale=factor)
+        if self.shards:
+            self.shards.gather_weights()
+            self.shards.drop_gradients()
         end_step(self.model, result.skip)
         speed = torch.where(result.skip, 0.0, self.balance_speed())
         for name, moe in self.moes.items():
@@ -509,6 +610,8 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state on which later steps depend: tensors, and values for JSON.
+
+        Rank 0 has the whole tensors of all ranks, the others have none.
 
         Raises:
             RuntimeError: steps were launched and not read.
@@ -530,7 +633,75 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "keeps_activations": self.keeps_activations,
         }
-        return tensors, state
+        return self.whole(tensors), state
+
+    def layout(self, name: str) -> Layout | None:
+        """The rows that each rank has of a tensor of `state`, or of a best model; None: each has all of it."""
+        if self.shards is None:
+            return None
+        part, _, rest = name.partition(".")
+        names = [name for name, _ in self.model.named_parameters()]
+        if part in ("model", "best"):
+            return self.shards.weight_layout(rest) if rest in names else None
+        if part == "ema":
+            return self.shards.part_layout(rest)
+        if part == "optimizer":
+            index = int(rest.partition(".")[0])
+            name_of = {part: name for name, part in self.updated.named_parameters()}
+            updated = [param for group in self.optimizer.param_groups for param in group["params"]]
+            return self.shards.part_layout(name_of[updated[index]])
+        return None
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Collect the rows that the ranks have of tensors of `state`, or of a best model, on rank 0; others get none.
+
+        All ranks must call this. What is collected from several ranks lies in CPU memory.
+        """
+        if self.shards is None:
+            return dict(tensors)
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            layout = self.layout(name)
+            if layout is None or layout.is_whole or not tensor.dim():
+                found[name] = tensor
+            elif (collected := collect(tensor, layout)) is not None:
+                found[name] = collected.cpu()
+        return found if self.ranks.is_first else {}
+
+    def own_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's rows of whole tensors.
+
+        Raises:
+            ValueError: a tensor has another number of rows than all ranks together.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            layout = self.layout(name) if tensor.dim() else None
+            if layout is not None and len(tensor) != layout.total:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} in the checkpoint but has {layout.total} rows here")
+            found[name] = tensor if layout is None or layout.is_whole else tensor[layout.of_rank(self.ranks.rank)]
+        return found
+
+    def whole_model(self) -> DeepseekV3:
+        """The model with the experts of all ranks, on rank 0; this rank's model on the others, which must call it, too.
+
+        If experts are spread, that is a copy of the model, for which the memory of captured steps is released.
+        """
+        if self.shards is None or self.config.parallel.ep == 1:
+            return self.model
+        if self.captured is not None:
+            self.captured.release()
+        tensors = self.whole({f"model.{name}": t for name, t in self.model.state_dict().items()})
+        if not self.ranks.is_first:
+            return self.model
+        model = DeepseekV3(self.config.model).to(self.device)
+        apply_recipe(model, self.recipe)
+        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items()})
+        model.stored_scales = self.model.stored_scales
+        own = amax_histories(self.model)
+        for name, history in amax_histories(model).items():
+            history.amax_OH.copy_(own[name].amax_OH)
+        return model
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore the result of `state`. What a run adds to it, such as its best model, is not read.
@@ -552,6 +723,7 @@ class Trainer:
             self.keeps_activations = found.keeps_activations
             self.recipe = self._recipes[found.keeps_activations]
             apply_recipe(self.model, self.recipe)
+        tensors = self.own_rows(tensors)
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")
@@ -571,6 +743,30 @@ class Trainer:
         self.steps_done, self.tokens, self.seconds = found.steps_done, found.tokens, found.seconds
         self.skipped, self.skipped_in_a_row = found.skipped, found.skipped_in_a_row
         self._set_skips()
+
+
+def check_recipe(config: TrainConfig) -> None:
+    """Refuse a recipe that several ranks cannot train.
+
+    Raises:
+        ValueError: parallel.dp is above 1, and the optimizer's state has one scale for a whole tensor.
+    """
+    if config.parallel.dp > 1 and has_scales(config.load_recipe().optimizer):
+        raise ValueError(
+            f"recipe {config.recipe} needs parallel.dp 1, not {config.parallel.dp}: its gradients and moments have one "
+            "scale for a whole tensor, of which a rank has a part"
+        )
+
+
+def _shard(model: DeepseekV3, config: TrainConfig, device: torch.device) -> ShardedState:
+    """Spread the experts, if they are to be, and the optimizer's state over the ranks."""
+    parallel, mesh = config.parallel, None
+    if parallel.ep > 1:
+        mesh = init_device_mesh(
+            device.type, (parallel.dp // parallel.ep, parallel.ep), mesh_dim_names=("replica", "expert")
+        )
+        shard_experts(model, mesh.get_group("expert"))
+    return ShardedState(model, mesh, getattr(torch, parallel.reduce))
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:

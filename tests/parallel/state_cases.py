@@ -65,7 +65,7 @@ def check_training(spread: int, reduce: torch.dtype, device: str) -> None:
             found = of_ranks[rank - rank % spread :][:spread] if not layout.is_whole else [of_ranks[rank]]
             p.grad = sum(g[name] for g in found)[rows].clone().to(p.device)
         state.reduce_gradients()
-        torch.testing.assert_close(state.gradient_norm().cpu(), norms[step].cpu(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(state.gradient_norm().norm.cpu(), norms[step].cpu(), rtol=1e-6, atol=0)
         optimizer.step()
         state.gather_weights()
         optimizer.zero_grad()

@@ -1,0 +1,258 @@
+"""The ranks of a run that torchrun started: who they are, what they agree on, and how all of them end.
+
+    join           make the process group; NCCL on GPUs, gloo on a CPU
+    from_first     rank 0 works, for any time, and all ranks get the result or the exception
+    at             tell the others where this rank is; the message about a hang or a lost rank quotes it
+    reports_failure    decides which rank prints a failure, so that it is printed once
+
+Objects and positions go through torchrun's key-value store, which outlives the ranks, not through the process group.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octile.parallel.experts import check_agreement
+
+T = TypeVar("T")
+
+FOREVER = timedelta(days=365)  # for work of rank 0 whose time nobody knows, such as preparing the data
+PATIENCE = timedelta(seconds=5)  # for rank 0 to report the failure that another rank has, too
+MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
+FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
+
+
+class Ranks:
+    """The ranks of a run; `alone()` is the only rank of a run without torchrun.
+
+    Attributes:
+        rank, size: number of this rank, from 0, and of all ranks.
+        store: what `torch.distributed` calls a store; None without other ranks.
+        timeout: after which a rank that waits for another one gives up.
+        position: where this rank is, the argument of the last `at`.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store | None, timeout: timedelta):
+        self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
+        self.position = "before the first step"
+        self._exchanges = 0
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """A single rank, for which nothing is sent."""
+        return cls(0, 1, None, FOREVER)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and prints."""
+        return self.rank == 0
+
+    def at(self, position: str) -> None:
+        """Tell the others where this rank is: "step 3: sum of the gradients"."""
+        self.position = position
+        if self.store is not None:
+            self.store.set(f"{POSITION}/{self.rank}", position)
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Let rank 0 work, and return its result on all ranks, or raise its exception. The others wait for any time.
+
+        The result must be one that can be pickled. All ranks must call this in the same order.
+        """
+        if self.store is None:
+            return work()
+        key, self._exchanges = f"exchange/{self._exchanges}", self._exchanges + 1
+        if not self.is_first:
+            self.store.wait([key], FOREVER)
+            result, failure = pickle.loads(self.store.get(key))
+            if failure is not None:
+                raise failure
+            return result
+        try:
+            result = work()
+        except Exception as error:
+            self._send(key, (None, _as_sent(error)))
+            raise
+        self._send(key, (result, None))
+        return result
+
+    def _send(self, key: str, value: object) -> None:
+        assert self.store is not None
+        self.store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes, too
+
+    def from_first_only(self, work: Callable[[], T]) -> T | None:
+        """Let rank 0 work, and return its result there and None elsewhere, or raise its exception on all ranks."""
+        result: list[T] = []
+        self.from_first(lambda: result.append(work()))
+        return result[0] if result else None
+
+    def agree(self, what: str, own: str) -> None:
+        """Raise ValueError on all ranks unless all have the same description of `what`."""
+        if self.store is not None:
+            check_agreement(what, own, [_world()])
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, in place; return it."""
+        if self.store is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by the maximum over all ranks, in place; return it."""
+        if self.store is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def gather(self, own: T) -> list[T]:
+        """Return the objects of all ranks, in their order, on all ranks."""
+        if self.store is None:
+            return [own]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, own)
+        return gathered
+
+    def announce_failure(self) -> None:
+        """Tell the others that this rank ends with a failure, which it reports as soon as its work is saved."""
+        if self.store is not None:
+            self.store.set(f"{FAILING}/{self.rank}", "")
+
+    def positions(self) -> str:
+        """Say where the other ranks were last seen."""
+        assert self.store is not None
+        seen = []
+        for rank in range(self.size):
+            if rank != self.rank:
+                key = f"{POSITION}/{rank}"
+                where = self.store.get(key).decode() if self.store.check([key]) else "its start"
+                seen.append(f"rank {rank} at {where}")
+        return ", ".join(seen)
+
+
+_joined: Ranks | None = None
+
+
+def count_ranks() -> int:
+    """The number of processes that torchrun started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def join(device: torch.device, timeout: float) -> Ranks:
+    """Join the other ranks that torchrun started; without them, return the only rank.
+
+    Args:
+        device: of this rank; its type chooses the backend.
+        timeout: seconds after which a rank that waits for another one gives up.
+    """
+    global _joined
+    if count_ranks() == 1:
+        return Ranks.alone()
+    limit = timedelta(seconds=timeout)
+    store, rank, size = _rendezvous(limit)
+    _joined = ranks = Ranks(rank, size, dist.PrefixStore("octile", store), limit)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("groups", store),
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+        device_id=device if on_gpu else None,
+    )
+    return ranks
+
+
+def leave() -> None:
+    """Leave the process group, at the end of a run in which nothing failed."""
+    global _joined
+    if _joined is not None:
+        dist.destroy_process_group()
+        _joined = None
+
+
+def explain(error: Exception) -> Exception:
+    """Say which rank waited where, if an error is one of the connection to another rank; else return the error."""
+    if _joined is None or not _is_of_connection(error):
+        return error
+    ranks, message = _joined, str(error).lower()
+    if "timed out" in message or "timeout" in message:
+        what = f"waited {ranks.timeout.total_seconds():g} s for the other ranks"
+    else:
+        what = "lost the connection to another rank, which has ended"
+    return RanksError(f"rank {ranks.rank} {what}{where_ranks_are()}")
+
+
+def where_ranks_are() -> str:
+    """Say where this rank is, and where the others were last seen; nothing before they have met."""
+    return "" if _joined is None else f", at {_joined.position}; last seen: {_joined.positions()}"
+
+
+class RanksError(Exception):
+    """Another rank hangs or has ended."""
+
+    exit_code = 1
+
+
+def reports_failure(message: str) -> bool:
+    """Whether this rank must print the failure that ends it: the first to ask does, rank 0 before the others.
+
+    The same failure on all ranks is printed by rank 0. A rank that fails because another one has failed is silent.
+    """
+    rank = int(os.environ.get("RANK") or 0)
+    try:
+        store = _joined.store if _joined is not None else dist.PrefixStore("octile", _rendezvous(PATIENCE)[0])
+        assert store is not None
+        if rank:
+            with suppress(Exception):  # rank 0 has no failure to report
+                store.wait([FAILURE], MAX_PATIENCE if store.check([f"{FAILING}/0"]) else PATIENCE)
+        own = f"{rank} {message}"
+        return store.compare_set(FAILURE, "", own).decode() == own
+    except Exception:  # without torchrun's store nobody knows what the others have printed
+        return True
+
+
+def end(code: int) -> NoReturn:
+    """End the process after a failure, without waiting for collectives that the other ranks will not join."""
+    if _joined is None:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """torchrun's store, this rank and their number. The store may hold the keys of a start before a restart."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several agents count their own restarts, and make a new store
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank, size
+
+
+def _is_of_connection(error: Exception) -> bool:
+    """Whether gloo, NCCL or the store raised it because another rank does not answer."""
+    words = ("timed out", "timeout", "connection closed by peer", "connection reset", "broken pipe", "nccl")
+    return isinstance(error, dist.DistError | TimeoutError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )
+
+
+def _as_sent(error: Exception) -> Exception:
+    """The error itself if it survives pickling, as those of octile do; else one with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

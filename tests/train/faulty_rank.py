@@ -1,0 +1,31 @@
+"""`octile train` whose rank 1 fails at a step, for test_ranks.py: python faulty_rank.py FAULT STEP ARGUMENTS…
+
+FAULT is kill (SIGKILL, but not after a restart), hang or raise (an exception).
+"""
+
+import os
+import signal
+import sys
+import time
+
+from octile.cli import main
+from octile.train.trainer import Trainer
+
+fault, step, *arguments = sys.argv[1:]
+forward = Trainer.backward
+
+
+def backward(self, tokens_BS, parts):
+    if os.environ["RANK"] == "1" and self.steps_done + 1 == int(step):
+        if fault == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "hang":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it at once
+            time.sleep(600)
+        if fault == "raise":
+            raise ValueError("a fault that only this rank has")
+    return forward(self, tokens_BS, parts)
+
+
+Trainer.backward = backward
+main(["train", *arguments])

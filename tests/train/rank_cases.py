@@ -1,0 +1,239 @@
+"""Trainers on several ranks compared with one process, for test_ranks.py."""
+
+import os
+import traceback
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octile.nn.delayed_scaling import amax_histories
+from octile.parallel.ranks import Ranks, join, leave
+from octile.train import trainer as module
+from octile.train.config import ParallelConfig
+from octile.train.loop import differing
+from octile.train.token_store import TokenStore
+from octile.train.trainer import Trainer
+from tests.train.conftest import micro
+
+CPU = torch.device("cpu")
+STEPS = 4
+EXACT = {"rtol": 2e-5, "atol": 0.0}  # FP32 sums in another order
+SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 2, "val_sequences": 3}
+
+
+def trainers(store: TokenStore, ranks: Ranks, ep: int = 1, reduce="float32", **changes) -> tuple[Trainer, Trainer]:
+    """The same run on this rank alone, and on all ranks."""
+    config = micro(**{**SETTINGS, **changes})
+    parallel = ParallelConfig(ranks.size, ep, reduce)
+    return Trainer(config, store, CPU), Trainer(replace(config, parallel=parallel), store, CPU, ranks=ranks)
+
+
+def steps(trainer: Trainer, n: int = STEPS) -> list[dict]:
+    return [trainer.step() for _ in range(n)]
+
+
+def check_close(found: list[dict], expected: list[dict], **tolerance: float) -> None:
+    for key in ("loss", "main_loss", "mtp_loss", "balance_loss", "grad_norm"):
+        of_both = (torch.tensor([line[key] for line in lines], dtype=torch.float64) for lines in (found, expected))
+        torch.testing.assert_close(*of_both, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+    for key in ("step", "lr", "tokens", "skipped"):
+        assert [line[key] for line in found] == [line[key] for line in expected], key
+
+
+def check_same_everywhere(trainer: Trainer, lines: list[dict]) -> None:
+    """All ranks report the same numbers, and have the same weights, but for experts that are spread."""
+    hidden = ("seconds", "tokens_per_s", "flops_per_s")
+    reported = [{k: v for k, v in line.items() if k not in hidden} for line in lines]
+    names = [n for n, p in trainer.model.named_parameters() if trainer.layout(f"model.{n}").is_whole]
+    state = trainer.model.state_dict()
+    biases = [n for n in state if "bias" in n]
+    weights = {name: state[name].double().sum().item() for name in (*names, *biases)}
+    assert biases
+    of_ranks = trainer.ranks.gather((repr(reported), weights))
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
+
+
+def check_equal_run(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None:
+    """Losses, norms, loads and held-out losses are those of one process; so is the state that rank 0 collects."""
+    optim = replace(micro().optim, ema_decay=0.9)
+    alone, own = trainers(store, ranks, ep, optim=optim, **changes)
+    expected, lines = steps(alone), steps(own)
+    check_close(lines, expected, **EXACT)
+    check_same_everywhere(own, lines)
+    assert own.expert_load() == alone.expert_load()
+    found, wanted = own.validate(), alone.validate()
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        assert found[key] == pytest.approx(wanted[key], rel=1e-5)
+    tensors, state = own.state()
+    whole, of_alone = alone.state()
+    assert {**state, "seconds": 0} == {**of_alone, "seconds": 0}
+    if ranks.is_first:
+        assert tensors.keys() == whole.keys()
+        for name, tensor in whole.items():
+            assert tensors[name].shape == tensor.shape, name
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-2, atol=3e-4, msg=lambda t, n=name: f"{n}: {t}")
+    else:
+        assert tensors == {}
+
+
+def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
+    """A state goes from one process to the ranks and back."""
+    alone, own = trainers(store, ranks, ep)
+    steps(alone, 2)
+    tensors, state = alone.state()
+    own.load(tensors, state)
+    check_close(steps(own, 2), steps(alone, 2), **EXACT)
+    tensors, state = ranks.gather(own.state())[0]
+    again, _ = trainers(store, ranks, ep)
+    again.load(tensors, state)
+    check_close(steps(own, 2), steps(again, 2), **EXACT)
+
+
+def check_ramp(store: TokenStore, ranks: Ranks) -> None:
+    """Batches of odd sizes are shared as evenly as they can be."""
+    alone, own = trainers(store, ranks, steps=8, initial_batch_size=4, batch_ramp=0.5)
+    expected, lines = steps(alone, 5), steps(own, 5)
+    check_close(lines, expected, **EXACT)
+    assert [line["batch_size"] for line in lines] == [4, 5, 6, 7, 8]
+
+
+def check_bfloat16_sums(store: TokenStore, ranks: Ranks) -> None:
+    alone, own = trainers(store, ranks, reduce="bfloat16")
+    lines = steps(own)
+    check_close(lines[:1], steps(alone, 1), rtol=2e-3, atol=0)
+    check_same_everywhere(own, lines)
+
+
+def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, ep: int) -> None:
+    """Tiles have the tokens of a rank, so another rounding; the ranks agree with one another."""
+    alone, own = trainers(store, ranks, ep, recipe=recipe)
+    lines = steps(own)
+    check_close(lines, steps(alone), rtol=2e-2, atol=0)
+    check_same_everywhere(own, lines)
+    histories = [history.amax_OH.tolist() for history in amax_histories(own.model).values()]
+    assert all(of_rank == histories for of_rank in ranks.gather(histories))
+
+
+@contextmanager
+def broken(trainer: Trainer, at: set[int], value: float = float("nan")):
+    """Let the gradients of some steps be NaN on the last rank."""
+    if trainer.ranks.rank == trainer.ranks.size - 1:
+        weight = trainer.model.model.layers[0].self_attn.o_proj.weight
+        weight.register_hook(lambda g: torch.full_like(g, value) if trainer.steps_done + 1 in at else None)
+    yield
+
+
+def check_skips(store: TokenStore, ranks: Ranks) -> None:
+    """A NaN on one rank skips the step on all, and names the parameter on all."""
+    _, own = trainers(store, ranks, skip_limit=1)
+    with broken(own, {2, 4, 5}):
+        lines = steps(own, 3)
+        before = {name: t.clone() for name, t in own.model.state_dict().items()}
+        lines += steps(own, 1)
+        with pytest.raises(FloatingPointError, match="a gradient is not finite at step 5") as stopped:
+            own.step()
+    assert ["skipped_for" in line for line in lines] == [False, True, False, True]
+    assert "layers.0.self_attn.o_proj.weight" in lines[1]["skipped_for"]
+    assert all(torch.equal(before[name], t) for name, t in own.model.state_dict().items())
+    assert len(set(ranks.gather(str(stopped.value)))) == 1
+    check_same_everywhere(own, lines)
+
+
+def check_broken_loss(store: TokenStore, ranks: Ranks) -> None:
+    """A loss of one rank that is NaN ends the run on all, with the module where that rank found it."""
+    _, own = trainers(store, ranks)
+    steps(own, 1)
+    if ranks.rank == ranks.size - 1:
+        own.model.model.norm.register_forward_hook(lambda module, inputs, y: y * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 2; .* is in model\.norm$"):
+        own.step()
+
+
+def check_loss_scale(store: TokenStore, ranks: Ranks) -> None:
+    """An overflow on one rank halves the loss scale of all."""
+    _, own = trainers(store, ranks, recipe="fp16_loss_scaling")
+    before = own.loss_scale.value
+    with broken(own, {2}, float("inf")):
+        lines = steps(own, 3)
+    assert "overflowed" in lines[1]["skipped_for"]
+    assert ranks.gather(own.loss_scale.value) == [before / 2] * ranks.size
+    check_same_everywhere(own, lines)
+
+
+def check_late(store: TokenStore, ranks: Ranks) -> None:
+    """Ranks that read results late, as on GPUs, stop after the same step, although only one wants to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "why_eager", lambda *_: None)
+        _, own = trainers(store, ranks)
+        done = []
+        while not own.must_stop(own.ranks.rank == 1 and own.steps_done >= 3):
+            done += [line["step"] for line in own.advance()]
+        done += [line["step"] for line in own.read()]
+    assert done == list(range(1, own.steps_done + 1))
+    assert ranks.gather(own.steps_done) == [20] * ranks.size
+
+
+def check_from_first(ranks: Ranks) -> None:
+    assert ranks.from_first(lambda: ranks.rank) == 0
+
+    def fail() -> None:
+        raise FileNotFoundError(2, "No such file", "there")
+
+    with pytest.raises(FileNotFoundError, match="there"):
+        ranks.from_first(fail)
+    assert ranks.from_first_only(lambda: "store") == ("store" if ranks.is_first else None)
+
+
+def check_agreement(ranks: Ranks) -> None:
+    ranks.agree("the code", "same")
+    with pytest.raises(ValueError, match="the code must be the same on all ranks: rank 0 has 0, but rank 1 has 1"):
+        ranks.agree("the code", str(ranks.rank))
+    assert differing(ranks.gather({"seed": "1", "lr": str(ranks.rank)})) == {
+        "lr": [str(rank) for rank in range(ranks.size)]
+    }
+
+
+def cases(world: int) -> dict[str, object]:
+    if world == 4:
+        return {
+            "equal_run-4-2": lambda s, r: check_equal_run(s, r, 2),
+            "moved-4-2": lambda s, r: check_moved_run(s, r, 2),
+        }
+    return {
+        "equal_run-2-1": lambda s, r: check_equal_run(s, r, 1),
+        "equal_run-2-2": lambda s, r: check_equal_run(s, r, 2),
+        "moved-2-2": lambda s, r: check_moved_run(s, r, 2),
+        "ramp": check_ramp,
+        "bfloat16_sums": check_bfloat16_sums,
+        "deepseek_v3-1": lambda s, r: check_fp8(s, r, "deepseek_v3", 1),
+        "deepseek_v3-2": lambda s, r: check_fp8(s, r, "deepseek_v3", 2),
+        "delayed-2": lambda s, r: check_fp8(s, r, "delayed", 2),
+        "skips": check_skips,
+        "broken_loss": check_broken_loss,
+        "loss_scale": check_loss_scale,
+        "late": check_late,
+        "from_first": lambda s, r: check_from_first(r),
+        "agreement": lambda s, r: check_agreement(r),
+    }
+
+
+def run(rank: int, world: int, folder: str, store: str, port: int) -> None:
+    """Run all cases as one rank, and write what went wrong in each."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks, tokens = join(CPU, 60), TokenStore.open(Path(store))
+    failures = {}
+    for name, case in cases(world).items():
+        failures[name] = ""
+        try:
+            case(tokens, ranks)
+        except (Exception, pytest.fail.Exception):
+            failures[name] = traceback.format_exc()
+    torch.save(failures, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    leave()

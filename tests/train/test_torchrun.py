@@ -1,0 +1,96 @@
+"""`octile train` under the real torchrun, on two processes: moved to one and back, killed, hanging, refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octile.cli import main
+from tests.train.conftest import MICRO
+
+FAULTY = Path(__file__).with_name("faulty_rank.py")
+OPTIONS = [f"--model.{name.replace('_', '-')}={value}" for name, value in vars(MICRO).items() if type(value) is int]
+OPTIONS += ["--recipe=float32", "--batch-size=4", "--sequence-length=32", "--val-sequences=4", "--device=cpu"]
+OPTIONS += ["--optim.lr=3e-3", "--optim.warmup=0", "--optim.decay=0", "--validate-every=4", "--checkpoint-every=2"]
+OPTIONS += ["--steps=4", "--parallel.dp=2"]
+
+
+def torchrun(*command: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """Start a command on two processes, and wait for it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    options = [f"--max-restarts={restarts}", *command]
+    return subprocess.run([*launcher, *options], env=environment, capture_output=True, text=True, timeout=180)
+
+
+def own_lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    """What octile printed when it failed, without torchrun's report."""
+    return [line for line in ended.stderr.splitlines() if line.startswith("octile: ")]
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def arguments(text) -> list[str]:
+    return [*OPTIONS, f"--data={text}"]
+
+
+@pytest.fixture(scope="module")
+def straight(arguments, tmp_path_factory) -> dict[int, float]:
+    """The losses of one process."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    main(["train", *arguments, "--steps=8", "--parallel.dp=1", f"--out={out}"])
+    return losses(out)
+
+
+def test_a_run_goes_from_two_processes_to_one_and_back(arguments, straight, tmp_path, capsys):
+    run = tmp_path / "run"
+    begun = torchrun("-m", "octile", "train", *arguments, "--parallel.ep=2", f"--out={run}")
+    assert begun.returncode == 0, begun.stderr
+    assert begun.stdout.count("run folder:") == 1
+    main(["train", "--resume", "--out", str(run), "--steps=6", "--parallel.dp=1", "--parallel.ep=1"])
+    assert "gradients are summed in another order" in " ".join(capsys.readouterr().out.split())
+    again = torchrun("-m", "octile", "train", "--resume", f"--out={run}", "--steps=8", "--parallel.dp=2")
+    assert again.returncode == 0, again.stderr
+    assert losses(run) == pytest.approx(straight, rel=1e-5)
+    assert (run / "model" / "config.json").exists()
+    assert (run / "report.html").exists()
+
+
+def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
+    ended = torchrun(str(FAULTY), "kill", "4", *arguments, f"--out={tmp_path / 'run'}", restarts=1)
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed at step 2" in ended.stdout
+    (line,) = own_lines(ended)
+    assert line.endswith("at step 4: sum of the gradients; last seen: rank 1 at step 4")
+    assert losses(tmp_path / "run") == pytest.approx({n: straight[n] for n in range(1, 5)}, rel=1e-5)
+
+
+def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path):
+    ended = torchrun(str(FAULTY), "hang", "3", *arguments, "--parallel.timeout=8", f"--out={tmp_path / 'run'}")
+    assert ended.returncode == 1
+    (line,) = own_lines(ended)
+    assert line.endswith(
+        "rank 0 waited 8 s for the other ranks, at step 3: sum of the gradients; last seen: rank 1 at step 3"
+    )
+
+
+def test_an_exception_of_one_rank_ends_all(arguments, tmp_path):
+    ended = torchrun(str(FAULTY), "raise", "2", *arguments, f"--out={tmp_path / 'run'}")
+    assert ended.returncode == 1
+    assert own_lines(ended) == ["octile: rank 1: a fault that only this rank has"]
+
+
+def test_ranks_with_different_configurations_are_refused_by_rank_0(arguments, tmp_path):
+    command = 'exec "$0" -m octile train --seed $RANK "$@"'
+    ended = torchrun("--no-python", "bash", "-c", command, sys.executable, *arguments, f"--out={tmp_path / 'run'}")
+    assert own_lines(ended) == ["octile: seed must be the same on all ranks: rank 0 has 0, but rank 1 has 1"]
+    assert set(re.findall(r"exitcode *: (\d+)", ended.stderr)) == {"2"}
+    assert not (tmp_path / "run").exists()
