@@ -1,0 +1,40 @@
+"""Converted models of transformers and torchtitan on four gloo ranks: the losses are those of one process."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.compatibility import family_cases as cases
+from tests.compatibility.processes import Outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    works = [cases.llama, cases.qwen3_moe, cases.deepseek_v3, cases.llama_in_two_dimensions]
+    if find_spec("torchtitan") is not None:
+        works += [cases.torchtitan_llama3, cases.torchtitan_deepseek_v3]
+    return Outcomes(works, tmp_path_factory.mktemp("processes"), cases.RANKS)
+
+
+def test_llama(outcomes: Outcomes):
+    outcomes.assert_passed(cases.llama)
+
+
+def test_qwen3_moe(outcomes: Outcomes):
+    outcomes.assert_passed(cases.qwen3_moe)
+
+
+def test_deepseek_v3(outcomes: Outcomes):
+    outcomes.assert_passed(cases.deepseek_v3)
+
+
+def test_llama_with_fsdp2_and_tensor_parallelism(outcomes: Outcomes):
+    outcomes.assert_passed(cases.llama_in_two_dimensions)
+
+
+@pytest.mark.parametrize("work", [cases.torchtitan_llama3, cases.torchtitan_deepseek_v3])
+def test_torchtitans_functions_parallelize_its_converted_models(work: Callable[[int, Path], None], outcomes: Outcomes):
+    pytest.importorskip("torchtitan")
+    outcomes.assert_passed(work)
