@@ -154,20 +154,22 @@ def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
         kind = swiglu_class(module)
         if kind is not None and all(isinstance(module._modules[layer], Linear) for layer in kind.fusable_layers):
             model = _replace(model, name, replacements.setdefault(module, with_class(kind, module)))
-        elif name and len({layer.in_features for layer in layers}) < len(layers):
+        elif not _join(module) and name and len({layer.in_features for layer in layers}) < len(layers):
             share_among_children(module)
-            _join(module)
     return model
 
 
-def _join(module: nn.Module) -> None:
-    """Have converted layers that a module always calls on its input be one GEMM, as octile's own modules do."""
+def _join(module: nn.Module) -> bool:
+    """Have converted layers that a module always calls on its input be one GEMM; return whether there are several."""
     called = [module._modules[name] for name in called_on_one_input(module)]
     layers = [layer for layer in called if isinstance(layer, Linear)]
-    if len(layers) > 1 and len({layer.in_features for layer in layers}) == 1:
-        joined = JoinedLinear(layers)
-        for layer in layers:
-            layer.joined = joined
+    alike = all((layer.in_features, layer.recipe) == (layers[0].in_features, layers[0].recipe) for layer in layers)
+    if len(layers) < 2 or not alike or not layers[0].recipe.can_fuse_projections:
+        return False
+    joined = JoinedLinear(layers)
+    for layer in layers:
+        layer.joined = joined
+    return True
 
 
 def _reason_to_skip(name: str, module: nn.Module, experts: Any, tied: set[int], filter: Filter | None) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from octile.nn.conversion import apply_recipe
 from octile.nn.joined_linear import JoinedLinear
@@ -204,3 +205,14 @@ def test_a_module_is_saved_and_loaded(tmp_path: Any):
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert torch.equal(loaded(input_of()), attention(input_of()))
     assert loaded.q_proj.joined.layers[0] is loaded.q_proj
+
+
+def test_compiled_modules_of_one_class_are_compiled_once():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    modules = apply_recipe(nn.ModuleList([Attention() for _ in range(3)]), RECIPE)
+    expected = [module(input_of()) for module in modules]
+    for module, y in zip(modules, expected, strict=True):
+        module.compile(backend=counter)
+        assert torch.equal(module(input_of()), y)
+    assert counter.frame_count == 1
