@@ -58,7 +58,12 @@ class LocalDispatcher:
     `dispatch` and `combine` are differentiable, for rows in high precision. The other methods are for functions that
     have a backward of their own. Quantized rows are sent once, by `send_quantized`, and may be copied to the experts in
     several forms.
+
+    Attributes:
+        waits_for_device: whether the host waits in `plan`, so that a forward pass cannot be captured in a CUDA graph.
     """
+
+    waits_for_device = False
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go: experts_TK are the experts of each token, load_E is the number of tokens of each."""

@@ -61,6 +61,8 @@ class ExpertDispatcher(LocalDispatcher):
         ValueError: the ranks disagree about a size, or W does not divide E.
     """
 
+    waits_for_device = True
+
     def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, ranks: Ranks = None):
         self.groups = _groups(ranks)
         sizes = f"{n_experts} experts, {n_chosen} of them chosen, hidden_size {hidden_size}"

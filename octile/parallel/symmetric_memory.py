@@ -107,6 +107,8 @@ class PeerDispatcher(ExpertDispatcher):
         ValueError: the ranks disagree about a size, W does not divide E, or max_tokens is less than 1.
     """
 
+    waits_for_device = False
+
     def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, memory: PeerMemory, max_tokens: int):
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")

@@ -28,14 +28,14 @@ from octile.recipe import Recipe
 WARM_UP_STEPS = 3  # eager steps before a capture: they compile kernels and create the optimizer's state
 
 
-def why_eager(device: torch.device, recipe: Recipe, deterministic: bool, expert_ranks: int = 1) -> str | None:
+def why_eager(device: torch.device, recipe: Recipe, deterministic: bool, waits_for_rows: bool = False) -> str | None:
     """Return why a training step cannot be captured, or None.
 
     Args:
         device: of the step.
         recipe: of the model.
         deterministic: whether the kernels are deterministic.
-        expert_ranks: over how many ranks the experts are spread.
+        waits_for_rows: whether the host waits for the numbers of rows that go to the experts of each rank.
     """
     if device.type != "cuda":
         return "CUDA graphs need a GPU"
@@ -47,7 +47,7 @@ def why_eager(device: torch.device, recipe: Recipe, deterministic: bool, expert_
         return "torch's grouped GEMM in FP32 waits for the host"
     if recipe.optimizer.gradient != "float32":
         return "hooks move FP8 gradients while autograd runs"
-    if expert_ranks > 1:
+    if waits_for_rows:
         return "the host reads how many rows go to the experts of each rank"
     if has_observers() or is_replaced():
         return "an observer reads this step"

@@ -164,6 +164,8 @@ def _train(
     if resume:
         _continue(trainer, best, run, checkpoint, console)
     console.print_model(trainer)
+    if trainer.expert_share is not None:
+        console.print(str(trainer.expert_share))
     if device.type == "cuda" and (reason := trainer.why_eager()):
         console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:

@@ -43,7 +43,7 @@ from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
 from octile.optim.gradient import gradient_norm
 from octile.optim.state import has_scales
-from octile.parallel.experts import shard_experts
+from octile.parallel.experts import ExpertShare, shard_experts
 from octile.parallel.ranks import Ranks
 from octile.parallel.state import Layout, ShardedState, collect
 from octile.recipe import Recipe
@@ -174,7 +174,10 @@ class Trainer:
         if config.init_from is not None:
             load_weights(self.model, config.init_from)
         apply_recipe(self.model, self.recipe)
-        self.shards = _shard(self.model, config, device) if self.ranks.size > 1 else None
+        self.expert_share: ExpertShare | None = None
+        self.shards: ShardedState | None = None
+        if self.ranks.size > 1:
+            self.expert_share, self.shards = _shard(self.model, config, device)
         self.updated = self.shards.parts if self.shards else self.model  # the parameters that this rank updates
         optim = config.optim
         self.optimizer = AdamW(
@@ -282,7 +285,8 @@ class Trainer:
 
     def why_eager(self) -> str | None:
         """Why the next step is not captured in CUDA graphs, or None."""
-        return why_eager(self.device, self.recipe, self.config.deterministic, self.config.parallel.ep)
+        waits = any(moe.dispatcher.waits_for_device for moe in self.moes.values())
+        return why_eager(self.device, self.recipe, self.config.deterministic, waits)
 
     def read(self, leave: int = 0) -> Iterator[Metrics]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay unread.
@@ -758,15 +762,17 @@ def check_recipe(config: TrainConfig) -> None:
         )
 
 
-def _shard(model: DeepseekV3, config: TrainConfig, device: torch.device) -> ShardedState:
+def _shard(model: DeepseekV3, config: TrainConfig, device: torch.device) -> tuple[ExpertShare | None, ShardedState]:
     """Spread the experts, if they are to be, and the optimizer's state over the ranks."""
-    parallel, mesh = config.parallel, None
+    parallel, mesh, share = config.parallel, None, None
     if parallel.ep > 1:
         mesh = init_device_mesh(
             device.type, (parallel.dp // parallel.ep, parallel.ep), mesh_dim_names=("replica", "expert")
         )
-        shard_experts(model, mesh.get_group("expert"))
-    return ShardedState(model, mesh, getattr(torch, parallel.reduce))
+        of_pass = config.micro_batch_size * config.sequence_length
+        max_tokens = of_pass if parallel.exchange == "symmetric_memory" else None
+        share = shard_experts(model, mesh.get_group("expert"), max_tokens)
+    return share, ShardedState(model, mesh, getattr(torch, parallel.reduce))
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:

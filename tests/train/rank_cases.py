@@ -28,7 +28,7 @@ SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 
 def trainers(store: TokenStore, ranks: Ranks, ep: int = 1, reduce="float32", **changes) -> tuple[Trainer, Trainer]:
     """The same run on this rank alone, and on all ranks."""
     config = micro(**{**SETTINGS, **changes})
-    parallel = ParallelConfig(ranks.size, ep, reduce)
+    parallel = ParallelConfig(ranks.size, ep, reduce=reduce)
     return Trainer(config, store, CPU), Trainer(replace(config, parallel=parallel), store, CPU, ranks=ranks)
 
 
