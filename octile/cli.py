@@ -560,6 +560,8 @@ def _warn(
 ) -> None:
     """Print a warning: one of octile as a line like an error, any other in Python's form."""
     is_octile = Path(filename).is_relative_to(Path(__file__).parent)
+    if is_octile and _rank():  # rank 0 says the same
+        return
     text = f"octile: {message}\n" if is_octile else warnings.formatwarning(message, category, filename, lineno, line)
     sys.stderr.write(text)
 

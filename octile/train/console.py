@@ -80,10 +80,11 @@ class RunConsole:
         """Print the size of the model and how many layers were converted to its recipe."""
         counts = count_parameters(trainer.config.model)
         mtp = sum(counts.mtp.values()) / 1e6
+        of_ranks = f", {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""
         of_mtp = f", and {mtp:.1f}M for multi-token prediction" if mtp else ""
         self.print(
             f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token{of_mtp}, "
-            f"on {trainer.device.type}"
+            f"on {trainer.device.type}{of_ranks}"
         )
         self.print(str(trainer.model.conversion_summary))
 

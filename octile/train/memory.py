@@ -30,6 +30,7 @@ from octile.train.device_memory import available_memory, device_memory
 from octile.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
+MOMENTS_BYTES = 4  # the moments among them, which the ranks share
 FP8_LM_BYTES_PER_PARAMETER = 6  # FP16 weight, FP8 gradient, FP8 and FP16 moments
 
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -79,10 +80,14 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
 
 
 def min_memory(config: TrainConfig) -> int:
-    """Bytes of weights, gradients and moments."""
-    counts = count_parameters(config.model)
+    """Bytes of weights, gradients and moments of a rank."""
+    counts, parallel = count_parameters(config.model), config.parallel
     parameters = counts.total + sum(counts.mtp.values())
-    return parameters * (FP8_LM_BYTES_PER_PARAMETER if config.recipe == "fp8_lm" else BYTES_PER_PARAMETER)
+    if config.recipe == "fp8_lm":
+        return parameters * FP8_LM_BYTES_PER_PARAMETER
+    experts = sum(of.get("routed experts", 0) for of in (counts.main, counts.mtp))
+    held = parameters - experts + experts // parallel.ep
+    return held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + parameters * MOMENTS_BYTES // parallel.dp
 
 
 @contextmanager

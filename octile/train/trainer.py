@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
@@ -170,14 +170,18 @@ class Trainer:
         self.keeps_activations = all(self.ranks.gather(can))
         self.recipe = self._recipes[self.keeps_activations]
         torch.manual_seed(config.seed)
-        self.model = DeepseekV3(self.config.model).to(device)
+        mesh = _expert_mesh(config, device) if self.ranks.size > 1 else None
+        self.model = DeepseekV3(self.config.model).to(device if mesh is None else "cpu")
         if config.init_from is not None:
             load_weights(self.model, config.init_from)
         apply_recipe(self.model, self.recipe)
         self.expert_share: ExpertShare | None = None
+        if mesh is not None:
+            self.expert_share = _spread_experts(self.model, config, mesh)
+            self.model.to(device)  # which may have too little memory for all experts
         self.shards: ShardedState | None = None
         if self.ranks.size > 1:
-            self.expert_share, self.shards = _shard(self.model, config, device)
+            self.shards = ShardedState(self.model, mesh, getattr(torch, config.parallel.reduce))
         self.updated = self.shards.parts if self.shards else self.model  # the parameters that this rank updates
         optim = config.optim
         self.optimizer = AdamW(
@@ -762,17 +766,19 @@ def check_recipe(config: TrainConfig) -> None:
         )
 
 
-def _shard(model: DeepseekV3, config: TrainConfig, device: torch.device) -> tuple[ExpertShare | None, ShardedState]:
-    """Spread the experts, if they are to be, and the optimizer's state over the ranks."""
-    parallel, mesh, share = config.parallel, None, None
-    if parallel.ep > 1:
-        mesh = init_device_mesh(
-            device.type, (parallel.dp // parallel.ep, parallel.ep), mesh_dim_names=("replica", "expert")
-        )
-        of_pass = config.micro_batch_size * config.sequence_length
-        max_tokens = of_pass if parallel.exchange == "symmetric_memory" else None
-        share = shard_experts(model, mesh.get_group("expert"), max_tokens)
-    return share, ShardedState(model, mesh, getattr(torch, parallel.reduce))
+def _expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None:
+    """The mesh [replicas, ranks of a replica], if experts are spread over the ranks of each replica."""
+    parallel = config.parallel
+    if parallel.ep == 1:
+        return None
+    shape = parallel.dp // parallel.ep, parallel.ep
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
+
+
+def _spread_experts(model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh) -> ExpertShare:
+    of_pass = config.micro_batch_size * config.sequence_length
+    max_tokens = of_pass if config.parallel.exchange == "symmetric_memory" else None
+    return shard_experts(model, mesh.get_group("expert"), max_tokens)
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octile.models.config import PRESETS
-from octile.train.config import OptimConfig, TrainConfig, changed_settings, preset, published_schedule
+from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, changed_settings, preset, published_schedule
 from octile.train.trainer import batch_ramp, schedule
 
 WITH_MTP = replace(PRESETS["tiny"](), num_nextn_predict_layers=1)
@@ -201,3 +201,33 @@ def test_an_impossible_ramp_is_refused(changes, message):
 def test_a_late_weight_needs_multi_token_prediction():
     with pytest.raises(ValueError, match=r"optim\.mtp_change 0\.5 has no effect"):
         replace(preset("v2_lite_16b"), optim=OptimConfig(mtp_change=0.5))
+
+
+RANKS = {  # the configuration: the message
+    "ep": ({"parallel": {"dp": 4, "ep": 3}}, "parallel.ep must divide parallel.dp, 4, but it is 3"),
+    "experts": (
+        {"parallel": {"dp": 6, "ep": 6}, "batch_size": 6},
+        r"parallel.ep 6 must divide model.n_routed_experts, 16",
+    ),
+    "batch": (
+        {"parallel": {"dp": 4}, "batch_size": 4, "micro_batches": 2},
+        "batch_size 4 must be divisible by micro_batches 2 × parallel.dp 4",
+    ),
+    "ramp": (
+        {"parallel": {"dp": 2}, "initial_batch_size": 1, "batch_ramp": 0.5},
+        "initial_batch_size must be at least 2, a sequence for each of 1 micro-batches on 2 ranks, not 1",
+    ),
+    "telemetry": ({"parallel": {"dp": 2}, "telemetry_every": 5}, r"telemetry_every must be 0 on several ranks"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), RANKS.values(), ids=RANKS)
+def test_what_several_ranks_cannot_share_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{**changes, "parallel": ParallelConfig(**changes["parallel"])})
+
+
+def test_a_run_of_an_earlier_version_has_one_rank():
+    saved = json.loads(TrainConfig().to_json())
+    del saved["parallel"]
+    assert TrainConfig.from_json(json.dumps(saved)) == TrainConfig()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octile.train import memory
-from octile.train.config import preset
+from octile.train.config import ParallelConfig, preset
 from octile.train.cpu_memory import estimate_need
 from octile.train.memory import check_memory
 
@@ -29,6 +29,15 @@ def test_a_model_that_may_fit_is_accepted():
 
 def test_the_medium_preset_fits_one_h200_with_room():
     assert estimate_need(preset("medium")).total < 0.6 * 139 * 2**30  # in FP32, which is more than a GPU's BF16
+
+
+def test_ranks_share_moments_and_spread_experts(monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda device: 100 * 10**9)
+    config = replace(preset("v2_lite_16b"), batch_size=64)
+    for parallel in (ParallelConfig(), ParallelConfig(dp=8)):  # FP32 weights and gradients take 128 GB
+        with pytest.raises(ValueError, match="needs at least"):
+            check_memory(replace(config, parallel=parallel), GPU)
+    check_memory(replace(config, parallel=ParallelConfig(dp=8, ep=4)), GPU)
 
 
 def test_fp8_optimizer_states_need_less(monkeypatch):

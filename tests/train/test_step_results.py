@@ -1,5 +1,8 @@
 """Tests of the ring buffer through which the host reads the results of steps."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -42,3 +45,19 @@ def test_cleared_results_are_not_read():
     assert results.pop() == [7.0, 7.0]
     with pytest.raises(IndexError):
         results.pop()
+
+
+def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():
+    results = StepResults(3, 2, torch.device("cpu"), timeout=0.01)
+    results.append(torch.zeros(2))
+    results._written = [SimpleNamespace(query=lambda: False)] * 3
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s for the GPU to finish a step"):
+        results.pop()
+
+
+@pytest.mark.parametrize("timeout", [60, math.inf])
+def test_a_gpu_that_finishes_in_time_is_waited_for(timeout):
+    results, finished = StepResults(3, 2, torch.device("cpu"), timeout), iter([False, True])
+    results.append(torch.ones(2))
+    results._written = [SimpleNamespace(query=lambda: next(finished), synchronize=lambda: None)] * 3
+    assert results.pop() == [1, 1]
