@@ -22,21 +22,21 @@ from octile.parallel import use_fp8_all_gather
 from tests.compatibility.processes import RANKS
 
 D, E = 256, 4
-WEIGHTS = ("dense", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "moe.experts")
+WEIGHTS = ("dense", "narrow", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "moe.experts")
 
 
 class Block(nn.Module):
-    """A dense layer with a bias, a fused SwiGLU and a mixture; a rank has 96 rows of `narrow`, no whole blocks."""
+    """Dense layers, a fused SwiGLU and a mixture; ranks share blocks of `narrow`, and `odd` has another row on one."""
 
     def __init__(self):
         super().__init__()
-        self.dense, self.narrow = nn.Linear(D, D), nn.Linear(192, 192, bias=False)
+        self.dense, self.narrow, self.odd = nn.Linear(D, D), nn.Linear(D, 192, bias=False), nn.Linear(192, 255)
         self.mlp, self.moe = MLP(D, D), MoE(Gate(D, E, 2), D, 128, alpha=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mlp(self.dense(x))
         x = x + self.moe(x)
-        return x + nn.functional.pad(self.narrow(x[..., :192]), (0, D - 192))
+        return x + nn.functional.pad(self.odd(self.narrow(x)), (0, 1))
 
 
 def whole(recipe: octile.Recipe | None = None) -> nn.Module:
@@ -76,7 +76,7 @@ def check_training(alone: nn.Module, model: nn.Module, rank: int) -> None:
 def bits(rank: int, folder: Path) -> None:
     alone, model = whole(), sharded(whole())
     model[0].unshard()
-    assert type(model[0].narrow.weight) is nn.Parameter
+    assert type(model[0].odd.weight) is nn.Parameter
     for name, expected in alone[0].named_parameters():
         found = model[0].get_parameter(name)
         if name.startswith(WEIGHTS) and expected.dim() > 1:
@@ -180,7 +180,8 @@ def fewer_bytes(rank: int, folder: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     assert sent(False) == 2 * 4 * values  # forward and backward
     assert sent(False, mp_policy=bf16) == 2 * 2 * values
-    assert sent(True) == sent(True, mp_policy=bf16) == 2 * (values + 4 * values // 128**2)
+    scales = 2 * (512 // 128) * (D // 128) + (D // 128) * (512 // 128)
+    assert sent(True) == sent(True, mp_policy=bf16) == 2 * (values + 4 * scales // RANKS)
 
 
 def saved(rank: int, folder: Path) -> None:
@@ -204,11 +205,9 @@ def summary(rank: int, folder: Path) -> None:
     model = fully_shard(whole())
     found = use_fp8_all_gather(model)
     assert len(found.quantized) == 2 * (len(WEIGHTS) + 1)
-    assert found.high_precision == {f"{i}.narrow.weight": "with 96 rows a rank, no multiple of 128" for i in range(2)}
-    assert (
-        str(found)
-        == "FSDP2 gathers 12 of 14 weights in FP8, in high precision 2 × with 96 rows a rank, no multiple of 128"
-    )
+    assert found.high_precision == {f"{i}.odd.weight": "with 255 rows, which 2 ranks do not divide" for i in range(2)}
+    reasons = "in high precision 2 × with 255 rows, which 2 ranks do not divide"
+    assert str(found) == f"FSDP2 gathers 14 of 16 weights in FP8, {reasons}"
 
 
 def refused(rank: int, folder: Path) -> None:
