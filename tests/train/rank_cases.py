@@ -13,23 +13,24 @@ import torch.distributed as dist
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.ranks import Ranks, join, leave
 from octile.train import trainer as module
+from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.config import ParallelConfig
 from octile.train.loop import differing
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
 
-CPU = torch.device("cpu")
 STEPS = 4
 EXACT = {"rtol": 2e-5, "atol": 0.0}  # FP32 sums in another order
 SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 2, "val_sequences": 3}
 
 
-def trainers(store: TokenStore, ranks: Ranks, ep: int = 1, reduce="float32", **changes) -> tuple[Trainer, Trainer]:
+def trainers(store: TokenStore, ranks: Ranks, ep: int = 1, parallel=None, **changes) -> tuple[Trainer, Trainer]:
     """The same run on this rank alone, and on all ranks."""
     config = micro(**{**SETTINGS, **changes})
-    parallel = ParallelConfig(ranks.size, ep, reduce=reduce)
-    return Trainer(config, store, CPU), Trainer(replace(config, parallel=parallel), store, CPU, ranks=ranks)
+    shared = replace(config, parallel=ParallelConfig(ranks.size, ep, **(parallel or {})))
+    device = torch.device("cuda", ranks.rank) if torch.cuda.is_initialized() else torch.device("cpu")
+    return Trainer(config, store, device), Trainer(shared, store, device, ranks=ranks)
 
 
 def steps(trainer: Trainer, n: int = STEPS) -> list[dict]:
@@ -103,7 +104,7 @@ def check_ramp(store: TokenStore, ranks: Ranks) -> None:
 
 
 def check_bfloat16_sums(store: TokenStore, ranks: Ranks) -> None:
-    alone, own = trainers(store, ranks, reduce="bfloat16")
+    alone, own = trainers(store, ranks, parallel={"reduce": "bfloat16"})
     lines = steps(own)
     check_close(lines[:1], steps(alone, 1), rtol=2e-3, atol=0)
     check_same_everywhere(own, lines)
@@ -198,7 +199,38 @@ def check_agreement(ranks: Ranks) -> None:
     }
 
 
+def check_captured(store: TokenStore, ranks: Ranks, recipe: str, ep: int = 1, exchange: str = "all_to_all") -> None:
+    """Steps that are captured with their collectives have the losses of one GPU."""
+    alone, own = trainers(store, ranks, ep, {"exchange": exchange}, recipe=recipe)
+    lines, expected = steps(own, WARM_UP_STEPS + 4), steps(alone, WARM_UP_STEPS + 4)
+    check_close(lines, expected, rtol=2e-2, atol=1e-3)
+    check_same_everywhere(own, lines)
+    assert own.captured.is_captured == (ep == 1 or exchange == "symmetric_memory")
+    assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
+
+
+def check_eager_skips(store: TokenStore, ranks: Ranks) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "why_eager", lambda *_: "hooks count the steps")
+        check_skips(store, ranks)
+
+
+def gpu_cases() -> dict[str, object]:
+    """The cases of two GPUs."""
+    return {
+        "captured-bf16": lambda s, r: check_captured(s, r, "bf16"),
+        "captured-deepseek_v3": lambda s, r: check_captured(s, r, "deepseek_v3"),
+        "captured-delayed": lambda s, r: check_captured(s, r, "delayed"),
+        "spread-all_to_all": lambda s, r: check_captured(s, r, "deepseek_v3", 2),
+        "spread-symmetric_memory": lambda s, r: check_captured(s, r, "deepseek_v3", 2, "symmetric_memory"),
+        "skips": check_eager_skips,
+        "late": check_late,
+        "agreement": lambda s, r: check_agreement(r),
+    }
+
+
 def cases(world: int) -> dict[str, object]:
+    """The cases of a world of CPU processes."""
     if world == 4:
         return {
             "equal_run-4-2": lambda s, r: check_equal_run(s, r, 2),
@@ -222,13 +254,16 @@ def cases(world: int) -> dict[str, object]:
     }
 
 
-def run(rank: int, world: int, folder: str, store: str, port: int) -> None:
-    """Run all cases as one rank, and write what went wrong in each."""
+def run(rank: int, world: int, folder: str, store: str, port: int, device: str = "cpu") -> None:
+    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.cuda.init()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks, tokens = join(CPU, 60), TokenStore.open(Path(store))
+    ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
     failures = {}
-    for name, case in cases(world).items():
+    for name, case in (gpu_cases() if device == "cuda" else cases(world)).items():
         failures[name] = ""
         try:
             case(tokens, ranks)
