@@ -208,6 +208,8 @@ def _train(
                     _checkpoint(trainer, best, run, config)
             recorder.record(trainer.read())  # a signal ended the loop between two reads
             recorder.report_spikes()
+    if trainer.captured is not None:  # NCCL destroys no communicator whose collectives a graph has
+        trainer.captured.release()
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
         _checkpoint(trainer, best, run, config)
         message = f"stopped after step {trainer.steps_done}; to continue: {_resume_command(config)}"
@@ -435,8 +437,10 @@ class _Recorder:
         """Record the steps that are not read yet if an exception leaves the context, as far as that is possible."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             self.trainer.ranks.announce_failure()
+            if isinstance(error, TimeoutError):  # of a rank that waited for another one long enough
+                raise
             with suppress(Exception):  # the disk may be full, or the GPU may have failed
                 self.record(self.trainer.read())
             raise

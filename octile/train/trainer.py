@@ -357,13 +357,8 @@ class Trainer:
         return self._stop_is_agreed
 
     def close(self) -> None:
-        """End the thread that prepares batches, and free captured steps. A later step prepares its own.
-
-        A process group of NCCL cannot be destroyed while a graph has its collectives.
-        """
+        """End the thread that prepares batches. A later step prepares its own."""
         self._prepared.close()
-        if self.captured is not None:
-            self.captured.release()
 
     def _compute(self, tokens_BS: Tensor) -> Computed:
         """Run the forward and backward pass, and compute the norm of the gradients, which `_update` clips.
