@@ -127,8 +127,8 @@ ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "count_tokens", "cross_entropy", "cross_entropy_backward", "gate",
     "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves",
-    "routing_plan", "sequence_balance", "sequence_balance_backward", "swiglu", "swiglu_backward", "unpermute",
-    "unpermute_backward",
+    "routing_plan", "sequence_balance", "sequence_balance_backward", "swiglu", "swiglu_backward",
+    "transpose_encoded", "unpermute", "unpermute_backward",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",

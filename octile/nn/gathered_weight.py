@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from octile.formats import BLOCK
-from octile.kernels.memory_layout import new_transposed
+from octile.ops.transpose import transpose_encoded
 from octile.scaled import ScaledTensor
 
 _aten = torch.ops.aten
@@ -73,13 +73,12 @@ def gathered(weight: GatheredWeight) -> ScaledTensor:
     return ScaledTensor(weight.encoded, weight.scale, BLOCK)
 
 
-def gathered_transposed(weight: GatheredWeight) -> ScaledTensor:
-    """Return a gathered weight as dgrad reads it, [..., K, N]: the same values, in a layout that its GEMM takes."""
+def gathered_transposed(weight: GatheredWeight, dy: Tensor) -> ScaledTensor:
+    """Return a gathered weight as dgrad reads it, [..., K, N]: the same values, in a layout that its GEMM takes.
+
+    Args:
+        dy: a gradient of this backward pass; see `octile.ops.transpose.quantize_transposed`.
+    """
     if not weight.encoded.is_cuda:
         return gathered(weight).mT
-    return ScaledTensor(transposed_layout(weight.encoded), weight.scale.mT, BLOCK)
-
-
-def transposed_layout(data: Tensor) -> Tensor:
-    """Copy encoded values [..., N, K] transposed, as dgrad's GEMM reads them on a GPU."""
-    return new_transposed(data, data.dtype).copy_(data.mT)
+    return ScaledTensor(transpose_encoded(weight.encoded, dy), weight.scale.mT, BLOCK)

@@ -9,6 +9,7 @@ columns, and one kernel that holds it in registers writes both.
     requantize_transposed       the input of a layer, saved in FP8 for backward: 1×128 → transposed 1×128
     quantize_and_transpose      a weight: 128×128, and the same data transposed
     quantize_transposed         a weight for dgrad alone, in the backward pass
+    transpose_encoded           a weight that is quantized already, in the backward pass
     quantize_joined             weights that multiply one input, as one matrix of their rows
 
 The rows of a mixture's experts come with `tiles`, which say which rows each 128×1 tile of the transposed result holds:
@@ -261,6 +262,46 @@ def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
 def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
     _check_joined(weights, fmt)
     return backends.run("quantize_joined", weights, STORAGE_DTYPES[fmt], power_of_2, with_data, with_transposed)
+
+
+@operator()
+def transpose_encoded(data: Tensor, dy: Tensor | None = None) -> Tensor:
+    """Copy encoded values transposed, as dgrad's GEMM reads a weight that was quantized in 128×128 blocks.
+
+    Args:
+        data: float8_e4m3fn, float8_e5m2 or int8 [..., M, K], any strides.
+        dy: as in `quantize_transposed`.
+
+    Returns:
+        data_t [..., K, M], whose scale is that of data transposed.
+
+    Raises:
+        TypeError: data has another dtype.
+        ValueError: data has fewer than two dimensions.
+    """
+    _check_encoded(data)
+    return new_transposed(data, data.dtype).copy_(data.mT)
+
+
+@transpose_encoded.register_fake
+def _(data, dy=None):
+    return new_transposed(data, data.dtype)
+
+
+@transpose_encoded.register_kernel("cuda")
+def _(data, dy=None):
+    from octile.kernels.triton import transpose as kernel  # late: a machine without a GPU has no Triton
+
+    _check_encoded(data)
+    return kernel.launch_encoded(data)
+
+
+def _check_encoded(data: Tensor) -> None:
+    dtypes = [STORAGE_DTYPES[fmt] for fmt in GEMM_FORMATS]
+    if data.dtype not in dtypes:
+        raise TypeError(f"data must be one of {', '.join(map(str, dtypes))}, not {data.dtype}")
+    if data.dim() < 2:
+        raise ValueError(f"data must be a matrix [..., M, K], not {tuple(data.shape)}")
 
 
 def _check(x: Tensor, fmt: str) -> None:

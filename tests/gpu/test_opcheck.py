@@ -38,6 +38,7 @@ from octile.ops.transpose import (
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
+    transpose_encoded,
 )
 
 TILE, COLUMN_TILE, BLOCK = (1, 128), (128, 1), (128, 128)
@@ -113,6 +114,7 @@ CASES = {
         quantize_transposed,
         (torch.randn(2, 5, 130, device="cuda"), "int8", False, torch.randn(3, device="cuda")),
     ),
+    "encoded values": lambda: (transpose_encoded, (_operand((5, 130), TILE)[0], torch.randn(3, device="cuda"))),
     "joined weights": lambda: (
         quantize_joined,
         ([torch.randn(n, 136, device="cuda") for n in (128, 5)], "e4m3", True, True, True),

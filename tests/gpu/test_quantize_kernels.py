@@ -23,6 +23,7 @@ from octile.ops.transpose import (
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
+    transpose_encoded,
 )
 from tests.kernels.triton.comparison import assert_close_data, assert_same, extreme, finite
 
@@ -88,6 +89,13 @@ def test_transposed_weights_alone(shape: tuple[int, ...], power_of_2: bool):
     w = 0.02 * torch.randn(shape)
     found = quantize_transposed(w.cuda(), "e4m3", power_of_2, w.cuda())
     assert_same(_cpu(found), quantize_transposed(w, "e4m3", power_of_2, w))
+
+
+@pytest.mark.parametrize("shape", [(768, 256), (16, 768, 256), (130, 305)], ids=str)
+def test_encoded_weights_are_transposed(shape: tuple[int, ...]):
+    data = torch.randint(0, 256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    found, expected = transpose_encoded(data.cuda()).cpu(), transpose_encoded(data)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

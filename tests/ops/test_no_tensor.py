@@ -55,6 +55,7 @@ from octile.ops.transpose import (
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
+    transpose_encoded,
 )
 
 FLAT, HEADS, ONE = torch.ones(128), torch.ones(1, 1, 1, 4), torch.ones(1, 1)
@@ -117,6 +118,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
+    transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
     octile.quantize: (X,),

@@ -14,6 +14,7 @@ from octile.ops.transpose import (
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
+    transpose_encoded,
 )
 
 SHAPES = [(130, 300), (128, 128), (1, 5), (64, 1000), (2, 140, 130), (0, 128), (5, 0)]
@@ -166,6 +167,7 @@ CALLS: dict[str, Any] = {
     ),
     "quantize_and_transpose": lambda: (quantize_and_transpose, (matrix((2, 5, 130)), "int8", False)),
     "quantize_transposed": lambda: (quantize_transposed, (matrix((2, 5, 130)), "int8", False, matrix((5, 3)))),
+    "transpose_encoded": lambda: (transpose_encoded, (matrix((2, 5, 130)).to(torch.int8), matrix((5, 3)))),
     "requantize to blocks": lambda: (
         requantize_transposed,
         (*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, None, TILES, True),
@@ -293,3 +295,10 @@ def test_joining_weights_is_a_well_formed_operator():
 def test_weights_that_cannot_be_joined_are_refused(weights: list[Tensor], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         quantize_joined(weights, "e4m3", True, True, True)
+
+
+def test_only_encoded_matrices_are_transposed():
+    with pytest.raises(TypeError, match=r"data must be one of torch\.float8_e4m3fn, .* not torch\.float32"):
+        transpose_encoded(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"data must be a matrix \[..., M, K\], not \(2,\)"):
+        transpose_encoded(torch.ones(2, dtype=torch.int8))

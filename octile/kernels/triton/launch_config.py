@@ -63,6 +63,7 @@ BLOCK_WARPS: dict[str, dict[str, Any]] = {
     "quantize_rows_and_columns": {"num_warps": 16},
     "requantize": {"num_warps": 8},
     "quantize_and_transpose": {"num_warps": 16},
+    "transpose_encoded": {"num_warps": 8},
     "swiglu_backward": {"num_warps": 16},
     "swiglu_transposed": {"num_warps": 16},
 }

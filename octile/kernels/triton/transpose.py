@@ -93,6 +93,21 @@ def launch_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tenso
     return data, scale, data_t
 
 
+def launch_encoded(data: Tensor) -> Tensor:
+    """Copy data [..., M, K] of one byte an element, any strides → data_t [..., K, M]."""
+    data_t = new_transposed(data, data.dtype)
+    if data.numel() == 0:
+        return data_t
+    m, k = data.shape[-2:]
+    matrices = data.view(torch.uint8).reshape(-1, m, k)
+    grid = (len(matrices) * triton.cdiv(m, 128) * triton.cdiv(k, 128),)
+    with torch.cuda.device_of(data):
+        transpose_encoded[grid](
+            matrices, m, k, *matrices.stride(), data_t.view(torch.uint8), **BLOCK_WARPS["transpose_encoded"]
+        )
+    return data_t
+
+
 def launch_transposed_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """Quantize x [..., M, K], any strides → data_t [..., K, M], and scale for 128×128 blocks of x."""
     _, scale, data_t = launch_block(x, dtype, power_of_2)
@@ -164,6 +179,17 @@ def requantize(
     store_tiles_transposed(
         value, data_t, scale_t, batch, m_tile, k_tile, P, K, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS, IN_BLOCKS
     )
+
+
+@triton.jit(do_not_specialize=["M"])
+def transpose_encoded(data, M, K, data_batch, data_row, data_col, data_t):
+    """Copy a 128×128 block of data[B, M, K] transposed."""
+    batch, m_tile, k_tile = program_tile(tl.program_id(0), M, K, 128, 128)
+    m = m_tile * 128 + tl.arange(0, 128)
+    k = k_tile * 128 + tl.arange(0, 128)
+    at = batch * data_batch + m.to(tl.int64)[:, None] * data_row + k.to(tl.int64)[None, :] * data_col
+    encoded = tl.load(data + at, mask=(m < M)[:, None] & (k < K)[None, :], other=0)
+    store_data_transposed(encoded, data_t, batch, m_tile, k_tile, M, K)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
-from octile.nn.gathered_weight import GatheredWeight, gathered, gathered_transposed, transposed_layout
+from octile.nn.gathered_weight import GatheredWeight, gathered, gathered_transposed
 from octile.nn.observer import has_observers, report_quantization
 from octile.nn.weight_cache import quantized_weight, quantized_weights
 from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
@@ -28,6 +28,7 @@ from octile.ops.transpose import (
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
+    transpose_encoded,
     why_not_join,
 )
 from octile.recipe import GemmFormats, OperandFormat, Recipe
@@ -64,7 +65,7 @@ class RecomputedWeight:
     def w_t(self) -> ScaledTensor:
         """The weight as dgrad reads it."""
         if isinstance(self.weight, GatheredWeight):
-            return gathered_transposed(self.weight)
+            return gathered_transposed(self.weight, self.dy)
         power_of_2 = self.operand_format.scale == "power_of_2"
         data_t, scale = quantize_transposed(self.weight.detach(), self.operand_format.fmt.name, power_of_2, self.dy)
         return ScaledTensor(data_t, scale.mT, BLOCK)
@@ -205,7 +206,7 @@ def _quantize_joined(
     if any(isinstance(w, GatheredWeight) for w in weights):
         parts = [gathered(w) if isinstance(w, GatheredWeight) else _quantize(w, operand_format) for w in weights]
         data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
-        return data, scale, transposed_layout(data) if with_transposed else data.mT
+        return data, scale, transpose_encoded(data, dy) if with_transposed else data.mT
     detached = [w.detach() for w in weights]
     return quantize_joined(detached, operand_format.fmt.name, power_of_2, with_data, with_transposed, dy)
 

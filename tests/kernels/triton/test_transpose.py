@@ -117,3 +117,12 @@ def test_rows_in_another_order(fmt: str):
 @both_scales
 def test_joined_weights(fmt: str, power_of_2: bool):
     _joined(_ordinary((128, 200)), fmt, power_of_2)
+
+
+@pytest.mark.parametrize("shape", [(130, 200), (2, 5, 9), (0, 3), (128, 256)])
+def test_encoded_values_are_only_moved(shape: tuple[int, ...], fmt: str):
+    data = torch.randint(0, 256, shape, dtype=torch.uint8).view(STORAGE_DTYPES[fmt])
+    for values in (data, data.mT):
+        found, expected = transpose.launch_encoded(values), reference.transpose_encoded.reference(values)
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        assert found.stride() == expected.stride()
