@@ -27,7 +27,7 @@ from octile.parallel.experts import check_agreement
 T = TypeVar("T")
 
 FOREVER = timedelta(days=365)  # for work of rank 0 whose time nobody knows, such as preparing the data
-PATIENCE = timedelta(seconds=5)  # for rank 0 to report the failure that another rank has, too
+PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another rank has, too
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
 

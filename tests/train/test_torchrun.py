@@ -74,11 +74,11 @@ def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
 
 
 def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path):
-    ended = torchrun(str(FAULTY), "hang", "3", *arguments, "--parallel.timeout=8", f"--out={tmp_path / 'run'}")
+    ended = torchrun(str(FAULTY), "hang", "3", *arguments, "--parallel.timeout=5", f"--out={tmp_path / 'run'}")
     assert ended.returncode == 1
     (line,) = own_lines(ended)
     assert line.endswith(
-        "rank 0 waited 8 s for the other ranks, at step 3: sum of the gradients; last seen: rank 1 at step 3"
+        "rank 0 waited 5 s for the other ranks, at step 3: sum of the gradients; last seen: rank 1 at step 3"
     )
 
 
