@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octile.nn import Gate, MoE
 from octile.optim import AdamW, clip_grad_norm_, param_groups
-from octile.parallel import shard_experts
+from octile.parallel import balance_gates, shard_experts
 from octile.parallel.state import ShardedState, collect
 
 D, E, K, I = 8, 8, 3, 4
@@ -99,6 +99,25 @@ def check_versions() -> None:
     assert [p._version > v for p, v in zip(own.parameters(), before, strict=True)] == cut
 
 
+def check_balance(spread: bool) -> None:
+    """Biases move by the tokens of all ranks; each rank's own tokens would move them another way."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    x = torch.randn(world, 1, 16, D)
+    whole, own = (nn.ModuleList(MoE(Gate(D, E, K), D, I) for _ in range(2)) for _ in range(2))
+    own.load_state_dict(whole.state_dict())
+    if spread:
+        shard_experts(own)
+    for mine, alone in zip(own, whole, strict=True):
+        mine(x[rank])
+        alone(x.flatten(0, 1))
+        alone.gate.balance(alone.last_load_E, 0.01)
+    balance_gates(own, 0.01)
+    for mine, alone in zip(own, whole, strict=True):
+        assert alone.gate.e_score_correction_bias.count_nonzero()
+        assert torch.equal(mine.gate.e_score_correction_bias, alone.gate.e_score_correction_bias)
+
+
 def check_missing_gradients() -> None:
     own = model()
     state = ShardedState(own)
@@ -127,6 +146,7 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
         for spread in (1, 2, 4)
         if spread <= world
     }
+    found |= {"balance": lambda: check_balance(False), "balance-spread": lambda: check_balance(True)}
     return found | {"versions": check_versions, "missing": check_missing_gradients, "refusals": check_refusals}
 
 

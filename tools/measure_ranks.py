@@ -1,0 +1,100 @@
+"""Train a preset on one GPU, and then on two, in the same processes, with random tokens that can be learned a little.
+
+    torchrun --nproc-per-node 2 -m tools.measure_ranks medium alone,dp2_weak,dp2,ep2_weak,ep2_symm_weak
+
+Each phase is a run of octile's trainer: `alone` on one GPU (each rank on its own, at the same time), `dp2` data
+parallel, `ep2` with the experts spread, by all-to-all or (`symm`) on symmetric memory. `weak` has the same tokens per
+GPU, and so twice the batch; the others have the same batch. `:RECIPE` after a phase chooses a recipe. A line has the
+median of the steps after warm-up and capture, and the losses of all.
+"""
+
+import gc
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from octile.parallel.ranks import Ranks, join, leave
+from octile.train import trainer as module
+from octile.train.config import ParallelConfig, TrainConfig, preset
+from octile.train.token_store import Manifest, TokenStore
+from octile.train.tokenizer import Tokenizer
+
+WARM_UP, STEPS = 5, 5
+PHASES = {  # how many times the preset's batch, and the ranks
+    "alone": (1, ParallelConfig()),
+    "dp2": (1, ParallelConfig(2)),
+    "dp2_bf16": (1, ParallelConfig(2, reduce="bfloat16")),
+    "dp2_weak": (2, ParallelConfig(2)),
+    "dp2_weak_bf16": (2, ParallelConfig(2, reduce="bfloat16")),
+    "ep2": (1, ParallelConfig(2, 2)),
+    "ep2_weak": (2, ParallelConfig(2, 2)),
+    "ep2_symm": (1, ParallelConfig(2, 2, "symmetric_memory")),
+    "ep2_symm_weak": (2, ParallelConfig(2, 2, "symmetric_memory")),
+}
+
+
+def random_store(vocabulary: int, tokens: int) -> TokenStore:
+    rng = np.random.default_rng(0)
+    sizes = tokens, tokens // 8
+    train, val = (np.repeat(rng.integers(0, vocabulary // 2, n // 4 + 1, dtype=np.uint16), 4)[:n] for n in sizes)
+    manifest = Manifest("random", {}, "", vocabulary, {}, {}, {}, {}, {})
+    return TokenStore(Path(), manifest, Tokenizer.train(["probe"], 258), train, val)
+
+
+def run(name: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[str, float, list[float]]:
+    torch.cuda.reset_peak_memory_stats()
+    store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
+    trainer = module.Trainer(replace(config, val_sequences=8), store, device, ranks=ranks)
+    seconds, losses = [], []
+    for _ in range(WARM_UP + STEPS):
+        before = trainer.seconds
+        losses.append(trainer.step()["loss"])
+        seconds.append(trainer.seconds - before)
+    step = statistics.median(seconds[WARM_UP:])
+    tokens = config.batch_size * config.sequence_length
+    state = sum(t.nbytes for moments in trainer.optimizer.state.values() for t in moments.values())
+    line = (
+        f"{name}: {tokens / step:,.0f} tokens/s, {1e3 * step:.1f} ms a step of {tokens:,} tokens, "
+        f"captured {trainer.captured.is_captured}, moments {state / 2**30:.2f} GiB, peak "
+        f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, held-out loss {trainer.validate()['val_loss']:.5f}, "
+        f"losses {[round(loss, 5) for loss in losses]}"
+    )
+    trainer.close()
+    trainer.captured.release()
+    return line, tokens / step, losses
+
+
+def main(what: str, phases: list[str]) -> None:
+    local, begin, make = int(os.environ["LOCAL_RANK"]), time.monotonic(), module.DeepseekV3
+    torch.cuda.set_device(local)
+    device = torch.device("cuda", local)
+
+    def made_on_gpu(config):
+        with device:
+            return make(config)
+
+    module.DeepseekV3 = made_on_gpu
+    ranks, base, alone = join(device, 90), preset(what), {}
+    for phase in phases:
+        name, _, recipe = phase.partition(":")
+        times, parallel = PHASES[name]
+        config = replace(base, batch_size=times * base.batch_size, parallel=parallel, recipe=recipe or base.recipe)
+        line, speed, losses = run(f"{what} {phase}", config, Ranks.alone() if name == "alone" else ranks, device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if name == "alone":
+            alone[recipe] = speed, losses
+        elif recipe in alone:
+            line += f"; {speed / alone[recipe][0]:.3f} times one GPU"
+        if ranks.is_first:
+            print(f"[{time.monotonic() - begin:.0f} s] {line}", flush=True)
+    leave()
+
+
+main(sys.argv[1], sys.argv[2].split(","))
