@@ -85,10 +85,18 @@ every_model = pytest.mark.parametrize("name", MODELS)
 EVERY_EXPERT = Qwen3MoeConfig(**SIZES, **{**MOE, "num_experts_per_tok": 8})  # rounding changes no choice
 
 
-def make(name: str) -> PreTrainedModel:
+# By how much the error of a model's gradients, 7 to 15% of them, may differ between two kernels or graphs. On a CPU it
+# differs by up to 11% with other sums, of attention or of activations in FP32.
+OTHER_ROUNDING = 1.25
+
+
+def plain(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    kind, config = MODELS[name]
-    return apply_recipe(kind(copy.deepcopy(config)).bfloat16()).train()
+    return kind(copy.deepcopy(config)).bfloat16().train()
+
+
+def make(name: str) -> PreTrainedModel:
+    return apply_recipe(plain(*MODELS[name]))
 
 
 def batch() -> Tensor:
@@ -112,18 +120,15 @@ def test_gradients_agree_with_the_cpu(name: str, compiled: bool):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_of_a_mixture_are_as_near_to_float32s_as_on_the_cpu(compiled: bool, transposed_weights: Any):
     recipe, tokens = replace(Recipe.deepseek_v3(), transposed_weights=transposed_weights), batch()
-    torch.manual_seed(0)
-    plain = Qwen3MoeForCausalLM(copy.deepcopy(EVERY_EXPERT)).bfloat16().train()
-    cpu = apply_recipe(copy.deepcopy(plain), recipe)
-    gpu, exact = on_gpu(cpu), plain.float()
+    cpu, exact = (plain(Qwen3MoeForCausalLM, EVERY_EXPERT) for _ in range(2))
+    gpu, exact = on_gpu(apply_recipe(cpu, recipe)), exact.float()
     call = torch.compile(gpu) if compiled else gpu
     for model in (cpu, exact):
         model(input_ids=tokens, labels=tokens).loss.backward()
     call(input_ids=tokens.cuda(), labels=tokens.cuda()).loss.backward()
     for (key, true), ours, theirs in zip(exact.named_parameters(), gpu.parameters(), cpu.parameters(), strict=True):
         errors = [(found.grad.cpu().float() - true.grad).norm() for found in (ours, theirs)]
-        # 7 to 15% of a gradient. With other sums, of attention or of activations in FP32, a CPU's differ by up to 11%.
-        assert errors[0] <= 1.25 * errors[1], key
+        assert errors[0] <= OTHER_ROUNDING * errors[1], key
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -149,10 +154,15 @@ def test_recomputed_transposes_of_weights_give_the_same_gradients(name: str, com
         losses.append(loss.item())
         gradients.append([p.grad.float() for p in model.parameters()])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
-    if compiled and name == "qwen3_moe":
-        return  # two graphs round differently, which sends some tokens to other experts; see the gradients above
-    for found, expected in zip(*gradients, strict=True):
-        assert (found - expected).norm() <= 0.03 * expected.norm()
+    if not compiled:
+        for found, expected in zip(*gradients, strict=True):
+            assert (found - expected).norm() <= 0.03 * expected.norm()
+    elif name != "qwen3_moe":  # rounding sends some of its tokens to other experts; see the gradients above
+        exact = plain(*MODELS[name]).float().cuda()
+        exact(input_ids=tokens, labels=tokens).loss.backward()
+        for p, *both in zip(exact.parameters(), *gradients, strict=True):  # two graphs round differently
+            errors = [(found - p.grad).norm() for found in both]
+            assert max(errors) <= OTHER_ROUNDING * min(errors)
 
 
 @every_model
