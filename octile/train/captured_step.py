@@ -48,7 +48,7 @@ def why_eager(device: torch.device, recipe: Recipe, deterministic: bool, waits_f
     if recipe.optimizer.gradient != "float32":
         return "hooks move FP8 gradients while autograd runs"
     if waits_for_rows:
-        return "the host reads how many rows go to the experts of each rank"
+        return "the host reads how many rows go to the experts of each rank (not on symmetric memory)"
     if has_observers() or is_replaced():
         return "an observer reads this step"
     return None

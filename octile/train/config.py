@@ -84,15 +84,16 @@ class ParallelConfig:
     Attributes:
         dp: data-parallel ranks, which share each step's batch; all ranks that torchrun starts.
         ep: ranks over which the experts are spread; divides dp.
-        exchange: how rows of tokens go to spread experts: all_to_all; or symmetric_memory, kernels between GPUs of one
-            host, for which the host does not wait, and which take memory for all tokens of these ranks.
+        exchange: how rows of tokens go to spread experts: all_to_all; symmetric_memory, kernels between GPUs of one
+            host, for which the host does not wait, and which take memory for all tokens of these ranks; or auto, these
+            kernels between two GPUs.
         reduce: the format in which gradients are summed over the ranks: float32, or bfloat16, half the traffic.
         timeout: seconds after which a rank that waits for another one ends the run.
     """
 
     dp: Positive = 1
     ep: Positive = 1
-    exchange: Literal["all_to_all", "symmetric_memory"] = "all_to_all"
+    exchange: Literal["auto", "all_to_all", "symmetric_memory"] = "auto"
     reduce: Literal["float32", "bfloat16"] = "float32"
     timeout: Annotated[float, Range(above=0, at_most=MAX_COUNT)] = 600.0
 

@@ -59,6 +59,7 @@ from octile.train.token_store import TokenStore
 from octile.validation import Range, check_fields, from_json
 
 READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
+AUTO_RANKS = 2  # between which kernels exchange the rows of experts by default; they take memory for all their tokens
 AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 LOSSES = ("loss", "main_loss", "mtp_loss", "balance_loss")
 
@@ -776,9 +777,9 @@ def _expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None
 
 
 def _spread_experts(model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh) -> ExpertShare:
-    of_pass = config.micro_batch_size * config.sequence_length
-    max_tokens = of_pass if config.parallel.exchange == "symmetric_memory" else None
-    return shard_experts(model, mesh.get_group("expert"), max_tokens)
+    parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
+    by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
+    return shard_experts(model, mesh.get_group("expert"), tokens if by_kernels else None)
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:
