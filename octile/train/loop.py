@@ -25,7 +25,8 @@ import torch
 
 from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import checkpoint_folder, save
-from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from octile.checkpoint.step_folders import finished_steps
+from octile.checkpoint.store import Store
 from octile.extras import require
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
@@ -40,6 +41,7 @@ from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.best_model import BestModel
+from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import TrainConfig, flatten
 from octile.train.console import RunConsole, StepProgress
 from octile.train.corpus import check_source
@@ -48,7 +50,7 @@ from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
 from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
-from octile.train.resume import check_goal, check_settings, computed_on, open_run, print_settings
+from octile.train.resume import check_goal, check_settings, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
 from octile.train.source_digest import source_digest
@@ -123,20 +125,21 @@ def _train_joined(
     config = replace(config, out=run.path)
     with ExitStack() as stack:
         ranks.from_first(lambda: stack.enter_context(lock_folder(run.path)))
+        checkpoints = RunCheckpoints(run.checkpoints, ranks)
         try:
-            checkpoint = ranks.from_first(lambda: latest_checkpoint(run.checkpoints)) if resume else None
+            checkpoint = checkpoints.latest() if resume else None
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if resume:
                 print_settings(run, console)
             console.print(f"run folder: {run.path}")
             if duration := describe_duration(config, device, done):
                 console.print(duration)
-            return _train(config, run, device, resume, checkpoint, console, hook, ranks)
+            return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
                 message = f"stopped at once, before the first checkpoint; to start again: {_resume_command(config)}"
-                if any(run.checkpoints.glob("step_*[0-9]")):
+                if finished_steps(Store(run.checkpoints)):
                     message = f"stopped at once; to continue from the last checkpoint: {_resume_command(config)}"
             raise Stopped.by(interrupt, message) from None
 
@@ -146,6 +149,7 @@ def _train(
     run: RunFolder,
     device: torch.device,
     resume: bool,
+    checkpoints: RunCheckpoints,
     checkpoint: Path | None,
     console: RunConsole,
     hook: RunHook,
@@ -205,15 +209,17 @@ def _train(
                     progress.validation(line)
                     best.update(trainer.steps_done, line["val_loss"])
                 if saves or (validates and best.has_run_out(config.patience)):
-                    _checkpoint(trainer, best, run, config)
+                    checkpoints.save(trainer, best, config)
             recorder.record(trainer.read())  # a signal ended the loop between two reads
             recorder.report_spikes()
     if trainer.captured is not None:  # NCCL destroys no communicator whose collectives a graph has
         trainer.captured.release()
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
-        _checkpoint(trainer, best, run, config)
+        checkpoints.save(trainer, best, config)
+        checkpoints.close()
         message = f"stopped after step {trainer.steps_done}; to continue: {_resume_command(config)}"
         raise Stopped(message, stop[0] if stop else signal.SIGTERM)
+    checkpoints.close()
     if trainer.steps_done < config.steps and best.best is not None:
         console.print(
             f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
@@ -377,9 +383,12 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Pat
     if checkpoint is None:
         console.print("no checkpoint was written yet: starting from the beginning")
     else:
-        tensors, state = load_checkpoint(checkpoint, check=False)  # it was checked when it was chosen
-        trainer.load(tensors, state)
-        best.load(trainer.own_rows(tensors), state, trainer.steps_done)
+        from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
+
+        found = ShardedCheckpoint(checkpoint, check=False)  # it was checked when it was chosen
+        tensors = trainer.own_rows(found)
+        trainer.load(tensors, found.state)
+        best.load(tensors, found.state, trainer.steps_done)
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
         if trainer.steps_done == trainer.config.steps:
             console.print(
@@ -488,16 +497,6 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
         f"{spike}; the gradient norm was {line['grad_norm']:.3g}; sequence {worst + 1} of {len(losses_B)} has the "
         f"largest loss now, {losses_B[worst]:.3f} (the median is {losses_B.median():.3f}): {text!r}"
     )
-
-
-def _checkpoint(trainer: Trainer, best: BestModel, run: RunFolder, config: TrainConfig) -> None:
-    tensors, state = trainer.state()
-    best_tensors, best_state = best.state(trainer.steps_done)
-    settings = {"config": json.loads(config.to_json()), "computed_on": computed_on(trainer.device)}
-    tensors |= trainer.whole(best_tensors)
-    everything = {**state, **best_state, **settings}
-    trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
-    trainer.ranks.from_first(lambda: save_checkpoint(run.checkpoints, trainer.steps_done, tensors, everything))
 
 
 def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ from octile.train.run_folder import Metrics
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
 from octile.validation import Range, check_fields, from_json
+
+if TYPE_CHECKING:
+    from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
 
 READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
 AUTO_RANKS = 2  # between which kernels exchange the rows of experts by default; they take memory for all their tokens
@@ -618,9 +621,7 @@ class Trainer:
             moe.gate.balance(result.load[name], speed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state on which later steps depend: tensors, and values for JSON.
-
-        Rank 0 has the whole tensors of all ranks, the others have none.
+        """The state on which later steps depend: tensors, of which a rank has its rows, and values for JSON.
 
         Raises:
             RuntimeError: steps were launched and not read.
@@ -642,7 +643,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "keeps_activations": self.keeps_activations,
         }
-        return self.whole(tensors), state
+        return tensors, state
 
     def layout(self, name: str) -> Layout | None:
         """The rows that each rank has of a tensor of `state`, or of a best model; None: each has all of it."""
@@ -653,7 +654,7 @@ class Trainer:
         if part in ("model", "best"):
             return self.shards.weight_layout(rest) if rest in names else None
         if part == "ema":
-            return self.shards.part_layout(rest)
+            return self.shards.part_layout(rest) if rest in names else None
         if part == "optimizer":
             index = int(rest.partition(".")[0])
             name_of = {part: name for name, part in self.updated.named_parameters()}
@@ -677,18 +678,33 @@ class Trainer:
                 found[name] = collected.cpu()
         return found if self.ranks.is_first else {}
 
-    def own_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's rows of whole tensors.
+    def chunks(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Chunk]:
+        """Say which rows of the whole tensors the tensors of `state`, or of a best model, are."""
+        from octile.checkpoint.sharded import Chunk  # it takes a second to import
 
-        Raises:
-            ValueError: a tensor has another number of rows than all ranks together.
-        """
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor | Chunk] = dict(tensors)
         for name, tensor in tensors.items():
             layout = self.layout(name) if tensor.dim() else None
-            if layout is not None and len(tensor) != layout.total:
-                raise ValueError(f"{name} is {tuple(tensor.shape)} in the checkpoint but has {layout.total} rows here")
-            found[name] = tensor if layout is None or layout.is_whole else tensor[layout.of_rank(self.ranks.rank)]
+            if layout is not None and not layout.is_whole:
+                found[name] = Chunk.rows(tensor, layout.starts[self.ranks.rank], layout.total)
+        return found
+
+    def own_rows(self, checkpoint: ShardedCheckpoint) -> dict[str, Tensor]:
+        """Read this rank's rows of all tensors of a checkpoint, which any number of ranks has written.
+
+        Raises:
+            ValueError: a file is damaged, or a tensor has another number of rows than all ranks together.
+        """
+        found: dict[str, Tensor] = {}
+        for name, spec in checkpoint.specs.items():
+            layout = self.layout(name) if spec.shape else None
+            if layout is not None and spec.shape[0] != layout.total:
+                raise ValueError(f"{name} is {spec.shape} in the checkpoint but has {layout.total} rows here")
+            if layout is None or layout.is_whole:
+                found[name] = checkpoint.read(name)
+            else:
+                rows = layout.of_rank(self.ranks.rank)
+                found[name] = checkpoint.rows(name, rows.start, rows.stop)
         return found
 
     def whole_model(self) -> DeepseekV3:
@@ -713,7 +729,7 @@ class Trainer:
         return model
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore the result of `state`. What a run adds to it, such as its best model, is not read.
+        """Restore the result of `state`, or of `own_rows`. What a run adds to it, such as its best model, is not read.
 
         Raises:
             RuntimeError: steps were launched and not read.
@@ -732,7 +748,6 @@ class Trainer:
             self.keeps_activations = found.keeps_activations
             self.recipe = self._recipes[found.keeps_activations]
             apply_recipe(self.model, self.recipe)
-        tensors = self.own_rows(tensors)
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")

@@ -1,6 +1,8 @@
 """Trainers on several ranks compared with one process, for test_ranks.py."""
 
 import os
+import shutil
+import tempfile
 import traceback
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_checkpoint, save_checkpoint
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.ranks import Ranks, join, leave
 from octile.train import trainer as module
@@ -71,6 +74,7 @@ def check_equal_run(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None
     for key in wanted:
         assert found[key] == pytest.approx(wanted[key], rel=1e-5)
     tensors, state = own.state()
+    tensors = own.whole(tensors)
     whole, of_alone = alone.state()
     assert {**state, "seconds": 0} == {**of_alone, "seconds": 0}
     if ranks.is_first:
@@ -83,16 +87,24 @@ def check_equal_run(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None
 
 
 def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
-    """A state goes from one process to the ranks and back."""
+    """A checkpoint goes from one process to the ranks and back."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp))
     alone, own = trainers(store, ranks, ep)
     steps(alone, 2)
-    tensors, state = alone.state()
-    own.load(tensors, state)
+    single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()))
+    checkpoint = ShardedCheckpoint(single)
+    own.load(own.own_rows(checkpoint), checkpoint.state)
     check_close(steps(own, 2), steps(alone, 2), **EXACT)
-    tensors, state = ranks.gather(own.state())[0]
+    checkpoints = DistributedCheckpoints(folder / "sharded")
+    tensors, state = own.state()
+    checkpoints.save(4, own.chunks(tensors), state)
+    steps_after = steps(own, 2)  # while it is written
     again, _ = trainers(store, ranks, ep)
-    again.load(tensors, state)
-    check_close(steps(own, 2), steps(again, 2), **EXACT)
+    again.load(*load_checkpoint(checkpoints.latest()))
+    check_close(steps_after, steps(again, 2), **EXACT)
+    checkpoints.close()
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
 
 
 def check_ramp(store: TokenStore, ranks: Ranks) -> None:

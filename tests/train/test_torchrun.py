@@ -62,15 +62,16 @@ def test_a_run_goes_from_two_processes_to_one_and_back(arguments, straight, tmp_
     assert losses(run) == pytest.approx(straight, rel=1e-5)
     assert (run / "model" / "config.json").exists()
     assert (run / "report.html").exists()
+    assert len(list((run / "checkpoints" / "step_00000008").glob("tensors-*-of-00002.safetensors"))) == 2
 
 
 def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
-    ended = torchrun(str(FAULTY), "kill", "4", *arguments, f"--out={tmp_path / 'run'}", restarts=1)
+    ended = torchrun(str(FAULTY), "kill", "6", *arguments, "--steps=8", f"--out={tmp_path / 'run'}", restarts=1)
     assert ended.returncode == 0, ended.stderr
-    assert "resumed at step 2" in ended.stdout
+    assert re.search(r"resumed at step [24] ", ended.stdout)  # the checkpoint of step 4 may still be written then
     (line,) = own_lines(ended)
-    assert line.endswith("at step 4: sum of the gradients; last seen: rank 1 at step 4")
-    assert losses(tmp_path / "run") == pytest.approx({n: straight[n] for n in range(1, 5)}, rel=1e-5)
+    assert line.endswith("at step 6: sum of the gradients; last seen: rank 1 at step 6")
+    assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)
 
 
 def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path):
