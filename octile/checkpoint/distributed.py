@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from octile.checkpoint.files import RECORD
 from octile.checkpoint.sharded import (
@@ -81,8 +82,7 @@ class DistributedCheckpoints:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.store, self.keep = Store(folder), keep
         self._group = own_group()
-        self._staged: tuple[bool, list[str]] = False, []  # the tensors for which the stager has memory
-        self._stager = _stager(on_gpu=False)
+        self._stager = HostStager()
         self._pending: tuple[Store, Future[Any]] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Chunk], state: Mapping[str, Any]) -> None:
@@ -94,8 +94,7 @@ class DistributedCheckpoints:
         Args:
             step: number of finished steps, at least 0.
             tensors: name → what this rank holds: a tensor, of which every rank that names it holds all; a chunk; or a
-                DTensor. All chunks of a name together must make the whole tensor. A view takes host memory for the
-                tensor that it views.
+                DTensor. All chunks of a name together must make the whole tensor.
             state: a value that JSON can represent; that of rank 0 is written.
 
         Raises:
@@ -123,10 +122,6 @@ class DistributedCheckpoints:
         described = gather(self._group, describe)
         target, own = described[0][0], share_out([pieces for _, pieces in described])[rank]
         chunks = {name: chunks[name] for name in own}
-        staged = any(chunk.local.is_cuda for chunk in chunks.values()), own
-        if staged != self._staged:  # it would keep the memory of tensors that another rank copies now
-            self._stager.close()
-            self._stager, self._staged = _stager(on_gpu=staged[0]), staged
         folder = self.store.folder(target)
         writer = ShardWriter(folder, step, content, lambda: prune(self.store, target, self.keep))
         future = dcp.async_save(
@@ -191,6 +186,41 @@ class DistributedCheckpoints:
             self._stager.close()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
+
+
+class HostStager(AsyncStager):
+    """Copies tensors to host memory, pinned if they are on a GPU, which the next save uses again.
+
+    torch's `DefaultStager` frees its memory after each save in torch 2.11, and copies the whole tensor of a view.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies, which are complete; the memory of tensors that are no longer saved is freed."""
+        before, self._copies = self._copies, {}
+        for name, tensor in state_dict.items():
+            copy = before.pop(name, None)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._copies[name] = copy.copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in state_dict.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(self._copies)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: `stage` has waited."""
+        return False
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` has waited."""
+        return None
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._copies.clear()
 
 
 def load_tensors(path: str | Path, targets: Mapping[str, Tensor | Chunk], check: bool = True) -> None:
@@ -305,15 +335,6 @@ def gather(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
         if failure is not None:
             raise failure
     return [result for result, _ in results]  # type: ignore[misc]
-
-
-def _stager(on_gpu: bool) -> DefaultStager:
-    """Make what copies tensors to host memory before `save` returns; it uses the same memory again for each save."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-        )
-    )
 
 
 def _problem(folder: Store, group: dist.ProcessGroup | None) -> str | None:
