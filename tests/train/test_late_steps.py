@@ -283,8 +283,8 @@ def test_a_run_that_fails_has_the_steps_before(text, tmp_path, late, monkeypatch
 def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, monkeypatch):
     out, init = tmp_path / "run", Trainer.__init__
 
-    def init_and_break(self, *arguments):
-        init(self, *arguments)
+    def init_and_break(self, *arguments, **named):
+        init(self, *arguments, **named)
         break_loss(self, 12)
 
     monkeypatch.setattr(Trainer, "__init__", init_and_break)
