@@ -35,9 +35,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     set_up = ChunkSavePlanner.set_up_planner
 
-    def record(self, state_dict, *args, **kwargs):
+    def record(self, state_dict, storage_meta=None, is_coordinator=False):
         found.update(state_dict)
-        set_up(self, state_dict, *args, **kwargs)
+        set_up(self, state_dict, storage_meta, is_coordinator)
 
     monkeypatch.setattr(ChunkSavePlanner, "set_up_planner", record)
     return found
