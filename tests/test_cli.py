@@ -520,6 +520,31 @@ def test_compare_refuses_several_processes(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+NOT_RUN = {  # torchrun's environment, and arguments: the message
+    "more ranks": ({"WORLD_SIZE": "2"}, [], "parallel.dp is 1, but torchrun has started 2 (WORLD_SIZE)"),
+    "fewer ranks": ({}, ["--parallel.dp=2"], "parallel.dp is 2, but this is one process"),
+    "no run to restart": (
+        {"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
+        ["--parallel.dp=2"],
+        "--max-restarts needs --out RUN",
+    ),
+    "one scale": (
+        {"WORLD_SIZE": "2"},
+        ["--parallel.dp=2", "--recipe=fp8_lm"],
+        "recipe fp8_lm needs parallel.dp 1, not 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("environment", "arguments", "message"), NOT_RUN.values(), ids=NOT_RUN)
+def test_ranks_that_cannot_train_are_refused(capsys, monkeypatch, tmp_path, environment, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert message in refused(capsys, "train", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
 def test_convert_there_and_back(capsys, hf_folder, tmp_path):
     fp8, bf16 = str(tmp_path / "fp8"), str(tmp_path / "bf16")
     code, out, _ = call(capsys, "convert", str(hf_folder), fp8, "--to", "fp8")

@@ -295,7 +295,7 @@ def build(config: TrainConfig, store: TokenStore, device: torch.device, ranks: R
         raise ValueError(
             f"the data has {store.manifest.vocab_size} tokens, the model's vocab_size is {config.model.vocab_size}"
         )
-    return Trainer(config, store, device, ranks=ranks)
+    return Trainer(config, store, device, None, ranks)
 
 
 def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
@@ -506,6 +506,7 @@ def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore
     as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     ranks = trainer.ranks
+    ranks.at("the results")
     if trainer.ema:
         with trainer.averaged():
             averaged = trainer.whole_model()
