@@ -44,7 +44,7 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, store: dist.Store | None, timeout: timedelta):
         self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
-        self.position = "before the first step"
+        self.position = "its start"
         self._exchanges = 0
 
     @classmethod

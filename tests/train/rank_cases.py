@@ -192,17 +192,6 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32") -> None
     assert ranks.gather(own.steps_done) == [20] * ranks.size
 
 
-def check_from_first(ranks: Ranks) -> None:
-    assert ranks.from_first(lambda: ranks.rank) == 0
-
-    def fail() -> None:
-        raise FileNotFoundError(2, "No such file", "there")
-
-    with pytest.raises(FileNotFoundError, match="there"):
-        ranks.from_first(fail)
-    assert ranks.from_first_only(lambda: "store") == ("store" if ranks.is_first else None)
-
-
 def check_agreement(ranks: Ranks) -> None:
     ranks.agree("the code", "same")
     with pytest.raises(ValueError, match="the code must be the same on all ranks: rank 0 has 0, but rank 1 has 1"):
@@ -262,7 +251,6 @@ def cases(world: int) -> dict[str, object]:
         "broken_loss": check_broken_loss,
         "loss_scale": check_loss_scale,
         "late": check_late,
-        "from_first": lambda s, r: check_from_first(r),
         "agreement": lambda s, r: check_agreement(r),
     }
 

@@ -1,0 +1,131 @@
+"""Tests of what ranks send through a store, with threads as ranks; tests/train/test_torchrun.py starts processes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octile.parallel import ranks as module
+from octile.parallel.ranks import Ranks, RanksError, explain, join, reports_failure
+from octile.train.signals import Stopped
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
+    """Two ranks that share a store."""
+    store = dist.HashStore()
+    monkeypatch.setattr(module, "PATIENCE", timedelta(seconds=0.05))
+    return [Ranks(rank, 2, store, timedelta(seconds=7)) for rank in range(2)]
+
+
+def on_both(two: list[Ranks], work) -> list:
+    """The results or exceptions of a function of a rank, called on both at the same time."""
+
+    def call(ranks: Ranks):
+        try:
+            return work(ranks)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(call, two))
+
+
+def become(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    """Let this process be a rank that has joined the others."""
+    monkeypatch.setenv("RANK", str(ranks.rank))
+    monkeypatch.setattr(module, "_joined", ranks)
+
+
+def test_rank_0_works_and_all_get_its_results_in_order(two):
+    assert (
+        on_both(two, lambda r: [r.from_first(lambda n=n: (r.rank, n)) for n in range(3)])
+        == [[(0, 0), (0, 1), (0, 2)]] * 2
+    )
+
+
+def test_a_result_that_cannot_be_sent_stays_on_rank_0(two):
+    first, other = on_both(two, lambda r: r.from_first_only(lambda: (n for n in "ab")))
+    assert list(first) == ["a", "b"]
+    assert other is None
+
+
+def test_an_exception_of_rank_0_is_raised_on_all(two):
+    def fail() -> None:
+        raise FileNotFoundError(2, "No such file", "there")
+
+    for error in on_both(two, lambda r: r.from_first(fail)):
+        assert isinstance(error, FileNotFoundError)
+        assert (error.filename, error.strerror) == ("there", "No such file")
+
+
+def test_an_exception_that_cannot_be_sent_is_described(two):
+    def stop() -> None:
+        raise Stopped("stopped after step 3", 15)
+
+    own, other = on_both(two, lambda r: r.from_first(stop))
+    assert isinstance(own, Stopped)
+    assert str(other) == "Stopped: stopped after step 3"
+
+
+def test_one_process_sends_nothing(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    alone = join(torch.device("cpu"), 1)
+    assert (alone.rank, alone.size, alone.is_first) == (0, 1, True)
+    assert alone.from_first(lambda: "own") == "own"
+    assert alone.gather(3) == [3]
+    alone.agree("anything", "here")
+    alone.at("step 1")
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ("Timed out waiting 7000ms for recv operation to complete", "rank 0 waited 7 s for the other ranks"),
+        ("Connection closed by peer [127.0.0.1]:43611", "rank 0 lost the connection to another rank, which has ended"),
+    ],
+)
+def test_an_error_of_the_connection_says_where_the_ranks_are(two, monkeypatch, message, what):
+    become(monkeypatch, two[0])
+    two[0].at("step 4: sum of the gradients")
+    two[1].at("step 4")
+    explained = explain(RuntimeError(message))
+    assert isinstance(explained, RanksError)
+    assert str(explained) == f"{what}, at step 4: sum of the gradients; last seen: rank 1 at step 4"
+
+
+def test_a_rank_that_was_never_seen_is_at_its_start(two, monkeypatch):
+    become(monkeypatch, two[0])
+    assert str(explain(TimeoutError("timed out"))).endswith("at its start; last seen: rank 1 at its start")
+
+
+def test_another_error_is_not_explained(two, monkeypatch):
+    become(monkeypatch, two[0])
+    error = RuntimeError("shapes cannot be multiplied")
+    assert explain(error) is error
+
+
+def test_a_failure_of_all_ranks_is_reported_by_rank_0(two, monkeypatch):
+    become(monkeypatch, two[0])
+    assert reports_failure("seed must be the same")
+    become(monkeypatch, two[1])
+    assert not reports_failure("seed must be the same")
+
+
+def test_a_failure_of_one_rank_is_reported_by_it_and_by_no_other(two, monkeypatch):
+    become(monkeypatch, two[1])
+    assert reports_failure("the disk is full")
+    become(monkeypatch, two[0])
+    assert not reports_failure("lost the connection")
+
+
+def test_a_rank_waits_longer_for_rank_0_if_that_has_announced_its_report(two, monkeypatch):
+    become(monkeypatch, two[1])
+    two[0].announce_failure()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reports_failure, "the loss is nan")
+        assert not waiting.done()
+        two[0].store.compare_set(module.FAILURE, "", "0 the loss is nan")
+        assert waiting.result() is False
