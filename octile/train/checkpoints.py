@@ -6,6 +6,8 @@ Both kinds are read alike, so that a run may go from one number of ranks to anot
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +64,18 @@ class RunCheckpoints:
             return
         trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
         self._sharded.save(trainer.steps_done, trainer.chunks(tensors), state)
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Complete the last checkpoint if a loss or gradient that is not finite ends the run, as it does on all ranks.
+
+        After another failure other ranks may be gone, and the checkpoint before remains.
+        """
+        try:
+            yield
+        except FloatingPointError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete. Not to be called after a failure, which other ranks may not have.

@@ -181,6 +181,7 @@ def _train(
         console.stopped_by_its_reader(stop),
         nullcontext() if resume or not ranks.is_first else _unmarked_on_failure(run, trainer),
         _report_on_failure(run, console) if ranks.is_first else nullcontext(),
+        checkpoints.completed(),
         deterministic(config.deterministic),
         explain_out_of_memory(config, device, trainer),
         closing(trainer),

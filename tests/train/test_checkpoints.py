@@ -6,11 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from octile.checkpoint import latest_checkpoint
+from octile.parallel.ranks import Ranks
+from octile.train.checkpoints import RunCheckpoints
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train import moved_cases
@@ -41,3 +44,12 @@ def test_the_losses_are_those_of_one_process(moved: Path, store: TokenStore):
     alone = Trainer(config(1), store, torch.device("cpu"))
     expected = {str(step + 1): alone.step()["loss"] for step in range(STEPS * len(WORLDS))}
     assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(("error", "waits"), [(FloatingPointError, True), (ConnectionError, False)])
+def test_a_checkpoint_is_completed_if_all_ranks_end_alike(tmp_path, error, waits):
+    checkpoints, closed = RunCheckpoints(tmp_path, Ranks.alone()), []
+    checkpoints._sharded = SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(error), checkpoints.completed():
+        raise error
+    assert closed == [True] * waits
