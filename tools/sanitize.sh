@@ -25,7 +25,7 @@ or (test_e5m6 and 1030 and float32) or (test_e5m6_becomes and 999 and float32) \
 or (test_swiglu_is_within and 999 and e5m2) or test_swiglu_saves_ragged or (test_permute_and and 333) \
 or (test_rms_norm_of_large and 999) or (test_gradients_of_rms_norm and 999)"
 ELEMENTWISE_FILES="gate sequence_balance routing_plan cross_entropy elementwise data_flow gradient_norms adamw"
-ELEMENTWISE="(test_the_choice_and and bfloat16 and (V3 or V2)) or test_terms_are or (test_the_experts_with and 160) \
+ELEMENTWISE="(test_the_choice_and and bfloat16 and (V3 or V2)) or test_experts_are_chosen or test_terms_are or (test_the_experts_with and 160) \
 or (test_the_gradient_of_the_logits and True and (V3 or normalized)) or (test_loss_and_gradient and 1001) \
 or (test_the_plan_is and False and (5000 or 32769)) or test_counts_of_sequences \
 or (test_any_vocabulary and bfloat16 and (40 or 4100 or 32768)) or (test_any_strides and 300) \
@@ -36,12 +36,10 @@ or (test_rotated_halves and 301 and bfloat16) or test_norms_equal or test_many_t
 NO_GEMM="not test_the_choice_and and not test_the_experts_with" # of the elementwise tests
 
 sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
-    # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors; racecheck
-    # finds hazards in cuBLAS's kernels that split K
-    local quiet=()
-    [[ $1 == memcheck ]] && quiet=(--report-api-errors no)
-    [[ $1 == racecheck ]] && quiet=(--kernel-name-exclude kns=nvjet --kernel-name-exclude kns=cublas)
-    timeout --kill-after=15 "${LIMIT:-420}" compute-sanitizer --tool "$1" "${quiet[@]}" --error-exitcode 7 \
+    # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
+    local quiet
+    quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
+    timeout --kill-after=15 "${LIMIT:-420}" compute-sanitizer --tool "$1" $quiet --error-exitcode 7 \
         --target-processes all --print-limit 20 \
         "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q -k "$3" "${@:4}" \
         >"$OUT/sanitizer_$1_$2.txt" 2>&1
@@ -60,8 +58,8 @@ for tool in "${tools[@]}"; do
         *,gemms) sanitize "$tool" gemms "$GEMMS" tests/gpu/cuda/test_gemm.py & ;;
         *,quantize) sanitize "$tool" quantize "$QUANTIZE" tests/gpu/test_quantize_kernels.py & ;;
         *,elementwise)
-            selected=$ELEMENTWISE # cuBLAS reads what was not written, and initcheck must see every kernel that writes
-            [[ $tool == initcheck ]] && selected="($ELEMENTWISE) and $NO_GEMM"
+            selected=$ELEMENTWISE # racecheck and initcheck find errors in cuBLAS's kernels that split K
+            [[ $tool =~ ^(racecheck|initcheck)$ ]] && selected="($ELEMENTWISE) and $NO_GEMM"
             # shellcheck disable=SC2086  (a file each)
             sanitize "$tool" elementwise "$selected" $(printf 'tests/gpu/test_%s.py ' $ELEMENTWISE_FILES) &
             ;;

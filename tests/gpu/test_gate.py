@@ -56,6 +56,19 @@ def test_the_choice_and_the_weights_are_those_of_the_cpu(settings: tuple[Any, ..
 
 
 @every_setting
+def test_experts_are_chosen_by_logits_in_parts(settings: tuple[Any, ...]):
+    from octile.kernels.triton import gate as kernel
+
+    parts, bias = torch.randn(T, 3 * E, generator=torch.Generator().manual_seed(0)), torch.linspace(-0.2, 0.2, E)
+    logits = parts[:, :E] + parts[:, E : 2 * E] + parts[:, 2 * E :]
+    weights, experts, found = kernel.launch(parts.cuda(), bias.cuda(), *settings, E)
+    expected_weights, expected_experts = route(logits, bias, *settings)
+    assert torch.equal(found.cpu(), logits)
+    assert torch.equal(experts.cpu(), expected_experts)
+    torch.testing.assert_close(weights.cpu(), expected_weights, rtol=2.0**-18, atol=0)
+
+
+@every_setting
 def test_ties_zeros_and_nan_are_ordered_as_on_the_cpu(settings: tuple[Any, ...]):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(T, E, generator=generator).abs().mul(4).round() / 2  # equal sums only of equal affinities
